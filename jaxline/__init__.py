@@ -9,9 +9,11 @@ _API = ('Result', 'evaluate', 'fit', 'load', 'load_weights')
 
 
 def __getattr__(name: str) -> Any:
-  """Imports `jaxline.api` where one of its names is used first."""
+  """Imports `jaxline.api` or `jaxline.utils` where it is used first."""
   if name in _API:
     return getattr(importlib.import_module('jaxline.api'), name)
+  if name == 'utils':  # In JAXline every import imports it.
+    return importlib.import_module('jaxline.utils')
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

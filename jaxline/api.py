@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -27,6 +26,7 @@ from jaxline import platform
 from jaxline import runs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.metrics import console
 from jaxline.metrics import writers
@@ -88,9 +88,9 @@ def fit(
     mode: 'train_and_eval' or 'train'.
 
   Raises:
-    errors.UsageError: what is wrong with the config or the directory.
+    errors.UsageError: what is wrong with the config, an override (a key that
+      the config lacks) or the directory.
     TypeError: an override has another type than the key's value.
-    KeyError: an override of `a.b`, where `a` is no part of the config.
     KeyboardInterrupt: the run was interrupted, and is saved.
   """
   if mode not in ('train', 'train_and_eval'):
@@ -98,6 +98,7 @@ def fit(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
   config = _override(config, overrides)
+  memory.forget_published()  # Each call is a run of its own.
   try:
     with preemption.Watch():
       directory, experiment = platform.start(
@@ -125,8 +126,17 @@ def _override(
   """Returns a validated copy of a config, with other values by dotted key."""
   # With its references to other keys, and the values themselves.
   config = copy.deepcopy(config, {id(x): x for x in _values(config)})
-  with config.unlocked():
-    config.update_from_flattened_dict(overrides or {})
+  given = dict(overrides or {})
+  for key, value in given.items():
+    where, section = 'config', config
+    for part in key.split('.'):
+      part = part.partition('[')[0]  # An entry of a list.
+      names = section if isinstance(section, config_dict.ConfigDict) else ()
+      errors.check_names([part], list(names), 'key', where)
+      where, section = f'{where}.{part}', section[part]
+    if isinstance(value, np.generic):
+      given[key] = value.item()
+  config.update_from_flattened_dict(given)
   config = config.copy_and_resolve_references()
   base_config.validate_config(config)
   return config
@@ -166,7 +176,6 @@ def load(
     errors.UsageError: the directory is no run, or it has no such checkpoint, or
       what is wrong with the overridden config.
     TypeError: as for `fit`.
-    KeyError: as for `fit`.
   """
   return _load(directory, overrides, step, series, experiment_class, mode)[0]
 
@@ -180,11 +189,12 @@ def _load(
   mode: str,
 ) -> tuple[Any, int, config_dict.ConfigDict]:
   """Returns an experiment, its step and the config of its run."""
-  config = _recorded_config(directory)
-  if overrides:  # Else it may be of another version, with other keys.
-    config = _override(config, overrides)
+  config = _override(base_config.recorded_config(directory), overrides)
+  config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
-    experiment_class = platform.resolve_experiment_class(config)
+    experiment_class = platform.resolve_experiment_class(
+      config, is_recorded='experiment_class' not in (overrides or {})
+    )
   full = adapters.full_checkpointer(
     # By its name it only reads `latest`.
     platform.create_checkpointer(config, 'eval_load')
@@ -197,24 +207,6 @@ def _load(
     state = base.new_state(full, experiment, series=series)
     full.restore(series, step=step)
     return experiment, int(state.global_step), config
-
-
-def _recorded_config(
-  directory: str | os.PathLike[str],
-) -> config_dict.ConfigDict:
-  """Returns the config of a run, as its directory has it."""
-  disk.check_local(directory, 'The directory')
-  path = pathlib.Path(directory).expanduser().absolute()
-  try:
-    recorded = json.loads((path / runs.CONFIG).read_text(encoding='utf-8'))
-    config = base_config.complete_config(config_dict.ConfigDict(recorded))
-  except (OSError, ValueError, TypeError) as e:
-    raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
-  with config.unlocked():
-    # The directory may have been moved.
-    config.checkpoint_dir = str(path)
-    config.checkpointer = 'durable'
-  return config
 
 
 def load_weights(
@@ -276,7 +268,6 @@ def evaluate(
   Raises:
     errors.UsageError: as for `load`.
     TypeError: as for `fit`.
-    KeyError: as for `fit`.
   """
   experiment, global_step, config = _load(
     directory, overrides, step, series, experiment_class, 'eval'

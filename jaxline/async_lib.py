@@ -18,6 +18,8 @@ import weakref
 
 from absl import logging
 
+from jaxline.supervision import watchdog
+
 T = TypeVar('T')
 
 # How long a closed py_prefetch waits for its thread, in seconds. Only an
@@ -102,9 +104,11 @@ class SerialExecutor:
           ' process inherits the object but not the thread. Make a new object'
           ' there.'
         )
+      # First: a first call that fails at once has then failed before this
+      # returns, so that the second raises its error.
+      self._calls.put(functools.partial(self.run, call))
       if self._thread is None:
         self._start()
-      self._calls.put(functools.partial(self.run, call))
 
   def run(self, call: Callable[[], Any]) -> None:
     """Runs a call at once and keeps its error; for the executor's thread."""
@@ -247,6 +251,7 @@ def cause(error: BaseException) -> Any:
 def _run_all(calls: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
   for call in iter(calls.get, None):
     call()
+    watchdog.give_sign_of_life()  # So that a long queue is no hang.
     del call  # Or its arguments would stay in memory while the next is awaited.
     if calls.empty():
       # What comes meanwhile is run at once. To wake this thread for each call

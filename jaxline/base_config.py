@@ -24,6 +24,7 @@ import json
 import numbers
 import operator
 import os
+import pathlib
 import re
 import types
 import typing
@@ -31,11 +32,11 @@ from typing import Any, TypeVar
 
 from ml_collections import config_dict
 
+from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
-from jaxline import xla
 from jaxline.compat import prng
 from jaxline.supervision import nonfinite
 from jaxline.supervision import profiling
@@ -133,8 +134,9 @@ def _are_rules(x: Any) -> bool:
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
 _PROFILED = Check("steps such as '10-15,1000'", profiling.validate, str)
 _FILE = optional(text('the name of a file', is_path=True))
-_PROFILE = text(
-  'the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True
+# XLA silently ignores a file without this suffix.
+_PROFILE = optional(
+  text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
 )
 _EVAL_STEPS = text("'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')
 _INTERVAL = optional(number('(-inf, inf)'))
@@ -254,11 +256,11 @@ KEYS = (
       optional(number('integer [0, 100]')),
       "The percentile of several measured times that counts. None is JAX's"
       ' default, 90.', PROGRAM),
-  Key('xla.pgle_save', None, optional(_PROFILE),
+  Key('xla.pgle_save', None, _PROFILE,
       'The same in two runs (manual PGLE): the first writes this file.',
       PROGRAM),
   Key('xla.pgle_save_steps', 10, _COUNT, 'How many steps that run profiles.'),
-  Key('xla.pgle_profile', None, _FILE,
+  Key('xla.pgle_profile', None, _PROFILE,
       'The file of the first run, in the second run.', PROGRAM),
   Key('xla.flags', {}, mapping(
         "a dict from flag to value, such as {'xla_dump_to': '/tmp'}"),
@@ -271,7 +273,7 @@ KEYS = (
         is_path=True),
       'Where compiled programs are kept for the next start. `auto` is at most'
       " 4 GiB in the user's cache directory. A cache that JAX was given comes"
-      ' first. Another user who can write there can run code in this process.'),
+      ' first; with PGLE there is none.'),
 
   Key('interval_type', 'secs', _INTERVAL_TYPE,
       'The unit of all intervals; None means `secs`. An interval that is None'
@@ -293,7 +295,7 @@ KEYS = (
       'Each ratio r adds the steps r, 10 r, 100 r ... to the intervals above:'
       ' [1, 2, 5] logs often at the start. Needs intervals in steps.'),
   Key('console', None, optional(one_of('live', 'plain', 'off')),
-      'What the first process shows: `live` redraws lines on the terminal,'
+      'What the first process shows: `live` redraws one line of the terminal,'
       ' `plain` prints a line at each `log_tensors_interval`, `off` logs it.'
       ' None is `live` on a terminal, else `plain`; -v 1 adds the full log.'),
   Key('log_async', True, _BOOLEAN,
@@ -360,19 +362,18 @@ KEYS = (
 
   Key('on_nonfinite', None, optional(one_of(*nonfinite.MODES)),
       'A step has a loss or gradients that are not finite: `raise` ends the'
-      ' run. `warn` warns once for each scalar and keeps the newest checkpoint'
-      ' from before. `skip` (sharded style) changes no weights and counts the'
-      ' step. `ignore` does nothing. None is `raise` in the sharded style,'
-      ' `warn` in the per-device style.', PROGRAM),
+      ' run. `warn` warns once for each scalar. `skip` (sharded style) changes'
+      ' no weights and counts the step. `ignore` does nothing. None is `raise`'
+      ' in the sharded style, `warn` in the per-device style.', PROGRAM),
   Key('max_nonfinite_steps', 10, _COUNT,
       'With `skip`, this many such steps in a row end the run.'),
   Key('profile_steps', None, optional(_PROFILED),
-      "Steps to trace for TensorBoard and Perfetto. A file PROFILE in the run's"
-      ' directory, or SIGUSR1, asks a run for a trace. See docs/howto.md.'),
+      'Steps to trace for TensorBoard and Perfetto. See docs/howto.md.'),
   Key('watchdog_secs', 7200.0, optional(_POSITIVE),
       "The process ends, with every thread's stack in the log, after this many"
-      ' seconds without a step or another sign of progress. Give more if a'
-      ' compilation or an evaluation takes longer. None disables it.'),
+      ' seconds without a step or another sign of progress, until it has ended.'
+      ' Give more if a compilation or an evaluation takes longer. None disables'
+      ' it.'),
 
   Key('eval_initial_weights', False, _BOOLEAN,
       'Evaluate the initial weights if there is no checkpoint yet. In the'
@@ -509,9 +510,6 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
      lambda ratios, own, common: ratios and (own or common) != 'steps',
      "The ratios need intervals in steps. Set interval_type = 'steps'.")
     for key in ('logging_interval_type', 'checkpoint_interval_type')),
-  (('xla.pgle_aggregation_percentile', 'xla.pgle_profiling_runs'),
-   lambda percentile, runs: percentile is not None and not runs,
-   'Nothing is measured. Set xla.pgle_profiling_runs, for instance to 3.'),
   (('xla.pgle_save', 'xla.pgle_profiling_runs', 'xla.pgle_profile'),
    lambda *ways: sum(map(bool, ways)) > 1,
    'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
@@ -537,8 +535,6 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   )
   mesh_lib.check_sizes(mesh)
   partitioning.get_rules(preset, rules)
-  if 'xla' in config:
-    xla.validate(config['xla'])
 
 
 # The sections that have no keys but ours, and what may have been meant.
@@ -582,15 +578,13 @@ def complete_config(config: Any) -> Any:
 
   Args:
     config: a run's config, which a program may have made without
-      `get_base_config`; or a mock of one, which is returned as it is.
+      `get_base_config`.
 
   Returns:
     The config itself if it lacks nothing. Otherwise a copy with the defaults of
     the missing keys, to which later changes of the config do not get; a config
     without `on_nonfinite` ignores it.
   """
-  if not isinstance(config, _MAPPINGS):
-    return config
   defaults = get_base_config()
   defaults.on_nonfinite = 'ignore'
   missing = [key for key in defaults if key not in config]
@@ -677,6 +671,86 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns a config as JSON values, with what JSON lacks as text."""
   # A function has its name there; its address differs each time.
   return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
+
+
+# The config that a run has recorded in its directory.
+
+RECORD = 'config.json'
+
+# Keys that are not taken from a record. A pickle and a compiled program can run
+# code, and the file is replaced; the others are about one start.
+_NOT_TAKEN = (
+  'checkpoint_allow_pickle',
+  'compilation_cache',
+  'decode.output',
+  'distributed',
+  'on_config_change',
+)
+
+
+def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the JSON of a run's config.
+
+  Raises:
+    errors.UsageError: the directory has no such file.
+  """
+  try:
+    text = (pathlib.Path(directory) / RECORD).read_text(encoding='utf-8')
+    if isinstance(record := json.loads(text), dict):
+      return record
+    raise ValueError('no JSON object')
+  except (OSError, ValueError) as e:
+    raise errors.UsageError(
+      f'{directory} is no directory of a run: {RECORD}: {e}'
+    ) from e
+
+
+def recorded_config(
+  directory: str | os.PathLike[str],
+) -> config_dict.ConfigDict:
+  """Returns the config of a run, from its directory.
+
+  Lists are tuples in it, and keys that could run code have their defaults. The
+  class that it names must still be checked: `adapters.resolve_experiment_class`
+  does that.
+
+  Args:
+    directory: the run's, which may have been moved.
+
+  Raises:
+    errors.UsageError: the directory is not that of a run.
+  """
+  disk.check_local(directory, 'The directory')
+  path = pathlib.Path(directory).expanduser().absolute()
+  record = read_record(path)
+  config = get_base_config()
+  try:
+    with config.ignore_type():
+      _fill(config, record)
+      config.checkpoint_dir = str(path)
+      for key in KEYS:
+        if key.name in _NOT_TAKEN and _value(config, key.name) != 'off':
+          config.update_from_flattened_dict({key.name: key.default})
+  except (KeyError, TypeError, ValueError) as e:
+    raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
+  return config
+
+
+def _fill(target: Any, values: Mapping[str, Any]) -> None:
+  """Sets values in a config, whose keys keep their types for flags."""
+  for key, value in values.items():
+    if isinstance(value, dict):
+      if not isinstance(target.get(key), config_dict.ConfigDict):
+        target[key] = config_dict.ConfigDict()
+      _fill(target[key], value)
+    elif value is None and key not in target:
+      target[key] = config_dict.placeholder(object)
+    else:
+      target[key] = _as_tuples(value)
+
+
+def _as_tuples(value: Any) -> Any:
+  return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 # An experiment's own config.

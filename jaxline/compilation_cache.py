@@ -1,22 +1,22 @@
 """JAX's compilation cache, on by default: `config.compilation_cache`.
 
-A run that is started again takes its compiled programs from the user's cache
-directory. A program is taken if everything that goes into it is the same: the
-computation, the version of jaxlib, the flags of XLA and the devices. So it is
-the same machine code, and its results have the same bits.
+A restarted run takes its compiled programs from the user's cache directory.
+JAX's key of a program covers everything that goes into it: the computation, the
+version of jaxlib, the flags of XLA and the devices. A hit is therefore the same
+machine code, and its results have the same bits.
 
-A cached program is code that this process executes, so the directory must
-belong to the user. No failure of the cache ends a run, but
-the address of a bucket is refused.
+JAX's own store writes an entry in place and never again, so that a full disk or
+the end of the process leaves a damaged one for ever, and it limits the size
+only with another package. `Files` replaces it. No failure of the cache ends a
+run.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import hashlib
 import os
 import pathlib
 import platform
-import stat
 import threading
 from typing import Any
 
@@ -29,13 +29,12 @@ import numpy as np
 
 from jaxline import disk
 from jaxline import distributed
+from jaxline import xla
 
 AUTO, OFF = 'auto', 'off'  # Values of the key; any other is a directory.
 
 # All files in the user's cache directory together, in bytes.
 MAX_BYTES = 4 << 30
-# What is kept of that when the oldest files are removed.
-_KEPT = 0.8
 # Programs that compile faster are not kept: to read one takes 10 ms.
 _MIN_COMPILE_SECS = 0.1
 _SUFFIX = '.program'
@@ -58,8 +57,8 @@ def of_run(config: Any) -> Iterator[None]:
   """
   path = _path(config)
   if jax.process_count() > 1 and not _is_shared(path):
-    # A process that finds a program here does not take part in the autotuning
-    # of it, and GPUs of processes that compile would wait for that for ever.
+    # A process that finds a program does not take part in autotuning it, and
+    # the GPUs of the processes that compile it would wait for that for ever.
     if path is not None:
       logging.warning(
         'No compilation cache: the processes do not share %s. Set'
@@ -70,8 +69,29 @@ def of_run(config: Any) -> Iterator[None]:
   if path is None:
     yield
     return
-  with stored_by(Files(path), _MIN_COMPILE_SECS, keep=os.environ):
-    yield
+  settings = {
+    'jax_compilation_cache_dir': str(path),
+    'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+    # Files that XLA writes by itself for GPUs: an error there (a full disk)
+    # would be an error of the compilation, and the directory's name would be
+    # part of the hash of a program.
+    'jax_persistent_cache_enable_xla_caches': 'none',
+  }
+  settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
+  store = Files(path)
+  # There is no public way to give JAX a store.
+  original = jax_cache.get_file_cache
+
+  def get_file_cache(path: str) -> Any:
+    return (store, path) if path == str(store.path) else original(path)
+
+  jax_cache.get_file_cache = get_file_cache
+  try:
+    with configured(settings):
+      yield
+  finally:
+    jax_cache.get_file_cache = original
 
 
 @contextlib.contextmanager
@@ -90,7 +110,7 @@ def configured(settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _configure(settings: Mapping[str, Any]) -> None:
-  # JAX looks at its settings when it first compiles, and then no more.
+  # JAX reads its settings only when it compiles for the first time.
   compilation_cache.reset_cache()
   for key, value in settings.items():
     jax.config.update(key, value)
@@ -103,12 +123,10 @@ def _path(config: Any) -> pathlib.Path | None:
     value == OFF
     or jax.config.values['jax_compilation_cache_dir'] is not None
     or not jax.config.values['jax_enable_compilation_cache']
+    # Programs that were compiled with another profile have the same key.
+    or xla.uses_pgle(config.xla)
   ):
     return None
-  if value == AUTO and (
-    config.xla.pgle_profiling_runs or config.xla.pgle_profile
-  ):
-    return None  # Programs of another profile would count as the same.
   try:
     if value == AUTO:
       base = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
@@ -116,19 +134,8 @@ def _path(config: Any) -> pathlib.Path | None:
     else:
       disk.check_local(value, 'config.compilation_cache')
       root = pathlib.Path(value)
-    root = root.absolute()
-    for folder in (root.parent, root):  # The mode is not that of parents.
-      folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for folder in (root.parent, root) if value == AUTO else ():
-      found = folder.stat()
-      if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise OSError(
-          f'{folder} is of user {found.st_uid} with the mode'
-          f' {stat.filemode(found.st_mode)}, and only user {os.geteuid()} may'
-          ' be able to write there, because programs are executed'
-        )
-    path = root / _host()
-    path.mkdir(mode=0o700, exist_ok=True)
+    path = root.absolute() / _host()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
   except (OSError, RuntimeError) as e:  # There may be no home directory.
     logging.warning(
@@ -145,7 +152,9 @@ def _host() -> str:
   JAX's key of a program does not contain the instruction set of the CPU, and
   XLA splits some loops by the number of cores.
   """
-  lines = [platform.system(), platform.machine(), str(_cores())]
+  has_affinity = hasattr(os, 'sched_getaffinity')  # Not on every system.
+  cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+  lines = [platform.system(), platform.machine(), str(cores)]
   try:
     text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
     kinds = ('vendor_id', 'cpu family', 'model', 'flags', 'Features', 'CPU')
@@ -157,74 +166,27 @@ def _host() -> str:
   return f'{platform.machine() or "host"}-{digest}'
 
 
-def _cores() -> int:
-  if hasattr(os, 'sched_getaffinity'):  # Not on every system.
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
-
-
 def _is_shared(path: pathlib.Path | None) -> bool:
-  """Says whether all processes have one directory and see the same files."""
+  """Returns whether all processes have one directory and see the same files."""
   token = f'.shared-{os.urandom(8).hex()}'
-  with contextlib.suppress(OSError):
-    if path is not None and jax.process_index() == 0:
+  is_chief = jax.process_index() == 0
+  if path is not None and is_chief:
+    with contextlib.suppress(OSError):
       (path / token).touch()
   token = distributed.of_chief(token)  # After the file is there.
   is_seen = path is not None and (path / token).exists()
   all_see = bool(multihost_utils.process_allgather(np.bool_(is_seen)).all())
-  with contextlib.suppress(OSError):
-    if path is not None and jax.process_index() == 0:
-      (path / token).unlink(missing_ok=True)
+  if path is not None and is_chief:
+    with contextlib.suppress(OSError):
+      (path / token).unlink()
   return all_see
-
-
-@contextlib.contextmanager
-def stored_by(
-  store: Any, min_compile_secs: float, keep: Container[str] = ()
-) -> Iterator[None]:
-  """Has JAX's compilation cache keep programs in a store while inside.
-
-  Args:
-    store: as `Files`, with a path.
-    min_compile_secs: programs that compile faster are not kept.
-    keep: settings of JAX, by the names of their variables, that stay.
-
-  Yields:
-    Nothing.
-  """
-  settings = {
-    'jax_enable_compilation_cache': True,
-    'jax_compilation_cache_dir': str(store.path),
-    'jax_persistent_cache_min_compile_time_secs': min_compile_secs,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-    # Files that XLA writes by itself for GPUs: an error there (a full disk)
-    # would be an error of the compilation, and the directory's name would be
-    # part of the hash of a program.
-    'jax_persistent_cache_enable_xla_caches': 'none',
-  }
-  settings = {k: x for k, x in settings.items() if k.upper() not in keep}
-  # There is no public way to give JAX a store.
-  original = jax_cache.get_file_cache
-
-  def get_file_cache(path: str) -> Any:
-    return (store, path) if path == str(store.path) else original(path)
-
-  jax_cache.get_file_cache = get_file_cache
-  try:
-    with configured(settings):
-      yield
-  finally:
-    jax_cache.get_file_cache = original
 
 
 class Files:
   """Keeps the entries of JAX's compilation cache as files in a directory.
 
-  JAX's own class writes an entry in place and never again, so that a full disk
-  or the end of the process leaves a damaged one for ever; and a limit of the
-  size needs the package `filelock` and a lock for each read. Here an entry is
-  renamed when it is whole, has a checksum, and is removed where that is wrong.
-  An error is logged once and is not raised.
+  An entry is renamed when it is whole, has a checksum, and is removed if the
+  checksum is wrong. An error is logged once and is not raised.
 
   Attributes:
     path: the directory.
@@ -236,15 +198,14 @@ class Files:
     Args:
       path: the directory, which exists.
       max_bytes: the size of the entries in it and in the directories of other
-        hosts beside it. Those used least recently are removed.
+        hosts beside it. The least recently used ones are removed.
     """
     self.path = self._path = path  # JAX reads `_path`.
     self._max_bytes = max_bytes
-    self._room = 0  # How much may be written before looking at the size.
     self._has_warned = False
 
   def get(self, key: str) -> bytes | None:
-    """Returns an entry; None where there is no whole one."""
+    """Returns an entry; None if there is no whole one."""
     path = self._file(key)
     try:
       data = path.read_bytes()
@@ -263,20 +224,14 @@ class Files:
     return value
 
   def put(self, key: str, value: bytes) -> None:
-    """Keeps an entry, and makes room for it if there is too little."""
+    """Writes an entry, after removing old ones that leave no space for it."""
     partial = self._file(f'partial-{os.getpid()}-{threading.get_ident()}')
     try:
-      self._room -= len(value)
-      if self._room < 0:
-        self._make_room()
-      with open(partial, 'wb') as file:
-        file.write(hashlib.sha256(value).digest())
-        file.write(value)
-      os.replace(partial, self._file(key))
+      self._remove_oldest(self._max_bytes - len(value))
+      with disk.replacing(self._file(key), partial) as file:
+        file.write(hashlib.sha256(value).digest() + value)
     except OSError as e:
       self._warn(e)
-      with contextlib.suppress(OSError):
-        partial.unlink(missing_ok=True)
 
   def _file(self, key: str) -> pathlib.Path:
     return self.path / f'{key}{_SUFFIX}'
@@ -290,19 +245,16 @@ class Files:
         error,
       )
 
-  def _make_room(self) -> None:
-    """Removes the files used least recently, if all are too many."""
+  def _remove_oldest(self, limit: int) -> None:
+    """Removes the least recently used files until all fit into `limit`."""
     found = []
     for path in self.path.parent.glob(f'*/*{_SUFFIX}'):
       with contextlib.suppress(OSError):  # Another process removes it.
         status = path.stat()
         found.append((status.st_mtime_ns, status.st_size, path))
     total = sum(size for _, size, _ in found)
-    if total > self._max_bytes:
-      for _, size, path in sorted(found):
-        if total <= _KEPT * self._max_bytes:
-          break
-        path.unlink(missing_ok=True)
-        total -= size
-    # Half of it: other processes write as well.
-    self._room = (self._max_bytes - total) // 2
+    for _, size, path in sorted(found):
+      if total <= limit:
+        break
+      path.unlink(missing_ok=True)
+      total -= size

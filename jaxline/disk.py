@@ -68,22 +68,18 @@ def replacing(path: pathlib.Path, partial: pathlib.Path) -> Iterator[BinaryIO]:
   sync_directory(path.parent)
 
 
-def failed_write(
-  error: OSError, path: pathlib.Path, needed: int | None = None
-) -> OSError:
+def failed_write(error: OSError, path: pathlib.Path) -> OSError:
   """Returns an error of the same kind that says how much room there is.
 
   Args:
     error: what writing failed with.
     path: what could not be written.
-    needed: bytes that it would take; None leaves that out.
   """
   text = error.strerror or str(error)
   if error.errno not in FULL:
     return OSError(error.errno, text, str(path))
-  room = [] if needed is None else [f'{needed / 2**20:.2f} MiB needed']
   free = shutil.disk_usage(path.parent).free
-  text += f' ({", ".join([*room, f"{free / 2**20:.2f} MiB free"])})'
+  text += f' ({free / 2**20:.2f} MiB free)'
   return FullDiskError(error.errno, text, str(path))
 
 

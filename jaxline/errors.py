@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 import difflib
+import re
 from typing import Any
 
 
@@ -17,6 +18,19 @@ class UsageError(ValueError):
 
 class MissingFileError(UsageError, FileNotFoundError):
   """A file that the config names does not exist."""
+
+
+# What collectives of CPUs and GPUs say when another process is gone.
+_LOST = re.compile(
+  r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
+)
+
+
+def is_lost_process(error: BaseException) -> bool:
+  """Returns whether JAX has raised an error since another process is gone."""
+  # Not an OSError, such as of a server of data.
+  is_jaxs = isinstance(error, (RuntimeError, ValueError))
+  return is_jaxs and bool(_LOST.search(str(error)))
 
 
 def nearest(

@@ -15,10 +15,12 @@ import numpy as np
 from jaxline import base_config
 from jaxline import debug
 from jaxline.compat import devices
+from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.supervision import recompilation
+
+lazy.complete(__name__)
 
 Scalars = Mapping[str, Any]
 # (global_step, state key) -> the arguments of `step` (global_step, rng), and
@@ -218,14 +220,11 @@ class AbstractExperiment(abc.ABC):
     step_inputs = self.step_inputs(config)
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
-    watch = recompilation.Watch(state.global_step)
-    with debug.log_activity('training loop', category='steps'), watch:
+    with debug.log_activity('training loop', category='steps'):
       while self.should_run_step(step := state.global_step, config):
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
-          watch.step = step
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)
-          watch.step = None
         check_scalars(scalars, self, 'step')
         # The state's step and key change together: a checkpoint must not hold
         # one without the other.
@@ -387,7 +386,7 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
   Raises:
     TypeError: it is neither a mapping nor None.
   """
-  # Not by its class, since neither a ConfigDict nor a mock is a Mapping.
+  # Not by its class: a ConfigDict is no Mapping.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
       f'{type(experiment).__name__}.{method} returned {describe(scalars)};'
@@ -417,8 +416,8 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
     config: a run's complete config.
   """
   steps = config.max_steps_in_flight
-  if isinstance(steps, int | np.integer):  # Not None, nor a mock's attribute.
-    return int(steps)
+  if steps is not None:
+    return steps
   # Programs of several CPU devices wait for each other in one thread pool; two
   # of them at once can starve it for ever.
   several = jax.local_device_count() > 1

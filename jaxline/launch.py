@@ -8,7 +8,7 @@ of a cluster (by gloo instead of a network of accelerators). Each process gets
 its number by the variables that `jaxline.distributed` reads. Each line that it
 prints begins with that number. Signals are passed on to all processes. When one
 fails, the others have some seconds to end and are then killed; the exit code is
-that of the first to fail.
+that of the first to fail, which the last line names.
 
 It starts nothing on other machines: docs/reference/launching.md has clusters.
 """
@@ -38,6 +38,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
+# Errors that would occur again.
+_TO_FIX = (1, 2)
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
@@ -111,14 +113,12 @@ class _Launch:
     self._live: dict[int, subprocess.Popen[bytes]] = {}
     self._lock = threading.Lock()
     self._readers: list[threading.Thread] = []
-    self._guard = _Guard()
 
   def __enter__(self) -> _Launch:
     return self
 
   def __exit__(self, *unused: object) -> None:
     self._kill()
-    self._guard.close()
 
   def start(
     self, number: int, command: Sequence[str], env: Mapping[str, str]
@@ -139,7 +139,6 @@ class _Launch:
       start_new_session=True,
     )
     self._live[number] = process
-    self._guard.watch_over(self._live.values())
     assert process.stdout is not None
     assert process.stderr is not None
     for source, sink in (
@@ -161,7 +160,7 @@ class _Launch:
       if signal.getsignal(signum) != signal.SIG_IGN:
         signal.signal(signum, self._pass_on)
     deadline: float | None = None
-    failed, left = 0, 0
+    failed, left, reason = 0, 0, ''
     while self._live:
       rest = None
       if deadline is not None:
@@ -178,17 +177,24 @@ class _Launch:
       self._end(number)
       if code == 0:
         continue
-      code = 128 - code if code < 0 else code
+      how = f'ended with code {code}'
+      if code < 0:
+        how = f'was ended by signal {-code} ({signal.strsignal(-code)})'
+        code = 128 - code
       others = f'; waiting for {_name(self._live)}' if self._live else ''
-      _say(f'Process {number} ended with code {code}{others}.')
+      _say(f'Process {number} {how}{others}.')
       if code in _IN_ORDER:
         left = left or code
       elif not failed:
-        failed = code
+        failed, reason = code, f'process {number} {how}'
         deadline = time.monotonic() + self._grace_secs
     drained = time.monotonic() + _DRAIN_SECS
     for reader in self._readers:
       reader.join(max(0, drained - time.monotonic()))
+    if failed in _TO_FIX:
+      _say(f'The run ended because {reason}: its own lines say why.')
+    elif failed:
+      _say(f'The run ended because {reason}. The same command resumes it.')
     return failed or left
 
   def _copy(self, number: int, source: IO[bytes], sink: IO[bytes]) -> None:
@@ -212,48 +218,10 @@ class _Launch:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    self._guard.watch_over(self._live.values())
 
   def _kill(self) -> None:
     for number in tuple(self._live):
       self._end(number)
-
-
-class _Guard:
-  """Kills the process groups if this process is killed.
-
-  SIGKILL cannot be passed on. But it closes a pipe, and a shell waits at the
-  other end. (Linux can tie a process to its parent, but not the children of
-  that process.)
-  """
-
-  # Each line has the live groups; after the last one, this process has ended.
-  _PROGRAM = """
-    while read -r line; do groups=$line; done
-    [ -z "$groups" ] || kill -s KILL -- $groups
-  """
-
-  def __init__(self) -> None:
-    self._shell = subprocess.Popen(
-      ['/bin/sh', '-c', self._PROGRAM],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-      start_new_session=True,
-    )
-
-  def watch_over(self, leaders: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Says which process groups there are, by their first processes."""
-    assert self._shell.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # Somebody has killed the shell.
-      line = ' '.join(f'-{leader.pid}' for leader in leaders)
-      self._shell.stdin.write(f'{line}\n'.encode())
-      self._shell.stdin.flush()
-
-  def close(self) -> None:
-    """Ends the shell; nothing is killed."""
-    self.watch_over(())
-    self._shell.communicate()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

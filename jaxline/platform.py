@@ -38,18 +38,17 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
-from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
 
-# How long a run that has nothing to save yet may take to leave, in seconds.
-_GRACE_SECS = 5.0
+lazy.complete(__name__)
 
 
 # What a run is made of.
@@ -58,15 +57,11 @@ _GRACE_SECS = 5.0
 def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> base.Checkpointer:
-  """Returns the run's checkpointer for one mode, as `config.checkpointer`.
-
-  A run that trains forgets the checkpoints of earlier runs in this process; an
-  evaluation may be of those.
-  """
-  if not mode.startswith('eval'):
-    memory.forget_published()
+  """Returns the run's checkpointer for one mode, as `config.checkpointer`."""
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
+  if not mode.startswith('eval'):
+    memory.forget_published()
   from jaxline.checkpoint import durable  # Orbax takes a second to import.
 
   return durable.DurableCheckpointer(config, mode)
@@ -217,11 +212,65 @@ class _SettingFlag(flags.Flag):
     setattr(debug.settings, self.name.removeprefix('jaxline_'), value)
 
 
-config_flags.DEFINE_config_file(
-  name='config',
-  help_string='The run: a config file, such as configs/lm.py. Its values are'
-  ' overridden by --config.key=value.',
-)
+class _RecordedPath(str):
+  """The value of --config if --jaxline_run stands in its place."""
+
+
+class _ConfigParser(flags.ArgumentParser):
+  """Parses a `_RecordedPath`, or lets another parser load a config file."""
+
+  def __init__(self, of_files: flags.ArgumentParser):
+    self._of_files = of_files
+
+  def parse(self, path: str) -> Any:
+    if isinstance(path, _RecordedPath):
+      return base_config.recorded_config(os.path.dirname(path)).lock()
+    return self._of_files.parse(path)
+
+
+class _RunFlag(flags.Flag):
+  """--jaxline_run=DIR: parses --config, as a file with the config of the run.
+
+  Attributes:
+    config: the flag --config.
+  """
+
+  config: flags.Flag
+
+  def parse(self, argument: str) -> None:
+    super().parse(argument)
+    path = os.path.join(argument, base_config.RECORD)
+    self.config.parse(_RecordedPath(path))
+
+
+def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
+  """Defines --config and --jaxline_run.
+
+  Args:
+    values: where.
+    argv: the command line; None is that of the process.
+  """
+  config_flags.DEFINE_config_file(
+    'config',
+    help_string='The run: a config file, such as configs/lm.py. Its values are'
+    ' overridden by --config.key=value.',
+    flag_values=values,
+    sys_argv=argv,
+  )
+  values['config'].parser = _ConfigParser(values['config'].parser)
+  run = _RunFlag(
+    flags.ArgumentParser(),
+    flags.ArgumentSerializer(),
+    'jaxline_run',
+    None,
+    'In place of --config: the directory of a run, whose config is taken.'
+    ' --config.key=value overrides its values.',
+  )
+  run.config = values['config']
+  flags.DEFINE_flag(run, values)
+
+
+_define_config(flags.FLAGS, None)
 _MODE = flags.DEFINE_flag(
   _SettingFlag(
     flags.ArgumentParser(),
@@ -301,6 +350,11 @@ def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
   """Returns a copy of the config of parsed flags: validated, `~` expanded."""
   if values.config is None:
     raise _config_error('is missing')
+  if values['config'].present > values['jaxline_run'].present > 0:
+    raise UsageError(
+      f'--jaxline_run={values.jaxline_run} takes the place of --config, and'
+      ' both are given. Leave one of them out.'
+    )
   try:
     base_config.validate_config(values.config)
   except OSError as e:
@@ -313,7 +367,8 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   """Returns the config that a command line names, without starting a run.
 
   Args:
-    argv: `--config=FILE` and overrides, `--config.key=value`; nothing else.
+    argv: `--config=FILE` or `--jaxline_run=DIR`, and overrides,
+      `--config.key=value`; nothing else.
 
   Returns:
     The config, validated and locked; no directory is made for it.
@@ -323,11 +378,25 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   """
   values = flags.FlagValues()
   argv = [sys.argv[0], *argv]
-  config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
+  _define_config(values, argv)
   _, *unknown = _parse(values, argv)
   if unknown:
     raise UsageError(f'Unexpected arguments {unknown}.')
-  return _read_config(values).lock()
+  config = _read_config(values)
+  if config.experiment_class is not None:
+    _check_recorded_class(values, config)
+  return config.lock()
+
+
+def _check_recorded_class(
+  values: flags.FlagValues, config: config_dict.ConfigDict
+) -> None:
+  """Refuses what is no experiment, if the directory of a run names it."""
+  if not values['jaxline_run'].present:
+    return
+  overrides = config_flags.get_override_values(values['config'])
+  if 'experiment_class' not in overrides:
+    resolve_experiment_class(config, is_recorded=True)
 
 
 def _configs() -> list[pathlib.Path]:
@@ -340,7 +409,7 @@ def _config_error(problem: str | OSError) -> UsageError:
   if isinstance(problem, OSError):
     problem = f'cannot be read: {str(problem).splitlines()[-1].strip()}'
   names = [f'--config=configs/{path.name}' for path in _configs()]
-  expected = ' or '.join(names or ['--config=FILE'])
+  expected = ' or '.join([*(names or ['--config=FILE']), '--jaxline_run=DIR'])
   return UsageError(f'--config {problem}; expected {expected}.')
 
 
@@ -363,12 +432,9 @@ class _Refused(_Exit, UsageError):
 # and their exit codes.
 _CODES = {
   UsageError: 2,
-  files.RefusedError: 1,
-  files.UnreadableError: 1,
+  files.DamagedError: 1,
   nonfinite.NonfiniteError: 1,
   disk.FullDiskError: 1,
-  # To start again is all there is to do: the others may be late.
-  distributed.RendezvousError: watchdog.EXIT_CODE,
 }
 
 
@@ -446,11 +512,7 @@ def _has_others() -> bool:
   return xla_bridge.backends_are_initialized() and jax.process_count() > 1
 
 
-# What collectives of CPUs and GPUs say when another process is gone. This
-# process then ends with the code of SIGABRT, as JAX does.
-_LOST = re.compile(
-  r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
-)
+# The code of SIGABRT, by which JAX ends a process that has lost another one.
 _LOST_CODE = 134
 
 
@@ -465,9 +527,17 @@ def _leave_others(error: BaseException) -> None:
     return  # All leave together.
   if isinstance(error, SystemExit):
     code: Any = error.code
+  elif errors.is_lost_process(error):
+    code = _LOST_CODE
+    print(
+      f'[jaxline] Process {jax.process_index()} of {jax.process_count()} has'
+      ' lost another process, whose own lines may say why. The same command'
+      f' resumes the run. ({str(error).splitlines()[0]:.300})',
+      file=sys.stderr,
+    )
   else:
+    code = 1
     traceback.print_exception(error)
-    code = _LOST_CODE if _LOST.search(str(error)) else 1
   logging.flush()
   sys.stdout.flush()
   sys.stderr.flush()
@@ -500,13 +570,16 @@ def main(
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
+      watchdog.cover_exit()
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
+      if experiment_class is None:
+        _check_recorded_class(flags.FLAGS, config)
       factories = checkpointer_factory, writer_factory
       origin = console_lib.Origin.of(flags.FLAGS['config'])
       start(experiment_class, config, _MODE.value, *factories, origin)
 
-  with preemption.Watch(grace=_GRACE_SECS):
+  with preemption.Watch():
     if flags.FLAGS.is_parsed():
       run(argv)
     else:
@@ -518,7 +591,6 @@ def _start_jax(config: config_dict.ConfigDict) -> None:
 
   Raises:
     UsageError: the config does not fit what is here.
-    distributed.RendezvousError: the other processes were not met.
   """
   is_alone = _MODE.value == 'compile' and config.topology
   if is_alone and not jax.config.values['jax_platforms']:
@@ -588,7 +660,15 @@ def start(
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
+  if mode.checkpointer:
+    directory = memory.run_directory(
+      experiment_class, base_config.recorded(config), begins=bool(mode.log)
+    )
+    with config.ignore_type(), config.unlocked():
+      config.checkpoint_dir = directory
   with goodput.run(), contextlib.ExitStack() as stack:
+    if mode.logs:  # First: whatever closes below may hang.
+      stack.enter_context(watchdog.limit(config.watchdog_secs))
     stack.enter_context(compilation_cache.of_run(config))
     # It closes last, with what the run came to.
     console = stack.enter_context(console_lib.Console.make(config, origin))
@@ -618,11 +698,8 @@ def start(
       first.check_shared()
       first.check_config(experiment_class)
     watch = preemption.Watch()
-    if mode.log:
-      stack.enter_context(profiling.on_signal())
     if mode.logs:
       watch = preemption.begin_run(takes_steps=bool(mode.log))
-      stack.enter_context(watchdog.Watchdog(config.watchdog_secs))
     run = train.Run(
       experiment_class,
       config,
@@ -640,9 +717,13 @@ def start(
       return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
     except preemption.Preempted as e:
       is_durable = mode.logs and config.checkpointer == 'durable'
-      if is_durable and not console.tells_how_to_go_on:
+      if is_durable and not (e.is_over or console.tells_how_to_go_on):
         given = f'--config.checkpoint_dir={config.checkpoint_dir}'
         e.add_note(f'It goes on with the same command and {given}')
+      raise
+    except Exception as e:
+      if errors.is_lost_process(e) and _has_others():
+        _leave_others(e)  # The checkpointer's end would wait for the lost one.
       raise
 
 

@@ -4,8 +4,8 @@
   python -m jaxline.runs compare runs/lr_* --plot=curves.png
 
 A run is a directory with a `config.json`. What is shown comes from that file,
-from `metrics.jsonl` of training and evaluation, and from the notes of who
-writes there; of checkpoints only the steps count. The exit status is 0; 2 where
+from `metrics.jsonl` of training and evaluation, and from the note of its end;
+of checkpoints only the steps count. The exit status is 0; 2 where
 there is no run or no such metric, in one line on stderr.
 """
 
@@ -28,7 +28,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.metrics import lines
 
-CONFIG = 'config.json'
+CONFIG = base_config.RECORD
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
 
 
@@ -44,9 +44,7 @@ class Run:
     saved: the step of the newest checkpoint; 0 if there is none.
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
-    state: 'running'; 'ended'; 'failed' by an error; 'stopped' by Ctrl-C,
-      SIGTERM or a preemption; 'killed'; or 'unknown', where locks cannot be
-      seen or checkpoints are in memory.
+    has_ended: whether training has ended.
   """
 
   path: pathlib.Path
@@ -54,7 +52,7 @@ class Run:
   curves: dict[str, dict[int, float]]
   saved: int
   seconds: float
-  state: str
+  has_ended: bool
 
   @property
   def step(self) -> int:
@@ -96,13 +94,7 @@ def read(path: pathlib.Path) -> Run:
   Raises:
     errors.UsageError: the config cannot be read.
   """
-  try:
-    text = (path / CONFIG).read_text(encoding='utf-8')
-    recorded = base_config.flat(json.loads(text))
-  except (OSError, ValueError, AttributeError) as e:
-    raise errors.UsageError(
-      f'{path / CONFIG} is no config of a run: {e}'
-    ) from e
+  recorded = base_config.flat(base_config.read_record(path))
   unordered: dict[str, dict[int, float]] = collections.defaultdict(dict)
   for step, scalars in inspection.logged(path):
     for name, value in scalars.items():
@@ -118,14 +110,12 @@ def read(path: pathlib.Path) -> Run:
     seconds += (step - before) / rate if rate > 0 else 0.0
     before = step
   saved = max(files.steps(files.root(path) / 'latest'), default=0)
-  state = inspection.training(path)['state']
-  run = Run(path, recorded, curves, saved, seconds, state)
-  if run.state == 'stopped' and recorded.get('checkpointer') == 'memory':
-    # It leaves no note of its end, and a notebook's run claims nothing.
-    steps = recorded.get('training_steps')
-    has_all = isinstance(steps, int | float) and run.step >= steps
-    run = dataclasses.replace(run, state='ended' if has_all else 'unknown')
-  return run
+  has_ended = inspection.ended(path) is not None
+  run = Run(path, recorded, curves, saved, seconds, has_ended)
+  # With checkpoints in memory a run leaves no note of its end.
+  steps = recorded.get('training_steps')
+  has_all = isinstance(steps, int | float) and run.step >= steps
+  return dataclasses.replace(run, has_ended=has_ended or has_all)
 
 
 def find(places: Sequence[str]) -> list[Run]:
@@ -153,7 +143,7 @@ def find(places: Sequence[str]) -> list[Run]:
       except errors.UsageError as e:
         if path == pathlib.Path(place):
           raise
-        print(files.printable(f'Left out: {e}'), file=sys.stderr)
+        print(f'Left out: {e}', file=sys.stderr)
   return list(found.values())
 
 
@@ -175,13 +165,17 @@ def _of_steps(run: Run) -> str:
   return str(run.step) if steps is None else f'{run.step} of {steps}'
 
 
+def _state(run: Run) -> str:
+  return 'ended' if run.has_ended else 'not ended'
+
+
 def _ls(args: argparse.Namespace) -> None:
   runs = find(args.dir)
   header = ('run', 'state', 'step', 'time', 'best', 'last')
   rows = [
     (
       name,
-      run.state,
+      _state(run),
       _of_steps(run),
       lines.duration(run.seconds),
       _metrics(run.best),
@@ -214,7 +208,7 @@ def _compare(args: argparse.Namespace) -> None:
   rows: list[tuple[str, ...]] = [('', *_names(runs))]
   for key in differences(runs):
     rows.append((key, *(str(run.recorded.get(key, '')) for run in runs)))
-  rows.append(('state', *(run.state for run in runs)))
+  rows.append(('state', *map(_state, runs)))
   rows.append(('step', *map(_of_steps, runs)))
   rows.append(('time', *(lines.duration(run.seconds) for run in runs)))
   for what in ('best', 'last'):
@@ -305,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     args.run(args)
   except errors.UsageError as e:
-    print(files.printable(e), file=sys.stderr)
+    print(e, file=sys.stderr)
     return 2
   return 0
 

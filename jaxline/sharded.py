@@ -35,7 +35,6 @@ from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.supervision import recompilation
 
 # The names of `train_step` that experiments use.
 Batch = step_lib.Batch
@@ -85,6 +84,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   IS_SHARDED = True
   run_config: Any = None
   traced_batch: Any = None
+  _warns_of_shapes = True  # Until it has.
 
   def __init__(
     self,
@@ -267,13 +267,19 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
 
   def _warn_of_another_shape(self, batch: Batch) -> None:
-    """Warns of a batch for which the step, while traced, is compiled again."""
+    """Warns once that the step, which is being traced, is compiled again."""
     shapes = jax.tree.map(jax.typeof, batch)
     before, self.traced_batch = self.traced_batch, shapes
-    if before and (
-      lines := experiment.differences(shapes, before, 'now', 'before', 'batch')
-    ):
-      recompilation.warn_of_batch(lines)
+    if before and self._warns_of_shapes:
+      lines = experiment.differences(shapes, before, 'now', 'before', 'batch')
+      if lines:
+        self._warns_of_shapes = False
+        logging.warning(
+          'train_input gave a batch of another shape or type, for which the'
+          ' step is compiled again. Pad its batches to one shape, or to few;'
+          ' there is no further warning.\n%s',
+          '\n'.join(lines),
+        )
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
@@ -533,7 +539,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def evaluate_inputs(
     self, config: config_dict.ConfigDict, rng: jax.Array
   ) -> Callable[[int], tuple[Any, Any]]:
-    """Returns what gives each evaluation its step and the evaluation key."""
+    """Returns a function that maps a step to the arguments of `evaluate`."""
     del config  # `random_mode_eval` is for several programs; this is one.
     rng = prng.stream(rng, 'evaluation')
     rng = self.partitioner.put(rng, self.partitioner.replicated)

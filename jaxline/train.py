@@ -29,6 +29,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
@@ -39,6 +40,8 @@ from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
+
+lazy.complete(__name__)
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
@@ -106,7 +109,8 @@ class Run:
     Raises:
       preemption.Preempted: the run was told to end by a signal.
     """
-    debug.give_sign_of_life()
+    if self.trained is None:  # Else it would hide a hang of the training.
+      watchdog.give_sign_of_life()
     if self.watch.reached(step):
       if finish is not None:
         finish()
@@ -116,9 +120,21 @@ class Run:
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
     training = _Training(self)
-    training.run_loop()
-    self.checkpointer.mark_ended(training.state.global_step)
-    return training.experiment
+    state, experiment = training.state, training.experiment
+    try:
+      training.run_loop()
+    except preemption.Preempted as e:
+      if experiment.should_run_step(state.global_step, self.config):
+        raise
+      # The signal came too late to stop the training; all is saved.
+      self.checkpointer.mark_ended(state.global_step)
+      if self.eval_checkpointer is None:  # Else an evaluation may be left.
+        e.is_over = True
+        e.add_note('The run has ended.')
+        e.code = 0 if e.code == preemption.EXIT_CODE else e.code
+      raise
+    self.checkpointer.mark_ended(state.global_step)
+    return experiment
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
@@ -157,9 +173,6 @@ class Run:
         _restore(checkpointer)
       yield has_checkpoint
       return
-    # Written before the first log record: later, a log without this note means
-    # that the note was lost.
-    checkpointer.mark_evaluated()
     _resume_log(self, self.eval_log, evaluation.last)
     initial_is_due = (
       config.eval_initial_weights
@@ -213,8 +226,6 @@ class Run:
     training = _Training(self)
     state = training.state
     evaluation = _Evaluation(self, until=state.global_step)
-    if evaluation.done:
-      checkpointer.mark_evaluated()  # The note may have been lost.
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
     last: int | None = state.global_step
@@ -267,6 +278,8 @@ class Run:
         ' needs a checkpointer of its own that reads what'
         f' {type(self.checkpointer).__name__} writes.'
       )
+    # Here already, since the evaluation looks for checkpoints at once.
+    self.checkpointer.begin_training(self.experiment_class)
     trained = threading.Event()
     failed: list[BaseException] = []
 
@@ -288,8 +301,7 @@ class Run:
 
     def evaluate() -> None:
       try:
-        with watchdog.watched():
-          debug.debugger_fallback(evaluation.evaluate)()
+        debug.debugger_fallback(evaluation.evaluate)()
       except BaseException as e:
         if not isinstance(e, errors.UsageError):
           e.add_note('[jaxline] raised in the eval thread.')
@@ -303,8 +315,7 @@ class Run:
     thread = threading.Thread(target=evaluate, name='eval', daemon=True)
     thread.start()
     try:
-      with watchdog.watched():
-        training.train()
+      training.train()
     except BaseException:
       trained.set()
       thread.join(_GRACE_SECS)
@@ -359,7 +370,8 @@ def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
     last: the last step that is not run or evaluated again; None if the run has
       done nothing yet, so that all of the log is void.
   """
-  if run.checkpointer.is_resumable:
+  # Else the records before are those of an earlier training.
+  if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
       log.resume(-1 if last is None else last)
   if last is None or not run.checkpointer.is_resumable:
@@ -389,6 +401,7 @@ class _Training:
         'checkpoint_interval_type',
         config.checkpoint_interval_type or config.interval_type,
       )
+    checkpointer.begin_training(run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
       oom.explained(None, config),
@@ -412,7 +425,6 @@ class _Training:
       self.experiment,
       config.on_nonfinite,
       config.max_nonfinite_steps,
-      checkpointer.warn_nonfinite,
       # The newest step that the loop waits for anyway, right after the actions.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
@@ -502,7 +514,7 @@ class _Training:
         try:
           action.wait_to_finish()
         except Exception as e:
-          if e is not error:
+          if e is not error and not errors.is_lost_process(e):
             logging.exception('A periodic action failed as well.')
       raise
     finally:
@@ -513,13 +525,7 @@ class _Training:
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
     self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
-    self._run.check(step, self._leave)
-
-  def _leave(self) -> None:
-    """Does what `_finish` does, in little time."""
-    if self._saved_step != self.state.global_step:
-      self._run.checkpointer.drop_waiting()  # It is older than what follows.
-    self._finish()
+    self._run.check(step, self._finish)
 
   def _finish(self) -> None:
     """Saves, and waits for the background."""
@@ -557,8 +563,7 @@ class _Evaluation:
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, init_rng, config
       )
-    # The steps in the log count where the note of what is evaluated is lost.
-    steps = run.checkpointer.evaluated(run.eval_log.logged_steps)
+    steps = run.checkpointer.evaluated()
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
@@ -637,8 +642,6 @@ class _Evaluation:
       # Only the best value and its metric are restored, not the weights.
       try:
         _restore(checkpointer, series='best')
-      except files.RefusedError:
-        raise  # The checkpoint is still there; the user must decide.
       except files.DamagedError as e:
         # The weights that count are those of `latest`.
         logging.error('The series best begins anew: %s', e)

@@ -1,9 +1,9 @@
 """Settings of the XLA compilers: flags, and profile-guided scheduling (PGLE).
 
 `config.xla` is written to XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
-before JAX starts. XLA ends the process if it does not know a flag; here a
-separate process reads the flags first, so that a misspelled one is an error
-like any other. docs/reference/accelerators.md says what to set, and when.
+before JAX starts. XLA and libtpu check the flags themselves: they end the
+process and name a flag that they do not know.
+docs/reference/accelerators.md says what to set, and when.
 
 The Profile Guided Latency Estimator gives XLA's scheduler for GPUs the measured
 durations of a program's instructions, so that it can overlap communication with
@@ -13,21 +13,15 @@ saves a profile and the next one compiles with it (manual).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-import importlib.util
-import numbers
+from collections.abc import Mapping
 import os
 import pathlib
-import re
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
 from absl import logging
 import jax
 from jax.experimental import profiler
-import jaxlib
 
 from jaxline import disk
 from jaxline import errors
@@ -37,320 +31,126 @@ from jaxline.metrics import periodic
 # still fill the queues.
 FIRST_PROFILED_STEP = 5
 
-_GPU_SCHEDULER = 'xla_gpu_enable_latency_hiding_scheduler'
-_TPU_SCHEDULER = 'xla_tpu_enable_latency_hiding_scheduler'
-_PGLE_PROFILE = 'xla_gpu_pgle_profile_file_or_directory_path'
-_COMMAND_BUFFER = 'xla_gpu_enable_command_buffer'
-
-# A flag as XLA reads it: a name, and a value that may be quoted.
-_FLAG = re.compile(
-  r"""(?<!\S)--?(?P<name>[\w-]+)(=(?P<value>"(?:\\.|[^"\\])*"|'[^']*'|\S*))?(?=\s|$)"""
-)
-# The parts of XLA and of libtpu that read the flags: a fraction of a second.
-_READ_XLA_FLAGS = """
-from jaxlib import xla_client
-xla_client.CompileOptions().executable_build_options.debug_options
-"""
-_READ_TPU_FLAGS = """
-import sys
-from jaxlib import xla_client
-xla_client.load_pjrt_plugin_dynamically('tpu', sys.argv[1])
-xla_client.initialize_pjrt_plugin('tpu')
-"""
-# What they print before they end the process.
-_REFUSAL = re.compile(
-  r"(?:Unknown (?:command line )?flag|Illegal value|Couldn't interpret).*"
-)
-_PROBE_SECS = 60.0
-
-# Name of a flag -> its value as text, and the place that sets it.
-_Flags = dict[str, tuple[str, str]]
+_PGLE_KEYS = ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
 
 
-def _flags(options: Mapping[str, Any]) -> dict[str, _Flags]:
-  """Returns the flags of `config.xla` by environment variable.
-
-  Raises:
-    UsageError: a flag has two values, or cannot be one.
-  """
-  found: dict[str, _Flags] = {'XLA_FLAGS': {}, 'LIBTPU_INIT_ARGS': {}}
-
-  def add(variable: str, name: str, value: Any, key: str) -> None:
-    place = f'config.xla.{key}'
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    # XLA splits at white space, and libtpu knows no quotes.
-    if not isinstance(value, str | numbers.Real) or re.search(
-      r'[\s\'"]', name + text
-    ):
-      raise errors.UsageError(
-        f'{place} sets {name!r} to {value!r}; expected True, False, a number or'
-        ' text, and no white space and quotes.'
-      )
-    name = name.lstrip('-')
-    first = found[variable].setdefault(name, (text, place))
-    _check_same(f'The flag --{name}', first, (text, place))
-
+def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns flag -> value for each environment variable of `config.xla`."""
   scheduler = options['latency_hiding_scheduler']
+  # PGLE only informs this scheduler.
+  for_gpu = True if uses_pgle(options) else scheduler
+  found: dict[str, dict[str, Any]] = {'XLA_FLAGS': {}, 'LIBTPU_INIT_ARGS': {}}
+  if for_gpu is not None:
+    found['XLA_FLAGS']['xla_gpu_enable_latency_hiding_scheduler'] = for_gpu
   if scheduler is not None:
-    add('XLA_FLAGS', _GPU_SCHEDULER, scheduler, 'latency_hiding_scheduler')
-    add(
-      'LIBTPU_INIT_ARGS', _TPU_SCHEDULER, scheduler, 'latency_hiding_scheduler'
+    found['LIBTPU_INIT_ARGS']['xla_tpu_enable_latency_hiding_scheduler'] = (
+      scheduler
     )
-  for key in ('pgle_profiling_runs', 'pgle_save', 'pgle_profile'):
-    if options[key]:
-      add('XLA_FLAGS', _GPU_SCHEDULER, True, key)
   if options['pgle_save']:
-    # In command buffers (CUDA graphs) the profiler sees no instructions.
-    add('XLA_FLAGS', _COMMAND_BUFFER, '', 'pgle_save')
+    # The profiler sees no instructions in command buffers (CUDA graphs).
+    found['XLA_FLAGS']['xla_gpu_enable_command_buffer'] = ''
   if options['pgle_profile']:
-    # The program may go to another directory before it compiles.
-    path = os.path.abspath(options['pgle_profile'])
-    add('XLA_FLAGS', _PGLE_PROFILE, path, 'pgle_profile')
+    # Absolute: the program may change its directory before it compiles.
+    found['XLA_FLAGS']['xla_gpu_pgle_profile_file_or_directory_path'] = (
+      os.path.abspath(options['pgle_profile'])
+    )
   for variable, key in (
     ('XLA_FLAGS', 'flags'),
     ('LIBTPU_INIT_ARGS', 'tpu_flags'),
   ):
-    for name, value in options[key].items():
-      add(variable, name, value, key)
+    own = options[key].items()
+    found[variable] |= {name.lstrip('-'): value for name, value in own}
   return found
 
 
-def _check_same(what: str, a: tuple[Any, str], b: tuple[Any, str]) -> None:
-  """Refuses two values, each given with its place, that are not the same."""
-  words = {'true': '1', 'false': '0'}
-  first, second = (str(value).lower() for value, _ in (a, b))
-  if words.get(first, first) != words.get(second, second):
-    raise errors.UsageError(
-      f'{what} has two values: {a[0]!r} by {a[1]} and {b[0]!r} by {b[1]}. Take'
-      ' one out.'
-    )
-
-
-def validate(options: Mapping[str, Any]) -> None:
-  """Checks the flags of `config.xla` without looking at the machine.
-
-  Args:
-    options: the section of the config; each value is valid by itself.
-
-  Raises:
-    UsageError: a flag has two values, or one that XLA cannot read.
-  """
-  _flags(options)
+def uses_pgle(options: Mapping[str, Any]) -> bool:
+  """Returns whether `config.xla` asks for PGLE, automatic or manual."""
+  return any(options[key] for key in _PGLE_KEYS)
 
 
 def apply(options: Mapping[str, Any]) -> list[str]:
   """Sets the environment and JAX as `config.xla` says, before JAX starts.
 
-  Flags are added to those that XLA_FLAGS and LIBTPU_INIT_ARGS have already.
-  Where flags are added, they are tried in another process, for half a second.
+  The flags are appended to XLA_FLAGS and LIBTPU_INIT_ARGS. Of two values for
+  one flag XLA takes the last.
 
   Args:
-    options: the section, validated.
+    options: the section of the config, validated.
 
   Returns:
     Lines for the user that say what was set; none if nothing was.
 
   Raises:
-    UsageError: a flag is unknown, its value is wrong or it has another value in
-      the environment; `pgle_profile` is no profile; or JAX has started, and
-      flags would have to be set.
+    UsageError: `pgle_profile` does not exist; or JAX has started, so that it
+      would ignore the flags.
   """
-  if options['pgle_profile']:
-    _check_profile(pathlib.Path(options['pgle_profile']))
+  profile = options['pgle_profile']
+  if profile and not os.path.exists(profile):
+    # XLA would compile without it, and say so only in its own log.
+    raise errors.UsageError(
+      f'config.xla.pgle_profile is {profile!r}, which does not exist. Make it'
+      f' by a run with config.xla.pgle_save={profile!r}.'
+    )
   lines = []
-  for variable, flags in _flags(options).items():
+  for variable, values in _flags(options).items():
     before = os.environ.get(variable, '')
-    missing = _missing(variable, before, flags)
-    if not missing:
-      continue
-    after = ' '.join([before, *missing]).strip()
-    unchecked = _try(variable, after)
-    os.environ[variable] = after
-    # Without libtpu the scheduler's flag does nothing, nor matters.
-    if unchecked and variable != 'XLA_FLAGS' and not options['tpu_flags']:
-      continue
-    if unchecked:
-      lines.append(f'{variable}: {unchecked}: they are not checked.')
-    lines += [
-      f'{variable}: {flag} ({place})' for flag, place in missing.items()
+    flags = [
+      f'--{name}={str(x).lower() if isinstance(x, bool) else x}'
+      for name, x in values.items()
     ]
-  return lines + _set_auto_pgle(options)
+    added = [flag for flag in flags if flag not in before.split()]
+    # There is no public way to ask.
+    from jax._src import xla_bridge
 
-
-def _missing(variable: str, before: str, flags: _Flags) -> dict[str, str]:
-  """Returns '--name=value' -> place of the flags that are still to be set."""
-  given = {
-    # A flag without a value is a switch that is on.
-    m['name']: 'true' if m['value'] is None else m['value'].strip('\'"')
-    for m in _FLAG.finditer(before)
-  }
-  environment = f'the environment variable {variable}'
-  for name in flags.keys() & given.keys():
-    _check_same(f'The flag --{name}', (given[name], environment), flags[name])
-  missing = {
-    f'--{name}={value}': place
-    for name, (value, place) in flags.items()
-    if name not in given
-  }
-  if missing and before.strip() and not before.strip().startswith('-'):
-    raise errors.UsageError(
-      f'{variable} is {before!r}, the name of a file with flags; no flags can'
-      f' be added to it. Put them into {variable} itself.'
-    )
-  # There is no public way to ask.
-  from jax._src import xla_bridge
-
-  if missing and xla_bridge.backends_are_initialized():
-    raise errors.UsageError(
-      f'config.xla needs {" ".join(missing)} in {variable}, but JAX has started'
-      ' and reads it no more. Call nothing of JAX that needs a device before'
-      f' the run, or set {variable} in the shell.'
-    )
-  return missing
-
-
-def _check_profile(path: pathlib.Path) -> None:
-  """Refuses a file that XLA would silently treat as no profile."""
-  if not path.exists():
-    raise errors.UsageError(
-      f'config.xla.pgle_profile is {str(path)!r}, which does not exist. Make it'
-      f' with a run with config.xla.pgle_save={str(path)!r}.'
-    )
-  if not path.is_dir() and path.suffix not in ('.pb', '.pbtxt'):
-    raise errors.UsageError(
-      f'config.xla.pgle_profile is {str(path)!r}; expected a .pb or a .pbtxt'
-      ' file, or a directory of them: XLA ignores any other.'
-    )
-
-
-def _set_auto_pgle(options: Mapping[str, Any]) -> list[str]:
-  if not options['pgle_profiling_runs']:
-    return []
-  settings = {
-    'jax_enable_pgle': True,
-    'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
-    # Else programs with custom partitioning are other programs in each run.
-    'jax_remove_custom_partitioning_ptr_from_cache_key': True,
-  }
-  if options['pgle_aggregation_percentile'] is not None:
-    settings['jax_pgle_aggregation_percentile'] = options[
-      'pgle_aggregation_percentile'
-    ]
-  for name, value in settings.items():
-    given = os.environ.get(name.upper(), value)
-    place = f'the environment variable {name.upper()}'
-    _check_same(name, (given, place), (value, 'config.xla'))
+    if added and xla_bridge.backends_are_initialized():
+      raise errors.UsageError(
+        f'config.xla needs {" ".join(added)} in {variable}, but JAX has started'
+        ' and no longer reads it. Call nothing that needs a device before the'
+        f' run, or set {variable} in the shell.'
+      )
+    if added:
+      os.environ[variable] = ' '.join([before, *added]).strip()
+      lines.append(f'{variable}: {" ".join(added)}')
+  settings: dict[str, Any] = {}
+  if options['pgle_profiling_runs']:
+    settings = {
+      'jax_enable_pgle': True,
+      'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
+      # Otherwise the cache key of a program with custom partitioning contains
+      # a pointer and differs in each run.
+      'jax_remove_custom_partitioning_ptr_from_cache_key': True,
+    }
+    if options['pgle_aggregation_percentile'] is not None:
+      settings['jax_pgle_aggregation_percentile'] = options[
+        'pgle_aggregation_percentile'
+      ]
   for name, value in settings.items():
     jax.config.update(name, value)
-  return [f'JAX: {name}={value}' for name, value in settings.items()]
+    lines.append(f'JAX: {name}={value}')
+  return lines
 
 
-def _try(variable: str, text: str) -> str:
-  """Refuses flags for which XLA or libtpu would end the process.
+def check_backend(options: Mapping[str, Any]) -> None:
+  """Disables PGLE, with a warning, where JAX has no GPU.
 
-  Args:
-    variable: XLA_FLAGS or LIBTPU_INIT_ARGS.
-    text: its value.
-
-  Returns:
-    Why the flags could not be tried; '' if they are right.
-  """
-  environ = {variable: text}
-  if variable == 'XLA_FLAGS':
-    name = f'XLA (jaxlib {jaxlib.__version__})'
-    others = 'flags of libtpu go into config.xla.tpu_flags'
-    program = [_READ_XLA_FLAGS]
-  else:
-    name = 'libtpu'
-    others = 'flags of XLA for CPUs and GPUs go into config.xla.flags'
-    path = os.environ.get('TPU_LIBRARY_PATH', '')
-    if not os.path.isfile(path):
-      package = importlib.util.find_spec('libtpu')
-      if package is None or package.origin is None:
-        return 'libtpu is not installed here'
-      path = str(pathlib.Path(package.origin).with_name('libtpu.so'))
-    # It reads its flags and no more: it takes no chip, needs not be the only
-    # one to use libtpu, and does not look for the machine's metadata.
-    program = [_READ_TPU_FLAGS, path]
-    environ |= {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_SKIP_MDS_QUERY': '1'}
-  try:
-    done = subprocess.run(
-      [sys.executable, '-c', *program],
-      env=os.environ | environ,
-      stdin=subprocess.DEVNULL,
-      capture_output=True,
-      text=True,
-      errors='replace',
-      timeout=_PROBE_SECS,
-    )
-  except subprocess.TimeoutExpired:
-    # Of many processes on one slow disk. No reason to stop all of them.
-    return f'what reads them took more than {_PROBE_SECS:g} s'
-  if done.returncode:
-    lines = _REFUSAL.findall(done.stderr) or ['a value that it cannot read']
-    raise errors.UsageError(
-      f'{name} refuses the flags: {"; ".join(lines).rstrip(".")}.'
-      f' {variable} would be {text!r}; {others}.'
-    )
-  return ''
-
-
-def check_backend(options: Mapping[str, Any]) -> list[str]:
-  """Warns of settings that have no effect on the devices that JAX found.
-
-  Automatic PGLE is turned off without a GPU: it would measure nothing and
-  compile everything twice.
+  Automatic PGLE would measure nothing there and compile every program twice.
 
   Args:
     options: the section, validated, after `apply`.
 
-  Returns:
-    The warnings, which are logged as well.
-
   Raises:
-    UsageError: a profile shall be saved, and there is no GPU.
+    UsageError: the purpose of the run is to save a profile.
   """
   platform = jax.default_backend()
-  cache = jax.config.values['jax_compilation_cache_dir']
-  if not jax.config.values['jax_enable_compilation_cache']:
-    cache = None
-  warnings = []
-  if platform != 'gpu':
-    if options['pgle_save']:
-      raise errors.UsageError(
-        f'config.xla.pgle_save is {options["pgle_save"]!r}, but JAX runs on'
-        f' {platform!r}, and only profiles of NVIDIA GPUs say how long'
-        ' instructions take. Set it to None.'
-      )
-    if options['pgle_profiling_runs']:
-      jax.config.update('jax_enable_pgle', False)
-    warnings = [
-      f'config.xla.{key} has no effect: JAX runs on {platform!r}, and PGLE is'
-      ' for GPUs.'
-      for key in ('pgle_profiling_runs', 'pgle_profile')
-      if options[key]
-    ]
-  elif cache and options['pgle_profiling_runs']:
-    warnings = [
-      f'The compilation cache {cache} may hold programs that an earlier run'
-      ' compiled with its own profile. They are used as they are and measured'
-      ' no more, whatever config.xla.pgle_profiling_runs and'
-      ' pgle_aggregation_percentile say. To measure anew, empty it.'
-    ]
-  elif cache and options['pgle_profile']:
-    warnings = [
-      f'The compilation cache {cache} knows config.xla.pgle_profile by its'
-      ' name, not by what is in it. Give a new profile a new name, or empty the'
-      ' cache.'
-    ]
-  return _logged(warnings)
-
-
-def _logged(warnings: Iterable[str]) -> list[str]:
-  warnings = list(warnings)
-  for warning in warnings:
-    logging.warning('%s', warning)
-  return warnings
+  if platform == 'gpu' or not uses_pgle(options):
+    return
+  found = {key: options[key] for key in _PGLE_KEYS if options[key]}
+  text = f'config.xla sets {found}, but JAX runs on {platform!r}; PGLE needs'
+  text += ' an NVIDIA GPU.'
+  if options['pgle_save']:
+    raise errors.UsageError(f'{text} Set config.xla.pgle_save to None.')
+  logging.warning('%s This run does not use it.', text)
+  jax.config.update('jax_enable_pgle', False)
 
 
 def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
@@ -371,10 +171,11 @@ def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
 class ProfileSteps(periodic.PeriodicAction):
   """Saves the profile of some steps, for `config.xla.pgle_profile`.
 
-  The thread that trains starts the trace. A background thread waits for it,
-  stops it and reads it, while training continues; one or two further steps in
-  it do no harm, since durations are averaged. The file is complete or does not
-  exist. An error is raised by the next step, or by `wait_to_finish`.
+  The training thread starts the trace. A background thread waits for the last
+  of the steps, then stops the trace and reads it. Training continues meanwhile;
+  one or two further steps in the trace do no harm, because durations are
+  averaged. The file is complete or does not exist. The next step, or
+  `wait_to_finish`, raises an error of the background thread.
   """
 
   def __init__(self, path: str, first_step: int, num_steps: int):
@@ -396,7 +197,7 @@ class ProfileSteps(periodic.PeriodicAction):
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
-    """Starts, or has stopped, the trace if it is time to.
+    """Starts the trace, or has it stopped, if it is time to.
 
     Raises:
       RuntimeError: another trace is running.
@@ -411,7 +212,7 @@ class ProfileSteps(periodic.PeriodicAction):
     return self._calls == self._last
 
   def wait_to_finish(self) -> None:
-    """Waits until the profile is saved; warns where the run ended before.
+    """Waits until the profile is saved; warns if the run ended too early.
 
     Raises:
       BaseException: the error of saving the profile.
@@ -434,8 +235,8 @@ class ProfileSteps(periodic.PeriodicAction):
   def _start(self) -> None:
     directory = tempfile.TemporaryDirectory(prefix='jaxline_pgle_')
     options = jax.profiler.ProfileOptions()
-    # The programs, to whose instructions the durations belong; no stacks of
-    # Python, which would slow down the steps that are measured.
+    # Durations belong to instructions of the programs. Python's stacks would
+    # slow down the measured steps.
     options.enable_hlo_proto = True
     options.python_tracer_level = 0
     try:
@@ -443,7 +244,7 @@ class ProfileSteps(periodic.PeriodicAction):
     except BaseException:
       directory.cleanup()
       raise
-    self._directory = directory  # Only now the trace is this one's to stop.
+    self._directory = directory  # From here on, `wait_to_finish` stops it.
     logging.info(
       'Profiling %d steps for %s.', self._last - self._before, self._path
     )
@@ -451,7 +252,7 @@ class ProfileSteps(periodic.PeriodicAction):
   def _write_profile(self, step: int, scalars: dict[str, Any]) -> None:
     """Stops the trace and writes the profile; on the background thread.
 
-    It gets the last step's scalars on the host, so that step has run.
+    Its caller has fetched the last step's scalars, so that step has run.
     """
     del scalars
     assert self._directory is not None

@@ -182,7 +182,11 @@ def test_without_an_evaluation_the_train_step_is_compiled():
 
 
 def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
-  with compilation_cache.stored_by(compilation_cache.Files(tmp_path), 0.0):
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path),
+    'jax_persistent_cache_min_compile_time_secs': 0.0,
+  }
+  with compilation_cache.configured(settings):
     for _ in range(2):
       made = ahead.make_report(TwoLayers, make_config())
       assert made.programs[0].buffers  # XLA tells them as it compiles.

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import itertools
 import pathlib
 import re
 import shutil
@@ -57,19 +56,6 @@ STEPS = (
   ('api', 'utils'),
 )
 UNITS = {name: step for step, names in enumerate(STEPS) for name in names}
-
-# What a forker reads, and how many lines it may have. The number only falls.
-CORE = (
-  'base_config',
-  'experiment',
-  'mesh',
-  'partitioning',
-  'platform',
-  'sharded',
-  'train',
-  'train_step',
-)
-CORE_LINES = 4592
 
 # The examples whose folders are made to be copied.
 COPIED = ('image', 'lm', 'writers')
@@ -280,15 +266,6 @@ def test_the_package_itself_imports_nothing():
   assert {name for _, name in package.imports} <= {'importlib', 'typing'}
 
 
-def test_nobody_imports_a_program():
-  refuse(
-    module.at(node, f'imports the program {name}')
-    for module in LIBRARY
-    for node, name in library_imports(module)
-    if name.endswith('__main__')
-  )
-
-
 def test_no_module_imports_itself_through_others():
   graph = {m.name: {name for _, name in library_imports(m)} for m in LIBRARY}
 
@@ -341,106 +318,45 @@ def test_examples_do_not_import_each_other():
   )
 
 
-# The size of the core.
-
-
-def test_the_core_does_not_grow():
-  lines = {
-    module.name: module.source.count('\n')
-    for module in LIBRARY
-    if module.name in CORE
-  }
-  total = sum(lines.values())
-  assert total <= CORE_LINES, (
-    f'The core has {total} lines; CORE_LINES is {CORE_LINES}. Delete a '
-    f'mechanism, or move one to a package that nobody has to read: {lines}'
-  )
-
-
 # Who knows what.
 
 
-# Marks absl's flags as parsed for Grain, which has flags of its own.
-MARKS_FLAGS = 'inputs.indexed'
+# Names that only some modules may use, and what begins the names of these.
+RESERVED = {
+  'flags': (
+    {'FLAGS', 'config_flags', 'absl.flags', 'absl.app'},
+    # `indexed` marks the flags as parsed, for Grain, which has some of its own.
+    ('platform', 'inputs.indexed', 'examples/'),
+  ),
+  'the mesh': (
+    {'Mesh', 'NamedSharding', 'PartitionSpec', 'jax.make_mesh'},
+    ('mesh', 'partitioning', 'compat.devices', 'compat.op_by_op'),
+  ),
+  'suggestions': ({'difflib'}, ('errors', 'examples/pax/base_layer.py')),
+}
 
 
-def test_only_the_platform_reads_flags():
-  def violations(module):
-    for node, name in module.imports:
-      if name in ('absl.flags', 'absl.app') or name.endswith('config_flags'):
-        yield module.at(node, f'imports {name}')
-    for node in module.nodes:
-      if isinstance(node, ast.ImportFrom):
-        for alias in node.names:
-          if alias.name in ('flags', 'app', 'config_flags'):
-            yield module.at(node, f'imports {alias.name}')
-      # `flags` itself may be a name of other things, such as XLA's.
-      elif name_of(node) in ('FLAGS', 'config_flags'):
-        yield module.at(node, name_of(node))
-
-  refuse(
-    text
-    for module in LIBRARY
-    if module.name not in ('platform', MARKS_FLAGS)
-    for text in violations(module)
-  )
-  (module,) = (module for module in LIBRARY if module.name == MARKS_FLAGS)
-  used = {
-    node.attr
-    for node in module.nodes
-    if isinstance(node, ast.Attribute) and name_of(node.value) == 'FLAGS'
-  }
-  assert used == {'is_parsed', 'mark_as_parsed'}
-
-
-# Besides partitioning, `devices` lays out the local devices of the per-device
-# style, and `op_by_op` runs programs over whatever mesh they have.
-KNOW_THE_MESH = ('mesh', 'partitioning', 'compat.devices', 'compat.op_by_op')
-
-
-def test_only_partitioning_knows_the_mesh():
-  known = {'Mesh', 'NamedSharding', 'PartitionSpec', 'jax.make_mesh'}
+@pytest.mark.parametrize('what', RESERVED)
+def test_only_some_modules_know(what):
+  reserved, knowing = RESERVED[what]
 
   def names_in(node):
     if isinstance(node, ast.ImportFrom):
+      names = {alias.name for alias in node.names}
+      return names | {f'{node.module}.{name}' for name in names}
+    if isinstance(node, ast.Import):
       return {alias.name for alias in node.names}
-    if isinstance(node, ast.Attribute) and node.attr == 'make_mesh':
-      return {f'{name_of(node.value)}.make_mesh'}
+    if isinstance(node, ast.Attribute):
+      return {node.attr, f'{name_of(node.value)}.{node.attr}'}
     return {name_of(node)}
 
   refuse(
-    module.at(node, f'{sorted(names_in(node) & known)}')
+    module.at(node, f'{sorted(names_in(node) & reserved)}')
     for module in LIBRARY + EXAMPLES
-    if module.name not in KNOW_THE_MESH
+    if not module.name.startswith(knowing)
     for node in module.nodes
-    if names_in(node) & known
+    if names_in(node) & reserved
   )
-
-
-# `base_layer` uses it to print the differences of two texts.
-USE_DIFFLIB = {'jaxline/errors.py', 'examples/pax/base_layer.py'}
-
-
-def test_did_you_mean_is_one_function():
-  found = {
-    str(module.path)
-    for module in LIBRARY + EXAMPLES
-    if 'difflib' in {name for _, name in module.imports}
-  }
-  assert found == USE_DIFFLIB
-
-
-def test_utils_only_hands_on():
-  (utils,) = (module for module in LIBRARY if module.name == 'utils')
-  docstring, *body = utils.tree.body
-  assert isinstance(docstring, ast.Expr)
-  for node in body:
-    if isinstance(node, ast.FunctionDef):
-      assert node.name == '__getattr__'
-    elif isinstance(node, ast.Assign):
-      assert [name_of(t) for t in node.targets] == ['__all__']
-    else:
-      assert isinstance(node, ast.Import | ast.ImportFrom), ast.dump(node)
 
 
 def test_an_experiment_is_asked_for_nothing_that_it_may_lack():
@@ -497,34 +413,6 @@ def test_every_base_config_key_is_read():
   assert set(base_config.get_base_config()) <= read
 
 
-def test_every_base_config_key_says_why():
-  for key in base_config.KEYS:
-    assert key.reason.endswith('.'), key.name
-    assert key.check.expected, key.name
-    assert key.effect in ('run', 'program', 'none'), key.name
-
-
-ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
-STATEMENTS = (*ASSIGNMENTS, ast.Import, ast.ImportFrom, ast.FunctionDef)
-LOGIC = (
-  ast.BoolOp,
-  ast.Compare,
-  ast.DictComp,
-  ast.GeneratorExp,
-  ast.IfExp,
-  ast.Lambda,
-  ast.ListComp,
-  ast.SetComp,
-)
-
-
-def is_guard(node: ast.AST) -> bool:
-  """Whether it only refuses an argument."""
-  if not isinstance(node, ast.If) or node.orelse:
-    return False
-  return [type(inner) for inner in node.body] == [ast.Raise]
-
-
 # How long a run takes, in a config's docstring: one form or the other.
 MEASURED = re.compile(
   r'Time: (\d+|half an?) (second|minute|hour)s?, measured\b'
@@ -554,31 +442,22 @@ def test_a_config_says_how_long_it_takes(name):
     assert re.search(rf'\| {run} \|.* \w+, {secs} s \|', text)
 
 
-def test_a_config_is_numbers_and_their_reasons():
-  def violations(module):
-    docstring = ast.get_docstring(module.tree) or ''
-    for text in (
-      f'--config={module.path}',
-      'Expected: ',
-      'Hardware: ',
-      'Command: ',
-    ):
-      if text not in docstring:
-        yield f'{module.path}:1: its docstring has no {text!r}'
-    functions = [n for n in module.tree.body if isinstance(n, ast.FunctionDef)]
-    if [f.name for f in functions] != ['get_config']:
-      yield f'{module.path}:1: define get_config and no other function'
-    body = [n for f in functions for n in f.body if not is_guard(n)]
-    for node in [*module.tree.body, *body]:
-      if not isinstance(node, STATEMENTS):
-        yield module.at(node, f'no logic in a config: {type(node).__name__}')
-    for node in itertools.chain.from_iterable(map(ast.walk, body)):
-      if isinstance(node, LOGIC):
-        yield module.at(node, f'no logic in a config: {type(node).__name__}')
-
+def test_a_config_says_what_to_expect():
+  wanted = ('Expected: ', 'Hardware: ', 'Command: ')
   configs = [m for m in EXAMPLES if m.path.parent == pathlib.Path('configs')]
   assert configs
-  refuse(text for module in configs for text in violations(module))
+  refuse(
+    f'{module.path}:1: its docstring has no {text!r}'
+    for module in configs
+    for text in (f'--config={module.path}', *wanted)
+    if text not in (ast.get_docstring(module.tree) or '')
+  )
+  refuse(
+    module.at(node, 'define get_config and no other function')
+    for module in configs
+    for node in module.tree.body
+    if isinstance(node, ast.FunctionDef) and node.name != 'get_config'
+  )
 
 
 # Text.

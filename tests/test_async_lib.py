@@ -119,6 +119,26 @@ def test_make_async_raises_an_error_at_each_later_call():
   assert runs == [None]
 
 
+def test_make_async_queues_the_first_call_before_its_thread_starts(monkeypatch):
+  ran = threading.Event()
+
+  class Thread(threading.Thread):
+    def start(self):
+      super().start()
+      assert ran.wait(TIMEOUT)  # The call does not wait for the caller.
+
+  @async_lib.make_async()
+  def fail():
+    ran.set()
+    raise ValueError('bad')
+
+  monkeypatch.setattr(threading, 'Thread', Thread)
+  future = fail()
+  assert isinstance(future.exception(TIMEOUT), ValueError)
+  with pytest.raises(ValueError, match='bad'):
+    fail()
+
+
 def test_make_async_does_not_run_what_waits_behind_an_error():
   may_go, runs = threading.Event(), []
 
@@ -241,7 +261,7 @@ def test_a_signal_while_the_thread_starts_starts_no_second_one(monkeypatch):
   monkeypatch.setattr(threading, 'Thread', Thread)
   executor.put(lambda: done.append('call'))
   executor.wait()
-  assert done == ['signal', 'call']
+  assert done == ['call', 'signal']
   assert len(start) == 1
 
 

@@ -4,17 +4,14 @@ Real kills are in test_faults.py, several processes in
 test_durable_multiprocess.py.
 """
 
-import collections
 from collections.abc import Iterator
-from concurrent import futures
-import contextlib
 import copy
 import dataclasses
 import errno
 import functools
 import hashlib
 import importlib
-import importlib.util
+import itertools
 import math
 import os
 import pathlib
@@ -24,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import types
 from typing import Any, NamedTuple
 
@@ -38,7 +34,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxline import base_config
-from jaxline import distributed
+from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
@@ -49,8 +45,6 @@ from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
-from jaxline.checkpoint import notes
-from jaxline.checkpoint import room
 from jaxline.checkpoint import structure
 from jaxline.compat import devices
 
@@ -71,10 +65,7 @@ def assert_same(got: Any, want: Any, name: str = '') -> None:
     assert isinstance(got, np.generic) == isinstance(want, np.generic), name
     assert got.dtype == want.dtype, (name, got.dtype, want.dtype)
     assert got.shape == want.shape, name
-    if want.dtype == np.longdouble:  # Has bytes that mean nothing.
-      assert np.array_equal(got, want)
-    else:
-      assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), name
+    assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), name
     return
   assert type(got) is type(want), (name, got, want)
   if isinstance(want, dict):
@@ -128,7 +119,7 @@ class Batches:
 
   def __init__(self):
     self.index = 0
-    self.order = np.random.default_rng(0).permutation(8).astype('>i4')
+    self.order = np.random.default_rng(0).permutation(8)
 
   def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
     return self
@@ -282,13 +273,6 @@ def _values() -> dict[str, Any]:
     'nan payload': np.uint64([0x7FF8000000000001, 0xFFF0000000000002]).view(
       np.float64
     ),
-    'big-endian': np.arange(3, dtype='>i4'),
-    'big-endian float': np.arange(3, dtype='>f8') / 3,
-    'strings': np.array([['a', 'bcd'], ['', 'ü']]),
-    'bytes': np.array([b'a', b'b\0c']),
-    'empty bytes': np.array(b''),
-    'datetime': np.array(['2026-01-02T03:04:05', 'NaT'], 'M8[ns]'),
-    'duration': np.array([1, -1], 'm8[s]'),
     '0-d': np.array(7, np.int16),
     'bool': np.array([True, False]),
     'complex': np.complex64([1 + 2j, complex(np.nan, -0.0)]),
@@ -296,15 +280,7 @@ def _values() -> dict[str, Any]:
     'int8': np.int8([-128, 127]),
     'uint64': np.uint64([2**64 - 1]),
     'float16': np.float16([0.1]),
-    'longdouble': np.longdouble([1]) / 3,
     'empty': np.zeros([0, 3], np.float32),
-    'empty big-endian': np.zeros([2, 0], '>i4'),
-    'empty strings': np.zeros([0], 'U5'),
-    'empty datetime': np.zeros([0], 'M8[us]'),
-    'record': np.array(
-      [(1, [2, 3]), (4, [5, 6])], [('a', '<i4'), ('b', '>f4', (2,))]
-    ),
-    'empty record': np.zeros([0], [('a', '<i4'), ('b', 'S3')]),
     'fortran': np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     'strided': np.arange(10)[::3],
   }
@@ -314,7 +290,9 @@ def _values() -> dict[str, Any]:
     'float4_e2m1fn', 'float6_e2m3fn',
   ):  # fmt: skip
     dtype = np.dtype(getattr(ml_dtypes, name))
-    numpy[name] = np.array([1, 0, 1], dtype)
+    # All values of a type of one byte.
+    every = np.arange(256 if dtype.itemsize == 1 else 2).astype(np.uint8)
+    numpy[name] = every.view(dtype) if 'float8' in name else every.astype(dtype)
     numpy[f'{name} 0-d'] = np.array(1, dtype)
     numpy[f'empty {name}'] = np.zeros([0], dtype)
   on_device = {
@@ -329,8 +307,8 @@ def _values() -> dict[str, Any]:
     'plain': [None, True, 1, 2**100, 1.5, math.inf, math.nan, 'ü', b'\0', 1j],
     'none': None,
     'numpy': numpy,
-    'scalars': [np.float32(0.1), np.int64(-1), np.str_('s'), np.bool_(True),
-                np.datetime64('2026-01-02'), ml_dtypes.bfloat16(1.5)],
+    'scalars': [np.float32(0.1), np.int64(-1), np.bool_(True),
+                ml_dtypes.bfloat16(1.5)],
     'jax': on_device,
     'keys': {
       'typed': key,
@@ -348,7 +326,6 @@ def _values() -> dict[str, Any]:
       1: 'int', '1': 'str', (1, 'a'): np.zeros(1), None: 2, False: 3, '': 4,
       'a/b': np.ones(1), 'a': {'b': np.zeros(2)}, '../x': np.ones(2),
     },
-    'default': collections.defaultdict(list, {'set': {1, 2}}),
   }  # fmt: skip
 
 
@@ -362,14 +339,6 @@ def test_whole_attributes_come_back_bit_for_bit(all_hosts, run):
   restore(run('eval', **more), live)
   for name, value in _values().items():
     assert_same(live.held()[name], value, name)
-
-
-def test_numpy_attributes_come_back_writeable(run):
-  save(run(), PerDevice({}, {'n': {'a': np.zeros(3), 'e': np.zeros(3, '>i4')}}))
-  live = PerDevice({}, {'n': None})
-  restore(run('eval'), live)
-  for x in live.held()['n'].values():
-    x += 1
 
 
 def test_attributes_of_each_device(run):
@@ -455,23 +424,6 @@ def test_sharded_state_and_position(run):
   assert_same(live.snapshot_state(), saved.snapshot_state())
 
 
-def test_the_record_says_what_it_holds(run, tmp_path):
-  save(run(), Sharded(), 3, key=jax.random.key(9))
-  path = series_path(tmp_path) / '3'
-  record = files.read_record(path)
-  assert record['step'] == 3
-  assert record['series'] == 'latest'
-  assert (record['processes'], record['devices']) == (1, 2)
-  assert record['versions']['jax'] == jax.__version__
-  assert record['config']['random_seed'] == 42
-  assert set(record['entries']) == {'global_step', 'train_step_rng'}
-  w = record['arrays']['state/params/w']
-  assert (w['shape'], w['dtype']) == ([4], 'float32')
-  assert record['arrays']['state/model_state/key']['key'] == 'threefry2x32'
-  pickles = [p for p in path.rglob('*') if p.suffix in ('.pkl', '.pickle')]
-  assert not pickles
-
-
 # Names.
 
 
@@ -518,12 +470,20 @@ class Opaque:
   __hash__ = None
 
 
-def test_what_can_only_be_pickled_is_refused_by_name(run, tmp_path):
+@pytest.mark.parametrize('value', [Opaque(1), {1}, range(2), np.array(['a'])])
+def test_what_can_only_be_pickled_is_refused_before_the_first_step(value, run):
+  live = PerDevice({'w': jnp.ones(2)}, {'thing': {'x': value}})
   checkpointer = run()
-  with pytest.raises(TypeError, match=r"(?s)'thing/x', a .*Opaque.*allow_p"):
-    save(checkpointer, PerDevice({}, {'thing': {'x': Opaque(1)}}))
+  fill(checkpointer, live)
+  with pytest.raises(TypeError, match=r'thing/x'):
+    checkpointer.mark_begun(0)
+  with pytest.raises(TypeError, match=r'thing/x'):  # If it is made later.
+    checkpointer.save('latest')
   assert checkpointer.steps('latest') == []
-  save(checkpointer, weights(1))  # Nothing else has broken.
+  del live._b0  # As if the first step made it.
+  checkpointer.mark_begun(0)
+  live._b0 = {'x': 1}
+  save(checkpointer, live)  # Nothing else has broken.
   assert checkpointer.steps('latest') == [5]
 
 
@@ -541,65 +501,6 @@ def test_pickles_are_permitted_and_announced(run, caplog):
   restore(run('eval', **allowed), live)
   assert live.held() == {'thing': Opaque(3), 'n': 1}
   assert "Unpickling 'thing'" in caplog.text
-
-
-@pytest.mark.parametrize(
-  'structure',
-  [
-    {'pickle': ['n', 'Y2J1aWx0aW5zCmV4aXQKKEkzCnRSLg==']},
-    {'namedtuple': ['os:system', {'command': 'exit 3'}]},
-    {'dataclass': ['os:system', {'command': 'exit 3'}]},
-    {'node': ['os:system', ['exit 3'], None]},
-    {'node': ['functools:partial', [['exit 3']], {'ref': 'os:system'}]},
-    {'enum': ['os:system', 'exit 3']},
-    {'ref': 'antigravity:geohash'},
-    {'defaultdict': [3, []]},
-    {'__reduce__': ['os:system', 'exit 3']},
-  ],
-)
-def test_an_edited_checkpoint_calls_nothing(structure, run, tmp_path):
-  save(run(), weights(1))
-  path = series_path(tmp_path) / '5'
-  record = files.read_record(path)
-  record['module']['n']['structure'] = structure
-  files.write_json(path / files.RECORD, record)
-  files.write_checksums(path, 0, 1)
-  live = weights()
-  before = dict(live.held())
-  with pytest.raises(ValueError, match=r'[Tt]he (checkpoint|structure)'):
-    restore(run('eval'), live)
-  assert_same(live.held(), before)
-  assert 'antigravity' not in sys.modules
-
-
-@pytest.mark.parametrize(
-  'value', [jnp.tanh, functools.partial(max, 1), jax.tree_util.Partial(jnp.add)]
-)
-def test_functions_are_refused_by_name(value, run):
-  with pytest.raises(TypeError, match="'opt/fn', a "):
-    save(run(), PerDevice({}, {'opt': {'fn': value}}))
-
-
-def test_an_old_record_of_a_function(run, tmp_path):
-  first = run()
-  save(first, weights(1))
-  first.close()
-  path = series_path(tmp_path) / '5'
-  record = files.read_record(path)
-  record['module']['n']['structure'] = {'ref': 'jax.nn:relu'}
-  files.write_json(path / files.RECORD, record)
-  files.write_checksums(path, 0, 1)
-  left = tree_of(path)
-  for mode in ('train', 'eval'):
-    with pytest.raises(ValueError, match=r'jax\.nn:relu') as caught:
-      restore(run(mode), weights())
-    assert '\n' not in str(caught.value)
-  assert tree_of(path) == left
-  # Its arrays are read all the same.
-  live = weights(7)
-  rules = {'restore_rules': [('w', 'w')], 'restore_from': str(tmp_path / 'run')}
-  restore(run(directory=tmp_path / 'new', **rules), live)
-  np.testing.assert_array_equal(live.held()['w'][0], np.ones(3))
 
 
 # Nothing aliases.
@@ -667,144 +568,23 @@ def save_in_a_thread(checkpointer, live, step) -> threading.Thread:
   return thread
 
 
-@pytest.mark.parametrize('reason', ['memory', 'processes'])
 def test_a_save_waits_for_the_one_before_and_not_for_its_own(
-  reason, run, monkeypatch, caplog
+  run, monkeypatch, caplog
 ):
   checkpointer, gate = run(), threading.Event()
   monkeypatch.setattr(durable, '_SLOW_SECS', 0.1)
-  live = PerDevice({}, {'n': np.zeros(1000)})
-  copied = 8000 + rows(jax.random.PRNGKey(7)).nbytes
-  # As much again is taken while it is written.
-  free = 2 * copied if reason == 'memory' else 2**60
-  monkeypatch.setattr(room, 'free_memory', lambda: free)
   checkpointer._writer.submit(gate.wait, 10)
+  live = weights(1)
   fill(checkpointer, live, 1)
   checkpointer.save('latest')  # Returns although it cannot be written yet.
   assert checkpointer.steps('latest') == []
-  with monkeypatch.context() as patch:
-    if reason == 'processes':  # Each waits, whatever memory it has.
-      patch.setattr(jax, 'process_count', lambda: 2)
-    second = save_in_a_thread(checkpointer, live, 2)
-    assert second.is_alive()
-    assert 'Training waited' not in caplog.text
+  second = save_in_a_thread(checkpointer, live, 2)
+  assert second.is_alive()
   gate.set()
   second.join()
   assert 'Training waited 0.' in caplog.text
   checkpointer.wait_for_checkpointing_to_finish()
   assert checkpointer.steps('latest') == [1, 2]
-  free = 2 * copied + 1
-  gate.clear()
-  checkpointer._writer.submit(gate.wait, 10)
-  save_in_a_thread(checkpointer, live, 3).join(10)
-  fourth = save_in_a_thread(checkpointer, live, 4)
-  assert not fourth.is_alive()
-  gate.set()
-  checkpointer.wait_for_checkpointing_to_finish()
-  assert checkpointer.steps('latest') == [1, 2, 3, 4]
-
-
-def test_one_save_waits_behind_another_where_there_is_room(
-  run, monkeypatch, caplog
-):
-  gates = {step: threading.Event() for step in (1, 2, 3, 4)}
-  written = []
-
-  def write(content, place, write=arrays.write):
-    assert gates[int(place.stem)].wait(10)
-    write(content, place)
-    written.append(int(place.stem))
-
-  monkeypatch.setattr(arrays, 'write', write)
-  monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
-  checkpointer, live = run(), PerDevice({}, {'n': np.zeros(1000)})
-  for step in (1, 2):  # Neither waits.
-    fill(checkpointer, live, step)
-    live._b0[:] = step
-    checkpointer.save('latest')
-  live._b0[:] = 3
-  third = save_in_a_thread(checkpointer, live, 3)
-  assert third.is_alive()
-  assert written == []
-  gates[1].set()  # The second is being written, and the third behind it.
-  third.join(10)
-  assert not third.is_alive()
-  live._b0[:] = 4
-  monkeypatch.setattr(room, 'free_memory', lambda: 0)
-  fourth = save_in_a_thread(checkpointer, live, 4)
-  gates[2].set()
-  fourth.join(0.2)
-  assert fourth.is_alive()
-  gates[3].set()
-  fourth.join(10)
-  assert written == [1, 2, 3]
-  gates[4].set()
-  checkpointer.wait_for_checkpointing_to_finish()
-  assert written == [1, 2, 3, 4]
-  # Each has what was live when it was saved.
-  for step in written:
-    live = PerDevice({}, {'n': None})
-    assert restore(run('eval'), live, step).global_step == step
-    assert_same(live.held()['n'], np.full(1000, step, np.float64))
-
-
-def test_a_waiting_save_is_dropped_for_the_last_one(run, monkeypatch):
-  monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
-  checkpointer, began, gate = run(), threading.Event(), threading.Event()
-  at_commit(checkpointer, lambda: (began.set(), gate.wait(10)))
-  for step in (1, 2):
-    fill(checkpointer, weights(step), step)
-    checkpointer.save('latest')
-  assert began.wait(10)
-  assert checkpointer.saved_step is None  # It is not complete.
-  checkpointer.drop_waiting()  # Not the one that is being written.
-  complete = []
-  checkpointer.when_saved(lambda: complete.append(checkpointer.saved_step))
-  fill(checkpointer, weights(3), 3)
-  gate.set()
-  checkpointer.save('latest')
-  checkpointer.wait_for_checkpointing_to_finish()
-  assert checkpointer.steps('latest') == [1, 3]
-  assert (complete, checkpointer.saved_step) == ([1], 3)
-
-
-def test_a_save_behind_one_that_fails_is_not_written(run, monkeypatch):
-  monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
-  checkpointer, gate = run(), threading.Event()
-
-  def fails():
-    assert gate.wait(10)
-    raise OSError(errno.EIO, 'Input/output error')
-
-  at_commit(checkpointer, fails)
-  for step in (1, 2):
-    fill(checkpointer, weights(step), step)
-    checkpointer.save('latest')
-  gate.set()
-  with pytest.raises(OSError, match='Input/output'):
-    checkpointer.wait_for_checkpointing_to_finish()
-  assert checkpointer.steps('latest') == []
-
-
-def test_no_save_waits_until_old_checkpoints_are_removed(run, monkeypatch):
-  monkeypatch.setattr(room, 'free_memory', lambda: 0)
-  gate, removed = threading.Event(), []
-
-  def slow(path, remove=files.remove):
-    if path.name == '1' and path.exists():
-      removed.append(gate.wait(10))
-    remove(path)
-
-  monkeypatch.setattr(files, 'remove', slow)
-  checkpointer = run(max_checkpoints_to_keep=1)
-  for step in (1, 2, 3):
-    fill(checkpointer, weights(step), step)
-    checkpointer.save('latest')
-  assert removed == []
-  gate.set()
-  checkpointer.wait_for_checkpointing_to_finish()
-  assert removed == [True]
-  assert checkpointer.steps('latest') == [3]
 
 
 def test_where_a_save_failed_nothing_is_removed(run, tmp_path):
@@ -816,65 +596,6 @@ def test_where_a_save_failed_nothing_is_removed(run, tmp_path):
   with pytest.raises(ZeroDivisionError):
     save(checkpointer, weights(1), 3)
   assert checkpointer.steps('latest') == [1, 2]
-
-
-_V2 = {
-  'proc/self/cgroup': '0::/job/step\n',
-  'sys/fs/cgroup/memory.stat': 'inactive_file 1\n',
-}
-
-
-@pytest.mark.parametrize(
-  ('made', 'free'),
-  [
-    pytest.param({}, 5 << 20, id='no limit'),
-    pytest.param(
-      _V2
-      | {
-        'sys/fs/cgroup/job/step/memory.max': 'max',
-        'sys/fs/cgroup/job/step/memory.current': '1000',
-        'sys/fs/cgroup/job/memory.max': '3000000',
-        'sys/fs/cgroup/job/memory.current': '2500000',
-        'sys/fs/cgroup/job/memory.stat': 'anon 7\ninactive_file 300000\n',
-      },
-      800_000,
-      id='that of a parent',
-    ),
-    pytest.param(
-      {
-        'proc/self/cgroup': '5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n',
-        'sys/fs/cgroup/memory/memory.limit_in_bytes': '3000000',
-        'sys/fs/cgroup/memory/memory.usage_in_bytes': '2500000',
-        'sys/fs/cgroup/memory/memory.stat': (
-          'inactive_file 7\ntotal_inactive_file 200000\n'
-        ),
-      },
-      700_000,
-      id="a container's, of version 1",
-    ),
-    pytest.param(
-      _V2
-      | {
-        'sys/fs/cgroup/memory.max': '9',
-        'sys/fs/cgroup/memory.current': '11',
-      },
-      0,
-      id='over it',
-    ),
-    pytest.param({'proc/meminfo': 'MemFree: 5 kB\n'}, 0, id='unknown'),
-  ],
-)
-def test_free_memory(made, free, tmp_path):
-  made = {
-    'proc/meminfo': 'MemTotal: 9000 kB\nMemAvailable:    5120 kB\n',
-    'proc/self/cgroup': '0::/\n',
-  } | made
-  for name, text in made.items():
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-  assert room.free_memory(str(tmp_path)) == free
-  assert room.free_memory(str(tmp_path / 'absent')) == 0
 
 
 # Which stay.
@@ -903,82 +624,11 @@ def test_retention(series, values, stay, run, tmp_path):
   assert sorted(there) == [str(s) for s in stay]
 
 
-def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
-  latest = series_path(tmp_path)
-  first = run(max_checkpoints_to_keep=1)
-  first.mark_begun(0)
-  assert first.keep_before(1, ['by_design']) is None
-  save(first, weights(1), 1, 2, 3)
-  assert first.keep_before(4, ['loss']) == latest / '3'
-  save(first, weights(1), 4, 5)
-  assert first.steps('latest') == [3, 5]
-  first.close()
-  # Another process, in which they still are not finite.
-  second = run(max_checkpoints_to_keep=1)
-  second.mark_begun(5)
-  assert second.keep_before(6, ['by_design']) is None
-  assert second.keep_before(6, ['loss']) == latest / '3'
-  save(second, weights(1), 6)
-  assert second.steps('latest') == [3, 6]
-  assert second.keep_before(7, ['loss', 'grad']) == latest / '6'
-  save(second, weights(1), 7, 8)
-  assert second.steps('latest') == [3, 6, 8]
-  second.close()
-  # One that was set back to before it counts anew; no mark is lost by damage.
-  for step in (6, 8):
-    shutil.rmtree(latest / str(step))
-  (latest / '3.keep').write_bytes(b'\xff{\n[]\n{"name": 1, "nonfinite_at": ""}')
-  (latest / '6.keep').write_text('')
-  with open(latest / '6.keep', 'a') as file:
-    file.write('{"name": [], "nonfinite_at": 1}\n{"set_back_to": "1"}\n')
-  third = run(max_checkpoints_to_keep=1)
-  third.mark_begun(3)
-  save(third, weights(1), 4, 5)
-  assert third.keep_before(6, ['loss']) == latest / '5'
-  save(third, weights(1), 6, 7, 8)
-  assert third.steps('latest') == [3, 5, 6, 8]
-  assert sorted(notes.keep_files(latest)) == [0, 3, 5, 6]
-  third.close()
-  # A second one that was set back, and went well for a while.
-  for step in (5, 6, 8):
-    shutil.rmtree(latest / str(step))
-  for begun in (3, 7):
-    fourth = run(max_checkpoints_to_keep=1)
-    fourth.mark_begun(begun)
-    save(fourth, weights(1), begun + 1, begun + 4)
-    if begun == 7:
-      assert fourth.keep_before(12, ['loss']) == latest / '11'
-      save(fourth, weights(1), 12)
-      assert fourth.steps('latest') == [3, 11, 12]
-    fourth.close()
-
-
-def test_several_that_note_a_nan_at_once_lose_no_name(run, tmp_path):
-  checkpointer = run()
-  save(checkpointer, weights(1), 1)
-  names = [f'scalar{i}' for i in range(200)]
-  with futures.ThreadPoolExecutor(4) as pool:  # As processes of a run do.
-    list(pool.map(lambda name: checkpointer.keep_before(2, [name]), names))
-  kept_by = series_path(tmp_path) / '1.keep'
-  assert notes._nonfinite(kept_by) == dict.fromkeys(names, 2)
-  assert [p.name for p in kept_by.parent.glob('1.*')] == ['1.keep']
-
-
 def test_one_best_checkpoint_is_kept_in_the_sharded_style(run, copied):
   live = Sharded()
   checkpointer = run()
   save(checkpointer, live, 6, 7, series='best', key=jax.random.key(7))
   assert checkpointer.steps('best') == [7]
-
-
-def test_the_same_step_again_replaces_it(run, tmp_path):
-  checkpointer = run()
-  save(checkpointer, weights(1))
-  save(checkpointer, weights(2))
-  assert [p.name for p in series_path(tmp_path).iterdir()] == ['5']
-  live = weights()
-  restore(run('eval'), live)
-  assert live.held()['n'] == 2
 
 
 def test_only_the_owner_cleans_up(run, tmp_path):
@@ -990,40 +640,9 @@ def test_only_the_owner_cleans_up(run, tmp_path):
   restore(run('eval'), weights())
   assert sorted(p.name for p in run_latest.iterdir()) == sorted([*left, '5'])
   fresh = run()
-  with pytest.raises(files.ClaimedError, match=rf'\({os.getpid()} on'):
+  with pytest.raises(files.ClaimedError):
     fresh.can_be_restored('latest')
   assert len(list(run_latest.iterdir())) == 4
-
-
-def test_a_whole_replacement_is_found_where_it_is_all_there_is(run, tmp_path):
-  first = run()
-  save(first, weights(1))
-  first.close()
-  latest = series_path(tmp_path)
-  os.rename(latest / '5', latest / '5.new')
-  fresh = run()
-  assert fresh.can_be_restored('latest')
-  live = weights()
-  assert restore(fresh, live).global_step == 5
-  assert live.held()['n'] == 1
-
-
-def test_a_save_is_seen_from_its_own_rename_on(run, monkeypatch):
-  first = run()
-
-  def killed(target):
-    raise OSError(errno.EIO, 'Killed here')
-
-  monkeypatch.setattr(files, 'replace', killed)
-  fill(first, weights(1), 5)
-  first.save('latest')
-  with pytest.raises(OSError, match='Killed here'):
-    first.wait_for_checkpointing_to_finish()
-  other = run('eval')
-  assert other.steps('latest') == [5]
-  live = weights()
-  assert restore(other, live).global_step == 5
-  assert live.held()['n'] == 1
 
 
 # Damage.
@@ -1092,81 +711,77 @@ def test_damage_to_any_file_is_found(damage, copied):
     ('process_0.json', 'truncate'),
     ('checksums_0.json', 'flip'),
     ('checksums_0.json', 'empty'),
-    ('arrays/_METADATA', 'flip'),
-    ('arrays/0001.w/zarr.json', 'delete'),
-    ('arrays/0001.w/c/0', 'flip'),
+    ('arrays/*.w/zarr.json', 'delete'),
+    ('arrays/*.w/c/0', 'flip'),
   ],
 )
 def test_the_one_before_is_used(name, damage, run, tmp_path, caplog):
-  first = run()
-  save(first, weights(1), 3)
-  save(first, weights(2), 5)
-  first.close()
-  newest = series_path(tmp_path) / '5'
-  (array,) = (newest / 'arrays').glob('*.w')
-  path = newest / name.replace('0001.w', array.name)
+  newest = _two(run, tmp_path)
+  (path,) = newest.glob(name)
   DAMAGES[damage](path)
   left = tree_of(newest)
-  # Evaluation passes over it, and moves nothing.
-  live = weights()
-  state = restore(run('eval'), live)
-  assert (state.global_step, live.held()['n']) == (3, 1)
-  assert 'passed over' in caplog.text
-  assert path.name in caplog.text
-  assert tree_of(newest) == left
-  caplog.clear()
-  live = weights()
-  state = restore(run(), live)
-  assert (state.global_step, live.held()['n']) == (3, 1)
-  aside = tmp_path / 'run' / 'checkpoints' / 'damaged' / 'latest-5'
-  assert tree_of(aside) == left
-  assert f'set aside as {aside}' in caplog.text
-  assert path.name in caplog.text
-  assert os.listdir(series_path(tmp_path)) == ['3']
+  for mode in ('eval', 'train'):
+    caplog.clear()
+    live, checkpointer = weights(), run(mode, max_checkpoints_to_keep=1)
+    state = restore(checkpointer, live)
+    assert (state.global_step, live.held()['n']) == (3, 1)
+    assert 'passed over' in caplog.text
+    assert path.name in caplog.text
+    assert tree_of(newest) == left
+  # It counts as none of those that are kept, and goes with the next save.
+  save(checkpointer, weights(1), 4)
+  assert checkpointer.steps('latest') == [4]
+  save(checkpointer, weights(3), 5)
+  assert checkpointer.steps('latest') == [5]
+  assert restore(run('eval'), live).global_step == 5
 
 
-@pytest.mark.parametrize('is_damage', [True, False])
-def test_another_format_is_damage_or_a_later_version(is_damage, run, tmp_path):
-  first = run()
-  save(first, weights(1), 3, 5)
-  first.close()
-  newest = series_path(tmp_path) / '5'
-  text = (newest / files.RECORD).read_text()
-  assert '"format": 1,' in text  # '1' and '3' differ by one bit.
-  text = text.replace('"format": 1,', '"format": 3,')
-  (newest / files.RECORD).write_text(text)
-  if is_damage:
-    assert restore(run(), weights()).global_step == 3
-    return
-  files.write_checksums(newest, 0, 1)
-  left = tree_of(newest)
-  with pytest.raises(ValueError, match='has format 3; this jaxline reads'):
-    restore(run(), weights())
-  assert tree_of(newest) == left
+def test_a_step_that_was_damaged_and_is_made_again_is_evaluated(run, tmp_path):
+  newest = _two(run, tmp_path)
+  _flip(newest / 'checkpoint.json')
+  evaluation, live = run('eval'), weights()
+  restore_next = evaluation.follow('latest')
+  state = fill(evaluation, live)
+  assert restore_next(())
+  assert state.global_step == 3
+  assert not restore_next({3})
+  training = run()
+  restore(training, weights())
+  save(training, weights(4), 5)
+  assert restore_next({3})
+  assert live.held()['n'] == 4
 
 
 def test_where_all_are_damaged_nothing_begins_anew(run, tmp_path):
-  first = run()
-  save(first, weights(1), 3, 5)
-  first.close()
-  for step in (3, 5):
-    _flip(series_path(tmp_path) / str(step) / 'checkpoint.json')
-  evaluation = run('eval')
-  with pytest.raises(files.DamagedError, match=r'(?s)whole.*/5 is.*/3 is dam'):
-    restore(evaluation, weights())
-  second = run(restore_from=str(tmp_path / 'other'))
-  live = weights()
-  before = live.held()
-  with pytest.raises(files.DamagedError, match=r'(?s)set aside.*set aside'):
-    restore(second, live)
-  assert_same(live.held(), before)
-  for attempt in (lambda: second.can_be_restored('latest'),
-                  lambda: restore(second, live)):  # fmt: skip
-    with pytest.raises(files.DamagedError, match=r'latest-3.*latest-5.*remove'):
-      attempt()
-  shutil.rmtree(tmp_path / 'run' / 'checkpoints' / 'damaged')
-  with pytest.raises(ValueError, match='other'):
-    restore(second, live)
+  newest = _two(run, tmp_path)
+  for step in ('3', '5'):
+    _flip(newest.with_name(step) / 'checkpoint.json')
+  for mode in ('eval', 'train', 'train'):  # At each start.
+    checkpointer = run(mode, restore_from=str(tmp_path / 'other'))
+    live = weights()
+    before = live.held()
+    assert checkpointer.can_be_restored('latest')
+    with pytest.raises(files.DamagedError, match=r'(?s)/5 is.*/3 is'):
+      restore(checkpointer, live)
+    assert_same(live.held(), before)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize('found', ['1', '3', 'null'])
+def test_another_format_is_refused(found, run, tmp_path):
+  newest = _two(run, tmp_path)
+  text = (newest / files.RECORD).read_text()
+  assert '"format": 2,' in text
+  text = text.replace('"format": 2,', f'"format": {found},')
+  (newest / files.RECORD).write_text(text)
+  files.write_checksums(newest, 0, 1)
+  left = tree_of(newest.parent)
+  for mode in ('eval', 'train'):
+    for use in (lambda c: c.check_config(), lambda c: restore(c, weights())):
+      with pytest.raises(errors.UsageError, match='format') as e:
+        use(run(mode))
+      assert '\n' not in str(e.value)
+  assert tree_of(newest.parent) == left
 
 
 def test_a_step_that_is_asked_for_is_not_replaced_by_another(run, tmp_path):
@@ -1179,20 +794,6 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(run, tmp_path):
   with pytest.raises(files.DamagedError, match=r'/5 is damaged: checkpoint.js'):
     restore(checkpointer, weights(), 5)
   assert checkpointer.steps('latest') == [3, 5]
-
-
-@pytest.mark.parametrize('what', ['file', 'empty directory', 'leading zero'])
-def test_what_is_no_checkpoint_in_a_series(what, run, tmp_path):
-  first = run()
-  save(first, weights(1), 3)
-  first.close()
-  stray = series_path(tmp_path) / ('007' if what == 'leading zero' else '7')
-  stray.touch() if what == 'file' else stray.mkdir()
-  assert restore(run('eval'), weights()).global_step == 3
-  assert restore(run(), weights()).global_step == 3
-  # What has a step's name was set aside; the user's own stays.
-  kept = [stray.name] if what == 'leading zero' else []
-  assert sorted(os.listdir(series_path(tmp_path))) == sorted(['3', *kept])
 
 
 def _opt_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -1217,65 +818,7 @@ def test_evaluation_reads_no_optimizer(copied, run):
   assert restore(run(), Sharded(), key=jax.random.key(0)).global_step == 3
 
 
-# Errors that may pass.
-
-
-class SleeplessTime:
-  """The module `time` for one module, whose `sleep` returns at once."""
-
-  def __init__(self, slept):
-    self.sleep = slept.append
-
-  def __getattr__(self, name):
-    return getattr(time, name)
-
-
-@pytest.fixture
-def disk(monkeypatch):
-  """Makes the opening of files fail, as by a disk that is not well.
-
-  `disk.fail(path, number, times)` does so; `disk.tries` counts what failed,
-  and `disk.slept` holds the seconds that were waited.
-  """
-  real_open = open
-
-  class Disk:
-    def __init__(self):
-      self.tries, self.slept, self._bad = 0, [], {}
-
-    def fail(self, path, number, times=math.inf):
-      self._bad = {str(path): (number, times)}
-
-    def heal(self):
-      self._bad = {}
-
-    def open(self, file, *args, opened=real_open, **kwargs):
-      number, times = self._bad.get(str(file), (0, 0))
-      if times > 0:
-        self.tries += 1
-        self._bad[str(file)] = (number, times - 1)
-        raise OSError(number, os.strerror(number), str(file))
-      return opened(file, *args, **kwargs)
-
-  disk = Disk()
-  monkeypatch.setattr('builtins.open', disk.open)
-  monkeypatch.setattr('io.open', disk.open)
-  monkeypatch.setattr(
-    files,
-    'open_regular',
-    functools.partial(disk.open, opened=files.open_regular),
-  )
-  monkeypatch.setattr(files, 'time', SleeplessTime(disk.slept))
-  return disk
-
-
-MAY_PASS = [
-  errno.EIO,
-  errno.ESTALE,
-  errno.EACCES,
-  errno.EMFILE,
-  errno.ETIMEDOUT,
-]
+# An error of the disk is no damage.
 
 
 def _two(run, tmp_path):
@@ -1288,177 +831,60 @@ def _two(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('name', 'number'),
-  [
-    *(('arrays/*.w/c/0', number) for number in MAY_PASS),
-    ('checkpoint.json', errno.EIO),
-    ('checksums_0.json', errno.EIO),
-    ('process_0.json', errno.ESTALE),
-    ('arrays/_METADATA', errno.ESTALE),
-  ],
+  'name',
+  ['checkpoint.json', 'checksums_0.json', 'process_0.json', 'arrays/*.w/c/0'],
 )
 @pytest.mark.parametrize('mode', ['train', 'eval'])
-def test_an_error_that_may_pass_is_no_damage(
-  name, number, mode, run, tmp_path, disk, caplog
+def test_an_error_of_the_disk_is_raised_as_it_is(
+  name, mode, run, tmp_path, monkeypatch
 ):
   newest = _two(run, tmp_path)
-  checkpointer = run(mode)
-  left = tree_of(series_path(tmp_path))
-  # An evaluation reads by another name of the same files.
-  read = newest
-  if mode == 'eval':
-    read = tmp_path / 'run' / 'checkpoints' / '.evaluating-eval' / '5'
-  name = str(next(newest.glob(name)).relative_to(newest))
-  disk.fail(read / name, number)
-  live = weights()
-  before = live.held()
-  with pytest.raises(OSError, match=f'mv {newest} {newest}.bak') as e:
-    restore(checkpointer, live)
-  assert e.value.errno == number
-  assert os.strerror(number) in str(e.value)
-  assert name in str(e.value)
-  assert '\n' not in str(e.value)
-  assert disk.tries == 4
-  assert len(disk.slept) == 3
-  assert_same(live.held(), before)
-  disk.heal()
-  assert tree_of(series_path(tmp_path)) == left
-  assert not (tmp_path / 'run' / 'checkpoints' / 'damaged').exists()
-  # Twice, and it has passed.
-  caplog.clear()
-  disk.fail(read / name, number, times=2)
-  assert restore(checkpointer, live).global_step == 5
-  assert live.held()['n'] == 2
-  assert caplog.text.count(os.strerror(number)) == 2
-  assert 'damaged' not in caplog.text
+  path, number = next(newest.glob(name)), itertools.count()
+  left = tree_of(newest.parent)
+  really = open
 
+  def fails(file, *args, **kwargs):
+    if os.path.exists(file) and os.path.samefile(file, path):
+      next(number)
+      raise OSError(errno.EIO, 'Input/output error', str(file))
+    return really(file, *args, **kwargs)
 
-@pytest.mark.parametrize('times', [2, 4])
-def test_a_stale_handle_at_the_first_look(
-  times, run, tmp_path, disk, monkeypatch
-):
-  newest = _two(run, tmp_path)
-  checkpointer, live = run(), weights()
-  lstat, left = os.lstat, [errno.ESTALE] * times
-
-  def stale(path, **kwargs):
-    if left and str(path) == str(newest):
-      raise OSError(left.pop(), 'Stale file handle', str(path))
-    return lstat(path, **kwargs)
-
-  monkeypatch.setattr(files.os, 'lstat', stale)
-  if times == 2:
-    assert restore(checkpointer, live).global_step == 5
-  else:
-    with pytest.raises(files.UnreadableError, match=f'mv {newest} {newest}.b'):
+  checkpointer, live = run(mode), weights()
+  with monkeypatch.context() as patch:
+    patch.setattr('builtins.open', fails)
+    patch.setattr('io.open', fails)
+    with pytest.raises(OSError, match='Input/output') as e:
       restore(checkpointer, live)
-  assert newest.is_dir()
+  assert (e.value.errno, next(number)) == (errno.EIO, 1)
+  assert live.held()['n'] == 0
+  assert tree_of(newest.parent) == left
+  assert restore(checkpointer, live).global_step == 5
 
 
-def test_a_restore_looks_at_each_file_once(run, tmp_path, monkeypatch):
-  _two(run, tmp_path)
-  calls = collections.Counter()
-
-  def count(name):
-    original = getattr(files, name)
-
-    def counted(path, *args):
-      what = {'read_json': path.name, 'checksum': path}.get(name, name)
-      calls[what] += 1
-      return original(path, *args)
-
-    monkeypatch.setattr(files, name, counted)
-
-  for name in ('regular_files', 'read_checksums', 'read_json', 'checksum'):
-    count(name)
-  assert restore(run(), weights()).global_step == 5
-  expected = {
-    'regular_files': 1,
-    'read_checksums': 1,
-    'checksums_0.json': 1,
-    'checkpoint.json': 1,
-  }
-  assert {name: calls[name] for name in expected} == expected
-  hashed = [n for path, n in calls.items() if isinstance(path, pathlib.Path)]
-  assert hashed == [1] * 7
-  assert calls[series_path(tmp_path) / '5' / 'checkpoint.json'] == 1
-
-
-def test_one_that_goes_between_two_looks(run, tmp_path, monkeypatch):
-  newest = _two(run, tmp_path)
-  check = contents.Checkpoint.check
-
-  def gone(checkpoint, names):
-    shutil.rmtree(newest, ignore_errors=True)
-    check(checkpoint, names)
-
-  monkeypatch.setattr(contents.Checkpoint, 'check', gone)
-  assert restore(run(), weights()).global_step == 3
-
-
-@pytest.mark.parametrize('passes', [True, False])
-def test_an_error_of_tensorstore_that_may_pass(
-  passes, run, tmp_path, monkeypatch
-):
+def test_an_error_of_tensorstore_is_an_error_of_the_disk(run, tmp_path):
   newest = _two(run, tmp_path)
   (chunk,) = newest.glob('arrays/*.w/c/0')
-  checkpointer, live, slept = run(), weights(), []
-  start = contents.Checkpoint._start
-
-  def start_what_cannot_be_opened(found, name, target):
-    if passes and slept:
-      return start(found, name, target)
-    os.rename(chunk, f'{chunk}.away')
-    os.symlink(chunk, chunk)  # A loop, which is an error of the system.
-    get = start(found, name, target)
-
-    def get_and_heal():
-      try:
-        return get()
-      finally:
-        os.rename(f'{chunk}.away', chunk)
-
-    return get_and_heal
-
-  monkeypatch.setattr(
-    contents.Checkpoint, '_start', start_what_cannot_be_opened
-  )
-  monkeypatch.setattr(files, 'time', SleeplessTime(slept))
-  if passes:
-    assert restore(checkpointer, live).global_step == 5
-    assert len(slept) == 1
-    return
-  with pytest.raises(OSError, match=f'mv {newest} {newest}.bak') as e:
-    restore(checkpointer, live)
+  found = contents.verified(newest, lambda name: True)
+  chunk.unlink()
+  os.symlink(chunk, chunk)  # A loop, which is an error of the system.
+  with pytest.raises(OSError, match='symbolic links') as e:
+    dict(found.read({'w': None}))
   assert e.value.errno == errno.ELOOP
-  assert len(slept) == 3
-  assert sorted(os.listdir(series_path(tmp_path))) == ['3', '5']
-  assert live.held()['n'] == 0
 
 
-def test_processes_agree_on_an_error_that_may_pass(
-  run, tmp_path, disk, monkeypatch
+def test_what_one_process_finds_damaged_all_pass_over(
+  run, tmp_path, monkeypatch
 ):
   newest = _two(run, tmp_path)
-  others = [0, 3]  # Of each process: 1 refused, 2 damaged, 3 unreadable.
+  says = [False, True]
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(
-    arrays.multihost_utils, 'process_allgather', lambda x: np.array(others)
+    arrays.multihost_utils, 'process_allgather', lambda x: np.array(says)
   )
-  with pytest.raises(files.UnreadableError, match=r'processes \[1\]'):
+  with pytest.raises(files.DamagedError, match=r'processes \[1\]'):
     contents.verified(newest, lambda name: False)
-  # Its own error counts more than what others say.
-  disk.fail(newest / 'checkpoint.json', errno.EIO)
-  with pytest.raises(files.UnreadableError, match=r'checkpoint\.json'):
-    contents.verified(newest, lambda name: False)
-  # And damage less than an error.
-  disk.heal()
-  others[:] = [1, 2]
-  with pytest.raises(files.DamagedError, match=r'processes \[1\] say so'):
-    contents.verified(newest, lambda name: False)
-  others[:] = [3, 0]
-  with pytest.raises(files.UnreadableError, match=r'processes \[0\]'):
-    contents.verified(newest, lambda name: False)
+  says[1] = False
+  contents.verified(newest, lambda name: False)
 
 
 # What does not fit.
@@ -1579,44 +1005,6 @@ def test_an_attribute_that_the_class_names_no_longer(run, caplog):
   )
 
 
-@pytest.mark.parametrize('kind', ['rows', 'whole'])
-@pytest.mark.parametrize(
-  'tree',
-  [
-    {'w': jnp.ones(3), 'n': jnp.ones(2)},
-    {},
-    {'w': jnp.ones(4)},
-    {'w': jnp.ones(3, jnp.int32)},
-  ],
-)
-def test_attributes_of_other_shapes_are_restored(kind, tree, run):
-  keep = {'keep': jnp.ones(1)}
-
-  def make(tree):
-    value = {'p': tree | keep}
-    return PerDevice(*((value, {}) if kind == 'rows' else ({}, value)))
-
-  checkpointer = run()
-  saved, live = make({'w': jnp.zeros(3)}), make(tree)
-  save(checkpointer, saved)
-  restore(checkpointer, live)
-  assert_same(live.held(), saved.held())
-
-
-def test_attributes_that_the_checkpoint_lacks(run, tmp_path):
-  checkpointer = run()
-  save(checkpointer, weights(1))
-  live = PerDevice({'w': jnp.ones(3), 'v': jnp.ones(1)}, {'n': 1})
-  _unchanged(checkpointer, live, tmp_path, r"lacks \['v'\].*holds \['n', 'w'\]")
-
-
-def test_entries_that_the_checkpoint_lacks(run, tmp_path):
-  checkpointer = run()
-  save(checkpointer, weights(1))
-  match = r"lacks \['more'\].*holds \['global_step', 'train_step_rng'\]"
-  _unchanged(checkpointer, weights(), tmp_path, match, more=0)
-
-
 @pytest.mark.parametrize(
   ('saved', 'live', 'says'),
   [
@@ -1688,26 +1076,6 @@ def _own(**values: Any) -> dict[str, Any]:
   return _kwargs(config=own)
 
 
-def test_a_key_of_ones_own_is_no_exception(run):
-  # Both were exempt, for their names only.
-  before = {'mesh': {'num_vertices': 3}, 'model': {'decode': {'hidden': 4}}}
-  after = {'mesh': {'num_vertices': 5}, 'model': {'decode': {'hidden': 6}}}
-  first = run(**_own(**before))
-  save(first, Declares({'w': np.ones(3)}, {}))
-  first.close()
-  for check in (
-    lambda run: run.check_config(),
-    lambda run: run.check_config(Inherits),
-    lambda run: restore(run, Inherits({'w': np.ones(3)}, {})),
-  ):
-    with pytest.raises(durable.ConfigChangedError) as e:
-      check(run(**_own(**after)))
-    assert [x for x in str(e.value).splitlines() if x[:2] == '  '] == [
-      '  config.experiment_kwargs.config.mesh.num_vertices: 3 then, 5 now',
-      '  config.experiment_kwargs.config.model.decode.hidden: 4 then, 6 now',
-    ]
-
-
 def test_what_the_experiment_declares_may_change(run):
   first = run(**_own(eval_batches=3))
   live = Declares({'w': np.ones(3)}, {})
@@ -1762,16 +1130,13 @@ def test_what_the_examples_declare(name, option, may_change, may_not):
     assert len(changes) == (key in may_not), (key, changes)
 
 
-@pytest.mark.parametrize('is_in', ['config', 'record'])
-def test_a_key_that_is_new_has_its_default(is_in, run):
+def test_a_key_that_is_new_has_its_default(run):
   defaults = {
     'sizes': (1, 2),
     'decode': {'method': 'greedy', 'top_k': 40},
     'best': {'method': 'beam', 'top_k': 40},
   }
   old, new = {}, defaults
-  if is_in == 'record':
-    old, new = new, old
   live = Declares({'w': np.ones(3)}, {})
   first = run(**_own(**old))
   save(first, live)
@@ -1784,19 +1149,6 @@ def test_a_key_that_is_new_has_its_default(is_in, run):
   ]
   other = run(**_own(**new))
   restore(other, live)
-
-
-def test_a_key_of_the_base_config_that_is_new_has_its_default(run, tmp_path):
-  first = run()
-  first._recorded.pop('random_mode_train')  # As if it were a later addition.
-  save(first, weights(1))
-  first.close()
-  run().check_config()
-  with pytest.raises(
-    durable.ConfigChangedError,
-    match="random_mode_train: 'unique_host_unique_device' then, 'same_host",
-  ):
-    run(random_mode_train='same_host_same_device').check_config()
 
 
 def test_another_config_is_refused_by_its_keys(run, tmp_path):
@@ -1923,17 +1275,6 @@ def test_the_newest_save_of_the_sharded_style(newest, run, copied):
   assert_same(module.to_dict()['input'], want[1])
 
 
-def test_a_save_that_fails_is_not_looked_at(newest, run):
-  checkpointer = run()
-  save(checkpointer, weights(1), 5)
-  at_commit(checkpointer, lambda: 1 / 0)
-  fill(checkpointer, weights(2), 6)
-  checkpointer.save('latest')
-  with pytest.raises(ZeroDivisionError):
-    checkpointer.wait_for_checkpointing_to_finish()
-  assert newest().pickle_nest.global_step == 5
-
-
 def test_the_best_is_looked_at_too(newest, run):
   training = run()
   save(training, weights(3), 3)
@@ -1967,34 +1308,6 @@ def test_a_copy_of_a_save_is_a_plain_snapshot(clone, newest, run):
   assert other.steps('latest') == []
 
 
-def test_a_snapshot_that_lacks_something_changes_nothing(newest, run):
-  checkpointer = run()
-  nest = {'global_step': 3, 'experiment_module': {'w': np.ones(3)}}
-  utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
-    threading.local(), [utils.SnapshotNT(0, nest)]
-  )
-  live = weights(1)
-  state = fill(checkpointer, live, 0)
-  with pytest.raises(ValueError, match=r"lacks \['n'\]"):
-    checkpointer.restore('latest')
-  assert (state.global_step, live.held()['n']) == (0, 1)
-
-
-def test_processes_must_agree_on_a_snapshot(newest, run, monkeypatch):
-  utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
-    threading.local(), [utils.SnapshotNT(0, {'global_step': 3})]
-  )
-  checkpointer = run('eval')
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(distributed, 'of_chief', lambda value: value)
-  monkeypatch.setattr(
-    durable.multihost_utils, 'process_allgather',
-    lambda x: np.array([x, -1]),
-  )  # fmt: skip
-  with pytest.raises(ValueError, match=r'of the steps \[3, -1\]'):
-    checkpointer.can_be_restored('latest')
-
-
 # Beginning from another run.
 
 
@@ -2025,30 +1338,6 @@ def test_restore_from(where, step, relative, run, tmp_path, monkeypatch):
   # From then on the run has its own.
   save(checkpointer, weights(9), 9)
   assert restore(checkpointer, live).global_step == 9
-
-
-@pytest.mark.parametrize(
-  ('where', 'match'),
-  [
-    ('absent', r'restore_from is .*absent is no directory of a run'),
-    ('other:4', r"restore_from is .*other:4.*no step 4.*'latest': \[3, 5\]"),
-    ('empty', r'restore_from is .*empty is no directory of a run'),
-  ],
-)  # fmt: skip
-def test_restore_from_where_there_is_none(where, match, run, tmp_path):
-  save(run(directory=tmp_path / 'other'), weights(1), 3, 5)
-  (tmp_path / 'empty').mkdir()
-  checkpointer = run(restore_from=str(tmp_path / where))
-  with pytest.raises(ValueError, match=match):
-    restore(checkpointer, weights())
-
-
-def test_restore_from_a_directory_with_a_colon(run, tmp_path):
-  save(run(directory=tmp_path / 'other:7'), weights(1), 3)
-  for where in ('other:7', 'other:7:3'):
-    checkpointer = run(restore_from=str(tmp_path / where))
-    assert restore(checkpointer, weights()).global_step == 3
-    checkpointer.close()
 
 
 def test_restore_from_what_is_damaged_or_does_not_fit(run, tmp_path):
@@ -2098,15 +1387,6 @@ def test_rules(kept, run, tmp_path):
   assert 'input' not in live.snapshot_state()
   _advance(live, 1)  # Nothing shares a buffer that a step gives away.
   assert live.snapshot_state()['input']['index'] == 1
-
-
-def test_a_rule_that_is_there_twice_is_used():
-  twice = [('a/.*', 'b'), ('c', None)] * 2
-  found = contents.match_rules(['a/x', 'c'], twice, 'rules')
-  assert found == ({'a/x': 'b'}, [])
-  # Another source is a mistake, as it would not be taken.
-  found = contents.match_rules(['a/x', 'c'], [*twice, ('c', 'd')], 'rules')
-  assert found == ({'a/x': 'b'}, ['c'])
 
 
 class Scheduled(Sharded):
@@ -2200,7 +1480,7 @@ def test_rules_that_cannot_be_followed(rules, match, kept, run, tmp_path):
 
 def test_rules_between_attributes_of_all_kinds(run, tmp_path):
   made = {
-    'f': np.arange(3, dtype='>f4'), 'k': jax.random.key(4), 'i': jnp.int4(3),
+    'f': np.arange(3, dtype='f4'), 'k': jax.random.key(4), 'i': jnp.int4(3),
     'j': jnp.arange(3.0),
   }  # fmt: skip
   keys = {'k': made['k']}
@@ -2387,7 +1667,7 @@ def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
   live = Sharded('eval', seed=1)
   restore(evaluation, live, key=None)
   extra = {
-    'extra': {'plain': (1, 'a'), 'numpy': np.arange(3, dtype='>i2')},
+    'extra': {'plain': (1, 'a'), 'numpy': np.arange(3, dtype='i2')},
     'on_device': jnp.ones([2], jnp.bfloat16),
     'infinite': math.inf,
   }
@@ -2420,33 +1700,6 @@ def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
   assert_same(trained.snapshot_state(), want.snapshot_state())
 
 
-def test_a_users_file_in_the_best_checkpoint_may_change(run, tmp_path):
-  save(run(), weights(1), 1)
-  (series_path(tmp_path, 'latest') / '1' / 'notes.txt').write_text('mine')
-  evaluation, live = run('eval'), weights()
-  restore(evaluation, live)
-  save_best(evaluation, live, 1, 0.5)
-  best = series_path(tmp_path, 'best') / '1'
-  contents.Checkpoint(best).verify()
-  (best / 'notes.txt').unlink()
-  contents.Checkpoint(best).verify()
-
-
-def test_one_best_is_kept_and_every_damaged_one_passed_over(run, tmp_path):
-  save(run(), weights(1), 1, 2, 3)
-  evaluation = run('eval', max_best_checkpoints_to_keep=2)
-  for step in (1, 2, 3):
-    live = weights()
-    restore(evaluation, live, step)
-    save_best(evaluation, live, step, float(step))
-  assert evaluation.steps('best') == [2, 3]
-  _flip(series_path(tmp_path, 'best') / '3' / 'extra.json')
-  blank = {'best_eval_metric_value': 0.0, 'best_model_eval_metric': ''}
-  state = restore(run('eval_2'), weights(), series='best', **blank)
-  assert state.best_eval_metric_value == 2.0
-  assert evaluation.steps('best') == [2, 3]
-
-
 def test_the_last_best_counts_of_whichever_step_it_is(run, monkeypatch):
   save(run(), weights(1), 1, 2, 3)
   evaluation = run('eval', max_best_checkpoints_to_keep=2)
@@ -2461,17 +1714,6 @@ def test_the_last_best_counts_of_whichever_step_it_is(run, monkeypatch):
   blank = {'best_eval_metric_value': 0.0, 'best_model_eval_metric': ''}
   state = restore(run('eval_2'), weights(), series='best', **blank)
   assert (state.global_step, state.best_eval_metric_value) == (2, 2.0)
-
-
-def test_what_is_rolled_back_is_evaluated_again(run):
-  training, evaluation = run(), run('eval')
-  save(training, weights(1), 1, 2, 3)
-  for step in (1, 2, 3):
-    evaluation.mark_evaluated(step)
-  training.mark_begun(3)
-  assert evaluation.evaluated() == [1, 2, 3]
-  training.mark_begun(1)
-  assert evaluation.evaluated() == [1]
 
 
 def test_a_wrong_place_to_begin_from_is_found_at_once(run, tmp_path):
@@ -2492,9 +1734,9 @@ def test_the_best_of_two_evaluations(run):
   for evaluation in (first, second):
     restore(evaluation, weights())
   save_best(first, weights(), 1, 0.5)
-  with pytest.raises(files.ClaimedError, match="write 'best' there"):
+  with pytest.raises(files.ClaimedError, match='best_model_eval_metric'):
     save_best(second, weights(), 1, 0.7)
-  with pytest.raises(files.ClaimedError, match="write 'best' there"):
+  with pytest.raises(files.ClaimedError, match='best_model_eval_metric'):
     save_best(second, weights(), 1, 0.7)  # It has not got it by asking.
   first.close()
   save_best(second, weights(), 1, 0.7)
@@ -2512,72 +1754,21 @@ def test_what_was_evaluated_is_noted_per_mode(run, tmp_path):
     evaluation.mark_evaluated(step)
   assert run('eval').evaluated() == [3, 5]
   assert run('eval_other').evaluated() == []
+  training.mark_begun(3)  # It was set back, or killed before a save.
+  assert evaluation.evaluated() == [3]
+  evaluation.mark_evaluated(5)
   training.mark_evaluated(9)  # By train_and_eval, whose evaluation is 'eval'.
   assert evaluation.evaluated() == [3, 5, 9]
   noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
-  for damage in ('[]', '{', '{"steps": 5}'):
+  whole = noted.read_text()
+  for damage in ('[]', '{', '{"steps": 5}', whole.replace('9', '8')):
     noted.write_text(damage)
-    assert run('eval').evaluated() == []
-
-
-def damaged_notes(noted):
-  """Damages the file of evaluated steps in one way after another."""
-  whole = noted.read_bytes()
-  digit = whole.index(b'5')
-  for i, damage in enumerate((
-    b'', b'{', whole[:-3], b'[]', b'{"steps": 5}', b'{"steps": {}}',
-    b'{"steps": ["5"]}', whole[:digit] + b'4' + whole[digit + 1 :], None,
-  )):  # fmt: skip
-    noted.unlink()
-    if damage is not None:
-      noted.write_bytes(damage)
-    yield i
-
-
-def test_where_the_note_is_lost_the_log_counts(run, tmp_path, caplog):
-  evaluation = run('eval')
-  asked = []
-  logged = lambda: asked.append(1) or [3, 5, 9]
-  noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
-  evaluation.mark_evaluated()
-  evaluation.mark_evaluated(3)
-  evaluation.mark_evaluated(5, 9)
-  assert run('eval').evaluated(logged) == [3, 5, 9]
-  assert (asked, caplog.messages) == ([], [])
-  for i in damaged_notes(noted):
-    caplog.clear()
-    again = run('eval')
-    assert again.evaluated(logged) == [3, 5, 9], i
-    again.mark_evaluated()
-    (said,) = caplog.messages  # Once.
-    assert str(noted) in said
-    assert 'Nothing is removed from the log' in said
-    assert '3 steps are evaluated, the last of them 9' in said
-    again.mark_evaluated(11)
-    assert run('eval').evaluated() == [3, 5, 9, 11], i
-    noted.write_text('{"steps": [3, 5, 9]}')  # As before there was a checksum.
-    assert run('eval').evaluated() == [3, 5, 9]
-  # Also of a note that is lost while an evaluation goes on.
-  evaluation = run('eval')
-  evaluation.mark_evaluated()
-  for i in damaged_notes(noted):
-    caplog.clear()
-    evaluation.mark_evaluated(11)
-    assert run('eval').evaluated() == [3, 5, 9, 11], i
-    assert len(caplog.messages) == 1
-    noted.write_text('{"steps": [3, 5, 9]}')
-    assert evaluation.evaluated() == [3, 5, 9]
-
-
-def test_a_new_run_has_evaluated_nothing(run, tmp_path):
-  logged = lambda: [3, 5]
-  training = run()
-  training.mark_begun(0)  # In the directory of an earlier one.
-  assert run('eval').evaluated(logged) == []
-  save(training, weights(1), 3)
-  (tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json').unlink()
-  training.mark_begun(3)
-  assert run('eval').evaluated(logged) == [3, 5]
+    for use in (run('eval').evaluated, lambda: training.mark_begun(9)):
+      with pytest.raises(errors.UsageError, match=r'eval\.json'):
+        use()
+    assert noted.read_text() == damage
+  noted.unlink()
+  assert run('eval').evaluated() == []
 
 
 def test_the_end_is_noted_and_taken_back(run, tmp_path):
@@ -2595,23 +1786,6 @@ def test_the_end_is_noted_and_taken_back(run, tmp_path):
 # Whose directory it is, and what it is.
 
 
-def test_a_series_has_one_owner(run):
-  first, second = run(), run()
-  save(first, weights(1))
-  attempts = (
-    lambda: second.can_be_restored('latest'),
-    lambda: restore(second, weights()),
-    lambda: save(second, weights(2)),
-  )
-  for attempt in attempts * 2:
-    with pytest.raises(files.ClaimedError, match=f'{os.getpid()} on '):
-      attempt()
-  assert restore(run('eval'), weights()).global_step == 5
-  first.close()
-  save(second, weights(2), 6)
-  assert second.steps('latest') == [5, 6]
-
-
 def test_where_nothing_was_saved(run, tmp_path):
   for mode in ('train', 'eval'):
     checkpointer = run(mode)
@@ -2624,37 +1798,6 @@ def test_where_nothing_was_saved(run, tmp_path):
       restore(checkpointer, live)
     assert live.held()['n'] == 4
   assert not (tmp_path / 'run' / 'checkpoints' / 'latest').exists()
-
-
-@pytest.mark.parametrize('directory', ['', None, 'gs://bucket/run'])
-def test_no_directory(directory):
-  config = base_config.get_base_config()
-  config.checkpoint_dir = directory
-  with pytest.raises(
-    ValueError, match=r'checkpoint_dir is .*; expected a path of th'
-  ):
-    durable.DurableCheckpointer(config, 'train')
-
-
-def test_a_file_in_place_of_the_directory(run, tmp_path):
-  (tmp_path / 'run').write_text('mine')
-  for mode in ('train', 'eval'):
-    checkpointer = run(mode)
-    with pytest.raises((OSError, ValueError), match=str(tmp_path / 'run')):
-      restore(checkpointer, weights())
-  with pytest.raises(OSError, match=r'Not a directory.*run'):
-    save(run(), weights(1))
-  assert (tmp_path / 'run').read_text() == 'mine'
-
-
-def test_a_relative_directory(run, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  checkpointer = run(directory='run')
-  monkeypatch.chdir('/')
-  save(checkpointer, weights(1))
-  assert series_path(tmp_path).is_dir()
-  assert restore(checkpointer, weights()).global_step == 5
-  assert checkpointer.restore_path('latest') == str(series_path(tmp_path) / '5')
 
 
 # Saves that fail.
@@ -2727,11 +1870,11 @@ def test_a_right_that_is_lost_is_an_error_at_the_next_save(
     first.claim('best')
   shutil.rmtree(tmp_path / 'run' / removed)
   if removed != '.':  # As another run makes it.
-    claim = tmp_path / 'run' / 'checkpoints' / 'claims' / f'{series}.json'
+    claim = tmp_path / 'run' / 'checkpoints' / 'claims' / f'{series}.lock'
     claim.parent.mkdir(parents=True)
-    claim.write_text('{}')
+    claim.touch()
   before = _names(series_path(tmp_path, series))
-  with pytest.raises(OSError, match=rf'another one may .*{series}\.json'):
+  with pytest.raises(OSError, match=rf'another one may .*{series}\.lock'):
     if series == 'best':
       save_best(first, live, 3, 0.5)
     else:
@@ -2766,13 +1909,13 @@ def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
     free = os.statvfs(folder).f_bavail
     (folder / 'ballast').write_bytes(bytes(max(0, free - pages) * PAGE))
     checkpointer.save(series)
-    error = checkpointer._saves[series][-1].exception()
+    error = checkpointer._saving.exception()
     (folder / 'ballast').unlink()
     checkpointer.close()
     if error is None:
       break
     assert error.errno == errno.ENOSPC
-    assert re.search(r'No space left .*MiB needed, .* MiB free', str(error))
+    assert re.search(r'No space left .* MiB free', str(error))
     assert '\n' not in str(error)
     assert error.filename == str(series_path(folder, series) / str(step))
     assert checkpointer.steps(series) == there
@@ -2785,114 +1928,3 @@ def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
 
 def _names(folder):
   return sorted(os.listdir(folder)) if folder.exists() else []
-
-
-def test_json_that_does_not_fit_leaves_nothing(run, small_disk):
-  folder, _ = small_disk
-  checkpointer = run('eval', directory=folder / 'run')
-  checkpointer.mark_evaluated(3)
-  with (
-    open(folder / 'ballast', 'wb', buffering=0) as ballast,
-    contextlib.suppress(OSError),
-  ):
-    while True:
-      ballast.write(bytes(PAGE))
-  with pytest.raises(OSError, match=r'\(0\.00 MiB free.*eval\.json') as e:
-    checkpointer.mark_evaluated(5)
-  assert e.value.errno == errno.ENOSPC
-  evaluated = folder / 'run' / 'checkpoints' / 'evaluated'
-  assert os.listdir(evaluated) == ['eval.json']
-  assert checkpointer.evaluated() == [3]
-
-
-# Checkpoints made by earlier versions of this library; see golden/make.py.
-
-GOLDEN = pathlib.Path(__file__).parent / 'golden'
-
-
-@pytest.mark.parametrize(
-  'name', sorted(p.parent.name for p in GOLDEN.glob('*/checkpoints'))
-)
-@pytest.mark.parametrize('mode', ['train', 'eval'])
-def test_golden_checkpoints_are_restored(name, mode, run, tmp_path):
-  spec = importlib.util.spec_from_file_location('make', GOLDEN / 'make.py')
-  make = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(make)
-  shutil.copytree(GOLDEN / name, tmp_path / 'run')
-  want, live = make.MADE[name](1), make.MADE[name](0)
-  series = 'best' if name == 'best' else 'latest'
-  key, more = make.key_of(name, 0), make.entries_of(name, 0)
-  state = restore(run(mode), live, series=series, key=key, **more)
-  assert state.global_step == make.STEP
-  assert_same(state.train_step_rng, make.key_of(name, 1))
-  for entry, value in make.entries_of(name, 1).items():
-    assert_same(state[entry], value, entry)
-  assert_same(live.snapshot_state(), want.snapshot_state())
-
-
-# Arrays on the disk.
-
-
-_NARROW = [
-  name
-  for name in sorted(vars(ml_dtypes))
-  if isinstance(getattr(ml_dtypes, name), type) and 'info' not in name
-]
-
-
-def _numbers(name: str) -> np.ndarray:
-  dtype = np.dtype(getattr(ml_dtypes, name))
-  if 'complex' in name:
-    return np.array([0, 1 + 2j, -3], dtype)
-  bits = getattr(ml_dtypes, 'iinfo' if 'int' in name else 'finfo')(dtype).bits
-  if 'int' in name:
-    low = ml_dtypes.iinfo(dtype).min
-    return np.arange(low, low + 2**bits).astype(dtype)
-  patterns = np.arange(2**bits, dtype=np.uint16 if bits > 8 else np.uint8)
-  return patterns.view(dtype)
-
-
-def test_all_narrow_types_are_stored_with_all_their_values(tmp_path):
-  assert {'float8_e4m3', 'float6_e2m3fn', 'uint4', 'int2'} <= set(_NARROW)
-  made = {name: _numbers(name) for name in _NARROW}
-  stored, described = arrays.store(made)
-  record = {'format': 1, 'arrays': described}
-  arrays.write(arrays.Content(stored, record, {}), tmp_path / 'new')
-  back = contents.Checkpoint(tmp_path / 'new').read(dict.fromkeys(made))
-  back = dict(back)
-  for name, x in made.items():
-    assert_same(back[name], x, name)
-
-
-@pytest.mark.parametrize(
-  'file', ['..', '.', '', '../0000.w', '/etc', '0000.w/c', '0000.w/..', 7, []]
-)
-def test_a_description_does_not_lead_out_of_the_checkpoint(file, tmp_path):
-  about = {'file': file, 'shape': [1], 'dtype': 'float32', 'kind': 'numpy'}
-  record = {'format': 1, 'arrays': {'params/w': about}}
-  files.write_json(tmp_path / files.RECORD, record)
-  files.write_checksums(tmp_path, 0, 1)
-  with pytest.raises(files.RefusedError):
-    contents.Checkpoint(tmp_path).check(['params/w'])
-
-
-@pytest.mark.parametrize(
-  ('folder', 'is_heard'), [('', False), ('../../../user', True)]
-)
-def test_only_orbax_itself_is_silenced(folder, is_heard, caplog):
-  orbax = os.path.dirname(ocp.__file__)
-  path = os.path.normpath(os.path.join(orbax, folder, 'orbax_tricks.py'))
-  logger = arrays.logging.get_absl_logger()
-
-  def say(text):
-    logger.handle(logger.makeRecord('absl', 20, path, 1, text, (), None))
-
-  with contextlib.ExitStack() as first:  # As of two threads.
-    first.enter_context(arrays.quiet_orbax())
-    second = arrays.quiet_orbax()
-    second.__enter__()
-  say('During a save.')
-  second.__exit__(None, None, None)
-  say('At another time.')
-  assert ('During a save.' in caplog.text) == is_heard
-  assert 'At another time.' in caplog.text

@@ -8,12 +8,10 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from jaxline import disk
-from jaxline import errors
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 
@@ -74,24 +72,14 @@ def test_which_stay(keep, saved, stay):
   assert sorted({step for step, _ in saved} - set(gone)) == stay
 
 
-def test_retiring_one_by_one_keeps_what_retiring_at_once_does():
-  keep = {'newest': 2, 'every_steps': 10}
-  there: list[tuple[int, float]] = []
-  for step in range(1, 150, 3):
-    there.append((step, 0.0))
-    gone = files.removable(there, **keep)
-    there = [x for x in there if x[0] not in gone]
-  # The first number of 1, 4, 7 ... at or after 10, 20, ..., and two more.
-  expected = {10 * k + (1 - 10 * k) % 3 for k in range(1, 15)} | {145, 148}
-  assert {step for step, _ in there} == expected
-
-
-# Removing, replacing, cleaning, setting aside, linking.
+# Removing, replacing, cleaning, linking.
 
 
 def _checkpoint(path: pathlib.Path, content: str = 'content') -> pathlib.Path:
   (path / 'arrays' / 'w').mkdir(parents=True)
-  (path / files.RECORD).write_text(json.dumps({'format': 1, 'is': content}))
+  (path / files.RECORD).write_text(
+    json.dumps({'format': 2, 'step': 5, 'is': content})
+  )
   (path / 'arrays' / 'w' / '0').write_bytes(b'abcd')
   files.write_checksums(path, 0, 1)
   return path
@@ -106,7 +94,7 @@ def _problems(path: pathlib.Path, *args, **kwargs) -> list[str]:
 
 
 def _content(path: pathlib.Path) -> str:
-  return files.read_record(path)['is']
+  return files.read_json(path / files.RECORD)['is']
 
 
 def test_removed_in_one_rename(tmp_path, monkeypatch):
@@ -123,19 +111,6 @@ def test_removed_in_one_rename(tmp_path, monkeypatch):
   assert doomed.startswith('.deleted-5')
   assert files.steps(tmp_path) == []
   files.remove(tmp_path / '5')  # Nothing there is nothing to do.
-
-
-def test_what_replaces_is_there_while_the_old_files_go(tmp_path, monkeypatch):
-  _checkpoint(tmp_path / '5', 'old')
-  _checkpoint(files.new(tmp_path / '5'), 'new')
-  seen = []
-  monkeypatch.setattr(
-    files.shutil,
-    'rmtree',
-    lambda *a, **k: seen.append(_content(tmp_path / '5')),
-  )
-  files.replace(tmp_path / '5')
-  assert seen == ['new']
 
 
 @pytest.mark.parametrize('renames', [0, 1, 2])
@@ -182,14 +157,6 @@ def test_clean(tmp_path):
   files.clean(tmp_path / 'absent')
 
 
-def test_set_aside_under_new_names(tmp_path):
-  for _ in range(3):
-    series = tmp_path / 'latest'
-    files.set_aside(_checkpoint(series / '5'))
-  names = sorted(os.listdir(tmp_path / 'damaged'))
-  assert names == ['latest-5', 'latest-5-2', 'latest-5-3']
-
-
 @pytest.mark.parametrize('links', [True, False])
 def test_link_outlives_its_source(links, tmp_path, monkeypatch):
   source = _checkpoint(tmp_path / '5')
@@ -206,22 +173,6 @@ def test_link_outlives_its_source(links, tmp_path, monkeypatch):
   assert same == links
   files.remove(source)
   contents.Checkpoint(tmp_path / 'pin' / '5').verify()
-
-
-def test_link_of_what_goes_meanwhile(tmp_path, monkeypatch):
-  source = _checkpoint(tmp_path / '5')
-
-  def link(a, b):
-    files.remove(source)
-    raise FileNotFoundError(2, 'gone', a)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(files.os, 'link', link)
-    with pytest.raises(FileNotFoundError, match='was removed while'):
-      files.link(source, tmp_path / 'pin')
-  assert not (tmp_path / 'pin').exists()
-  with pytest.raises(FileNotFoundError, match='was removed while'):
-    files.link(source, tmp_path / 'pin')
 
 
 # Files that are whole.
@@ -308,19 +259,6 @@ def test_json_that_is_damaged(write, match, tmp_path):
     files.read_json(tmp_path / 'a.json')
 
 
-def test_a_record_of_a_later_version_says_so(tmp_path):
-  record = {'format': files.FORMAT + 1, 'versions': {'jaxline': '99.0'}}
-  files.write_json(tmp_path / files.RECORD, record)
-  with pytest.raises(
-    errors.UsageError, match=r"(?s)reads up to.*'99\.0'.*install"
-  ):
-    files.read_record(tmp_path)
-  for other in ([], {}, 5, None):
-    files.write_json(tmp_path / files.RECORD, other)
-    with pytest.raises(files.DamagedError, match='no record'):
-      files.read_record(tmp_path)
-
-
 def test_every_bit_of_every_file_is_guarded(tmp_path):
   path = _checkpoint(tmp_path / '5')
   contents.Checkpoint(path).verify()
@@ -375,15 +313,6 @@ def test_a_file_that_was_added_is_no_damage(tmp_path):
   assert _problems(path) == ['arrays/w/0 is missing']
 
 
-def test_an_added_checksum_guards_the_file(tmp_path):
-  path = _checkpoint(tmp_path / '5')
-  (path / 'extra.json').write_text('{}')
-  files.complete_checksums(path)
-  contents.Checkpoint(path).verify()
-  (path / 'extra.json').write_text('{ }')
-  assert _problems(path) == ['extra.json has 3 bytes, 2 were written']
-
-
 # Claims.
 
 _CLAIM = 'from jaxline.checkpoint import files; import sys, os, time;'
@@ -404,13 +333,12 @@ def _env() -> dict[str, str]:
 
 def test_one_claim_in_this_process_and_all_others(tmp_path):
   claim = files.Claim(tmp_path, 'train')
-  with pytest.raises(files.ClaimedError, match=rf'process \({os.getpid()} on '):
+  with pytest.raises(files.ClaimedError, match='in use'):
     files.Claim(tmp_path / '.', 'train')
   # The refusal did not give the lock back.
   other = _claim_elsewhere(tmp_path)
   assert other.returncode != 0
-  assert f'process {os.getpid()} on ' in other.stderr
-  assert "has the right to write 'train' there" in other.stderr
+  assert 'ClaimedError' in other.stderr
   files.Claim(tmp_path, 'eval').release()
   claim.release()
   claim.release()
@@ -459,7 +387,7 @@ def test_a_claim_ends_with_its_process(tmp_path):
   ) as owner:
     try:
       owner.stdout.readline()
-      with pytest.raises(files.ClaimedError, match=f'process {owner.pid} on '):
+      with pytest.raises(files.ClaimedError):
         files.Claim(tmp_path, 'train')
     finally:
       owner.send_signal(signal.SIGKILL)
@@ -482,7 +410,7 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
     theirs.recv()
     os._exit(0)
   try:
-    assert f'process {os.getpid()} on' in ours.recv()
+    assert 'in use' in ours.recv()
     assert _claim_elsewhere(tmp_path).returncode != 0
     claim.release()
     files.Claim(tmp_path, 'train').release()
@@ -490,52 +418,6 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
   finally:
     ours.send(None)
     os.waitpid(child, 0)
-
-
-def test_a_claim_taken_while_another_is_released_holds(tmp_path, monkeypatch):
-  first, got, closing = files.Claim(tmp_path, 'train'), [], []
-
-  def claim():
-    try:
-      got.append(files.Claim(tmp_path, 'train'))
-    except files.ClaimedError:  # Early is not wrong; half would be.
-      got.append(None)
-
-  def close(fd, close=os.close):
-    if not closing and threading.current_thread() is threading.main_thread():
-      closing.append(threading.Thread(target=claim))
-      closing[0].start()
-      closing[0].join(0.3)
-    close(fd)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(files.os, 'close', close)
-    first.release()
-  closing[0].join()
-  if got[0] is not None:
-    assert _claim_elsewhere(tmp_path).returncode != 0
-    got[0].release()
-  assert _claim_elsewhere(tmp_path).returncode == 0
-
-
-def test_of_threads_one_gets_it(tmp_path):
-  got, start = [], threading.Barrier(4)
-
-  def claim():
-    start.wait()
-    try:
-      got.append(files.Claim(tmp_path, 'train'))
-    except files.ClaimedError:
-      got.append(None)
-
-  threads = [threading.Thread(target=claim) for _ in range(4)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  (owner,) = [c for c in got if c is not None]
-  assert len(got) == 4
-  owner.release()
 
 
 def test_claims_where_nothing_can_be_written(tmp_path):
@@ -549,15 +431,3 @@ def test_claims_where_nothing_can_be_written(tmp_path):
 def test_a_relative_directory_is_made_absolute(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert files.root('run') == tmp_path / 'run' / 'checkpoints'
-
-
-def test_a_file_that_no_process_saw_is_hashed_after_all(tmp_path):
-  for name in ('a', 'b', 'c'):
-    (tmp_path / name).write_text(name)
-  for process in range(2):
-    files.write_checksums(tmp_path, process, 2)
-  (tmp_path / 'late').write_text('late')
-  assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c'}
-  files.complete_checksums(tmp_path)
-  contents.Checkpoint(tmp_path).verify()
-  assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c', 'late'}

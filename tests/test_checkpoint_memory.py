@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
-import optax
 import pytest
 
 from jaxline import experiment
@@ -229,21 +228,6 @@ def test_changes_in_place_do_not_reach_the_snapshot():
   check(state.experiment_module._notes)
 
 
-def test_a_later_save_leaves_the_earlier_one_alone():
-  checkpointer, state = make()
-  checkpointer.save(SERIES)
-  state.experiment_module._params = devices.bcast_local_devices(
-    {'w': np.float32([5, 6])}
-  )
-  state.global_step += 1
-  checkpointer.save(SERIES)
-  values = [
-    (n['global_step'], n['experiment_module']['params']['w'].tolist())
-    for n in (s.pickle_nest.to_dict() for s in history())
-  ]
-  assert values == [(3, [1, 2]), (4, [5, 6])]
-
-
 # Kinds of state.
 
 
@@ -273,20 +257,6 @@ def test_any_tree_of_arrays_comes_back(params):
   ):
     np.testing.assert_array_equal(a, b)
     assert a.dtype == b.dtype
-
-
-def test_an_optimizer_state_comes_back_as_what_it_is():
-  optimizer = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
-  opt_state = optimizer.init({'w': jnp.ones([2])})
-  module = Toy(params=opt_state)
-  checkpointer, _ = make(module)
-  checkpointer.save(SERIES)
-  module._params = None
-  checkpointer.restore(SERIES)
-  # The named tuples, and not plain ones that an update would refuse.
-  restored = devices.get_first(module._params)
-  assert jax.tree.structure(restored) == jax.tree.structure(opt_state)
-  assert isinstance(restored[1][0], optax.ScaleByAdamState)
 
 
 def test_typed_keys_come_back_typed():
@@ -346,33 +316,6 @@ def test_threads_share_the_series_but_not_the_live_state():
   assert seen['live'].global_step == 17
   assert seen['path'] == 0
   assert seen['live'].experiment_module is not state.experiment_module
-
-
-def test_no_save_is_lost_between_threads():
-  inside, other_saved = threading.Event(), threading.Event()
-
-  class Interrupted(dict):
-    def __setitem__(self, key, value):
-      if not inside.is_set():
-        inside.set()
-        # The other thread tries to save now; the lock makes it wait.
-        other_saved.wait(0.2)
-      super().__setitem__(key, value)
-
-  checkpointer, _ = make()
-  utils.GLOBAL_CHECKPOINT_DICT = Interrupted(utils.GLOBAL_CHECKPOINT_DICT)
-
-  def save_as_well():
-    other, _ = make()
-    assert inside.wait(30)
-    other.save(SERIES)
-    other_saved.set()
-
-  thread = threading.Thread(target=save_as_well)
-  thread.start()
-  checkpointer.save(SERIES)
-  thread.join(30)
-  assert [s.id for s in history()] == [0, 1]
 
 
 # What forks do with it.
@@ -489,20 +432,6 @@ def test_a_snapshot_can_be_written_to_a_file_and_read(clone):
   assert state.global_step == 3
 
 
-def test_a_subclass_may_save_more():
-  class Also(utils.InMemoryCheckpointer):
-    def save(self, ckpt_series):
-      super().save(ckpt_series)
-      self.extra = self.get_experiment_state(ckpt_series).experiment_module
-
-  config = config_dict.ConfigDict({'max_checkpoints_to_keep': 1})
-  _, state = make()
-  checkpointer = Also(config, 'train')
-  checkpointer.save(SERIES)
-  assert checkpointer.extra is state.experiment_module
-  assert len(history()) == 1
-
-
 def test_what_a_run_saved_is_forgotten_and_what_the_program_put_is_not():
   checkpointer, _ = make()
   checkpointer.save(SERIES)
@@ -551,14 +480,6 @@ def test_live_state_is_attributes_and_entries():
     _ = state.best
   del state.global_step
   assert state.to_dict() == {'train_step_rng': 'key'}
-
-
-def test_each_thread_gets_the_same_live_state_again():
-  checkpointer, state = make()
-  config = config_dict.ConfigDict({'max_checkpoints_to_keep': 1})
-  other = memory.InMemoryCheckpointer(config, 'eval')
-  assert other.get_experiment_state(SERIES) is state
-  assert checkpointer.get_experiment_state(SERIES) is state
 
 
 def test_a_program_derives_from_it(monkeypatch):

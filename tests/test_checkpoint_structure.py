@@ -1,9 +1,7 @@
 """Tests of jaxline.checkpoint.structure."""
 
 import base64
-import builtins
 import collections
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -23,11 +21,11 @@ from flax import struct as flax_struct
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
+from jaxline.checkpoint import files
 from jaxline.checkpoint import structure
 
 HERE = __name__
@@ -41,15 +39,6 @@ class Point(NamedTuple):
 class Color(enum.Enum):
   RED = 1
   GREEN = 2
-
-
-class Letter(enum.StrEnum):
-  A = 'a'
-
-
-class Bits(enum.Flag):
-  A = 1
-  B = 2
 
 
 @dataclasses.dataclass
@@ -132,36 +121,6 @@ class Opaque:
   pass
 
 
-CALLED: list[Any] = []
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-  """An instance that can be called."""
-
-  by: Any
-
-  def __call__(self, *args):
-    CALLED.append((self.by, args))
-    return self
-
-
-@jax.tree_util.register_pytree_node_class
-class Caller:
-  """A node that calls what it stores when JAX builds it."""
-
-  def __init__(self, fn, x):
-    self.fn, self.x = fn, x
-
-  def tree_flatten(self):
-    return (self.x,), self.fn
-
-  @classmethod
-  def tree_unflatten(cls, fn, children):
-    fn(*children)
-    return cls(fn, *children)
-
-
 FINALIZED: list[Any] = []
 
 
@@ -187,24 +146,8 @@ class FinalizedNode(Finalized):
   w: Any
 
 
-class FinalizedColor(Finalized, enum.Enum):
-  RED = 1
-
-
 class MyDict(dict):
   pass
-
-
-class MyList(list):
-  pass
-
-
-class MyInt(int):
-  pass
-
-
-class MyStr(str):
-  __slots__ = ()
 
 
 class ExtraPoint(Point):
@@ -229,32 +172,17 @@ def trip(value, name='v', **kwargs):
     '\ud800', '\ud83d\ude00', b'', b'\x00\xff', [], [1, [2.0, None]], (),
     (1, (2,), [3]), {}, {'b': 1, 'a': 2}, {1: 'x', '1': 'y', None: 0},
     {(1, 2): {3: 4}, 1.5: True, b'k': ()}, {'float': 1}, {'list': [1]},
-    {'jax': 'v'}, set(), {1, 2}, {'a', (1, 'b')}, frozenset({1, 2}),
-    {frozenset({1}): 2}, range(3), range(5, -5, -2), slice(1, None, 2),
-    np.dtype('float32'), np.dtype('>i4'), np.dtype('<U5'),
-    np.dtype(ml_dtypes.bfloat16), np.dtype('float8_e4m3fn'), Color.GREEN,
-    Letter.A, {Color.RED: Letter.A}, Bits.B, Point(1, 'y'), Point((), None),
+    {'jax': 'v'}, Point(1, 'y'), Point((), None),
     Outer.Inner(3), Plain(1, [2]), Frozen((1,)), Slotted('a', None),
     {Frozen(1): 2}, Registered(1.5, 'n'), FlaxState(1, 0.25),
-    collections.OrderedDict(b=1, a=2), collections.defaultdict(list, b=[1]),
-    collections.defaultdict(None, {'z': 1, 'y': 2}),
-    *(collections.defaultdict(t) for t in (dict, set, int, float, str, tuple)),
+    collections.OrderedDict(b=1, a=2),
   ],
 )  # fmt: skip
 def test_round_trip(value):
   back = trip(value)
   assert type(back) is type(value)
   assert back == value
-  assert repr(back) == repr(value) or isinstance(value, set | frozenset)
-
-
-def test_integers_too_long_for_decimal_json():
-  assert trip(10**5000) == 10**5000
-  assert trip(-(10**5000)) == -(10**5000)
-
-
-def test_members_are_the_very_same():
-  assert trip(Color.RED) is Color.RED
+  assert repr(back) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -264,23 +192,14 @@ def test_members_are_the_very_same():
     (-0.5, -0.5),
     (complex(1, 2), {'complex': [1.0, 2.0]}),
     ('\ud800', {'str': '7aCA'}),
-    ({2}, {'set': [2]}),
-    (np.dtype('int32'), {'dtype': '<i4'}),
     ([1, None], [1, None]),
     ((1,), {'tuple': [1]}),
     ({'b': 1, 'a': (2,)}, {'dict': [['b', 1], ['a', {'tuple': [2]}]]}),
     (math.inf, {'float': '7ff0000000000000'}),
     (2**64, {'int': '0x10000000000000000'}),
     (b'a', {'bytes': 'YQ=='}),
-    (range(3), {'range': [0, 3, 1]}),
-    (
-      collections.defaultdict(list, a=[1]),
-      {'defaultdict': [{'ref': 'builtins:list'}, [['a', [1]]]]},
-    ),
-    (collections.defaultdict(), {'defaultdict': [None, []]}),
     (Point(1, 2), {'namedtuple': [f'{HERE}:Point', {'x': 1, 'y': 2}]}),
     (Frozen(1), {'dataclass': [f'{HERE}:Frozen', {'a': 1}]}),
-    (Color.RED, {'enum': [f'{HERE}:Color', 'RED']}),
     (
       Registered(1, 's'),
       {'node': [f'{HERE}:Registered', [1], {'tuple': ['s']}]},
@@ -310,17 +229,6 @@ def test_floats_keep_their_bits(bits):
   assert struct.pack('>d', back.imag).hex() == bits
 
 
-def test_order_of_dicts_survives_though_jax_sorts():
-  value = {'z': {'b': np.int32(1), 'a': np.int32(2)}, 'c': 1, 'y': 2}
-  back = trip(value)
-  assert list(back) == ['z', 'c', 'y']
-  assert list(back['z']) == ['b', 'a']
-  assert back == value
-  default = collections.defaultdict(int, {'z': 1, 'a': 2})
-  assert list(trip(default)) == ['z', 'a']
-  assert trip(default)['new'] == 0
-
-
 def test_arrays_go_by_name_and_uncopied():
   w = jnp.arange(3.0)
   n = np.arange(4)
@@ -343,25 +251,6 @@ def test_arrays_go_by_name_and_uncopied():
   back = structure.decode(encoded.structure, encoded.arrays)
   assert back['opt'][0] is w
   assert back['opt'][1][0] is n
-
-
-def test_kinds_of_arrays_come_back():
-  scalar = trip(np.float32(0.1))
-  assert type(scalar) is np.float32
-  assert scalar == np.float32(0.1)
-  zero = trip(np.array(3, np.int16))
-  assert type(zero) is np.ndarray
-  assert zero.shape == ()
-  assert zero.dtype == np.int16
-  small = trip(ml_dtypes.bfloat16(1.5))
-  assert type(small) is ml_dtypes.bfloat16
-  assert small == 1.5
-  for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
-    value = jnp.asarray([1, 2], dtype)
-    assert trip(value) is value
-    assert trip(np.asarray(value)).dtype == value.dtype
-  assert trip({np.int64(3): 1}) == {3: 1}
-  assert type(next(iter(trip({np.int64(3): 1})))) is np.int64
 
 
 def test_numpy_leaves_are_writeable_wherever_they_were_read_to():
@@ -391,22 +280,12 @@ def test_is_array():
     jnp.ones(2), jax.random.key(0), np.ones(2), np.float32(1), np.bool_(True),
     jax.ShapeDtypeStruct((), jnp.int32),
   ]  # fmt: skip
-  no = [None, 1, 1.0, 'a', [1], np.array([None]), masked, np.ones, object()]
+  no = [
+    None, 1, 1.0, 'a', [1], np.array([None]), masked, np.ones, object(),
+    np.array(['a']), np.ones(2, '>i4'), np.datetime64('2026-01-02'),
+  ]  # fmt: skip
   assert all(structure.is_array(x) for x in yes)
   assert not any(structure.is_array(x) for x in no)
-
-
-def test_names():
-  tree = {'a': [1, Point(2, {'w': 3})], 'b': None, 'c': Registered(4, 's')}
-  assert structure.named_leaves(tree) == {
-    'a/0': 1, 'a/1/x': 2, 'a/1/y/w': 3, 'c/w': 4
-  }  # fmt: skip
-  assert list(structure.named_leaves({'b': 1, 'a': 2})) == ['a', 'b']
-  assert structure.named_leaves(5) == {'': 5}
-  partial = jax.tree_util.Partial(max, 1, k=2)
-  assert structure.named_leaves(partial) == {'0/0': 1, '1/k': 2}
-  assert structure.name_of(()) == ''
-  assert structure.name_of((jax.tree_util.SequenceKey(2), 'own')) == '2/own'
 
 
 def test_equal_names_are_numbered_alike_in_any_order():
@@ -426,65 +305,6 @@ def test_equal_names_are_numbered_alike_in_any_order():
   assert back['a']['b/w'] is one
   taken = structure.named_leaves({'x': {'y': 1}, 'x/y': 2, 'x/y#2': 3})
   assert taken == {'x/y': 1, 'x/y#2': 2, 'x/y#2#2': 3}
-
-
-@pytest.mark.parametrize(
-  ('value', 'expected'),
-  [
-    (None, {'v': 'None'}),
-    (2**64, {'v': '18446744073709551616'}),
-    (complex(1, 2), {'v': '(1+2j)'}),
-    (range(3), {'v': 'range(0, 3)'}),
-    ([], {'v': '[]'}),
-    ((), {'v': '()'}),
-    (collections.defaultdict(list), {'v': "defaultdict(<class 'list'>, {})"}),
-    (Color.RED, {'v': f"<enum ['{HERE}:Color', 'RED']>"}),
-    ({'w': jnp.ones(1), 'n': np.ones(1), 's': np.float32(1)}, {}),
-    ([jax.random.key(0)], {}),
-    ((1, ['x']), {'v/0': '1', 'v/1/0': "'x'"}),
-    ({'b': 1, 'a': {2: 3.5}}, {'v/b': '1', 'v/a/2': '3.5'}),
-    (collections.defaultdict(int, k=1), {'v/k': '1'}),
-    (config_dict.ConfigDict({'k': 1}), {'v/k': '1'}),
-    (Point(1, ()), {'v/class': f"'{HERE}:Point'", 'v/x': '1', 'v/y': '()'}),
-    (Frozen('t'), {'v/class': f"'{HERE}:Frozen'", 'v/a': "'t'"}),
-    (
-      Registered(1, 's'),
-      {'v/class': f"'{HERE}:Registered'", 'v/0': '1', 'v/aux/0': "'s'"},
-    ),
-  ],
-)
-def test_leaves(value, expected):
-  encoded = structure.encode(value, 'v').structure
-  assert dict(structure.leaves(encoded, 'v')) == expected
-
-
-def test_leaves_put_no_class_together():
-  gone = {'namedtuple': ['gone:Gone', {'x': {'enum': ['gone:E', 'A']}}]}
-  assert dict(structure.leaves(gone, 'v')) == {
-    'v/class': "'gone:Gone'",
-    'v/x': "<enum ['gone:E', 'A']>",
-  }
-  texts = [
-    text
-    for value in (
-      {'pickle': ['v', 'gASVAAAA']},
-      {'ref': 'os:system'},
-      {'later': 1},
-      {'int': 'f' * 5000},
-    )
-    for _, text in structure.leaves(value, 'v')
-  ]
-  assert texts[0].startswith('<pickled, CRC ')
-  assert texts[1:3] == ['<ref os:system>', "{'later': 1}"]
-  assert texts[3] == repr({'int': 'f' * 5000})
-
-
-@pytest.mark.parametrize(
-  'value', [{}, {'a': 1, 'b': 2}, {'dict': 3}, {'config': 'text'}, {'node': []}]
-)
-def test_leaves_of_damaged_structures(value):
-  with pytest.raises((ValueError, TypeError, IndexError)):
-    list(structure.leaves(value, 'v'))
 
 
 def _optimizers():
@@ -553,43 +373,7 @@ def test_flax_states_and_nested_nodes():
   assert back.rate == 0.5
 
 
-def test_dataclasses_come_back_without_their_code():
-  value = Plain(1)
-  assert value.doubled == 2
-  value.a = 'no init'
-  back = trip(value)
-  assert vars(back) == {'a': 'no init', 'b': 7}  # Not the cached property.
-  inner = trip(Plain(Frozen(jnp.ones(2)), Slotted(np.ones(1), 2)), 'v')
-  assert type(inner.a) is Frozen
-  assert inner.b.b == 2
-
-
-@pytest.mark.parametrize('locked', [False, True])
-@pytest.mark.parametrize('frozen', [False, True])
-def test_config_dicts(locked, frozen):
-  config = config_dict.ConfigDict({'b': 1, 'a': {'c': (1, 2), 'd': None}})
-  config.ref = config.get_ref('b')
-  config.a.seq = [1, 2]
-  if locked:
-    config.lock()
-  value = config_dict.FrozenConfigDict(config) if frozen else config
-  back = trip({'cfg': value})['cfg']
-  assert type(back) is type(value)
-  assert type(back.a) is type(value.a)
-  assert back == value
-  assert back.to_dict() == value.to_dict()
-  assert back.is_locked == value.is_locked
-  free = config_dict.ConfigDict(type_safe=False, convert_dict=False)
-  free.d = {'x': 1}
-  again = trip(free)
-  assert type(again.d) is dict
-  assert not again.is_type_safe
-
-
 def _refused():
-  def local():
-    pass
-
   @dataclasses.dataclass
   class Local:
     a: int
@@ -600,45 +384,35 @@ def _refused():
   extra.note = 'lost'
   unset = Frozen.__new__(Frozen)
   return {
+    'set': ({1}, 'builtins.set'),
+    'frozenset': (frozenset({1}), 'builtins.frozenset'),
+    'range': (range(3), 'builtins.range'),
+    'slice': (slice(1), 'builtins.slice'),
+    'enum': (Color.RED, 'Color'),
+    'defaultdict': (collections.defaultdict(list), 'collections.defaultdict'),
+    'config': (config_dict.ConfigDict({'a': 1}), 'ConfigDict'),
+    'dtype': (np.dtype('float32'), 'numpy.dtype'),
+    'strings': (np.array(['a']), 'numpy.ndarray'),
+    'big_endian': (np.ones(2, '>i4'), 'numpy.ndarray'),
+    'date': (np.datetime64('2026-01-02'), 'numpy.datetime64'),
     'lock': (threading.Lock(), '_thread.lock'),
     'abstract': (jax.ShapeDtypeStruct((2,), jnp.int32), 'ShapeDtypeStruct'),
     'lambda': (lambda: 0, '<lambda>'),
-    'local': (local, 'local'),
     'function': (trip, "a builtins.function 'trip'"),
-    'builtin': (len, "a builtins.builtin_function_or_method 'len'"),
-    'ufunc': (np.add, 'numpy.ufunc'),
-    'jitted': (jnp.tanh, "'tanh'"),
-    'activation': (jax.nn.relu, 'custom_jvp'),
-    'static_method': (Outer.helper, "'Outer.helper'"),
     'type': (int, "a builtins.type 'int'"),
-    'enum_type': (Color, "'Color'"),
-    'dtype_type': (np.float16, "'float16'"),
-    'jax_type': (jnp.float32, 'jax'),
     'jax_partial': (jax.tree_util.Partial(jnp.add, 1), 'Partial'),
-    'partial_of_data': (jax.tree_util.Partial(Outer, 1), 'Partial'),
     'class': (Local(1), 'Local'),
-    'generator': ((i for i in ()), 'generator'),
     'rng': (np.random.default_rng(0), 'numpy.random._generator.Generator'),
-    'module': (os, 'module'),
     'opaque': (Opaque(), 'Opaque'),
     'object_array': (np.array([None]), 'numpy.ndarray'),
     'masked': (np.ma.masked_array([1], [1]), 'MaskedArray'),
     'sub_dict': (MyDict(a=1), 'MyDict'),
-    'sub_list': (MyList([1]), 'MyList'),
-    'sub_int': (MyInt(1), 'MyInt'),
-    'sub_str': (MyStr('a'), 'MyStr'),
-    'counter': (collections.Counter('a'), 'Counter'),
-    'method': (Opaque().__init__, 'method-wrapper'),
-    'flag': (Bits.A | Bits.B, 'no single member'),
     'static': (Static(1), 'registered as static'),
     'stale': (stale, "attributes beside: ['later']"),
     'extra': (extra, "attributes beside: ['note']"),
     'unset': (unset, "fields without a value: ['a']"),
     'dict_data': (DictData(a=1), 'DictData'),
     'property': (Guarded.__new__(Guarded), 'Guarded'),
-    'ellipsis': (..., 'ellipsis'),
-    'partial': (functools.partial(max, 1), 'functools.partial'),
-    'bytearray': (bytearray(b'a'), 'bytearray'),
     'del_data': (FinalizedData(1), 'its class has a __del__'),
     'del_point': (FinalizedPoint(1, 2), 'its class has a __del__'),
     'del_node': (FinalizedNode(1), 'its class has a __del__'),
@@ -664,14 +438,6 @@ def test_refuses_by_name(name):
     (lambda: equinox.nn.MLP(1, 1, 1, 1, key=jax.random.key(0)), "'v/activa"),
     (lambda: equinox.nn.Lambda(jnp.tanh), "'v/fn', a "),
     (lambda: FlaxState(1, jax.nn.relu), "'v/aux/"),
-    (lambda: Caller(jnp.abs, 1), "'v/aux', a "),
-    (lambda: Caller(Scale(2), 1), 'a callable in the data of a node'),
-    (lambda: Caller(equinox.nn.Identity(), 1), 'a callable in the data of'),
-    (lambda: collections.defaultdict(Opaque), "'v/default_factory', a "),
-    (lambda: collections.defaultdict(lambda: 0), "'v/default_factory', a "),
-    (lambda: collections.defaultdict(bool), 'not one of'),
-    (lambda: collections.defaultdict(Scale(2)), 'not one of'),
-    (lambda: config_dict.ConfigDict({'fn': jnp.abs}), "'v/fn', a "),
     (lambda: {len: 1}, "'v/keys/<built-in function len>', a "),
     (lambda: Plain(jnp.abs, 1), "'v/a', a "),
     (lambda: collections.OrderedDict(a=int), "'v/a', a builtins.type 'int'"),
@@ -683,249 +449,13 @@ def test_refuses_functions_within(make, what):
   assert what in str(caught.value)
 
 
-def test_refuses_all_at_once_and_in_static_parts():
-  layer = Layer(jnp.ones(1), lambda x: x, 1)  # In static parts.
-  with pytest.raises(TypeError) as caught:
-    structure.encode({'a': os, 'b': 1, 'm': layer, 'z': Opaque()}, 'e')
-  message = str(caught.value)
-  assert "'e/a'" in message
-  assert "'e/m/aux/" in message
-  assert "'e/z'" in message
-  assert "'e/b'" not in message
-
-
-def test_what_occurs_twice_comes_back_as_two():
-  shared = [1]
-  back = trip([shared, shared])
-  assert back == [[1], [1]]
-  assert back[0] is not back[1]
-
-
-def test_pickles_only_where_allowed(caplog):
-  rng = np.random.default_rng(5)
-  encoded = structure.encode([rng, jnp.ones(1)], 'it', allow_pickle=True)
-  assert "Pickled 'it/0'" in caplog.text
-  assert list(encoded.arrays) == ['it/1']
-  read = json.loads(json.dumps(encoded.structure))
-  with pytest.raises(ValueError) as caught:
-    structure.decode(read, encoded.arrays)
-  assert "'it/0'" in str(caught.value)
-  assert 'config.checkpoint_allow_pickle = True' in str(caught.value)
-  back = structure.decode(read, encoded.arrays, allow_pickle=True)
-  assert back[0].random() == np.random.default_rng(5).random()
-  with pytest.raises(TypeError, match=r"'it/lock'.*cannot be pickled: TypeE"):
-    structure.encode({'lock': threading.Lock()}, 'it', allow_pickle=True)
-
-
 _POINT = f'{HERE}:Point'
-
-
-@pytest.mark.parametrize('kind', ['namedtuple', 'dataclass', 'enum', 'node'])
-@pytest.mark.parametrize(
-  'target',
-  [
-    'os:system', 'subprocess:Popen', 'builtins:eval', 'builtins:dict',
-    'builtins:tuple', 'builtins:type', 'builtins:object', 'pickle:loads',
-    f'{HERE}:Opaque', f'{HERE}:DictData', f'{HERE}:Guarded', f'{HERE}:os',
-  ],
-)  # fmt: skip
-def test_attack_types_of_another_kind(kind, target, monkeypatch):
-  ran = []
-  for module, name in (('os', 'system'), ('builtins', 'eval')):
-    monkeypatch.setattr(sys.modules[module], name, lambda *a: ran.append(a))
-  bodies = {
-    'namedtuple': [target, {'args': 'id'}],
-    'dataclass': [target, {'a': 'id'}],
-    'enum': [target, 'id'],
-    'node': [target, ['id'], None],
-  }
-  with pytest.raises(ValueError, match=target):
-    structure.decode({kind: bodies[kind]}, {})
-  assert not ran
-
-
-@pytest.mark.parametrize(
-  ('kind', 'body'),
-  [
-    ('namedtuple', [f'{HERE}:Frozen', {'a': 1}]),
-    ('dataclass', [_POINT, {'x': 1, 'y': 2}]),
-    ('node', [_POINT, [1, 2], None]),
-    ('dataclass', [f'{HERE}:Registered', {'w': 1, 'name': 's'}]),
-    ('enum', [_POINT, 'x']),
-    ('namedtuple', [_POINT, {'x': 1}]),
-    ('namedtuple', [_POINT, {'x': 1, 'y': 2, 'z': 3}]),
-    ('dataclass', [f'{HERE}:Frozen', {'a': 1, '__class__': 2}]),
-    ('enum', [f'{HERE}:Color', '__class__']),
-    ('ref', f'{HERE}:HERE'),
-    ('ref', ''),
-    ('ref', 3),
-    ('enum', [f'{HERE}:os.system', 'x']),  # Not through a module to another.
-    ('enum', ['enum', 'x']),
-    ('enum', ['', 'x']),
-    ('enum', [3, 'x']),
-    ('node', [f'{HERE}:Registered', [1, 2, 3], None]),
-    ('float', 'xyz'),
-    ('int', 'xyz'),
-    ('bytes', '!!'),
-    ('complex', [1, 'a']),
-    ('dict', [1]),
-    ('dict', [[[1], 2]]),
-    ('set', [[1]]),
-    ('defaultdict', [3, []]),
-    ('dtype', None),
-    ('key', ['v', 'unknown']),
-    ('key', ['v', None]),  # Not the default implementation.
-    ('key', ['v', 'rbg', 'more']),
-    ('config', [True]),
-    ('eval', '1+1'),
-    ('pickle', ['v', 'gASVAAAA']),
-  ],
-)  # fmt: skip
-def test_attack_damaged_structures(kind, body):
-  with pytest.raises(ValueError):
-    structure.decode({kind: body}, {'v': np.zeros(2, np.uint32)})
-
-
-@pytest.mark.parametrize(
-  'aux', [None, 1, 'x', {'tuple': []}, [], {'dict': []}, {'tuple': [[1], 2]}]
-)
-@pytest.mark.parametrize('children', [[], [1], [1, 2, 3]])
-@pytest.mark.parametrize('name', ['Registered', 'FlaxState', 'Layer', 'Caller'])
-def test_attack_malformed_nodes_do_not_crash(name, children, aux):
-  # In some cases there is nothing wrong.
-  with contextlib.suppress(ValueError):
-    structure.decode({'node': [f'{HERE}:{name}', children, aux]}, {})
-
-
-@pytest.mark.parametrize('value', [{}, {'a': 1, 'b': 2}, object(), {3: 4}])
-def test_attack_no_structure(value):
-  with pytest.raises(ValueError, match='structure in the checkpoint'):
-    structure.decode(value, {})
-
-
-_SYSTEM = {'ref': 'posix:system'}
-_SCALE = {'dataclass': [f'{HERE}:Scale', {'by': 'id'}]}
-
-
-@pytest.mark.parametrize(
-  'attack',
-  [
-    _SYSTEM,
-    {'ref': 'os:system'},
-    {'ref': 'builtins:list'},
-    {'ref': 'jax.nn:relu'},
-    {'defaultdict': [_SYSTEM, [['a', 1]]]},
-    {'defaultdict': [{'ref': 'builtins:bool'}, []]},
-    {'defaultdict': [{'ref': 'builtins:eval'}, []]},
-    {'defaultdict': [{'ref': f'{HERE}:Point'}, []]},
-    {'defaultdict': [{'ref': ['builtins:list']}, []]},
-    {'defaultdict': ['builtins:list', []]},
-    {'defaultdict': [_SCALE, []]},
-    {
-      'defaultdict': [
-        {'node': ['equinox.nn._linear:Identity', [], {'tuple': []}]},
-        [],
-      ]
-    },
-    {
-      'node': [
-        'jax.tree_util:Partial',
-        [{'tuple': ['id']}, {'dict': []}],
-        _SYSTEM,
-      ]
-    },
-    {'node': ['jax._src.tree_util:Partial', [{'tuple': []}, {'dict': []}], 1]},
-    {
-      'node': [
-        'jax._src.tree_util:Partial',
-        [{'tuple': []}, {'dict': []}],
-        _SCALE,
-      ]
-    },
-    {'node': [f'{HERE}:Caller', ['id'], _SYSTEM]},
-    {'node': [f'{HERE}:Caller', ['id'], _SCALE]},
-    {
-      'node': [f'{HERE}:Caller', ['id'], {'tuple': [{'dict': [['k', _SCALE]]}]}]
-    },
-    {'dataclass': [f'{HERE}:Plain', {'a': _SYSTEM, 'b': 1}]},
-    {'namedtuple': [f'{HERE}:Point', {'x': 1, 'y': _SYSTEM}]},
-    {'config': [False, [False, True, True, False], [['fn', _SYSTEM]]]},
-    {'dict': [[_SYSTEM, 1]]},
-    {'set': [_SYSTEM]},
-    {'enum': ['builtins:list', 'append']},
-    {'range': [_SYSTEM, 1, 1]},
-  ],
-)
-@pytest.mark.parametrize('allow_pickle', [False, True])
-def test_attack_functions_are_never_looked_up(
-  attack, allow_pickle, monkeypatch
-):
-  ran = []
-  for module in ('os', 'posix'):
-    monkeypatch.setattr(sys.modules[module], 'system', lambda *a: ran.append(a))
-  CALLED.clear()
-  with pytest.raises(ValueError, match=r'^The checkpoint') as caught:
-    structure.decode([attack], {}, allow_pickle=allow_pickle)
-  assert '\n' not in str(caught.value)
-  assert not ran
-  assert not CALLED
-
-
-def test_factories_of_old_and_new_records():
-  for name in ('list', 'dict', 'set', 'int', 'float', 'str', 'tuple'):
-    record = {'defaultdict': [{'ref': f'builtins:{name}'}, [['a', 1]]]}
-    back = structure.decode(record, {})
-    assert type(back) is collections.defaultdict
-    assert back.default_factory.__name__ == name
-    assert back == {'a': 1}
-    assert back['new'] == getattr(builtins, name)()
-
-
-def test_an_old_record_of_a_function_says_what_to_do():
-  old = {'namedtuple': [_POINT, {'x': 1, 'y': {'ref': 'jax.nn:relu'}}]}
-  with pytest.raises(ValueError, match=r'jax\.nn:relu') as caught:
-    structure.decode(old, {})
-  assert '\n' not in str(caught.value)
-  assert 'config.restore_rules' in str(caught.value)
-
-
-def test_a_member_that_is_gone_is_named():
-  structure_of = structure.encode(Color.RED, 'v').structure
-  structure_of['enum'][1] = 'PINK'
-  with pytest.raises(ValueError, match=rf"holds a 'enum'.*{HERE}:Color.*PINK"):
-    structure.decode(structure_of, {})
-
-
-def test_functions_are_pickled_where_allowed(caplog):
-  value = {'f': trip, 'd': collections.defaultdict(Opaque)}
-  encoded = structure.encode(value, 'v', allow_pickle=True)
-  assert "Pickled 'v/d/default_factory'" in caplog.text
-  assert "Pickled 'v/f'" in caplog.text
-  with pytest.raises(ValueError, match=r"'v/f' pickled"):
-    structure.decode(encoded.structure, {})
-  back = trip(value, allow_pickle=True)
-  assert back['f'] is trip
-  assert type(back['d']['new']) is Opaque
-
-
-@pytest.mark.parametrize('kind', ['list', 'tuple', 'dict'])
-def test_attack_deep_structures(kind):
-  deep: Any = None
-  for _ in range(100_000):
-    deep = [deep] if kind == 'list' else {kind: [deep]}
-    if kind == 'dict':
-      deep = {kind: [['k', deep['dict'][0]]]}
-  with pytest.raises(ValueError, match='nested too deeply'):
-    structure.decode(deep, {})
-  while deep:  # Else Python frees it by recursion.
-    deep = next(iter(deep.values())) if isinstance(deep, dict) else deep
-    deep = deep.pop()
 
 
 def test_nothing_is_imported(monkeypatch):
   assert 'this' not in sys.modules
   with pytest.raises(ValueError, match=r"'this:s'.* import 'this' in the exp"):
-    structure.decode({'enum': ['this:s', 'x']}, {})
+    structure.decode({'dataclass': ['this:s', {}]}, {})
   assert 'this' not in sys.modules
   with pytest.raises(ValueError, match=r"such a class: .*define 'Gone'"):
     structure.decode({'namedtuple': [f'{HERE}:Gone', {}]}, {})
@@ -933,40 +463,64 @@ def test_nothing_is_imported(monkeypatch):
   lazy.__getattr__ = lambda name: pytest.fail(name)  # type: ignore
   monkeypatch.setitem(sys.modules, 'lazy', lazy)
   with pytest.raises(ValueError, match=r"such a class: .*define 'thing'"):
-    structure.decode({'enum': ['lazy:thing', 'x']}, {})
+    structure.decode({'dataclass': ['lazy:thing', {}]}, {})
 
 
-def test_pickles_do_not_run_when_not_allowed():
-  class Bomb:
-    def __reduce__(self):
-      return (os._exit, (3,))
+class Bomb:
+  """Ends the process when it is unpickled."""
 
-  text = base64.b64encode(pickle.dumps(Bomb())).decode()
-  with pytest.raises(ValueError, match='checkpoint_allow_pickle'):
-    structure.decode([{'pickle': ['v', text]}], {})
+  def __reduce__(self):
+    return (os._exit, (3,))
 
 
-def test_missing_array():
-  with pytest.raises(ValueError, match=r"holds a 'jax'.*KeyError.*p/w"):
-    structure.decode({'jax': 'p/w'}, {'p/b': 1})
+_BOMB = base64.b64encode(pickle.dumps(Bomb())).decode()
 
 
 @pytest.mark.parametrize(
-  'attack',
+  ('kind', 'body'),
   [
-    {'dataclass': [f'{HERE}:FinalizedData', {'a': 'rm'}]},
-    {'namedtuple': [f'{HERE}:FinalizedPoint', {'x': 'rm', 'y': 1}]},
-    {'node': [f'{HERE}:FinalizedNode', ['rm'], {'tuple': []}]},
+    ('pickle', ['v', _BOMB]),
+    # No function, and no class of another kind, is found by its name.
+    *(
+      (kind, [target, arguments])
+      for kind, arguments in (('namedtuple', {'a': 'id'}),
+                              ('dataclass', {'a': 'id'}))
+      for target in ('os:system', 'subprocess:Popen', 'builtins:eval',
+                     'builtins:dict', 'builtins:type', f'{HERE}:Opaque',
+                     f'{HERE}:DictData', f'{HERE}:Guarded', f'{HERE}:os',
+                     f'{HERE}:os.system', '', 3)
+    ),
+    ('node', ['os:system', ['id'], None]),
+    ('node', ['jax._src.tree_util:Partial', ['id'], _POINT]),
+    ('namedtuple', [f'{HERE}:Frozen', {'a': 1}]),
+    ('dataclass', [_POINT, {'x': 1, 'y': 2}]),
+    ('node', [_POINT, [1, 2], None]),
+    ('dataclass', [f'{HERE}:Registered', {'w': 1, 'name': 's'}]),
+    # Their finalizers would run with what the file says.
+    ('dataclass', [f'{HERE}:FinalizedData', {'a': 'rm'}]),
+    ('namedtuple', [f'{HERE}:FinalizedPoint', {'x': 'rm', 'y': 1}]),
+    ('node', [f'{HERE}:FinalizedNode', ['rm'], {'tuple': []}]),
+    # Other fields, malformed bodies, arrays that are not there.
+    ('namedtuple', [_POINT, {'x': 1}]),
+    ('namedtuple', [_POINT, {'x': 1, 'y': 2, 'z': 3}]),
+    ('dataclass', [f'{HERE}:Frozen', {'a': 1, '__class__': 2}]),
+    ('node', [f'{HERE}:Registered', [1, 2, 3], None]),
+    ('float', 'xyz'),
+    ('dict', [[[1], 2]]),
+    ('key', ['v', 'unknown']),
+    ('jax', 'p/w'),
+    ('ref', 'os:system'),
+    ('__reduce__', ['os:system', 'exit 3']),
   ],
-)
-def test_finalizers_do_not_run(attack):
+)  # fmt: skip
+def test_edited_structures_are_refused(kind, body, monkeypatch):
+  ran = []
+  for module, name in (('os', 'system'), ('builtins', 'eval')):
+    monkeypatch.setattr(sys.modules[module], name, lambda *a: ran.append(a))
   gc.collect()
   FINALIZED.clear()
-  with pytest.raises(ValueError, match='the class has changed, or the file'):
-    structure.decode(attack, {})
+  with pytest.raises(files.RefusedError):
+    structure.decode([{kind: body}], {'v': np.zeros(2, np.uint32)})
   gc.collect()
+  assert not ran
   assert FINALIZED == []
-
-
-def test_members_of_an_enum_are_not_made_and_so_not_finalized():
-  assert trip(FinalizedColor.RED) is FinalizedColor.RED

@@ -2,29 +2,23 @@
 
 import os
 import pathlib
+import re
 import socket
-import stat
 import subprocess
 import sys
 import threading
-import types
 
-from absl import logging
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxline import base_config
 from jaxline import compilation_cache
-from jaxline import distributed
-from jaxline import errors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
-DIGEST_BYTES = 32
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
@@ -53,8 +47,7 @@ def counts(monkeypatch):
 
 def make_config(value='auto', **values):
   config = base_config.get_base_config()
-  config.compilation_cache = value
-  config.update_from_flattened_dict(values)
+  config.update_from_flattened_dict({'compilation_cache': value} | values)
   base_config.validate_config(config)
   return config
 
@@ -91,7 +84,6 @@ def test_a_program_is_kept_in_the_users_directory_and_taken(home, counts):
   assert counts['misses'] >= 1
   assert counts['hits'] == 0
   root = home / 'jaxline' / 'programs'
-  assert root.stat().st_mode & 0o777 == 0o700
   assert program(root).parent.stat().st_mode & 0o777 == 0o700
   kept = counts['misses']
   second = compiled(make_config())
@@ -102,31 +94,34 @@ def test_a_program_is_kept_in_the_users_directory_and_taken(home, counts):
   assert not list(home.glob('**/*partial*'))
 
 
-def test_without_the_variable_it_is_in_the_home(tmp_path, monkeypatch):
-  monkeypatch.delenv('XDG_CACHE_HOME')
-  monkeypatch.setenv('HOME', str(tmp_path))
-  compiled(make_config())
-  assert program(tmp_path / '.cache' / 'jaxline' / 'programs')
-
-
-def test_a_directory_of_ones_own(tmp_path, home, counts):
-  compiled(make_config(f'{tmp_path}/own'))
-  assert program(tmp_path / 'own')
+@pytest.mark.parametrize('where', ['own', 'home'])
+def test_where_programs_are(tmp_path, home, counts, monkeypatch, where):
+  value, root = f'{tmp_path}/own', tmp_path / 'own'
+  if where == 'home':
+    monkeypatch.delenv('XDG_CACHE_HOME')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    value, root = 'auto', tmp_path / '.cache' / 'jaxline' / 'programs'
+  for _ in range(2):
+    compiled(make_config(value))
+  assert program(root)
   assert not home.exists()
-  compiled(make_config(f'{tmp_path}/own'))
   assert counts['hits'] == counts['misses'] > 0
 
 
-def test_off_is_off(home, counts):
-  compiled(make_config('off'))
+@pytest.mark.parametrize(
+  'values',
+  [
+    {'compilation_cache': 'off'},
+    # Programs of different profiles have one key.
+    {'xla.pgle_profiling_runs': 3},
+    {'xla.pgle_profile': '/x.pb'},
+    {'xla.pgle_profile': '/x.pb', 'compilation_cache': '/tmp/own'},
+  ],
+)
+def test_nothing_is_kept(home, counts, values):
+  compiled(make_config(**values))
   assert counts == {'hits': 0, 'misses': 0}
   assert not home.exists()
-
-
-@pytest.mark.parametrize('value', ['', 'on', 'none', 'False', 'Auto', 'dir'])
-def test_other_words_are_refused(value):
-  with pytest.raises(errors.UsageError, match="'auto', 'off', or a directory"):
-    make_config(value)
 
 
 def test_what_jax_was_told_counts(tmp_path, home):
@@ -153,20 +148,10 @@ def test_a_variable_of_jax_counts(home, monkeypatch):
     assert jax.config.jax_persistent_cache_enable_xla_caches == 'none'
 
 
-@pytest.mark.parametrize(
-  'values', [{'xla.pgle_profiling_runs': 3}, {'xla.pgle_profile': '/x.pb'}]
-)
-def test_programs_of_a_profile_are_not_kept_by_default(tmp_path, home, values):
-  with compilation_cache.of_run(make_config(**values)):
-    assert jax.config.jax_compilation_cache_dir is None
-  with compilation_cache.of_run(make_config(f'{tmp_path}/own', **values)):
-    assert jax.config.jax_compilation_cache_dir is not None
-
-
 def test_hosts_that_run_other_code_have_directories_of_their_own(monkeypatch):
   here = compilation_cache._host()
   assert compilation_cache._host() == here
-  monkeypatch.setattr(compilation_cache, '_cores', lambda: 999)
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(999))
   assert compilation_cache._host() != here
   monkeypatch.undo()
 
@@ -189,29 +174,17 @@ def test_hosts_that_run_other_code_have_directories_of_their_own(monkeypatch):
 # What is refused, and what fails.
 
 
-@pytest.mark.parametrize('what', ['mode', 'parent', 'owner', 'file', 'no home'])
-def test_an_unsafe_directory_is_not_used(
+@pytest.mark.parametrize('what', ['file', 'no home'])
+def test_without_a_directory_a_run_goes_on(
   home, monkeypatch, caplog, counts, what
 ):
-  root = home / 'jaxline' / 'programs'
   if what == 'file':
     home.write_text('in the way')
-  elif what == 'no home':
-    monkeypatch.setenv('XDG_CACHE_HOME', '~nobody_of_that_name/x')
   else:
-    root.mkdir(parents=True)
-    root.chmod(0o770 if what == 'mode' else 0o700)
-    root.parent.chmod(0o777 if what == 'parent' else 0o700)
-  if what == 'owner':
-    monkeypatch.setattr(os, 'geteuid', lambda: 12345)
+    monkeypatch.setenv('XDG_CACHE_HOME', '~nobody_of_that_name/x')
   compiled(make_config())
   assert counts == {'hits': 0, 'misses': 0}
   assert 'No compilation cache' in caplog.text
-  assert "config.compilation_cache to a directory of yours, or to 'off'" in (
-    caplog.text
-  )
-  if what == 'mode':
-    assert stat.filemode(root.stat().st_mode) in caplog.text
 
 
 def test_the_address_of_a_bucket_is_refused(tmp_path, monkeypatch):
@@ -322,69 +295,60 @@ def test_processes_that_write_at_once(tmp_path):
 # The size.
 
 
-def test_the_entries_used_least_recently_are_removed(tmp_path, monkeypatch):
+def test_the_entries_used_least_recently_are_removed(tmp_path):
   here, other = tmp_path / 'here', tmp_path / 'other'
   here.mkdir()
   other.mkdir()
   foreign = other / 'notes.txt'
   foreign.write_bytes(bytes(10_000))
-  now = 1_000_000.0
-
-  def at(directory, key, time):
-    os.utime(directory / f'{key}.program', (now + time, now + time))
-
-  compilation_cache.Files(other, 1 << 20).put('old', bytes(1000))
-  at(other, 'old', 0)
-  store = compilation_cache.Files(here, max_bytes=5000)
-  for i in range(4):
+  stores = [
+    compilation_cache.Files(x, max_bytes=4500) for x in (other, *[here] * 5)
+  ]
+  for i, store in enumerate(stores):
     store.put(f'key{i}', bytes(1000))
-    at(here, f'key{i}', i + 1)
-  assert store.get('key0') == bytes(1000)  # Used now.
-  store.put('key4', bytes(1000))
-  store.put('key5', bytes(1000))
+    os.utime(store.path / f'key{i}.program', (i, i))
+    if i == 4:
+      assert stores[1].get('key1') == bytes(1000)  # It is used now.
   left = {path.stem for path in programs(tmp_path)}
-  assert {'key0', 'key5'} <= left
-  assert 'old' not in left
-  assert 'key1' not in left
-  assert sum(path.stat().st_size for path in programs(tmp_path)) < 6000
+  assert left == {'key1', 'key3', 'key4', 'key5'}
+  assert sum(path.stat().st_size for path in programs(tmp_path)) <= 4500
   assert foreign.exists()
-
-
-def test_the_size_is_not_measured_at_each_entry(tmp_path, monkeypatch):
-  looks = []
-  original = compilation_cache.Files._make_room
-  monkeypatch.setattr(
-    compilation_cache.Files,
-    '_make_room',
-    lambda self: (looks.append(1), original(self)),
-  )
-  store = compilation_cache.Files(tmp_path)
-  for i in range(20):
-    store.put(f'key{i}', b'x')
-  assert len(looks) == 1
 
 
 # Several processes.
 
 
-@pytest.mark.parametrize('sees', [True, False])
-def test_processes_that_share_no_directory_keep_nothing(
-  home, monkeypatch, caplog, sees
-):
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  chief = []
-  monkeypatch.setattr(
-    distributed, 'of_chief', lambda x: chief.append(x) or chief[0]
+def start(run_dir, *args, **variables):
+  """Starts the toy in a process that says what its cache does."""
+  return subprocess.Popen(
+    [
+      *(sys.executable, str(TOY), 'sharded', 'direct', f'--config={CONFIG}'),
+      f'--config.checkpoint_dir={run_dir}',
+      *args,
+    ],
+    cwd=ROOT,
+    env=os.environ
+    | {
+      'PYTHONPATH': str(ROOT),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
+    }
+    | variables,
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
   )
-  monkeypatch.setattr(
-    multihost_utils, 'process_allgather', lambda x: np.array([x, sees])
-  )
-  caplog.set_level(logging.INFO)
-  with compilation_cache.of_run(make_config()):
-    found = jax.config.jax_compilation_cache_dir
-  assert (found is not None) == sees
-  assert ('the processes do not share' in caplog.text) != sees
-  assert not list(home.glob('**/.shared*'))
+
+
+def outputs(*processes):
+  try:
+    found = [process.communicate(timeout=120)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert {process.returncode for process in processes} == {0}, found
+  return found
 
 
 @pytest.mark.process
@@ -394,55 +358,28 @@ def test_two_processes(tmp_path, is_shared):
     s.bind(('localhost', 0))
     port = s.getsockname()[1]
 
-  def start(round_name):
-    started = [
-      subprocess.Popen(
-        [
-          *(sys.executable, str(TOY), 'sharded', 'direct'),
-          f'--config={CONFIG}',
-          f'--config.checkpoint_dir={tmp_path}/{round_name}',
-          '--config.training_steps=2',
-        ],
-        cwd=ROOT,
-        env=os.environ
-        | {
-          'PYTHONPATH': str(ROOT),
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
-          'XDG_CACHE_HOME': str(tmp_path / ('all' if is_shared else f'{i}')),
-          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-          'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
-          'JAX_NUM_PROCESSES': '2',
-          'JAX_PROCESS_ID': str(i),
-          'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-          'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+  def run(name):
+    processes = [
+      start(
+        tmp_path / name,
+        '--config.training_steps=2',
+        XLA_FLAGS='--xla_force_host_platform_device_count=1',
+        XDG_CACHE_HOME=str(tmp_path / ('all' if is_shared else f'{i}')),
+        JAX_COORDINATOR_ADDRESS=f'localhost:{port}',
+        JAX_NUM_PROCESSES='2',
+        JAX_PROCESS_ID=str(i),
       )
       for i in range(2)
     ]
-    try:
-      outputs = [process.communicate(timeout=100)[0] for process in started]
-    finally:
-      for process in started:
-        process.kill()
-        process.wait()
-    assert [process.returncode for process in started] == [0, 0], outputs
-    return outputs
+    return outputs(*processes)
 
-  first = start('first')
   hit = "Persistent compilation cache hit for 'jit_step'"
-  for output in first:
+  for output in run('first'):
     assert ('the processes do not share' in output) != is_shared
     assert hit not in output
   if is_shared:
     # On CPUs the programs of other processes have other keys.
-    assert hit in start('second')[0]
-
-
-# Whole runs.
+    assert hit in run('second')[0]
 
 
 @pytest.mark.process
@@ -450,41 +387,24 @@ def test_a_run_that_starts_again_compiles_nothing_again(tmp_path):
   """And computes the same bits as one without a cache, donated or not."""
 
   def run(name, *args):
-    done = subprocess.run(
-      [
-        *(sys.executable, str(TOY), 'sharded', 'direct', f'--config={CONFIG}'),
-        f'--config.checkpoint_dir={tmp_path}/{name}',
+    (output,) = outputs(
+      start(
+        tmp_path / name,
         '--jaxline_mode=train_and_eval',
         *args,
-      ],
-      cwd=ROOT,
-      env=os.environ
-      | {
-        'PYTHONPATH': str(ROOT),
-        'XDG_CACHE_HOME': str(tmp_path / 'cache'),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-        'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
-      },
-      capture_output=True,
-      text=True,
-      timeout=120,
+        XDG_CACHE_HOME=str(tmp_path / 'cache'),
+      )
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / name / 'train' / 'metrics.jsonl').read_text()
-    losses = [
-      line.partition('"loss": ')[2].partition(',')[0]
-      for line in lines.splitlines()
-      if '"loss"' in line
-    ]
-    misses = done.stderr.count('PERSISTENT COMPILATION CACHE MISS')
-    hits = done.stderr.count('Persistent compilation cache hit')
-    return types.SimpleNamespace(losses=losses, misses=misses, hits=hits)
+    losses = re.findall(r'"loss": ([^,}]+)', lines)
+    misses = output.count('PERSISTENT COMPILATION CACHE MISS')
+    return losses, misses, output.count('Persistent compilation cache hit')
 
   off = run('off', '--config.compilation_cache=off')
   cold, warm = run('cold'), run('warm')
-  assert len(off.losses) == 6
-  assert off.losses == cold.losses == warm.losses
-  assert off.hits == 0
-  assert cold.misses > 5
-  assert warm.misses == 0
-  assert warm.hits >= cold.misses
+  assert len(off[0]) == 6
+  assert off[0] == cold[0] == warm[0]
+  assert off[2] == 0
+  assert cold[1] > 5
+  assert warm[1] == 0
+  assert warm[2] >= cold[1]

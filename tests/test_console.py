@@ -28,7 +28,6 @@ from unittest import mock
 from absl import flags
 from absl import logging
 import jax
-from jax._src import xla_bridge
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,34 +47,22 @@ from jaxline.metrics import values
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from tests.experiments import regression
-from tests.programs import toy
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
-_ESCAPE = re.compile(r'\x1b(?:\[([\d;?]*))?([A-Za-z78])')
+_ESCAPE = re.compile(r'\x1b\[?[\d;?]*[A-Za-z78]')
 
 
 def screen(data):
   """Returns the lines that a terminal shows, of any height and width."""
-  rows, row, column, i, saved = [''], 0, 0, 0, (0, 0)
+  rows, row, column, i = [''], 0, 0, 0
   while i < len(data):
     if match := _ESCAPE.match(data, i):
-      argument, command = match.groups()
       i = match.end()
-      if command == 'A':
-        row = max(0, row - int(argument or 1))
-      elif command == 'J':
-        rows[row] = rows[row][:column]
-        del rows[row + 1 :]
-      elif command == '7':
-        saved = row, column
-      elif command == '8':
-        row, column = saved
-      elif command == 'D':
-        row += 1
-      else:
-        assert command == 'm', match.group()  # No mode of the terminal.
+      assert match.group() == '\x1b[J'  # No mode of the terminal.
+      rows[row] = rows[row][:column]
+      del rows[row + 1 :]
     elif data[i] == '\n':
       row += 1
       i += 1
@@ -215,29 +202,6 @@ def test_a_large_group_of_names_is_counted_and_not_written_out(capsys):
   )
 
 
-def test_a_console_may_be_shared_by_threads():
-  console, failed = console_lib.Console(), []
-  interval = sys.getswitchinterval()
-
-  def write(name):
-    try:
-      for i in range(1000):
-        console.log_training(i, {f'{name}{i}{j}': 1.0 for j in range(3)})
-    except RuntimeError as e:
-      failed.append(e)
-
-  sys.setswitchinterval(1e-5)
-  try:
-    threads = [threading.Thread(target=write, args=(n,)) for n in 'ab']
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-  finally:
-    sys.setswitchinterval(interval)
-  assert failed == []
-
-
 def test_a_line_shows_the_loss_the_means_and_when_it_ends(capsys):
   console, _ = begun()
   capsys.readouterr()
@@ -340,18 +304,6 @@ def test_the_mean_is_over_the_steps_since_the_last_line(capsys):
   assert ' | loss 6.333 | ' in second  # (5 + 6 + 8) / 3.
 
 
-def test_off_shows_the_numbers_of_the_step():
-  action = action_of(console_lib.Console(), log_tensors_interval=4)
-  with mock.patch.object(logging, 'info') as info:
-    for step in range(1, 9):
-      action(float(step), step, {'loss': jnp.float32(step)})
-    action.wait_to_finish()
-  assert [call.args[1] for call in info.call_args_list] == [
-    'step 4 | loss 4 | steps_per_sec 1',
-    'step 8 | loss 8 | steps_per_sec 1',
-  ]
-
-
 @pytest.mark.parametrize('interval', [None, -1])
 def test_without_an_interval_nothing_is_fetched(interval, capsys):
   console, _ = begun()
@@ -380,26 +332,20 @@ def test_a_process_that_is_not_the_first_says_nothing(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-  ('asked', 'is_terminal', 'mode'),
+  ('asked', 'term', 'mode'),
   [
-    (None, True, 'live'),
-    (None, False, 'plain'),
-    ('live', True, 'live'),
-    ('live', False, 'plain'),
-    ('plain', True, 'plain'),
-    ('off', True, 'off'),
+    (None, 'xterm', 'live'),
+    (None, 'dumb', 'plain'),
+    (None, '', 'plain'),
+    ('live', '', 'plain'),
+    ('plain', 'xterm', 'plain'),
+    ('off', 'xterm', 'off'),
   ],
 )
-def test_the_mode(asked, is_terminal, mode, terminal, monkeypatch):
-  monkeypatch.setenv('TERM', 'xterm')
-  monkeypatch.setattr(sys, 'stdout', terminal.file if is_terminal else None)
+def test_the_mode(asked, term, mode, terminal, monkeypatch):
+  monkeypatch.setenv('TERM', term)
+  monkeypatch.setattr(sys, 'stdout', terminal.file if term else None)
   assert console_lib.Console.make(make_config(console=asked)).mode == mode
-
-
-def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
-  monkeypatch.setenv('TERM', 'dumb')
-  monkeypatch.setattr(sys, 'stdout', terminal.file)
-  assert console_lib.Console.make(make_config()).mode == 'plain'
 
 
 def test_the_console_is_no_writer():
@@ -431,11 +377,6 @@ def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
     '  ... (11 more lines)',
   ]
   assert len((tmp_path / 'x').read_text().splitlines()) == 5
-
-
-def test_a_writer_of_another_kind_is_left_alone():
-  console, _ = begun()
-  console.show_texts(mock.create_autospec(writers.Writer), 'train')
 
 
 def test_an_evaluation_says_now_and_then_that_it_waits(monkeypatch, capsys):
@@ -523,64 +464,6 @@ def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
   assert handler.filter(record(path, level))
 
 
-def test_progress_of_the_libraries_is_a_plain_line():
-  handler = logging.get_absl_handler()
-  progress = record(OWN / 'inputs' / 'token_cache.py')
-  own = [record(OWN / 'metrics' / 'console.py'), record('mine.py')]
-  with log_filter.quiet():
-    assert handler.format(progress) == 'text'
-    assert all(handler.format(x).endswith('] text') for x in own)
-    with mock.patch.object(
-      logging, 'get_verbosity', return_value=logging.DEBUG
-    ):
-      assert handler.format(progress).endswith('] text')
-  assert handler.format(progress).endswith('] text')
-  with mock.patch.object(handler.python_handler, 'stream', io.StringIO()):
-    with log_filter.quiet():  # A file of the log has all prefixes.
-      assert handler.format(progress).endswith('] text')
-
-
-@pytest.mark.parametrize('fails_quietly', [True, False])
-def test_a_backend_that_is_not_there_is_told_only_if_it_is_needed(
-  monkeypatch, caplog, fails_quietly
-):
-  # What JAX itself does at its start on a machine without a TPU.
-  def no_tpu():
-    raise RuntimeError('libtpu.so is not here')
-
-  cpu = jax.devices()[0].client
-  registered = xla_bridge.BackendRegistration
-  factories = {
-    'cpu': registered(lambda: cpu, priority=0),
-    'tpu': registered(no_tpu, priority=1, fail_quietly=fails_quietly),
-  }
-  for name, value in {
-    '_backends': {},
-    '_backend_errors': {},
-    '_backend_factories': factories,
-    '_default_backend': None,
-  }.items():
-    monkeypatch.setattr(xla_bridge, name, value)
-  needs = contextlib.nullcontext()
-  if not fails_quietly:
-    needs = pytest.raises(
-      RuntimeError, match="initialize backend 'tpu': libtpu"
-    )
-  jax.config.update('jax_platforms', None)
-  try:
-    with caplog.at_level(std_logging.INFO), needs:
-      xla_bridge.backends()
-  finally:
-    jax.config.update('jax_platforms', 'cpu')
-  said = [x for x in caplog.records if 'Unable to init' in x.getMessage()]
-  assert len(said) == fails_quietly
-  handler = logging.get_absl_handler()
-  for x in said:
-    assert handler.filter(x)
-    with log_filter.quiet():
-      assert not handler.filter(x)
-
-
 @pytest.mark.parametrize(
   ('text', 'level'),
   [('debug', 1), ('info', 0), ('fatal', -3), ('2', 2), (-1, -1)],
@@ -595,12 +478,12 @@ def test_the_verbosity_has_names(text, level):
     flags.IntegerParser().parse('debug')
 
 
-# --- Live lines. ---
+# --- The live line. ---
 
 
 @pytest.fixture
 def live(terminal, monkeypatch):
-  """Live lines on a terminal, which stdout and stderr then go to."""
+  """A live line on a terminal, which stdout and stderr then go to."""
 
   class Shown(live_lib.Live):
     def start(self):
@@ -609,11 +492,11 @@ def live(terminal, monkeypatch):
         if getattr(sys, name) is not self.kept.get(name):
           monkeypatch.setattr(sys, name, terminal.file)
       super().start()
-      terminal.wait_for('second line')
+      terminal.wait_for('drawn')
 
     def draw(self, width):
       self.drawn.append(width)
-      return f'\x1b[1mdrawn\x1b[0m {len(self.drawn)}\nsecond line'
+      return f'drawn {len(self.drawn)}'
 
   monkeypatch.setenv('TERM', 'xterm')
   made = Shown(lambda width: made.draw(width))
@@ -622,43 +505,44 @@ def live(terminal, monkeypatch):
   made.stop()
 
 
-def test_what_is_printed_stands_above_the_live_lines(live, terminal):
+def test_what_is_printed_stands_above_the_live_line(live, terminal):
+  logger = std_logging.getLogger('tests.console.named')
   handler = std_logging.StreamHandler(terminal.file)
-  std_logging.root.addHandler(handler)
+  logger.addHandler(handler)
   absl_handler = logging.get_absl_handler().python_handler
   old = absl_handler.stream
   absl_handler.stream = terminal.file
   try:
     live.start()
     print('printed\nlines')
-    std_logging.getLogger('mine').warning('a warning')
+    logger.warning('a warning')
     logging.get_absl_handler().handle(record('mine.py'))
     sys.stderr.writelines(['half', ' a', ' line\n'])
-    terminal.wait_for('drawn.* 3\r\nsecond')
-    assert screen(terminal.text)[6:8] == ['drawn 3', 'second line']
+    for percent in (10, 20):
+      sys.stderr.write(f'\r{percent}% of it')
+    terminal.wait_for('20% of it')
+    assert screen(terminal.text)[5:] == ['20% of it']
+    sys.stderr.write('\r100% of it\n')
+    terminal.wait_for('100% of it\r\ndrawn')
     live.stop()
     print('after')
     assert handler.stream is absl_handler.stream is terminal.file
     assert sys.stdout is sys.stderr is terminal.file
   finally:
-    std_logging.root.removeHandler(handler)
+    logger.removeHandler(handler)
     absl_handler.stream = old
   shown = terminal.close()
   assert shown.pop(3).endswith(' mine.py:1] text')
   assert shown == [
-    'printed',
-    'lines',
-    'a warning',
-    'half a line',
-    'after',
-    '',
-  ]
+    'printed', 'lines', 'a warning', 'half a line', '100% of it', 'after', '',
+  ]  # fmt: skip
   assert set(live.drawn) == {80}
-  assert '\x1b[?' not in terminal.text  # The cursor is never hidden.
 
 
 class Around:
   """A stream around another one, such as one that keeps a copy in a file."""
+
+  __slots__ = ('stream',)  # It takes no attributes.
 
   def __init__(self, stream):
     self.stream = stream
@@ -670,99 +554,17 @@ class Around:
     return getattr(self.stream, name)
 
 
-class Proxy:
-  """One that passes on all that is done to it."""
-
-  def __init__(self, stream):
-    vars(self)['stream'] = stream
-
-  def __getattr__(self, name):
-    return getattr(self.stream, name)
-
-  def __setattr__(self, name, value):
-    setattr(self.stream, name, value)
-
-
-class Closed:
-  """One that takes no attributes."""
-
-  __slots__ = ('stream',)
-  __init__ = Around.__init__
-  __getattr__ = Around.__getattr__
-  write = Around.write
-
-
-@pytest.mark.parametrize('kind', [Around, Proxy, Closed])
-def test_a_stream_that_is_no_file(kind, live, terminal, monkeypatch):
-  stream = live.kept['stdout'] = kind(terminal.file)
+def test_a_stream_that_is_no_file(live, terminal, monkeypatch):
+  stream = live.kept['stdout'] = Around(terminal.file)
   monkeypatch.setattr(sys, 'stdout', stream)
   write = terminal.file.write
   live.start()
   print('printed', file=sys.stderr)
   sys.stdout.writelines(['half', ' a', ' line\n'])
   live.stop()
-  print('after')
   assert terminal.file.write == write
   assert sys.stdout is stream
-  shown = terminal.close()
-  if kind is not Closed:  # It writes over the lines.
-    assert shown == ['printed', 'half a line', 'after', '']
-
-
-def test_a_handler_of_a_named_logger_writes_above_too(live, terminal):
-  # Its parent is a placeholder, which has no handlers.
-  logger = std_logging.getLogger('tests.console.named')
-  handler = std_logging.StreamHandler(terminal.file)
-  logger.propagate = False
-  logger.addHandler(own := std_logging._StderrHandler())
-  logger.addHandler(handler)
-  try:
-    live.start()
-    logger.warning('a warning')
-    live.stop()
-    assert handler.stream is terminal.file
-  finally:
-    logger.removeHandler(handler)
-    logger.removeHandler(own)
-  assert terminal.close() == ['a warning', 'a warning', '']
-
-
-def test_what_goes_past_python_is_not_erased(live, terminal):
-  def draw_twice():
-    live.drawn.clear()
-    while len(live.drawn) < 3:
-      time.sleep(0.01)
-
-  live.start()
-  fd = terminal.file.fileno()
-  os.write(fd, b'of C++\n')
-  draw_twice()
-  shown = screen(terminal.text)
-  assert shown[:2] == ['of C++', '']
-  assert shown[3:] == ['second line']
-  os.write(fd, b'half')
-  draw_twice()
-  os.write(fd, b' a line\n')
-  draw_twice()
-  print('printed')
-  live.stop()
-  assert terminal.close() == ['of C++', 'half a line', 'printed', '']
-
-
-def test_a_progress_bar_of_the_program_has_a_line_of_its_own(live, terminal):
-  live.start()
-  for percent in (10, 20, 30):
-    sys.stderr.write(f'\r{percent}% of it')
-  terminal.wait_for('(?s)30% of it.*second line')
-  assert screen(terminal.text)[:2] == ['', '30% of it']
-  assert screen(terminal.text)[3] == 'second line'
-  sys.stderr.write('\r100% of it\n')
-  terminal.wait_for('(?s)100% of it.*second line')
-  assert screen(terminal.text)[:2] == ['100% of it', '']
-  print('no end', end='')
-  live.stop()
-  print(' yet')
-  assert terminal.close() == ['100% of it', 'no end yet', '']
+  assert 'printed' in terminal.close()
 
 
 def test_a_stream_that_is_no_terminal_is_left_alone(live, monkeypatch):
@@ -775,7 +577,7 @@ def test_a_stream_that_is_no_terminal_is_left_alone(live, monkeypatch):
 
 
 @pytest.mark.parametrize('make', [pdb.Pdb, lambda: type('P', (pdb.Pdb,), {})()])
-def test_a_debugger_ends_the_live_lines(make, live, terminal):
+def test_a_debugger_ends_the_live_line(make, live, terminal):
   init = pdb.Pdb.__init__
   live.start()
   assert make().stdout is terminal.file  # It prompts where nobody draws.
@@ -787,8 +589,6 @@ def test_a_debugger_ends_the_live_lines(make, live, terminal):
 
 
 def test_a_notice_past_python_is_not_drawn_over(live, terminal):
-  draw = live.draw
-  live.draw = lambda width: f'{"-" * 60}\n{draw(width)}'
   live.start()
   with mock.patch.object(
     os, 'write', lambda fd, data: terminal.file.buffer.raw.write(data)
@@ -810,30 +610,18 @@ def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
   assert sys.stdout is terminal.file
 
 
-def test_a_resized_terminal_gets_lines_that_fit(live, terminal):
+def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
   live.start()
-  live.draw = lambda width: f'{"-" * (width - 1)}\nsecond line'
-  terminal.wait_for_screen(['', '-' * 79, 'second line'])
-  with live._lock:  # The lines are still those of 80 columns.
-    terminal.resize(30, 4)
-    print('printed')
-    terminal.wait_for_screen(['printed', ''])
-  terminal.wait_for_screen(['printed', '', '-' * 29, 'second line'])
-  terminal.resize(30, 3)
-  terminal.wait_for_screen(['printed', '', '-' * 29])
-  print('no end', end='')
-  terminal.wait_for_screen(['printed', '', 'no end'])
-  for rows in (2, 1):
-    terminal.resize(30, rows)
-    terminal.wait_for_screen(['printed', ''])
-  terminal.resize(0, 0)  # Of a terminal that does not know.
-  terminal.wait_for_screen(['printed', '', 'no end', '-' * 79, 'second line'])
+  live.draw = lambda width: '-' * (width - 1)
+  for columns, width in ((30, 30), (0, 80)):  # 0: it does not know.
+    terminal.resize(columns, 4)
+    terminal.wait_for_screen(['-' * (width - 1)])
   live.stop()
-  assert terminal.close() == ['printed', 'no end']
+  assert terminal.close() == ['']
 
 
 @pytest.mark.parametrize('columns', [30, 80, 200])
-def test_the_live_lines_show_where_the_run_is(columns):
+def test_the_live_line_shows_where_the_run_is(columns):
   console, state = begun('live')
   console._live = mock.Mock()
   for step, loss in ((1100, 2.0), (1200, 1.0)):
@@ -845,38 +633,22 @@ def test_the_live_lines_show_where_the_run_is(columns):
         'loss': loss,
         'steps_per_sec': 20.0,
         'tokens_per_sec': 10240.0,
-        'input_wait_fraction': 0.25,
         'mfu': 0.345,
       },
     )
   console._checkpointer.saved_step = 1000
-  console.evaluating(1000)
-  console.log_evaluation(1000, {'bits': 2.5})
   drawn = console._draw(columns)
-  found = screen(drawn.replace('\n', '\r\n'))
-  assert max(map(len, found)) < columns
-  assert found[0].startswith('step 1200 of 6000 (20%)')
-  assert found[1].startswith('loss 1.5 \u2193  lr 0.5')
+  assert len(drawn) < columns
+  assert drawn.startswith('step 1200 of 6000 (20%)')
   if columns > 30:
-    assert 'ETA 4:00  20 steps/s  10,240 tokens/s' in found[0]
-    assert found[2] == (
-      'mfu 34.5%  input wait 25.0%  saved 1000  eval 1000: bits 2.5'
-    )
+    assert '| loss 1.5 |' in drawn
+    assert '20 steps/s | ETA 4:00' in drawn
+  if columns > 80:
+    assert 'saved 1000 | 10,240 tokens/s' in drawn
   console.evaluating(1200)
-  assert 'evaluating step 1200' in console._draw(80)
-
-
-def test_a_terminal_without_colors_shows_the_same(monkeypatch):
-  console, state = begun('live')
-  state.global_step = 1500
-  colored = console._draw(80)
-  assert '\x1b[32m' in colored
-  monkeypatch.setenv('NO_COLOR', '1')  # https://no-color.org
-  plain = console._draw(80)
-  assert '\x1b' not in plain
-  assert screen(colored) == [plain]
-  # 6000 steps, of which a quarter is done.
-  assert plain.count('━') == (plain.count('━') + plain.count('─')) // 4
+  assert console._draw(80).startswith(
+    'step 1200 of 6000 (20%), evaluating step 1200 | loss 1.5 |'
+  )
 
 
 # --- The first and the last block. ---
@@ -922,14 +694,6 @@ def test_the_first_block_names_a_large_weight_that_is_not_split():
   ) in block
 
 
-def test_the_first_block_of_a_per_device_run():
-  config = make_config(checkpoint_dir='/tmp/run')
-  experiment = toy.PerDevice('train', jax.random.PRNGKey(0), mock.Mock())
-  block = summary.start_block(config, experiment, summary.Origin(), '')
-  assert 'Parameters:    4 (16 B) in 1 arrays' in block
-  assert 'TensorBoard:   tensorboard --logdir /tmp/run' in block
-
-
 def test_the_first_block_has_at_most_20_lines():
   config = make_config(checkpoint_dir='/tmp/' + 'long/' * 40)
   origin = summary.Origin(
@@ -947,9 +711,7 @@ def test_the_first_block_has_at_most_20_lines():
   ('saved_step', 'step', 'restore_from', 'start'),
   [
     (None, 0, None, 'step 0 of 6000, a fresh run'),
-    (7, 7, None, 'step 7 of 6000, resumed'),
     (7, 7, '/other', 'step 7 of 6000, resumed'),
-    (None, 0, '/other', 'step 0 of 6000, from /other'),
     (None, 9, '/other', 'step 9 of 6000, from /other'),
     (None, 9, None, 'step 9 of 6000, from a snapshot of the program'),
   ],
@@ -963,13 +725,6 @@ def test_where_a_run_begins(saved_step, step, restore_from, start, capsys):
     types.SimpleNamespace(saved_step=saved_step),
   )
   assert f'Start:         {start}\n' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('data', ['  ', {'a': 1}, None, jnp.ones(2)])
-def test_an_attribute_of_the_program_s_own_is_no_summary(data, capsys):
-  console = console_lib.Console('plain')
-  console.begin(make_config(), experiment_of(data_summary=data))
-  assert 'Data:' not in capsys.readouterr().out
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from():
@@ -1183,6 +938,46 @@ def test_a_run_that_has_all_its_steps_goes_on_with_more(
   ]
 
 
+@pytest.mark.parametrize(
+  ('command', 'pickles', 'expected'),
+  [
+    (
+      (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b'),
+      False,
+      ['python x.py --jaxline_mode=train -v 1 RUN', 'python x.py -v 1 RUN'],
+    ),
+    (
+      ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
+      True,
+      2 * ['python x.py RUN --config.checkpoint_allow_pickle'],
+    ),
+    # Its flags make those of the config.
+    (('python', 'x.py', '--exp=A'), False, 2 * ['python x.py --exp=A DIR']),
+  ],
+)
+def test_the_commands_name_a_run_that_has_its_config(
+  command, pickles, expected, tmp_path
+):
+  (tmp_path / 'config.json').touch()
+  config = make_config(
+    checkpoint_dir=str(tmp_path),
+    training_steps=6,
+    checkpoint_allow_pickle=pickles,
+  )
+  _, *commands, _ = summary.end_block(
+    config, experiment_of(), summary.Origin(command), {}, 1.0, True, True
+  )
+  run = f'--jaxline_run={tmp_path}', f'--config.checkpoint_dir={tmp_path}'
+  go_on, look = (
+    x.replace('RUN', run[0]).replace('DIR', run[1]) for x in expected
+  )
+  assert commands == [
+    f'Go on:    {go_on} --config.training_steps=12'
+    ' --config.on_config_change=continue',
+    f'Evaluate: {look} --jaxline_mode=eval --config.one_off_evaluate',
+  ]
+
+
 def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   config = make_config(checkpoint_dir='/run')
@@ -1256,24 +1051,6 @@ def test_the_last_block_of_an_evaluation(capsys):
 )
 def test_durations(seconds, text):
   assert lines.duration(seconds) == text
-
-
-def test_a_line_of_many_numbers_looks_at_each_a_few_times():
-  class Parts(list):
-    looks = 0
-
-    def __iter__(self):
-      for part in super().__iter__():
-        self.looks += 1
-        yield part
-
-    def __getitem__(self, i):
-      self.looks += 1
-      return super().__getitem__(i)
-
-  parts = Parts((i, f'm{i} 1') for i in range(1000))
-  assert lines.fit(parts, 20) == 'm0 1 | +999 more'
-  assert parts.looks < 5000
 
 
 @pytest.mark.parametrize(
@@ -1358,7 +1135,7 @@ def test_a_run_in_a_pipe(tmp_path):
     f'Curves:   python -m jaxline.runs compare {tmp_path}'
   )
   (look,) = (line for line in out if line.startswith('Evaluate:'))
-  assert f'--config.checkpoint_dir={tmp_path}' in look
+  assert f'--jaxline_run={tmp_path} --jaxline_mode=eval' in look
   (more,) = (line for line in out if line.startswith('Go on:'))
   changes = '--config.training_steps=8 --config.on_config_change=continue'
   assert more.endswith(f'={tmp_path} {changes}')
@@ -1473,7 +1250,6 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
   terminal.wait_for(r'loss [\d.]+')
   assert process.wait(120) == 0, terminal.text
   shown = terminal.close()
-  assert '\x1b[?25l' not in terminal.text
   first = shown.index('Compiling the train step...')
   last = next(i for i, x in enumerate(shown) if x.startswith('Trained to'))
   between = shown[first + 1 : last]
@@ -1486,11 +1262,11 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
     assert print_ == f'print of step {10 * i + 9}'
     assert warning.endswith(f'] warning of step {10 * i + 9}')
     assert error == f'error of step {10 * i + 9}'
-    assert raw == f'C++ of step {10 * i + 9}'
+    # The end of the live line may stay behind it.
+    assert raw.startswith(f'C++ of step {10 * i + 9}')
   drawn = re.findall(r'step (\d+) of 100', terminal.text[:-2000])
   assert len(set(drawn)) > 4
   assert 'ETA 0:0' in terminal.text
-  assert re.search(r'saved\b.* (40|80)', terminal.text)
 
 
 @pytest.mark.process
@@ -1513,7 +1289,6 @@ def test_a_signal_on_a_terminal(tmp_path, terminal, signum, code, said):
   process.send_signal(signum)
   assert process.wait(120) == code, terminal.text
   shown = terminal.close()
-  assert '\x1b[?25l' not in terminal.text
   (last,) = (i for i, x in enumerate(shown) if x.startswith('Stopped at step '))
   assert any(x.startswith('Go on:    python -c ') for x in shown[last:])
   assert any(said in x for x in shown[last:])

@@ -3,9 +3,12 @@
 import contextlib
 import os
 import pathlib
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -67,7 +70,7 @@ def found():
 
 
 def who(place):
-  return place.coordinator, place.num_processes, place.process_id
+  return tuple(place[key] for key in distributed.VARIABLES)
 
 
 # --- The value ---------------------------------------------------------------
@@ -81,31 +84,23 @@ def test_valid(value):
 
 
 @pytest.mark.parametrize(
-  ('value', 'words'),
+  ('value', 'word'),
   [
-    ('of', "'of'; expected one of ('auto', 'off') or a mapping"),
-    (None, 'None; expected'),
-    (2, '2; expected'),
-    ({}, "missing: ['coordinator', 'num_processes', 'process_id']"),
-    ({'coordinator': 'a:1', 'num_processes': 2}, "missing: ['process_id']"),
-    ({**HERE, 'num_process': 4}, "'num_process' in config.distributed;"
-     " expected some of ['coordinator', 'num_processes', 'process_id']. Did"
-     " you mean 'num_processes'?"),
-    ({**HERE, 'x': 4}, "Unknown key 'x' in config.distributed; exp"),
-    ({**HERE, 'coordinator': 'node0'}, "'node0'; expected 'host:port'"),
-    ({**HERE, 'coordinator': 'node0:0'}, "'node0:0'; expected 'host:port'"),
-    ({**HERE, 'coordinator': '::1:99'}, "'::1:99'; expected 'host:port'"),
-    ({**HERE, 'coordinator': 'a:70000'}, "'a:70000'; expected 'host:port'"),
-    ({**HERE, 'num_processes': 0}, 'num_processes of config.distributed is 0'),
-    ({**HERE, 'num_processes': 4.0}, 'is 4.0 and process_id 1; expected int'),
-    ({**HERE, 'process_id': 4}, 'is 4 and process_id 4; expected integers'),
-    ({**HERE, 'process_id': '1'}, "is 4 and process_id '1'; expected integers"),
+    ('of', "'of'"),
+    (None, 'None'),
+    ({}, 'num_processes'),
+    ({'coordinator': 'a:1', 'num_processes': 2}, 'process_id'),
+    ({**HERE, 'num_process': 4}, "Did you mean 'num_processes'"),
+    ({**HERE, 'coordinator': 'node0'}, "'node0'"),
+    ({**HERE, 'num_processes': 0}, "'num_processes': 0"),
+    ({**HERE, 'num_processes': 4.0}, "'num_processes': 4.0"),
+    ({**HERE, 'process_id': 4}, "'process_id': 4"),
+    ({**HERE, 'process_id': '1'}, "'process_id': '1'"),
   ],
-)  # fmt: skip
-def test_invalid(value, words):
-  with pytest.raises(errors.UsageError) as e:
+)
+def test_invalid(value, word):
+  with pytest.raises(errors.UsageError, match=re.escape(word)):
     distributed.validate(value)
-  assert words in str(e.value)
 
 
 # --- What the environment says -----------------------------------------------
@@ -138,62 +133,24 @@ def test_the_variables(env):
   )
   place = found()
   assert who(place) == ('node0:1234', 4, 2)
-  assert place.local_device_ids is None
+  assert 'local_device_ids' not in place
 
 
 @pytest.mark.parametrize(
-  ('variables', 'words'),
+  ('coordinator', 'count', 'process'),
   [
-    (
-      {'JAX_NUM_PROCESSES': '4'},
-      'the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES,'
-      " JAX_PROCESS_ID must give all of ('coordinator', 'num_processes',"
-      " 'process_id'); missing: ['coordinator', 'process_id']",
-    ),
-    (
-      {'JAX_COORDINATOR_ADDRESS': 'a:1'},
-      "missing: ['num_processes', 'process_id']",
-    ),
-    (
-      {**SLURM, 'JAX_COORDINATOR_ADDRESS': 'node0'},
-      "SlurmCluster and the variables JAX_COORDINATOR_*) is 'node0'; expec",
-    ),
-    (
-      {**SLURM, 'JAX_COORDINATOR_PORT': '70000'},
-      "and the variables JAX_COORDINATOR_*) is 'node07:70000'; expected",
-    ),
-    (
-      {
-        'JAX_COORDINATOR_ADDRESS': 'a:1',
-        'JAX_COORDINATOR_BIND_ADDRESS': 'a',
-        'JAX_NUM_PROCESSES': '4',
-        'JAX_PROCESS_ID': '2',
-      },
-      "JAX_COORDINATOR_BIND_ADDRESS is 'a'; expected 'host:port'",
-    ),
-    (
-      {
-        'JAX_COORDINATOR_ADDRESS': 'a:1',
-        'JAX_NUM_PROCESSES': 'four',
-        'JAX_PROCESS_ID': '2',
-      },
-      "JAX_PROCESS_ID is 'four' and process_id 2; expected integers",
-    ),
-    (
-      {
-        'JAX_COORDINATOR_ADDRESS': 'a:1',
-        'JAX_NUM_PROCESSES': '2',
-        'JAX_PROCESS_ID': '2',
-      },
-      'is 2 and process_id 2; expected integers',
-    ),
+    ('', '4', ''),
+    ('a:1', '', ''),
+    ('a', '4', '2'),
+    ('a:1', 'four', '2'),
+    ('a:1', '2', '2'),
   ],
 )
-def test_wrong_variables(env, variables, words):
-  env(**variables)
-  with pytest.raises(errors.UsageError) as e:
+def test_wrong_variables(env, coordinator, count, process):
+  values = coordinator, count, process
+  env(**dict(zip(distributed.VARIABLES.values(), values, strict=True)))
+  with pytest.raises(errors.UsageError, match='JAX_PROCESS_ID'):
     distributed.initialize('auto')
-  assert words in str(e.value)
 
 
 def test_slurm(env):
@@ -201,24 +158,23 @@ def test_slurm(env):
   place = found()
   # The port is JAX's: 61440 + the job's number modulo 4096.
   assert who(place) == ('node07:61808', 24, 9)
-  assert place.local_device_ids == [1]
-  assert place.source == 'SlurmCluster'
+  assert place['local_device_ids'] == [1]  # One GPU for each process.
   env(JAX_COORDINATOR_ADDRESS='other:99')
   assert who(found()) == ('other:99', 24, 9)
   # JAX gives it what the variable says.
   env(JAX_LOCAL_DEVICE_IDS='2,3')
-  assert found().local_device_ids is None
+  assert found()['local_device_ids'] is None
 
 
 @pytest.mark.parametrize('per_node', ['1', '1(x3)', '1,1(x2)'])
 def test_one_process_on_each_node_keeps_its_gpus(env, per_node):
   env(**SLURM | {'SLURM_STEP_TASKS_PER_NODE': per_node, 'SLURM_LOCALID': '0'})
-  assert found().local_device_ids is None
+  assert found()['local_device_ids'] is None
 
 
 def test_one_process_of_slurm_meets_nobody(env):
   env(**SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'})
-  assert found().num_processes == 1
+  assert found() is None
   distributed.initialize('auto')  # Would be too late to meet anybody.
   assert not jax.distributed.is_initialized()
 
@@ -227,9 +183,9 @@ def test_open_mpi(env):
   env(**OPEN_MPI)
   # The port is JAX's: 61440 + (1531576320 / 4096) modulo 4096.
   assert who(found()) == ('10.96.0.1:62624', 4, 3)
-  assert found().local_device_ids == [1]
+  assert found()['local_device_ids'] == [1]
   env(OMPI_COMM_WORLD_LOCAL_SIZE='1')
-  assert found().local_device_ids is None
+  assert found()['local_device_ids'] is None
 
 
 def test_a_cluster_of_the_program_without_a_name(monkeypatch):
@@ -244,27 +200,6 @@ def test_a_cluster_of_the_program_without_a_name(monkeypatch):
     get_local_process_id = classmethod(lambda cls: None)
 
   assert who(found()) == ('own:1', 4, 2)
-  assert found().source == Own.__name__
-
-
-def test_what_a_cluster_cannot_tell_is_said(env):
-  env(**SLURM | {'SLURM_PROCID': 'first'})
-  with pytest.raises(distributed.RendezvousError) as e:
-    found()
-  for words in ("JAX's SlurmCluster", "'first'", 'JAX_PROCESS_ID', "'off'"):
-    assert words in str(e.value)
-
-
-def test_a_cluster_that_cannot_be_asked_is_said(monkeypatch, env):
-  kubernetes = FakeKubernetes(num_pods=3)
-  kubernetes.__spec__ = object()
-  del kubernetes.config.load_incluster_config  # No service account.
-  monkeypatch.setitem(sys.modules, 'kubernetes', kubernetes)
-  env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='2')
-  with pytest.raises(distributed.RendezvousError) as e:
-    found()
-  assert "JAX's K8sCluster" in str(e.value)
-  assert 'load_incluster_config' in str(e.value)
 
 
 def test_tpu_slices_of_gke(monkeypatch, env):
@@ -286,8 +221,7 @@ def test_tpu_slices_of_gke(monkeypatch, env):
           MEGASCALE_SLICE_ID=str(piece),
         )
         place = found()
-        assert place.source == 'GkeTpuCluster'
-        assert place.local_device_ids is None
+        assert place['local_device_ids'] is None
         seen.append(who(place))
   finally:
     jax.config.update('jax_platforms', before)
@@ -296,12 +230,9 @@ def test_tpu_slices_of_gke(monkeypatch, env):
 
 def test_an_indexed_job_needs_the_package(monkeypatch, env):
   monkeypatch.setitem(sys.modules, 'kubernetes', None)
-  monkeypatch.setattr(distributed.importlib.util, 'find_spec', lambda _: None)
   env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='1')
-  with pytest.raises(errors.UsageError, match='pip install kube') as e:
+  with pytest.raises(ImportError, match='kubernetes'):
     distributed.initialize('auto')
-  # Which platform takes for something that may be better the next time.
-  assert not isinstance(e.value, distributed.RendezvousError)
 
 
 class FakeKubernetes:
@@ -337,7 +268,6 @@ class FakeKubernetes:
 
 def test_an_indexed_job(monkeypatch, env):
   kubernetes = FakeKubernetes(num_pods=3)
-  kubernetes.__spec__ = object()  # As find_spec wants it.
   monkeypatch.setitem(sys.modules, 'kubernetes', kubernetes)
   monkeypatch.setattr(clusters.K8sCluster, '_namespace', lambda: 'default')
   monkeypatch.setattr(socket, 'gethostbyname', lambda host: '10.0.0.2')
@@ -348,18 +278,7 @@ def test_an_indexed_job(monkeypatch, env):
   )
   place = found()
   assert who(place) == ('lm-worker-0-0.lm:55527', 3, 2)
-  assert place.source == 'K8sCluster'
-  assert place.local_device_ids is None
-
-
-# --- Too late ----------------------------------------------------------------
-
-
-def test_devices_were_touched_already():
-  jax.devices()
-  with pytest.raises(errors.UsageError, match='started its devices already'):
-    distributed.initialize(HERE)
-  distributed.initialize('off')
+  assert place['local_device_ids'] is None
 
 
 # --- Real processes ----------------------------------------------------------
@@ -367,11 +286,10 @@ def test_devices_were_touched_already():
 MEET = """
 import json, sys
 from jaxline import distributed
-address, count, process, timeout = sys.argv[1:]
+address, count, process = sys.argv[1:]
 distributed.initialize(
   {'coordinator': address, 'num_processes': int(count),
-   'process_id': int(process)},
-  timeout_secs=float(timeout),
+   'process_id': int(process)}
 )
 """
 
@@ -408,17 +326,6 @@ def started(code, *args):
       process.kill()
 
 
-def run(code, *places):
-  """Runs a program for each of some places; returns codes, stdout, stderr."""
-  with contextlib.ExitStack() as stack:
-    programs = [stack.enter_context(started(code, *args)) for args in places]
-    ends = [p.communicate(timeout=TIMEOUT_SECS) for p in programs]
-  return [
-    (p.returncode, out, err)
-    for p, (out, err) in zip(programs, ends, strict=True)
-  ]
-
-
 @pytest.fixture
 def address():
   with socket.create_server(('localhost', 0)) as server:
@@ -428,54 +335,29 @@ def address():
 
 @pytest.mark.process
 def test_two_processes_meet(address):
-  for code, out, err in run(
-    MEET + SUM, *((address, 2, process, 60) for process in range(2))
-  ):
-    assert code == 0, err
-    *_, last = out.splitlines()  # Before, gloo says whom it has met.
-    assert last == (
-      '{"whole": [0.0, 1.0, 2.0, 3.0], "total": [6.0, 6.0], "count": 2,'
-      ' "devices": 4, "collectives": "gloo"}'
-    )
-    assert 'Check that' not in err
-
-
-def test_nobody_is_there(address):
-  for where, why in ((address, 'Connection refused'), ('x.invalid:1', '')):
-    place = distributed._Place(where, 2, 1, 'a test')
-    with pytest.raises(distributed.RendezvousError) as e:
-      distributed._meet(place, 0.2)
-    words = f'1 of 2 (by a test), coordinator {where}, which cannot be reached'
-    assert words in str(e.value)
-    assert why in str(e.value)
-
-
-@pytest.mark.parametrize('bind', ['', '127.0.0.1'])
-def test_the_port_is_taken(env, bind):
-  """Where JAX would end in a segmentation fault."""
-  with socket.create_server((bind, 0)) as server:
-    port = server.getsockname()[1]
-    if bind:
-      env(JAX_COORDINATOR_BIND_ADDRESS=f'{bind}:{port}')
-    place = distributed._Place(f'localhost:{port}', 2, 0, 'a test')
-    with pytest.raises(distributed.RendezvousError) as e:
-      distributed._meet(place, 5)
-  assert f'cannot listen on port {port}' in str(e.value)
-  assert 'Is a process of an earlier' in str(e.value)
+  with contextlib.ExitStack() as stack:
+    programs = [
+      stack.enter_context(started(MEET + SUM, address, 2, process))
+      for process in range(2)
+    ]
+    for process in programs:
+      out, err = process.communicate(timeout=TIMEOUT_SECS)
+      assert process.returncode == 0, err
+      *_, last = out.splitlines()  # Before, gloo says whom it has met.
+      assert last == (
+        '{"whole": [0.0, 1.0, 2.0, 3.0], "total": [6.0, 6.0], "count": 2,'
+        ' "devices": 4, "collectives": "gloo"}'
+      )
 
 
 @pytest.mark.process
-def test_the_others_do_not_come(address):
-  ((code, _, err),) = run(MEET, (address, 2, 0, 1))
-  assert code == 1, err
-  assert 'After 1 s not all processes have met; this is process 0 of 2' in err
-  assert 'Check that 2 processes were started' in err
-
-
-@pytest.mark.process
-def test_one_is_not_expected(address):
-  """Process 0 expects two, and the last of three comes."""
-  with started(MEET, address, 2, 0, 100):
-    ((code, _, err),) = run(MEET, (address, 3, 2, 100))
-  assert code < 0  # JAX ends it, in C++.
-  assert 'Unexpected task registered' in err
+def test_a_signal_ends_the_wait_for_the_others(address):
+  call = 'distributed.initialize'
+  code = MEET.replace(call, f"print('here', flush=True)\n{call}")
+  with started(code, address, 2, 0) as process:
+    assert process.stdout.readline() == 'here\n'
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=TIMEOUT_SECS)
+  assert 'KeyboardInterrupt' in err
+  assert 'in initialize' in err

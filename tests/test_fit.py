@@ -52,29 +52,16 @@ def test_fit_returns_the_run(fitted, config):
 
 
 @pytest.mark.process
-def test_fit_is_the_run_of_the_command_line(fitted, config, tmp_path):
-  program = tmp_path / 'main.py'
-  program.write_text(
-    'import sys\n'
-    'from jaxline import platform\n'
-    "if __name__ == '__main__':\n"
-    '  platform.main(None, sys.argv[1:])\n'
-  )
-  path = tmp_path / 'config.py'
-  path.write_text(
-    'from jaxline import api\n\n\n'
-    'def get_config():\n'
-    f'  return api._recorded_config({fitted.directory!r})\n'
-  )
+def test_fit_is_the_run_of_the_command_line(fitted, tmp_path):
+  root = pathlib.Path(__file__).parent.parent
   command = [
     sys.executable,
-    str(program),
-    f'--config={path}',
+    str(root / 'experiment.py'),
+    f'--jaxline_run={fitted.directory}',
     '--jaxline_mode=train_and_eval',
     f'--config.checkpoint_dir={tmp_path}/other',
   ]
-  root = str(pathlib.Path(__file__).parent.parent)
-  env = os.environ | {'PYTHONPATH': root}
+  env = os.environ | {'PYTHONPATH': str(root)}
   subprocess.run(command, check=True, capture_output=True, env=env, cwd=root)
   expected = jaxline.load_weights(fitted.directory)
   for name, array in jaxline.load_weights(tmp_path / 'other').items():
@@ -181,7 +168,7 @@ def test_evaluate_gives_the_logged_numbers(fitted):
 
 
 def test_load_and_evaluate_take_overrides(fitted):
-  overrides = {'sharding': 'fsdp', 'experiment_kwargs.eval_sizes': (16, 3)}
+  overrides = {'sharding': 'fsdp', 'experiment_kwargs': {'eval_sizes': (16, 3)}}
   loaded = jaxline.load(fitted.directory, overrides)
   assert loaded.state.params['w'].sharding.spec == P('data', None)
   assert jaxline.load(fitted.directory).state.params['w'].sharding.spec == P(
@@ -278,3 +265,35 @@ def test_the_package_is_light():
     ' assert not (heavy | {"torch"}) & sys.modules.keys()'
   )
   subprocess.run([sys.executable, '-c', code], check=True)
+
+
+@pytest.mark.parametrize(
+  ('signum', 'mode', 'code'),
+  [
+    (signal.SIGTERM, 'train', 0),
+    (signal.SIGTERM, 'train_and_eval', 75),  # Its last evaluation is left.
+    (signal.SIGINT, 'train', None),
+  ],
+)
+def test_a_signal_in_the_last_step(signum, mode, code, config, capsys):
+  class Signalled(regression.Regression):
+    def step(self, **kwargs):
+      if int(self.state.step) == 5:
+        signal.raise_signal(signum)
+      return super().step(**kwargs)
+
+  with pytest.raises(KeyboardInterrupt if code is None else SystemExit) as e:
+    jaxline.fit(Signalled, config, mode=mode)
+  assert getattr(e.value, 'code', None) == code
+  text = ' '.join([str(e.value), *getattr(e.value, '__notes__', [])])
+  is_over = mode == 'train'
+  assert ('has ended' in text) == is_over
+  assert ('goes on' in text) == (not is_over)
+  out = capsys.readouterr().out
+  assert 'Trained to step 6 of 6' in out
+  assert ("'training_steps': 12" in out) == is_over
+  run = pathlib.Path(config.checkpoint_dir)
+  assert (run / 'checkpoints' / 'ended.json').exists() == is_over
+  again = jaxline.fit(regression.Regression, config, mode=mode)
+  assert ('eval/loss' in again.history) == (not is_over)
+  assert jaxline.load_weights(run, step=6)

@@ -287,16 +287,6 @@ def test_some_identical_rows_are_for_people_to_judge():
   )
   assert found.verdict == show.LOOK
   assert '4 different ones are on several hosts and 0 again' in found.text
-  # Constant data, without numbers.
-  ones = rows_of(
-    lambda: base.from_generator(
-      lambda host_index: iter([{'x': np.ones(2)}] * 4), batch_size=2
-    ),
-    2,
-    4,
-  )
-  assert ones.verdict == show.LOOK
-  assert 'either the data has them more than once' in ones.text
 
 
 def test_a_plain_iterator_may_not_know_its_host():

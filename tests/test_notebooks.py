@@ -111,11 +111,18 @@ def execute(notebook, folder):
   ],
 )
 def test_runs(path, tmp_path, monkeypatch):
-  monkeypatch.setenv('PYTHONPATH', str(ROOT))
+  # The library alone, as `pip install -e .` does: not `examples` beside it.
+  installed = tmp_path / 'installed'
+  installed.mkdir()
+  (installed / 'jaxline').symlink_to(ROOT / 'jaxline')
+  monkeypatch.setenv('PYTHONPATH', str(installed))
   # Most of the time would go into LLVM.
   monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
-  execute(nbformat.read(path, as_version=4), tmp_path)
-  assert list(tmp_path.iterdir()) == []  # Folders of its own.
+  notebook = nbformat.read(path, as_version=4)
+  assert not any('sys.path' in cell.source for cell in notebook.cells)
+  (tmp_path / 'here').mkdir()
+  execute(notebook, tmp_path / 'here')
+  assert list((tmp_path / 'here').iterdir()) == []  # Folders of its own.
 
 
 def statements(markdown):

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline import base_config
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
@@ -289,20 +288,6 @@ def test_unknown_rules_are_refused_with_the_nearest(preset, changes, words):
     assert word in str(error.value)
 
 
-def test_a_partitioner_of_config_values():
-  config = base_config.get_base_config()
-  config.mesh.ici.mdl = 2
-  config.sharding_rules = {'vocab': ('mdl', 'data')}
-  p = partitioning.Partitioner.make(config.mesh, 'fsdp', config.sharding_rules)
-  assert p.axis_sizes == {'stage': 1, 'replica': 1, 'data': 1, 'mdl': 2}
-  assert p.rules.vocab == ('mdl', 'data')
-  assert p.rules.embed == ('data',)
-  assert p.size('vocab') == 2
-  assert p.size('embed') == p.size('length') == 1
-  assert p.slices == [0, 0]
-  assert p.host == (0, 1)
-
-
 def counted(sizes, sharding='fsdp', count=8):
   with mesh_lib.on_devices(mesh_lib.abstract_devices(count)):
     return partitioning.Partitioner.make(sizes, sharding)
@@ -469,11 +454,6 @@ def test_logical_passes_through_eval_shape_jit_and_vmap():
   np.testing.assert_allclose(jitted.value, init(PRNG_KEY)['w'].value, rtol=1e-6)
   stacked = jax.vmap(init)(jax.random.split(PRNG_KEY, 5))['w']
   assert stacked.value.shape == (5, 4, 3)
-
-
-def test_unbox_takes_only_the_values():
-  tree = {'w': Logical(1, ('embed',)), 'b': [2, None]}
-  assert partitioning.unbox(tree) == {'w': 1, 'b': [2, None]}
 
 
 # Activations.
@@ -814,14 +794,6 @@ def test_factored_optimizer_state_stays_whole():
     if "ema['w']" in jax.tree_util.keystr(path)
   ]
   assert momentum == [P(None, 'data')]
-
-
-def test_optimizer_state_of_a_single_array():
-  weight = Logical(jnp.ones([4, 2]), ('embed', 'mlp'))
-  state = jax.eval_shape(optax.adam(0.1).init, weight.value)
-  specs = partitioner().specs_like(state, weight)
-  assert specs[0].mu == specs[0].nu == P('data', None)
-  assert specs[0].count == P()
 
 
 # Axes that nothing uses.

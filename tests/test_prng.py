@@ -283,3 +283,15 @@ def test_step_keys_need_one_key_per_device(shape):
   step_keys = prng.DeviceStepKeys(MODES[0])
   with pytest.raises(ValueError, match='2, the local devices'):
     step_keys(0, jnp.zeros(shape, jnp.uint32))
+
+
+def test_streams_are_neither_a_run_s_keys_nor_what_split_returns():
+  rng = jax.random.PRNGKey(42)
+  names = ('', 'evaluation', 'decoding', 'a', 'b')
+  keys = {tuple(np.asarray(prng.stream(rng, name))) for name in names}
+  assert len(keys) == len(names)
+  split = np.concatenate([jax.random.split(rng, n) for n in (2, 1000)])
+  others = {tuple(key) for key in split}
+  assert not keys & {*others, tuple(np.asarray(rng))}
+  # It is the name's for ever: a run that is resumed draws the same.
+  assert prng.stream_number('evaluation') == 0x9323A575

@@ -1,15 +1,10 @@
-"""Traces of steps: by the config, by a file, by a signal."""
+"""Traces of the steps that the config names."""
 
 import gc
 import gzip
 import json
 import logging
-import os
 import pathlib
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,13 +15,8 @@ import pytest
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
-from jaxline import runs
 from jaxline import train
 from jaxline.supervision import profiling
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TOY = ROOT / 'tests' / 'programs' / 'toy.py'
-CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
 
 
 class Experiment(experiment.AbstractExperiment):
@@ -180,18 +170,6 @@ def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
   wait_until(lambda: profiler_threads() <= others)
 
 
-def test_what_is_to_be_said_goes_to_who_says_it(tmp_path):
-  said = []
-  config = make_config(tmp_path, profile_steps='2')
-  (action,) = profiling.actions(config, said.append)
-  action.update_time(0.0, 0)
-  for step in range(1, 4):
-    action(0.0, step, {'loss': jnp.zeros([])})
-  action.wait_to_finish()
-  assert len(said) == 1
-  assert 'steps_2-2' in said[0]
-
-
 def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
   config = make_config(tmp_path, profile_steps='2-3,9-20,30')
   action = profiling.Profiler(config)
@@ -298,10 +276,7 @@ def test_a_full_disk_is_no_error_of_the_run(tmp_path, small_disk, caplog):
 
 def test_each_process_traces_itself(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 3)
-  (tmp_path / 'PROFILE').touch()
   action = profiling.Profiler(make_config(tmp_path, profile_steps='1'))
-  action._look()
-  assert (tmp_path / 'PROFILE').exists()  # It is for the first process.
   action.update_time(0.0, 0)
   action(0.0, 1, {})
   action.wait_to_finish()
@@ -317,176 +292,3 @@ def test_a_run_without_a_directory(caplog):
   config.profile_steps = None
   assert profiling.actions(config) == []
   assert not caplog.text
-
-
-# The file.
-
-
-@pytest.mark.parametrize(
-  ('content', 'num_steps'),
-  [('3\n', 3), ('', 5), ('many', 5), ('0', 5), ('-2', 5)],
-)
-def test_a_file_asks_for_a_trace(tmp_path, caplog, content, num_steps):
-  action = profiling.Profiler(make_config(tmp_path))
-  action.update_time(0.0, 100)
-  action._executor.wait()  # Its look is before there is a file.
-  (tmp_path / 'PROFILE').write_text(content)
-  # The clock is set back; the last look was at 0.
-  action(-1.0, 101, {})
-  wait_until(lambda: not (tmp_path / 'PROFILE').exists() and action._asked)
-  for step in range(102, 113):
-    action(-1.0, step, {})
-  action.wait_to_finish()
-  assert list(traces(tmp_path / 'train')) == [f'103-{102 + num_steps}']
-  is_wrong = content not in ('', '3\n')
-  assert ('expected a number of steps' in caplog.text) == is_wrong
-
-
-def test_a_file_that_cannot_be_taken_is_looked_at_once(tmp_path, caplog):
-  (tmp_path / 'PROFILE').mkdir()
-  action = profiling.Profiler(make_config(tmp_path))
-  action._look()
-  action._look()
-  assert caplog.text.count('No file asks for a trace any more') == 1
-
-
-def test_a_file_waits_for_the_end_of_a_trace(tmp_path):
-  action = profiling.Profiler(make_config(tmp_path, profile_steps='1-10'))
-  action.update_time(0.0, 0)
-  (tmp_path / 'PROFILE').write_text('2')
-  for step in range(1, 5):
-    action(10.0 * step, step, {})
-  action.wait_to_finish()
-  assert (tmp_path / 'PROFILE').exists()
-  action(100.0, 11, {})
-  wait_until(lambda: not (tmp_path / 'PROFILE').exists())
-
-
-def test_what_is_asked_while_the_loop_looks_is_not_lost(tmp_path, monkeypatch):
-  action = profiling.Profiler(make_config(tmp_path, profile_steps='3'))
-  action.update_time(0.0, 0)
-
-  def start_trace(*args, **kwargs):
-    action._asked = 2  # As the thread does.
-    raise RuntimeError('another trace')
-
-  with monkeypatch.context() as patch:
-    patch.setattr(jax.profiler, 'start_trace', start_trace)
-    action(0.0, 2, {})
-  for step in range(3, 7):
-    action(0.0, step, {})
-  action.wait_to_finish()
-  assert list(traces(tmp_path / 'train')) == ['4-5']
-
-
-# The signal.
-
-
-def test_a_signal_before_the_first_step_is_kept(tmp_path):
-  with profiling.on_signal():
-    os.kill(os.getpid(), signal.SIGUSR1)
-    config = make_config(tmp_path)
-    train.Run(Experiment, config).train()
-    assert list(traces(tmp_path / 'train')) == ['1-5']
-    train.Run(Experiment, make_config(tmp_path / 'next')).train()
-  assert not (tmp_path / 'next' / 'train').exists()
-  assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
-def test_a_handler_of_the_program_stays():
-  heard = []
-  before = signal.signal(signal.SIGUSR1, lambda *args: heard.append(args))
-  try:
-    with profiling.on_signal():
-      os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGUSR1)
-  finally:
-    signal.signal(signal.SIGUSR1, before)
-  assert len(heard) == 2
-  assert not profiling._is_signalled
-
-
-def test_a_handler_that_came_later_stays():
-  later = lambda *args: None
-  with profiling.on_signal():
-    signal.signal(signal.SIGUSR1, later)
-  assert signal.getsignal(signal.SIGUSR1) == later
-  signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def test_another_thread_handles_no_signal():
-  found = []
-
-  def enter():
-    with profiling.on_signal():
-      found.append(signal.getsignal(signal.SIGUSR1))
-
-  thread = threading.Thread(target=enter)
-  thread.start()
-  thread.join()
-  assert found == [signal.SIG_DFL]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
-def test_a_running_process_is_traced(tmp_path, mode):
-  """By the file, then by the signal, then ended while it traces."""
-  directory = tmp_path / 'run'
-
-  def trace(number):
-    """Returns the given trace, once it is there."""
-
-    def found():
-      assert process.poll() is None
-      written = directory.glob('train/plugins/profile/*/perfetto*.gz')
-      return sorted(path.parent for path in written)
-
-    wait_until(lambda: len(found()) > number)
-    return found()[number]
-
-  with (tmp_path / 'log').open('w') as log:
-    process = subprocess.Popen(
-      [
-        *(sys.executable, str(TOY), 'sharded', 'direct', f'--config={CONFIG}'),
-        f'--config.checkpoint_dir={directory}',
-        f'--jaxline_mode={mode}',
-        '--config.training_steps=100000',
-        '--config.save_checkpoint_interval=100000',
-        '--config.profile_steps=3',
-        '--config.experiment_kwargs.config.step_secs=0.02',
-      ],
-      cwd=ROOT,
-      env=os.environ | {'PYTHONPATH': str(ROOT)},
-      stdin=subprocess.DEVNULL,
-      stdout=log,
-      stderr=log,
-    )
-    try:
-      trace(0)
-      (directory / 'PROFILE').write_text('3')
-      trace(1)
-      process.send_signal(signal.SIGUSR1)
-      trace(2)
-      (directory / 'PROFILE').write_text('99999')
-      wait_until(lambda: not (directory / 'PROFILE').exists())
-      time.sleep(0.5)
-      process.send_signal(signal.SIGTERM)
-      assert process.wait(60) == 75
-    finally:
-      process.kill()
-      process.wait()
-  # Two may be of one second.
-  paths = sorted(
-    directory.glob('train/plugins/profile/*_steps_*'),
-    key=lambda path: int(re.search(r'_steps_(\d+)', path.name)[1]),
-  )
-  found = list(steps_of(paths))
-  assert len(found) == 4
-  assert 2 in found[0]
-  assert 3 <= len(found[1]) < 50
-  assert 5 <= len(found[2]) < 50
-  assert len(found[3]) > 3
-  # A run with traces is a run like any other.
-  (run,) = runs.find([str(tmp_path)])
-  assert run.path == directory
-  assert max(run.curves['train/loss']) > 8

@@ -3,26 +3,28 @@
 import contextlib
 import os
 import pathlib
-import pdb
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
-from jaxline import debug
+import jaxline
 from jaxline.supervision import watchdog
+from tests.experiments import regression
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_SECS = 60
 
 HEADER = """
+import atexit
+import concurrent.futures
 import sys
 import threading
-from jaxline import debug
+import time
 from jaxline.supervision import watchdog
+for_ever = threading.Event().wait
 """
 
 
@@ -44,242 +46,159 @@ def started(code):
       process.kill()
 
 
-def run(code):
+def run(code, stdin=None):
   """Returns the exit code and stderr of a program."""
   with started(code) as process:
-    _, err = process.communicate(timeout=TIMEOUT_SECS)
+    _, err = process.communicate(stdin, timeout=TIMEOUT_SECS)
     return process.returncode, err
 
 
 def test_a_hang_is_reported_and_ended():
   code, err = run("""
-lock = threading.Lock()
-lock.acquire()
-
-def wait_for_ever():
-  lock.acquire()
-
 def read_the_input():
-  with debug.log_activity('reading'):
-    lock.acquire()
+  with watchdog.activity('reading'):
+    for_ever()
 
 threading.Thread(target=read_the_input, name='input', daemon=True).start()
-with watchdog.Watchdog(0.3) as dog:
-  debug.give_sign_of_life()
-  with debug.log_activity('training loop'), debug.log_activity('evaluation'):
-    wait_for_ever()
+with watchdog.limit(0.3):
+  with watchdog.activity('training loop'), watchdog.activity('evaluation'):
+    for_ever()
 """)
   assert code == watchdog.EXIT_CODE == 70
-  assert 'no sign of life for 0.3' in err
   assert "Thread 'MainThread' was in: training loop > evaluation\n" in err
   assert "Thread 'input' was in: reading\n" in err
-  main, other = err.index("\nThread 'MainThread':"), err.index("'input':")
-  assert 'in wait_for_ever' in err[main:]
-  assert 'in read_the_input' in err[other:]
+  assert "\nThread 'MainThread':" in err
+  assert 'in read_the_input' in err[err.index("\nThread 'input':") :]
   assert "'watchdog'" not in err
 
 
+@pytest.mark.parametrize(
+  ('code', 'expected'),
+  [
+    # A call that keeps the interpreter's lock.
+    ('import itertools\nwith watchdog.limit(0.3): sum(itertools.repeat(1))', 1),
+    # A stderr that blocks.
+    (
+      'watchdog._REPORT_SECS = 0.2\nsys.stderr = type("", (), {"write":'
+      ' lambda *unused: for_ever()})()\nwith watchdog.limit(0.2): for_ever()',
+      70,
+    ),
+    ('with watchdog.limit(None): time.sleep(0.5)', 0),
+    # The counter stands still for less than the limit.
+    (
+      """
+with watchdog.limit(0.5):
+  for _ in range(10):
+    time.sleep(0.1)
+    watchdog.give_sign_of_life()
+""",
+      0,
+    ),
+    # A long queue, such as a writer's at the end, is no hang.
+    (
+      """
+from jaxline import async_lib
+executor = async_lib.SerialExecutor()
+with watchdog.limit(0.5):
+  for _ in range(10):
+    executor.put(lambda: time.sleep(0.1))
+  executor.wait()
+""",
+      0,
+    ),
+    # The limit is that of the newest run, and ends with it.
+    (
+      """
+with watchdog.limit(0.2): pass
+time.sleep(0.6)
+with watchdog.limit(3600): time.sleep(0.6)
+""",
+      0,
+    ),
+    # What holds up the end of a process that ran `platform.main`.
+    *(
+      (f'watchdog.cover_exit()\nwith watchdog.limit(0.3): pass\n{hang}', 70)
+      for hang in (
+        'atexit.register(for_ever)',
+        'threading.Thread(target=for_ever).start()',
+        'concurrent.futures.ThreadPoolExecutor().submit(for_ever)',
+        'threading.Thread(target=for_ever).start()\nraise ValueError',
+      )
+    ),
+    # A program that served `jaxline.fit` may go on in a thread.
+    (
+      """
+with watchdog.limit(0.2): pass
+threading.Thread(target=lambda: time.sleep(0.8)).start()
+""",
+      0,
+    ),
+    # A forked process is not watched over by its parent's run.
+    (
+      """
+import os
+with watchdog.limit(0.3):
+  if not (child := os.fork()):
+    time.sleep(0.6)
+    with watchdog.limit(0.3): pass
+    time.sleep(0.6)
+    os._exit(0)
+  while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+    watchdog.give_sign_of_life()
+    time.sleep(0.01)
+sys.exit(os.waitstatus_to_exitcode(ended[1]))
+""",
+      0,
+    ),
+  ],
+)
+def test_how_a_process_ends(code, expected):
+  assert run(code)[0] == expected
+
+
 @pytest.mark.process
-def test_a_call_that_keeps_the_interpreter_is_ended_too():
-  code, err = run("""
-import itertools
-
-def count_for_ever():
-  return sum(itertools.repeat(1))
-
-with watchdog.Watchdog(0.3):
-  count_for_ever()
-""")
-  assert code == 1
-  assert 'in count_for_ever' in err
-
-
-def test_a_blocked_stderr_does_not_keep_the_process():
-  code, _ = run("""
-watchdog._REPORT_SECS = 0.2
-
-class Blocked:
-  def write(self, text):
-    threading.Event().wait()
-
-sys.stderr = Blocked()
-with watchdog.Watchdog(0.2):
-  threading.Event().wait()
-""")
-  assert code == watchdog.EXIT_CODE
-
-
-@pytest.mark.process
-def test_a_stopped_process_is_no_hang():
-  # Stopped for longer than a silence may be, and not so long that the second
-  # line, twice as long, would take it for a hang.
+def test_the_time_of_a_stop_does_not_count():
+  # Shorter than the backstop, which counts it.
   with started("""
-with watchdog.Watchdog(1.0) as dog:
+with watchdog.limit(1.0):
   print('in', flush=True)
-  stop = threading.Event()
-  def beat():
-    while not stop.wait(0.05):
-      debug.give_sign_of_life()
-  thread = threading.Thread(target=beat)
-  thread.start()
   sys.stdin.readline()
-  stop.set()
-  thread.join()
 """) as process:
     assert process.stdout.readline() == 'in\n'
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
     time.sleep(1.4)
     os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.3)
     _, err = process.communicate('\n', timeout=TIMEOUT_SECS)
     assert process.returncode == 0, err
 
 
-# --- in this process ---------------------------------------------------------
-
-
-class Clock:
-  """Stands in for a watchdog's clock and pause: each tick is said here."""
-
-  def __init__(self, monkeypatch):
-    self.now = 0.0
-    monkeypatch.setattr(watchdog.time, 'monotonic', lambda: self.now)
-
-  def watch(self, secs, steps):
-    """Returns the exit codes, after ticks of (seconds, what to do before)."""
-    codes = []
-    dog = watchdog.Watchdog(secs, exit=codes.append)
-    steps = iter(steps)
-
-    def wait(unused_tick):
-      try:
-        elapsed, act = next(steps)
-      except StopIteration:
-        return True
-      act(dog)
-      self.now += elapsed
-      return False
-
-    dog._stop.wait = wait
-    dog._watch(secs)
-    return codes
-
-
-@pytest.fixture
-def clock(monkeypatch):
-  return Clock(monkeypatch)
-
-
-def nothing(dog):
-  del dog
-
-
-def beat(dog):
-  debug.give_sign_of_life()
-
-
-def enter_and_leave(dog):
-  del dog
-  with debug.log_activity('anything'):
-    pass
-
-
-def test_silence_is_counted_from_the_last_sign(clock, capsys):
-  # The first tick sees how things stand; then 40 ticks of 1 s are 40 s.
-  quiet = [(1.0, nothing)] * 39
-  for sign in (beat, enter_and_leave):
-    assert clock.watch(40.0, [(1.0, nothing), *quiet, (1.0, sign)]) == []
-    assert clock.watch(40.0, [(1.0, sign), *quiet, (1.0, nothing)]) == [70]
-  assert 'no sign of life for 40.0 s' in capsys.readouterr().err
-
-
-def test_a_tick_counts_no_longer_than_two(clock):
-  # Ticks are 2 s here: an hour's stop counts as 4, and so do nine more.
-  stops = [(3600.0, nothing)] * 10
-  assert clock.watch(40.0, stops) == []
-  assert clock.watch(40.0, [*stops, (3600.0, nothing)]) == [70]
-
-
-def test_each_watched_thread_gives_signs_of_its_own(clock, capsys):
-  inside, leave = threading.Event(), threading.Event()
-
-  def evaluate(dog):
-    with watchdog.watched():
-      inside.set()
-      assert leave.wait(TIMEOUT_SECS)
-
-  thread = None
-
-  def start(dog):
-    nonlocal thread
-    thread = threading.Thread(target=evaluate, args=(dog,), name='eval')
-    thread.start()
-    assert inside.wait(TIMEOUT_SECS)
-
-  def end(dog):
-    del dog
-    leave.set()
-    thread.join(TIMEOUT_SECS)
-
-  for sign in (beat, enter_and_leave):
-    inside.clear()
-    leave.clear()
-    # This thread is watched no more than others, and goes on giving signs.
-    steps = [(1.0, start), *[(1.0, sign)] * 39]
-    assert clock.watch(40.0, [*steps, (1.0, end), *[(1.0, sign)] * 40]) == []
-    inside.clear()
-    leave.clear()
-    assert clock.watch(40.0, [*steps, (1.0, sign), (1.0, sign)]) == [70]
-    end(None)
-    assert (
-      "no sign of life of thread 'eval' for 40.0" in capsys.readouterr().err
-    )
-
-
-def test_who_is_in_the_debugger_has_time(clock, monkeypatch):
-  asked, go_on = threading.Event(), threading.Event()
-
-  class Terminal:
-    def readline(self):
-      asked.set()
-      assert go_on.wait(TIMEOUT_SECS)
-      return 'q\n'
-
-    def write(self, text):
-      pass
-
-    def flush(self):
-      pass
-
-  def debugged():
-    try:
-      raise ValueError
-    except ValueError as e:
-      debugger = pdb.Pdb(stdin=Terminal(), stdout=Terminal(), nosigint=True)
-      debugger.reset()
-      debugger.interaction(None, e.__traceback__)
-
-  thread = threading.Thread(target=debugged)
-  thread.start()
+@pytest.mark.process
+@pytest.mark.parametrize(
+  'debugger', ['breakpoint()', 'pdb.post_mortem(e.__traceback__)']
+)
+def test_a_debugger_stops_the_clock(debugger):
+  with started(f"""
+import pdb
+with watchdog.limit(0.3):
   try:
-    assert asked.wait(TIMEOUT_SECS)
-    assert clock.watch(40.0, [(4.0, nothing)] * 30) == []
-  finally:
-    go_on.set()
-    thread.join(TIMEOUT_SECS)
-  assert clock.watch(40.0, [(4.0, nothing)] * 30) == [70]
+    1 / 0
+  except ZeroDivisionError as e:
+    {debugger}
+  print('goes on', flush=True)
+  for_ever()
+""") as process:
+    time.sleep(3)  # Ten times the limit, five times that of the backstop.
+    assert process.poll() is None
+    out, _ = process.communicate('c\n', timeout=TIMEOUT_SECS)
+    assert 'goes on' in out
+    assert process.returncode == 70
 
 
-def test_it_ends_with_the_run_and_can_watch_another():
-  dog = watchdog.Watchdog(3600.0)
-  for _ in range(2):
-    with dog:
-      assert 'watchdog' in [t.name for t in threading.enumerate()]
-    assert 'watchdog' not in [t.name for t in threading.enumerate()]
-
-
-def test_none_is_no_watchdog():
-  before = threading.active_count()
-  with watchdog.Watchdog(None):
-    debug.give_sign_of_life()
-    assert threading.active_count() == before
+def test_fit_leaves_no_limit(monkeypatch, tmp_path):
+  monkeypatch.setattr(watchdog, '_covers_exit', False)
+  config = regression.get_config(2)
+  config.checkpoint_dir = str(tmp_path)
+  jaxline.fit(regression.Regression, config, {'watchdog_secs': 60.0})
+  assert (watchdog._num_runs, watchdog._covers_exit) == (0, False)

@@ -354,7 +354,10 @@ class Experiment(sharded.ShardedExperiment):
   ) -> dict[str, jax.Array]:
     """Adds the learning rate of the step."""
     # As the optimizer counts: without the steps that were skipped.
-    count = optax.tree.get(state.opt_state, 'ScaleByScheduleState').count
+    schedules = optax.tree.get_all_with_path(
+      state.opt_state, 'ScaleByScheduleState'
+    )
+    count = schedules[0][1].count  # Of several optimizers all are the same.
     return {
       **super().step_scalars(state, grads, updates),
       'learning_rate': learning_rate_schedule(self.config)(count),

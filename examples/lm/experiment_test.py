@@ -245,7 +245,7 @@ def test_a_batch_is_rounded_up_to_the_devices(
 
 
 @pytest.mark.process
-def test_the_first_command_on_four_devices(config, tmp_path):
+def test_the_first_command_on_eight_devices(config, tmp_path):
   """That of the README, with a smaller model, on a little text."""
   kwargs = config.experiment_kwargs.config
   values = {
@@ -273,12 +273,12 @@ def test_the_first_command_on_four_devices(config, tmp_path):
       ),
     ],
     cwd=pathlib.Path(__file__).parents[2],
-    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4'},
+    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8'},
     capture_output=True,
     text=True,
   )
   assert found.returncode == 0, found.stderr
-  assert found.stderr.count('A batch has 4 rows') == 1
+  assert found.stderr.count('A batch has 8 rows') == 1
   assert 'eval step 2 | ' in found.stdout
 
 

@@ -8,9 +8,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
-import errno
 import functools
-import json
 import logging as std_logging
 import math
 import os
@@ -19,7 +17,6 @@ import re
 import sys
 from typing import Any, TypeVar
 
-from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -31,8 +28,6 @@ from jaxline.checkpoint import files
 
 # Arrays are cut into files of at most this many bytes.
 _FILE_BYTES = 256 << 20
-_BLOCK = 4096  # Bytes that a file takes at least, on most file systems.
-_ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
 # Of arrays, bytes that are on their way from the disk at once.
 _READ_BYTES = 1 << 28
 # As many as Orbax: of network disks, more at once are faster.
@@ -43,21 +38,9 @@ _T = TypeVar('_T')
 # Writing.
 
 
-@contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-  """Leaves what Orbax logs of a save out of the log; errors are raised."""
-  log = logging.get_absl_logger()
-  is_ours = lambda record: not record.pathname.startswith(_ORBAX)
-  log.addFilter(is_ours)
-  try:
-    yield
-  finally:
-    log.removeFilter(is_ours)
-
-
 @functools.cache  # Once, and for good: writes may report after a save.
-def _ignore_closed_loops() -> None:
-  """Silences what TensorStore's threads say once Orbax has given up.
+def _quieten() -> None:
+  """Silences what Orbax logs of a save; errors are raised.
 
   At the first array that cannot be written, Orbax closes the event loop to
   which the writes of the others would report, and asks for no other's error.
@@ -69,9 +52,10 @@ def _ignore_closed_loops() -> None:
       hook(error)
 
   sys.unraisablehook = unraisable
-  std_logging.getLogger('asyncio').addFilter(
-    lambda record: '.orbax-checkpoint-tmp' not in record.getMessage()
-  )
+  for logger in ('asyncio', 'absl'):
+    std_logging.getLogger(logger).addFilter(
+      lambda record: '.orbax-checkpoint-tmp' not in record.getMessage()
+    )
 
 
 @dataclasses.dataclass
@@ -87,13 +71,6 @@ class Content(ocp.args.CheckpointArgs):
   arrays: dict[str, Any]
   record: dict[str, Any]
   process: dict[str, Any]
-
-  def num_bytes(self) -> int:
-    """Returns about how much room it takes, in files of whole blocks."""
-    small = len(json.dumps([self.record, self.process], indent=1))
-    # Each array has a file of numbers and one that describes them.
-    sizes = [small, *(x.nbytes + _BLOCK for x in self.arrays.values())]
-    return sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
 
 
 class _Handler(ocp.CheckpointHandler):
@@ -156,8 +133,8 @@ ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(
 
 def write(content: Content, place: pathlib.Path) -> None:
   """Writes a checkpoint, which appears in one rename."""
-  _ignore_closed_loops()
-  with quiet_orbax(), os_errors():
+  _quieten()
+  with os_errors():
     ocp.Checkpointer(
       _Handler(),
       multiprocessing_options=_multiprocessing_options(),
@@ -244,12 +221,12 @@ def store(live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   for i, (name, x) in enumerate(to_host(live).items()):
     tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
     file = f'{i:04d}.{tail}'
-    about = {'file': file, **_about(live[name], x), 'dtype': x.dtype.name}
-    # TensorStore has its types by their names.
-    if not x.dtype.isnative or not hasattr(ts, x.dtype.name):
-      about['bytes_of'] = _dtype_to_json(x.dtype)
-      x = np.frombuffer(x.tobytes(), np.uint8)
-    if x.size:
+    about = {'file': file, **_about(live[name], x)}
+    if not can_store(x):
+      raise TypeError(f'{name} is an array of {x.dtype}, which Zarr has not.')
+    if x.size and _type_on_disk(x.dtype.name) != x.dtype.name:
+      stored[file] = np.asarray(x).view(np.uint8)
+    elif x.size:
       stored[file] = x
     else:
       about['file'] = None  # Orbax takes none that is empty.
@@ -262,7 +239,6 @@ def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
   return {
     name: {
       **_about(arrays[name], x),
-      'dtype': _dtype_to_json(x.dtype),
       'base64': base64.b64encode(x.tobytes()).decode('ascii'),
     }
     for name, x in to_host(arrays).items()
@@ -270,8 +246,7 @@ def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _about(live: Any, x: Any) -> dict[str, Any]:
-  kind = 'jax' if isinstance(live, jax.Array) else 'numpy'
-  about: dict[str, Any] = {'shape': list(x.shape), 'kind': kind}
+  about: dict[str, Any] = {'shape': list(x.shape), 'dtype': x.dtype.name}
   if is_key(live):
     about['key'] = str(jax.random.key_impl(live))
   return about
@@ -281,22 +256,15 @@ def _about(live: Any, x: Any) -> dict[str, Any]:
 
 
 class Reader:
-  """A checkpoint's files; each is listed, hashed and opened once.
+  """A checkpoint's files.
 
   TensorStore reads the arrays, and is told shape and type of each: it refuses a
   file that holds something else, and takes no missing chunk for zeros.
   """
 
   def __init__(self, path: pathlib.Path):
-    """Lists the files.
-
-    Raises:
-      files.RefusedError: there is a link, a FIFO or a device.
-    """
+    """Reads nothing yet."""
     self.path = path
-    self._there = frozenset(files.regular_files(path))
-    # Name -> TensorStore; None is an array without elements.
-    self._opened: dict[str, Any] = {}
 
   @functools.cached_property
   def sums(self) -> dict[str, list[int]]:
@@ -329,18 +297,15 @@ class Reader:
       share: of these, which to look at, where processes share the work.
 
     Raises:
-      files.RefusedError: it holds what no save writes.
       files.DamagedError: with one argument for each file that differs.
-      files.UnreadableError: a file cannot be read, which may pass.
+      OSError: a file cannot be read.
     """
     problems = []
     for name in sorted(filter(wanted, self.sums))[share]:
       size, crc = self.sums[name]
-      read = functools.partial(files.checksum, self.path / name, size)
       found = None
-      if name in self._there:  # Else it may be no name of a file at all.
-        with contextlib.suppress(*files.MISSING):
-          found = files.retried(read, name)
+      with contextlib.suppress(*files.MISSING):
+        found = files.checksum(self.path / name, size)
       if found is None:
         problems.append(f'{name} is missing')
       elif found[0] != size:
@@ -348,9 +313,8 @@ class Reader:
       elif found[1] != crc:
         problems.append(f'{name} is not as it was written (its CRC differs)')
     if problems:
-      raise files.DamagedError(*map(files.printable, problems))
+      raise files.DamagedError(*problems)
 
-  @files.well_formed()
   def require_arrays(
     self, wants: Callable[[str], bool], share: slice = slice(None)
   ) -> None:
@@ -361,9 +325,8 @@ class Reader:
       share: of the files, which to look at, where processes share the work.
 
     Raises:
-      files.RefusedError: it is as it was written, but no save writes such.
       files.DamagedError: it is not as it was written.
-      files.UnreadableError: a file cannot be read, which may pass.
+      OSError: a file cannot be read.
     """
     verified_or_unwanted = {
       files.RECORD,
@@ -377,68 +340,30 @@ class Reader:
       lambda file: '/'.join(file.split('/')[:2]) not in verified_or_unwanted,
       share,
     )
-    self.check(filter(wants, self.described))
 
-  @files.well_formed()
-  def check(self, names: Iterable[str] | None = None) -> None:
-    """Opens arrays, once; refuses those that are not as the record says.
-
-    Args:
-      names: of the arrays; None is all.
-
-    Raises:
-      files.RefusedError: naming the first such array.
-      files.DamagedError: the checkpoint was removed meanwhile.
-    """
-    # Sizes of the files with checksums below the directory of each array.
-    sizes = collections.defaultdict(list)
-    for file in self._there.intersection(self.sums):
+  def _open(self, names: Iterable[str]) -> dict[str, Any]:
+    """Opens arrays; of one without elements the value is None."""
+    # Bytes of the chunks with checksums below the directory of each array.
+    sizes = collections.Counter[str]()
+    for file, (size, _) in self.sums.items():
       top, *below = file.split('/')
-      if top == files.ARRAYS and len(below) > 1:
-        sizes[below[0]].append(self.sums[file][0])
+      if top == files.ARRAYS and below[1:] and below[1:] != ['zarr.json']:
+        sizes[below[0]] += size
     opening = {}
-    for name in dict.fromkeys(self.described if names is None else names):
-      if name not in self._opened:
-        with self._refused(name):
-          opening[name] = self._open(self.described[name])
+    for name in names:
+      about = self.described[name]
+      file, needed = about['file'], num_bytes(about)
+      with self._refused(name):
+        # Before memory is taken for it, since it is not compressed. Only names
+        # of directories here have a size, so no other path is opened.
+        if needed > sizes[file]:
+          raise ValueError('its files are smaller')
+        opening[name] = _open_zarr(self.path, about) if needed else None
+    opened = {}
     for name, future in opening.items():
-      opened = None
-      if future is not None:
-        with self._refused(name):
-          opened = future.result()
-          chunk = opened.chunk_layout.write_chunk.shape or ()
-          grid = zip(opened.shape, chunk, strict=True)
-          chunks = math.prod(-(-n // c) for n, c in grid)
-          needed = chunks * math.prod(chunk) * opened.dtype.numpy_dtype.itemsize
-          found = sizes[self.described[name]['file']]
-          # One more is zarr.json.
-          if len(found) <= chunks or sum(found) < needed:
-            raise ValueError('chunks are missing')
-      self._opened[name] = opened
-
-  def _open(self, about: Mapping[str, Any]) -> Any:
-    """Starts to open an array; None is one without elements."""
-    file, (shape, dtype) = about['file'], stored_as(about)
-    if (file is None) != (math.prod(shape) == 0):
-      raise ValueError('what has no file has no elements')
-    if file is None:
-      return None
-    if not re.fullmatch(r'\d+\.[\w.-]*', file):
-      raise ValueError('no save gives such a name')
-    folder = self.path / files.ARRAYS / file
-    # TensorStore would crash at JSON that is nested too deeply.
-    files.read_json(folder / 'zarr.json', f'{file}/zarr.json')
-    spec = {
-      'driver': 'zarr3',
-      'kvstore': {'driver': 'file', 'path': f'{folder}/'},
-      'metadata': {
-        'shape': shape,
-        'data_type': dtype.name,
-        'chunk_key_encoding': {'name': 'default'},
-      },
-      'fill_missing_data_reads': False,
-    }
-    return ts.open(spec, open=True, context=_READS)
+      with self._refused(name):
+        opened[name] = future and future.result()
+    return opened
 
   @contextlib.contextmanager
   def _refused(self, name: str) -> Iterator[None]:
@@ -447,15 +372,13 @@ class Reader:
       with os_errors():
         yield
     except (*files.MISSING, ValueError) as e:
-      if not os.path.lexists(self.path):
+      if not self.path.exists():
         raise files.DamagedError('it was removed while it was read') from e
-      if isinstance(e, files.RefusedError):
-        raise
       about = self.described[name]
       raise files.RefusedError(
         f'{files.ARRAYS}/{about["file"]} does not hold all of the array'
         f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
-        f' {files.RECORD} ({files.printable(e)[:200]})'
+        f' {files.RECORD} ({str(e)[:200]})'
       ) from e
 
   def read(
@@ -471,109 +394,98 @@ class Reader:
     Raises:
       files.DamagedError: one is not there.
       files.RefusedError: one is not as the record says.
-      files.UnreadableError: one cannot be read, which may pass.
+      OSError: one cannot be read.
     """
     source_of = {name: name for name in targets} | dict(sources or {})
-    files.retried(lambda: self.check(source_of.values()), files.ARRAYS)
+    opened = self._open(dict.fromkeys(source_of.values()))
     started: dict[str, Callable[[], Any]] = {}
-
-    def get(name: str) -> Any:
-      source, target = source_of[name], targets[name]
-      with self._refused(source):
-        # At a further try it is started anew.
-        return (started.pop(name, None) or self._start(source, target))()
-
     left, on_their_way = collections.deque(targets), 0
     for name, target in targets.items():
       while left and (left[0] == name or on_their_way < _READ_BYTES):
         soon = left.popleft()
         on_their_way += num_bytes(self.described[source_of[soon]])
-        started[soon] = self._start(source_of[soon], targets[soon])
-      x = files.retried(functools.partial(get, name), files.ARRAYS)
+        about = self.described[source_of[soon]]
+        started[soon] = _start(opened[source_of[soon]], about, targets[soon])
+      with self._refused(source_of[name]):
+        x = started.pop(name)()
       about = self.described[source_of[name]]
       on_their_way -= num_bytes(about)
       yield name, as_saved(x, about, target)
       del x
 
-  def _start(self, name: str, target: Any) -> Callable[[], Any]:
-    """Starts to read an array; returns a function that returns it."""
-    opened, about = self._opened[name], self.described[name]
-    if opened is None:
-      return functools.partial(np.zeros, *stored_as(about))
-    sharding = getattr(target, 'sharding', None)
-    if sharding is None or is_key(target) or 'bytes_of' in about:
-      return opened.read().result
-    # Several devices may have the same part. (Slices have no hash.)
-    indices = sharding.addressable_devices_indices_map(opened.shape).values()
-    parts = {str(index): index for index in indices}
-    reads = {key: opened[index].read() for key, index in parts.items()}
-    return lambda: jax.make_array_from_callback(
-      opened.shape, sharding, lambda index: reads[str(index)].result()
-    )
+
+def _open_zarr(checkpoint: pathlib.Path, about: Mapping[str, Any]) -> Any:
+  """Starts to open an array."""
+  folder = checkpoint / files.ARRAYS / about['file']
+  spec = {
+    'driver': 'zarr3',
+    'kvstore': {'driver': 'file', 'path': f'{folder}/'},
+    'metadata': {
+      'shape': about['shape'],
+      'data_type': _type_on_disk(about['dtype']),
+      'chunk_key_encoding': {'name': 'default'},
+    },
+    'fill_missing_data_reads': False,
+  }
+  return ts.open(spec, open=True, context=_READS)
 
 
-def stored_as(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:
-  """Returns shape and type of an array on the disk."""
-  dtype = _dtype_from_json(about.get('bytes_of', about['dtype']))
-  if 'bytes_of' in about:
-    return [math.prod(about['shape']) * dtype.itemsize], np.dtype(np.uint8)
-  return about['shape'], dtype
+def _start(
+  opened: Any, about: Mapping[str, Any], target: Any
+) -> Callable[[], Any]:
+  """Starts to read an array; returns a function that returns it."""
+  dtype = jnp.dtype(about['dtype'])
+  if opened is None:
+    return lambda: np.zeros(about['shape'], dtype)
+  sharding = getattr(target, 'sharding', None)
+  is_viewed = _type_on_disk(dtype.name) != dtype.name
+  if sharding is None or is_key(target) or is_viewed:
+    reading = opened.read()
+    return lambda: reading.result().view(dtype)
+  # Several devices may have the same part. (Slices have no hash.)
+  indices = sharding.addressable_devices_indices_map(opened.shape).values()
+  parts = {str(index): index for index in indices}
+  reads = {key: opened[index].read() for key, index in parts.items()}
+  return lambda: jax.make_array_from_callback(
+    opened.shape, sharding, lambda index: reads[str(index)].result()
+  )
 
 
 def as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
   """Makes of what was read what was saved."""
-  if 'bytes_of' in about:
-    x = _from_bytes(x.tobytes(), about['bytes_of'], about['shape'])
   if 'key' in about and is_key(target):
     x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
   sharding = getattr(target, 'sharding', None)
   if sharding is None or getattr(x, 'sharding', None) == sharding:
     return x
-  if isinstance(x, np.ndarray) and not x.dtype.isnative:
-    x = x.astype(x.dtype.newbyteorder('='))  # Devices know no other order.
   return jax.device_put(x, sharding)
 
 
 def from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """Returns what `to_json` got."""
-  return {
-    name: _from_bytes(
-      base64.b64decode(about['base64']), about['dtype'], about['shape']
-    )
-    for name, about in described.items()
-  }
+  arrays = {}
+  for name, about in described.items():
+    data = bytearray(base64.b64decode(about['base64']))
+    if len(data) != num_bytes(about):
+      raise files.RefusedError(f'{name} has {len(data)} bytes')
+    arrays[name] = np.ndarray(about['shape'], jnp.dtype(about['dtype']), data)
+  return arrays
 
 
-def _dtype_to_json(dtype: np.dtype) -> Any:
-  # Those of bfloat16 and its like have no unique name but this.
-  is_jax = dtype.isbuiltin == 2
-  return dtype.name if is_jax else np.lib.format.dtype_to_descr(dtype)
+def can_store(x: Any) -> bool:
+  """Returns whether `store` takes arrays of this type."""
+  # TensorStore has its types by their names.
+  is_narrow = x.dtype.isbuiltin == 2 and x.dtype.itemsize == 1
+  return x.dtype.isnative and (hasattr(ts, x.dtype.name) or is_narrow)
 
 
-def _dtype_from_json(description: Any) -> np.dtype:
-  """Returns a type as `_dtype_to_json` describes it."""
-  if isinstance(description, list):  # A record's fields are lists in JSON.
-    dtype = np.lib.format.descr_to_dtype(description)
-  else:
-    dtype = jnp.dtype(description)
-  if dtype.hasobject:
-    raise files.RefusedError('an array of Python objects is never stored')
-  return dtype
-
-
-def _from_bytes(data: bytes, dtype_json: Any, shape: list[int]) -> np.ndarray:
-  dtype = _dtype_from_json(dtype_json)
-  if len(data) != math.prod(shape) * dtype.itemsize:
-    raise files.RefusedError(
-      f'an array {dtype.name}{shape} has {len(data)} bytes'
-    )
-  return np.ndarray(shape, dtype, bytearray(data))
+def _type_on_disk(name: str) -> str:
+  return name if hasattr(ts, name) else 'uint8'
 
 
 def num_bytes(about: Mapping[str, Any]) -> int:
   """Returns how many bytes the elements of a described array take."""
-  shape, dtype = stored_as(about)
-  return math.prod(shape) * dtype.itemsize
+  return math.prod(about['shape']) * jnp.dtype(about['dtype']).itemsize
 
 
 def saved_shape(about: Mapping[str, Any]) -> str:
@@ -590,13 +502,8 @@ def is_key(x: Any) -> bool:
   return x is not None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-# What may be wrong with a checkpoint. The last is the strongest: it may pass,
-# and leaves all as it is.
-_WRONG = (files.RefusedError, files.DamagedError, files.UnreadableError)
-
-
 def together(read: Callable[[], _T]) -> _T:
-  """Calls a function in all processes; where it fails in one, all raise.
+  """Calls a function in all processes; what one finds damaged, all raise.
 
   Args:
     read: reads something, or finds it damaged.
@@ -605,23 +512,17 @@ def together(read: Callable[[], _T]) -> _T:
     What it returns.
 
   Raises:
-    files.UnreadableError: a process could not read it.
-    files.DamagedError: all could read it, and one found it damaged.
-    files.RefusedError: it is as it was written, but no save writes such.
+    files.DamagedError: a process found it damaged.
   """
-  error: Exception | None = None
+  error: files.DamagedError | None = None
   try:
     result = read()
-  except _WRONG as e:
+  except files.DamagedError as e:
     error = e
-  kind = next((i for i, c in enumerate(_WRONG, 1) if isinstance(error, c)), 0)
   if jax.process_count() > 1:
-    kinds = multihost_utils.process_allgather(np.int32(kind))
-    if (worst := kinds.max()) > kind:
-      text = f'processes {np.flatnonzero(kinds == worst).tolist()} say so'
-      cls = _WRONG[worst - 1]
-      may_pass = cls is files.UnreadableError
-      error = cls(errno.EIO, text) if may_pass else cls(text)
+    said = multihost_utils.process_allgather(np.bool_(error is not None))
+    if said.any() and error is None:
+      error = files.DamagedError(f'processes {np.flatnonzero(said)} say so')
   if error is not None:
     raise error
   return result

@@ -4,8 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 from typing import Any, Protocol
 
-from absl import logging
-
 from jaxline import errors
 
 
@@ -136,6 +134,8 @@ class FullCheckpointer(Checkpointer):
       Only then is what was logged after the restored step void.
     reads_only: whether nothing is written in the directory; set before the
       checkpointer is used.
+    has_moved: whether `begin_training` chose another directory, while the logs
+      stay where those of the earlier training are.
     saved_step: the step of the run's own checkpoint of `latest` that was
       restored or became complete last; None if there is none on disk.
     logs: writers and actions whose records up to a checkpoint of `latest` are
@@ -147,6 +147,7 @@ class FullCheckpointer(Checkpointer):
   collective: bool = False
   is_resumable: bool = False
   reads_only: bool = False
+  has_moved: bool = False
   saved_step: int | None = None
   logs: Sequence[Any] = ()
 
@@ -196,6 +197,15 @@ class FullCheckpointer(Checkpointer):
       " None, or set config.checkpointer = 'durable'."
     )
 
+  def begin_training(self, experiment_class: Any) -> None:
+    """Leaves the checkpoints of another training of this process alone.
+
+    Called before a training looks for checkpoints; all hosts call it together.
+
+    Args:
+      experiment_class: constructs the experiment.
+    """
+
   def check_shared(self) -> None:
     """Raises UsageError where not all hosts see the same directory."""
 
@@ -211,15 +221,11 @@ class FullCheckpointer(Checkpointer):
     A checkpointer that keeps nothing on disk never calls it.
     """
 
-  def drop_waiting(self) -> None:
-    """Drops the save of `latest` that has not begun; a newer one follows."""
-
   def raise_error(self) -> None:
     """Raises the error of a save in the background; costs nothing."""
 
-  def evaluated(self, logged: Callable[[], list[int]]) -> list[int]:
-    """Returns the steps noted as evaluated; `logged()` if the note is lost."""
-    del logged
+  def evaluated(self) -> list[int]:
+    """Returns the steps that are noted as evaluated."""
     return []
 
   def mark_evaluated(self, *steps: int) -> None:
@@ -234,21 +240,6 @@ class FullCheckpointer(Checkpointer):
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""
     return None
-
-  def warn_nonfinite(self, step: int, names: list[str], text: str) -> None:
-    """Warns of a step that is not finite, and keeps a checkpoint from before.
-
-    A checkpointer on disk exempts the newest checkpoint of `latest` before the
-    step from retention, in the background once all so far is saved, and the
-    warning names it.
-
-    Args:
-      step: the first step in which these scalars were not finite.
-      names: of the scalars.
-      text: the warning.
-    """
-    del step, names
-    logging.warning('%s', text)
 
   def close(self) -> None:
     """Waits for the saves, and gives back what was claimed."""

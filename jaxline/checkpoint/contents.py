@@ -91,6 +91,23 @@ def content(
   return arrays_lib.Content(stored, record, per_process)
 
 
+def check_storable(state: Any, module: base.Module) -> None:
+  """Refuses by name what a save of the live state could not store.
+
+  Attributes that the experiment makes later, and those of a class with its own
+  `snapshot_state`, are checked by the first save.
+
+  Raises:
+    TypeError: see `structure.encode`.
+  """
+  entries = {k: x for k, x in state.items() if k != 'experiment_module'}
+  _encode(entries, {}, False, 'run/')
+  if module.snapshot_state.__module__ == 'jaxline.experiment':
+    names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
+    for attribute, name in names.items():
+      _encode({name: getattr(module.live, attribute, None)}, {}, False)
+
+
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
   """Returns what a best checkpoint has besides the evaluated one, as JSON."""
   saved = ('global_step', 'train_step_rng', 'experiment_module')
@@ -140,11 +157,7 @@ class Checkpoint(arrays_lib.Reader):
   """A checkpoint that is read, as what `content` and `added` got."""
 
   def __init__(self, path: pathlib.Path, allow_pickle: bool = False):
-    """Lists the files.
-
-    Raises:
-      files.RefusedError: there is a link, a FIFO or a device.
-    """
+    """Reads nothing yet."""
     super().__init__(path)
     self._decode = functools.partial(
       structure.decode, allow_pickle=allow_pickle
@@ -158,7 +171,6 @@ class Checkpoint(arrays_lib.Reader):
       return {'entries': {}, 'arrays': {}}
     return files.read_json(self.path / 'extra.json')
 
-  @files.well_formed()
   def entries(self, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """Returns entries of the live state, besides the experiment's.
 
@@ -220,10 +232,9 @@ class Checkpoint(arrays_lib.Reader):
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
         continue
       own = {n: arrays[n] for n in self._below(entry) if n in arrays}
-      with files.well_formed():
-        snapshot[entry] = self._decode(
-          about['structure'], own, on_host=entry in placed
-        )
+      snapshot[entry] = self._decode(
+        about['structure'], own, on_host=entry in placed
+      )
     snapshot.update(self._per_process(lambda e: is_named(e) and wants(e)))
     if skipped := [e for e in self.record['module'] if e not in saved]:
       logging.info(
@@ -328,7 +339,7 @@ class Checkpoint(arrays_lib.Reader):
       if have != expected
     ]
     if wrong:
-      lines = ''.join(f'\n  {files.printable(line)}' for line in wrong)
+      lines = ''.join(f'\n  {line}' for line in wrong)
       raise MismatchError(
         f'{self.path} does not fit the experiment; nothing was restored.'
         ' Use the config it was trained with (checkpoint.json holds it), a new'
@@ -340,7 +351,6 @@ class Checkpoint(arrays_lib.Reader):
     """Returns entry -> its `structure` and `arrays`, as process i has them."""
     return files.read_json(self.path / f'process_{i}.json')
 
-  @files.well_formed()
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
     """Reads what each process has for itself.
 
@@ -383,7 +393,6 @@ def verified(
 
   Raises:
     files.DamagedError: see `Checkpoint.require_arrays`.
-    files.UnreadableError: likewise.
   """
 
   def check() -> Checkpoint:

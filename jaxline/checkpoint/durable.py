@@ -10,12 +10,10 @@ takes the newest checkpoint that is whole, and checks that it fits the
 experiment before anything is changed (`contents`).
 """
 
-import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import functools
-import itertools
 import os
 import pathlib
 import threading
@@ -41,7 +39,6 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
-from jaxline.checkpoint import room
 from jaxline.supervision import preemption
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
@@ -78,12 +75,11 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     # One thread for all series: on several hosts the processes meet while
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
-    self._saves: dict[str, list[futures.Future[None]]] = {}
-    self._bytes = collections.Counter[str]()  # Of the last copy of a series.
+    self._saving: futures.Future[None] | None = None
     # Of the series that are saved; only the first process has a claim on them.
     self._claims: dict[str, files.Claim | None] = {}
     self._pinned: pathlib.Path | None = None
-    self._passed_over: set[str] = set()
+    self._passed_over: set[Any] = set()  # Identities of damaged checkpoints.
 
   # The protocol.
 
@@ -102,7 +98,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       Exception: what an earlier save failed with.
     """
     self.claim(ckpt_series)
-    self._wait_for_room(ckpt_series)
+    self._wait_for_last()
     self.raise_error()
     state = self.get_experiment_state(ckpt_series)
     step = int(state['global_step'])
@@ -125,38 +121,22 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         all_hosts=config[f'{kind}_checkpoint_all_hosts'],
         allow_pickle=self._allow_pickle,
       )
-      self._bytes[ckpt_series] = sum(x.nbytes for x in source.arrays.values())
     # Now: the flushes do not wait for what later steps log.
     logs = self.logs if ckpt_series == 'latest' else ()
     flushes = [log.flush_async() for log in logs]
     published = self._published(target, module)
-    saved = self._writer.submit(
+    self._saving = self._writer.submit(
       self._make_visible, flushes, source, added, target, published
     )
-    self._saves[ckpt_series].append(saved)
     keep = base.num_to_keep(config, ckpt_series, module)
     # A call of its own: the next save waits for the copy, not for removals.
     self._writer.put(functools.partial(self._retire, target.parent, keep))
 
-  def _wait_for_room(self, ckpt_series: str) -> None:
-    """Waits until host memory has room for another copy of the state.
-
-    One save may wait behind the one that is being written, in a run of one
-    process. It takes as much memory as the last one; as much again is left
-    free, since writing and the steps meanwhile need memory too.
-    """
+  def _wait_for_last(self) -> None:
+    """Waits for the save before: host memory holds one copy of the state."""
     began = time.monotonic()
-    saves = self._saves.get(ckpt_series, [])
-    while pending := [save for save in saves if not save.done()]:
-      every = itertools.chain(*self._saves.values())
-      if (
-        sum(not save.done() for save in every) == 1
-        and jax.process_count() == 1
-        and room.free_memory() > 2 * self._bytes[ckpt_series]
-      ):
-        break
-      futures.wait(pending[:1])
-    self._saves[ckpt_series] = pending
+    if self._saving is not None:
+      futures.wait([self._saving])
     if (waited := time.monotonic() - began) > _SLOW_SECS:
       logging.warning(
         'Training waited %.1f s for the checkpoint before to be written. Save'
@@ -164,17 +144,25 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         waited,
       )
 
-  def drop_waiting(self) -> None:
-    """Drops the save of `latest` that has not begun; a newer one follows."""
-    if jax.process_count() == 1:  # Several write the same ones.
-      for save in self._saves.get('latest', []):
-        save.cancel()  # Does nothing to one that is being written.
+  def begin_training(self, experiment_class: Any) -> None:
+    """Moves to another directory if another training of this process is here.
+
+    `platform` does it before it opens the logs; a program that makes its own
+    checkpointer and calls `train.train` with several classes has it done here.
+    """
+    config = self._recorded | {'checkpoint_dir': str(self._root.parent)}
+    directory = memory.run_directory(experiment_class, config)
+    if directory != config['checkpoint_dir']:
+      self.close()
+      self._root = files.root(directory)
+      self._recorded['checkpoint_dir'] = directory
+      self.saved_step = None
+      self.has_moved = True
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether there is something to restore.
 
     Raises:
-      files.DamagedError: all that there was has been set aside as damaged.
       files.ClaimedError: another process writes to the series.
     """
     if not self._follows:
@@ -199,7 +187,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Args:
       ckpt_series: the series.
       step: which checkpoint; None is the newest that is whole. One that is
-        damaged is set aside (by evaluation: passed over), and reported.
+        damaged is reported and passed over.
 
     Raises:
       ValueError: there is none, or the run has another config.
@@ -386,11 +374,23 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if ckpt_series in self._claims:
       return
     if jax.process_index() == 0:
-      claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
+      claim = files.Claim(self._root.parent, ckpt_series)
       self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     arrays.barrier('own')  # The others look at what is there now.
     self._claims.setdefault(ckpt_series, None)
+
+  def mark_begun(self, step: int) -> None:
+    """Notes that training goes on from a step, with this config.
+
+    Raises:
+      TypeError: a save could not store something in the live state.
+    """
+    state = self.get_experiment_state('latest')
+    module = base.Module.of(state.get('experiment_module'))
+    if not self._allow_pickle and module.live is not None:
+      contents.check_storable(state, module)
+    super().mark_begun(step)
 
   # The rest of a save, on the writing thread.
 
@@ -424,7 +424,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       # Later than any other best one, also if the clock is not.
       when = max([when, *(_saved_at(p) + 1 for p in self._candidates('best'))])
     # Several processes must agree on it, and may see another directory yet.
-    is_free = jax.process_count() == 1 and not os.path.lexists(target)
+    is_free = jax.process_count() == 1 and not target.exists()
     place = target if is_free else files.new(target)
     try:
       if isinstance(source, arrays.Content):
@@ -443,17 +443,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       files.discard(place)  # On a full disk, the half of it is in the way.
       if not isinstance(e, OSError):
         raise
-      is_full, needed = e.errno in disk.FULL, None
-      if is_full and isinstance(source, arrays.Content):
-        needed = source.num_bytes()
-      elif is_full:
-        needed = files.size(source)
-      error = disk.failed_write(e, target, needed)
+      error = disk.failed_write(e, target)
       error.strerror = (
         f'{error.strerror}; what was written of it was removed, and the'
         ' checkpoints before it are untouched'
       )
-      raise error from (None if is_full else e)
+      raise error from None
     if claim is not None:
       files.replace(target)
       logging.info('Saved %s.', target)
@@ -466,22 +461,22 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """Removes the checkpoints of a series that need not be kept."""
     if jax.process_index() != 0 or self._writer.error is not None:
       return
+    whole = self._candidates(series.name)
+    # One that was passed over would count as the newest; it is replaced now.
+    every = [series / str(step) for step in files.steps(series)]
+    gone = [path for path in every if path not in whole]
     if series.name == 'best':
       # The best is the one that was saved last, of whichever step.
-      gone = self._candidates('best')[num_to_keep:]
+      gone += whole[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours
       removable = files.removable(
-        [
-          (step, _saved_at(series / str(step)) if hours else 0.0)
-          for step in files.steps(series)
-        ],
+        [(int(p.name), _saved_at(p) if hours else 0.0) for p in whole],
         num_to_keep,
         self._config.keep_checkpoint_every_steps,
         hours,
       )
-      kept = notes.keep_files(series)
-      gone = [series / str(step) for step in removable if step not in kept]
+      gone += [series / str(step) for step in removable]
     for path in gone:
       files.remove(path)
 
@@ -521,20 +516,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
 
     Returns:
       The program's snapshot, or the checkpoint of another run, or None.
-
-    Raises:
-      files.DamagedError: all that there was has been set aside as damaged.
     """
-    damaged = sorted((self._root / 'damaged').glob(f'{ckpt_series}-*'))
-    # Without a best one, evaluation begins anew.
-    is_lost = ckpt_series == 'latest' and not self._follows
-    if is_lost and distributed.of_chief(bool(damaged)):
-      raise files.DamagedError(
-        f'No checkpoint of {ckpt_series!r} is left in {self._root}: all were'
-        f' damaged, and set aside as {[str(p) for p in damaged]}. To train'
-        ' from the beginning all the same, remove them or give another'
-        ' config.checkpoint_dir.'
-      )
     seed = self._seed(ckpt_series)
     if seed is None and self._forks and ckpt_series == 'latest':
       return _foreign(self._config.restore_from)
@@ -571,7 +553,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       found.sort(key=_saved_at, reverse=True)
     if step is not None:
       return [path for path in found if path.name == str(step)]
-    return [path for path in found if str(path) not in self._passed_over]
+    if not self._passed_over:
+      return found
+    return [path for path in found if _identity(path) not in self._passed_over]
 
   def _read_own(
     self, ckpt_series: str, step: int | None, state: Any, module: base.Module
@@ -594,34 +578,27 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           + (f' of step {step}' if step is not None else '')
           + (' that is whole' if reports else '')
           + f'; its steps are {self.steps(ckpt_series)}.'
-          + ''.join(f' {report}.' for report in reports)
+          + ''.join(f' {report}' for report in reports)
         )
       path = whole = self._root / ckpt_series / name
       found = None
       try:
         with files.reading(path):
-          files.refuse_link(path)
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
           found = contents.verified(whole, wants, self._allow_pickle)
           read = functools.partial(self._read, found, state, module)
           return path, arrays.together(read)
       except files.DamagedError as e:
-        if not distributed.of_chief(os.path.lexists(path)):
+        if not distributed.of_chief(path.exists()):
           continue  # It was removed while it was read: there may be another.
-        if found is not None or isinstance(e, files.RefusedError):
+        if found is not None:
           raise  # It is as it was written.
-        report = str(e).removesuffix('.')
-      if self._follows:
-        self._passed_over.add(str(path))
-        report += '. It is passed over'
-      elif step is None and jax.process_index() == 0:
-        report += f'. It was set aside as {files.set_aside(path)}'
-      logging.error('%s.', report)
-      reports.append(report)
-      if step is not None:
-        raise files.DamagedError(f'{report}.')
-      arrays.barrier('damaged')
+        self._passed_over.add(_identity(path))
+        if step is not None:
+          raise
+        logging.error('%s It is passed over.', e)
+        reports.append(str(e))
 
   def _pin(self, path: pathlib.Path) -> pathlib.Path:
     """Gives a checkpoint a second name, which training does not remove."""
@@ -633,7 +610,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         files.remove(folder / str(old))
       # Without it verification finds nothing, and the next one is taken.
       with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        files.retried(lambda: files.link(path, pinned), str(path))
+        files.link(path, pinned)
     arrays.barrier('pin')
     self._pinned = pinned
     return pinned
@@ -659,14 +636,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
-    with files.well_formed():
-      changes = base_config.changes(
-        record['config'], self._recorded, self._declared
-      )
+    changes = base_config.changes(
+      record['config'], self._recorded, self._declared
+    )
     if not changes:
       return
-    lines = map(files.printable, changes)
-    text = '\n'.join(f'  config.{line}' for line in lines)
+    text = '\n'.join(f'  config.{line}' for line in changes)
     if self._follows or self._config.on_config_change == 'continue':
       logging.log_first_n(
         logging.WARNING, '%s was made with another config:\n%s', 1, path, text
@@ -716,6 +691,14 @@ def _saved_at(checkpoint: pathlib.Path) -> float:
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
       return float(files.read_json(checkpoint / name)['time'])
   return 0.0
+
+
+def _identity(checkpoint: pathlib.Path) -> Any:
+  """Returns what differs for another checkpoint of the same name."""
+  with contextlib.suppress(OSError):
+    found = checkpoint.stat()
+    return str(checkpoint), found.st_ino, found.st_mtime_ns
+  return None
 
 
 def _foreign(where: str) -> pathlib.Path:

@@ -1,34 +1,29 @@
-"""Checkpoints on disk: which are there, whether they are whole, whose they are.
+"""Lists, verifies and locks the checkpoints of a directory.
 
 docs/reference/checkpoint_files.md describes the files. A directory STEP appears
 and goes in one rename, so it is complete whenever it is there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import errno
 import fcntl
-import io
 import json
 import os
 import pathlib
 import re
-import shlex
 import shutil
-import socket
-import stat
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any
 import zlib
 
 from absl import logging
 
 from jaxline import disk
 from jaxline import errors
-from jaxline.supervision import preemption
 
-FORMAT = 1
+FORMAT = 2
 RECORD = 'checkpoint.json'
 ARRAYS = 'arrays'
 _CHECKSUMS = 'checksums_{}.json'
@@ -45,21 +40,14 @@ _NEW = '.new'
 # Names that only this library and Orbax give; other names are the user's.
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # One name for each number.
-_PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
 _DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
 _DISCARD_SECS = 10.0  # After which the next start removes what is left.
-_T = TypeVar('_T')
 
 # What `lockf` raises on a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# What the use of JSON raises that is of another form than a save writes.
-MALFORMED = (
-  KeyError, TypeError, AttributeError, IndexError, OverflowError,
-  RecursionError,
-)  # fmt: skip
 
 
 class DamagedError(ValueError):
@@ -73,87 +61,28 @@ class GoneError(DamagedError):
   """A checkpoint was removed while it was read."""
 
 
-class RefusedError(DamagedError):
-  """A checkpoint is as it was written, but no save writes such a one."""
-
-
-class UnreadableError(OSError):
-  """A file could not be read, which says nothing of what it holds."""
+class RefusedError(errors.UsageError):
+  """A checkpoint is as it was written, but this program cannot restore it."""
 
 
 class ClaimedError(errors.UsageError):
   """Another process writes to the same directory."""
 
 
-def printable(text: Any) -> str:
-  """Returns a text whose control characters are escaped."""
-  # A terminal would obey those in a name that comes from a file.
-  return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
-
-
-@contextlib.contextmanager
-def well_formed() -> Iterator[None]:
-  """Refuses JSON that is as it was written, but not as a save writes it."""
-  try:
-    yield
-  except MALFORMED as e:
-    what = printable(f'{type(e).__name__}: {str(e)[:80]}')
-    raise RefusedError(f'no save writes such a file ({what})') from e
-
-
 @contextlib.contextmanager
 def reading(checkpoint: pathlib.Path) -> Iterator[None]:
-  """Says which checkpoint an error is about, and what to do."""
-  where = shlex.quote(str(checkpoint))
-  skip = f'Nothing was changed. To skip it: mv {where} {where}.bak'
+  """Names the checkpoint in an error of reading it."""
   try:
     yield
   except DamagedError as e:
-    if not os.path.lexists(checkpoint):
+    if not checkpoint.exists():
       raise GoneError(
         f'{checkpoint} was removed meanwhile: the run that writes there keeps'
         ' only as many as its config says. Try again.'
       ) from e
-    if isinstance(e, RefusedError):
-      raise RefusedError(f'{checkpoint} is refused: {e}. {skip}') from e
     raise DamagedError(f'{checkpoint} is damaged: {e}.') from e
-  except UnreadableError as e:
-    raise UnreadableError(
-      e.errno,
-      f'{checkpoint} could not be read: {e.strerror}. This may pass: start'
-      f' again. {skip}',
-    ) from e
-
-
-def retried(read: Callable[[], _T], name: str) -> _T:
-  """Calls a function, and three times more where it fails as may pass.
-
-  Args:
-    read: reads something.
-    name: of what it reads.
-
-  Returns:
-    What `read` returns.
-
-  Raises:
-    UnreadableError: it failed each time.
-    OSError: there is no such file.
-  """
-  pauses = iter(_PAUSES)
-  while True:
-    try:
-      return read()
-    except (*MISSING, UnreadableError):
-      raise
-    except OSError as e:
-      text = f'{name}: {e.strerror or e}'
-      pause = next(pauses, None)
-      if pause is None:
-        raise UnreadableError(
-          e.errno, f'{text} (tried {len(_PAUSES) + 1} times)'
-        ) from e
-      logging.warning('%s. Trying again in %.1f s.', text, pause)
-    time.sleep(pause)
+  except RefusedError as e:
+    raise RefusedError(f'{checkpoint} is refused: {e}.') from e
 
 
 def root(
@@ -179,7 +108,7 @@ def root(
 def names_in(folder: pathlib.Path) -> list[str]:
   """Returns the names in a directory; none where there is no directory."""
   try:
-    return retried(lambda: os.listdir(folder), str(folder))
+    return os.listdir(folder)
   except MISSING:
     return []
 
@@ -200,58 +129,19 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     f.write(json.dumps(value, indent=1).encode() + b'\n')
 
 
-def _refuse_irregular(name: str, mode: int) -> None:
-  # To open one could wait for ever, or leave the directory.
-  if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-    is_link = stat.S_ISLNK(mode)
-    raise RefusedError(
-      f'{printable(name)} is'
-      f' {"a symbolic link" if is_link else "a FIFO, a socket or a device"};'
-      ' expected only directories and regular files'
-    )
-
-
-def open_regular(path: pathlib.Path) -> io.FileIO:
-  """Opens a file for reading, unbuffered.
-
-  Raises:
-    RefusedError: it is a link, a FIFO or a device.
-    OSError: it cannot be opened.
-  """
-  _refuse_irregular(path.name, os.lstat(path).st_mode)
-  # In case it was replaced since: neither follows a link nor waits.
-  safe = os.O_NOFOLLOW | os.O_NONBLOCK
-  return io.FileIO(path, opener=lambda p, flags: os.open(p, flags | safe))
-
-
-def read_json(path: pathlib.Path, name: str | None = None) -> Any:
+def read_json(path: pathlib.Path) -> Any:
   """Reads a file.
-
-  Args:
-    path: the file.
-    name: what errors call it; None is its name without directories.
 
   Raises:
     DamagedError: it is not there, or is not JSON.
-    RefusedError: it is no regular file, or holds what no save writes.
-    UnreadableError: it cannot be read, which may pass.
+    OSError: it cannot be read.
   """
-  name = name or path.name
-
-  def read() -> bytes:
-    with open_regular(path) as f:
-      return f.read()
-
   try:
-    return json.loads(retried(read, name).decode())
-  except DamagedError:
-    raise
+    return json.loads(path.read_bytes().decode())
   except MISSING as e:
-    raise DamagedError(f'{name} cannot be read ({e.strerror})') from e
+    raise DamagedError(f'{path.name} cannot be read ({e.strerror})') from e
   except ValueError as e:
-    raise DamagedError(f'{name} is not JSON ({e})') from e
-  except RecursionError:
-    raise RefusedError(f'{name} is nested too deeply') from None
+    raise DamagedError(f'{path.name} is not JSON ({e})') from e
 
 
 def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
@@ -259,21 +149,18 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
 
   Raises:
     DamagedError: it is not there.
-    RefusedError: it is no record, or of another step than the directory's name.
-    UnreadableError: it cannot be read, which may pass.
-    errors.UsageError: a later version of this library wrote it.
+    RefusedError: it has another format, or is of another step than the
+      directory's name.
+    OSError: it cannot be read.
   """
   record = read_json(checkpoint / RECORD)
-  if not isinstance(record, dict) or type(record.get('format')) is not int:
-    raise RefusedError(f'{RECORD} is no record of a checkpoint')
-  if record['format'] > FORMAT:
-    raise errors.UsageError(
-      f'{checkpoint} has format {record["format"]}; this jaxline reads up to'
-      f' {FORMAT}. It was written by {record.get("versions")}: install that'
-      ' jaxline or a newer one.'
+  if (found := record.get('format')) != FORMAT:
+    raise RefusedError(
+      f'it has format {found}, and this jaxline reads format {FORMAT}. Use the'
+      ' jaxline that wrote it, or give this run another config.checkpoint_dir'
     )
-  step, name = record.get('step'), checkpoint.name
-  if re.fullmatch(_STEP, name) and step is not None and str(step) != name:
+  step, name = record['step'], checkpoint.name
+  if re.fullmatch(_STEP, name) and str(step) != name:
     raise RefusedError(
       f'its directory is named {name}, but {RECORD} says step {step}; rename'
       f' it to {step}'
@@ -281,38 +168,15 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
   return record
 
 
-def refuse_link(checkpoint: pathlib.Path) -> None:
-  """Raises RefusedError where a checkpoint is a link to another directory."""
-  with contextlib.suppress(*MISSING):
-    found = retried(lambda: os.lstat(checkpoint), str(checkpoint))
-    _refuse_irregular(checkpoint.name, found.st_mode)
-
-
-def regular_files(checkpoint: pathlib.Path) -> list[str]:
-  """Returns the relative names of all files that have checksums, sorted.
-
-  Raises:
-    RefusedError: there is a link, a FIFO or a device.
-  """
-
-  def fail(error: OSError) -> None:
-    if not isinstance(error, MISSING):
-      raise error
-
-  def scan() -> list[str]:
-    found = []
-    for folder, folders, names in os.walk(checkpoint, onerror=fail):
-      for path in (os.path.join(folder, name) for name in folders + names):
-        # Another process may be replacing its own files just now.
-        with contextlib.suppress(FileNotFoundError):
-          mode, name = os.lstat(path).st_mode, os.path.relpath(path, checkpoint)
-          _refuse_irregular(name, mode)
-          if stat.S_ISREG(mode) and not re.fullmatch(_UNCHECKED, name):
-            found.append(name)
-    return sorted(found)
-
-  refuse_link(checkpoint)
-  return retried(scan, checkpoint.name)
+def files_in(checkpoint: pathlib.Path) -> list[str]:
+  """Returns the relative names of all files that have checksums, sorted."""
+  found = []
+  for folder, _, names in os.walk(checkpoint):
+    for name in names:
+      relative = os.path.relpath(os.path.join(folder, name), checkpoint)
+      if not re.fullmatch(_UNCHECKED, relative):
+        found.append(relative)
+  return sorted(found)
 
 
 # Checksums.
@@ -326,7 +190,7 @@ def checksum(path: pathlib.Path, expected: int | None = None) -> list[int]:
     expected: its size; where it has another, it is not read, and the CRC is 0.
   """
   size = crc = 0
-  with open_regular(path) as f:
+  with open(path, 'rb', buffering=0) as f:
     found = os.fstat(f.fileno()).st_size
     if expected is not None and found != expected:
       return [found, 0]
@@ -347,7 +211,7 @@ def write_checksums(
     process: index of this process.
     processes: how many share the work.
   """
-  names = regular_files(checkpoint)[process::processes]
+  names = files_in(checkpoint)[process::processes]
   _write_sums(checkpoint, names, process, {'processes': processes, 'files': {}})
 
 
@@ -360,7 +224,7 @@ def complete_checksums(
     checkpoint: whose.
     names: of the files; None is all that have none.
   """
-  names = regular_files(checkpoint) if names is None else names
+  names = files_in(checkpoint) if names is None else names
   if missing := sorted({*names} - {*read_checksums(checkpoint)}):
     part = read_json(checkpoint / _CHECKSUMS.format(0))
     _write_sums(checkpoint, missing, 0, part)
@@ -388,7 +252,7 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   Raises:
     DamagedError: they are not there, or are not as written.
     RefusedError: they name a file that is not in the checkpoint.
-    UnreadableError: they cannot be read, which may pass.
+    OSError: they cannot be read.
   """
   sums: dict[str, list[int]] = {}
   process, processes = 0, 1
@@ -414,8 +278,7 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
 
 def size(checkpoint: pathlib.Path) -> int:
   """Returns the bytes of all files of a checkpoint."""
-  names = regular_files(checkpoint)
-  return sum((checkpoint / name).lstat().st_size for name in names)
+  return sum((checkpoint / x).lstat().st_size for x in files_in(checkpoint))
 
 
 def remove(checkpoint: pathlib.Path) -> None:
@@ -475,19 +338,6 @@ def clean(series: pathlib.Path) -> None:
       replace(series / step)
     elif re.fullmatch(_LEFTOVER, name):
       shutil.rmtree(series / name, ignore_errors=True)
-
-
-def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
-  """Moves a damaged checkpoint out of its series, and returns where to."""
-  damaged = checkpoint.parent.parent / 'damaged'
-  damaged.mkdir(exist_ok=True)
-  name = f'{checkpoint.parent.name}-{checkpoint.name}'
-  target, count = damaged / name, 1
-  while target.exists():
-    count += 1
-    target = damaged / f'{name}-{count}'
-  os.rename(checkpoint, target)
-  return target
 
 
 def link(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -557,15 +407,10 @@ _claimed: dict[pathlib.Path, int] = {}
 _claiming = threading.Lock()
 
 
-# How a claim ended, as its file says.
-STOPPED, FAILED = 'stopped', 'failed'
-
-
 class Claim:
   """The right to write something in a run's directory; one process has it.
 
-  It ends with the process, however that ends: the operating system keeps it.
-  Its file says how it ended, unless the process was killed.
+  It is a lock of the operating system, and so ends with the process.
   """
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
@@ -576,11 +421,11 @@ class Claim:
       what: 'train', 'eval', 'best'.
 
     Raises:
-      ClaimedError: it is taken; the message says by whom.
+      ClaimedError: it is taken.
     """
     folder = root(directory) / 'claims'
     folder.mkdir(parents=True, exist_ok=True)
-    self._path = (folder / f'{what}.json').resolve()
+    self._path = (folder / f'{what}.lock').resolve()
     with _claiming:
       try:
         self._fd: int | None = self._take()
@@ -589,70 +434,40 @@ class Claim:
         if what == 'best':  # It may be kept by one evaluation alone.
           key = "config.best_model_eval_metric = ''"
         raise ClaimedError(
-          f'{os.fspath(directory)} is in use: {self._owner()} has the right to'
-          f' write {what!r} there. Wait for its end, stop it, or give this run'
-          f' {key}.'
+          f'{os.fspath(directory)} is in use: another run writes {what!r}'
+          f' there. Wait for its end, stop it, or give this run {key}.'
         ) from None
 
   def __enter__(self) -> 'Claim':
     return self
 
-  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    end: str | None = STOPPED
-    if isinstance(error, errors.UsageError):
-      end = self._end_before  # A start that is refused has changed nothing.
-    elif error and not isinstance(error, preemption.Preempted):
-      end = FAILED
-    self.release(end)
+  def __exit__(self, *unused: Any) -> None:
+    self.release()
 
   def _take(self) -> int:
-    """Locks the file; raises BlockingIOError where another has locked it."""
-    # Before the file is opened: closing it, even after reading, would give the
-    # lock back that this process has on it.
-    if is_claimed_here(self._path):
+    """Locks the file; raises BlockingIOError where it is locked."""
+    # Before the file is opened: closing it would give the lock back that this
+    # process has on it.
+    if _claimed.get(self._path) == os.getpid():
       raise BlockingIOError
     fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-      try:
-        # Not flock: a worker process forked from this one would hold it on.
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except OSError as e:
+      # Not flock: a worker process forked from this one would hold it on.
+      fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+      if e.errno not in _NO_LOCKS:
+        os.close(fd)
         if e.errno == errno.EACCES:  # POSIX has two errors for a taken lock.
           raise BlockingIOError from e
-        if e.errno not in _NO_LOCKS:
-          raise
-        logging.warning(
-          '%s: the file system has no locks (%s), so nothing keeps a second run'
-          ' from writing in this directory. Start no other one there.',
-          self._path,
-          e.strerror,
-        )
-      self._end_before: str | None = FAILED
-      with contextlib.suppress(ValueError, *MALFORMED):
-        self._end_before = json.loads(os.pread(fd, 4096, 0))['end']
-      self._note = {
-        'host': socket.gethostname(),
-        'pid': os.getpid(),
-        'since': time.strftime('%Y-%m-%d %H:%M:%S %z'),
-        'end': None,  # That of a process that was killed.
-      }
-      os.ftruncate(fd, 0)
-      os.pwrite(fd, json.dumps(self._note).encode(), 0)
-    except BaseException:
-      os.close(fd)
-      raise
+        raise
+      logging.warning(
+        '%s: the file system has no locks (%s), so nothing keeps a second run'
+        ' from writing in this directory. Start no other one there.',
+        self._path,
+        e.strerror,
+      )
     _claimed[self._path] = os.getpid()
     return fd
-
-  def _owner(self) -> str:
-    if is_claimed_here(self._path):
-      return f'this very process ({os.getpid()} on {socket.gethostname()})'
-    try:
-      owner = json.loads(self._path.read_text(encoding='utf-8'))
-      host, pid, since = (owner[key] for key in ('host', 'pid', 'since'))
-      return f'process {pid} on {host}, since {since},'
-    except (OSError, ValueError, KeyError, TypeError):
-      return 'another process'
 
   def check(self) -> None:
     """Raises an error where the right is lost: another run may have begun.
@@ -662,8 +477,7 @@ class Claim:
     """
     assert self._fd is not None
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-      found = retried(self._path.stat, str(self._path))
-      if os.path.samestat(found, os.fstat(self._fd)):
+      if os.path.samestat(self._path.stat(), os.fstat(self._fd)):
         return
     raise FileNotFoundError(
       errno.ENOENT,
@@ -673,21 +487,12 @@ class Claim:
       str(self._path),
     )
 
-  def release(self, end: str | None = STOPPED) -> None:
-    """Gives the right back, and notes how it ended: `STOPPED` or `FAILED`."""
+  def release(self) -> None:
+    """Gives the right back."""
     # Closed before another thread may claim: the operating system takes at
     # any close of the file all locks that this process has on it.
     with _claiming:
       if self._fd is not None:
-        fd, self._fd = self._fd, None
-        try:
-          with contextlib.suppress(OSError):  # The disk may be full.
-            os.pwrite(fd, json.dumps(self._note | {'end': end}).encode(), 0)
-          os.close(fd)
-        finally:
-          _claimed.pop(self._path, None)
-
-
-def is_claimed_here(path: pathlib.Path) -> bool:
-  """Returns whether this process has a claim, and must not open its file."""
-  return _claimed.get(path.resolve()) == os.getpid()
+        os.close(self._fd)
+        self._fd = None
+        _claimed.pop(self._path, None)

@@ -2,12 +2,15 @@
 
 And the dictionary through which programs written against JAXline save and
 restore on their own. A snapshot that the program puts there starts the run; the
-snapshots that a run puts there are of the class `Published` and start no other.
+snapshots that a run puts there are of the class `Published` and start no other,
+unless it is a training of the same experiment (`Training`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import sys
 import threading
@@ -19,10 +22,49 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
+from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.compat import devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """What a run of this process trains: with another one, it is another run.
+
+  Attributes:
+    experiment: the experiment's class; None if a function constructs it. Two
+      classes of one name are one: a notebook runs its cells again.
+    config: the run's, as `base_config.recorded` returns it; None is any.
+  """
+
+  experiment: type | None
+  config: Mapping[str, Any] | None = None
+
+  @classmethod
+  def of(cls, constructor: Any, config: Any = None) -> 'Training':
+    """Returns that of what constructs the experiment, and a config."""
+    while isinstance(constructor, functools.partial):
+      constructor = constructor.func
+    experiment = constructor if isinstance(constructor, type) else None
+    return cls(experiment, config)
+
+  def changes(self, earlier: 'Training') -> list[str]:
+    """Returns a line for each difference; none if it is the same run."""
+    names = [
+      x and f'{x.__module__}:{x.__qualname__}'
+      for x in (earlier.experiment, self.experiment)
+    ]
+    if None not in names and names[0] != names[1]:
+      return [f'experiment: {names[0]} then, {names[1]} now']
+    if self.config is None or earlier.config is None:
+      return []
+    if self.config['on_config_change'] == 'continue':
+      return []
+    declared = base.Module.of(self.experiment or object)
+    changes = base_config.changes(earlier.config, self.config, declared)
+    return [f'config.{change}' for change in changes]
 
 
 class SnapshotNT(NamedTuple):
@@ -44,11 +86,21 @@ class Published(SnapshotNT):
   """
 
   _read: Callable[[], Any]
+  of: Training | None
 
-  def __new__(cls, id: int, read: Callable[[], Any]) -> 'Published':
-    """Makes a snapshot whose `pickle_nest` is what `read` returns."""
+  def __new__(
+    cls, id: int, read: Callable[[], Any], of: Training | None = None
+  ) -> 'Published':
+    """Makes a snapshot.
+
+    Args:
+      id: its number.
+      read: returns the `pickle_nest`.
+      of: the training that saved it; None if only its own checkpointer restores
+        it.
+    """
     self = super().__new__(cls, id, None)
-    self._read = read
+    self._read, self.of = read, of
     return self
 
   @functools.cached_property
@@ -166,8 +218,7 @@ def add_series(ckpt_series: str) -> CheckpointNT:
 
 def seed(ckpt_series: str) -> SnapshotNT | None:
   """Returns the snapshot that the program put in to start from, or None."""
-  history = _history(ckpt_series)
-  newest = history[-1] if history else None
+  newest = _newest(ckpt_series)
   return None if isinstance(newest, Published) else newest
 
 
@@ -185,6 +236,58 @@ def forget_published() -> None:
         lambda snapshot: not isinstance(snapshot, Published), newest_first
       )
       checkpoints[name] = series._replace(history=[*newer][::-1])
+
+
+class _Begun(NamedTuple):
+  training: Training
+  active: threading.local  # Another one in a dictionary that was emptied.
+
+
+# The trainings of this process by their directories.
+_begun: dict[pathlib.Path, _Begun] = {}
+
+
+def run_directory(
+  experiment_class: Any, config: Mapping[str, Any], begins: bool = True
+) -> str:
+  """Returns the directory of a run, so that each has one of its own.
+
+  It is that of the config. If there are checkpoints in it and this process has
+  trained something else there, or the program has emptied the dictionary since,
+  it is one below. What other processes have trained does not count. All
+  processes call it together.
+
+  Args:
+    experiment_class: constructs what is or was trained.
+    config: as `base_config.recorded` returns it.
+    begins: whether the run trains. One that does not and is of no training of
+      this process gets the directory itself.
+  """
+  training = Training.of(experiment_class, config)
+  active, seeded = add_series('latest').active, seed('latest') is not None
+  first = pathlib.Path(os.path.abspath(config['checkpoint_dir']))
+  name, why = '', list[str]()  # Each process has a path of its own to `first`.
+  for number in itertools.count(2):
+    place = first / name
+    begun, changes = _begun.get(place), []
+    if begun is not None:
+      changes = training.changes(begun.training)
+      if begun.active is not active and not seeded:
+        changes.append('utils.GLOBAL_CHECKPOINT_DICT was emptied')
+    if not (changes and files.steps(place / 'checkpoints' / 'latest')):
+      break
+    name, why = f'run_{number}', why or changes
+  if not begins and begun is None:
+    name = ''
+  place = first / distributed.of_chief(name)
+  if begins:
+    _begun[place] = _Begun(training, active)
+    if why and (begun is None or changes):
+      logging.warning(
+        '%s has the checkpoints of another run of this process (%s). This one'
+        ' begins anew in %s.', first, '; '.join(why), place,
+      )  # fmt: skip
+  return str(place)
 
 
 def step_of(snapshot: SnapshotNT) -> int:
@@ -261,6 +364,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
   _config: Any = None
   _mode = ''
   _records_config = False
+  _training: Training | None = None
 
   def __init__(
     self,
@@ -289,6 +393,25 @@ class InMemoryCheckpointer(base.FullCheckpointer):
       active.state = base.ExperimentState()
     return active.state
 
+  def begin_training(self, experiment_class: Any) -> None:
+    """Forgets the checkpoints of another training.
+
+    That is one of another class or, where the run's config is recorded, of
+    another config. A program that makes its checkpointer itself may train with
+    another config from the checkpoints so far, as with JAXline.
+    """
+    config = (
+      base_config.recorded(self._config) if self._records_config else None
+    )
+    self._training = Training.of(experiment_class, config)
+    newest = _newest('latest')
+    if isinstance(newest, Published) and newest.of is not None:
+      is_other = bool(self._training.changes(newest.of))
+    else:
+      is_other = self._records_config
+    if is_other:
+      forget_published()
+
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, as the newest checkpoint."""
     state = self.get_experiment_state(ckpt_series)
@@ -301,10 +424,11 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
       keep = base.num_to_keep(self._config, ckpt_series, module)
+    of = self._training or Training.of(type(module.live))
     with _lock:
       history = add_series(ckpt_series).history
       id_ = history[-1].id + 1 if history else 0
-      publish(ckpt_series, Published(id_, lambda: nest), keep)
+      publish(ckpt_series, Published(id_, lambda: nest, of), keep)
     logging.info('Saved checkpoint %d of series %s.', id_, ckpt_series)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -378,6 +502,11 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns at once: `save` has finished when it returns."""
+
+
+def _newest(ckpt_series: str) -> SnapshotNT | None:
+  history = _history(ckpt_series)
+  return history[-1] if history else None
 
 
 def _history(ckpt_series: str) -> list[SnapshotNT]:

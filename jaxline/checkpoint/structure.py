@@ -12,44 +12,33 @@ has imported, and checks that each is of the kind that the tag says. It calls no
 class that the structure names. The code that runs belongs to those types: the
 function that a type registered with JAX to build its nodes, and the hash of a
 dict's keys. `encode` and `decode` refuse types with a `__del__`, which would
-run with the fields that the file gives; subclasses of functools.partial, such
-as jax.tree_util.Partial; and callables in the auxiliary data of a node, which
-the function that builds the node could call. Earlier versions stored functions
-and classes as {"ref": "module:qualname"}; such a value cannot be restored.
+run with the fields that the file gives, and subclasses of functools.partial,
+such as jax.tree_util.Partial.
 
 An object that occurs twice is stored, and restored, as two.
 """
 
 import base64
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import contextlib
 import dataclasses
-import enum
 import functools
 import inspect
-import json
 import math
 import pickle
 import struct
 import sys
 import types
 from typing import Any, NamedTuple
-import zlib
 
 from absl import logging
 import jax
 from jax._src import tree_util
-from ml_collections import config_dict
 import numpy as np
 
+from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import files
-
-# The only factories of a defaultdict, since it calls them.
-_FACTORIES: dict[str | None, type | None] = {None: None} | {
-  f'builtins:{t.__name__}': t for t in (list, dict, set, int, float, str, tuple)
-}
-
 
 # The name of a JAX key path, such as 'params/linear/w'.
 name_of = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
@@ -76,12 +65,12 @@ def is_array(x: Any) -> bool:
   """Returns whether a value is an array, or a jax.ShapeDtypeStruct of one.
 
   Arrays are JAX arrays, typed PRNG keys, NumPy arrays and NumPy scalars; not
-  arrays of Python objects, nor subclasses of np.ndarray, which have more to
-  them (a mask, a file).
+  arrays of texts, dates or Python objects, nor subclasses of np.ndarray, which
+  have more to them (a mask, a file).
   """
-  if type(x) is np.ndarray:
-    return not x.dtype.hasobject
-  return isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.generic)
+  if type(x) is np.ndarray or isinstance(x, np.generic):
+    return arrays_lib.can_store(x)
+  return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def encode(tree: Any, name: str, *, allow_pickle: bool = False) -> 'Encoding':
@@ -130,39 +119,7 @@ def decode(
       pickled value that may not be unpickled, or names a type that is not
       imported or is not of the kind that it says.
   """
-  try:
-    return _Decoder(arrays, allow_pickle, on_host).walk(structure)
-  except RecursionError:
-    raise files.RefusedError(
-      'The structure in the checkpoint is nested too deeply to be restored'
-    ) from None
-
-
-def leaves(structure: Any, name: str) -> Iterator[tuple[str, str]]:
-  """Yields name and text of each leaf of a structure, but for arrays.
-
-  Nothing is unpickled, and no class need be there.
-
-  Args:
-    structure: of `encode`, perhaps by way of JSON.
-    name: the value's name; those of its leaves begin with it.
-  """
-  shown = enumerate(structure) if isinstance(structure, list) else ()
-  if isinstance(structure, dict):
-    ((tag, body),) = structure.items()
-    shown = _KINDS[tag].show(body) if tag in _KINDS else ()
-  if isinstance(shown, str):
-    if shown:
-      yield name, shown
-  elif parts := list(shown):
-    for part, inner in parts:
-      yield from leaves(inner, f'{name}/{part}')
-  else:
-    text = repr(structure)
-    # Another version's, or an integer that is too long to be read.
-    with contextlib.suppress(ValueError):
-      text = repr(decode(structure, {}))
-    yield name, text
+  return _Decoder(arrays, allow_pickle, on_host).walk(structure)
 
 
 # Names and texts.
@@ -219,8 +176,6 @@ _unbase64 = functools.partial(base64.b64decode, validate=True)
 
 # What recognises a class.
 
-_CONFIGS = (config_dict.ConfigDict, config_dict.FrozenConfigDict)
-
 
 def _is_a(base: type) -> Callable[[type], bool]:
   return lambda cls: issubclass(cls, base)
@@ -238,7 +193,8 @@ def _is_namedtuple(cls: type) -> bool:
 
 
 def _is_node(cls: type) -> bool:
-  if cls in (list, type(None)):  # JSON has them.
+  # JSON has the first two; the last would call what the file names.
+  if cls in (list, type(None), collections.defaultdict):
     return False
   return cls in tree_util._registry and _may_be_made(cls)
 
@@ -291,7 +247,6 @@ class Encoding:
     self.arrays: dict[str, Any] = {}
     self.refused: list[str] = []
     self._allow_pickle = allow_pickle
-    self._aux = 0  # How many auxiliary data are around.
 
   def walk(self, x: Any, name: str) -> Any:
     """Returns the structure of a value."""
@@ -328,8 +283,6 @@ class Encoding:
     return None
 
   def _address(self, x: Any) -> str:
-    if self._aux and callable(x):
-      raise _RefusedError('a callable in the data of a node')
     address = f'{type(x).__module__}:{type(x).__qualname__}'
     with contextlib.suppress(files.RefusedError):
       if _find(address) is type(x):
@@ -341,41 +294,11 @@ class Encoding:
   def items(self, xs: Iterable[Any], name: str) -> list[Any]:
     return [self.walk(x, f'{name}/{i}') for i, x in enumerate(xs)]
 
-  def set(self, x: Iterable[Any], name: str) -> list[Any]:
-    # The order of a set of strings differs from process to process.
-    return sorted(self.items(_ordered(x), name), key=json.dumps)
-
-  def ends(self, x: range | slice, name: str) -> list[Any]:
-    return self.items((x.start, x.stop, x.step), name)
-
   def pairs(self, x: Mapping[Any, Any], name: str) -> list[list[Any]]:
     # Walked in JAX's order, so that equal names are counted as in
     # `named_leaves`, whatever was inserted first.
     values = {key: self.walk(x[key], f'{name}/{key!s}') for key in _ordered(x)}
     return [[self.walk(key, f'{name}/keys/{key!s}'), values[key]] for key in x]
-
-  def defaultdict(self, x: Any, name: str) -> list[Any]:
-    for ref, factory in _FACTORIES.items():
-      if factory is x.default_factory:
-        return [ref and {'ref': ref}, self.pairs(x, name)]
-    why = f'not one of {[*_FACTORIES]}'
-    pickled = self._refuse(x.default_factory, f'{name}/default_factory', why)
-    return [pickled, self.pairs(x, name)]
-
-  def config(self, x: config_dict.ConfigDict, name: str) -> list[Any]:
-    frozen = isinstance(x, config_dict.FrozenConfigDict)
-    if frozen:
-      x = x.as_configdict()
-    options = [x.is_locked, x.is_type_safe, x.convert_dict, x.allow_dotted_keys]
-    return [frozen, options, self.pairs(dict(x.items()), name)]
-
-  def dtype(self, x: np.dtype, name: str) -> str:
-    # x.str keeps the byte order, but is '<V2' for bfloat16.
-    for dtype in (x.str, x.name):
-      with contextlib.suppress(TypeError):
-        if np.dtype(dtype) == x:
-          return dtype
-    raise _RefusedError
 
   def array(self, x: Any, name: str) -> str:
     if not is_array(x):
@@ -389,12 +312,6 @@ class Encoding:
     if not isinstance(impl, str):
       raise _RefusedError('keys of an unregistered implementation')
     return [self.array(jax.random.key_data(x), name), impl]
-
-  def enum(self, x: Any, name: str) -> list[str]:
-    address = self._address(x)
-    if type(x).__members__.get(x.name) is not x:
-      raise _RefusedError('no single member of its enum')
-    return [address, x.name]
 
   def fields(self, x: Any, name: str) -> list[Any]:
     address, fields = self._address(x), _field_names(type(x))
@@ -419,10 +336,7 @@ class Encoding:
     if aux is x:  # By jax.tree_util.register_static.
       raise _RefusedError('registered as static')
     parts = [self.walk(c, f'{name}/{name_of((k,))}') for k, c in children]
-    self._aux += 1
-    data = self.walk(aux, f'{name}/aux')
-    self._aux -= 1
-    return [address, parts, data]
+    return [address, parts, self.walk(aux, f'{name}/aux')]
 
 
 class _Decoder:
@@ -434,7 +348,6 @@ class _Decoder:
     self.arrays = arrays
     self._allow_pickle = allow_pickle
     self._on_host = on_host
-    self._aux = 0  # How many auxiliary data are around.
 
   def walk(self, structure: Any) -> Any:
     """Returns the value of a structure."""
@@ -467,11 +380,6 @@ class _Decoder:
         f'The checkpoint holds a {tag!r} of type {address!r}, but that is'
         f' none: the class has changed, or the file has'
       )
-    if self._aux and any('__call__' in vars(c) for c in cls.__mro__):
-      raise files.RefusedError(
-        f'The checkpoint holds a {address!r} in the data of a node; callables'
-        ' are not restored there'
-      )
     return cls
 
   # Each of these returns the value of a body.
@@ -482,28 +390,6 @@ class _Decoder:
   def pairs(self, pairs: list[Any]) -> dict[Any, Any]:
     return {self.walk(key): self.walk(value) for key, value in pairs}
 
-  def defaultdict(self, body: list[Any]) -> Any:
-    factory, pairs = body
-    if isinstance(factory, dict) and 'pickle' in factory:
-      found = self.walk(factory)
-    else:
-      found = _FACTORIES[factory and factory['ref']]
-    return collections.defaultdict(found, self.pairs(pairs))
-
-  def config(self, body: list[Any]) -> Any:
-    frozen, (locked, type_safe, convert, dotted), pairs = body
-    config = config_dict.ConfigDict(
-      self.pairs(pairs),
-      type_safe=type_safe,
-      convert_dict=convert,
-      allow_dotted_keys=dotted,
-    )
-    if locked:
-      config.lock()
-    if frozen:
-      return config_dict.FrozenConfigDict(config, type_safe=type_safe)
-    return config
-
   def jax_array(self, name: str) -> Any:
     x = self.arrays[name]
     return x if self._on_host else jax.numpy.asarray(x)
@@ -511,10 +397,6 @@ class _Decoder:
   def key(self, body: list[str]) -> jax.Array:
     name, impl = body
     return jax.random.wrap_key_data(self.arrays[name], impl=str(impl))
-
-  def enum(self, body: list[str]) -> Any:
-    address, name = body
-    return self._class(address, 'enum').__members__[name]
 
   def fields(self, body: list[Any], tag: str) -> Any:
     address, values = body
@@ -537,21 +419,10 @@ class _Decoder:
   def node(self, body: list[Any]) -> Any:
     address, children, aux = body
     cls = self._class(address, 'node')
-    children = self.items(children)
-    self._aux += 1
-    data = self.walk(aux)
-    self._aux -= 1
+    data, children = self.walk(aux), self.items(children)
     # Not with a PyTreeDef: its C++ code takes the data of a registered
     # dataclass for a tuple of the right length, and crashes where it is not.
     return tree_util._registry[cls].from_iter(data, tuple(children))
-
-  def ref(self, address: str) -> Any:
-    raise files.RefusedError(
-      f'The checkpoint refers to the function or class {str(address)[:80]!r},'
-      ' as earlier versions stored it; none is looked up by a name found in a'
-      ' file. Keep it out of the saved attributes, and begin anew from the'
-      ' arrays with config.restore_from and config.restore_rules'
-    )
 
   def pickle(self, body: list[str]) -> Any:
     name, data = body
@@ -571,21 +442,11 @@ class _Decoder:
 
 
 class _Kind(NamedTuple):
-  """A row of the table: how one kind of value is stored.
+  """A row of the table: how one kind of value is stored."""
 
-  Attributes:
-    of: the class of the values, which stands for no subclass of it, or a
-      function that recognises their class.
-    encode: (e: the encoding, x: a value, n: its name) -> body.
-    decode: (d: the decoder, b: a body) -> value.
-    show: what `leaves` makes of a body: a text, or name and structure of each
-      value in it; without any it shows the repr of the value.
-  """
-
-  of: Any
-  encode: Any
-  decode: Any
-  show: Callable[[Any], Any] = lambda body: ()
+  of: Any  # A class, not its subclasses; or a function that recognises one.
+  encode: Any  # (e: the encoding, x: a value, n: its name) -> body.
+  decode: Any  # (d: the decoder, b: a body) -> value.
 
 
 def _tag_of(cls: type) -> str | None:
@@ -596,9 +457,7 @@ def _tag_of(cls: type) -> str | None:
   return None
 
 
-_nothing = lambda x: ''  # No class; no text.
-_last = lambda b: iter(b[-1])
-_fields = lambda b: [('class', b[0]), *b[1].items()]
+_no_class = lambda cls: False
 
 # The JSON is {tag: body}. The first row that recognises a class counts.
 # fmt: off
@@ -612,39 +471,21 @@ _KINDS: dict[str, _Kind] = {
   'str': _Kind(str, lambda e, x, n: _base64(x.encode(errors='surrogatepass')),
                lambda d, b: _unbase64(b).decode(errors='surrogatepass')),
   'bytes': _Kind(bytes, lambda e, x, n: _base64(x), lambda d, b: _unbase64(b)),
-  'tuple': _Kind(tuple, Encoding.items, lambda d, b: tuple(d.items(b)),
-                 enumerate),
-  'set': _Kind(set, Encoding.set, lambda d, b: set(d.items(b)), enumerate),
-  'frozenset': _Kind(frozenset, Encoding.set,
-                     lambda d, b: frozenset(d.items(b)), enumerate),
-  'range': _Kind(range, Encoding.ends, lambda d, b: range(*d.items(b))),
-  'slice': _Kind(slice, Encoding.ends, lambda d, b: slice(*d.items(b))),
-  'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs, iter),  # [[key, value]]
-  'defaultdict': _Kind(collections.defaultdict, Encoding.defaultdict,
-                       _Decoder.defaultdict, _last),
-  'config': _Kind(lambda cls: cls in _CONFIGS, Encoding.config,
-                  _Decoder.config, _last),
-  'dtype': _Kind(_is_a(np.dtype), Encoding.dtype,
-                 lambda d, b: np.dtype(str(b))),
+  'tuple': _Kind(tuple, Encoding.items, lambda d, b: tuple(d.items(b))),
+  'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs),  # [[key, value]]
   # A copy where NumPy only looks into memory of JAX: experiments count in
   # their NumPy arrays in place.
   'numpy': _Kind(np.ndarray, Encoding.array,
-                 lambda d, b: np.require(d.arrays[b], requirements='W'),
-                 _nothing),
+                 lambda d, b: np.require(d.arrays[b], requirements='W')),
   'scalar': _Kind(_is_a(np.generic), Encoding.array,
-                  lambda d, b: np.asarray(d.arrays[b])[()], _nothing),
-  'jax': _Kind(_is_a(jax.Array), Encoding.array, _Decoder.jax_array, _nothing),
-  'key': _Kind(_nothing, Encoding.key, _Decoder.key, _nothing),
-  'enum': _Kind(_is_a(enum.Enum), Encoding.enum, _Decoder.enum,
-                lambda b: f'<enum {b}>'),  # Its module may not be there.
+                  lambda d, b: np.asarray(d.arrays[b])[()]),
+  'jax': _Kind(_is_a(jax.Array), Encoding.array, _Decoder.jax_array),
+  'key': _Kind(_no_class, Encoding.key, _Decoder.key),
   'namedtuple': _Kind(_is_namedtuple, Encoding.fields,
-                      lambda d, b: d.fields(b, 'namedtuple'), _fields),
-  'node': _Kind(_is_node, Encoding.node, _Decoder.node, lambda b: [
-    ('class', b[0]), *enumerate(b[1]), ('aux', b[2])]),
+                      lambda d, b: d.fields(b, 'namedtuple')),
+  'node': _Kind(_is_node, Encoding.node, _Decoder.node),
   'dataclass': _Kind(_is_dataclass, Encoding.fields,
-                     lambda d, b: d.fields(b, 'dataclass'), _fields),
-  'pickle': _Kind(_nothing, None, _Decoder.pickle, lambda b:
-                  f'<pickled, CRC {zlib.crc32(b[-1].encode()):08x}>'),
-  'ref': _Kind(_nothing, None, _Decoder.ref, lambda b: f'<ref {b}>'),
+                     lambda d, b: d.fields(b, 'dataclass')),
+  'pickle': _Kind(_no_class, None, _Decoder.pickle),
 }
 # fmt: on

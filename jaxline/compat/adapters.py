@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping
 import functools
 import importlib
 import inspect
+import os
+import pathlib
+import stat
+import sys
 from typing import Any
 
 from absl import logging
@@ -24,11 +28,19 @@ from jaxline.metrics import periodic
 from jaxline.metrics import writers
 
 
-def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
+def resolve_experiment_class(
+  config: config_dict.ConfigDict, *, is_recorded: bool = False
+) -> Any:
   """Returns the class that `config.experiment_class` names.
 
+  Args:
+    config: the run's.
+    is_recorded: whether the directory of a run names the class, and not the
+      user. It may be anybody's directory.
+
   Raises:
-    errors.UsageError: it names none, or none that can be imported.
+    errors.UsageError: it names none, or none that can be imported; or it is
+      recorded and no subclass of `AbstractExperiment`.
   """
   name = config.experiment_class
   module_name, separator, class_name = (name or '').partition(':')
@@ -38,6 +50,7 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
       " such as 'examples.lm.experiment:Experiment'. (`jaxline.load` and"
       ' `jaxline.evaluate` also take experiment_class=Class.)'
     )
+  _prefer_working_directory(module_name)
   try:
     module = importlib.import_module(module_name)
   except ModuleNotFoundError as e:
@@ -45,7 +58,8 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
     if e.name and module_name.startswith(e.name):
       raise errors.UsageError(
         f'config.experiment_class is {name!r}, but there is no module'
-        f' {e.name!r}. Is the working directory the repository?'
+        f' {e.name!r} in the working directory ({pathlib.Path.cwd()}), in the'
+        ' directories above it, or in sys.path.'
       ) from e
     raise
   if not hasattr(module, class_name):
@@ -54,7 +68,57 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
       f'config.experiment_class is {name!r}, but {module_name} has no'
       f' {class_name!r}; its classes are {classes}.'
     )
-  return getattr(module, class_name)
+  found = getattr(module, class_name)
+  if is_recorded and not (
+    isinstance(found, type)
+    and issubclass(found, experiment_lib.AbstractExperiment)
+  ):
+    raise errors.UsageError(
+      f'config.experiment_class in the directory of the run is {name!r};'
+      ' expected a subclass of experiment.AbstractExperiment. To use it all the'
+      ' same, override experiment_class with this name.'
+    )
+  return found
+
+
+def _prefer_working_directory(module: str) -> None:
+  """Lets a module be imported from the working directory or one above it.
+
+  The nearest directory that has the module is inserted into sys.path before the
+  installed packages, because dm-haiku installs a package `examples`. The
+  directory of the program and PYTHONPATH still come first.
+  """
+
+  def has_module(folder: pathlib.Path) -> bool:
+    path = folder.joinpath(*module.split('.'))
+    return os.path.isfile(f'{path}.py') or os.path.isfile(path / '__init__.py')
+
+  def is_installed(path: str) -> bool:
+    return bool(
+      {'site-packages', 'dist-packages'} & {*pathlib.Path(path).parts}
+    )
+
+  if module in sys.modules:
+    return
+  cwd = pathlib.Path.cwd()
+  # Anybody may write in directories like /tmp.
+  above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
+  folder = next(filter(has_module, [cwd, *above]), None)
+  if folder is None:
+    return
+  end = next((i for i, x in enumerate(sys.path) if is_installed(x)), None)
+  first = sys.path[:end]
+  if str(folder) not in first:
+    # Permanently: worker processes and imports inside functions need it, too.
+    sys.path[:end] = [*first, str(folder)]
+  top = module.partition('.')[0]
+  loaded = [*getattr(sys.modules.get(top), '__path__', ())]
+  if any(map(is_installed, loaded)) and not any(
+    has_module(pathlib.Path(x).parent) for x in loaded
+  ):
+    # The installed package of the same name was imported.
+    for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
+      del sys.modules[name]
 
 
 class _ForeignCheckpointer(base.FullCheckpointer):
@@ -104,8 +168,7 @@ class _ForeignWriter(writers.MetricWriter):
 
   def __init__(self, writer: Any):
     self._writer = writer
-    own = (f'write_{kind}' for kind in ('images', 'texts', 'histograms'))
-    for method in (*own, 'flush', 'close'):
+    for method in ('write_images', 'write_texts', 'flush', 'close'):
       if hasattr(writer, method):
         setattr(self, method, getattr(writer, method))
 
@@ -115,7 +178,7 @@ class _ForeignWriter(writers.MetricWriter):
     return getattr(self._writer, name)
 
   def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+    self, kind: str, global_step: Any, values: Mapping[str, Any]
   ) -> None:
     if kind == 'scalars':
       self._writer.write_scalars(global_step, values)
@@ -167,14 +230,10 @@ def full_experiment(experiment: Any) -> Any:
       gets what it lacks.
   """
   base_class = experiment_lib.AbstractExperiment
-  if issubclass(type(experiment), base_class):  # Of a mock, unlike isinstance.
+  if isinstance(experiment, base_class):
     return experiment
   for name, default in vars(base_class).items():
-    if isinstance(default, bool):  # A mock's attribute stands for no flag.
-      own = getattr(experiment, name, None)
-      if type(own) is not bool:
-        setattr(experiment, name, default)
-    elif (
+    if (
       not name.startswith(('__', '_abc'))
       # The loops say it where one of these is missing.
       and name not in base_class.__abstractmethods__
@@ -268,8 +327,6 @@ def construct(
     )
   else:
     return experiment
-  if not isinstance(config, Mapping | config_dict.ConfigDict):
-    return experiment  # A mock.
   defaults = base_config.recorded(base_config.get_base_config())
   values = base_config.recorded(config)
   for key in base_config.KEYS:

@@ -92,31 +92,17 @@ def _hooks_in_jax() -> Iterator[None]:
   Yields:
     Nothing.
   """
-  try:
-    # Private, hence looked for where it was last seen, in JAX 0.10 to 0.12.
-    from jax._src import core
-    from jax._src.lax import parallel
+  # Private, and the same in JAX 0.10 to 0.12.
+  from jax._src import core
+  from jax._src.lax import parallel
 
-    eval_trace: Any = core.EvalTrace
-    process_primitive = eval_trace.process_primitive
-    process_shard_map = eval_trace.process_shard_map
-    psum = parallel._psum
-    collectives = [
-      value for value in vars(parallel).values()
-      if isinstance(value, core.Primitive)
-    ]  # fmt: skip
-  except (AttributeError, ImportError) as e:
-    logging.warning(
-      'This JAX is too new to run pmap op by op (%s): the functions of pmaps '
-      'made from now on see vmap tracers, and those of older ones '
-      'shard_map tracers.',
-      e,
-    )
-    import chex
-
-    with chex.fake_pmap():
-      yield
-    return
+  eval_trace: Any = core.EvalTrace
+  process_primitive = eval_trace.process_primitive
+  process_shard_map = eval_trace.process_shard_map
+  collectives = [
+    value for value in vars(parallel).values()
+    if isinstance(value, core.Primitive)
+  ]  # fmt: skip
 
   def run_primitive(*args: Any, **kwargs: Any) -> Any:
     # An operation's own error then comes from its line. And thousands of
@@ -130,7 +116,7 @@ def _hooks_in_jax() -> Iterator[None]:
     for owner, name, fake in (
       (eval_trace, 'process_primitive', run_primitive),
       (eval_trace, 'process_shard_map', run_shard_map),
-      (parallel, '_psum', functools.partial(_psum, psum)),
+      (parallel, '_psum', functools.partial(_psum, parallel._psum)),
       *((p, 'impl', functools.partial(_impl, p.impl, p)) for p in collectives),
     ):
       stack.enter_context(mock.patch.object(owner, name, fake))

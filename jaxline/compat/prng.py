@@ -28,10 +28,10 @@ def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
 def stream_number(name: str) -> np.uint32:
   """Returns the number that stands for a name in `jax.random.fold_in`.
 
-  It depends on the name only. A small number would not do: the first keys that
-  `jax.random.split` returns are `fold_in` of 0, 1, ...
+  It depends on the name only, and is at least 2**31: `jax.random.split` returns
+  `fold_in` of 0, 1, ..., which must not be the key of a stream.
   """
-  return np.uint32(zlib.crc32(name.encode()))
+  return np.uint32(zlib.crc32(name.encode()) | 2**31)
 
 
 def stream(rng: jax.Array, name: str) -> jax.Array:

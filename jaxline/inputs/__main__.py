@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     help=what,
     description=what,
     epilog=f'What is checked. {promises}.',
-    usage='%(prog)s --config=FILE [--config.key=value ...] [OPTION ...]',
+    usage='%(prog)s --config=FILE | --jaxline_run=DIR [--config.key=value ...]'
+    ' [OPTION ...]',
     allow_abbrev=False,
   )
   sub.set_defaults(run=_show)

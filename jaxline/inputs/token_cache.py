@@ -7,7 +7,7 @@ not even that).
 
 All tokens of a corpus are one file, <cache_dir>/<key>.tokens. It is written
 under another name and renamed when it is complete; of several processes that
-make it, the last one's stays. Its parts, each of which begins at a multiple of
+make it, the first one's stays. Its parts, each of which begins at a multiple of
 8 bytes:
 
   tokens of 'train', then of 'eval'     uint16 or uint32 [N]
@@ -360,6 +360,10 @@ class Builder:
         self.run(file, root)
         file.flush()
         os.fsync(file.fileno())
+      # Another process may have been faster, and others have mapped its file,
+      # which on a network file system they would lose.
+      with contextlib.suppress(FileNotFoundError, _DamagedError):
+        return _open(path, self.tokenizer)
       part.replace(path)
     finally:
       part.unlink(missing_ok=True)

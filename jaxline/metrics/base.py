@@ -22,7 +22,7 @@ class Writer(Protocol):
 
 
 class MetricWriter(abc.ABC):
-  """A complete writer: scalars, images, texts, histograms.
+  """A complete writer: scalars, images, texts.
 
   `global_step` is an int, a numpy integer or an array whose elements are all
   the step (one copy per device). A writer is also a context manager that
@@ -59,23 +59,9 @@ class MetricWriter(abc.ABC):
     """Writes named plain texts of any number of lines, shown as they are."""
     self._write('texts', global_step, texts)
 
-  def write_histograms(
-    self, global_step: Any, arrays: Mapping[str, Any], num_buckets: int = 30
-  ) -> None:
-    """Writes the distribution of the values in named arrays.
-
-    Args:
-      global_step: the step they belong to.
-      arrays: real arrays of any shape. Values that are not finite are left out,
-        with a warning.
-      num_buckets: buckets of equal width between the least and the greatest
-        value.
-    """
-    self._write('histograms', global_step, arrays, num_buckets)
-
   @abc.abstractmethod
   def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+    self, kind: str, global_step: Any, values: Mapping[str, Any]
   ) -> None:
     """Writes what `write_<kind>` was called with."""
 
@@ -89,17 +75,6 @@ class MetricWriter(abc.ABC):
     Raises:
       OSError: a file cannot be rewritten; it stands as it was.
     """
-
-  def logged_steps(self) -> list[int]:
-    """Returns the steps that scalars were written of, ascending.
-
-    Also by earlier processes. A writer that keeps no records has none. It may
-    read all that was written, and blocks.
-
-    Raises:
-      OSError: a file cannot be read.
-    """
-    return []
 
   def flush(self) -> None:  # noqa: B027
     """Returns once everything written so far has reached the disk.
@@ -155,17 +130,17 @@ class Backend(MetricWriter):
     """Writes one record.
 
     Args:
-      kind: scalars, images, texts or histograms.
+      kind: scalars, images or texts.
       step: the step the values belong to.
-      values: by name; int or float, uint8 [B, H, W, C], str, or _Histogram.
+      values: by name; int or float, uint8 [B, H, W, C], or str.
     """
 
   def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+    self, kind: str, global_step: Any, values: Mapping[str, Any]
   ) -> None:
     record = Record.of(values)
     if record.converted is None:
-      record.converted = values_lib.CONVERSIONS[kind](values, *options)
+      record.converted = values_lib.CONVERSIONS[kind](values)
     if record.converted:
       # A copy: one backend may change it before the next one gets it.
       self._emit(kind, values_lib.to_step(global_step), dict(record.converted))

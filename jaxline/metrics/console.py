@@ -1,8 +1,8 @@
-"""What a run says on the terminal: lines of numbers, progress, both ends.
+"""Prints a run's progress: the start block, lines of numbers, the summary.
 
 A `Console` has three modes:
 
-  live   a few lines that are redrawn at the bottom of the terminal
+  live   a line at the bottom of the terminal, drawn again each second
   plain  a line at each interval, for a pipe, a file or a notebook
   off    a line at each interval in the log of absl, and nothing else
 
@@ -39,9 +39,8 @@ MODES = ('live', 'plain', 'off')
 # The most steps that a mean is over.
 _MAX_STEPS = 100
 _WIDTH = 120  # Of a plain line.
-_LIVE_SECS = 1.0  # How often the live lines get new numbers.
+_LIVE_SECS = 1.0  # How often the live line gets new numbers.
 _AFTER_LIVE_SECS = 10.0
-_FLAT = 0.005  # A relative change of the loss that is no trend.
 _MAX_TEXT_LINES = 20
 # How often to say that an evaluation waits, and after how long first.
 _WAIT_SECS = 60.0
@@ -109,9 +108,7 @@ class Console(periodic.Action):
       maxlen=_MAX_STEPS
     )
     self._means: dict[str, Any] = {}
-    self._losses: collections.deque[float] = collections.deque(maxlen=20)
     self._rate = 0.0
-    self._evaluated = ''  # The last evaluation.
     self._shown_save: int | None = None
     self._compiling: tuple[float, tuple[int, float, int]] | None = None
     self._live: live_lib.Live | None = None
@@ -128,7 +125,7 @@ class Console(periodic.Action):
     return cls(mode, origin)
 
   def say(self, text: str) -> None:
-    """Prints lines above the live ones; in the mode off, logs them."""
+    """Prints lines above the live one; in the mode off, logs them."""
     if self._is_silent:
       return
     if not self._is_shown:
@@ -194,7 +191,7 @@ class Console(periodic.Action):
     return self
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    """Ends the live lines, and prints the last block if the run has begun."""
+    """Ends the live line, and prints the last block if the run has begun."""
     self._end_live()
     if self._config is not None:
       self.say('\n'.join(self._last_block(error)))
@@ -209,10 +206,13 @@ class Console(periodic.Action):
       plural = 's' * (self._num_evaluated != 1)
       done = f'Evaluated {self._num_evaluated} checkpoint{plural}'
     else:
-      is_told = isinstance(error, preemption.Preempted)
-      how = 'Stopped' if is_told else 'Failed'
-      how = 'Trained to' if is_over else f'{how} at'
-      step = int(self._state.global_step)
+      step, how = int(self._state.global_step), 'Trained to'
+      if isinstance(error, preemption.Preempted):
+        is_over = error.is_over
+        if self._experiment.should_run_step(step, self._config):
+          how = 'Stopped at'
+      elif error is not None:
+        how = 'Failed at'
       if is_over and step == self._first_step:
         how = 'Nothing was left to train at'
       done = f'{how} {self._step_text(step)}'
@@ -329,27 +329,29 @@ class Console(periodic.Action):
     own = {name: numbers[name] for name in _FORMS if name in numbers}
     self._means = lines.means_of(list(self._window)) | own
     self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
-    if isinstance(loss := self._means.get('loss'), float):
-      self._losses.append(loss)
     if self._live is None:
       if self.mode == 'plain':
         self._window.clear()
         self.say(self._plain_line(step))
     elif not self._live.is_on and time.monotonic() > self._next_line:
-      # A debugger has ended the live lines, which have a shorter interval.
+      # A debugger has ended the live line, which has a shorter interval.
       self._next_line = time.monotonic() + _AFTER_LIVE_SECS
       self.say(self._plain_line(step))
 
   def _plain_line(self, step: int) -> str:
-    fields, rates = self._fields()
     before, self._shown_save = self._shown_save, self._saved
     is_new = self._shown_save != before
     notes = [f'saved {self._shown_save}'] if is_new else []
-    parts = [(0, self._step_text(step)), *((0, x) for x in fields[:1])]
+    notes = [*self._eta(step), *notes]
+    return self._line(self._step_text(step), notes, _WIDTH)
+
+  def _line(self, head: str, notes: list[str], width: int) -> str:
+    fields, rates = self._fields()
+    parts = [(0, x) for x in [head, *fields[:1]]]
     parts += [(2, x) for x in fields[1:]]
-    parts += [(1, x) for x in [*rates[:1], *self._eta(step), *notes]]
+    parts += [(1, x) for x in [*rates[:1], *notes]]
     parts += [(3, x) for x in rates[1:]]
-    return lines.fit(parts, _WIDTH)
+    return lines.fit(parts, width)
 
   def _fields(self) -> tuple[list[str], list[str]]:
     """Returns the scalars of training, the loss first; and the rates."""
@@ -393,7 +395,6 @@ class Console(periodic.Action):
     self._num_evaluated += 1
     fields = lines.shown(writers.to_scalars(scalars))
     line = [f'{log} step {step}', *fields]
-    self._evaluated = ': '.join([str(step), *fields[:1]])
     if self._is_shown:
       self.say(lines.fit(list(enumerate(line)), _WIDTH))
     else:
@@ -435,37 +436,15 @@ class Console(periodic.Action):
     if self._is_shown and isinstance(writer, writers.AsyncWriter):
       writer.add(_TextWriter(self, mode))
 
-  # The live lines.
-
   def _draw(self, width: int) -> str:
-    """Returns the lines at the bottom of the terminal."""
-    step, steps = int(self._state.global_step), self._config.training_steps
-    fields, rates = self._fields()
-    if len(self._losses) > 1 and fields:
-      first, last = self._losses[0], self._losses[-1]
-      change = (last - first) / (abs(first) or 1.0)
-      arrow = '\u2193' if change < 0 else '\u2191'
-      fields[0] += ' \u2192' if abs(change) < _FLAT else f' {arrow}'
-    doing = [self.activity] if self.activity else self._eta(step)
-    notes = [] if self._saved is None else [f'saved {self._saved}']
-    notes += [f'eval {self._evaluated}'] if self._evaluated else []
-    top = [self._step_text(step), *doing, *rates[:2]]
-    shown = [
-      lines.cut('  '.join(texts), width - 1)
-      for texts in (top, fields, [*rates[2:], *notes])
-      if texts
-    ]
-    room = min(40, width - 3 - len(shown[0]))
-    if steps and room >= 8:
-      done = min(room, room * step // steps)
-      bar = _painted(done * '━', 32) + _painted((room - done) * '─', 90)
-      shown[0] = '  '.join([_painted(top[0], 1), bar, *top[1:]])
-    return '\n'.join(shown)
-
-
-def _painted(text: str, code: int) -> str:
-  """Returns text in a color of the terminal, unless the user wants none."""
-  return text if os.environ.get('NO_COLOR') else f'\x1b[{code}m{text}\x1b[0m'
+    """Returns the line at the bottom of the terminal."""
+    step = int(self._state.global_step)
+    head, notes = self._step_text(step), self._eta(step)
+    if self.activity:
+      head, notes = f'{head}, {self.activity}', []
+    if self._saved is not None:
+      notes.append(f'saved {self._saved}')
+    return lines.cut(self._line(head, notes, width - 1), width - 1)
 
 
 class _TextWriter(writers.Backend):

@@ -1,14 +1,13 @@
 """Files that processes append records to, and that a resumed run rewrites."""
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import errno
 import os
 import pathlib
 import shutil
 import stat
-import types
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from jaxline import disk
 from jaxline.metrics import base
@@ -20,12 +19,10 @@ class Piece(NamedTuple):
   Attributes:
     data: what is to stand there, where it is not voided.
     step: a resume at an earlier step voids the piece; None: no resume does.
-    scalars: those of a whole record of scalars.
   """
 
   data: bytes
   step: float | None = None
-  scalars: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class FileBackend(base.Backend):
@@ -89,16 +86,6 @@ class FileBackend(base.Backend):
       path = pathlib.Path(os.path.abspath(self.path))
       self._error = disk.failed_write(error, path)
       raise self._error from None
-
-  def _pieces(self) -> Iterator[Piece]:
-    """Yields the pieces of all files."""
-    for path in self._paths():
-      with open(path, 'rb') as file:
-        yield from self._read(file)
-
-  def logged_steps(self) -> list[int]:
-    steps: set[Any] = {piece.step for piece in self._pieces() if piece.scalars}
-    return sorted(steps)
 
   def resume(self, step: int) -> None:
     for path in self._paths():

@@ -17,13 +17,12 @@ class JsonlWriter(files.FileBackend):
   `{"step": 10, "time": 1700000000.5, "kind": "scalars", "loss": 2.5,
   "kl/total": 0.1}`
 
-  - `kind` is scalars, texts, images or histograms. A scalar that has one of the
+  - `kind` is scalars, texts or images. A scalar that has one of the
     first three names is written as `scalars/step` and so on.
   - Ints are exact, floats round-trip. JSON has no NaN: the strings "NaN",
     "Infinity" and "-Infinity" stand for them, which Python's `float` and
     pandas' `astype(float)` read.
-  - Images are recorded by their shape, [B, H, W, C]; a histogram by
-    `<name>/count`, `/nonfinite`, `/min`, `/mean` and `/max`.
+  - Images are recorded by their shape, [B, H, W, C].
   - A crash can leave a last line that is cut short. A new writer begins on a
     line of its own, so a reader loses that line and no other.
   - `resume` takes out the records of later steps, and a last line that is cut
@@ -53,8 +52,10 @@ class JsonlWriter(files.FileBackend):
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     record = {'step': step, 'time': self._time_fn(), 'kind': kind}
-    for name, value in values_lib.summarize(kind, values).items():
+    for name, value in values.items():
       key = f'{kind}/{name}' if name in KEYS else name
+      if kind == 'images':
+        value = list(value.shape)
       record[key] = _to_json_value(value)
     line = json.dumps(record, allow_nan=False).encode('ascii') + b'\n'
     if not self._has_begun and _ends_within_a_line(self.path):
@@ -79,9 +80,7 @@ class JsonlWriter(files.FileBackend):
       step = record.get('step', None if is_whole else math.inf)
       # A record may lack no more than the end of its line.
       data = line if is_whole else line + b'\n'
-      yield files.Piece(
-        data, step, record if record.get('kind') == 'scalars' else {}
-      )
+      yield files.Piece(data, step)
 
 
 KEYS = frozenset({'step', 'time', 'kind'})

@@ -1,11 +1,8 @@
-"""Lines that stay at the bottom of a terminal while others are printed.
+"""A line that stays at the bottom of a terminal while others are printed.
 
-What Python code writes to stdout or stderr meanwhile appears above the lines.
-The cursor stays above them too: what C++ code or another process writes is not
-erased, but the end of a drawn line may follow its second line. The cursor is
-never hidden and no mode of the terminal is changed, so that nothing needs to be
-restored, however the process ends. (rich.live does both, and erases what it did
-not write itself.)
+What Python code writes to stdout or stderr meanwhile appears above it. The
+cursor is never hidden and no mode of the terminal is changed, so that nothing
+needs to be restored, however the process ends.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 class Live:
-  """Draws lines again and again, on a thread of its own.
+  """Draws a line again and again, on a thread of its own.
 
   A debugger ends it: both would write to one terminal. Nothing is drawn while
   the process is in the background, where a shell writes to the terminal.
@@ -43,23 +40,22 @@ class Live:
     """Draws nothing before `start`.
 
     Args:
-      draw: gets the width of the terminal; returns the lines, none of which is
-        wider.
+      draw: gets the width of the terminal; returns a line that is not wider.
     """
     self._draw = draw
     self._lock = threading.RLock()
     self._is_started = False
     self._pid = 0  # Of the process that draws.
     self._is_drawing = False
-    self._lines: list[str] = []
-    self._columns = 0  # That the lines are for.
+    self._line = ''
+    self._columns = 80
     self._partial = ''  # A line that the program has not ended.
     self._stopped = threading.Event()
     self._stack = contextlib.ExitStack()
 
   @property
   def is_on(self) -> bool:
-    """Whether the lines are drawn."""
+    """Whether the line is drawn."""
     with contextlib.suppress(OSError, ValueError):  # A terminal of no shell.
       if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
         return False
@@ -89,7 +85,7 @@ class Live:
 
   def _set(self, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until the end, unless somebody replaces it since."""
-    # A stream may take no attributes: it writes past the lines, as C++ code.
+    # A stream may take no attributes: it writes over the line, as C++ code.
     with contextlib.suppress(AttributeError, TypeError):
       old = getattr(owner, name)
       setattr(owner, name, value)
@@ -100,12 +96,12 @@ class Live:
           setattr(owner, name, old)
 
   def stop(self) -> None:
-    """Removes the lines and gives everything back; may be called twice."""
-    # A forked worker has no lines; at the fork, the thread may have the lock.
+    """Removes the line and gives everything back; may be called twice."""
+    # A forked worker has no line; at the fork, the thread may have the lock.
     if os.getpid() != self._pid:
       return
     with self._lock:
-      text, self._partial, self._lines = self._partial, '', []
+      text, self._partial, self._line = self._partial, '', ''
       self._put(text)
       self._is_started = False
       self._stack.close()
@@ -121,9 +117,9 @@ class Live:
         os.write(self._out.fileno(), b'\x1b[J')
 
   def _write_above(self, write: Callable[[str], int], text: str) -> int:
-    """Writes above the lines, or by `write` where nothing is drawn.
+    """Writes above the line, or by `write` where nothing is drawn.
 
-    A line appears among those that stay once it is ended.
+    What the program has not ended, such as a progress bar, takes its place.
     """
     if os.getpid() != self._pid:  # See `stop`.
       return write(text)
@@ -140,38 +136,28 @@ class Live:
   def _run(self) -> None:
     try:
       while not self._stopped.is_set():
-        columns, _ = self._size()
-        lines = self._draw(columns).split('\n')
+        # An OSError: there is no terminal any more.
+        columns = os.get_terminal_size(self._out.fileno()).columns or 80
+        line = self._draw(columns)
         with self._lock:
-          self._columns, self._lines = columns, lines
-          self._put('')  # Also the same lines: others may write over them.
+          self._line, self._columns = line, columns
+          self._put('')  # Also the same line: others may write over it.
         self._stopped.wait(_REFRESH_SECS)
     except OSError:
       pass
     finally:
       self.stop()
 
-  def _size(self) -> tuple[int, int]:
-    # An OSError: there is no terminal any more.
-    columns, rows = os.get_terminal_size(self._out.fileno())
-    return columns or 80, rows or 24
-
   def _put(self, text: str) -> None:
-    """Removes what is drawn, writes text, and draws the lines below it."""
+    """Removes what is drawn, writes text, and draws the line below it."""
     if not self._is_started:
       return
     encoding = self._out.encoding or 'utf-8'
     try:
       if self.is_on:
-        text = f'\x1b[J{text}'
-        columns, rows = self._size()
-        partial = self._partial.strip('\r')[: columns - 1]
-        # Not all rows: tmux keeps what is cleared from the first one on.
-        shown = [x for x in (partial, *self._lines) if x][: max(0, rows - 2)]
-        if shown and columns == self._columns:  # Else they may be too wide.
-          # Room below, which may scroll; back; and what keeps the cursor.
-          text += '\x1bD' * len(shown) + f'\x1b[{len(shown)}A\x1b7\n'
-          text += '\n'.join(shown) + '\x1b8'
+        partial = self._partial.strip('\r')[: self._columns - 1]
+        shown = partial or self._line
+        text = f'\x1b[J{text}{shown}\r'
       self._is_drawing = True
       self._write(text.encode(encoding, 'replace').decode(encoding))
       self._out.flush()

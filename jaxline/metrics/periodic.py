@@ -8,7 +8,6 @@ import functools
 import math
 from typing import Any
 
-from absl import logging
 import jax
 
 from jaxline import async_lib
@@ -16,8 +15,7 @@ from jaxline.metrics import values as values_lib
 
 # Records of log_all_data that wait for the action to be due.
 _MAX_KEPT = 512
-# Records that wait for a function slower than its interval. They also wait for
-# a disk that does not answer.
+# Records that wait for a slow function or disk before the loop waits as well.
 _MAX_PENDING = 8192
 
 # A step and its scalars.
@@ -110,7 +108,6 @@ class PeriodicAction(Action):
         f"{interval_type!r}; growth ratios need 'steps', and are positive."
       )
     self._fn = fn
-    self._name = async_lib.function_name(fn)
     self._by_steps = interval_type == 'steps'
     off = interval is None or interval < 0
     self._every = None if off else interval or 1  # Every step is what 0 means.
@@ -118,7 +115,7 @@ class PeriodicAction(Action):
     self._end_step = end_step_to_action
     self._growth_ratios = ratios
     if run_async and executor is None:
-      executor = async_lib.SerialExecutor(self._name)
+      executor = async_lib.SerialExecutor(async_lib.function_name(fn))
     self._executor = executor if run_async else None
     can_be_due = not off or ratios or end_step_to_action is not None
     self._keeps = bool(can_be_due and (log_all_data or keep_last is not None))
@@ -128,7 +125,6 @@ class PeriodicAction(Action):
     # Each of the two is written by one thread only, so no lock is needed.
     self._num_queued = 0
     self._num_done = 0
-    self._num_dropped = 0
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
 
@@ -166,14 +162,6 @@ class PeriodicAction(Action):
     self._hand_on()
     if self._executor is not None:
       self._executor.wait()
-    if self._num_dropped:
-      logging.warning(
-        'Periodic action %s lost %d records in all: it was slower than its '
-        'interval.',
-        self._name,
-        self._num_dropped,
-      )
-      self._num_dropped = 0
 
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
@@ -242,20 +230,10 @@ class PeriodicAction(Action):
       self._apply(records, steps_per_sec)
       return
     pending = self._num_queued - self._num_done
-    if not pending or pending + len(records) <= _MAX_PENDING:
-      self._num_queued += len(records)
-      self._executor.put(functools.partial(self._apply, records, steps_per_sec))
-      return
-    if not self._num_dropped:
-      logging.warning(
-        'Periodic action %s is slower than its interval: %d records wait '
-        'for it, so that the one of step %d and possibly more are lost. '
-        'Give it a longer interval or a faster function.',
-        self._name,
-        pending,
-        records[-1][0],
-      )
-    self._num_dropped += len(records)
+    if pending and pending + len(records) > _MAX_PENDING:
+      self._executor.wait()
+    self._num_queued += len(records)
+    self._executor.put(functools.partial(self._apply, records, steps_per_sec))
 
   def _apply(self, records: list[_Record], steps_per_sec: float | None) -> None:
     """Fetches the records' scalars and calls the function on each."""

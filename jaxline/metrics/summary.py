@@ -229,36 +229,51 @@ def _next_commands(
       'Go on': f'jaxline.fit(..., overrides={changes})',
       'Evaluate': f'jaxline.evaluate({changes["checkpoint_dir"]!r}{argument})',
     }
-  given = [f'--config.{key}={value}' for key, value in changes.items()]
-  go_on = _without(origin.command, *(f'config.{key}' for key in changes))
-  own = ('checkpoint_dir', 'one_off_evaluate', 'eval_steps')
-  look = _without(origin.command, 'jaxline_mode', *(f'config.{k}' for k in own))
+  where, *others = (f'--config.{key}={x}' for key, x in changes.items())
+  run = [where]
+  names = {arg.partition('=')[0].lstrip('-') for arg in origin.command}
+  record = pathlib.Path(config.checkpoint_dir) / 'config.json'
+  go_on: Sequence[str]
+  look: Sequence[str]
+  if jax.process_count() > 1:
+    # Each process knows its own command, and not that of the launcher.
+    go_on = look = ('the', 'same', 'command', 'with')
+  # A program may make the config's flag from flags of its own.
+  elif names & {'config', 'jaxline_run'} and record.is_file():
+    go_on = look = _without(origin.command, 'config', 'jaxline_run')
+    run = [f'--jaxline_run={changes["checkpoint_dir"]}']
+    if config.checkpoint_allow_pickle:  # It is not taken from the directory.
+      run.append('--config.checkpoint_allow_pickle')
+  else:
+    go_on = _without(origin.command, *(f'config.{key}' for key in changes))
+    own = ('checkpoint_dir', 'one_off_evaluate', 'eval_steps')
+    look = _without(origin.command, *(f'config.{key}' for key in own))
   # The base class has one, which only says that there is none.
   if experiment.decode.__module__ != 'jaxline.experiment':
     name, flags = 'Decode', ['--jaxline_mode=decode']
   else:
     name = 'Evaluate'
     flags = ['--jaxline_mode=eval', '--config.one_off_evaluate']
-  if jax.process_count() > 1:
-    # Each process knows its own command, and not that of the launcher.
-    go_on = look = ('the', 'same', 'command', 'with')
   return {
-    'Go on': shlex.join([*go_on, *given]),
-    name: shlex.join([*look, given[0], *flags]),
+    'Go on': shlex.join([*go_on, *run, *others]),
+    name: shlex.join([*_without(look, 'jaxline_mode'), *run, *flags]),
   }
 
 
 def _without(args: Sequence[str], *flags: str) -> tuple[str, ...]:
-  """Returns a command's arguments without flags, `--flag=x` or `--flag x`."""
-  starts = ('-', '--', '-no', '--no')  # The latter of booleans.
-  names = [f'{start}{flag}' for flag in flags for start in starts]
+  """Returns arguments without `--flag=x`, `--flag x` and `--flag.key=x`."""
   kept, skips = [], False
   for arg in args:
     name, equals, _ = arg.partition('=')
     is_value, skips = skips and not arg.startswith('-'), False
     if is_value:
       continue
-    if name in names:
+    bare = name.lstrip('-')
+    if arg.startswith('-') and any(
+      f'{x}.'.startswith(f'{flag}.')
+      for x in (bare, bare.removeprefix('no'))  # --noflag, of a boolean.
+      for flag in flags
+    ):
       skips = not equals
     else:
       kept.append(arg)

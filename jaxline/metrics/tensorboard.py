@@ -5,10 +5,7 @@ not used: it writes on a thread of its own, where an error is lost.
 """
 
 from collections.abc import Callable, Iterator
-import json
-import math
 import os
-import pathlib
 import re
 import socket
 import struct
@@ -17,10 +14,8 @@ from typing import Any, BinaryIO
 import uuid
 import zlib
 
-import jax
 import numpy as np
 
-from jaxline import disk
 from jaxline.metrics import files
 
 
@@ -98,14 +93,8 @@ class TensorBoardWriter(files.FileBackend):
         event = event_pb2.Event.FromString(data)
       except message.DecodeError:
         event = event_pb2.Event()
-      is_whole = checksum == _checksum(data)  # Else it may say any step.
-      scalars = {
-        value.tag: value.simple_value
-        for value in event.summary.value
-        if is_whole and value.HasField('simple_value')
-      }
       step = event.step if event.HasField('summary') else None
-      yield files.Piece(header + data + checksum, step, scalars)
+      yield files.Piece(header + data + checksum, step)
 
   def resume(self, step: int) -> None:
     super().resume(step)
@@ -113,83 +102,6 @@ class TensorBoardWriter(files.FileBackend):
     # start of the run and hides nothing.
     for _ in range(2):
       self._append_event(step=step + 1, session_log={'status': 'START'})
-
-
-class SessionWriter(TensorBoardWriter):
-  """Writes what the tab HPARAMS shows of a run: its evaluations, and the best.
-
-  The scalars are copies: the tab finds values only in the directory of
-  `write_hparams` and below it.
-  """
-
-  def __init__(self, directory: pathlib.Path, config: Any) -> None:
-    """Opens a new event file in the directory of `write_hparams`."""
-    super().__init__(directory)
-    self._metric = config.best_model_eval_metric
-    is_greatest = config.best_model_eval_metric_higher_is_better
-    self._sign = 1 if is_greatest else -1
-    self._best: float | None = None
-
-  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    if kind != 'scalars':
-      return
-    shown = {f'eval/{name}': value for name, value in values.items()}
-    if self._metric in values:
-      value, tag = self._sign * values[self._metric], f'best/{self._metric}'
-      if self._best is None:
-        logged = (x.scalars[tag] for x in self._pieces() if tag in x.scalars)
-        self._best = max((self._sign * x for x in logged), default=-math.inf)
-      if value > self._best:
-        self._best = value
-        shown[tag] = values[self._metric]
-    super()._emit('scalars', step, shown)
-
-  def logged_steps(self) -> list[int]:
-    return []  # The original is another log.
-
-
-def write_hparams(directory: pathlib.Path, config: Any) -> None:
-  """Writes a run's config for TensorBoard's tab HPARAMS.
-
-  A run that is resumed stays one session: the file is replaced, or stays as it
-  is where the config is the same. There is no record of the session's end,
-  which would have to be taken back on resume.
-
-  Args:
-    directory: of the session. Not the run's, of which TensorBoard may be asked
-      to show nothing else: then it finds no values in the directories below.
-    config: the run's. Numbers, bools and texts in it become parameters, except
-      the run's directory.
-
-  Raises:
-    OSError: the file cannot be written.
-  """
-  from tensorboardX.proto import plugin_hparams_pb2
-
-  data = plugin_hparams_pb2.HParamsPluginData()
-  leaves = jax.tree_util.tree_leaves_with_path(
-    json.loads(config.to_json_best_effort())
-  )
-  for keys, value in leaves:
-    name = jax.tree_util.keystr(keys, simple=True, separator='.')
-    if name != 'checkpoint_dir':
-      kind = {bool: 'bool', str: 'string'}.get(type(value), 'number')
-      setattr(data.session_start_info.hparams[name], f'{kind}_value', value)
-  content = data.SerializeToString(deterministic=True)
-  path = directory / 'events.out.tfevents.0000000000.hparams'
-  if path.exists() and content in path.read_bytes():
-    return
-  directory.mkdir(parents=True, exist_ok=True)
-  value = {
-    'tag': '_hparams_/session_start_info',
-    'metadata': {'plugin_data': {'plugin_name': 'hparams', 'content': content}},
-    'tensor': {'dtype': 'DT_FLOAT', 'tensor_shape': {'dim': [{'size': 0}]}},
-  }
-  now = time.time()
-  with disk.replacing(path, directory / '.hparams.tmp') as file:
-    file.write(_record(now, file_version='brain.Event:2'))
-    # No resume voids this step.
-    file.write(_record(now, step=-1, summary={'value': [value]}))
 
 
 def _event_files(directory: str) -> list[str]:
@@ -218,24 +130,16 @@ def _summary(kind: str, value: Any) -> dict[str, Any]:
   """Returns the fields of a summary, for the plugin that shows such values."""
   if kind == 'scalars':
     return {'simple_value': value}
-  if kind == 'histograms':
-    # One row per bucket: left edge, right edge, count.
-    edges = value.edges
-    rows = np.stack([edges[:-1], edges[1:], value.counts], axis=1)
-    content = rows.astype('<f8').tobytes()
-    tensor = {'dtype': 'DT_DOUBLE', 'tensor_content': content}
-    plugin, shape = 'histograms', rows.shape
-  elif kind == 'images':
+  if kind == 'images':
     _, height, width, _ = value.shape
     strings = [b'%d' % width, b'%d' % height, *map(_to_png, value)]
     tensor = {'dtype': 'DT_STRING', 'string_val': strings}
-    plugin, shape = 'images', (len(strings),)
+    plugin, dims = 'images', [{'size': len(strings)}]
   else:
     # Four spaces make it a code block in Markdown, whatever it contains.
     block = '\n'.join('    ' + line for line in value.split('\n'))
     tensor = {'dtype': 'DT_STRING', 'string_val': [block.encode('utf-8')]}
-    plugin, shape = 'text', ()
-  dims = [{'size': size} for size in shape]
+    plugin, dims = 'text', []
   return {
     'metadata': {'plugin_data': {'plugin_name': plugin}},
     'tensor': {**tensor, 'tensor_shape': {'dim': dims}},

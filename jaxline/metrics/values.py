@@ -1,11 +1,11 @@
 """From what users hand over to what backends write: numbers, pixels, text.
 
-Shapes: B images, H rows, W columns, C channels, K buckets.
+Shapes: B images, H rows, W columns, C channels.
 """
 
 from collections.abc import Callable, Mapping
 import numbers
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import logging
 import jax
@@ -182,60 +182,8 @@ def _to_texts(texts: Mapping[str, str]) -> dict[str, str]:
   }
 
 
-class Histogram(NamedTuple):
-  """The values of an array by buckets of equal width, and in figures."""
-
-  counts: np.ndarray  # [K]
-  edges: np.ndarray  # [K + 1]
-  stats: dict[str, int | float]
-
-
-def _to_histograms(
-  arrays: Mapping[str, Any], num_buckets: int
-) -> dict[str, Histogram]:
-  histograms = {}
-  for name, array in arrays.items():
-    values = np.asarray(array).astype(np.float64).reshape(-1)
-    finite = values[np.isfinite(values)]
-    nonfinite = values.size - finite.size
-    if nonfinite:
-      warn_once(
-        ('histogram', str(name)),
-        'Histogram "%s" has %d of %d values that are not finite; it shows the '
-        'others. This is said once.',
-        name,
-        nonfinite,
-        values.size,
-      )
-    if finite.size:
-      stats = {
-        'count': finite.size,
-        'nonfinite': nonfinite,
-        'min': float(finite.min()),
-        'mean': float(finite.mean()),
-        'max': float(finite.max()),
-      }
-      counts, edges = np.histogram(finite, bins=num_buckets)
-      histograms[str(name)] = Histogram(counts, edges, stats)
-  return histograms
-
-
-CONVERSIONS: dict[str, Callable[..., dict[str, Any]]] = {
+CONVERSIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   'scalars': to_scalars,
   'images': _to_images,
   'texts': _to_texts,
-  'histograms': _to_histograms,
 }
-
-
-def summarize(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a record as flat JSON values: images and histograms in figures."""
-  if kind == 'images':
-    return {name: list(images.shape) for name, images in values.items()}
-  if kind == 'histograms':
-    return {
-      f'{name}/{stat}': number
-      for name, histogram in values.items()
-      for stat, number in histogram.stats.items()
-    }
-  return dict(values)

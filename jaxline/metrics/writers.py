@@ -14,7 +14,6 @@ import pathlib
 import threading
 from typing import Any, TypeVar
 
-from absl import logging
 import jax
 import numpy as np
 
@@ -27,7 +26,7 @@ from jaxline.metrics import values as values_lib
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-# Of images and histograms that wait for a writer: copies, on the devices.
+# Of images that wait for a writer: copies, on the devices.
 _MAX_BYTES = 1 << 30
 
 # The names that experiments and forks use.
@@ -79,13 +78,9 @@ class MultiWriter(MetricWriter):
       raise ExceptionGroup(f'{len(errors)} writers failed in {method}', errors)
 
   def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+    self, kind: str, global_step: Any, values: Mapping[str, Any]
   ) -> None:
-    self._each(f'write_{kind}', global_step, base.Record.of(values), *options)
-
-  def logged_steps(self) -> list[int]:
-    ours = [w for w in self._writers if isinstance(w, MetricWriter)]
-    return sorted({step for w in ours for step in w.logged_steps()})
+    self._each(f'write_{kind}', global_step, base.Record.of(values))
 
   def resume(self, step: int) -> None:
     self._each('resume', step)
@@ -100,17 +95,14 @@ class MultiWriter(MetricWriter):
 class AsyncWriter(MetricWriter):
   """Writes on one background thread, behind a queue that cannot overflow.
 
-  To write scalars or texts costs the caller a few microseconds, whatever the
-  disk does. Device arrays are fetched on the background thread. NumPy arrays
-  are copied at once, since the caller may reuse them; so are the arrays of
-  images and of histograms, on their device, since a weight is donated to the
-  next step. (A scalar is not: hand over a metric of the step, not a part of its
-  state.)
+  To write scalars or texts costs the caller a few microseconds. Device arrays
+  are fetched on the background thread. NumPy arrays are copied at once, since
+  the caller may reuse them; so are images, on their device, since a weight is
+  donated to the next step. (A scalar is not: hand over a metric of the step,
+  not a part of its state.)
 
-  - Where the queue is full the record is dropped and counted: of images and
-    histograms, it holds one, or several of together at most 1 GiB. The 1st,
-    10th, 100th ... drop is logged, and `flush` and `close` log the count and
-    write it as the scalar `writer/dropped_records`.
+  - If the queue is full, a write waits until it is empty. It holds one image,
+    or several of together at most 1 GiB.
   - A write after the close raises RuntimeError.
   - The first error on the thread is raised, with its traceback, by every later
     write and flush and by the close. What was queued when it happened is still
@@ -138,9 +130,6 @@ class AsyncWriter(MetricWriter):
     # Each is written by one side only; the bytes are those of arrays.
     self._num_queued = self._bytes_queued = 0
     self._num_done = self._bytes_done = 0
-    # Their number and the last one's step, at once: the thread takes no lock.
-    self._dropped: tuple[int, Any] = (0, 0)
-    self._reported = 0
     self._is_closed = False
     self.executor = async_lib.SerialExecutor('jaxline-writer')
     self.executor.put(lambda: None)  # No fork starts one of its own.
@@ -151,61 +140,39 @@ class AsyncWriter(MetricWriter):
     self.executor.wait()
     self._writer = MultiWriter([self._writer, writer])
 
-  @property
-  def dropped_records(self) -> int:
-    """How many records were dropped because the queue was full."""
-    return self._dropped[0]
-
   def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+    self, kind: str, global_step: Any, values: Mapping[str, Any]
   ) -> None:
     if self.executor.is_current:  # A periodic action calls it.
-      self.executor.run(
-        lambda: self._hand_over(kind, global_step, values, *options)
-      )
+      self.executor.run(lambda: self._hand_over(kind, global_step, values))
       return
-    size = 0  # Of the arrays in bytes.
-    if has_arrays := kind in ('images', 'histograms'):
+    size = 0  # Of the images in bytes.
+    if kind == 'images':
       values = {
         name: x if isinstance(x, jax.Array | np.ndarray) else np.array(x)
         for name, x in values.items()
       }
       size = sum(x.nbytes for x in values.values())
-    if kind == 'images':
       for name, image in values.items():
         # Here the traceback still leads to the line that made the image.
         values_lib.check_image(name, image)
-
+    waiting_bytes = self._bytes_queued - self._bytes_done
+    if self._num_queued - self._num_done > self._max_queue or (
+      size and waiting_bytes and waiting_bytes + size > _MAX_BYTES
+    ):
+      self.executor.wait()
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
-      waiting = self._num_queued - self._num_done
-      waiting_bytes = self._bytes_queued - self._bytes_done
-      # Besides those that wait, one is being written.
-      if waiting <= self._max_queue and (
-        not size or not waiting_bytes or waiting_bytes + size <= _MAX_BYTES
-      ):
-        if has_arrays:
-          values = {name: _copy(x) for name, x in values.items()}
-        else:
-          values = _snapshot(values)
-        record = kind, _snapshot(global_step), values, *options
-        self._num_queued += 1
-        self._bytes_queued += size
-        self.executor.put(functools.partial(self._write_queued, size, *record))
-        return
-      step = _snapshot(global_step)
-      dropped = self.dropped_records + 1
-      self._dropped = (dropped, step)
-    if str(dropped).strip('0') == '1':
-      logging.warning(
-        'The writer cannot keep up: its queue holds %d records and %d were '
-        'dropped so far. Is the disk slow or stuck? Log less often or smaller '
-        'arrays, or raise max_queue.',
-        waiting - 1,
-        dropped,
-      )
+      if size:
+        values = {name: _copy(x) for name, x in values.items()}
+      else:
+        values = _snapshot(values)
+      self._num_queued += 1
+      self._bytes_queued += size
+      record = kind, _snapshot(global_step), values
+      self.executor.put(functools.partial(self._write_queued, size, *record))
 
   def _write_queued(self, size: int, *record: Any) -> None:
     try:
@@ -214,18 +181,11 @@ class AsyncWriter(MetricWriter):
       self._bytes_done += size
       self._num_done += 1
 
-  def _hand_over(
-    self, kind: str, step: Any, values: Mapping[str, Any], *options: Any
-  ) -> None:
+  def _hand_over(self, kind: str, step: Any, values: Mapping[str, Any]) -> None:
     convert = to_scalars if kind == 'scalars' else values_lib.fetch
     on_host = convert(values)
     method = getattr(self._writer, f'write_{kind}')
-    method(to_step(step), on_host, *options)
-
-  def logged_steps(self) -> list[int]:
-    steps: list[int] = []
-    self.executor.wait(lambda: steps.extend(self._writer.logged_steps()))
-    return steps
+    method(to_step(step), on_host)
 
   def resume(self, step: int) -> None:
     self.executor.wait(lambda: self._writer.resume(step))
@@ -234,27 +194,16 @@ class AsyncWriter(MetricWriter):
     self.flush_async()()
 
   def flush_async(self) -> Callable[[], None]:
-    return self.executor.wait_async(self._report_dropped, self._writer.flush)
+    return self.executor.wait_async(self._writer.flush)
 
   def close(self) -> None:
     with self._lock:  # No write is between its check and the queue.
       if self._is_closed:
         return
       self._is_closed = True
-      wait = self.executor.wait_async(
-        self._report_dropped, self._writer.flush, self._writer.close
-      )
+      wait = self.executor.wait_async(self._writer.flush, self._writer.close)
     async_lib.at_exit.remove(self.close)
     wait()
-
-  def _report_dropped(self) -> None:
-    dropped, step = self._dropped
-    if dropped > self._reported:
-      self._reported = dropped
-      logging.warning('The writer dropped %d records in all.', dropped)
-      self._writer.write_scalars(
-        to_step(step), {'writer/dropped_records': dropped}
-      )
 
 
 # The first that fits is found fastest.
@@ -280,24 +229,10 @@ def _copy(value: Any) -> Any:
   return value.copy() if value.is_fully_addressable else value
 
 
-def _make_tensorboard(
-  config: Any, mode: str, directory: pathlib.Path
-) -> MetricWriter:
-  writer = TensorBoardWriter(directory)
-  session = directory.with_name('hparams')
-  if directory.parent != pathlib.Path(config.checkpoint_dir):
-    return writer  # Of a host that is not the first.
-  if mode == 'train':
-    tensorboard.write_hparams(session, config)
-  if mode != 'eval':
-    return writer
-  return MultiWriter([writer, tensorboard.SessionWriter(session, config)])
-
-
 # (config, mode, directory) -> a writer.
 Factory = Callable[[Any, str, pathlib.Path], Writer]
 _factories: dict[str, Factory] = {
-  'tensorboard': _make_tensorboard,
+  'tensorboard': lambda config, mode, directory: TensorBoardWriter(directory),
   'jsonl': lambda config, mode, directory: JsonlWriter(
     directory / 'metrics.jsonl'
   ),

@@ -1,7 +1,7 @@
 """Ends a run whose loss or gradients are not finite, or warns of it."""
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import functools
 import re
 from typing import Any
@@ -62,7 +62,6 @@ class Guard(periodic.Action):
     experiment: Any,
     on_nonfinite: str | None,
     max_nonfinite_steps: int,
-    warn: Callable[[int, list[str], str], None] | None = None,
     steps_late: int = 1,
   ):
     """Sets the experiment to judge, and what is an error.
@@ -71,9 +70,6 @@ class Guard(periodic.Action):
       experiment: the one in training.
       on_nonfinite: see `config.on_nonfinite`.
       max_nonfinite_steps: see `config.max_nonfinite_steps`.
-      warn: for 'warn', gets the number of a step, the names that were not
-        finite for the first time in this step, and the warning's text. None
-        logs the text.
       steps_late: how many steps may be in flight when one is judged; more than
         the loop allows would hold results longer than necessary, and fewer
         would make the loop wait.
@@ -93,7 +89,6 @@ class Guard(periodic.Action):
         " 'ignore'."
       )
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
-    self._warn = warn or (lambda step, names, text: logging.warning('%s', text))
     self._warned: set[str] = set()
     self._steps_late = steps_late
     self._steps: collections.deque[tuple[int, dict[str, Any]]] = (
@@ -169,11 +164,11 @@ class Guard(periodic.Action):
     if self._mode == 'warn':
       names = list(bad) or ['']
       self._warned.update(names)
-      self._warn(
-        step,
-        names,
-        f'{what}: {", ".join(texts)}. Training goes on, and does not warn of'
-        " these again; config.on_nonfinite = 'raise' would end it.",
+      logging.warning(
+        '%s: %s. Training goes on, and does not warn of these again;'
+        " config.on_nonfinite = 'raise' would end it.",
+        what,
+        ', '.join(texts),
       )
       return
     self._steps.clear()  # Steps after a nonfinite one say nothing new.

@@ -1,9 +1,9 @@
 """Ends a run in order on SIGTERM, Ctrl-C or a preemption notice.
 
-    with preemption.Watch(grace=5.0) as watch:
+    with preemption.Watch() as watch:
       ...                         # Start-up: a notice raises Preempted at once.
       preemption.begin_run()      # After jax.distributed.initialize.
-      ...                         # The same, without the limit of 5 seconds.
+      ...                         # The same.
       with watch.training():      # A notice is only noted.
         while ...:
           ...
@@ -20,23 +20,20 @@ from collections.abc import Callable, Iterator
 import contextlib
 import itertools
 import os
-import select
 import signal
 import sys
 import threading
-import time
 import types
 from typing import Any, NoReturn
 
 from absl import logging
 
+from jaxline.supervision import watchdog
+
 # EX_TEMPFAIL of sysexits.h: all is saved, and the run can be started again.
 EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
-
-# How long the handler may take to run before the signal is sent again.
-_PATIENCE_SECS = 0.25
 
 # Packages whose handlers a run may replace.
 _NOTEBOOKS = ('asyncio', 'ipykernel')
@@ -58,8 +55,11 @@ class Preempted(SystemExit):
   """Ends the process with an exit code; this is no error of the run.
 
   Attributes:
-    code: EXIT_CODE or SIGINT_EXIT_CODE.
+    code: EXIT_CODE or SIGINT_EXIT_CODE; 0 for a SIGTERM when the run is over.
+    is_over: whether nothing of the run is left to do.
   """
+
+  is_over = False
 
   def __init__(self, code: int, reason: str):
     super().__init__(reason)
@@ -69,14 +69,17 @@ class Preempted(SystemExit):
 class Watch:
   """Handles SIGTERM and SIGINT while a run is inside of it.
 
-  The first signal decides the exit code; a later SIGTERM changes nothing. The
-  second SIGINT ends the process at once, in any state of its threads. Ignored
-  signals (nohup, a shell's background jobs) stay ignored. A signal for which
-  the program has its own Python handler is left to that handler.
+  The first signal decides the exit code; a later SIGTERM changes nothing. After
+  the first SIGINT the default handler is back, so that the second one ends the
+  process at once, also in C code. Ignored signals (nohup, a shell's background
+  jobs) stay ignored. A signal for which the program has its own Python handler
+  is left to that handler. While a thread is in pdb, SIGINT is for pdb.
 
-  Python drops exceptions that a handler raises inside `__del__` or a callback
-  of the garbage collector, of which JAX has one. The notice is kept: it acts
-  when training begins, at the next `reached`, or by the grace.
+  Python runs a handler between two instructions of the main thread, so a signal
+  waits while that is in C code, such as a compilation. Python also drops what a
+  handler raises inside `__del__` or a callback of the garbage collector, of
+  which JAX has one. The notice is kept: it acts when the run or its training
+  begins, or at the next `reached`.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
   agree on the step after which they leave. Call `begin_run` after that. A
@@ -86,15 +89,8 @@ class Watch:
   thread knows only of JAX's notice.
   """
 
-  def __init__(self, grace: float | None = None):
-    """Makes the watch; it handles no signals before it is entered.
-
-    Args:
-      grace: how many seconds the process may live after a notice, until
-        `begin_run`, even if its main thread does not return from C or has
-        dropped Preempted. None sets no limit.
-    """
-    self._grace = grace
+  def __init__(self) -> None:
+    """Makes the watch; it handles no signals before it is entered."""
     self._notice: int | None = None
     # Whether JAX has SIGTERM, so that all hosts leave after the same step.
     self._is_shared = False
@@ -102,20 +98,21 @@ class Watch:
     self._defers = False
     self._step: int | None = None
     self._is_reached = False
+    self._is_interrupted = False  # By a first SIGINT.
     self._old_handlers: dict[int, Any] = {}
-    self._stack = contextlib.ExitStack()  # Ends `_hear`.
+    self._warned: set[Any] = set()
 
   def __enter__(self) -> Watch:
     global _active
     self._is_shared = self._defers = _jax_has_notice()
     if _is_main_thread():
       _active = self
-      self._hear()
+      self._take_signals()
     return self
 
   def __exit__(self, *unused: Any) -> None:
     global _active
-    self._stack.close()
+    self._put_back()
     if _active is self:
       _active = None
 
@@ -130,9 +127,8 @@ class Watch:
     Raises:
       Preempted: on entering or leaving, if there was a notice.
     """
-    for signum in self._old_handlers:
-      if not self._hears(signum):  # The experiment's constructor replaced it.
-        _warn_of_clients(signum, signal.getsignal(signum))
+    if _active is self:
+      self._warn_of_clients()  # The experiment's constructor may have set one.
     # It was raised before and swallowed, for instance by a `__del__`.
     self._raise_notice()
     # Hosts that cannot agree must not leave at different steps. There a notice
@@ -174,31 +170,15 @@ class Watch:
     when = '' if self._step is None else f' after step {self._step}'
     if self._notice == signal.SIGINT:
       raise Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
-    raise Preempted(
-      EXIT_CODE, f'Preempted by SIGTERM{when}. Start it again to go on.'
-    )
+    raise Preempted(EXIT_CODE, f'Preempted by SIGTERM{when}.')
 
   def _raise_notice(self) -> None:
     """Leaves if there was a notice, unless it is only to be noted."""
     if self._notice is not None and not self._defers:
       self.leave()
 
-  def _hear(self) -> None:
-    """Handles signals, here and on `_listen`'s thread; `_stack` ends both."""
-    # In this order, so that every signal finds a reader.
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)  # set_wakeup_fd requires it.
-    # The reader ends when its pipe is closed.
-    self._stack.callback(os.close, write_end)
-    threading.Thread(
-      target=self._listen, args=(read_end,), name='interrupts', daemon=True
-    ).start()
-    old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    self._stack.callback(self._put_back, write_end, old_fd)
-    self._take_signals()
-
   def _take_signals(self) -> None:
-    """Makes `_on_signal` the handler of those signals that are ours."""
+    """Handles those signals that no handler of the program handles."""
     for signum in (signal.SIGTERM, signal.SIGINT):
       handler = signal.getsignal(signum)
       if signum == signal.SIGTERM and self._is_shared:
@@ -208,30 +188,37 @@ class Watch:
       if handler in (signal.SIG_IGN, None):
         continue
       if _is_clients(handler, signum):
-        if self._grace is None:
-          _warn_of_clients(signum, handler)
         if signum == signal.SIGINT or not _jax_has_notice():
           continue  # To install it again would change it: see siginterrupt.
       elif not self._hears(signum):
         self._old_handlers[signum] = handler
-        handler = self._on_signal
+        handler = self._handler(signum)
       signal.signal(signum, handler)  # JAX may have replaced it in C++.
 
-  def _put_back(self, write_end: int, old_fd: int) -> None:
-    """Restores handlers and descriptor, unless they were replaced since."""
+  def _put_back(self) -> None:
+    """Restores the handlers, unless they were replaced since."""
     for signum, handler in self._old_handlers.items():
       if self._hears(signum):
         signal.signal(signum, handler)
     self._old_handlers = {}
-    current = signal.set_wakeup_fd(old_fd)
-    if current != write_end:
-      signal.set_wakeup_fd(current)
+
+  def _handler(self, signum: int) -> Any:
+    is_last = signum == signal.SIGINT and self._is_interrupted
+    return signal.SIG_DFL if is_last else self._on_signal
 
   def _hears(self, signum: int) -> bool:
-    return signal.getsignal(signum) == self._on_signal
+    return signal.getsignal(signum) == self._handler(signum)
 
   def _on_signal(self, signum: int, frame: types.FrameType | None) -> None:
-    del frame
+    if signum == signal.SIGINT:
+      if watchdog.is_debugged(frame):
+        raise KeyboardInterrupt  # Ends a command of pdb, and not pdb.
+      if any(map(watchdog.is_debugged, sys._current_frames().values())):
+        return  # Another thread's pdb cannot be interrupted.
+      self._is_interrupted = True
+      signal.signal(signum, signal.SIG_DFL)
+      saves = 'saving, then ' if self._defers else ''
+      _say(f'Ctrl-C: {saves}leaving; press Ctrl-C again to leave at once.')
     if self._notice is not None:
       return
     self._notice = signum
@@ -239,59 +226,20 @@ class Watch:
       _tell_jax()
     self._raise_notice()
 
-  def _listen(self, read_end: int) -> None:
-    """Acts on signals even if the main thread does not; has its own thread.
-
-    Python runs a handler on the main thread after that returns from C, where a
-    compilation takes minutes. But it writes the number of the signal to the
-    pipe at once. This thread ends the process at the second SIGINT and after
-    the grace. It interrupts a system call that the signal did not: one that
-    began just after it, or while another thread received it.
-
-    Args:
-      read_end: of the pipe that `signal.set_wakeup_fd` writes to; closed here.
-    """
-    first: int | None = None
-    began = 0.0
-    is_interrupted = is_repeated = False
-    # Until the signal is sent to the main thread again; then there is no limit.
-    patience: float | None = _PATIENCE_SECS
-    poller = select.poll()
-    poller.register(read_end, select.POLLIN)
-    with open(read_end, 'rb', buffering=0) as pipe:
-      while True:
-        left = None
-        if first is not None:
-          since = time.monotonic() - began
-          if (grace := self._grace) is not None and since > grace:
-            _say(f'{signal.Signals(first).name}: leaving.')
-            is_int = first == signal.SIGINT
-            os._exit(SIGINT_EXIT_CODE if is_int else EXIT_CODE)
-          if patience is not None and since > patience:
-            patience = None
-            if self._notice is None:
-              is_repeated = True
-              signal.pthread_kill(threading.main_thread().ident or 0, first)
-          limits = [x - since for x in (grace, patience) if x is not None]
-          left = min(limits, default=None)
-        if not poller.poll(None if left is None else 1e3 * left + 1):
-          continue
-        if not (data := pipe.read(1)):
-          return
-        signum = data[0]
-        if not self._hears(signum):
-          continue  # It is for the program's own handler, or JAX's.
-        if is_repeated and signum == first:
-          is_repeated = False
-          continue
-        if first is None:
-          first, began = signum, time.monotonic()
-        if signum == signal.SIGINT:
-          if is_interrupted:
-            os._exit(SIGINT_EXIT_CODE)
-          is_interrupted = True
-          saves = 'saving, then ' if self._grace is None else ''
-          _say(f'Ctrl-C: {saves}leaving; press Ctrl-C again to leave at once.')
+  def _warn_of_clients(self) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+      handler = signal.getsignal(signum)
+      is_jaxs = signum == signal.SIGTERM and self._is_shared
+      key = (signum, handler)
+      if is_jaxs or not _is_clients(handler, signum) or key in self._warned:
+        continue
+      self._warned.add(key)
+      logging.warning(
+        '%s has a handler of the program itself, %r, which alone handles it:'
+        ' jaxline does not save on this signal.',
+        signal.Signals(signum).name,
+        handler,
+      )
 
 
 @contextlib.contextmanager
@@ -313,11 +261,15 @@ def held() -> Iterator[None]:
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
   """Restores the handlers from before the watch, for a prompt."""
-  with contextlib.ExitStack() as stack:
-    if _active is not None and _is_main_thread():
-      _active._stack.close()
-      stack.callback(_active._hear)
+  watch = _active
+  if watch is None or not _is_main_thread():
     yield
+    return
+  watch._put_back()
+  try:
+    yield
+  finally:
+    watch._take_signals()
 
 
 def begin_run(takes_steps: bool = True) -> Watch:
@@ -338,10 +290,10 @@ def begin_run(takes_steps: bool = True) -> Watch:
     Preempted: a notice came before, and its exception was swallowed.
   """
   watch = _active or Watch()
-  watch._grace = None
   watch._is_shared = watch._defers = takes_steps and _jax_has_notice()
   if watch is _active:
     watch._take_signals()
+    watch._warn_of_clients()
   if watch._is_shared and watch._notice is not None:
     _tell_jax()
   watch._raise_notice()
@@ -363,15 +315,6 @@ def _is_clients(handler: Any, signum: int) -> bool:
   return callable(handler) and not is_known
 
 
-def _warn_of_clients(signum: int, handler: Any) -> None:
-  logging.warning(
-    '%s has a handler of the program itself, %r, which alone handles it:'
-    ' jaxline does not save on this signal.',
-    signal.Signals(signum).name,
-    handler,
-  )
-
-
 def _tell_jax() -> None:
   """Passes a notice on to JAX, which tells the other hosts."""
   os.kill(os.getpid(), signal.SIGTERM)
@@ -380,7 +323,7 @@ def _tell_jax() -> None:
 def _say(text: str) -> None:
   for make_room in before_notice.copy():
     make_room()
-  # Not by sys.stderr, whose lock may be held by a thread that hangs.
+  # Not by sys.stderr, which the handler may have interrupted.
   with contextlib.suppress(OSError):
     os.write(2, f'\n[jaxline] {text}\n'.encode())
 
@@ -413,9 +356,9 @@ def _in_forked_child() -> None:
   """
   if _active is None:
     return
-  hears_interrupts = _active._hears(signal.SIGINT)
+  is_first = _active._hears(signal.SIGINT) and not _active._is_interrupted
   _active.__exit__()
-  if hears_interrupts:
+  if is_first:
     # The parent needs its workers while it saves, so they ignore the first.
     signal.signal(signal.SIGINT, _spare_once)
 

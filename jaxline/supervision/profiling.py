@@ -1,23 +1,17 @@
-"""Traces of training steps, without a restart: `config.profile_steps`.
+"""Traces the training steps of `config.profile_steps`.
 
-A trace can also be asked for while the run goes on: by a file PROFILE in the
-run's directory, whose content may be a number of steps, or by SIGUSR1 to the
-process. TensorBoard's profile plugin and Perfetto show it.
+TensorBoard's profile plugin and Perfetto show a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import contextlib
 import functools
-import math
 import pathlib
 import re
 import shutil
-import signal
-import threading
 import time
-import types
 from typing import Any
 
 from absl import logging
@@ -27,14 +21,6 @@ from jax._src import profiler as jax_profiler
 from jaxline import async_lib
 from jaxline import errors
 from jaxline.metrics import periodic
-
-REQUEST = 'PROFILE'  # The file that asks for a trace.
-_DEFAULT_STEPS = 5
-_LOOK_SECS = 1.0  # How often to look for that file.
-
-# Whether a signal has asked for a trace. (An Event has a lock, which the
-# handler could find held by the code that it interrupts.)
-_is_signalled = False
 
 
 def parse(text: str) -> list[tuple[int, int]]:
@@ -68,38 +54,6 @@ def validate(text: Any) -> bool:
   return isinstance(text, str) and bool(parse(text))
 
 
-@contextlib.contextmanager
-def on_signal() -> Iterator[None]:
-  """Has SIGUSR1 ask for a trace while inside.
-
-  A signal that comes while no loop trains asks the next loop. A handler of the
-  program stays, and so does the default where this is not called on the main
-  thread.
-
-  Yields:
-    Nothing.
-  """
-  global _is_signalled
-  is_main = threading.current_thread() is threading.main_thread()
-  if not is_main or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
-    yield
-    return
-  signal.signal(signal.SIGUSR1, _on_signal)
-  try:
-    yield
-  finally:
-    if signal.getsignal(signal.SIGUSR1) == _on_signal:
-      signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    _is_signalled = False
-
-
-def _on_signal(signum: int, frame: types.FrameType | None) -> None:
-  # No log: this may interrupt one.
-  global _is_signalled
-  del signum, frame
-  _is_signalled = True
-
-
 def actions(
   config: Any, say: Callable[[str], None] = logging.info
 ) -> list[Profiler]:
@@ -128,8 +82,8 @@ class Profiler(periodic.Action):
 
   The trace starts on the thread that trains, between two steps. Another thread
   waits for the last step's results, stops the trace and writes it, while
-  training goes on, so that a part of the next steps is in it too. It also looks
-  for the file. What fails is a warning: no trace ends a run.
+  training goes on, so that a part of the next steps is in it too. An error is a
+  warning: no trace ends a run.
   """
 
   def __init__(
@@ -144,13 +98,8 @@ class Profiler(periodic.Action):
     self._ranges = parse(config.profile_steps) if config.profile_steps else []
     self._run_directory = pathlib.Path(config.checkpoint_dir).absolute()
     self._directory = self._run_directory / 'train'
-    # A file is for one process; the signal is for any.
-    self._request: pathlib.Path | None = self._run_directory / REQUEST
     if process := jax.process_index():
       self._directory /= f'host_{process}'
-      self._request = None
-    self._looked = -math.inf  # When the thread was last told to look for it.
-    self._asked = 0  # Steps that the file asks for.
     self._say = say
     self._last: int | None = None  # Step of the trace that is being made.
     self._path = self._directory  # That trace's.
@@ -166,7 +115,7 @@ class Profiler(periodic.Action):
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     """Starts or stops a trace, if it is time to."""
-    global _is_signalled
+    del t
     step = int(step)  # A restored step can be an array.
     if self._last is not None:
       self._scalars = scalar_outputs
@@ -183,18 +132,8 @@ class Profiler(periodic.Action):
         first,
         last,
       )
-    if _is_signalled:
-      _is_signalled = False
-      self._start(step, step + _DEFAULT_STEPS)
-    elif num_steps := self._asked:
-      self._asked = 0
-      self._start(step, step + num_steps)
-    elif self._ranges and self._ranges[0][0] <= step + 1:
+    if self._ranges and self._ranges[0][0] <= step + 1:
       self._start(step, self._ranges.pop(0)[1])
-    # A clock that was set back makes no pause.
-    elif self._request and abs(t - self._looked) >= _LOOK_SECS:
-      self._looked = t
-      self._executor.put(self._look)
 
   def wait_to_finish(self) -> None:
     """Writes the trace of a run that ends."""
@@ -242,29 +181,6 @@ class Profiler(periodic.Action):
       logging.warning('No trace was written to %s: %s', path, e)
     finally:
       self._is_busy = False
-
-  def _look(self) -> None:
-    """Takes the file PROFILE, if it is there."""
-    if self._request is None:
-      return
-    try:
-      text = self._request.read_text(errors='replace').strip()
-      self._request.unlink()
-    except FileNotFoundError:
-      return
-    except OSError as e:
-      logging.warning('No file asks for a trace any more: %s', e)
-      self._request = None  # Or it would ask, or fail, each second.
-      return
-    steps = int(text) if re.fullmatch(r'\d{1,9}', text, re.ASCII) else 0
-    if text and not steps:
-      logging.warning(
-        '%s held %r; expected a number of steps. %d steps are traced.',
-        self._request,
-        text[:80],
-        _DEFAULT_STEPS,
-      )
-    self._asked = steps or _DEFAULT_STEPS
 
 
 def _wait(scalars: Any) -> None:

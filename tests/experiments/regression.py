@@ -117,11 +117,12 @@ def expected_loss(state, batch):
 
 def drawn(key, names, batches):
   """Returns what an evaluation draws of its key: a mean for each set's name."""
-  for_all = jax.random.fold_in(key, zlib.crc32(b'evaluation'))
-  for_sets = {
-    name: jax.random.fold_in(for_all, zlib.crc32(name.encode()))
-    for name in names
-  }
+
+  def named(key, name):
+    return jax.random.fold_in(key, zlib.crc32(name.encode()) | 2**31)
+
+  for_all = named(key, 'evaluation')
+  for_sets = {name: named(for_all, name) for name in names}
   return {
     name: float(
       np.mean(

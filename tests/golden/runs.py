@@ -1,26 +1,21 @@
-"""Golden runs: one run of each kind, killed after its fifth step of six.
+"""Golden runs: one run of each kind, of six steps.
 
     python tests/golden/runs.py record [NAME]      # by hand
     python tests/golden/runs.py run NAME DIRECTORY
 
-Each folder of tests/golden/runs holds a run's directory as kill -9 left it,
-with a checkpoint of step 3, and `expected.json`, written by the same run
-without a kill: a hash of each leaf of its state at step 3, and the losses of
-all steps and evaluations.
-tests/test_golden_runs.py continues each with the present code. They were
-recorded with jax 0.10.2 on an x86_64 CPU, before checkpoints, inputs and the
-training loop were rebuilt. To record them again would make the test worthless:
-add others instead.
+Each folder of tests/golden/runs has the losses of all steps and evaluations.
+tests/test_golden_runs.py kills each run after its fifth step, resumes it from
+the checkpoint of step 3, and compares the losses. They were recorded with jax
+0.10.2 on an x86_64 CPU, before checkpoints, inputs and the training loop were
+rebuilt. To record them again would make the test worthless: add others instead.
 
 The working directory must be the repository: `files` is a relative path.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -132,9 +127,7 @@ def start(
     *kill: 'kill' kills the run after its fifth step.
 
   Returns:
-    The ended process, with its output. Each process has written
-    DIRECTORY.states/N.json: the hashes of its state where it began and at
-    step 3.
+    The ended process, with its output.
   """
   run = RUNS[name]
   command = [sys.executable, __file__, 'run', name, directory, *kill]
@@ -178,80 +171,30 @@ def numbers(directory: str | pathlib.Path) -> dict[str, list[Any]]:
   return found
 
 
-def states(directory: str | pathlib.Path, where: str) -> list[Any]:
-  """Returns each process's hashes, 'begun' or 'saved', of the last `start`."""
-  return [
-    json.loads(path.read_text(encoding='utf-8'))[where]
-    for path in sorted(pathlib.Path(f'{directory}.states').iterdir())
-  ]
-
-
-def _digest(experiment: Any, state: Any) -> dict[str, str]:
-  """Returns a hash of each leaf of a run's state, by its path."""
-  import jax
-  from jax.experimental import multihost_utils
-  import numpy as np
-
-  def text(x: Any) -> str:
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
-      return repr(x)
-    kind = 'array'
-    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-      kind, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-      x = multihost_utils.process_allgather(x, tiled=True)
-    x = np.asarray(x)
-    sha = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
-    return f'{kind} {x.dtype}{list(x.shape)} {sha}'
-
-  tree = {
-    **experiment.snapshot_state(),
-    'global_step': int(state.global_step),
-    'train_step_rng': state.train_step_rng,
-  }
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {jax.tree_util.keystr(path): text(x) for path, x in leaves}
-
-
 def _train(name: str, directory: str, *kill: str) -> None:
   """Trains a run in this process; see `start`."""
   import importlib
-
-  import jax
 
   from jaxline import platform
 
   run = RUNS[name]
   module, _, cls = run.experiment_class.partition(':')
 
-  class Recorded(getattr(importlib.import_module(module), cls)):  # type: ignore[misc]
-    """Notes the state where training begins, and at the saved step."""
+  class Golden(getattr(importlib.import_module(module), cls)):  # type: ignore[misc]
+    """Kills itself after a step, if told to."""
 
     def train_loop(self, config, state, periodic_actions, writer=None):  # type: ignore[no-untyped-def]
-      noted = {}
-
-      def note(where: str) -> None:
-        noted[where] = _digest(self, state)
-
-      def note_saved(t: float, step: int, scalars: Any) -> None:
+      def end(t: float, step: int, scalars: Any) -> None:
         del t, scalars
-        if step == SAVED:
-          note('saved')
         if step == KILLED and kill:
           time.sleep(5)  # Until the checkpoint of step 3 is written.
           os.kill(os.getpid(), signal.SIGKILL)
 
-      note_saved.update_time = lambda *_: None  # type: ignore[attr-defined]
-      note_saved.wait_to_finish = lambda: None  # type: ignore[attr-defined]
-      note('begun')
-      actions = [*periodic_actions, note_saved]
-      super().train_loop(config, state, actions, writer)
-      folder = pathlib.Path(f'{directory}.states')
-      folder.mkdir(exist_ok=True)
-      path = folder / f'{jax.process_index()}.json'
-      path.write_text(json.dumps(noted), encoding='utf-8')
+      end.update_time = lambda *_: None  # type: ignore[attr-defined]
+      end.wait_to_finish = lambda: None  # type: ignore[attr-defined]
+      super().train_loop(config, state, [*periodic_actions, end], writer)
 
-  Recorded.__qualname__ = cls
+  Golden.__qualname__ = cls
   argv = [
     f'--config={run.config}',
     '--jaxline_mode=train_and_eval',
@@ -266,35 +209,20 @@ def _train(name: str, directory: str, *kill: str) -> None:
     *run.overrides,
   ]  # fmt: skip
   sys.argv[1:] = argv  # Where ml_collections looks for overrides.
-  platform.main(Recorded, argv)
+  platform.main(Golden, argv)
 
 
 def _record(name: str) -> None:
-  """Trains a run twice, and keeps what the one that was killed has left."""
-  # The record of a checkpoint holds this name.
-  directory = pathlib.Path(tempfile.gettempdir(), 'golden', name)
-  shutil.rmtree(directory.parent, ignore_errors=True)
-  ended = start(name, str(directory))
-  if ended.returncode:
-    raise SystemExit(f'{name}: {ended.stdout}{ended.stderr}')
-  expected = {'states': states(directory, 'saved')}
-  expected['numbers'] = numbers(directory)
-  shutil.rmtree(directory)
-  start(name, str(directory), 'kill')
-  checkpoints = directory / 'checkpoints'
-  shutil.rmtree(checkpoints / 'claims')
-  # Event files are named after the machine; these files are Orbax's, read by
-  # nobody, and tell where they were made.
-  for pattern in ('events.out.*', 'commit_success.txt'):
-    for path in directory.rglob(pattern):
-      path.unlink()
-  shutil.rmtree(FOLDER / name, ignore_errors=True)
-  shutil.copytree(directory, FOLDER / name)
+  """Trains a run, and keeps its losses."""
+  with tempfile.TemporaryDirectory() as directory:
+    ended = start(name, directory)
+    if ended.returncode:
+      raise SystemExit(f'{name}: {ended.stdout}{ended.stderr}')
+    found = json.dumps(numbers(directory), indent=1)
   path = FOLDER / name / 'expected.json'
-  path.write_text(json.dumps(expected, indent=1) + '\n', encoding='utf-8')
-  files = [p for p in (FOLDER / name).rglob('*') if p.is_file()]
-  size = sum(p.stat().st_size for p in files)
-  print(f'{name}: {size / 1e3:.0f} kB', expected['numbers'])
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(f'{found}\n', encoding='utf-8')
+  print(name, found)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,205 @@
+"""Runs of several classes and configs in one process, as published programs.
+
+Written in the shapes of emergent_communication_at_scale, of
+distribution_shift_framework and of emergent_in_context_learning.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+from absl.testing import flagsaver
+import jax
+import jax.numpy as jnp
+from ml_collections import config_dict
+import numpy as np
+import pytest
+
+import jaxline
+from jaxline import base_config
+from jaxline import experiment
+from jaxline import platform
+from jaxline import train
+from jaxline import utils
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Teacher(experiment.AbstractExperiment):
+  """Adds `rate` to its weights at each step."""
+
+  CHECKPOINT_ATTRS = {'_params': 'params'}
+  steps: list[int] = []
+
+  def __init__(self, mode, init_rng, config):
+    super().__init__(mode=mode, init_rng=init_rng)
+    self._rate = config.rate
+    self._params = utils.bcast_local_devices(jnp.zeros([2]))
+
+  def step(self, global_step, rng, *unused_args, **unused_kwargs):
+    Teacher.steps.append(int(utils.get_first(global_step)))
+    self._params = jax.tree.map(lambda x: x + self._rate, self._params)
+    return {'loss': jnp.ones([])}
+
+  def evaluate(self, global_step, rng, *unused_args, **unused_kwargs):
+    return {'w': utils.get_first(self._params)[0]}
+
+
+class Student(Teacher):
+  """Another experiment, whose state has the same shapes."""
+
+
+@pytest.fixture(autouse=True)
+def dictionary(monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+
+
+def make_config(directory, rate=1.0, training_steps=1, **values):
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(directory)
+  config.training_steps = training_steps
+  config.experiment_kwargs = config_dict.ConfigDict({'config': {'rate': rate}})
+  config.update(values)
+  return config.lock()
+
+
+def steps_of(fn, *args, **kwargs):
+  Teacher.steps.clear()
+  fn(*args, **kwargs)
+  return list(Teacher.steps)
+
+
+def main(cls, config, mode='train'):
+  with flagsaver.flagsaver(config=config, jaxline_mode=mode):
+    platform.main(cls, [])
+
+
+def saved(directory):
+  found = (directory / 'checkpoints' / 'latest').glob('*')
+  return sorted(int(path.name) for path in found)
+
+
+@pytest.mark.parametrize('empties', [False, True])
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_one_checkpointer_trains_a_second_class(
+  checkpointer, empties, tmp_path, caplog
+):
+  config = make_config(tmp_path, checkpointer=checkpointer)
+  ckpt = platform.create_checkpointer(config, 'train')
+  writer = platform.create_writer(config, 'train')
+  assert steps_of(train.train, Teacher, config, ckpt, writer) == [0]
+  if empties:
+    utils.GLOBAL_CHECKPOINT_DICT = {}
+  other = make_config(tmp_path, 5.0, training_steps=2)
+  assert steps_of(train.train, Student, other, ckpt, writer) == [0, 1]
+  newest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
+  np.testing.assert_array_equal(newest.experiment_module['params'], [10, 10])
+  writer.close()
+  log = (tmp_path / 'train' / 'metrics.jsonl').read_text()
+  assert log.count('"loss"') == 2  # That of the teacher stays.
+  if checkpointer == 'durable':
+    assert saved(tmp_path) == [1]
+    assert saved(tmp_path / 'run_2') == [2]
+    assert f'{tmp_path}/run_2' in caplog.text
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_an_emptied_dictionary_begins_anew(checkpointer, tmp_path):
+  config = make_config(tmp_path, training_steps=2, checkpointer=checkpointer)
+  assert steps_of(main, Teacher, config) == [0, 1]
+  assert steps_of(main, Teacher, config) == []
+  utils.GLOBAL_CHECKPOINT_DICT = {}
+  assert steps_of(main, Teacher, config) == [0, 1]
+  assert steps_of(main, Teacher, config) == []
+
+
+@pytest.mark.parametrize('cls', [Teacher, Student])
+@pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_another_class_or_config_begins_anew(cls, mode, checkpointer, tmp_path):
+  """`platform.main` again and again, with one directory."""
+  runs = [(Teacher, 1.0), (Teacher, 2.0), (cls, 3.0), (Student, 1.0)]
+  for experiment_class, rate in runs:
+    config = make_config(
+      tmp_path, rate, checkpointer=checkpointer, best_model_eval_metric='w'
+    )
+    assert steps_of(main, experiment_class, config, mode) == [0]
+    longer = make_config(tmp_path, rate, 3, checkpointer=checkpointer)
+    assert steps_of(main, experiment_class, longer, mode) == [1, 2]
+  names = sorted(path.name for path in tmp_path.glob('run_*'))
+  is_durable = checkpointer == 'durable'
+  assert names == ['run_2', 'run_3', 'run_4'] * is_durable
+  # The evaluation of a run is of its own checkpoints.
+  if is_durable:
+    config = make_config(
+      tmp_path, 2.0, one_off_evaluate=True, eval_initial_weights=False
+    )
+    main(Teacher, config, 'eval')
+    assert (tmp_path / 'run_2' / 'eval' / 'metrics.jsonl').exists()
+  # A run that changes its config on purpose goes on.
+  changed = make_config(
+    tmp_path, 9.0, 4, checkpointer=checkpointer, on_config_change='continue'
+  )
+  last = Teacher if is_durable else Student
+  assert steps_of(main, last, changed, mode) == [3]
+
+
+def test_a_subclass_of_the_checkpointer_restores_another_config(tmp_path):
+  """A program's own checkpointer goes by the class alone, as in JAXline."""
+  for cls, rate, expected in (
+    (Teacher, 1.0, [0]),
+    (Teacher, 2.0, [1]),
+    (Student, 2.0, [0, 1]),
+  ):
+    steps = 2 if cls is Student else len(expected) + expected[0]
+    config = make_config(tmp_path, rate, steps)
+    ckpt = utils.InMemoryCheckpointer(config, 'train')
+    assert steps_of(train.train, cls, config, ckpt, None) == expected
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_fit_is_a_run_of_its_own_in_memory(checkpointer, tmp_path):
+  config = make_config(tmp_path, checkpointer=checkpointer)
+  fit = [steps_of(jaxline.fit, Teacher, config, mode='train') for _ in 'ab']
+  assert fit == ([[0], []] if checkpointer == 'durable' else [[0], [0]])
+  other = make_config(tmp_path, 2.0, checkpointer=checkpointer)
+  assert steps_of(jaxline.fit, Teacher, other, mode='train') == [0]
+
+
+@pytest.mark.process
+def test_a_run_of_another_process_is_refused(tmp_path):
+  program = tmp_path / 'program.py'
+  program.write_text(
+    textwrap.dedent("""
+      import sys
+
+      from absl import flags
+      from tests import test_published as lib
+
+      if __name__ == '__main__':
+        flags.FLAGS.mark_as_parsed()
+        directory, rates = sys.argv[1], map(float, sys.argv[2:])
+        for rate in rates:
+          config = lib.make_config(directory, rate)
+          print(rate, lib.steps_of(lib.main, lib.Teacher, config))
+    """)
+  )
+
+  def run(*rates):
+    got = subprocess.run(
+      [sys.executable, str(program), str(tmp_path / 'runs'), *map(str, rates)],
+      env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )
+    lines = [x for x in got.stdout.splitlines() if x[:1].isdigit()]
+    return got.returncode, lines, got.stderr
+
+  assert run(1, 2)[:2] == (0, ['1.0 [0]', '2.0 [0]'])
+  assert run(1, 2)[:2] == (0, ['1.0 []', '2.0 []'])  # Each goes on.
+  code, lines, error = run(2, 1)
+  assert (code, lines) == (2, [])
+  assert 'experiment_kwargs.config.rate' in error

@@ -1,0 +1,501 @@
+"""Runs that are given by their directory: what is taken from it."""
+
+import functools
+import importlib
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+from unittest import mock
+
+from absl import flags
+from absl.testing import flagsaver
+from ml_collections import config_dict
+import numpy as np
+import pytest
+
+import jaxline
+from jaxline import base_config
+from jaxline import errors
+from jaxline import experiment
+from jaxline import platform
+from jaxline import train
+from jaxline import utils
+from jaxline.compat import adapters
+from jaxline.inputs import __main__ as inputs_main
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NAME = f'{__name__}:'
+
+
+class Pickled:
+  """A value that can only be pickled; notes when it is unpickled."""
+
+  unpickled = []
+
+  def __reduce__(self):
+    return Pickled.make, ()
+
+  @classmethod
+  def make(cls):
+    cls.unpickled.append(1)
+    return cls()
+
+
+class Counts(experiment.AbstractExperiment):
+  """Counts its steps."""
+
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'count': 'count', 'kept': 'kept'}
+  sizes = (1,)
+
+  def __init__(self, mode, init_rng=None, sizes=(1,), label='a'):
+    super().__init__(mode, init_rng)
+    hash(sizes)
+    self.count, self.kept, self.sizes, self.label = 0, None, sizes, label
+
+  def step(self, **unused):
+    self.count += 1
+    return {'loss': 1.0 / self.count}
+
+  def evaluate(self, **unused):
+    return {'loss': 1.0 / self.count}
+
+  def decode(self, prompts, rng):
+    return [[{'text': f'{p} {self.count}'}] for p in prompts]
+
+
+class Pickles(Counts):
+  """Counts its steps, and keeps a value that can only be pickled."""
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.kept = Pickled()
+
+
+def duck(*args, **kwargs):
+  """Makes an experiment, but is no class."""
+  called.append(args)
+  return Counts(*args, **kwargs)
+
+
+called = []
+
+
+class Duck:
+  """Follows JAXline's contract without deriving from it."""
+
+  def __init__(self, mode, init_rng=None):
+    called.append(mode)
+
+  step = evaluate = lambda self, **unused: {}
+  snapshot_state = lambda self: {}
+  restore_from_snapshot = lambda self, snapshot: None
+
+
+partial = functools.partial(Counts, label='b')
+
+
+@pytest.fixture(autouse=True)
+def _nothing_called():
+  called.clear()
+  Pickled.unpickled.clear()
+
+
+def trained(directory, cls=Counts, **values):
+  config = base_config.get_base_config()
+  config.update(
+    experiment_class=f'{NAME}{cls.__name__}',
+    checkpoint_dir=str(directory),
+    training_steps=3,
+    interval_type='steps',
+    writers=('jsonl',),
+    compilation_cache='off',
+  )
+  config.update_from_flattened_dict(values)
+  jaxline.fit(cls, config, mode='train')
+  return directory
+
+
+def rewritten(run, **values):
+  """Changes the config in a run's directory."""
+  path = run / 'config.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | values))
+  return run
+
+
+def main(*argv, mode):
+  """Runs a command line in this process."""
+  argv = ['experiment.py', *argv, f'--jaxline_mode={mode}']
+  with flagsaver.flagsaver(), mock.patch.object(sys, 'argv', argv):
+    flags.FLAGS(argv)
+    platform.main(None, [])
+
+
+READERS = {
+  'load': jaxline.load,
+  'evaluate': jaxline.evaluate,
+  'decode': lambda run: main(
+    f'--jaxline_run={run}', f'--config.decode.prompts={run}/p', mode='decode'
+  ),
+  'eval': lambda run: main(
+    f'--jaxline_run={run}', '--config.one_off_evaluate', mode='eval'
+  ),
+  'compile': lambda run: main(f'--jaxline_run={run}', mode='compile'),
+  'train': lambda run: main(
+    f'--jaxline_run={run}', '--config.training_steps=4', mode='train'
+  ),
+  'show': lambda run: inputs_main.input_maker(
+    platform.load_config([f'--jaxline_run={run}']), 'train'
+  ),
+}
+by_reader = pytest.mark.parametrize('reader', READERS)
+
+
+# What a directory cannot do.
+
+
+@by_reader
+@pytest.mark.parametrize(
+  ('name', 'kwargs'),
+  [
+    ('subprocess:Popen', {'args': ['touch', 'ran']}),
+    (f'{NAME}duck', {}),
+    (f'{NAME}Duck', {}),
+    (f'{NAME}partial', {}),
+    ('jaxline.experiment:Any', {}),
+    (f'{NAME}called', {}),
+  ],
+)
+def test_a_directory_names_only_experiments(
+  reader, name, kwargs, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  run = trained(tmp_path / 'run')
+  (run / 'p').write_text('x')
+  rewritten(run, experiment_class=name, experiment_kwargs=kwargs)
+  with pytest.raises(errors.UsageError, match='experiment_class'):
+    READERS[reader](run)
+  assert called == []
+  assert not (tmp_path / 'ran').exists()
+
+
+def test_the_caller_may_name_or_give_anything(tmp_path):
+  run = trained(tmp_path / 'run')
+  given = {'experiment_class': f'{NAME}duck'}
+  assert jaxline.load(run, given).count == 3
+  assert jaxline.load(run, experiment_class=duck).count == 3
+  assert jaxline.load(run, experiment_class=partial).label == 'b'
+  rewritten(run, experiment_class='subprocess:Popen')
+  assert jaxline.evaluate(run, given) == {'loss': 1 / 3}
+  (run / 'p').write_text('x')
+  main(
+    f'--jaxline_run={run}',
+    f'--config.experiment_class={NAME}duck',
+    f'--config.decode.prompts={run}/p',
+    mode='decode',
+  )
+  assert len(called) == 4
+
+
+@pytest.mark.parametrize('reader', ['load', 'evaluate', 'eval', 'train'])
+def test_a_directory_does_not_allow_pickles(reader, tmp_path):
+  run = trained(tmp_path / 'run', Pickles, checkpoint_allow_pickle=True)
+  assert json.loads((run / 'config.json').read_text())[
+    'checkpoint_allow_pickle'
+  ]
+  with pytest.raises((Exception, SystemExit), match='checkpoint_allow_pickle'):
+    READERS[reader](run)
+  assert Pickled.unpickled == []
+  jaxline.load(run, {'checkpoint_allow_pickle': True})
+  assert len(Pickled.unpickled) == 1
+  main(
+    f'--jaxline_run={run}',
+    '--config.checkpoint_allow_pickle',
+    '--config.one_off_evaluate',
+    mode='eval',
+  )
+  assert len(Pickled.unpickled) == 2
+
+
+# What is taken from it.
+
+
+def test_the_config_is_that_of_the_run(tmp_path):
+  run = trained(
+    tmp_path / 'run',
+    **{
+      'experiment_kwargs.sizes': (1, (2, 3)),
+      'experiment_kwargs.label': None,
+      'my_own': {'a': {}},
+      'compilation_cache': str(tmp_path / 'cache'),
+      'decode.output': 'x',
+      'on_config_change': 'continue',
+    },
+  )
+  moved = shutil.move(run, tmp_path / 'moved')
+  found = base_config.recorded_config(moved)
+  expected = json.loads((moved / 'config.json').read_text())
+  expected |= {
+    'checkpoint_dir': str(moved),
+    'compilation_cache': 'auto',
+    'on_config_change': 'raise',
+  }
+  assert expected['decode'].pop('output') == 'x'
+  expected['decode']['output'] = None
+  assert base_config.recorded(found) == expected
+  assert found.experiment_kwargs.sizes == (1, (2, 3))
+  # Its keys have types, so that flags can override them.
+  config = platform.load_config(
+    [
+      f'--jaxline_run={moved}',
+      '--config.experiment_kwargs.label=b',
+      '--config.decode.prompts=p',
+      '--config.writers=("jsonl", "tensorboard")',
+      '--config.experiment_class=a:B',
+    ]
+  )
+  assert config.experiment_kwargs.label == 'b'
+  assert config.decode.prompts == 'p'
+  assert config.writers == ('jsonl', 'tensorboard')
+  assert type(config.experiment_class) is str
+  assert config.training_steps == 3
+
+
+def test_a_run_is_decoded_and_evaluated_as_it_was_trained(tmp_path, caplog):
+  run = trained(tmp_path / 'run', **{'experiment_kwargs.label': 'c'})
+  (run / 'p').write_text('x')
+  for reader in ('decode', 'eval', 'load', 'evaluate'):
+    READERS[reader](run)
+  assert 'another config' not in caplog.text
+  (line,) = (run / 'decode' / 'step_3.jsonl').read_text().splitlines()
+  assert json.loads(line)['continuations'] == [{'text': 'x 3'}]
+
+
+@pytest.mark.filterwarnings('ignore:the load_module:DeprecationWarning')
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    (['--jaxline_run=RUN', '--config=configs/lm.py'], '--config'),
+    (['--config=configs/lm.py', '--jaxline_run=RUN'], '--config'),
+    (['--jaxline_run=RUN', '--config.training_step=3'], 'training_step'),
+    (['--jaxline_run=RUN', '--config.mesh.icy.data=3'], 'icy'),
+    (['--jaxline_run=RUN', '--config.training_steps=-1'], 'training_steps'),
+    (['--jaxline_run=RUN/no'], 'RUN/no'),
+    (['--jaxline_run=gs://b/r'], 'bucket'),
+  ],
+)
+def test_a_wrong_command_line_is_refused(args, said, tmp_path, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  run = str(trained(tmp_path / 'run'))
+  args = [x.replace('RUN', run) for x in args]
+  with pytest.raises(errors.UsageError, match=said.replace('RUN', run)):
+    platform.load_config(args)
+
+
+@pytest.mark.parametrize(
+  'content', ['', '[]', '{"a.b": 1}', '{"experiment_class": 3}', '{"xla": 1}']
+)
+def test_a_damaged_config_is_refused(content, tmp_path):
+  (tmp_path / 'config.json').write_text(content)
+  with pytest.raises(errors.UsageError):
+    jaxline.load(tmp_path)
+
+
+@pytest.mark.process
+def test_a_moved_run_is_trained_evaluated_and_looked_at(tmp_path):
+  def command(*args):
+    done = subprocess.run(
+      [sys.executable, *args], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+  config = '--config=tests/programs/toy_config.py'
+  run = f'--config.checkpoint_dir={tmp_path}/a'
+  first = '--config.training_steps=4'
+  name = '--config.experiment_class=tests.programs.toy:Sharded'
+  code, text = command('experiment.py', config, run, first, name)
+  assert code == 0, text
+  go_on = next(x for x in text.splitlines() if x.startswith('Go on:'))
+  assert f'experiment.py --jaxline_run={tmp_path}/a ' in go_on
+  assert '--config=' not in go_on
+  shutil.move(tmp_path / 'a', tmp_path / 'b')
+  moved = f'--jaxline_run={tmp_path}/b'
+  more = ('--config.training_steps=6', '--config.on_config_change=continue')
+  code, text = command('experiment.py', moved, *more)
+  assert code == 0, text
+  assert 'step 4 of 6, resumed' in text
+  mode = '--jaxline_mode=eval'
+  code, text = command(
+    'experiment.py', moved, mode, '--config.one_off_evaluate'
+  )
+  assert code == 0, text
+  assert 'another config' not in text
+  assert not (tmp_path / 'a').exists()
+  assert command('experiment.py', moved, config)[0] == 2
+  assert command('-m', 'jaxline.inputs', 'show', moved, '-n', '1')[0] == 0
+
+
+# Overrides from Python follow the command line's rules.
+
+
+@pytest.mark.parametrize(
+  ('key', 'said'),
+  [
+    ('learning_rate', 'learning_rate'),
+    ('training_step', "'training_steps'"),
+    ('mesh.icy.data', "'ici'"),
+    ('mesh.ici.dat', "'data'"),
+    ('experiment_kwargs.size', "'sizes'"),
+    ('training_steps.x', "'x'"),
+    ('nowhere.x', "'nowhere'"),
+  ],
+)
+def test_an_override_of_a_key_that_is_not_there_is_refused(key, said, tmp_path):
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path / 'new')
+  config.experiment_kwargs = {'sizes': (1,)}
+  run = trained(tmp_path / 'run', **{'experiment_kwargs.sizes': (1,)})
+  for call in (
+    lambda: jaxline.fit(Counts, config, {key: 1}),
+    lambda: jaxline.load(run, {key: 1}),
+    lambda: jaxline.evaluate(run, {key: 1}),
+  ):
+    with pytest.raises(errors.UsageError, match=said):
+      call()
+  with pytest.raises(errors.UsageError):
+    platform.load_config([f'--jaxline_run={run}', f'--config.{key}=1'])
+  assert not (tmp_path / 'new').exists()
+
+
+def test_numbers_of_numpy_are_overrides(tmp_path):
+  overrides = {
+    'training_steps': np.int64(2),
+    'watchdog_secs': np.float32(0.5),
+    'log_async': np.bool_(False),
+    'random_mode_eval': np.str_('unique_host_same_device'),
+  }
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  jaxline.fit(Counts, config, overrides, mode='train')
+  found = json.loads((tmp_path / 'config.json').read_text())
+  assert {key: found[key] for key in overrides} == {
+    'training_steps': 2,
+    'watchdog_secs': 0.5,
+    'log_async': False,
+    'random_mode_eval': 'unique_host_same_device',
+  }
+
+
+# Where a class is looked for.
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+  """An installed package `shown` without the module `shown.mine.own`."""
+  installed = tmp_path / 'lib' / 'site-packages'
+  (installed / 'shown' / 'other').mkdir(parents=True)
+  for package in ('shown', 'shown/other'):
+    (installed / package / '__init__.py').touch()
+  monkeypatch.setattr(sys, 'path', [*sys.path, str(installed)])
+  yield tmp_path
+  for name in [x for x in sys.modules if x.split('.')[0] == 'shown']:
+    del sys.modules[name]
+
+
+def add(folder):
+  """Puts `shown/mine/own.py` into a folder."""
+  path = folder / 'shown' / 'mine' / 'own.py'
+  path.parent.mkdir(parents=True)
+  for package in (path.parent, path.parent.parent):
+    (package / '__init__.py').touch()
+  path.write_text(f'class Mine:\n  place = {str(folder)!r}\n')
+  return str(folder)
+
+
+def place():
+  config = config_dict.ConfigDict({'experiment_class': 'shown.mine.own:Mine'})
+  return adapters.resolve_experiment_class(config).place
+
+
+@pytest.mark.parametrize('is_imported', [False, True])
+@pytest.mark.parametrize('cwd', ['.', 'scripts', 'docs/notebooks'])
+def test_a_class_is_found_from_the_working_directory(
+  cwd, is_imported, places, monkeypatch
+):
+  repository = places / 'repository'
+  expected = add(repository)
+  (repository / cwd).mkdir(parents=True, exist_ok=True)
+  monkeypatch.chdir(repository / cwd)
+  if is_imported:
+    importlib.import_module('shown.other')  # The installed package.
+  assert place() == expected
+  before = list(sys.path)
+  assert place() == expected
+  assert sys.path == before
+
+
+def test_the_nearest_directory_counts(places, monkeypatch):
+  add(places / 'a')
+  expected = add(places / 'a' / 'b')
+  (places / 'a' / 'b' / 'c').mkdir()
+  monkeypatch.chdir(places / 'a' / 'b' / 'c')
+  assert place() == expected
+
+
+def test_the_directory_of_the_program_comes_first(places, monkeypatch):
+  expected = add(places / 'program')
+  add(places / 'cwd')
+  monkeypatch.chdir(places / 'cwd')
+  monkeypatch.syspath_prepend(places / 'program')
+  assert place() == expected
+
+
+def test_a_directory_where_anybody_may_write_is_not_looked_into(
+  places, monkeypatch
+):
+  add(places / 'a')
+  (places / 'a').chmod(0o1777)
+  (places / 'a' / 'b').mkdir()
+  monkeypatch.chdir(places / 'a' / 'b')
+  with pytest.raises(errors.UsageError, match=r'shown\.mine'):
+    place()
+
+
+def test_a_module_that_was_imported_is_the_one(places, monkeypatch):
+  add(places / 'a')
+  monkeypatch.chdir(places / 'a')
+
+  class Mine:
+    place = 'imported'
+
+  module = types.SimpleNamespace(Mine=Mine)
+  monkeypatch.setitem(sys.modules, 'shown.mine.own', module)
+  assert place() == 'imported'
+
+
+def test_a_missing_dependency_is_no_wrong_name(places, monkeypatch):
+  folder = pathlib.Path(add(places / 'a'))
+  (folder / 'shown' / 'mine' / 'own.py').write_text('import nothing_like_it')
+  monkeypatch.chdir(folder)
+  with pytest.raises(ModuleNotFoundError, match='nothing_like_it') as e:
+    place()
+  assert not isinstance(e.value, errors.UsageError)
+
+
+# JAXline's names.
+
+
+def test_modules_have_what_they_import_in_jaxline():
+  code = 'import jaxline; from jaxline import experiment; jaxline.utils.Writer'
+  subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+  for module in (jaxline, experiment, train, platform):
+    assert module.utils is utils
+  assert train.FLAGS is flags.FLAGS
+
+
+@pytest.mark.parametrize('module', [jaxline, experiment, train, platform])
+def test_they_have_no_other_names(module):
+  with pytest.raises(AttributeError, match='utilities'):
+    _ = module.utilities
