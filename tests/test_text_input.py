@@ -13,6 +13,7 @@ import sysconfig
 import numpy as np
 import pytest
 
+from jaxline.inputs import __main__ as program
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
@@ -318,6 +319,45 @@ def test_unpacked_files(tmp_path):
     write(tmp_path, {'bad.gz': bad})
     with pytest.raises(ValueError, match=r'bad\.gz cannot be unpacked'):
       text.load_corpus(tmp_path)
+
+
+def test_the_command(tmp_path, capsys):
+  files = write(tmp_path / 'text', {f'{i}.txt': b'text' for i in range(9)})
+  options = [f'--cache_dir={tmp_path / "cache"}', '--documents=line']
+  assert program.main(['tokenize', str(files), *options]) == 0
+  corpus = text.load_corpus(
+    files, documents='line', cache_dir=tmp_path / 'cache'
+  )
+  out, _ = capsys.readouterr()
+  assert out.startswith(corpus.summary)
+  assert corpus.sha256 in out
+  assert len([*tmp_path.glob('cache/*')]) == 1
+  for wrong, message in (
+    ([str(tmp_path / 'no')], 'no'),
+    ([str(files), '--config=x.py'], '--config'),
+    ([str(files), '--eval_fraction=2'], 'eval_fraction'),
+    ([], '--config'),
+    (['--config=x.py', '--tokenizer=bytes'], 'tokenizer'),
+  ):
+    assert program.main(['tokenize', *wrong, *options]) == 2
+    _, err = capsys.readouterr()
+    assert message in err
+    assert err.count('\n') == 1
+
+
+@pytest.mark.filterwarnings('ignore:the load_module')
+def test_the_command_reads_what_a_config_reads(tmp_path, capsys):
+  files = write(tmp_path / 'text', {f'{i}.txt': b'text' * 99 for i in range(9)})
+  arguments = [
+    'tokenize',
+    f'--config={pathlib.Path(__file__).parents[1] / "configs" / "lm.py"}',
+    f'--config.experiment_kwargs.config.files={files}',
+    f'--config.experiment_kwargs.config.cache_dir={tmp_path / "cache"}',
+  ]
+  assert program.main(arguments) == 0
+  out, _ = capsys.readouterr()
+  assert 'TextInput: ' in out
+  assert len([*tmp_path.glob('cache/*')]) == 1
 
 
 # Training.

@@ -1,4 +1,6 @@
-"""`python -m jaxline.inputs show` looks at a config's data, see show.py.
+"""`python -m jaxline.inputs`: `show` looks at a config's data, see show.py.
+
+`tokenize` makes the tokens of text files before a run does; see text.py.
 
 The exit status is 0; 1 where a check found something wrong; 2 where the command
 line, the config or the input itself is refused, in one line on stderr.
@@ -9,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import itertools
 import math
+import os
 import sys
 from typing import Any
 
+from absl import logging
 import jax
 
 from jaxline import errors
@@ -20,6 +24,8 @@ from jaxline import platform
 from jaxline.compat import adapters
 from jaxline.inputs import base
 from jaxline.inputs import show
+from jaxline.inputs import text
+from jaxline.inputs import token_cache
 
 _NUM_ROWS = 2  # Of which the text is printed.
 
@@ -122,7 +128,48 @@ def _parser() -> argparse.ArgumentParser:
     help_text = f'{what} (default: {default})' if is_shown else what
     sub.add_argument(flag, type=kind, default=default, help=help_text)
   sub.add_argument('--split', choices=('eval', 'train'), default='train')
+  what = (
+    'make the tokens that a run reads, which its first start would make: those'
+    ' of the training data of a config, or of FILES'
+  )
+  sub = commands.add_parser(
+    'tokenize',
+    help=what,
+    description=f'{what}. The options are arguments of text.load_corpus.',
+    usage='%(prog)s --config=FILE [--config.key=value ...] | FILES ...',
+    allow_abbrev=False,
+    argument_default=argparse.SUPPRESS,  # `load_corpus` has the defaults.
+  )
+  sub.set_defaults(run=_tokenize)
+  sub.add_argument(
+    'files', nargs='*', default=[], help="folders, globs or 'stdlib'"
+  )
+  sub.add_argument('--tokenizer')
+  sub.add_argument('--documents', choices=token_cache.KINDS)
+  sub.add_argument('--eval_fraction', type=float)
+  sub.add_argument('--cache_dir')
   return parser
+
+
+def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
+  given = {k: v for k, v in vars(args).items() if k not in ('run', 'files')}
+  misplaced = rest if args.files else given
+  if misplaced:
+    raise platform.UsageError(
+      f'tokenize got the files {args.files}, the options {given} and the'
+      f' arguments {list(rest)}; expected either FILES and options, or'
+      ' --config=FILE (with an equals sign), whose fields say what is read.'
+    )
+  try:
+    if not args.files:
+      print(_about(input_maker(platform.load_config(rest), 'train')()))
+      return 0
+    corpus = text.load_corpus(args.files, **given)
+    folder = given.get('cache_dir') or token_cache.default_cache_dir()
+    print(f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}')
+  except (ValueError, OSError, ImportError) as e:
+    raise platform.UsageError(str(e)) from e
+  return 0
 
 
 def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -189,6 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   args, rest = _parser().parse_known_args(argv)
   try:
     return args.run(args, rest)
+  except BrokenPipeError:
+    # Whoever read, such as `head`, has read enough; nothing more is written.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
   except platform.UsageError as e:
     print(f'jaxline.inputs: {" ".join(str(e).split())}', file=sys.stderr)
     return 2
@@ -197,4 +248,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == '__main__':
   # Data is looked at beside a run that may have all accelerators.
   jax.config.update('jax_platforms', 'cpu')
+  if sys.argv[1:2] == ['tokenize']:
+    logging.set_verbosity(logging.INFO)  # How far it is.
   sys.exit(main())
