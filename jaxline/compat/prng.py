@@ -52,13 +52,6 @@ class DistributedRNGMode(enum.Enum):
   SAME_HOST_UNIQUE_DEVICE = 'same_host_unique_device'
   SAME_HOST_SAME_DEVICE = 'same_host_same_device'
 
-  @classmethod
-  def _missing_(cls, value: object) -> None:
-    valid = ', '.join(repr(mode.value) for mode in cls)
-    raise ValueError(
-      f'{value!r} is not a random mode, expected one of {valid}.'
-    )
-
   @property
   def unique_host(self) -> bool:
     """Whether the keys of different hosts differ."""
