@@ -182,10 +182,10 @@ def _report(silence: float, frames: dict[int, types.FrameType]) -> str:
     lines.append(f'\nThread {names.get(ident, ident)!r}:')
     lines += [line.rstrip() for line in traceback.format_stack(frame)]
   # A thread that hangs on the way out of an error would hide the cause.
-  for ident, error in sys._current_exceptions().items():
+  for ident, found in sys._current_exceptions().items():
     # Before Python 3.12, what sys.exc_info returns.
-    error = error[1] if isinstance(error, tuple) else error
-    if error is not None:
+    error: object = found[1] if isinstance(found, tuple) else found
+    if isinstance(error, BaseException):
       lines.append(f'\nThread {names.get(ident, ident)!r} was handling:')
       lines += [line.rstrip() for line in traceback.format_exception(error)]
   return '\n'.join(lines)
