@@ -132,7 +132,11 @@ def _are_rules(x: Any) -> bool:
 
 
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
-_PROFILED = Check("steps such as '10-15,1000'", profiling.validate, str)
+_PROFILED = Check(
+  "steps such as '10-15,1000'",
+  lambda x: isinstance(x, str) and bool(profiling.parse(x)),
+  str,
+)
 _FILE = optional(text('the name of a file', is_path=True))
 # XLA silently ignores a file without this suffix.
 _PROFILE = optional(
