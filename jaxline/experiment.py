@@ -290,9 +290,6 @@ class AbstractExperiment(abc.ABC):
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores what `snapshot_state` returned.
 
-    Arrays whose shapes or types differ from those of the experiment are
-    restored too, with a warning.
-
     Args:
       snapshot_state: name in the checkpoint -> value.
 
@@ -305,7 +302,6 @@ class AbstractExperiment(abc.ABC):
         f'The checkpoint lacks {missing} for {type(self).__name__}; it holds'
         f' {sorted(snapshot_state)}.'
       )
-    self._warn_of_differences(snapshot_state)
     layouts = {
       attribute: devices.layout(getattr(self, attribute, None))
       for attribute in self.NON_BROADCAST_CHECKPOINT_ATTRS
@@ -322,32 +318,6 @@ class AbstractExperiment(abc.ABC):
     for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
       value = devices.put(snapshot_state[name], layouts[attribute])
       setattr(self, attribute, value)
-
-  def _warn_of_differences(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Warns of the arrays that a restore gives another shape or type."""
-    wrong: list[str] = []
-    names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
-    for attribute, name in names.items():
-      live = getattr(self, attribute, None)
-      if not any(
-        isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(live)
-      ):
-        continue  # It is made later, such as in the first step.
-      if attribute in self.CHECKPOINT_ATTRS:  # Without the axis of devices.
-        live = jax.tree.map(
-          lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), live
-        )
-      saved = snapshot_state[name]
-      wrong += differences(
-        saved, live, 'the checkpoint has', 'the experiment has', name
-      )
-    if wrong:
-      logging.warning(
-        'The checkpoint holds arrays of other shapes or types than %s has now;'
-        ' they are restored as they were saved.\n%s',
-        type(self).__name__,
-        '\n'.join(wrong),
-      )
 
   def share_state(self, trained: 'AbstractExperiment') -> None:
     """Takes over the live state of an experiment in training without copies.

@@ -246,11 +246,5 @@ def _fill(
   raise MeshError(
     f'{where} is {given or dict(sizes)}, which needs'
     f' {"a multiple of " if has_free else ""}{fixed} {what}; there are {count}.'
-    f' Expected divisors of {count}, {divisors(count)}, whose product is'
-    f' {count}; -1 in one place fills it.'
+    f' Expected sizes whose product is {count}; -1 in one place fills it.'
   )
-
-
-def divisors(n: int) -> list[int]:
-  """Returns the divisors of a number, smallest first."""
-  return [i for i in range(1, n + 1) if n % i == 0]

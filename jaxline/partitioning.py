@@ -266,11 +266,6 @@ class Partitioner:
       ValueError: an axis name is unknown, or `axes` and `shape` differ in
         length.
     """
-    if len(axes) != len(shape):
-      raise ValueError(
-        f'{len(axes)} axis names {tuple(axes)} for an array of'
-        f' {len(shape)} dimensions {tuple(shape)}; expected one a dimension.'
-      )
     used: set[str] = set()
     entries = []
     for name, length in zip(axes, shape, strict=True):

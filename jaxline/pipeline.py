@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline.aot import counting
 
@@ -145,8 +144,7 @@ def pipeline(
   if batch % num_microbatches:
     raise ValueError(
       f'A batch of {batch} rows does not divide into {num_microbatches}'
-      f' microbatches. Expected one of {mesh_lib.divisors(batch)} microbatches,'
-      f' or a multiple of {num_microbatches} rows.'
+      f' microbatches. Expected a multiple of {num_microbatches} rows.'
     )
   partitioner = partitioning.active()
   devices = 1 if partitioner is None else partitioner.size('stages')

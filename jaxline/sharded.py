@@ -114,20 +114,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self.partitioner = partitioning.Partitioner.make(
       config.mesh if mesh is None else mesh, sharding, config.sharding_rules
     )
-    advice = ''
-    if run_config is None:
-      advice = (
-        ' They are the defaults: no run_config was given. Pass'
-        " run_config=config to use a config's mesh and sharding."
-      )
-    logging.log(
-      # Notebooks show no lines of lower levels.
-      logging.WARNING if advice else logging.INFO,
-      'Mesh: %s. Sharding %r: %s.%s',
+    logging.info(
+      'Mesh: %s. Sharding %r: %s.',
       self.partitioner.shape,
       sharding,
       self.partitioner.rules,
-      advice,
     )
     if idle := self.partitioner.idle_axes():
       logging.warning(
@@ -151,8 +142,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
-    # Rows of batches for which padding was logged.
-    self._padded_rows: set[int] = set()
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -664,17 +653,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _padded(self, rows: int) -> int:
     """Returns the rows of a host, rounded up to divide over its devices."""
     shards = self.partitioner.batch_shards // self.partitioner.host[1]
-    padded = -(-rows // shards) * shards
-    if padded != rows and rows not in self._padded_rows:
-      self._padded_rows.add(rows)
-      logging.info(
-        'Batches of evaluation have %d rows in each process, and are filled up'
-        ' to %d with rows of weight 0, so that they divide over %d devices.',
-        rows,
-        padded,
-        shards,
-      )
-    return padded
+    return -(-rows // shards) * shards
 
   # Checkpoints.
 

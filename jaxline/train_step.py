@@ -173,7 +173,7 @@ def _loss_and_grads(
 
   def compute_loss(params: Any, overwritten: Any) -> tuple[jax.Array, Any]:
     old = {**model_state, **overwritten} if overwritten else model_state
-    loss, metrics, new = _call(loss_fn, params, old, batch, rng, True)
+    loss, metrics, new = loss_fn(params, old, batch, rng, True)
     return loss, (metrics, new)
 
   (loss, (metrics, new)), (grads, overwritten) = jax.value_and_grad(
@@ -266,27 +266,8 @@ def eval_step(
   loss_fn: LossFn, state: TrainState, batch: Batch, rng: jax.Array
 ) -> dict[str, metrics_lib.Mean]:
   """Returns the metrics of one batch; the state needs no `opt_state`."""
-  _, metrics, _ = _call(
-    loss_fn, state.params, state.model_state, batch, rng, False
-  )
+  _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
   return dict(metrics)
-
-
-def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
-  """Returns the result of `loss_fn`, if it has the right form."""
-  result: Any = loss_fn(*args)
-  if not (
-    isinstance(result, tuple | list)
-    and len(result) == 3
-    and hasattr(result[1], 'items')
-    and (result[2] is None) == (args[1] is None)
-  ):
-    raise TypeError(
-      f'loss_fn returned {experiment.describe(result)}; expected the tuple'
-      ' (loss, metrics, model_state): a scalar, a dict of metrics.Mean, and the'
-      ' new model state, which is {} if the model has none.'
-    )
-  return tuple(result)
 
 
 def init_state(
@@ -302,14 +283,7 @@ def init_state(
     optimizer: makes its own part of the state.
     rng: the key that `init_fn` gets.
   """
-  result: Any = init_fn(rng)
-  if not isinstance(result, tuple | list) or len(result) != 2:
-    raise TypeError(
-      f'init_fn returned {experiment.describe(result)}; expected the tuple'
-      ' (params, model_state), of which the model state is {} if the model has'
-      ' none.'
-    )
-  params, model_state = _strongly_typed(tuple(result))
+  params, model_state = _strongly_typed(init_fn(rng))
   return _strongly_typed(
     TrainState(
       step=jnp.zeros((), jnp.int32),

@@ -767,7 +767,7 @@ class ChangesItsStructure(Client):
 
 
 @pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
-def test_attributes_may_change_their_structure(checkpointer, client, caplog):
+def test_attributes_may_change_their_structure(checkpointer, client):
   seen = []
 
   class Seen(ChangesItsStructure):
@@ -781,7 +781,6 @@ def test_attributes_may_change_their_structure(checkpointer, client, caplog):
     utils.SnapshotNT(0, kept)
   ]
   del seen[:]
-  caplog.clear()
   steps = client(cls=Seen, checkpointer=checkpointer, training_steps=4)
   assert steps == [3]
   opt_state, buffer, extra = seen[0]
@@ -790,14 +789,6 @@ def test_attributes_may_change_their_structure(checkpointer, client, caplog):
   assert set(extra) == {'b', 'c'}
   assert extra['c'] is None
   np.testing.assert_array_equal(extra['b'], [0, 1])
-  (warning,) = [r for r in caplog.messages if 'other shapes or types' in r]
-  for line in (
-    'buffer: the checkpoint has float32[3, 2], the experiment has float32[0,',
-    'opt_state: the checkpoint has nothing, the experiment has float32[4]',
-    "extra['a']: the checkpoint has nothing, the experiment has float32[2]",
-    "extra['b']: the checkpoint has int",
-  ):
-    assert line in warning
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,6 @@ def test_a_state_is_small_and_readable():
   source = Counting(batch_size=2)
   next(source)
   assert json.loads(source.get_state()) == {
-    'format': 2,
     'input': 'Counting',
     'ended': False,
     'num_read': 1,
@@ -408,14 +407,6 @@ def test_what_is_no_state_is_refused(state):
   """Such as the position of another iterator that the run had before."""
   with pytest.raises(ValueError, match='no state of such an input'):
     Counting(batch_size=2).set_state(state)
-
-
-def test_the_position_of_an_earlier_version_is_refused():
-  state = json.loads(Counting(batch_size=2).get_state())
-  state['format'] = 1
-  with pytest.raises(ValueError, match='format') as caught:
-    Counting(batch_size=2).set_state(json.dumps(state).encode())
-  assert '\n' not in str(caught.value)
 
 
 @pytest.mark.parametrize('num_steps', [0, 2])

@@ -232,30 +232,6 @@ def test_children_that_cannot_be_mixed_are_refused(child, message):
     )
 
 
-def test_weights_are_added_where_only_some_have_them():
-  def weighted(batch):
-    return {
-      **batch,
-      'weights': np.full((len(batch['source']), 3), 0.5, np.float32),
-    }
-
-  parent = multi.MixtureInput(
-    inputs={
-      'a': Numbers(batch_size=4),
-      'b': changed(weighted, batch_size=4, source=1),
-    },
-    weights={'a': 1, 'b': 1},
-    batch_size=4,
-  )
-  batch = next(parent)
-  assert batch['weights'].shape == (4, 3)
-  np.testing.assert_array_equal(
-    batch['weights'],
-    np.where(batch['source'], 0.5, 1)[:, None] * np.ones((1, 3)),
-  )
-  assert batch['weights'].dtype == np.float32
-
-
 @pytest.mark.parametrize(
   ('change', 'error'),
   [

@@ -211,8 +211,7 @@ def test_the_backward_pass_keeps_no_weights(repeats, policy, kept):
     ),
     (
       {'num_stages': 2, 'num_microbatches': 5},
-      r'batch of 12 rows does not divide into 5 microbatches.* one of'
-      r' \[1, 2, 3, 4, 6, 12\] microbatches, or a multiple of 5 rows',
+      'batch of 12 rows .* 5 microbatches',
     ),
   ],
 )

@@ -84,11 +84,9 @@ def test_modes():
     lambda mode: prng.specialize_rng_host_device(None, None, 'i', mode),
   ],
 )
-def test_an_unknown_mode_lists_the_valid_ones(use):
-  with pytest.raises(ValueError) as info:
+def test_an_unknown_mode_is_refused(use):
+  with pytest.raises(ValueError, match="'unique_device'"):
     use('unique_device')
-  for text in ("'unique_device'", *MODES):
-    assert text in str(info.value)
 
 
 def test_host_ids():

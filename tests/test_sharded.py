@@ -459,42 +459,6 @@ def test_a_metric_that_is_no_mean_is_refused_by_name():
     regression.train_steps(make(Wrong), 1)
 
 
-@pytest.mark.parametrize(
-  'wrong',
-  [
-    lambda loss, values, new: (loss, values),
-    lambda loss, values, new: loss,
-    lambda loss, values, new: (loss, new, values, None),
-    lambda loss, values, new: (loss, loss, new),
-    lambda loss, values, new: (loss, values, None),
-  ],
-)
-@pytest.mark.parametrize('parts', [1, 2, 'eval'])
-def test_a_loss_function_that_returns_something_else(wrong, parts):
-  class Wrong(Regression):
-    def loss_fn(self, *args):
-      return wrong(*super().loss_fn(*args))
-
-  experiment = make(Wrong)
-  with pytest.raises(TypeError, match=r'^loss_fn returned') as error:
-    if parts == 'eval':
-      regression.evaluate(experiment)
-    else:
-      experiment.accumulation_steps = parts
-      regression.train_steps(experiment, 1)
-  assert '\n' not in str(error.value)
-
-
-@pytest.mark.parametrize('returned', [{'w': np.zeros(2)}, (np.zeros(2),)])
-def test_an_init_function_that_returns_something_else(returned):
-  class Wrong(Regression):
-    def init_fn(self, rng):
-      return returned
-
-  with pytest.raises(TypeError, match=r'^init_fn returned'):
-    regression.train_steps(make(Wrong), 1)
-
-
 # The same mathematics everywhere.
 
 
@@ -1123,7 +1087,7 @@ def test_constrain_works_inside_of_the_step():
 # The config of a run.
 
 
-def test_mesh_rules_and_parts_are_those_of_the_runs_config(caplog):
+def test_mesh_rules_and_parts_are_those_of_the_runs_config():
   config = base_config.get_base_config()
   config.mesh.ici.update(data=1, mdl=2)
   config.sharding = 'tp'
@@ -1131,9 +1095,6 @@ def test_mesh_rules_and_parts_are_those_of_the_runs_config(caplog):
   config.gradient_accumulation_steps = 4
   ours = make(run_config=config)
   own = make(run_config=config, sharding='fsdp', mesh={'data': 2})
-  assert caplog.text.count('no run_config was given') == 0
-  make()  # Whose defaults are told.
-  assert caplog.text.count('no run_config was given') == 1
   assert shard_shapes(ours.state.params['w']) == [(4, 4), (4, 4)]
   assert ours.accumulation_steps == own.accumulation_steps == 4
   # The constructor's own arguments go before; the changes are to any preset.

@@ -21,7 +21,6 @@ import jaxlib
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline import base_config
 from jaxline import compilation_cache
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
@@ -37,8 +36,14 @@ from jaxline.metrics import rates
 
 # How many buffers of a program a report lists.
 _NUM_LARGEST = 8
-# If the state is more than this part of the memory, it is reduced first.
-_MUCH = 0.5
+# For a run that does not fit; the report's sizes say which one helps most.
+_HINTS = (
+  'A smaller batch, or config.gradient_accumulation_steps: less of the forward'
+  ' pass is kept at once.',
+  'More rematerialisation (`remat` of the model): less of it is kept at all.',
+  "Weights and optimizer split over more chips: config.sharding = 'fsdp' or"
+  " 'fsdp_tp', and more of config.mesh.",
+)
 
 
 def compile_experiment(
@@ -108,7 +113,6 @@ def make_report(
         for step in steps
       ]
     state, batch, *_ = steps[0].args
-    notes += _beside_evaluation(_bytes(state.opt_state), compiled, target)
     report = report_lib.Report(
       experiment=type(experiment).__name__,
       target=target,
@@ -125,7 +129,7 @@ def make_report(
       versions=_versions(config.topology),
     )
   if not report.fits:
-    report = dataclasses.replace(report, hints=tuple(_hints(report, config)))
+    report = dataclasses.replace(report, hints=_HINTS)
   return report
 
 
@@ -333,124 +337,9 @@ def _gradient_bytes(
   )
 
 
-def _beside_evaluation(
-  waiting: int,
-  compiled: Sequence[report_lib.Program],
-  target: report_lib.Target,
-) -> Iterator[str]:
-  """Yields a note if an evaluation fits only without the optimizer's bytes."""
-  for program in compiled[1:]:
-    peak = program.peak_bytes
-    if peak is not None and peak <= target.hbm_bytes < peak + waiting:
-      yield (
-        'The eval step fits by itself, but not with'
-        ' --jaxline_mode=train_and_eval: there the'
-        f" {report_lib.size_text(waiting)} of the optimizer's state stay on the"
-        ' chips meanwhile. Evaluate smaller batches, or in a run of its own.'
-      )
-
-
 def _versions(topology: str | None) -> dict[str, str]:
   versions = {'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
   if topology:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       versions['libtpu'] = importlib.metadata.version('libtpu')
   return versions
-
-
-# What to change.
-
-
-def _hints(
-  report: report_lib.Report, config: config_dict.ConfigDict
-) -> list[str]:
-  """Returns changes of a run that does not fit, most effective first."""
-  smaller_forward = [
-    f'{key} = {2 * (value or 4)}{_now(value)}: the logits are never there all'
-    ' at once.'
-    for key, value in _settings(config, 'loss_chunks')
-  ]
-  smaller_forward += [
-    f"{key} = 'bfloat16'{_now(value)}: halves activations of float32."
-    for key, value in _settings(config, 'dtype')
-    if value != 'bfloat16'
-  ]
-  train_step = report.programs[0]
-  if train_step.fits is not False:
-    return [
-      'Smaller batches in eval_input: it is only the eval step that does not'
-      ' fit.',
-      *smaller_forward,
-    ]
-  smaller_state = _smaller_state(report)
-  if report.state_bytes > report.target.hbm_bytes:
-    return [
-      smaller_state,
-      'Nothing less is enough: the state alone is larger than a chip.',
-    ]
-  recomputed = [
-    f"{key} = 'full'{_now(value)}: keeps only what goes from layer to layer,"
-    ' and computes the rest again.'
-    if value != 'full'
-    else f"{key} = 'offload'{_now(value)}: what is kept waits in the host's"
-    ' memory.'
-    for key, value in _settings(config, 'remat')
-    if value != 'offload'
-  ]
-  parts = config.gradient_accumulation_steps
-  shards = report.mesh['replica'] * report.mesh['data']
-  if report.batch_rows % (2 * parts * shards) == 0:
-    smaller_batch = (
-      f'config.gradient_accumulation_steps = {2 * parts}{_now(parts)}, or half'
-      ' the batch: halves what the forward pass keeps.'
-    )
-  else:
-    smaller_batch = (
-      f'A smaller batch, or more chips: {report.batch_rows} rows in {parts}'
-      f' parts over {shards} chips cannot be halved.'
-    )
-  hints = [*recomputed, smaller_batch, *smaller_forward]
-  state = report.state_bytes + report.gradient_bytes
-  is_state = state > _MUCH * (train_step.peak_bytes or 0)
-  return [smaller_state, *hints] if is_state else [*hints, smaller_state]
-
-
-def _smaller_state(report: report_lib.Report) -> str:
-  state = report.state_bytes + report.gradient_bytes
-  takes = (
-    f'weights, optimizer and gradients take {report_lib.size_text(state)} of'
-    ' each chip'
-  )
-  better = {'ddp': 'fsdp', 'tp': 'fsdp_tp'}.get(report.sharding)
-  data = report.mesh['data']
-  if better and data > 1:
-    return (
-      f"config.sharding = '{better}', which splits the weights over {data}"
-      f' chips of `data`: {takes}, and would take'
-      f' {report_lib.size_text(state / data)}.'
-    )
-  return (
-    'More chips (config.topology), over which config.mesh.ici.data or .mdl'
-    f" splits the weights (not with config.sharding = 'ddp'): {takes}."
-  )
-
-
-def _now(value: Any) -> str:
-  return '' if value is None else f' (it is {value!r})'
-
-
-def _settings(
-  config: config_dict.ConfigDict, name: str
-) -> list[tuple[str, Any]]:
-  """Returns the experiment's settings of a name: where, and the value.
-
-  Where the config has none, the experiment may have it as a default: then the
-  value is None.
-  """
-  settings = base_config.flat(config.experiment_kwargs.to_dict())
-  found = [
-    (f'config.experiment_kwargs.{key}', value)
-    for key, value in settings.items()
-    if key.split('.')[-1] == name
-  ]
-  return found or [(f'Where the experiment has it: {name}', None)]

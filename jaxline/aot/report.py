@@ -154,7 +154,7 @@ class Report:
     batch_bytes: of one batch, per chip.
     bubble_fraction: part of a step in which a pipeline's stage idles.
     programs: the train step and the eval step.
-    hints: suggested changes if it does not fit, most effective first.
+    hints: suggested changes if it does not fit.
     notes: what is missing in this report, and why.
     versions: name -> version.
     schema: of the JSON.
@@ -238,7 +238,7 @@ def _lines(report: Report) -> Iterable[str]:
     yield program.name
     yield from _table(_program_rows(program, target))
   for title, texts in (
-    ('Suggested changes, most effective first', report.hints),
+    ('Suggested changes', report.hints),
     ('Notes', report.notes),
   ):
     if texts:

@@ -54,9 +54,6 @@ WEIGHTS = 'weights'
 # The entry of a batch that marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
 
-# Raise it whenever the same position would mean other data than before.
-_STATE_FORMAT = 2
-
 
 class Batch(dict[str, Any]):
   """A dict whose entries are attributes too: `batch.ids` is `batch['ids']`.
@@ -445,7 +442,6 @@ class BaseInput:
         ' save its position.'
       )
     state = {
-      'format': _STATE_FORMAT,
       'input': type(self).__name__,
       'ended': self._ended,
       'num_read': self._num_read,
@@ -461,14 +457,13 @@ class BaseInput:
       state: the value that it returned.
 
     Raises:
-      ValueError: it is the state of another input, other data, another order,
-        an earlier version of jaxline or, where the input depends on them, of
-        other hosts.
+      ValueError: it is the state of another input, other data, another order
+        or, where the input depends on them, of other hosts.
     """
-    here = {'format': _STATE_FORMAT, 'input': type(self).__name__}
+    here = {'input': type(self).__name__}
     try:
       values = json.loads(state)
-      there = {key: values[key] for key in here} | values['identity']
+      there = {'input': values['input']} | values['identity']
     except (LookupError, TypeError, ValueError) as e:
       raise ValueError(
         f'{self.name}.set_state got {state!r:.80}, which is no state of such an'

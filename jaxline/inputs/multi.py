@@ -31,9 +31,8 @@ class MixtureInput(indexed.IndexedInput):
   any number of hosts, any batch size and any number of workers.
 
   Children must repeat, since a mixture has no epoch. Their batch sizes are not
-  used. Their rows must have the same entries, of the same dtypes and shapes;
-  where only some have `weights`, the rows of the others get ones. Their tokens
-  are taken to be the same.
+  used. Their rows must have the same entries, of the same dtypes and shapes.
+  Their tokens are taken to be the same.
 
   Its host is that of its children, and so is what is random.
 
@@ -125,7 +124,10 @@ class MixtureInput(indexed.IndexedInput):
     del epochs
     chosen = [self._choose(k) for k in records.tolist()]
     of, at = np.array(chosen, np.int64).reshape(-1, 2).T
-    parts = [self._read_of(i, at[of == i]) for i in np.unique(of).tolist()]
+    parts = [
+      dict(self._children[i].read_at(at[of == i]))
+      for i in np.unique(of).tolist()
+    ]
     # The rows of each child stand together; `back` restores the order.
     back = np.argsort(np.argsort(of, kind='stable'), kind='stable')
 
@@ -151,24 +153,11 @@ class MixtureInput(indexed.IndexedInput):
       left, now, then = left - share, rest_now, rest_then
     raise AssertionError(k)
 
-  def _read_of(self, i: int, positions: np.ndarray) -> dict[str, Any]:
-    """Returns some rows of a child, with weights if any child has them."""
-    batch = dict(self._children[i].read_at(positions))
-    if base.WEIGHTS in self._no_rows and base.WEIGHTS not in batch:
-      none = self._no_rows[base.WEIGHTS]
-      batch[base.WEIGHTS] = np.ones(
-        (len(positions), *none.shape[1:]), none.dtype
-      )
-    return batch
-
   @functools.cached_property
   def _no_rows(self) -> dict[str, Any]:
-    """No rows of the first child, with weights if any child has them."""
-    row: dict[str, Any] = {}
-    for child in reversed(self._children):
-      weights = {k: x for k, x in row.items() if k == base.WEIGHTS}
-      row = weights | child.read_at(np.zeros(1, int))
-    return jax.tree.map(lambda x: np.asarray(x)[:0], row)
+    """No rows of the first child."""
+    row = self._children[0].read_at(np.zeros(1, int))
+    return jax.tree.map(lambda x: np.asarray(x)[:0], dict(row))
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the child, and where its record comes from."""

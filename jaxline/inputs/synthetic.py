@@ -67,9 +67,6 @@ class SyntheticInput(indexed.IndexedInput):
       key: (tuple(shape), np.dtype(dtype))
       for key, (shape, dtype) in spec.items()
     }
-    for key, (_, dtype) in self._spec.items():
-      if not _is_float(dtype) and self.vocab_size - 1 > np.iinfo(dtype).max:
-        self.refuse('vocab_size', f'what the {dtype.name} of {key!r} can hold')
 
   def num_records(self) -> int:
     """Returns the records of an epoch."""

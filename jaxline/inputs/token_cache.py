@@ -27,7 +27,7 @@ Shapes: N tokens of a split, D documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -69,8 +69,6 @@ _BINARY_PROBE_BYTES = 8000
 # Text that is tokenized at once.
 _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
-# How often the log says how much of the text was read.
-_PROGRESS_SECS = 10
 
 
 class Source(NamedTuple):
@@ -447,7 +445,6 @@ class Builder:
       document.
     """
     least, most, count = 2**64, -1, 0
-    self._num_read, self._due = 0, time.monotonic() + _PROGRESS_SECS
     writers: dict[Split, _Writer] = {
       split: _Writer(self, out[f'{split} tokens'], out[f'{split} documents'])
       for split in SPLITS
@@ -480,9 +477,7 @@ class Builder:
   def _texts(self) -> Iterator[tuple[int, int, bytes]]:
     """Yields the file, the line and the text of documents; hashes the files."""
     for i, source in enumerate(self.sources):
-      size = self._files[i].size
-      opened = _open_hashed(source.path, size, self._log_progress)
-      with opened as (file, raw):
+      with _open_hashed(source.path, self._files[i].size) as (file, raw):
         head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
         is_used = bool(head) and not (source.text_only and b'\0' in head)
         for line, text in self._documents(file, source) if is_used else ():
@@ -490,13 +485,6 @@ class Builder:
       self._files[i] = self._files[i]._replace(
         sha256=raw.sha256.hexdigest(), is_used=is_used
       )
-
-  def _log_progress(self, num_bytes: int) -> None:
-    self._num_read += num_bytes
-    if time.monotonic() > self._due:
-      self._due = time.monotonic() + _PROGRESS_SECS
-      read, size = self._num_read / 1e9, self.size / 1e9
-      logging.info('Tokenized %.2f of %.2f GB.', read, size)
 
   def _documents(
     self, file: BinaryIO, source: Source
@@ -600,24 +588,20 @@ class _Writer:
 class _HashedFile(io.FileIO):
   """A file that is hashed as it is read, from its beginning to its end."""
 
-  def __init__(self, path: str, on_read: Callable[[int], None]):
+  def __init__(self, path: str):
     super().__init__(path)
-    self._on_read = on_read
     self.sha256 = hashlib.sha256()
 
   def readinto(self, buffer: Any) -> int | None:
     size = super().readinto(buffer)
     self.sha256.update(memoryview(buffer)[:size])
-    self._on_read(size or 0)
     return size
 
 
 @contextlib.contextmanager
-def _open_hashed(
-  path: str, size: int, on_read: Callable[[int], None]
-) -> Iterator[tuple[Any, _HashedFile]]:
+def _open_hashed(path: str, size: int) -> Iterator[tuple[Any, _HashedFile]]:
   """Opens a file; yields it unpacked, and as it is, hashed to its end."""
-  with _HashedFile(path, on_read) as raw:
+  with _HashedFile(path) as raw:
     before = os.fstat(raw.fileno())
     file = io.BufferedReader(raw, _BUFFER_BYTES)
     try:
