@@ -132,7 +132,11 @@ def _are_rules(x: Any) -> bool:
 
 
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
-_PROFILED = Check("steps such as '10-15,1000'", profiling.validate, str)
+_PROFILED = Check(
+  "steps such as '10-15,1000'",
+  lambda x: isinstance(x, str) and bool(profiling.parse(x)),
+  str,
+)
 _FILE = optional(text('the name of a file', is_path=True))
 # XLA silently ignores a file without this suffix.
 _PROFILE = optional(
@@ -498,18 +502,10 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   (('restore_rules', 'restore_from'),
    lambda rules, source: rules and not source,
    'The rules need a checkpoint. Set restore_from to the run that has it.'),
-  (('num_slices', 'topology'),
-   lambda count, topology: count > 1 and not topology,
-   'The slices are those of the topology. Set both, or neither.'),
   *((('checkpointer', key),
      lambda checkpointer, x: checkpointer == 'memory' and x is not None,
      "Checkpoints in memory do not support it. Set checkpointer = 'durable'.")
-    for key in ('restore_from', 'eval_steps', 'keep_checkpoint_every_steps',
-                'keep_checkpoint_every_hours')),
-  *((('periodic_action_growth_ratios', key, 'interval_type'),
-     lambda ratios, own, common: ratios and (own or common) != 'steps',
-     "The ratios need intervals in steps. Set interval_type = 'steps'.")
-    for key in ('logging_interval_type', 'checkpoint_interval_type')),
+    for key in ('restore_from', 'eval_steps')),
   (('xla.pgle_save', 'xla.pgle_profiling_runs', 'xla.pgle_profile'),
    lambda *ways: sum(map(bool, ways)) > 1,
    'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
