@@ -502,10 +502,17 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   (('restore_rules', 'restore_from'),
    lambda rules, source: rules and not source,
    'The rules need a checkpoint. Set restore_from to the run that has it.'),
+  (('num_slices', 'topology'),
+   lambda count, topology: count > 1 and not topology,
+   'The slices are those of the topology. Set both, or neither.'),
   *((('checkpointer', key),
      lambda checkpointer, x: checkpointer == 'memory' and x is not None,
      "Checkpoints in memory do not support it. Set checkpointer = 'durable'.")
     for key in ('restore_from', 'eval_steps')),
+  *((('periodic_action_growth_ratios', key, 'interval_type'),
+     lambda ratios, own, common: ratios and (own or common) != 'steps',
+     "The ratios need intervals in steps. Set interval_type = 'steps'.")
+    for key in ('logging_interval_type', 'checkpoint_interval_type')),
   (('xla.pgle_save', 'xla.pgle_profiling_runs', 'xla.pgle_profile'),
    lambda *ways: sum(map(bool, ways)) > 1,
    'Set one of them: pgle_profiling_runs measures and recompiles in one run;'

@@ -119,6 +119,10 @@ def test_each_call_makes_a_new_config():
   ('wrong', 'right'),
   [
     ('trainig_steps', 'training_steps'),
+    ('training_step', 'training_steps'),
+    ('save_checkpoint_intervals', 'save_checkpoint_interval'),
+    ('log_tensor_interval', 'log_tensors_interval'),
+    ('checkpoint_dirs', 'checkpoint_dir'),
     ('checkpoint_interval', 'save_checkpoint_interval'),
     ('best_model_eval_metrics', 'best_model_eval_metric'),
     ('random_sede', 'random_seed'),
@@ -277,6 +281,17 @@ def test_what_a_run_can_mean_passes(key, value):
   base_config.validate_config(with_value(key, value))
 
 
+def test_what_is_seen_in_the_wild_is_assigned_without_tricks():
+  config = base_config.get_base_config()
+  config.training_steps = None
+  config.interval_type = None
+  config.save_checkpoint_interval = -1
+  config.log_train_data_interval = None
+  config.periodic_action_growth_ratios = None
+  config.checkpoint_dir = '/tmp/run'
+  base_config.validate_config(config.lock())
+
+
 # Contradictions.
 
 
@@ -300,6 +315,17 @@ STEPS, SECS = 'steps', 'secs'
       {'train_checkpoint_all_hosts': True, 'checkpoint_interval_type': STEPS},
       [],
     ),
+    ({'periodic_action_growth_ratios': [1]}, ["interval_type = 'steps'"]),
+    *(
+      (
+        {'periodic_action_growth_ratios': [1], 'interval_type': STEPS, key: x},
+        words,
+      )
+      for key in ('logging_interval_type', 'checkpoint_interval_type')
+      for x, words in ((SECS, [key]), (STEPS, []))
+    ),
+    ({'num_slices': 2}, ['num_slices', 'topology']),
+    ({'num_slices': 2, 'topology': 'v4:4x4x4'}, []),
     ({'restore_rules': [('a', 'b')]}, ['restore_from']),
     ({'checkpointer': 'memory', 'eval_steps': 'all'}, ['eval_steps']),
     (
@@ -425,8 +451,13 @@ class Checked:
   ('key', 'value', 'expected'),
   [
     ('rate', 0, r'a number in \(0, 1\]'),
+    ('rate', 1.1, r'a number in \(0, 1\]'),
+    ('rate', math.nan, r'a number in \(0, 1\]'),
     ('rate', '0.5', r'a number in \(0, 1\]'),
+    ('rate', None, r'a number in \(0, 1\]'),
+    ('size', -1, r'an integer in \[0, inf\)'),
     ('size', 1.5, r'an integer in \[0, inf\)'),
+    ('size', math.inf, r'an integer in \[0, inf\)'),
     ('size', True, r'an integer in \[0, inf\)'),
   ],
 )
@@ -437,6 +468,11 @@ def test_values_that_a_dataclass_refuses_are_the_users_error(
     errors.UsageError, match=rf'^Checked: {key} is .*{expected}\.$'
   ):
     base_config.read(Checked, {key: value})
+
+
+def test_values_at_the_ends_of_an_interval():
+  for config in ({'rate': 1}, {'rate': 1e-9}, {'size': 0}, {'size': 10**30}):
+    base_config.read(Checked, config)
 
 
 @pytest.mark.parametrize(
