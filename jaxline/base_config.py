@@ -132,7 +132,11 @@ def _are_rules(x: Any) -> bool:
 
 
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
-_PROFILED = Check("steps such as '10-15,1000'", profiling.validate, str)
+_PROFILED = Check(
+  "steps such as '10-15,1000'",
+  lambda x: isinstance(x, str) and bool(profiling.parse(x)),
+  str,
+)
 _FILE = optional(text('the name of a file', is_path=True))
 # XLA silently ignores a file without this suffix.
 _PROFILE = optional(
@@ -504,8 +508,7 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   *((('checkpointer', key),
      lambda checkpointer, x: checkpointer == 'memory' and x is not None,
      "Checkpoints in memory do not support it. Set checkpointer = 'durable'.")
-    for key in ('restore_from', 'eval_steps', 'keep_checkpoint_every_steps',
-                'keep_checkpoint_every_hours')),
+    for key in ('restore_from', 'eval_steps')),
   *((('periodic_action_growth_ratios', key, 'interval_type'),
      lambda ratios, own, common: ratios and (own or common) != 'steps',
      "The ratios need intervals in steps. Set interval_type = 'steps'.")

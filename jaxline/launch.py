@@ -16,7 +16,7 @@ It starts nothing on other machines: docs/reference/launching.md has clusters.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import functools
 import os
@@ -38,8 +38,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
-# Errors that would occur again.
-_TO_FIX = (1, 2)
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
@@ -52,37 +50,20 @@ def main(argv: Sequence[str]) -> int:
     argv: the command line without the program's name.
   """
   args = _parse(argv)
-  port = args.port or _free_port()
+  port = _free_port()
   with _Launch(args.grace_secs) as launch:
-    try:
-      for process in range(args.processes):
-        launch.start(
-          process,
-          args.command,
-          environment(
-            os.environ, args.processes, process, args.devices_per_process, port
-          ),
-        )
-      return launch.wait()
-    except OSError as e:
-      # As a shell has it.
-      _say(f'Cannot start {args.command[0]!r}: {e.strerror}.')
-      return 127 if isinstance(e, FileNotFoundError) else 126
-    except KeyboardInterrupt:
-      return preemption.SIGINT_EXIT_CODE  # It came before all were started.
+    for process in range(args.processes):
+      env = environment(args.processes, process, args.devices_per_process, port)
+      launch.start(process, args.command, env)
+    return launch.wait()
 
 
 def environment(
-  env: Mapping[str, str],
-  num_processes: int,
-  process_id: int,
-  num_devices: int,
-  port: int,
+  num_processes: int, process_id: int, num_devices: int, port: int
 ) -> dict[str, str]:
   """Returns the environment of one of the processes.
 
   Args:
-    env: the environment to add to.
     num_processes: how many processes there are.
     process_id: which of them it is for.
     num_devices: the number of CPU devices of each.
@@ -90,7 +71,7 @@ def environment(
   """
   address = f'127.0.0.1:{port}'
   return {
-    **env,
+    **os.environ,
     'JAX_COORDINATOR_ADDRESS': address,
     'JAX_COORDINATOR_BIND_ADDRESS': address,
     'JAX_NUM_PROCESSES': str(num_processes),
@@ -162,16 +143,11 @@ class _Launch:
     deadline: float | None = None
     failed, left, reason = 0, 0, ''
     while self._live:
-      rest = None
-      if deadline is not None:
-        rest = min(max(0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+      rest = deadline and max(0, deadline - time.monotonic())
       try:
         number, code = self._ended.get(timeout=rest)
       except queue.Empty:
-        _say(
-          f'Killing {_name(self._live)}, {self._grace_secs:g} s after the first'
-          ' failure.'
-        )
+        _say(f'Killing the processes {sorted(self._live)}.')
         self._kill()
         break
       self._end(number)
@@ -181,8 +157,7 @@ class _Launch:
       if code < 0:
         how = f'was ended by signal {-code} ({signal.strsignal(-code)})'
         code = 128 - code
-      others = f'; waiting for {_name(self._live)}' if self._live else ''
-      _say(f'Process {number} {how}{others}.')
+      _say(f'Process {number} {how}.')
       if code in _IN_ORDER:
         left = left or code
       elif not failed:
@@ -191,10 +166,8 @@ class _Launch:
     drained = time.monotonic() + _DRAIN_SECS
     for reader in self._readers:
       reader.join(max(0, drained - time.monotonic()))
-    if failed in _TO_FIX:
-      _say(f'The run ended because {reason}: its own lines say why.')
-    elif failed:
-      _say(f'The run ended because {reason}. The same command resumes it.')
+    if failed:
+      _say(f'The run ended because {reason}.')
     return failed or left
 
   def _copy(self, number: int, source: IO[bytes], sink: IO[bytes]) -> None:
@@ -246,7 +219,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     default=1,
     help='CPU devices of each process (default: %(default)s)',
   )
-  add('--port', type=int, help='where process 0 listens (default: a free one)')
   add(
     '--grace-secs',
     type=float,
@@ -255,24 +227,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     ' killed (default: %(default)g)',
   )
   parser.add_argument('command', nargs='+', help=argparse.SUPPRESS)
-  args = parser.parse_args(argv)
-  if min(args.processes, args.devices_per_process) < 1:
-    parser.error('--processes and --devices-per-process are at least 1')
-  # Without it the launcher would take options of the program, such as --port.
-  if '--' not in argv:
-    parser.error('expected the program after --')
-  return args
+  return parser.parse_args(argv)
 
 
 def _free_port() -> int:
   with socket.create_server(('127.0.0.1', 0)) as server:
     return server.getsockname()[1]
-
-
-def _name(numbers: Iterable[int]) -> str:
-  numbers = sorted(numbers)
-  listed = ', '.join(map(str, numbers))
-  return f'process{"es" if len(numbers) > 1 else ""} {listed}'
 
 
 def _say(text: str) -> None:

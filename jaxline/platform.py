@@ -300,7 +300,6 @@ _TPU_DRIVER = flags.DEFINE_string(
   '',
   'Kept from JAXline; JAX has no TPU drivers any more.',
 )
-log_filter.accept_names(flags.FLAGS['verbosity'])
 # `--help` of a program that lets absl parse the command line shows these too.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)

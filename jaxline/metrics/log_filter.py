@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 import contextlib
-import copy
 import importlib.util
 import logging as std_logging
 import os
 import sys
-from typing import Any
 
 from absl import logging
 
@@ -54,15 +52,6 @@ class _Formatter(std_logging.Formatter):
     if _is_quiet(record) and record.filename != 'console.py':
       return record.getMessage()
     return self._others.format(record)
-
-
-def accept_names(flag: Any) -> None:
-  """Lets absl's flag of the verbosity take names too: debug is 1."""
-  names = ('debug', 'info', 'warning', 'error', 'fatal')
-  levels = {name: logging.DEBUG - i for i, name in enumerate(names)}
-  parse = flag.parser.parse
-  flag.parser = copy.copy(flag.parser)  # Other flags have the same.
-  flag.parser.parse = lambda argument: parse(levels.get(argument, argument))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from jaxline.metrics import periodic
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
-_MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
 MODES = ('warn', 'raise', 'skip', 'ignore')
 
@@ -28,18 +27,6 @@ NONFINITE = 'nonfinite'
 
 class NonfiniteError(ArithmeticError):
   """A step's loss or gradients were NaN or infinite."""
-
-
-def resolve(on_nonfinite: str | None, is_sharded: bool) -> str:
-  """Returns the mode that a value of `config.on_nonfinite` means.
-
-  None is 'raise' in the sharded style. In the per-device style it is 'warn',
-  since JAXline continues after a NaN and its experiments may log one on
-  purpose.
-  """
-  if on_nonfinite is None:
-    return 'raise' if is_sharded else 'warn'
-  return on_nonfinite
 
 
 class Guard(periodic.Action):
@@ -77,16 +64,16 @@ class Guard(periodic.Action):
     Raises:
       ValueError: the experiment's step cannot skip, as the mode says.
     """
-    self._mode = resolve(on_nonfinite, experiment.IS_SHARDED)
+    # JAXline continues after a NaN, and its experiments may log one on purpose.
+    default = 'raise' if experiment.IS_SHARDED else 'warn'
+    self._mode = default if on_nonfinite is None else on_nonfinite
     self._has_flag = experiment.SKIPS_NONFINITE
     self._class_name = type(experiment).__name__
     if self._mode == 'skip' and not self._has_flag:
       raise errors.UsageError(
         "config.on_nonfinite is 'skip', but the step of"
-        f' {self._class_name} is its own and cannot be undone from'
-        ' outside; only a ShardedExperiment skips by itself. Wrap the'
-        ' optimizer in optax.apply_if_finite, with config.on_nonfinite ='
-        " 'ignore'."
+        f' {self._class_name} is its own; only a ShardedExperiment skips. Wrap'
+        ' the optimizer in optax.apply_if_finite.'
       )
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
@@ -177,8 +164,6 @@ class Guard(periodic.Action):
         f' ({in_a_row} such steps in a row; config.max_nonfinite_steps ='
         f' {self._max_in_a_row})'
       )
-    if len(texts) > _MAX_NAMED:
-      texts = [*texts[:_MAX_NAMED], f'and {len(texts) - _MAX_NAMED} more']
     raise NonfiniteError(
       f'{what}: {", ".join(texts)}. The newest checkpoint, if any, is of'
       ' a step before it and untouched. Go on from there with a smaller'

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import contextlib
-import functools
 import pathlib
 import re
 import shutil
@@ -18,7 +17,6 @@ from absl import logging
 import jax
 from jax._src import profiler as jax_profiler
 
-from jaxline import async_lib
 from jaxline import errors
 from jaxline.metrics import periodic
 
@@ -45,15 +43,6 @@ def parse(text: str) -> list[tuple[int, int]]:
   return found
 
 
-def validate(text: Any) -> bool:
-  """Returns False for what is no text; a wrong text is an error.
-
-  Raises:
-    errors.UsageError: the text is wrong.
-  """
-  return isinstance(text, str) and bool(parse(text))
-
-
 def actions(
   config: Any, say: Callable[[str], None] = logging.info
 ) -> list[Profiler]:
@@ -66,24 +55,14 @@ def actions(
   Returns:
     The action; none for a run without a directory.
   """
-  if config.checkpoint_dir is None:
-    if config.profile_steps is not None:
-      logging.warning(
-        'config.profile_steps is %r, but the run has no directory for the'
-        ' trace. Set config.checkpoint_dir.',
-        config.profile_steps,
-      )
-    return []
-  return [Profiler(config, say)]
+  return [] if config.checkpoint_dir is None else [Profiler(config, say)]
 
 
 class Profiler(periodic.Action):
   """A periodic action that traces steps.
 
-  The trace starts on the thread that trains, between two steps. Another thread
-  waits for the last step's results, stops the trace and writes it, while
-  training goes on, so that a part of the next steps is in it too. An error is a
-  warning: no trace ends a run.
+  A trace starts and stops between two steps, and training waits while it is
+  written. An error is a warning: no trace ends a run.
   """
 
   def __init__(
@@ -101,11 +80,8 @@ class Profiler(periodic.Action):
     if process := jax.process_index():
       self._directory /= f'host_{process}'
     self._say = say
-    self._last: int | None = None  # Step of the trace that is being made.
-    self._path = self._directory  # That trace's.
-    self._scalars: Any = None  # Of the newest step of that trace.
-    self._is_busy = False  # From the start of a trace until it is written.
-    self._executor = async_lib.SerialExecutor('profiler')
+    self._last = 0  # Last step of the trace that is being made.
+    self._path: pathlib.Path | None = None  # That trace's, while it is made.
 
   def update_time(self, t: float, step: int) -> None:
     """Begins: a range may begin with the first step of this process."""
@@ -117,29 +93,15 @@ class Profiler(periodic.Action):
     """Starts or stops a trace, if it is time to."""
     del t
     step = int(step)  # A restored step can be an array.
-    if self._last is not None:
-      self._scalars = scalar_outputs
-      if step >= self._last:
-        self._stop()
-    if self._is_busy:
-      return
-    # A range of which the end was waited for in vain.
-    while self._ranges and self._ranges[0][1] <= step:
-      first, last = self._ranges.pop(0)
-      logging.warning(
-        'The steps %d to %d were not traced: an earlier trace was not written'
-        ' yet.',
-        first,
-        last,
-      )
+    if self._path is not None and step >= self._last:
+      self._stop(scalar_outputs)
     if self._ranges and self._ranges[0][0] <= step + 1:
       self._start(step, self._ranges.pop(0)[1])
 
   def wait_to_finish(self) -> None:
     """Writes the trace of a run that ends."""
-    if self._last is not None:
-      self._stop()
-    self._executor.wait()
+    if self._path is not None:
+      self._stop(None)
 
   def _start(self, step: int, last: int) -> None:
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
@@ -157,53 +119,32 @@ class Profiler(periodic.Action):
       return
     self._path = self._directory / 'plugins' / 'profile' / name
     self._last = last
-    self._is_busy = True
     logging.info('Tracing the steps %d to %d.', step + 1, last)
 
-  def _stop(self) -> None:
-    """Has the thread stop the trace once the newest step has run."""
-    self._executor.put(
-      functools.partial(self._write_behind, self._scalars, self._path)
-    )
-    self._scalars = self._last = None
-
-  def _write_behind(self, scalars: Any, path: pathlib.Path) -> None:
-    try:
-      _wait(scalars)
-      _write(path)
-      self._say(
-        f'Trace: {path}. To see it:'
-        f'\n  tensorboard --logdir={self._run_directory}'
-        ' (with `pip install xprof`), or open perfetto_trace.json.gz there'
-        ' at https://ui.perfetto.dev'
+  def _stop(self, scalars: Any) -> None:
+    """Stops the trace when the step of these scalars has run."""
+    path, self._path = self._path, None
+    assert path is not None
+    with contextlib.suppress(RuntimeError):  # The loop raises a step's error.
+      jax.block_until_ready(
+        [
+          x
+          for x in jax.tree.leaves(scalars)
+          # A later step may have been given its buffer.
+          if isinstance(x, jax.Array) and not x.is_deleted()
+        ]
       )
+    try:
+      jax.profiler.stop_trace()
     except Exception as e:  # Such as a full disk.
+      # JAX 0.10 would count as tracing for ever, and a part of a file is there.
+      jax_profiler._profile_state.reset()
+      shutil.rmtree(path, ignore_errors=True)
       logging.warning('No trace was written to %s: %s', path, e)
-    finally:
-      self._is_busy = False
-
-
-def _wait(scalars: Any) -> None:
-  for x in jax.tree.leaves(scalars):
-    # A later step may have been given its buffer, and is the sign then.
-    if isinstance(x, jax.Array) and not x.is_deleted():
-      with contextlib.suppress(RuntimeError):
-        x.block_until_ready()
-
-
-def _write(path: pathlib.Path) -> None:
-  """Stops the trace, and writes it for TensorBoard and for Perfetto.
-
-  Args:
-    path: where JAX writes it.
-
-  Raises:
-    Exception: of the profiler or of the disk.
-  """
-  try:
-    jax.profiler.stop_trace()
-  except Exception:
-    # JAX 0.10 would count as tracing for ever, and a part of a file is there.
-    jax_profiler._profile_state.reset()
-    shutil.rmtree(path, ignore_errors=True)
-    raise
+      return
+    self._say(
+      f'Trace: {path}. To see it:'
+      f'\n  tensorboard --logdir={self._run_directory}'
+      ' (with `pip install xprof`), or open perfetto_trace.json.gz there'
+      ' at https://ui.perfetto.dev'
+    )
