@@ -78,8 +78,9 @@ def failed_write(error: OSError, path: pathlib.Path) -> OSError:
   text = error.strerror or str(error)
   if error.errno not in FULL:
     return OSError(error.errno, text, str(path))
-  free = shutil.disk_usage(path.parent).free
-  text += f' ({free / 2**20:.2f} MiB free)'
+  if not isinstance(error, FullDiskError):  # Its text has the number already.
+    free = shutil.disk_usage(path.parent).free
+    text += f' ({free / 2**20:.2f} MiB free)'
   return FullDiskError(error.errno, text, str(path))
 
 

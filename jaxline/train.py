@@ -18,6 +18,7 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline import async_lib
 from jaxline import base_config
 from jaxline import debug
 from jaxline import distributed
@@ -514,7 +515,8 @@ class _Training:
         try:
           action.wait_to_finish()
         except Exception as e:
-          if e is not error and not errors.is_lost_process(e):
+          is_new = async_lib.cause(e) != async_lib.cause(error)
+          if is_new and not errors.is_lost_process(e):
             logging.exception('A periodic action failed as well.')
       raise
     finally:

@@ -469,12 +469,12 @@ def test_a_checkpoint_that_is_refused_is_one_line(toy_here, tmp_path):
   *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.name))
   os.rename(newest, latest / '500')
   result = run(tmp_path)
-  assert result.returncode == 1
+  assert result.returncode == 2
   lines = result.stderr.splitlines()
   own = [line for line in lines if not line.startswith('W')]
   assert len(own) == 1, result.stderr
-  assert f'says step {newest.name}' in own[0]
-  assert f'mv {latest}/500 {latest}/500.bak' in own[0]
+  assert str(latest / '500') in own[0]
+  assert newest.name in own[0]
 
 
 @pytest.mark.process
