@@ -658,6 +658,7 @@ def test_what_holds_up_the_end_of_a_failed_run_is_ended(
     f'--config.experiment_kwargs.config.fault={fault}',
     '--config.experiment_kwargs.config.fault_step=3',
     '--config.watchdog_secs=10',
+    '--config.compilation_cache=off',  # It would be what hangs at the disk.
   )
   assert result.returncode == watchdog.EXIT_CODE, result.stderr[-4000:]
   assert where in result.stderr
