@@ -44,7 +44,7 @@ class Training:
 
   @classmethod
   def of(cls, constructor: Any, config: Any = None) -> 'Training':
-    """Returns that of what constructs the experiment, and a config."""
+    """Makes one from an experiment's constructor and a recorded config."""
     while isinstance(constructor, functools.partial):
       constructor = constructor.func
     experiment = constructor if isinstance(constructor, type) else None
@@ -252,10 +252,10 @@ def run_directory(
 ) -> str:
   """Returns the directory of a run, so that each has one of its own.
 
-  It is that of the config. If there are checkpoints in it and this process has
-  trained something else there, or the program has emptied the dictionary since,
-  it is one below. What other processes have trained does not count. All
-  processes call it together.
+  This is `config.checkpoint_dir`. It is a directory below that one if this
+  process has saved another training there, or if the program has emptied the
+  dictionary since. Trainings of other processes do not count. All processes of
+  the run call this together.
 
   Args:
     experiment_class: constructs what is or was trained.

@@ -17,7 +17,7 @@ from jaxline.compat import devices
 
 
 def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
-  """Returns the key of a run's training steps, and that of its weights."""
+  """Returns the key of the training steps and the key of the weights."""
   rng = jax.random.PRNGKey(config.random_seed)
   if config.legacy_random_seed_behavior:
     return rng, rng
@@ -40,7 +40,7 @@ def stream_number(name: str) -> np.uint32:
 
 
 def stream(rng: jax.Array, name: str) -> jax.Array:
-  """Returns the key of a named stream, such as that of all evaluations."""
+  """Returns the key of a named stream, such as 'evaluation'."""
   return jax.jit(jax.random.fold_in)(rng, stream_number(name))
 
 
