@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
-import ml_dtypes
+import ml_dtypes  # noqa: F401  NumPy then knows bfloat16.
 import numpy as np
 
 from configs import lm
@@ -92,7 +92,7 @@ _REFUSED = (
   'quantization_config',
   'use_bidirectional_attention',
 )
-_DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
+_DTYPES = ('F32', 'F16', 'BF16')
 _MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
 _TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 
@@ -268,19 +268,19 @@ def _write_as(family: str, options: dict[str, Any]) -> dict[str, Any]:
   activation = activations.get(options['feed_forward'], 'silu')
   scaling = options['rotary_scaling']
   rope = next(k for k, keys in _ROPES.items() if len(keys) == len(scaling))
-  hf = {
+  hf: dict[str, Any] = {
     'architectures': [_FAMILIES[family][0]],
     'model_type': family,
     'hidden_act': activation,
     **{key: filled[name] for name, key in _KEYS.items()},
     'rope_theta': options['rotary_base'],
-    'rope_scaling': {
-      'rope_type': rope,
-      **dict(zip(_ROPES[rope], scaling, strict=True)),
-    }
-    if scaling
-    else None,
+    'rope_scaling': None,
   }
+  if scaling:
+    values = zip(_ROPES[rope], scaling, strict=True)
+    # transformers wants the original length as an integer.
+    numbers = {k: int(x) if 'embeddings' in k else x for k, x in values}
+    hf['rope_scaling'] = {'rope_type': rope, **numbers}
   # The keys of transformers 4, which 5 reads too.
   layers = options['num_layers']
   windows = ((options['windows'] or (0,)) * layers)[:layers]
@@ -351,18 +351,18 @@ class _Row:
     """
     sizes = dict(zip(self.ours, shape, strict=True))
     parts = dict(zip(self.ours, index, strict=True))
-    split = {a: len(range(*parts[a].indices(sizes[a]))) for a in self.theirs}
-    inner = [parts['K'] if a == 'K' else slice(None) for a in self.theirs]
+    inner = [slice(None)] * len(self.theirs)
     if 'HK' in self.theirs:
-      start, stop, _ = parts['H'].indices(sizes['H'])
-      split['K'] = sizes['K']
-      parts['H'] = slice(start * sizes['K'], stop * sizes['K'])
-    else:
-      inner = [slice(None) for _ in inner]
+      inner[self.theirs.index('K')] = parts['K']
+      heads, width = range(*parts['H'].indices(sizes['H'])), sizes['K']
+      parts['H'] = slice(heads.start * width, heads.stop * width)
+      parts['K'] = slice(None)
     x = tensor[tuple(parts[a] for a in self.theirs.replace('HK', 'H'))]
-    x = x.reshape([split[a] for a in self.theirs])[tuple(inner)]
+    if 'HK' in self.theirs:
+      i = self.theirs.index('H')
+      x = x.reshape(*x.shape[:i], len(heads), width, *x.shape[i + 1 :])
     ours = self.ours.replace('S', '')
-    return x.transpose([self.theirs.index(a) for a in ours])
+    return x[tuple(inner)].transpose([self.theirs.index(a) for a in ours])
 
 
 _LAYER = 'model.layers.{}.'
@@ -401,81 +401,88 @@ def _rows(has_post_norms: bool) -> dict[str, _Row]:
   return rows
 
 
-class _Folder:
-  """The tensors of a folder's files, which are read when they are asked for."""
+def _open(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the tensors of a folder's files, by name; none is read yet."""
+  import safetensors
 
-  def __init__(self, path: pathlib.Path):
-    """Opens the files.
-
-    Raises:
-      errors.UsageError: the folder has none, or one is damaged.
-    """
-    import safetensors
-
-    self.path = path
-    files = ['model.safetensors']
-    if not (path / files[0]).exists():
-      index = _read_json(path / 'model.safetensors.index.json')
-      files = sorted(set(index['weight_map'].values()))
-    self._files: dict[str, Any] = {}  # Tensor -> the file that has it.
-    for name in files:
-      if pathlib.PurePath(name).name != name:
-        raise errors.UsageError(
-          f'The index of {path} names the file {name!r}; expected one in the'
-          ' folder itself.'
-        )
-      try:
-        file = safetensors.safe_open(path / name, 'np')
-      except safetensors.SafetensorError as e:
-        raise errors.UsageError(
-          f'{path / name} is no whole safetensors file ({e}). Copy it again.'
-        ) from e
-      self._files |= dict.fromkeys(file.keys(), file)
-
-  def check(self, shapes: Mapping[str, tuple[int, ...]], spare: str) -> None:
-    """Refuses tensors that are missing, left over, or not as expected.
-
-    Args:
-      shapes: of the tensors that are read.
-      spare: a pattern of those that need not be.
-    """
-    unread = [x for x in self._files if x not in shapes]
-    unread = [x for x in unread if not re.fullmatch(spare, x)]
-    absent = [x for x in shapes if x not in self._files]
-    if unread or absent:
+  files = ['model.safetensors']
+  if not (path / files[0]).exists():
+    index = _read_json(path / 'model.safetensors.index.json')
+    files = sorted(set(index['weight_map'].values()))
+  tensors: dict[str, Any] = {}
+  for name in files:
+    if pathlib.PurePath(name).name != name:
       raise errors.UsageError(
-        f'{self.path} lacks the tensors {absent[:4]} and has {unread[:4]},'
-        ' which nothing reads. Is config.json that of these files?'
+        f'The index of {path} names the file {name!r}; expected one in the'
+        ' folder itself.'
       )
-    for name, shape in shapes.items():
-      tensor = self.tensor(name)
-      got = tensor.get_dtype(), tuple(tensor.get_shape())
-      if got[0] not in _DTYPES or got[1] != shape:
-        raise errors.UsageError(
-          f'{self.path}: {name} is {got[0]}{list(got[1])}; expected'
-          f' {list(shape)} of {_DTYPES}.'
-        )
+    try:
+      file = safetensors.safe_open(path / name, 'np')
+    except safetensors.SafetensorError as e:
+      raise errors.UsageError(
+        f'{path / name} is no whole safetensors file ({e}). Copy it again.'
+      ) from e
+    tensors |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+  return tensors
 
-  def tensor(self, name: str) -> Any:
-    """Returns safetensors' slices of a tensor."""
-    return self._files[name].get_slice(name)
 
-  def weight(
-    self, row: _Row, shape: tuple[int, ...], index: tuple[slice, ...]
-  ) -> np.ndarray:
-    """Returns a part of a weight, float32."""
-    parts = [range(*x.indices(n)) for x, n in zip(index, shape, strict=True)]
-    out = np.empty([len(x) for x in parts], np.float32)
-    is_layer = _LAYER in row.names[0]
-    s = row.ours.find('S')
-    for i, n in enumerate(parts[0] if is_layer else [0]):
-      of_layer, inner = (out[i], index[1:]) if is_layer else (out, index)
-      places = parts[s + is_layer] if s >= 0 else [0]
-      for j, place in enumerate(places):
-        part = np.moveaxis(of_layer, s, 0)[j] if s >= 0 else of_layer
-        tensor = self.tensor(row.names[place].format(n))
-        part[...] = row.read(tensor, shape[is_layer:], inner)
-    return out
+def _check(
+  tensors: Mapping[str, Any], weights: Weights, config: model.ModelConfig
+) -> None:
+  """Refuses tensors that are missing, left over, or not as expected."""
+  rows = _rows(config.post_norms)
+  expected = {
+    name.format(n): rows[path].merged(x.shape[path.startswith('layers/') :])
+    for path, x in weights.items()
+    for name in rows[path].names
+    for n in range(config.num_layers)
+  }
+  # Buffers of old Llamas; an output layer that is not used.
+  spare = r'.*\.rotary_emb\.inv_freq'
+  spare += r'|lm_head\.weight' if config.tie_embeddings else ''
+  unread = [x for x in tensors if x not in expected]
+  unread = [x for x in unread if not re.fullmatch(spare, x)]
+  absent = [x for x in expected if x not in tensors]
+  if unread or absent:
+    raise errors.UsageError(
+      f'The files lack the tensors {absent[:4]} and have {unread[:4]}, which'
+      ' nothing reads. Does config.json belong to these files?'
+    )
+  for name, shape in expected.items():
+    got = tensors[name].get_dtype(), tuple(tensors[name].get_shape())
+    if got[0] not in _DTYPES or got[1] != shape:
+      raise errors.UsageError(
+        f'{name} is {got[0]}{list(got[1])}; expected {list(shape)} of one of'
+        f' {_DTYPES}.'
+      )
+
+
+def _read_weight(
+  tensors: Mapping[str, Any],
+  row: _Row,
+  shape: tuple[int, ...],
+  index: tuple[slice, ...],
+) -> np.ndarray:
+  """Returns a part of a weight, float32."""
+  parts = [range(*x.indices(n)) for x, n in zip(index, shape, strict=True)]
+  out = np.empty([len(x) for x in parts], np.float32)
+  is_layer = _LAYER in row.names[0]
+  s = row.ours.find('S')
+  for i, n in enumerate(parts[0] if is_layer else [0]):
+    layer = out[i] if is_layer else out
+    for j, place in enumerate(parts[s + is_layer] if s >= 0 else [0]):
+      part = np.moveaxis(layer, s, 0)[j] if s >= 0 else layer
+      tensor = tensors[row.names[place].format(n)]
+      part[...] = row.read(tensor, shape[is_layer:], index[is_layer:])
+  return out
+
+
+def _flat(tree: Any) -> Weights:
+  """Returns weights by their path."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): x
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
 
 def _tensors(
@@ -515,13 +522,13 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     errors.UsageError: what is wrong with either.
   """
   hf = _read_json(source / 'config.json')
-  options, folder = _read_config(hf), _Folder(source)
+  options, tensors = _read_config(hf), _open(source)
   found = [x for x in _TOKENIZERS if (source / x).exists()]
   if not found:
     raise errors.UsageError(
       f'{source} has none of {_TOKENIZERS}; copy one there.'
     )
-  config = _run_config(options, hf)
+  config, rows = _run_config(options, hf), _rows(options['post_norms'])
   config.checkpoint_dir = str(run)
   tokenizer = run.absolute() / found[0]
   config.experiment_kwargs.config.tokenizer = str(tokenizer)
@@ -540,7 +547,14 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     cls = platform.resolve_experiment_class(config)
     step_rng, init_rng = prng.run_keys(config)
     experiment = adapters.construct(cls, 'decode', init_rng, config)
-    _place(experiment.state.params, folder, experiment.config.model)
+    shapes = _flat(experiment.abstract_state().params)
+    _check(tensors, shapes, experiment.config.model)
+    for module, leaves in experiment.state.params.items():
+      for name, old in leaves.items():
+        row, sharding = rows[f'{module}/{name}'], old.sharding
+        old.delete()  # The devices never hold one weight more than the state.
+        read = functools.partial(_read_weight, tensors, row, old.shape)
+        leaves[name] = jax.make_array_from_callback(old.shape, sharding, read)
     step_rng = experiment.initialize_train_step_rng(step_rng)
     base.new_state(checkpointer, experiment, step_rng)
     checkpointer.mark_begun(0)
@@ -555,32 +569,6 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
       f'    --config.checkpoint_dir={run}-tuned \\\n'
       "    --config.experiment_kwargs.config.files='notes/**/*.md'"
     )
-
-
-def _place(
-  params: dict[str, dict[str, Any]], folder: _Folder, config: model.ModelConfig
-) -> None:
-  """Replaces weights by those of a folder, one by one, where they lie."""
-  rows = _rows(config.post_norms)
-  shapes = {}
-  for module, leaves in params.items():
-    for name, x in leaves.items():
-      row, is_layer = rows[f'{module}/{name}'], module.startswith('layers/')
-      for n in range(x.shape[0] if is_layer else 1):
-        for tensor in row.names:
-          shapes[tensor.format(n)] = row.merged(x.shape[is_layer:])
-  # Buffers of old Llamas; an output layer that is not used.
-  spare = r'.*\.rotary_emb\.inv_freq'
-  spare += r'|lm_head\.weight' if config.tie_embeddings else ''
-  folder.check(shapes, spare)
-  for module, leaves in params.items():
-    for name, old in leaves.items():
-      row, shape = rows[f'{module}/{name}'], old.shape
-      sharding = old.sharding
-      old.delete()  # So that there is never a weight more than the state has.
-      leaves[name] = jax.make_array_from_callback(
-        shape, sharding, functools.partial(folder.weight, row, shape)
-      )
 
 
 def _run_config(
@@ -675,15 +663,6 @@ def export_run(
   for name, content in written.items():  # config.json last: all is there.
     (out / name).write_text(json.dumps(content, indent=2) + '\n')
   print(f'{hf["model_type"]}, {total:,} bytes of {dtype}, in {out}')
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = '') -> Weights:
-  """Returns weights by their path."""
-  flat: Weights = {}
-  for name, x in nested.items():
-    inner = _flat(x, f'{prefix}{name}/') if isinstance(x, dict) else None
-    flat |= {f'{prefix}{name}': x} if inner is None else inner
-  return flat
 
 
 def _folded(

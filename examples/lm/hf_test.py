@@ -7,6 +7,7 @@ with the logits that transformers 5.24 computes.
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -162,6 +163,19 @@ def test_an_export_of_an_import_is_the_same_to_the_bit(run, name, tmp_path):
   original = json.loads((REFERENCE / name / 'config.json').read_text())
   assert written['architectures'] == original['architectures']
   assert 2 in written['eos_token_id']
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_process_reads_its_part(run, name):
+  config = jaxline.load(run(name), mode='decode').config.model
+  tensors, rows = hf._open(REFERENCE / name), hf._rows(config.post_norms)
+  rng = np.random.default_rng(0)
+  for path, whole in hf._flat(jaxline.load_weights(run(name))).items():
+    for _ in range(4):
+      ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in whole.shape]
+      index = tuple(slice(int(a), int(b)) for a, b in ends)
+      part = hf._read_weight(tensors, rows[path], whole.shape, index)
+      np.testing.assert_array_equal(part, whole[index], path)
 
 
 def test_half_precision_is_read_as_such_and_written_in_several_files(
@@ -359,7 +373,7 @@ def test_a_sharded_import_is_the_unsharded_one(run, tmp_path):
     [sys.executable, '-c', _SHARDED, str(source), str(tmp_path / 'run')],
     cwd=ROOT,
     env={
-      **__import__('os').environ,
+      **os.environ,
       'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
       'JAX_PLATFORMS': 'cpu',
     },
