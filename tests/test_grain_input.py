@@ -616,6 +616,41 @@ def test_a_state_with_tuples_is_saved_and_resumed():
     assert [batch['x'].tolist() for batch in other] == expected[position:]
 
 
+class Unsaved(grain_library.DatasetIterator):
+  """Its state is no plain value."""
+
+  def __init__(self):
+    super().__init__()
+    self.number = 0
+
+  def __next__(self):
+    self.number += 1
+    return {'x': np.int32(self.number)}
+
+  def get_state(self):
+    return {1: (self.number,)}
+
+  def set_state(self, state):
+    raise AssertionError
+
+
+class UnsavedStream(grain_library.IterDataset):
+  """A stream of `Unsaved`."""
+
+  def __iter__(self):
+    return Unsaved()
+
+
+def test_a_state_that_is_no_json_is_refused_when_it_is_needed():
+  source = grain.GrainInput(dataset=UnsavedStream(), batch_size=2)
+  with pytest.raises(TypeError, match=r'\{1: \(2,\)\}; expected plain values'):
+    next(source)
+  source = grain.GrainInput(
+    dataset=UnsavedStream(), batch_size=2, input_checkpointing_enabled=False
+  )
+  assert take(source, 2) == [[1, 2], [3, 4]]
+
+
 @pytest.mark.process
 def test_a_stream_is_read_by_workers():
   fields = {'dataset': stream_of(11, repeat=True), 'batch_size': 3}

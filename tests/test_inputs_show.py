@@ -417,6 +417,52 @@ def test_resuming_that_cannot_be_judged():
   assert 'all batches are the same' in said(report)
 
 
+@pytest.mark.parametrize('num_hosts', [1, 2])
+def test_a_record_without_weight_is_read_all_the_same(num_hosts):
+  class Empty(Numbers):
+    def read(self, records, epochs):
+      batch = super().read(records, epochs)
+      return batch | {'weights': batch['weights'] * (records > 0)[:, None]}
+
+  report = check(
+    lambda: Empty(
+      batch_size=2,
+      n=3,
+      shuffle=False,
+      is_training=False,
+      reset_for_eval=True,
+      eval_loop_num_batches=None,
+    ),
+    num_hosts=num_hosts,
+  )
+  assert report.ok
+  assert '2 rows of' in said(report)
+  assert '3 records, of which 0 are not read' in said(report)
+
+
+def test_a_plain_iterator_that_saves_its_position():
+  class Plain:
+    def __init__(self, step):
+      self.state = {'count': np.zeros([], np.int64)}
+      self.step = step
+
+    def __iter__(self):
+      return self
+
+    def __next__(self):
+      self.state['count'] += 2
+      return {'x': np.arange(2) + self.state['count']}
+
+    def get_state(self):
+      return self.state
+
+    def set_state(self, state):
+      self.state = {'count': state['count'] + self.step}
+
+  assert verdicts(check(lambda: Plain(0)))['resume'] == show.OK
+  assert verdicts(check(lambda: Plain(2)))['resume'] == show.WRONG
+
+
 def test_positions_that_differ_are_found():
   class Own(Numbers):
     def position(self):
