@@ -464,6 +464,19 @@ def test_no_seed_is_0_unless_training_data_would_come_again():
   assert [source.seed() for source in fresh] == seeds
 
 
+def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(distributed, 'of_chief', lambda seed: 7)
+  with base.act_as_host(0, 1):
+    source = Counting(
+      batch_size=2, is_training=True, input_checkpointing_enabled=False
+    )
+  assert source.seed() == 7
+
+
+def test_a_generator_waits_for_no_other_process(monkeypatch):
+
+
 def test_a_generator_waits_for_no_other_process(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(distributed, 'of_chief', None)
