@@ -475,9 +475,6 @@ def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
 
 
 def test_a_generator_waits_for_no_other_process(monkeypatch):
-
-
-def test_a_generator_waits_for_no_other_process(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(distributed, 'of_chief', None)
   source = base.from_generator(
