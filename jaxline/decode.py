@@ -73,21 +73,11 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     path: as `config.decode.prompts`. Of '.jsonl', other entries are kept.
 
   Raises:
-    UsageError: the file cannot be read, or it holds something else, or no
-      prompt.
+    OSError: the file cannot be read.
+    UsageError: a line of '.jsonl' is no object with a prompt.
   """
-  try:
-    text = pathlib.Path(path).read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as e:
-    raise errors.UsageError(
-      f'config.decode.prompts is {path!r}, which cannot be read as text: {e}.'
-    ) from e
-  records = list(_records(text.split('\n'), path))
-  if not records:
-    raise errors.UsageError(
-      f'config.decode.prompts is {path!r}: it has no prompt.'
-    )
-  return records
+  text = pathlib.Path(path).read_text(encoding='utf-8')
+  return list(_records(text.split('\n'), path))
 
 
 def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
@@ -219,18 +209,12 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
       ' prompts, which would be lost. Give another, or None.'
     )
   try:
-    try:
-      path.parent.mkdir(parents=True, exist_ok=True)
-      return path.open('w', encoding='utf-8') if output else _open_new(path)
-    except OSError as e:
-      if output or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-        raise
-    return _open_new(pathlib.Path.cwd() / f'{directory.name}_{path.name}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open('w', encoding='utf-8') if output else _open_new(path)
   except OSError as e:
-    raise errors.UsageError(
-      f'The continuations cannot be written to {path}: {e}. Give'
-      ' config.decode.output.'
-    ) from e
+    if output or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+      raise
+  return _open_new(pathlib.Path.cwd() / f'{directory.name}_{path.name}')
 
 
 def _open_new(path: pathlib.Path) -> TextIO:

@@ -651,8 +651,6 @@ def start(
     raise UsageError(f'{refusal} There is no such directory.')
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  if mode.checkpointer:
-    xla.check_backend(config.xla)
   if mode.eval_checkpointer and jax.process_count() > 1:
     raise UsageError(
       f'--jaxline_mode={name} is for one process, and there are'

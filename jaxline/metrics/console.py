@@ -444,7 +444,7 @@ class Console(periodic.Action):
       head, notes = f'{head}, {self.activity}', []
     if self._saved is not None:
       notes.append(f'saved {self._saved}')
-    return lines.cut(self._line(head, notes, width - 1), width - 1)
+    return self._line(head, notes, width - 1)
 
 
 class _TextWriter(writers.Backend):
