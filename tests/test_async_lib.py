@@ -9,7 +9,6 @@ import textwrap
 import threading
 import traceback
 
-from absl import logging
 import pytest
 
 from jaxline import async_lib
