@@ -73,10 +73,14 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     path: as `config.decode.prompts`. Of '.jsonl', other entries are kept.
 
   Raises:
-    OSError: the file cannot be read.
-    UsageError: a line of '.jsonl' is no object with a prompt.
+    UsageError: the file cannot be read, or it holds something else.
   """
-  text = pathlib.Path(path).read_text(encoding='utf-8')
+  try:
+    text = pathlib.Path(path).read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as e:
+    raise errors.UsageError(
+      f'config.decode.prompts is {path!r}, which cannot be read as text: {e}.'
+    ) from e
   return list(_records(text.split('\n'), path))
 
 

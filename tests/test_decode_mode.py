@@ -326,6 +326,8 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
   [
     ({'step': 7}, r"step is 7, but of 'latest' the steps \[1, 2, 3\]"),
     ({'series': 'best', 'step': 1}, r"of 'best' the steps \[2\]"),
+    ({'prompts': 'no_such.txt'}, r"'no_such.txt', which cannot be read"),
+    ({'prompts': 'latin.txt'}, r"'latin.txt', which cannot be read.*decode"),
     ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'; .*\"prompt\": \"Once"),
     ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
@@ -348,6 +350,7 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   for name, content in {
     'p.txt': b'a',
+    'latin.txt': b'\xff',
     'bad.jsonl': b'\n{"prompt": "a"}\nOnce',
     'number.jsonl': b'{"prompt": 7}',
     'list.jsonl': b'["prompt"]',

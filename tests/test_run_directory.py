@@ -439,7 +439,7 @@ def test_a_directory_where_anybody_may_write_is_not_looked_into(
   (places / 'a').chmod(0o1777)
   (places / 'a' / 'b').mkdir()
   monkeypatch.chdir(places / 'a' / 'b')
-  with pytest.raises(ModuleNotFoundError, match=r'shown\.mine'):
+  with pytest.raises(errors.UsageError, match=r'shown\.mine'):
     place()
 
 
@@ -453,6 +453,15 @@ def test_a_module_that_was_imported_is_the_one(places, monkeypatch):
   module = types.SimpleNamespace(Mine=Mine)
   monkeypatch.setitem(sys.modules, 'shown.mine.own', module)
   assert place() == 'imported'
+
+
+def test_a_missing_dependency_is_no_wrong_name(places, monkeypatch):
+  folder = pathlib.Path(add(places / 'a'))
+  (folder / 'shown' / 'mine' / 'own.py').write_text('import nothing_like_it')
+  monkeypatch.chdir(folder)
+  with pytest.raises(ModuleNotFoundError, match='nothing_like_it') as e:
+    place()
+  assert not isinstance(e.value, errors.UsageError)
 
 
 # JAXline's names.

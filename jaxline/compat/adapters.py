@@ -39,9 +39,8 @@ def resolve_experiment_class(
       user. It may be anybody's directory.
 
   Raises:
-    errors.UsageError: it is no 'package.module:Class', or it is recorded and
-      no subclass of `AbstractExperiment`.
-    ImportError, AttributeError: there is no such module or class.
+    errors.UsageError: it names none, or none that can be imported; or it is
+      recorded and no subclass of `AbstractExperiment`.
   """
   name = config.experiment_class
   module_name, separator, class_name = (name or '').partition(':')
@@ -52,7 +51,21 @@ def resolve_experiment_class(
       ' `jaxline.evaluate` also take experiment_class=Class.)'
     )
   _prefer_working_directory(module_name)
-  found = getattr(importlib.import_module(module_name), class_name)
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as e:
+    # A missing dependency of the module is not a wrong name: let it through.
+    if e.name and module_name.startswith(e.name):
+      raise errors.UsageError(
+        f'config.experiment_class is {name!r}: {e}.'
+      ) from e
+    raise
+  found = getattr(module, class_name, None)
+  if found is None:
+    raise errors.UsageError(
+      f'config.experiment_class is {name!r}: {module_name} has no'
+      f' {class_name!r}.'
+    )
   if is_recorded and not (
     isinstance(found, type)
     and issubclass(found, experiment_lib.AbstractExperiment)
