@@ -143,8 +143,8 @@ def decode(
     checkpointer: has the checkpoint.
 
   Raises:
-    UsageError: there is no checkpoint, the prompts cannot be read, or the
-      experiment has no `decode`.
+    UsageError: there is no checkpoint, or the prompts cannot be read.
+    NotImplementedError: the experiment has no `decode`.
   """
   options = config.decode
   series, step = options.series, options.step
@@ -159,12 +159,6 @@ def decode(
       'decode',
       adapters.init_rng(experiment_class, config),
       config,
-    )
-  if experiment.decode.__module__ == experiment_lib.__name__:  # The base's.
-    raise errors.UsageError(
-      f'{type(experiment).__name__} cannot continue prompts. Write its method'
-      ' `decode(self, prompts, rng)`, as AbstractExperiment in'
-      ' jaxline/experiment.py says and examples/lm/experiment.py does.'
     )
   state = base.new_state(checkpointer, experiment, series=series)
   with debug.log_activity('checkpoint restore'):

@@ -331,7 +331,6 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'; .*\"prompt\": \"Once"),
     ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
-    ({'cls': Mute}, r'Mute cannot continue prompts.*decode\(self, prompts'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
     ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
@@ -364,6 +363,12 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   assert (tmp_path / 'p.txt').read_text() == 'a'
   # No directory is made for a name that is wrong.
   assert not (tmp_path / 'new').exists()
+
+
+def test_an_experiment_without_decode_is_named(run, tmp_path):
+  (tmp_path / 'p.txt').write_text('a')
+  with pytest.raises(NotImplementedError, match='Mute'):
+    run(cls=Mute, prompts=str(tmp_path / 'p.txt'), output=str(tmp_path / 'o'))
 
 
 def test_an_experiment_must_continue_each_prompt(run, tmp_path, monkeypatch):
