@@ -1,13 +1,13 @@
 """Flow matching on scikit-learn's handwritten digits: images out of noise.
 
-Expected: a loss of 0.544 on the 256 held-out images, and samples of which most
-          are legible digits.
+Expected: a loss of 0.544 on the 256 held-out images. Most samples are legible
+          digits.
 Hardware: two CPU cores, shared with other work; no GPU.
 Time:     48 seconds, measured; 74 CPU-seconds, with imports and compilation.
 Command:  pip install -e '.[image]' && python experiment.py \
             --config=configs/flow.py --jaxline_mode=train_and_eval
 
-TensorBoard shows a picture of 64 samples for each evaluation.
+TensorBoard shows 64 samples of each evaluation in one picture.
 """
 
 import dataclasses

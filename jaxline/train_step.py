@@ -176,9 +176,9 @@ def average_weights(
   For `after_update`. `init_fn` puts the initial weights into the entry `EMA` of
   the model state as it returns them, so that the average is sharded like them.
 
-  The average is exponential and corrected for its bias, as that of `optax.ema`:
-  the initial weights have no part in it. Steps that are skipped do not count.
-  It keeps the types of its entry: of narrow weights, average float32 copies.
+  This is an exponential moving average with the bias correction of
+  `optax.ema(debias=True)`: the initial weights do not count, and neither do
+  skipped steps. It keeps the dtypes of its entry: average bfloat16 in float32.
 
   Args:
     before: the state before the step.

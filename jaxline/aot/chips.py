@@ -162,7 +162,7 @@ class Topology:
 def parse_topology(name: str) -> Topology:
   """Returns the topology of a name, such as 'v4:4x4x4'.
 
-  The TPU compiler itself refuses a shape that is no multiple of a host's.
+  The TPU compiler refuses a shape that whole hosts cannot form.
 
   Raises:
     TargetError: there is no such chip, or the rest of the name is no shape.

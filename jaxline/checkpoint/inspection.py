@@ -147,7 +147,7 @@ class Checkpoint(contents.Checkpoint):
     return names
 
   def weights(self, which: str | None = None) -> str:
-    """Returns what the names of the weights begin with.
+    """Returns the prefix that the names of the weights share.
 
     Args:
       which: 'raw', 'averaged', or None for the averaged weights if the run has

@@ -145,7 +145,7 @@ class IndexedInput(base.ResumableInput):
   def _size(self) -> int:
     if (size := self.num_records()) < 1:
       raise ValueError(
-        f'{self.name} has no records: its data does not fill one.'
+        f'{self.name} has no records: its data is shorter than one.'
       )
     return size
 
