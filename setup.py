@@ -35,7 +35,7 @@ _BASE = [
 ]
 _DOCS = ['rich>=13']  # Draws the terminal in docs/images.
 _IMAGE = ['scikit-learn>=1.4']
-_EXPORT = ['ml_dtypes>=0.4', 'safetensors>=0.4']
+_EXPORT = ['safetensors>=0.4']
 _PAX = ['fiddle>=0.3', *_IMAGE]  # The digits of ResNet50Pjit --reduced.
 _TEXT = ['tokenizers>=0.21']
 _TEST = [

@@ -43,12 +43,15 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path, partial: pathlib.Path) -> Iterator[BinaryIO]:
+def replacing(
+  path: pathlib.Path, partial: pathlib.Path, *, sync: bool = True
+) -> Iterator[BinaryIO]:
   """Opens a temporary file, and renames it once it is complete and synced.
 
   Args:
     path: the file to replace. It keeps its old content if the block raises.
     partial: the temporary file, in the same directory.
+    sync: whether to wait for the disk; else a power failure may cut the file.
 
   Raises:
     OSError: the file cannot be written; says how much room there is.
@@ -56,8 +59,9 @@ def replacing(path: pathlib.Path, partial: pathlib.Path) -> Iterator[BinaryIO]:
   try:
     with open(partial, 'wb') as file:
       yield file
-      file.flush()
-      os.fsync(file.fileno())
+      if sync:
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
   except BaseException as e:
     with contextlib.suppress(OSError):
@@ -65,7 +69,8 @@ def replacing(path: pathlib.Path, partial: pathlib.Path) -> Iterator[BinaryIO]:
     if isinstance(e, OSError):
       raise failed_write(e, path) from None
     raise
-  sync_directory(path.parent)
+  if sync:
+    sync_directory(path.parent)
 
 
 def failed_write(error: OSError, path: pathlib.Path) -> OSError:

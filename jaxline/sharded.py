@@ -323,15 +323,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def eval_params(self) -> Any:
     """The weights to evaluate and to decode with.
 
-    The averaged weights where `model_state` has them (see `average_weights`),
-    as `state.params`, which a subclass may return in their place.
+    These are the averaged weights if `model_state` has them (see
+    `average_weights`), else `state.params`. A subclass may choose others.
     """
     params, model_state = self.state.params, self.state.model_state
-    if not isinstance(model_state, Mapping) or EMA not in model_state:
-      return params
-    # No step has made an average yet: a run that begins from the weights of
-    # another run has those alone.
-    if int(self.state.step) == 0:
+    has_average = isinstance(model_state, Mapping) and EMA in model_state
+    # Before its first step, a run may have only the weights of another run.
+    if not has_average or int(self.state.step) == 0:
       return params
     return jax.tree.map(
       lambda x, like: x.astype(like.dtype), model_state[EMA], params

@@ -2,8 +2,7 @@
 
 The network learns the velocity of points that move on straight lines from
 noise to an image (Lipman et al. 2022). Euler steps along its velocity draw new
-images.
-Evaluation and sampling use the average of the weights.
+images. Evaluation and sampling use the average of the weights.
 
 Shapes: B images, D pixels, F features.
 """
@@ -141,6 +140,7 @@ class Experiment(sharded.ShardedExperiment):
     cosine = optax.cosine_decay_schedule(
       self.config.learning_rate, self.config.training_steps
     )
+    # Optax mixes the step with floats: under strict promotion it must be one.
     return optax.adam(lambda step: cosine(jnp.asarray(step, jnp.float32)))
 
   def train_input(self) -> Iterator[sharded.Batch]:

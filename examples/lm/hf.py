@@ -4,9 +4,9 @@
   python -m examples.lm.hf export RUN DIR [--step=N] [--series=best]
   python -m examples.lm.hf parity RUN DIR
 
-DIR has `config.json`, `*.safetensors` and `tokenizer.json`. The families are
-those of `_FAMILIES`. `import` makes a run with a checkpoint of step 0, `parity`
-compares the logits of a run with those of transformers (which needs torch).
+DIR has `config.json`, `*.safetensors` and `tokenizer.json`. `_FAMILIES` lists
+the models. `import` makes a run with a checkpoint of step 0. `parity` compares
+the logits of a run and of transformers, which needs torch.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
-import ml_dtypes  # noqa: F401  NumPy then knows bfloat16.
 import numpy as np
 
 from configs import lm
@@ -128,7 +127,7 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
   scalar = hf.get('query_pre_attn_scalar') if is_gemma else None
   return _canonical(
     {name: hf[key] for name, key in _KEYS.items()}
-    | {name: hf.get(key) if is_gemma else None for name, key in _CAPS.items()}
+    | {name: (is_gemma and hf.get(key)) or 0.0 for name, key in _CAPS.items()}
     | {
       'positions': 'rotary',
       'normalize_embedding': False,
@@ -143,7 +142,7 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_windows(hf: Mapping[str, Any]) -> tuple[int, ...]:
-  """Returns the window of each layer; 0 is none."""
+  """Returns each layer's window; 0 is full attention."""
   family, window = hf['model_type'], hf['sliding_window']
   uses = hf.get('use_sliding_window', not family.startswith('qwen'))
   if not window or not uses or family == 'llama':
@@ -189,7 +188,7 @@ def _read_rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _read_scaling(
   rope: Mapping[str, Any], hf: Mapping[str, Any]
 ) -> tuple[float, ...]:
-  """Returns `rotary_scaling`; refuses what it does not know."""
+  """Returns `rotary_scaling`; refuses an unknown `rope_type` or key."""
   values = {k: x for k, x in rope.items() if x is not None}
   values.pop('rope_theta', None)
   kind = values.pop('type', 'default')  # Of earlier versions.
@@ -296,7 +295,7 @@ def _write_as(family: str, options: dict[str, Any]) -> dict[str, Any]:
     is_whole = math.isclose(scalar, round(scalar), rel_tol=1e-9)
     hf['query_pre_attn_scalar'] = round(scalar) if is_whole else scalar
     hf['hidden_activation'] = activation
-    hf |= {key: options[name] for name, key in _CAPS.items()}
+    hf |= {key: options[name] or None for name, key in _CAPS.items()}
   if family == 'gemma3_text':
     local = options['local_rotary_base'] or options['rotary_base']
     hf['rope_local_base_freq'] = local
@@ -322,7 +321,7 @@ class _Row:
   names: tuple[str, ...]
 
   def merged(self, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of a tensor of which ours is a layer's weight."""
+    """Returns a tensor's shape, from the shape of a layer's weight."""
     sizes = dict(zip(self.ours, shape, strict=True))
     if 'HK' in self.theirs:
       sizes['H'] *= sizes['K']
@@ -668,7 +667,7 @@ def export_run(
 def _folded(
   config: model.ModelConfig, weights: Weights
 ) -> tuple[model.ModelConfig, Weights]:
-  """Replaces a normalised embedding by a table of what comes out of it."""
+  """Replaces a normalised embedding by a table of its normalised rows."""
   if not config.normalize_embedding:
     return config, weights
   weights = dict(weights)
@@ -685,7 +684,7 @@ def _folded(
 
 
 def parity(run: pathlib.Path, folder: pathlib.Path) -> float:
-  """Compares the logits of a run with those of transformers, in float32.
+  """Compares the logits of a run and of transformers, in float32.
 
   Args:
     run: the run's directory.

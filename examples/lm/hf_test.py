@@ -15,7 +15,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
@@ -27,6 +26,7 @@ from jaxline import errors
 
 from . import hf
 from . import model
+from . import model_test
 
 # Not from this file, which may be a copy.
 ROOT = pathlib.Path(jaxline.__file__).resolve().parents[1]
@@ -108,13 +108,8 @@ def test_cached_decoding_has_the_logits_of_transformers(run, name):
   config, params = experiment.config.model, experiment.state.params
   reference = np.load(REFERENCE / name / 'reference.npz')
   ids = jnp.asarray(reference['ids'])
-  cache = model.empty_cache(config, *ids.shape)
-  step = jax.jit(model.decode_step, static_argnums=4)
-  got = []
-  for i in range(ids.shape[1]):
-    logits, cache = step(params, ids[:, i : i + 1], cache, i, config)
-    got.append(np.asarray(logits))
-  error = distance(np.concatenate(got, 1), reference['logits'])
+  got = model_test.decoded(params, ids, config, size=1)
+  error = distance(got, reference['logits'])
   assert error < TOLERANCE[name]
 
 
@@ -126,8 +121,8 @@ WRONG = {
   'windows': (3,),
   'local_rotary_base': 1e2,
   'query_scale': 0.1,
-  'attention_cap': None,
-  'logits_cap': None,
+  'attention_cap': 0.0,
+  'logits_cap': 0.0,
   'feed_forward': 'swiglu',
   'qkv_bias': False,
   'qk_norm': False,
@@ -193,8 +188,8 @@ def test_half_precision_is_read_as_such_and_written_in_several_files(
   assert len(list(half.glob('*.safetensors'))) > 2
   stored = tensors_in(half)
   for key, x in tensors_in(REFERENCE / 'llama3').items():
-    assert stored[key].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(stored[key], x.astype(ml_dtypes.bfloat16))
+    assert stored[key].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(stored[key], x.astype(jnp.bfloat16))
   assert hf.main(['import', str(half), str(tmp_path / 'run')]) == 0
   assert hf.main(['export', str(tmp_path / 'run'), str(again)]) == 0
   for key, x in tensors_in(again).items():
@@ -330,24 +325,11 @@ def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
     np.testing.assert_array_equal(x, y)
 
 
-def test_a_normalised_embedding_is_folded_into_an_untied_one(tmp_path):
-  config = model.ModelConfig(
-    vocab_size=11,
-    num_layers=2,
-    embed_dim=16,
-    num_heads=2,
-    mlp_dim=24,
-    max_length=12,
-    feed_forward='swiglu',
-    normalize_embedding=True,
+def test_a_normalised_embedding_is_folded_into_an_untied_one():
+  config = dataclasses.replace(
+    model_test.TINY, feed_forward='swiglu', normalize_embedding=True
   )
-  params = jax.tree.map(
-    lambda x: (
-      x.value + 0.1 * jnp.sin(jnp.arange(x.value.size)).reshape(x.value.shape)
-    ),
-    model.init(jax.random.key(0), config),
-    is_leaf=lambda x: hasattr(x, 'axes'),
-  )
+  params = model_test.params_of(config)
   flat = hf._flat(params)
   folded, weights = hf._folded(config, flat)
   nested = {}

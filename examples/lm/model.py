@@ -1,13 +1,13 @@
 """A decoder-only transformer: pure functions over a plain tree of weights.
 
-It normalises before each part, by the root mean square. The options of
-`ModelConfig` make it a Llama, Mistral, Qwen or Gemma (`hf.py` reads and writes
-their weights); by default it has no biases, and the embedding is also the
-output layer. Every weight is created by `weight`, which
-names its logical axes. The layers are one stack of weights with a leading
-`layers` axis, whether they are scanned, unrolled or divided among the stages of
-a pipeline, so checkpoints and seeds fit all three. `examples/transformer.py`
-has the mathematics; `examples/pax` has layers for transformers of other kinds.
+It normalises before each part, by the root mean square. By default it has no
+biases, and the embedding is also the output layer. The options of `ModelConfig`
+make it a Llama, Mistral, Qwen or Gemma; `hf.py` reads and writes their weights.
+Every weight is created by `weight`, which names its logical axes. The layers
+are one stack of weights with a leading `layers` axis, whether they are scanned,
+unrolled or divided among the stages of a pipeline, so checkpoints and seeds fit
+all three. `examples/transformer.py` has the mathematics; `examples/pax` has
+layers for transformers of other kinds.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, G heads of keys and values,
 K head dim, V vocab, N layers, M keys (cached and new), S parts fused into one
@@ -72,12 +72,12 @@ class ModelConfig:
       own; 0 is all. The layers repeat the pattern: (4096, 0) limits every other
       layer, beginning with the first.
     local_rotary_base: `rotary_base` of the layers with a window, which are then
-      not scaled; None is as the others.
+      not scaled; None is the base and the scaling of the others.
     qkv_bias: whether queries, keys and values have biases.
     qk_norm: whether queries and keys are normalised.
     query_scale: factor of the scores of attention; None is K**-0.5.
-    attention_cap: limit of the scores: see `transformer.cap`; None is none.
-    logits_cap: limit of the logits.
+    attention_cap: limit of the scores: see `transformer.cap`; 0 is none.
+    logits_cap: limit of the logits; 0 is none.
     norm_epsilon: what normalisation adds to the mean square.
     norm_offset: whether the factors of normalisation are stored less 1.
     post_norms: whether the output of each part is normalised too.
@@ -124,8 +124,8 @@ class ModelConfig:
   qkv_bias: bool = False
   qk_norm: bool = False
   query_scale: float | None = None
-  attention_cap: float | None = None
-  logits_cap: float | None = None
+  attention_cap: float = 0.0
+  logits_cap: float = 0.0
   norm_epsilon: float = 1e-6
   norm_offset: bool = False
   post_norms: bool = False
@@ -355,7 +355,7 @@ class Attention(hk.Module):
       v,
       c.attention,
       segment_ids_BL,
-      cap=c.attention_cap or 0.0,
+      cap=c.attention_cap,
       cache=cache,
       start=start,
       window=window,
@@ -415,7 +415,7 @@ class FeedForward(hk.Module):
 
 
 class Embedding(hk.Module):
-  """The table of token vectors, and that of the output layer."""
+  """The token table, and the table of an untied output layer."""
 
   def __init__(self, config: ModelConfig, name: str = 'embedding'):
     super().__init__(name=name)
@@ -730,7 +730,7 @@ def apply(
   x_BLD, head, _ = _transformed(config).apply(
     params, rng, tokens_BL, is_training=is_training
   )
-  return transformer.logits(x_BLD, head, config.logits_cap or 0.0)
+  return transformer.logits(x_BLD, head, config.logits_cap)
 
 
 def loss(
@@ -783,7 +783,7 @@ def loss(
     targets_BL,
     weights_BL,
     chunks=config.loss_chunks,
-    cap=config.logits_cap or 0.0,
+    cap=config.logits_cap,
   )
   return nats.total, jax.lax.stop_gradient(weights_BL.sum())
 
@@ -878,4 +878,4 @@ def decode_step(
     cache=cache,
     start=start,
   )
-  return transformer.logits(x_BLD, head, config.logits_cap or 0.0), cache
+  return transformer.logits(x_BLD, head, config.logits_cap), cache

@@ -43,11 +43,12 @@ _jit = functools.partial(
   },
 )
 _apply = _jit(model.apply, static_argnums=2, static_argnames='is_training')
+_decode_step = _jit(model.decode_step, static_argnums=4)
 _init = _jit(model.init, static_argnums=1)
 
 
 @functools.cache
-def _params(config):
+def params_of(config):
   # Norm scales start at one, where a forgotten one would not be noticed.
   params = partitioning.unbox(_init(jax.random.key(0), config))
   rng = np.random.default_rng(0)
@@ -55,6 +56,16 @@ def _params(config):
     lambda x: np.asarray(x + 0.1 * rng.normal(size=x.shape), np.float32),
     jax.device_get(params),
   )
+
+
+def decoded(params, tokens, config, size):
+  """Returns the logits of tokens that are decoded `size` at a time."""
+  cache, pieces = model.empty_cache(config, *tokens.shape), []
+  for start in range(0, tokens.shape[1], size):
+    piece = tokens[:, start : start + size]
+    logits, cache = _decode_step(params, piece, cache, start, config)
+    pieces.append(logits)
+  return np.concatenate(pieces, axis=1)
 
 
 def _tokens(config, batch=2, length=12, seed=1):
@@ -73,7 +84,7 @@ def _loss_and_grads(config):
     total, weight = model.loss(params, tokens, tokens[:, ::-1], weights, config)
     return total / weight
 
-  return _jit(jax.value_and_grad(mean))(_params(TINY))
+  return _jit(jax.value_and_grad(mean))(params_of(TINY))
 
 
 def _assert_trees_close(actual, expected, **tolerance):
@@ -137,7 +148,7 @@ def _numpy_logits(params, tokens_L, config):
 @pytest.mark.parametrize('name', VARIANTS)
 def test_logits_and_loss_match_an_independent_program(name):
   config = VARIANTS[name]
-  params, tokens = _params(config), _tokens(config)
+  params, tokens = params_of(config), _tokens(config)
   logits = _apply(params, tokens, config)
   expected = np.stack([_numpy_logits(params, row, config) for row in tokens])
   np.testing.assert_allclose(logits, expected, atol=2e-5)
@@ -157,7 +168,7 @@ def test_logits_and_loss_match_an_independent_program(name):
 @pytest.mark.parametrize('name', VARIANTS)
 def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
   config = VARIANTS[name]
-  params = _params(config)
+  params = params_of(config)
   lengths = (5, 1, 6)
   tokens = [_tokens(config, 1, n, seed=n) for n in lengths]
   targets = [_tokens(config, 1, n, seed=n + 20) for n in lengths]
@@ -209,7 +220,7 @@ def test_parameter_count_and_axes():
 
 
 def test_axes_give_a_sharding_that_computes_the_same():
-  params, tokens = _params(TINY), _tokens(TINY)
+  params, tokens = params_of(TINY), _tokens(TINY)
   expected = _apply(params, tokens, TINY)
   partitioner = partitioning.Partitioner(
     mesh_lib.make_mesh({'data': 2}, jax.devices()[:2]),
@@ -319,7 +330,7 @@ def _packed_loss_and_grads(config):
     return total / weight
 
   four_layers = dataclasses.replace(VARIANTS['learned_swiglu'], num_layers=4)
-  return _jit(jax.value_and_grad(mean))(_params(four_layers))
+  return _jit(jax.value_and_grad(mean))(params_of(four_layers))
 
 
 # A pipeline is a `vmap` over its stages, of a `shard_map` over all devices.
@@ -337,7 +348,7 @@ def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
     pipeline_stages=2,
     pipeline_microbatches=2,
   )
-  params, tokens = _params(config), _tokens(config, batch=2, length=128)
+  params, tokens = params_of(config), _tokens(config, batch=2, length=128)
   segments = np.sort(_tokens(config, batch=2, length=128, seed=2) % 3, axis=1)
 
   def loss_and_grads(config, **options):
@@ -369,7 +380,7 @@ def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
 
 
 def test_the_pipeline_is_left_out_where_tokens_are_decoded():
-  params, tokens = _params(TINY), _tokens(TINY, batch=1, length=3)
+  params, tokens = params_of(TINY), _tokens(TINY, batch=1, length=3)
   pipelined = dataclasses.replace(
     TINY, pipeline_stages=2, pipeline_microbatches=3
   )
@@ -395,7 +406,7 @@ def test_scanned_and_unrolled_start_from_the_same_weights():
 
 def test_a_future_token_never_changes_an_earlier_prediction():
   config = dataclasses.replace(TINY, max_length=130)
-  params, tokens = _params(config), _tokens(config, batch=1, length=130)
+  params, tokens = params_of(config), _tokens(config, batch=1, length=130)
   before = _apply(params, tokens, config)
   for position in (0, 64, 65, 129):
     changed = tokens.copy()
@@ -409,20 +420,14 @@ def test_a_future_token_never_changes_an_earlier_prediction():
 @pytest.mark.parametrize('name', VARIANTS)
 def test_a_sequence_in_two_pieces_is_the_whole(name):
   config = VARIANTS[name]
-  params, tokens = _params(config), _tokens(config)
+  params, tokens = params_of(config), _tokens(config)
   whole = _apply(params, tokens, config)
-  step = _jit(model.decode_step, static_argnums=4)
-  cache, pieces = model.empty_cache(config, 2, 12), []
-  for start in (0, 6):
-    piece = tokens[:, start : start + 6]
-    logits, cache = step(params, piece, cache, start, config)
-    pieces.append(logits)
-  actual = np.concatenate(pieces, axis=1)
+  actual = decoded(params, tokens, config, size=6)
   np.testing.assert_allclose(actual, whole, atol=1e-5)
 
 
 def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
-  params, tokens = _params(TINY), _tokens(TINY)
+  params, tokens = params_of(TINY), _tokens(TINY)
   before = _apply(params, tokens, TINY)
   attention = transformer.causal_attention
   capped = lambda *args, **kwargs: attention(*args, **{**kwargs, 'cap': 0.1})
@@ -440,7 +445,7 @@ def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
 )
 def test_rows_decode_from_positions_of_their_own(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
-  params, tokens = _params(config), np.asarray(_tokens(config, batch=3))
+  params, tokens = params_of(config), np.asarray(_tokens(config, batch=3))
   whole = _apply(params, tokens, config)  # Of which each prefix is a part.
   step = _jit(model.decode_step, static_argnums=4)
   # Prompts of 2, 5 and 3 tokens, padded with nonsense.
@@ -468,7 +473,7 @@ def test_bfloat16_keeps_float32_weights_loss_and_gradients():
   config = dataclasses.replace(TINY, dtype='bfloat16')
   loss, grads = _loss_and_grads(config)
   exact_loss, exact_grads = _loss_and_grads(TINY)
-  dtypes = {x.dtype for x in jax.tree.leaves((_params(config), loss, grads))}
+  dtypes = {x.dtype for x in jax.tree.leaves((params_of(config), loss, grads))}
   assert dtypes == {jnp.dtype('float32')}
   assert loss != exact_loss  # It did compute in bfloat16.
   assert float(loss) == pytest.approx(float(exact_loss), rel=1e-2)
@@ -482,7 +487,7 @@ def test_bfloat16_keeps_float32_weights_loss_and_gradients():
 
 def test_dropout_in_training_only_and_the_same_scanned_or_not():
   config = dataclasses.replace(TINY, dropout=0.5)
-  params, tokens = _params(TINY), _tokens(TINY)
+  params, tokens = params_of(TINY), _tokens(TINY)
   plain = _apply(params, tokens, TINY)
   np.testing.assert_array_equal(_apply(params, tokens, config), plain)
   scanned = dataclasses.replace(config, scan_layers=True)
@@ -525,7 +530,7 @@ def test_config_errors_name_the_field(changes, words):
 
 
 def test_errors_about_lengths():
-  params, tokens = _params(TINY), _tokens(TINY, length=13)
+  params, tokens = params_of(TINY), _tokens(TINY, length=13)
   with pytest.raises(ValueError, match='13 tokens; max_length is 12'):
     model.apply(params, tokens, TINY)
   with pytest.raises(ValueError, match=r'cache of 13 .* max_length is 12'):
@@ -546,7 +551,7 @@ def test_a_weight_without_axes_is_refused(monkeypatch):
     model.init(jax.random.key(0), TINY)
 
 
-# Options that change what a layer is, beside those of `hf_test.py`.
+# Options of a layer. `hf_test.py` compares each with transformers.
 OPTIONS = {
   'grouped': {'num_kv_heads': 1, 'qkv_bias': True, 'qk_norm': True},
   'windows': {'windows': (3, 0), 'local_rotary_base': 1e2, 'num_layers': 4},
@@ -570,13 +575,9 @@ OPTIONS = {
 @pytest.mark.parametrize('name', OPTIONS)
 def test_options_in_each_way_to_run_the_layers(name):
   config = dataclasses.replace(TINY, **OPTIONS[name])
-  params = jax.tree.map(
-    lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape),
-    _params(config),
-  )
-  tokens = _tokens(config)
+  params, tokens = params_of(config), _tokens(config)
   expected = _apply(params, tokens, config)
-  assert not np.allclose(_apply(_params(TINY), tokens, TINY), expected)
+  assert not np.allclose(_apply(params_of(TINY), tokens, TINY), expected)
   for changed in (
     {'scan_layers': True},
     {'remat': 'full'},
@@ -586,22 +587,16 @@ def test_options_in_each_way_to_run_the_layers(name):
     np.testing.assert_allclose(
       _apply(params, tokens, other), expected, atol=1e-5, err_msg=str(changed)
     )
-  step = _jit(model.decode_step, static_argnums=4)
   for scan_layers in (False, True):
     other = dataclasses.replace(config, scan_layers=scan_layers)
-    cache, pieces = model.empty_cache(other, 2, 12), []
-    for start in range(0, 12, 4):
-      piece = tokens[:, start : start + 4]
-      logits, cache = step(params, piece, cache, start, other)
-      pieces.append(logits)
     np.testing.assert_allclose(
-      np.concatenate(pieces, axis=1), expected, atol=1e-5
+      decoded(params, tokens, other, size=4), expected, atol=1e-5
     )
 
 
 def test_a_window_hides_what_is_further_back():
   config = dataclasses.replace(TINY, num_layers=1, windows=(3,))
-  params, tokens = _params(config), np.asarray(_tokens(config))
+  params, tokens = params_of(config), np.asarray(_tokens(config))
   changed = tokens.copy()
   changed[:, 4] = (changed[:, 4] + 1) % config.vocab_size
   before, after = (

@@ -170,6 +170,8 @@ class _ForeignWriter(writers.MetricWriter):
         setattr(self, method, getattr(writer, method))
 
   def __getattr__(self, name: str) -> Any:
+    if name == '_writer':  # A copy asks before it has one.
+      raise AttributeError(name)
     return getattr(self._writer, name)
 
   def _write(

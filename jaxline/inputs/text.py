@@ -219,12 +219,10 @@ class TextInput(indexed.IndexedInput):
     """Returns how many rows an epoch has."""
     num_tokens = self._documents.tokens.size
     if self.packing == 'padded':
-      num_rows = int(self._row_ends[-1])
-    elif self.is_training:
-      num_rows = num_tokens // self.length
-    else:
-      num_rows = -((1 - num_tokens) // self.length)
-    return num_rows
+      return int(self._row_ends[-1])
+    if self.is_training:
+      return num_tokens // self.length
+    return -((1 - num_tokens) // self.length)
 
   @functools.cached_property
   def _row_ends(self) -> np.ndarray:
