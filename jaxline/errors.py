@@ -16,6 +16,14 @@ class UsageError(ValueError):
   """
 
 
+class StopTraining(Exception):
+  """Ends a run as finished: raised by `step` or `evaluate`, on all processes.
+
+  `step` raises it before it changes the experiment: the step does not count. A
+  sharded step that has updated the state counts, but is not logged.
+  """
+
+
 class MissingFileError(UsageError, FileNotFoundError):
   """A file that the config names does not exist."""
 

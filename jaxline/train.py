@@ -5,6 +5,7 @@ its method of the same name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import json
@@ -28,6 +29,7 @@ from jaxline import goodput
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import notes
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.compat import lazy
@@ -121,21 +123,20 @@ class Run:
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
     training = _Training(self)
-    state, experiment = training.state, training.experiment
     try:
       training.run_loop()
     except preemption.Preempted as e:
-      if experiment.should_run_step(state.global_step, self.config):
+      if training.goes_on():
         raise
       # The signal came too late to stop the training; all is saved.
-      self.checkpointer.mark_ended(state.global_step)
+      training.mark_ended()
       if self.eval_checkpointer is None:  # Else an evaluation may be left.
         e.is_over = True
         e.add_note('The run has ended.')
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
-    self.checkpointer.mark_ended(state.global_step)
-    return experiment
+    training.mark_ended()
+    return training.experiment
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
@@ -155,9 +156,15 @@ class Run:
     if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
-    for counts in self._restored(evaluation, steps):
-      evaluation(state, counts)
-      evaluation.wait()
+    try:
+      for counts in self._restored(evaluation, steps):
+        evaluation(state, counts)
+        evaluation.wait()
+    except errors.StopTraining as e:
+      if not (steps or config.one_off_evaluate):
+        # A training beside it sees the note at its next save.
+        checkpointer.mark_ended(state.global_step, str(e))
+      self.console.stopped = str(e)
 
   def _restored(
     self, evaluation: '_Evaluation', steps: list[int]
@@ -180,7 +187,7 @@ class Run:
       and 0 not in evaluation.done
       # A checkpoint will hold the weights that the run begins with.
       and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
-      and not config.restore_from
+      and not config.restore_from  # `run_loop` saves one.
     )
     restore_next = checkpointer.follow('latest')
     is_over = False
@@ -244,10 +251,14 @@ class Run:
       for action in training.actions:
         action.skip_time(time.time() - began)
 
+    def evaluate_and_stop(*unused: Any) -> None:
+      evaluate_now()
+      evaluation.check_gain()
+
     interval = config.eval_interval
     if interval is not None and interval >= 0:
       action = periodic.PeriodicAction(
-        evaluate_now,
+        evaluate_and_stop,
         interval_type=interval_type,
         interval=interval,
         run_async=False,  # Training waits: the next step donates the weights.
@@ -255,17 +266,22 @@ class Run:
       )
       # The last action, because it shifts the clocks of the others.
       training.actions.append(action)
-      # The run may have been ended between this step and its evaluation.
-      if state.global_step and interval_type == 'steps':
-        action(time.time(), state.global_step, None)
-      elif state.global_step:  # By seconds: it is unknown whether one was due.
+      with training.stoppable():
+        # The run may have been ended between this step and its evaluation.
+        if state.global_step and interval_type == 'steps':
+          action(time.time(), state.global_step, None)
+        elif state.global_step:  # By seconds: it is unknown whether it was due.
+          evaluate_and_stop()
+    if config.eval_initial_weights and (
+      state.global_step == 0 or checkpointer.is_new()
+    ):
+      with training.stoppable():
         evaluate_now()
-    if config.eval_initial_weights and state.global_step == 0:
-      evaluate_now()
     training.run_loop()
-    evaluate_now()
+    with training.stoppable():
+      evaluate_now()
     evaluation.wait()
-    checkpointer.mark_ended(state.global_step)
+    training.mark_ended()
     return training.experiment
 
   def train_eval_multithreaded(self) -> None:
@@ -384,12 +400,18 @@ def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
 
 
+class _NoGainError(errors.StopTraining):
+  """Early stopping ends the run."""
+
+
 class _Training:
   """An experiment in training: its state, and what is done after each step.
 
   Attributes:
     experiment: the experiment.
     state: the live state of `latest`, restored.
+    stop: what ended the run before its last step, in this process or an earlier
+      one; None if nothing did.
     guard: judges whether losses and gradients are finite.
     actions: called after each step, in this order.
   """
@@ -416,7 +438,14 @@ class _Training:
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
     step = self.state.global_step
-    checkpointer.mark_begun(int(step))
+    self._asked = self._why_to_stop()
+    if checkpointer.collective:
+      self._asked = distributed.of_chief(self._asked)
+    self.stop: errors.StopTraining | None = None
+    with self.stoppable():
+      self._check_asked()
+    if self.stop is None:
+      checkpointer.mark_begun(int(step))
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
@@ -475,7 +504,7 @@ class _Training:
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(
         periodic.PeriodicAction(
-          lambda *unused: self.save(),
+          lambda *unused: self._save_and_stop(),
           interval_type=config.checkpoint_interval_type or config.interval_type,
           interval=config.save_checkpoint_interval,
           logging_growth_ratios=config.periodic_action_growth_ratios,
@@ -493,19 +522,94 @@ class _Training:
       self._run.checkpointer.save('latest')
     self._saved_step = int(self.state.global_step)
 
+  # Ending before the last step.
+
+  def _why_to_stop(self) -> tuple[str, str]:
+    """Returns why the notes say to end: by `StopTraining`, by early stopping.
+
+    Reads the disk, in the background.
+    """
+    config, checkpointer = self._run.config, self._run.checkpointer
+    step = int(self.state.global_step)
+    no_gain = notes.no_gain(config, checkpointer.values(step))
+    return checkpointer.why_ended(step), no_gain
+
+  def _save_and_stop(self) -> None:
+    """Saves; ends the loop if process 0 knows a reason since an earlier save.
+
+    Raises:
+      StopTraining: in all processes alike.
+    """
+    self.save()
+    checkpointer = self._run.checkpointer
+    if checkpointer.collective:
+      self._asked = distributed.of_chief(self._asked)
+    self._check_asked()
+
+    def ask() -> None:
+      self._asked = self._why_to_stop()
+
+    checkpointer.when_saved(ask)
+
+  def _check_asked(self) -> None:
+    why, no_gain = self._asked
+    if why:
+      raise errors.StopTraining(why)
+    if no_gain:
+      raise _NoGainError(no_gain)
+
+  @contextlib.contextmanager
+  def stoppable(self) -> Iterator[None]:
+    """Ends what is inside if it raises StopTraining, and keeps the reason."""
+    try:
+      yield
+    except errors.StopTraining as e:
+      self.stop = self.stop or e.with_traceback(None)
+      self._run.console.stopped = str(self.stop)
+
+  def goes_on(self) -> bool:
+    """Returns whether there are steps to run."""
+    return self.stop is None and self.experiment.should_run_step(
+      self.state.global_step, self._run.config
+    )
+
+  def mark_ended(self) -> None:
+    """Notes the end, and the experiment's reason if it gave one."""
+    # Early stopping decides anew at the next start, perhaps by another config.
+    has_why = self.stop is not None and not isinstance(self.stop, _NoGainError)
+    why = str(self.stop) if has_why else ''
+    self._run.checkpointer.mark_ended(self.state.global_step, why)
+
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     run, config, state = self._run, self._run.config, self.state
     actions = [*self.actions, adapters.full_action(self._after_step)]
     try:
       with run.watch.training():
-        if config.save_initial_train_checkpoint and run.checkpointer.is_new():
+        # An evaluation beside it cannot make the weights of another run.
+        forks = config.restore_from and config.eval_initial_weights
+        saves = config.save_initial_train_checkpoint or forks
+        if saves and run.checkpointer.is_new():
+          if forks:
+            source = f'the weights from {config.restore_from}'
+            run.console.say(f'Saving {source}, to evaluate them as they are.')
           with debug.log_activity('first checkpoint'):
             self.save()
         for action in actions:
           action.update_time(time.time(), state.global_step)
-        with run.console.training(), oom.explained(self.experiment, config):
-          self.experiment.train_loop(config, state, actions, run.log)
+        if self.stop is None:
+          with (
+            self.stoppable(),
+            run.console.training(),
+            oom.explained(self.experiment, config),
+          ):
+            self.experiment.train_loop(config, state, actions, run.log)
+          if self.stop is not None and self.experiment.IS_SHARDED:
+            # Raised behind the update: the weights are those of the next step.
+            done = int(self.experiment.state.step) == state.global_step + 1
+            state.global_step += done
+        else:
+          run.console.say(self._how_to_go_on())
         self._finish()
         # No host leaves before the first one has saved: its exit would end it.
         devices.rendezvous()
@@ -523,6 +627,14 @@ class _Training:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
       run.checkpointer.logs = ()
+
+  def _how_to_go_on(self) -> str:
+    if isinstance(self.stop, _NoGainError):
+      how = 'raise config.early_stop.patience, or set it to None'
+    else:
+      how = f'remove {self._run.config.checkpoint_dir}/checkpoints/ended.json'
+    step = int(self.state.global_step)
+    return f'The run has ended at step {step}: {self.stop} To train on, {how}.'
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
@@ -568,6 +680,10 @@ class _Evaluation:
     steps = run.checkpointer.evaluated()
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
+    self._values: dict[int, float] = {}  # For early stopping.
+    if until < math.inf and base_config.early_stop(config)[1] is not None:
+      noted = distributed.of_chief([*run.checkpointer.values(until).items()])
+      self._values = dict(noted)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
@@ -597,9 +713,13 @@ class _Evaluation:
       debug.log_activity(f'evaluation of step {step}', category='evaluation'),
       oom.explained(self.experiment, run.config),
     ):
-      scalars = self._evaluate(
-        global_step=global_step, rng=rng, writer=run.eval_log
-      )
+      try:
+        scalars = self._evaluate(
+          global_step=global_step, rng=rng, writer=run.eval_log
+        )
+      except errors.StopTraining:
+        self.done.add(step)  # In this process; a next one evaluates it.
+        raise
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
     is_eval = run.eval_mode.startswith('eval')
@@ -612,12 +732,24 @@ class _Evaluation:
       self._keep_best(scalars, step, state.train_step_rng)
     self.done.add(step)
     checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
+    metric, patience, _ = base_config.early_stop(run.config)
+    value = None
+    if patience is not None:
+      value = self._value_of('early_stop.metric', metric, scalars)
+      if checkpointer.collective and not checkpointer.reads_only:
+        value = distributed.of_chief(value)
+      self._values[step] = value
 
     def note() -> None:
       flushed()  # First: what is noted as evaluated is in the log.
-      checkpointer.mark_evaluated(step)
+      checkpointer.mark_evaluated(step, value)
 
     checkpointer.when_saved(note)
+
+  def check_gain(self) -> None:
+    """Raises StopTraining if early stopping ends the run."""
+    if why := notes.no_gain(self._run.config, self._values):
+      raise _NoGainError(why)
 
   def is_of_last_step(self) -> bool:
     """Returns whether the step evaluated last is the last of training."""
@@ -658,20 +790,23 @@ class _Evaluation:
       self._run.console.log_best(metric, value)
     return state
 
+  def _value_of(self, key: str, metric: str, scalars: Any) -> float:
+    values = writers.to_scalars(scalars)
+    if metric not in values:
+      raise errors.UsageError(
+        f'config.{key} is {metric!r}, but evaluate returned'
+        f' no number of that name. It returned {sorted(values)}.'
+        f'{errors.did_you_mean(metric, values)}'
+      )
+    return float(values[metric])
+
   def _keep_best(
     self, scalars: Mapping[str, Any], step: int, train_step_rng: Any
   ) -> None:
     """Saves the experiment if its metric is strictly better than ever."""
-    run, state = self._run, self._best
-    metric = run.config.best_model_eval_metric
-    values = writers.to_scalars(scalars)
-    if metric not in values:
-      raise errors.UsageError(
-        f'config.best_model_eval_metric is {metric!r}, but evaluate returned'
-        f' no number of that name. It returned {sorted(values)}.'
-        f'{errors.did_you_mean(metric, values)}'
-      )
-    value, old = float(values[metric]), state.best_eval_metric_value
+    run, state, key = self._run, self._best, 'best_model_eval_metric'
+    metric, old = run.config[key], state.best_eval_metric_value
+    value = self._value_of(key, metric, scalars)
     if run.checkpointer.collective:
       # They save together; if the values differ, the first host's counts.
       value = distributed.of_chief(value)

@@ -228,14 +228,32 @@ class FullCheckpointer(Checkpointer):
     """Returns the steps that are noted as evaluated."""
     return []
 
-  def mark_evaluated(self, *steps: int) -> None:
-    """Notes that steps are evaluated and their results are safe."""
+  def values(self, until: int) -> dict[int, float]:
+    """Returns step -> noted value of the metric of `config.early_stop`."""
+    return {}
+
+  def mark_evaluated(self, step: int, value: float | None = None) -> None:
+    """Notes that a step is evaluated and its results are safe.
+
+    Args:
+      step: the step.
+      value: of the metric of `config.early_stop`.
+    """
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from this step."""
 
-  def mark_ended(self, step: int) -> None:
-    """Notes that training has ended at this step."""
+  def mark_ended(self, step: int, why: str = '') -> None:
+    """Notes that training has ended at this step.
+
+    Args:
+      step: the step.
+      why: what `StopTraining` said, so that no training goes on from here.
+    """
+
+  def why_ended(self, until: int) -> str:
+    """Returns what `StopTraining` said at a step up to this one, or ''."""
+    return ''
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""
