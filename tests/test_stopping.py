@@ -20,7 +20,7 @@ from tests import test_faults
 from tests import test_train
 from tests.experiments import regression
 
-start = test_faults.start
+start, _events = test_faults.start, test_faults._events
 NAN = math.nan
 # No evaluation after the first one gains so much.
 NEVER_BETTER = '--config.early_stop.min_delta=1e9'
@@ -254,11 +254,10 @@ def test_two_processes_follow_the_note_of_an_evaluation(tmp_path):
   )  # fmt: skip
   try:
     evaluator = multiprocess.Run(
-      directory, 'sharded', '--jaxline_mode=eval', *args,
-      processes=1, steps=100000,
+      directory, 'sharded', '--jaxline_mode=eval', *args, steps=100000,
     )  # fmt: skip
     results = trainers.wait()
-    assert [r.code for r in results + evaluator.wait()] == [0, 0, 0]
+    assert {r.code for r in results + evaluator.wait()} == {0}
   finally:
     trainers.kill()
   assert noted(directory)['step'] == multiprocess.steps(directory)[-1]
