@@ -37,18 +37,17 @@ _DOCS = ['rich>=13']  # Draws the terminal in docs/images.
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
 _PAX = ['fiddle>=0.3', *_IMAGE]  # The digits of ResNet50Pjit --reduced.
-_PLOT = ['matplotlib>=3.9']
 _TEXT = ['tokenizers>=0.21']
 _TEST = [
   *_IMAGE,
   *_EXPORT,
   *_PAX,
-  *_PLOT,
   *_TEXT,
   'equinox>=0.13',
   'flax>=0.12',
   'hypothesis>=6.100',
   'ipykernel>=6.29',
+  'matplotlib>=3.9',  # In the notebooks of docs/.
   'mypy>=1.15',
   'nbclient>=0.10',  # Runs the notebooks of docs/.
   'pandas>=2.2',
@@ -84,7 +83,6 @@ setuptools.setup(
     # MLflow without its server; a database in a file needs the others.
     'mlflow': ['mlflow-skinny>=3', 'alembic>=1.13', 'sqlalchemy>=2'],
     'pax': _PAX,
-    'plot': _PLOT,
     'seqio': ['seqio>=0.0.20'],
     'test': _TEST,
     'text': _TEXT,

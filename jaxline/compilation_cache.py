@@ -228,9 +228,13 @@ class Files:
     partial = self._file(f'partial-{os.getpid()}-{threading.get_ident()}')
     try:
       self._remove_oldest(self._max_bytes - len(value))
-      with disk.replacing(self._file(key), partial) as file:
-        file.write(hashlib.sha256(value).digest() + value)
+      # Without fsync, which the step would wait for: the checksum finds what a
+      # power failure has cut.
+      partial.write_bytes(hashlib.sha256(value).digest() + value)
+      partial.replace(self._file(key))
     except OSError as e:
+      with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
       self._warn(e)
 
   def _file(self, key: str) -> pathlib.Path:

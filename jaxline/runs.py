@@ -1,7 +1,7 @@
 """`python -m jaxline.runs ls|compare`: runs in a table, side by side.
 
   python -m jaxline.runs ls runs
-  python -m jaxline.runs compare runs/lr_* --plot=curves.png
+  python -m jaxline.runs compare runs/lr_*
 
 A run is a directory with a `config.json`. What is shown comes from that file,
 from `metrics.jsonl` of training and evaluation, and from the note of its end;
@@ -200,10 +200,6 @@ def _compare(args: argparse.Namespace) -> None:
   runs = find(args.dir)
   metrics = args.metrics.split(',') if args.metrics else _common(runs)
   known = sorted({name for run in runs for name in run.curves})
-  if args.plot and not metrics:
-    raise errors.UsageError(
-      f'There is nothing to plot: give --metrics, some of {known}.'
-    )
   errors.check_names(metrics, known, 'metric', '--metrics')
   rows: list[tuple[str, ...]] = [('', *_names(runs))]
   for key in differences(runs):
@@ -218,61 +214,12 @@ def _compare(args: argparse.Namespace) -> None:
         cells = (f'{of[name]:.5g}' if name in of else '' for of in values)
         rows.append((f'{what} {name}', *cells))
   inspection.print_table(rows, right=range(1, len(runs) + 1))
-  if args.plot:
-    plot(runs, metrics, args.plot)
-    print(f'\nCurves: {args.plot}')
 
 
 def _common(runs: Sequence[Run]) -> list[str]:
   """Returns the scalars of evaluation, and the losses of training."""
   names = dict.fromkeys(name for run in runs for name in run.last)
   return [name for name in names if name.startswith('eval') or 'loss' in name]
-
-
-def plot(runs: Sequence[Run], metrics: Sequence[str], path: str) -> None:
-  """Draws the curves of runs over each other, one picture for each metric.
-
-  Args:
-    runs: the runs.
-    metrics: 'folder/name' of scalars.
-    path: the file; its ending says the format, such as '.png' or '.pdf'.
-
-  Raises:
-    errors.UsageError: matplotlib is not installed, or cannot write the file.
-  """
-  try:
-    from matplotlib import figure as figure_lib
-  except ImportError as e:
-    raise errors.UsageError(
-      f'Curves need matplotlib ({e}): pip install -e ".[plot]".'
-    ) from e
-  keys = differences(runs)
-  labels = [
-    ', '.join(
-      f'{key.rpartition(".")[2]} {run.recorded.get(key)}' for key in keys
-    )
-    if 0 < len(keys) <= 2
-    else name
-    for name, run in zip(_names(runs), runs, strict=True)
-  ]
-  columns = min(2, len(metrics))
-  rows = -(-len(metrics) // max(columns, 1))
-  # Without pyplot, which would look for a display and keep the figure.
-  figure = figure_lib.Figure((6 * columns, 3.5 * rows), layout='constrained')
-  for i, metric in enumerate(metrics, 1):
-    first = next(iter(figure.axes), None)
-    axes = figure.add_subplot(rows, columns, i, sharex=first)
-    for label, run in zip(labels, runs, strict=True):
-      curve = run.curves.get(metric, {})
-      marker = '.' if len(curve) < 30 else ''
-      axes.plot(list(curve), list(curve.values()), label=label, marker=marker)
-    axes.set(title=metric, xlabel='step')
-    axes.grid(alpha=0.3)
-  figure.axes[0].legend()
-  try:
-    figure.savefig(path)
-  except (OSError, ValueError) as e:
-    raise errors.UsageError(f'--plot={path} cannot be written: {e}') from e
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,7 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     help='such as eval/loss,train/loss; by default all of evaluation and the'
     ' losses of training',
   )
-  command.add_argument('--plot', help='a file for the curves, such as out.png')
   command.set_defaults(run=_compare)
   args = parser.parse_args(argv)
   try:

@@ -168,14 +168,11 @@ def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
   return []
 
 
-class ProfileSteps(periodic.PeriodicAction):
+class ProfileSteps(periodic.Action):
   """Saves the profile of some steps, for `config.xla.pgle_profile`.
 
-  The training thread starts the trace. A background thread waits for the last
-  of the steps, then stops the trace and reads it. Training continues meanwhile;
-  one or two further steps in the trace do no harm, because durations are
-  averaged. The file is complete or does not exist. The next step, or
-  `wait_to_finish`, raises an error of the background thread.
+  Training waits while the trace is read. The file is complete or does not
+  exist.
   """
 
   def __init__(self, path: str, first_step: int, num_steps: int):
@@ -187,7 +184,6 @@ class ProfileSteps(periodic.PeriodicAction):
         this process; at least 2.
       num_steps: how many steps to profile.
     """
-    super().__init__(self._write_profile, 'steps', interval=None)
     self._path = pathlib.Path(path).absolute()
     self._before = first_step - 1
     self._last = self._before + num_steps
@@ -197,26 +193,21 @@ class ProfileSteps(periodic.PeriodicAction):
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
-    """Starts the trace, or has it stopped, if it is time to.
+    """Starts the trace, or stops it and writes the profile, if it is time to.
 
     Raises:
-      RuntimeError: another trace is running.
-      BaseException: the error of saving the profile.
+      RuntimeError: another trace is running, or the profile has no GPU.
+      OSError: the profile cannot be written.
     """
     self._calls += 1
-    super().__call__(t, step, scalar_outputs)
     if self._calls == self._before:
       self._start()
-
-  def _is_due(self, t: float, step: int) -> bool:
-    return self._calls == self._last
+    elif self._calls == self._last:
+      jax.block_until_ready(scalar_outputs)  # The last step has run.
+      self._write_profile(step)
 
   def wait_to_finish(self) -> None:
-    """Waits until the profile is saved; warns if the run ended too early.
-
-    Raises:
-      BaseException: the error of saving the profile.
-    """
+    """Stops the trace of a run that ended too early, with a warning."""
     if self._calls < self._last:
       logging.warning(
         'No profile was saved to %s: this run ended after %d steps, and the'
@@ -230,7 +221,6 @@ class ProfileSteps(periodic.PeriodicAction):
       if self._directory is not None:
         with self._directory:
           jax.profiler.stop_trace()
-    super().wait_to_finish()
 
   def _start(self) -> None:
     directory = tempfile.TemporaryDirectory(prefix='jaxline_pgle_')
@@ -249,12 +239,7 @@ class ProfileSteps(periodic.PeriodicAction):
       'Profiling %d steps for %s.', self._last - self._before, self._path
     )
 
-  def _write_profile(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stops the trace and writes the profile; on the background thread.
-
-    Its caller has fetched the last step's scalars, so that step has run.
-    """
-    del scalars
+  def _write_profile(self, step: int) -> None:
     assert self._directory is not None
     with self._directory as directory:
       jax.profiler.stop_trace()

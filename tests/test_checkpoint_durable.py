@@ -387,15 +387,6 @@ def test_the_step_key(key, run):
     assert state.train_step_rng.sharding == zeros.sharding
 
 
-@pytest.mark.parametrize('value', [math.inf, -math.inf, math.nan, 0.1, -0.0])
-def test_the_best_value(value, run):
-  best = {'best_eval_metric_value': value, 'best_model_eval_metric': 'loss'}
-  save(run(), weights(1), series='best', **best)
-  blank = {'best_eval_metric_value': 5.0, 'best_model_eval_metric': ''}
-  state = restore(run('eval'), weights(), series='best', **blank)
-  assert_same({k: state[k] for k in best}, best)
-
-
 def _advance(live: Sharded, steps: int) -> None:
   for step in range(steps):
     live.step(global_step=step, rng=jax.random.key(step), writer=None)
@@ -568,11 +559,8 @@ def save_in_a_thread(checkpointer, live, step) -> threading.Thread:
   return thread
 
 
-def test_a_save_waits_for_the_one_before_and_not_for_its_own(
-  run, monkeypatch, caplog
-):
+def test_a_save_waits_for_the_one_before_and_not_for_its_own(run):
   checkpointer, gate = run(), threading.Event()
-  monkeypatch.setattr(durable, '_SLOW_SECS', 0.1)
   checkpointer._writer.submit(gate.wait, 10)
   live = weights(1)
   fill(checkpointer, live, 1)
@@ -582,7 +570,6 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(
   assert second.is_alive()
   gate.set()
   second.join()
-  assert 'Training waited 0.' in caplog.text
   checkpointer.wait_for_checkpointing_to_finish()
   assert checkpointer.steps('latest') == [1, 2]
 
@@ -622,13 +609,6 @@ def test_retention(series, values, stay, run, tmp_path):
   assert checkpointer.steps(series) == stay
   there = [p.name for p in series_path(tmp_path, series).iterdir()]
   assert sorted(there) == [str(s) for s in stay]
-
-
-def test_one_best_checkpoint_is_kept_in_the_sharded_style(run, copied):
-  live = Sharded()
-  checkpointer = run()
-  save(checkpointer, live, 6, 7, series='best', key=jax.random.key(7))
-  assert checkpointer.steps('best') == [7]
 
 
 def test_only_the_owner_cleans_up(run, tmp_path):
@@ -1101,17 +1081,10 @@ def test_what_the_experiment_declares_may_change(run):
 
 
 @pytest.mark.parametrize(
-  ('name', 'option', 'may_change', 'may_not'),
-  [
-    ('lm', (), ['eval_batches', 'sample_temperature', 'model.remat'],
-     ['learning_rate', 'model.dropout', 'model.num_layers']),
-    ('image', (), ['eval_batch_size'], ['train_batch_size', 'model.strides']),
-    ('c4', ('C4Spmd1BAdam4Replicas:reduced',),
-     ['decode.top_k', 'constants.LOSS_CHUNKS', 'constants.ATTENTION_IMPL'],
-     ['constants.LEARNING_RATE', 'reduced']),
-  ],
-)  # fmt: skip
-def test_what_the_examples_declare(name, option, may_change, may_not):
+  ('name', 'option'),
+  [('lm', ()), ('image', ()), ('c4', ('C4Spmd1BAdam4Replicas:reduced',))],
+)
+def test_what_the_examples_declare(name, option):
   module = importlib.import_module(f'configs.{name}')
   config = module.get_config(*option).copy_and_resolve_references()
   cls = platform.resolve_experiment_class(config)
@@ -1120,14 +1093,6 @@ def test_what_the_examples_declare(name, option, may_change, may_not):
   for path in cls.CHANGEABLE_ON_RESUME:
     assert path.split('.')[2] in fields
     assert any(f'{key}.'.startswith(f'{path}.') for key in keys), path
-  for key in may_change + may_not:
-    old = base_config.recorded(config)
-    new = copy.deepcopy(old)
-    *parents, last = f'experiment_kwargs.config.{key}'.split('.')
-    node = functools.reduce(lambda node, part: node[part], parents, new)
-    node[last] = 'another'
-    changes = base_config.changes(old, new, cls)
-    assert len(changes) == (key in may_not), (key, changes)
 
 
 def test_a_key_that_is_new_has_its_default(run):
@@ -1319,14 +1284,13 @@ def test_a_copy_of_a_save_is_a_plain_snapshot(clone, newest, run):
     ('/checkpoints/best', 4), ('/checkpoints/best:4', 4),
   ],
 )  # fmt: skip
-@pytest.mark.parametrize('relative', [False, True])
-def test_restore_from(where, step, relative, run, tmp_path, monkeypatch):
+def test_restore_from(where, step, run, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   other = run(directory=tmp_path / 'other')
   for n, series in ((3, 'latest'), (5, 'latest'), (4, 'best')):
     save(other, weights(n), n, series=series)
   before = tree_of(tmp_path / 'other')
-  source = ('other' if relative else str(tmp_path / 'other')) + where
+  source = 'other' + where  # Relative to the working directory.
   checkpointer = run(restore_from=source)
   assert checkpointer.can_be_restored('latest')
   assert not checkpointer.can_be_restored('best')
@@ -1353,11 +1317,6 @@ def test_restore_from_what_is_damaged_or_does_not_fit(run, tmp_path):
   with pytest.raises(ValueError, match=r"lacks \['v'\]"):
     restore(checkpointer, PerDevice({'v': jnp.ones(2)}, {'n': 0}))
   assert tree_of(tmp_path / 'other') == before
-
-
-def _by_rules(run, tmp_path, live, rules, source='kept', **more):
-  checkpointer = run(restore_from=str(source), restore_rules=rules)
-  return restore(checkpointer, live, **more)
 
 
 def test_rules(kept, run, tmp_path):

@@ -194,33 +194,6 @@ def test_waits_are_accounted_for(clock):
   assert goodput.spent()['input wait'] - before == 1
 
 
-def test_a_slow_input_is_warned_of(clock, caplog):
-  caplog.set_level('WARNING')
-  clock.steps(1, wait=30, takes=0)  # The start does not count.
-  clock.steps(99, wait=0.75, takes=0.25)
-  assert not caplog.records
-  clock.steps(1, wait=0.75, takes=0.25)
-  (record,) = caplog.records
-  assert 'books' in record.getMessage()
-  assert '75%' in record.getMessage()
-  clock.steps(2000, wait=0.75, takes=0.25)
-  assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(
-  ('wait', 'takes'),
-  [
-    (0.125, 1.125),  # A tenth.
-    (0.0009, 0.0001),  # Too short to matter.
-  ],
-)
-def test_an_input_that_is_fast_enough(clock, caplog, wait, takes):
-  caplog.set_level('WARNING')
-  clock.steps(1, wait=30, takes=takes)
-  clock.steps(20_000, wait=wait, takes=takes)
-  assert not caplog.records
-
-
 def test_a_stall_is_told_with_the_place(caplog):
   caplog.set_level('WARNING')
   go_on = threading.Event()

@@ -4,6 +4,7 @@ No cluster is needed: programs of the names that a cluster has (srun, gcloud)
 stand in for them, and start real processes.
 """
 
+import math
 import os
 import pathlib
 import re
@@ -162,20 +163,6 @@ def test_slurm_needs_a_directory(slurm):
   assert 'give --config.checkpoint_dir=DIR' in err
 
 
-def test_slurm_options():
-  text = (LAUNCH / 'slurm.sbatch').read_text()
-  options = dict(re.findall(r'^#SBATCH --([a-z-]+)=?(.*)$', text, re.M))
-  assert options['ntasks-per-node'] == options['gpus-per-node']
-  # To the processes, and not to the script, which has to requeue then.
-  assert re.fullmatch(r'TERM@\d+', options['signal'])
-  assert 'requeue' in options
-  # All before the first command: sbatch reads no further.
-  lines = text.splitlines()
-  commands = [i for i, x in enumerate(lines) if x and not x.startswith('#')]
-  assert text.splitlines()[commands[0]] == 'set -u'
-  assert not [x for x in lines[commands[0] :] if x.startswith('#SBATCH')]
-
-
 # --- Kubernetes --------------------------------------------------------------
 
 
@@ -194,52 +181,29 @@ def jobset():
   return yaml.safe_load(string.Template(body).substitute(parameters()))
 
 
-def test_jobset_is_one(jobset):
-  assert jobset['apiVersion'] == 'jobset.x-k8s.io/v1alpha2'
-  assert jobset['kind'] == 'JobSet'
-  (rule,) = jobset['spec']['failurePolicy']['rules']
-  assert rule['action'] == 'FailJobSet'
-  (replicated,) = jobset['spec']['replicatedJobs']
-  assert replicated['replicas'] == 2
-  # A Job's name and a pod's are of these, and have 63 letters at most.
-  name = f'{jobset["metadata"]["name"]}-{replicated["name"]}-99-9999-xxxxx'
-  assert re.fullmatch('[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?', name)
-
-
-def test_jobset_has_a_pod_for_each_machine_of_a_slice(jobset):
+def test_jobset(jobset):
   (replicated,) = jobset['spec']['replicatedJobs']
   job = replicated['template']['spec']
   pod = job['template']['spec']
   (container,) = pod['containers']
-  # So that pods get JOB_COMPLETION_INDEX, and none is replaced alone.
+  # A pod for each machine of a slice: it gets JOB_COMPLETION_INDEX, and none
+  # is replaced alone.
   assert job['completionMode'] == 'Indexed'
   assert job['backoffLimit'] == 0
-  assert job['parallelism'] == job['completions'] == 16
-  selector = pod['nodeSelector']
-  chips = 1
-  for side in selector['cloud.google.com/gke-tpu-topology'].split('x'):
-    chips *= int(side)
+  assert job['parallelism'] == job['completions']
+  sides = pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
   per_pod = container['resources']['limits']['google.com/tpu']
-  assert job['parallelism'] * per_pod == chips
-  assert {p['containerPort'] for p in container['ports']} >= {8471, 8080, 8482}
-  (volume,), (mount,) = pod['volumes'], container['volumeMounts']
-  assert volume['name'] == mount['name']
+  assert job['parallelism'] * per_pod == math.prod(map(int, sides))
+  (mount,) = container['volumeMounts']
   directory = f'{mount["mountPath"]}/{jobset["metadata"]["name"]}'
   assert f'--config.checkpoint_dir={directory}' in container['command']
-
-
-def test_jobset_lets_a_run_save_and_starts_it_again(jobset):
-  (replicated,) = jobset['spec']['replicatedJobs']
-  job = replicated['template']['spec']
-  assert job['template']['spec']['terminationGracePeriodSeconds'] >= 300
-  # As Kubernetes wants it where there is a podFailurePolicy.
-  assert job['template']['spec']['restartPolicy'] == 'Never'
+  # A run has time to save, and is started anew unless that is of no use.
+  assert pod['terminationGracePeriodSeconds'] >= 300
   (rule,) = job['podFailurePolicy']['rules']
   assert rule['action'] == 'FailJob'
-  codes = rule['onExitCodes']
-  assert codes['operator'] == 'In'
-  assert not {0, 70, preemption.EXIT_CODE, 134, 137, 143} & set(codes['values'])
-  assert {1, 2} <= set(codes['values'])
+  codes = set(rule['onExitCodes']['values'])
+  assert {1, 2} <= codes
+  assert not {0, 70, preemption.EXIT_CODE, 134, 137, 143} & codes
 
 
 # --- Cloud TPU ---------------------------------------------------------------
@@ -267,27 +231,15 @@ def test_tpu_vm_dry_run(tmp_path):
     assert result.returncode == 0, result.stderr
     return [line.rstrip() for line in result.stdout.splitlines()]
 
-  kind = '--accelerator-type=v4-8 --runtime-version=r'
-  create, describe = said('create')
-  assert create == f'{gcloud} create lm --node-id=lm {kind} --zone=z'
-  assert describe == (
-    f"{gcloud} describe lm '--format=value(state.state)' --zone=z"
-  )
-  create, _ = said('create', SLICES='4', FLAGS='--spot --network=n')
-  assert create == (
-    f'{gcloud} create lm --node-count=4 --node-prefix=lm {kind}'
-    ' --spot --network=n --zone=z'
-  )
-  assert said('delete') == [f'{gcloud} delete lm --force --quiet --zone=z']
-  assert said('install')[:2] == [
-    'git archive --output=/tmp/lm.tar.gz HEAD',
-    f'{gcloud} scp /tmp/lm.tar.gz lm:/tmp/lm.tar.gz --node=all --worker=all'
-    ' --zone=z',
-  ]
-  assert not any('mount' in line for line in said('install'))
-  assert any(
-    'mount 1.2.3.4:/x /runs' in x for x in said('install', NFS='1.2.3.4:/x')
-  )
+  create, _ = said('create')
+  assert create.startswith(f'{gcloud} create lm --node-id=lm ')
+  create, _ = said('create', SLICES='4', FLAGS='--spot')
+  assert '--node-count=4 --node-prefix=lm' in create
+  assert '--spot' in create
+  assert said('delete')[0].startswith(f'{gcloud} delete lm ')
+  install = said('install', NFS='1.2.3.4:/x')
+  assert install[0].startswith('git archive')
+  assert any('mount 1.2.3.4:/x /runs' in line for line in install)
   for name in ('run', 'stop'):
     first, *_ = said(name, '--config.checkpoint_dir=/runs/a')
     assert first.startswith(
@@ -363,9 +315,7 @@ def test_tpu_vm_gives_up_what_never_lasts(worker):
   until(lambda: log.exists() and 'tpu_vm.sh' in log.read_text())
   *starts, last = log.read_text().splitlines()
   assert len(starts) == 5
-  assert (
-    last == 'tpu_vm.sh: ended with 70; the fifth in a row within 15 minutes.'
-  )
+  assert 'ended with 70' in last
 
 
 def until(condition):

@@ -309,15 +309,6 @@ def test_log_all_data_hands_on_each_step(run_async):
   ]  # fmt: skip
 
 
-def test_log_all_data_loses_nothing_at_the_end():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, 'steps', 10, log_all_data=True)
-  _run(action, [(float(step), step) for step in range(1, 14)])
-  assert recorder.steps == list(range(1, 14))
-  action.wait_to_finish()
-  assert len(recorder.calls) == 13
-
-
 def test_log_all_data_keeps_a_bounded_number():
   recorder = _Recorder()
   action = periodic.PeriodicAction(
@@ -331,13 +322,6 @@ def test_log_all_data_keeps_a_bounded_number():
   assert max(held) < 512
   assert recorder.steps == list(range(1, 3001))
   assert [s for s, scalars in recorder.calls if scalars] == [3000]
-
-
-def test_log_all_data_of_an_action_that_is_off_keeps_nothing():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, 'steps', None, log_all_data=True)
-  _run(action, [(float(step), step) for step in range(3000)])
-  assert not recorder.calls
 
 
 # --- handing on before it is due ---------------------------------------------
@@ -426,18 +410,6 @@ class _Slow(_Recorder):
     self.started.release()
     assert self.may_go.wait(TIMEOUT)
     super().__call__(step, scalars)
-
-
-def test_a_slow_function_does_not_block_and_keeps_the_order():
-  slow = _Slow()
-  action = periodic.PeriodicAction(slow, 'steps', 1)
-  for step in range(1, 101):
-    action(float(step), step, {'x': step})
-  assert not slow.calls
-  slow.may_go.set()
-  action.wait_to_finish()
-  assert slow.steps == list(range(1, 101))
-  assert [scalars['x'] for _, scalars in slow.calls] == slow.steps
 
 
 def test_a_dict_changed_while_it_waits_is_not_changed_for_the_function():

@@ -13,7 +13,6 @@ from unittest import mock
 from absl import flags
 from absl.testing import flagsaver
 from ml_collections import config_dict
-import numpy as np
 import pytest
 
 import jaxline
@@ -367,25 +366,6 @@ def test_an_override_of_a_key_that_is_not_there_is_refused(key, said, tmp_path):
   with pytest.raises(errors.UsageError):
     platform.load_config([f'--jaxline_run={run}', f'--config.{key}=1'])
   assert not (tmp_path / 'new').exists()
-
-
-def test_numbers_of_numpy_are_overrides(tmp_path):
-  overrides = {
-    'training_steps': np.int64(2),
-    'watchdog_secs': np.float32(0.5),
-    'log_async': np.bool_(False),
-    'random_mode_eval': np.str_('unique_host_same_device'),
-  }
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
-  jaxline.fit(Counts, config, overrides, mode='train')
-  found = json.loads((tmp_path / 'config.json').read_text())
-  assert {key: found[key] for key in overrides} == {
-    'training_steps': 2,
-    'watchdog_secs': 0.5,
-    'log_async': False,
-    'random_mode_eval': 'unique_host_same_device',
-  }
 
 
 # Where a class is looked for.

@@ -1,8 +1,6 @@
 """Tests of `python -m jaxline.runs`."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -119,36 +117,6 @@ def test_a_metric_can_be_chosen(sweep, capsys):
   assert 'last train/loss' not in rows
 
 
-def test_curves_are_drawn(sweep, tmp_path, capsys):
-  pytest.importorskip('matplotlib')
-  path = tmp_path / 'out.svg'
-  assert runs.main(['compare', str(sweep), f'--plot={path}']) == 0
-  assert str(path) in capsys.readouterr().out
-  assert '<svg' in path.read_text()
-
-
-def test_a_picture_shows_the_values(sweep):
-  figures = pytest.importorskip('matplotlib.figure')
-  made = []
-
-  class Figure(figures.Figure):
-    def savefig(self, path):
-      made.append(self)
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(figures, 'Figure', Figure)
-    names = ['eval/loss', 'train/loss']
-    runs.plot(runs.find([str(sweep)]), names, 'out.png')
-  axes, below = made[0].axes
-  # A step is at one place in all.
-  assert axes.get_shared_x_axes().joined(axes, below)
-  curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-  assert curves == {
-    'random_seed 1': [[10, 1.5], [20, 1.25], [30, 1.75]],
-    'random_seed 2': [[20, 2.5]],
-  }
-
-
 @pytest.mark.parametrize(
   ('text', 'steps'),
   [
@@ -217,33 +185,11 @@ def test_a_config_that_is_none_is_refused(make_run, capsys, config):
     (['ls', 'nowhere'], 'There is no run in nowhere'),
     (['ls', 'gs://b/r'], 'Mount the bucket'),
     (['compare', '.', '--metrics=eval/los'], "Did you mean 'eval/loss'?"),
-    (['compare', '.', '--plot=nowhere/out.png'], 'cannot be written'),
-    (['compare', 'empty', '--plot=out.png'], 'nothing to plot'),
   ],
 )
 def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
-  if 'plot' in argv[-1]:
-    pytest.importorskip('matplotlib')
   monkeypatch.chdir(sweep)
-  empty = sweep / 'empty' / runs.CONFIG
-  empty.parent.mkdir()
-  empty.write_text('{}')
   assert runs.main(argv) == 2
   error = capsys.readouterr().err
   assert said in error
   assert error.count('\n') == 1
-
-
-def test_matplotlib_is_asked_for(sweep, capsys, monkeypatch):
-  monkeypatch.setitem(sys.modules, 'matplotlib', None)
-  assert runs.main(['compare', str(sweep), '--plot=out.png']) == 2
-  assert '.[plot]' in capsys.readouterr().err
-
-
-def test_the_command_needs_no_matplotlib(sweep):
-  code = (
-    'import sys; from jaxline import runs; code = runs.main(sys.argv[1:]);'
-    " assert 'matplotlib' not in sys.modules; sys.exit(code)"
-  )
-  command = [sys.executable, '-c', code, 'compare', str(sweep)]
-  subprocess.run(command, check=True, capture_output=True)

@@ -662,21 +662,7 @@ def test_wrong_fields_are_refused(tmp_path):
       'exactly one',
     ),
     ({'mixture_name': 'a_registred_task'}, ValueError, 'a_registred_task'),
-    (
-      {'mixture_or_task': 'a'},
-      AttributeError,
-      "'str' object has no attribute 'splits'",
-    ),
-    (
-      {'mixture_or_task': task, 'split_name': 'test'},
-      ValueError,
-      r"no split 'test'; it has \['train', 'validation'\]",
-    ),
-    (
-      {'mixture_or_task': task, 'task_feature_lengths': {'target': 2}},
-      ValueError,
-      "extra features not specified in .*'target'",
-    ),
+    ({'mixture_or_task': task, 'split_name': 'test'}, ValueError, "'test'"),
     (
       {'mixture_or_task': task, 'is_training': False, 'shuffle': True},
       ValueError,
@@ -685,19 +671,6 @@ def test_wrong_fields_are_refused(tmp_path):
   ):
     with pytest.raises(error, match=message):
       next(seqio_input.SeqIOInput(**{**fields, **wrong}))
-
-
-def test_an_error_names_the_task_and_the_place(tmp_path):
-  task = make_task(tmp_path, sizes=(9, 1, 1, 1))
-  path = tmp_path / 'numbers-0.tfrecord'
-  data = bytearray(path.read_bytes())
-  data[-10] ^= 1
-  path.write_bytes(data)
-  with pytest.raises(tf.errors.DataLossError) as caught:
-    list(make(task, repeat=False, shuffle=False))
-  assert caught.value.__notes__[0].endswith(
-    "epoch 0 from record 8 on of numbers, split 'train'."
-  )
 
 
 # C4.
@@ -845,21 +818,6 @@ def test_c4_with_a_sentencepiece_model(tmp_path):
     )
   joined = ' '.join(text).replace('\n', ' ')
   assert set(joined.split()) >= {'document', 'and', 'more'}
-
-
-def test_c4_without_files_says_what_to_do(tmp_path):
-  vocabulary = seqio.ByteVocabulary()
-  with pytest.raises(FileNotFoundError, match='eval_files'):
-    c4.c4_task(eval_files=tmp_path / '*.json.gz', vocabulary=vocabulary)
-  with pytest.raises(ValueError, match='eval_files'):
-    c4.c4_task(vocabulary=vocabulary)
-  for name in 'a.txt', 'a.json', 'a.tfrecord':
-    (tmp_path / name).touch()
-  for files in ['a.txt'], ['a.json', 'a.tfrecord']:
-    with pytest.raises(ValueError, match='one kind'):
-      c4.c4_task(
-        train_files=[tmp_path / name for name in files], vocabulary=vocabulary
-      )
 
 
 def test_c4_names_the_file_and_the_line(tmp_path):

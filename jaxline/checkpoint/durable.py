@@ -42,7 +42,6 @@ from jaxline.checkpoint import notes
 from jaxline.supervision import preemption
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
-_SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 
 
 class ConfigChangedError(errors.UsageError):
@@ -98,7 +97,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       Exception: what an earlier save failed with.
     """
     self.claim(ckpt_series)
-    self._wait_for_last()
+    if self._saving is not None:  # Host memory holds one copy of the state.
+      futures.wait([self._saving])
     self.raise_error()
     state = self.get_experiment_state(ckpt_series)
     step = int(state['global_step'])
@@ -131,18 +131,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     keep = base.num_to_keep(config, ckpt_series, module)
     # A call of its own: the next save waits for the copy, not for removals.
     self._writer.put(functools.partial(self._retire, target.parent, keep))
-
-  def _wait_for_last(self) -> None:
-    """Waits for the save before: host memory holds one copy of the state."""
-    began = time.monotonic()
-    if self._saving is not None:
-      futures.wait([self._saving])
-    if (waited := time.monotonic() - began) > _SLOW_SECS:
-      logging.warning(
-        'Training waited %.1f s for the checkpoint before to be written. Save'
-        ' less often (config.save_checkpoint_interval), or to a faster disk.',
-        waited,
-      )
 
   def begin_training(self, experiment_class: Any) -> None:
     """Moves to another directory if another training of this process is here.

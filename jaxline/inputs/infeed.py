@@ -26,13 +26,6 @@ from jaxline.inputs import base
 _READY_SECS = 1e-4
 # What the wait is measured over.
 _WINDOW_STEPS = 100
-# A slow input is warned of where it takes more than this part of the time ...
-_SLOW_FRACTION = 0.1
-# ... and this long a step, so that steps of microseconds do not count, ...
-_SLOW_WAIT_SECS = 1e-3
-# ... over windows that together last this long: one that is filling its
-# buffers is not slow.
-_SLOW_SECS = 10.0
 
 
 class Infeed:
@@ -64,11 +57,7 @@ class Infeed:
     self.source = source
     self.position: Any = None
     self._error: Exception | None = None
-    self._buffer_size = buffer_size
-    self._num_given = 0
     self._waited = 0.0
-    self._slow_since: float | None = None
-    self._has_warned = False
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
     self._times: collections.deque[tuple[float, float]] = collections.deque(
@@ -105,9 +94,6 @@ class Infeed:
     if now - began > _READY_SECS:
       goodput.add('input wait', now - began)
     self._times.append((now - goodput.compiled_secs(), self._waited))
-    self._num_given += 1
-    if self._num_given % _WINDOW_STEPS == 1 and self._num_given > 1:
-      self._warn_if_slow()
     return batch
 
   @property
@@ -121,30 +107,6 @@ class Infeed:
       return 0.0
     (start, waited_before), (end, waited) = self._times[0], self._times[-1]
     return (waited - waited_before) / (end - start) if end > start else 0.0
-
-  def _warn_if_slow(self) -> None:
-    """Warns once of an input that training waits for; called once a window."""
-    (start, waited_before), (end, waited) = self._times[0], self._times[-1]
-    a_step = (waited - waited_before) / _WINDOW_STEPS
-    if self.wait_fraction <= _SLOW_FRACTION or a_step < _SLOW_WAIT_SECS:
-      self._slow_since = None
-      return
-    if self._slow_since is None:
-      self._slow_since = start
-    if end - self._slow_since < _SLOW_SECS or self._has_warned:
-      return
-    self._has_warned = True
-    logging.warning(
-      'Training waits for its input %.0f%% of the time (%.3g ms a step, in the'
-      ' last %d steps). The input is %s: give it more workers (num_workers or'
-      ' num_threads), or a larger config.infeed_buffer_size than %d if it is'
-      ' slow only now and then; see docs/inputs.md.',
-      100 * self.wait_fraction,
-      1000 * a_step,
-      _WINDOW_STEPS,
-      name_of(self.source),
-      self._buffer_size,
-    )
 
   def close(self) -> None:
     """Stops to read, and closes the source."""
