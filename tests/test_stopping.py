@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
 from jaxline import train
+from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import notes
 from tests import test_durable_multiprocess as multiprocess
@@ -72,6 +74,20 @@ def test_a_metric_that_is_not_returned_is_refused(tmp_path):
   values = {'early_stop': {'patience': 2, 'metric': 'befor'}}
   with pytest.raises(errors.UsageError, match=r'early_stop\.metric.*before'):
     test_train.Process(tmp_path, **values).run(2)
+
+
+def test_values_of_steps_that_run_again_do_not_count(tmp_path):
+  config = test_train.make_config(
+    checkpoint_dir=str(tmp_path), early_stop={'patience': 1, 'metric': 'loss'}
+  )
+  checkpointer = durable.DurableCheckpointer(config, 'train')
+  for step, value in enumerate([5.0, NAN, 3.0]):
+    checkpointer.mark_evaluated(step, value)
+  assert checkpointer.values(2)[2] == 3.0
+  checkpointer.mark_begun(1)
+  np.testing.assert_equal(checkpointer.values(9), {0: 5.0, 1: NAN})
+  config.early_stop.metric = 'accuracy'
+  assert checkpointer.values(9) == {}
 
 
 def noted(run_dir):
@@ -134,6 +150,13 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
   assert 'Reason: enough' in capfd.readouterr().out
   # It stays ended until its note is removed.
   cls.place = ''
+  with (
+    mock.patch.object(
+      notes.NotingCheckpointer, 'mark_ended', side_effect=test_train.Killed
+    ),
+    pytest.raises(test_train.Killed),
+  ):
+    jaxline.fit(cls, config)
   result = jaxline.fit(cls, config)
   assert int(result.experiment.state.step) == 4
   assert 'ended.json' in capfd.readouterr().out
