@@ -538,11 +538,11 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
 # fmt: on
 
 
-def early_stop(config: Mapping[str, Any]) -> tuple[str, int | None, float]:
+def early_stop(config: Any) -> tuple[str, int | None, float]:
   """Returns metric, patience and least gain of early stopping."""
-  names = 'metric', 'patience', 'min_delta'
-  metric, *others = (_value(config, f'early_stop.{name}') for name in names)
-  return metric or _value(config, 'best_model_eval_metric'), *others
+  given = config.early_stop
+  metric = given.get('metric') or config.best_model_eval_metric
+  return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:

@@ -21,7 +21,14 @@ class StopTraining(Exception):
 
   `step` raises it before it changes the experiment: the step does not count. A
   sharded step that has updated the state counts, but is not logged.
+
+  Attributes:
+    how: how to train on; '' for a reason that the run's note keeps.
   """
+
+  def __init__(self, why: str = 'StopTraining was raised.', how: str = ''):
+    super().__init__(why)
+    self.how = how
 
 
 class MissingFileError(UsageError, FileNotFoundError):

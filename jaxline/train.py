@@ -123,10 +123,13 @@ class Run:
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
     training = _Training(self)
+    state, experiment = training.state, training.experiment
     try:
       training.run_loop()
     except preemption.Preempted as e:
-      if training.goes_on():
+      if training.stop is None and experiment.should_run_step(
+        state.global_step, self.config
+      ):
         raise
       # The signal came too late to stop the training; all is saved.
       training.mark_ended()
@@ -136,7 +139,7 @@ class Run:
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
     training.mark_ended()
-    return training.experiment
+    return experiment
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
@@ -250,15 +253,13 @@ class Run:
       evaluation(state)
       for action in training.actions:
         action.skip_time(time.time() - began)
-
-    def evaluate_and_stop(*unused: Any) -> None:
-      evaluate_now()
-      evaluation.check_gain()
+      if why := notes.no_gain(config, evaluation.values):
+        raise errors.StopTraining(*why)
 
     interval = config.eval_interval
     if interval is not None and interval >= 0:
       action = periodic.PeriodicAction(
-        evaluate_and_stop,
+        evaluate_now,
         interval_type=interval_type,
         interval=interval,
         run_async=False,  # Training waits: the next step donates the weights.
@@ -271,10 +272,9 @@ class Run:
         if state.global_step and interval_type == 'steps':
           action(time.time(), state.global_step, None)
         elif state.global_step:  # By seconds: it is unknown whether it was due.
-          evaluate_and_stop()
-    if config.eval_initial_weights and (
-      state.global_step == 0 or checkpointer.is_new()
-    ):
+          evaluate_now()
+    is_first = state.global_step == 0 or checkpointer.is_new()
+    if config.eval_initial_weights and is_first:
       with training.stoppable():
         evaluate_now()
     training.run_loop()
@@ -400,10 +400,6 @@ def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
 
 
-class _NoGainError(errors.StopTraining):
-  """Early stopping ends the run."""
-
-
 class _Training:
   """An experiment in training: its state, and what is done after each step.
 
@@ -438,12 +434,10 @@ class _Training:
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
     step = self.state.global_step
-    self._asked = self._why_to_stop()
-    if checkpointer.collective:
-      self._asked = distributed.of_chief(self._asked)
+    self._asked = checkpointer.why_to_stop(int(step))
     self.stop: errors.StopTraining | None = None
     with self.stoppable():
-      self._check_asked()
+      self._stop_if_asked()
     if self.stop is None:
       checkpointer.mark_begun(int(step))
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
@@ -504,7 +498,7 @@ class _Training:
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(
         periodic.PeriodicAction(
-          lambda *unused: self._save_and_stop(),
+          self._save_and_stop,
           interval_type=config.checkpoint_interval_type or config.interval_type,
           interval=config.save_checkpoint_interval,
           logging_growth_ratios=config.periodic_action_growth_ratios,
@@ -520,43 +514,23 @@ class _Training:
     self.guard.wait()  # A state that is not finite must not be saved.
     with goodput.measure('checkpoints'):
       self._run.checkpointer.save('latest')
-    self._saved_step = int(self.state.global_step)
-
-  # Ending before the last step.
-
-  def _why_to_stop(self) -> tuple[str, str]:
-    """Returns why the notes say to end: by `StopTraining`, by early stopping.
-
-    Reads the disk, in the background.
-    """
-    config, checkpointer = self._run.config, self._run.checkpointer
-    step = int(self.state.global_step)
-    no_gain = notes.no_gain(config, checkpointer.values(step))
-    return checkpointer.why_ended(step), no_gain
-
-  def _save_and_stop(self) -> None:
-    """Saves; ends the loop if process 0 knows a reason since an earlier save.
-
-    Raises:
-      StopTraining: in all processes alike.
-    """
-    self.save()
-    checkpointer = self._run.checkpointer
-    if checkpointer.collective:
-      self._asked = distributed.of_chief(self._asked)
-    self._check_asked()
+    step = self._saved_step = int(self.state.global_step)
 
     def ask() -> None:
-      self._asked = self._why_to_stop()
+      self._asked = self._run.checkpointer.why_to_stop(step)
 
-    checkpointer.when_saved(ask)
+    self._run.checkpointer.when_saved(ask)
 
-  def _check_asked(self) -> None:
-    why, no_gain = self._asked
-    if why:
-      raise errors.StopTraining(why)
-    if no_gain:
-      raise _NoGainError(no_gain)
+  def _save_and_stop(self, *unused: Any) -> None:
+    self.save()
+    self._stop_if_asked()
+
+  def _stop_if_asked(self) -> None:
+    """Raises StopTraining in all processes if process 0 has read to stop."""
+    if self._run.checkpointer.collective:
+      self._asked = distributed.of_chief(self._asked)
+    if self._asked:
+      raise errors.StopTraining(*self._asked)
 
   @contextlib.contextmanager
   def stoppable(self) -> Iterator[None]:
@@ -567,17 +541,10 @@ class _Training:
       self.stop = self.stop or e.with_traceback(None)
       self._run.console.stopped = str(self.stop)
 
-  def goes_on(self) -> bool:
-    """Returns whether there are steps to run."""
-    return self.stop is None and self.experiment.should_run_step(
-      self.state.global_step, self._run.config
-    )
-
   def mark_ended(self) -> None:
     """Notes the end, and the experiment's reason if it gave one."""
     # Early stopping decides anew at the next start, perhaps by another config.
-    has_why = self.stop is not None and not isinstance(self.stop, _NoGainError)
-    why = str(self.stop) if has_why else ''
+    why = '' if self.stop is None or self.stop.how else str(self.stop)
     self._run.checkpointer.mark_ended(self.state.global_step, why)
 
   def run_loop(self) -> None:
@@ -591,8 +558,7 @@ class _Training:
         saves = config.save_initial_train_checkpoint or forks
         if saves and run.checkpointer.is_new():
           if forks:
-            source = f'the weights from {config.restore_from}'
-            run.console.say(f'Saving {source}, to evaluate them as they are.')
+            run.console.say('Saving the restored weights, to evaluate them.')
           with debug.log_activity('first checkpoint'):
             self.save()
         for action in actions:
@@ -609,7 +575,11 @@ class _Training:
             done = int(self.experiment.state.step) == state.global_step + 1
             state.global_step += done
         else:
-          run.console.say(self._how_to_go_on())
+          note = f'{config.checkpoint_dir}/checkpoints/ended.json'
+          run.console.say(
+            f'The run has ended at step {state.global_step}: {self.stop}'
+            f' To train on, {self.stop.how or f"remove {note}"}.'
+          )
         self._finish()
         # No host leaves before the first one has saved: its exit would end it.
         devices.rendezvous()
@@ -627,14 +597,6 @@ class _Training:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
       run.checkpointer.logs = ()
-
-  def _how_to_go_on(self) -> str:
-    if isinstance(self.stop, _NoGainError):
-      how = 'raise config.early_stop.patience, or set it to None'
-    else:
-      how = f'remove {self._run.config.checkpoint_dir}/checkpoints/ended.json'
-    step = int(self.state.global_step)
-    return f'The run has ended at step {step}: {self.stop} To train on, {how}.'
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
@@ -658,6 +620,7 @@ class _Evaluation:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
+    values: step -> value for early stopping, in `train_and_eval`.
     starts_as_run: whether the experiment's initial weights are those that the
       training of this config initialises.
   """
@@ -680,10 +643,10 @@ class _Evaluation:
     steps = run.checkpointer.evaluated()
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
-    self._values: dict[int, float] = {}  # For early stopping.
+    self.values: dict[int, float] = {}
     if until < math.inf and base_config.early_stop(config)[1] is not None:
       noted = distributed.of_chief([*run.checkpointer.values(until).items()])
-      self._values = dict(noted)
+      self.values = dict(noted)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
@@ -707,19 +670,17 @@ class _Evaluation:
     """
     run, step = self._run, int(state.global_step)
     run.console.evaluating(step)
+    if counts:  # Already now: it may raise StopTraining.
+      self.done.add(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with (
       debug.log_activity(f'evaluation of step {step}', category='evaluation'),
       oom.explained(self.experiment, run.config),
     ):
-      try:
-        scalars = self._evaluate(
-          global_step=global_step, rng=rng, writer=run.eval_log
-        )
-      except errors.StopTraining:
-        self.done.add(step)  # In this process; a next one evaluates it.
-        raise
+      scalars = self._evaluate(
+        global_step=global_step, rng=rng, writer=run.eval_log
+      )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
     is_eval = run.eval_mode.startswith('eval')
@@ -730,7 +691,6 @@ class _Evaluation:
       return
     if self._best is not None:
       self._keep_best(scalars, step, state.train_step_rng)
-    self.done.add(step)
     checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
     metric, patience, _ = base_config.early_stop(run.config)
     value = None
@@ -738,18 +698,13 @@ class _Evaluation:
       value = self._value_of('early_stop.metric', metric, scalars)
       if checkpointer.collective and not checkpointer.reads_only:
         value = distributed.of_chief(value)
-      self._values[step] = value
+      self.values[step] = value
 
     def note() -> None:
       flushed()  # First: what is noted as evaluated is in the log.
       checkpointer.mark_evaluated(step, value)
 
     checkpointer.when_saved(note)
-
-  def check_gain(self) -> None:
-    """Raises StopTraining if early stopping ends the run."""
-    if why := notes.no_gain(self._run.config, self._values):
-      raise _NoGainError(why)
 
   def is_of_last_step(self) -> bool:
     """Returns whether the step evaluated last is the last of training."""

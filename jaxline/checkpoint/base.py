@@ -233,27 +233,17 @@ class FullCheckpointer(Checkpointer):
     return {}
 
   def mark_evaluated(self, step: int, value: float | None = None) -> None:
-    """Notes that a step is evaluated and its results are safe.
-
-    Args:
-      step: the step.
-      value: of the metric of `config.early_stop`.
-    """
+    """Notes that a step is evaluated, and its value for `config.early_stop`."""
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from this step."""
 
   def mark_ended(self, step: int, why: str = '') -> None:
-    """Notes that training has ended at this step.
+    """Notes that training has ended at this step, and what ended it early."""
 
-    Args:
-      step: the step.
-      why: what `StopTraining` said, so that no training goes on from here.
-    """
-
-  def why_ended(self, until: int) -> str:
-    """Returns what `StopTraining` said at a step up to this one, or ''."""
-    return ''
+  def why_to_stop(self, step: int) -> list[str]:
+    """Returns arguments of `StopTraining` if the notes say to end by a step."""
+    return []
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""

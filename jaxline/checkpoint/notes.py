@@ -73,12 +73,13 @@ class NotingCheckpointer(base.FullCheckpointer):
       note = {'step': int(step)} | ({'why': why} if why else {})
       files.write_json(self._root / 'ended.json', note)
 
-  def why_ended(self, until: int) -> str:
-    """Returns what `StopTraining` said; on this host's disk."""
+  def why_to_stop(self, step: int) -> list[str]:
+    """Returns arguments of `StopTraining`, or []; reads this host's disk."""
     with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
       note = files.read_json(self._root / 'ended.json')
-      return str(note['why']) if note['step'] <= until else ''
-    return ''
+      if note['step'] <= step:
+        return [note['why']]
+    return no_gain(self._config, self.values(step))
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None.
@@ -120,18 +121,18 @@ class NotingCheckpointer(base.FullCheckpointer):
       noted, values = _read_note(self._note)
       if value is not None:
         values.append([step, base_config.early_stop(self._config)[0], value])
-      _write_note(self._note, [*noted, step][-100_000:], values[-100_000:])
+      _write_note(self._note, [*noted, step][-100_000:], values)
 
 
-def no_gain(config: Mapping[str, Any], values: Mapping[int, float]) -> str:
-  """Returns why early stopping ends a run, or ''.
+def no_gain(config: Any, values: Mapping[int, float]) -> list[str]:
+  """Returns arguments of `StopTraining` if early stopping ends a run, or [].
 
   Args:
     config: the run's.
     values: step -> value of the metric.
   """
   metric, patience, min_delta = base_config.early_stop(config)
-  sign = 1 if config['best_model_eval_metric_higher_is_better'] else -1
+  sign = 1 if config.best_model_eval_metric_higher_is_better else -1
   best, at, since = -math.inf, None, 0
   for step, value in sorted(values.items()):
     if sign * value > best + min_delta:  # A NaN is no gain.
@@ -139,11 +140,12 @@ def no_gain(config: Mapping[str, Any], values: Mapping[int, float]) -> str:
       continue
     since += 1
     if patience is not None and since >= patience:
-      return (
+      return [
         f'{metric!r} has not improved by more than {min_delta:g} over that of'
-        f' step {at} in {since} evaluations (config.early_stop).'
-      )
-  return ''
+        f' step {at} in {since} evaluations (config.early_stop).',
+        'raise config.early_stop.patience, or set it to None',
+      ]
+  return []
 
 
 def _read_note(path: pathlib.Path) -> tuple[list[int], list[Any]]:
