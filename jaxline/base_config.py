@@ -538,13 +538,6 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
 # fmt: on
 
 
-def early_stop(config: Any) -> tuple[str, int | None, float]:
-  """Returns metric, patience and least gain of early stopping."""
-  given = config.early_stop
-  metric = given.get('metric') or config.best_model_eval_metric
-  return metric, given.get('patience'), given.get('min_delta', 0.0)
-
-
 def check_constraints(config: Mapping[str, Any]) -> None:
   """Refuses keys that contradict each other.
 

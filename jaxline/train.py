@@ -644,7 +644,7 @@ class _Evaluation:
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
     self.values: dict[int, float] = {}
-    if until < math.inf and base_config.early_stop(config)[1] is not None:
+    if until < math.inf and notes.early_stop(config)[1] is not None:
       noted = distributed.of_chief([*run.checkpointer.values(until).items()])
       self.values = dict(noted)
     rng = jax.random.PRNGKey(config.random_seed)
@@ -692,7 +692,7 @@ class _Evaluation:
     if self._best is not None:
       self._keep_best(scalars, step, state.train_step_rng)
     checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
-    metric, patience, _ = base_config.early_stop(run.config)
+    metric, patience, _ = notes.early_stop(run.config)
     value = None
     if patience is not None:
       value = self._value_of('early_stop.metric', metric, scalars)

@@ -107,7 +107,7 @@ class NotingCheckpointer(base.FullCheckpointer):
 
   def values(self, until: int) -> dict[int, float]:
     """Returns step -> value of early stopping's metric; on this host's disk."""
-    metric, patience, _ = base_config.early_stop(self._config)
+    metric, patience, _ = early_stop(self._config)
     noted = [] if patience is None else _read_note(self._note)[1]
     return {s: x for s, name, x in noted if name == metric and s <= until}
 
@@ -120,8 +120,15 @@ class NotingCheckpointer(base.FullCheckpointer):
       # goes on through its data finds its place by how many there were.)
       noted, values = _read_note(self._note)
       if value is not None:
-        values.append([step, base_config.early_stop(self._config)[0], value])
+        values.append([step, early_stop(self._config)[0], value])
       _write_note(self._note, [*noted, step][-100_000:], values)
+
+
+def early_stop(config: Any) -> tuple[str, int | None, float]:
+  """Returns metric, patience and least gain of early stopping."""
+  given = config.early_stop
+  metric = given.get('metric') or config.best_model_eval_metric
+  return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
 def no_gain(config: Any, values: Mapping[int, float]) -> list[str]:
@@ -131,7 +138,7 @@ def no_gain(config: Any, values: Mapping[int, float]) -> list[str]:
     config: the run's.
     values: step -> value of the metric.
   """
-  metric, patience, min_delta = base_config.early_stop(config)
+  metric, patience, min_delta = early_stop(config)
   sign = 1 if config.best_model_eval_metric_higher_is_better else -1
   best, at, since = -math.inf, None, 0
   for step, value in sorted(values.items()):

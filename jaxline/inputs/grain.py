@@ -186,12 +186,6 @@ class GrainInput(indexed.IndexedInput):
       elements = [self._records[number] for number in numbers]
     for i, element in enumerate(elements):
       elements[i] = self._transform(element, int(epochs[i]), numbers[i])
-      if elements[i] is None:
-        raise ValueError(
-          f'Record {numbers[i]} is None; expected a dict of arrays. Records'
-          ' cannot be left out where they have numbers: filter the data'
-          ' beforehand, or give a grain.IterDataset.'
-        )
     return self._collate(elements)
 
   def _transform(self, element: Any, epoch: int, record: int) -> Any:
@@ -247,14 +241,7 @@ class GrainInput(indexed.IndexedInput):
     batch = self._checked(batch, len(records))
     text = None  # The state as text, since Grain changes the dict that it gave.
     if self.saves_position:
-      state = self._iterator.get_state()
-      text = _to_json(state)
-      if self._at['grain'] is None and _from_json(text) != state:
-        raise TypeError(
-          f'The position of {self.name} cannot be saved: the state of its'
-          f' iterator is {state!r}; expected plain values, as JSON has them. Or'
-          ' set input_checkpointing_enabled=False where that is no loss.'
-        )
+      text = _to_json(self._iterator.get_state())
     # It is not asked again: an iterator that ends by mistake may give more.
     self._ended = ended
     if not self.repeat:
@@ -373,7 +360,7 @@ def _hash_files(paths: list[str], ends: list[int]) -> str:
 
 
 def _to_json(state: Any) -> str:
-  """Returns the state of an iterator as text; non-JSON values by their repr.
+  """Returns the state of an iterator as text.
 
   Tuples stay tuples: Grain compares with some, and would resume elsewhere.
   """
@@ -385,7 +372,7 @@ def _to_json(state: Any) -> str:
       return list(map(mark, x))
     return {_TUPLE: list(map(mark, x))} if isinstance(x, tuple) else x
 
-  return json.dumps(mark(state), default=repr)
+  return json.dumps(mark(state))
 
 
 def _from_json(text: str) -> Any:
