@@ -380,7 +380,8 @@ KEYS = (
       ' it.'),
 
   Key('eval_initial_weights', False, _BOOLEAN,
-      'Evaluate the initial weights if there is no checkpoint yet. In the'
+      'Evaluate the weights that the run begins with, also those that it has by'
+      ' `restore_from`, before the first step. In the'
       ' per-device style an evaluation initialises weights of its own, from'
       ' another key than training: see docs/walk.md.'),
   Key('one_off_evaluate', False, _BOOLEAN,
@@ -394,6 +395,19 @@ KEYS = (
       ' Without one there is no such series.'),
   Key('best_model_eval_metric_higher_is_better', True, _BOOLEAN,
       'Whether the best value is the highest, or else the lowest.'),
+  Key('early_stop', {}, mapping(
+        "a dict of the keys below, such as {'patience': 5}"),
+      'Ends training when a metric of the evaluation stops improving. In the'
+      ' mode `train`, beside a process of the mode `eval`, training ends at a'
+      ' save.'),
+  Key('early_stop.patience', None, optional(_COUNT),
+      'After how many evaluations in a row without a gain. None disables it.'),
+  Key('early_stop.metric', '', text("the name of a scalar, or ''"),
+      "The scalar of `evaluate`; '' is `best_model_eval_metric`. Whether a"
+      ' higher value is a gain, `best_model_eval_metric_higher_is_better` says'
+      ' for both.'),
+  Key('early_stop.min_delta', 0.0, number('[0, inf)'),
+      'A gain is more than this beyond the best value so far.'),
 
   Key('decode', {}, mapping(
         "a dict of the keys below, such as {'prompts': 'FILE'}"),
@@ -508,7 +522,10 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   *((('checkpointer', key),
      lambda checkpointer, x: checkpointer == 'memory' and x is not None,
      "Checkpoints in memory do not support it. Set checkpointer = 'durable'.")
-    for key in ('restore_from', 'eval_steps')),
+    for key in ('restore_from', 'eval_steps', 'early_stop.patience')),
+  (('early_stop.patience', 'early_stop.metric', 'best_model_eval_metric'),
+   lambda patience, own, best: patience is not None and not (own or best),
+   'Set one of the metrics.'),
   *((('periodic_action_growth_ratios', key, 'interval_type'),
      lambda ratios, own, common: ratios and (own or common) != 'steps',
      "The ratios need intervals in steps. Set interval_type = 'steps'.")
@@ -543,6 +560,7 @@ def check_constraints(config: Mapping[str, Any]) -> None:
 # The sections that have no keys but ours, and what may have been meant.
 _SECTIONS = {
   'decode': '',
+  'early_stop': '',
   'xla': ' A flag of XLA belongs into config.xla.flags, a flag of libtpu into'
   ' config.xla.tpu_flags.',
 }
@@ -555,7 +573,8 @@ def validate_config(config: config_dict.ConfigDict) -> None:
     errors.UsageError: the first thing that is wrong, by name.
   """
   required = get_base_config()
-  required.mesh = {}  # An axis that it leaves out has its default.
+  # A key that it leaves out has its default.
+  required.mesh = required.early_stop = {}
   validate_keys(required, config)
   for key in KEYS:
     value, why = _value(config, key.name), ''
@@ -571,7 +590,7 @@ def validate_config(config: config_dict.ConfigDict) -> None:
         ' See jaxline/base_config.py.'
       )
   for name, note in _SECTIONS.items():
-    valid = list(required[name])
+    valid = list(get_base_config()[name])
     errors.check_names(config[name], valid, 'key', f'config.{name}', note)
   check_constraints(config)
 

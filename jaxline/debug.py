@@ -84,7 +84,7 @@ def log_activity(
   try:
     with watchdog.activity(activity_name), measured:
       yield
-  except (SystemExit, errors.UsageError):
+  except (SystemExit, errors.UsageError, errors.StopTraining):
     logging.info('[jaxline] %s stopped.', activity_name)
     raise
   except BaseException:

@@ -16,6 +16,21 @@ class UsageError(ValueError):
   """
 
 
+class StopTraining(Exception):
+  """Ends a run as finished: raised by `step` or `evaluate`, on all processes.
+
+  `step` raises it before it changes the experiment: the step does not count. A
+  sharded step that has updated the state counts, but is not logged.
+
+  Attributes:
+    how: how to train on; '' for a reason that the run's note keeps.
+  """
+
+  def __init__(self, why: str = 'StopTraining was raised.', how: str = ''):
+    super().__init__(why)
+    self.how = how
+
+
 class MissingFileError(UsageError, FileNotFoundError):
   """A file that the config names does not exist."""
 

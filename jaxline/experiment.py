@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import errors
 from jaxline.compat import devices
 from jaxline.compat import lazy
 from jaxline.compat import prng
@@ -23,6 +24,7 @@ from jaxline.metrics import writers
 lazy.complete(__name__)
 
 Scalars = Mapping[str, Any]
+StopTraining = errors.StopTraining
 # (global_step, state key) -> the arguments of `step` (global_step, rng), and
 # the state key of the next step.
 StepInputs = Callable[[int, jax.Array], tuple[Any, Any, jax.Array]]
@@ -151,6 +153,9 @@ class AbstractExperiment(abc.ABC):
       another thread when they are due. From `tokens_per_step` and
       `examples_per_step`, `tokens_per_sec` and `examples_per_sec` are computed
       and logged too.
+
+    Raises:
+      StopTraining: ends the run before this step.
     """
 
   @abc.abstractmethod
@@ -166,6 +171,9 @@ class AbstractExperiment(abc.ABC):
 
     Returns:
       Scalars to log.
+
+    Raises:
+      StopTraining: ends the run; nothing of this evaluation is logged.
     """
 
   def decode(

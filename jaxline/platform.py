@@ -483,8 +483,8 @@ def _end_of(error: BaseException) -> BaseException:
     end = _Exit(code if code & 0xFF else 1)
     text = (
       '[jaxline] The experiment or its config raised'
-      f' SystemExit({error.code!r}), which does not end a run: let'
-      ' `should_run_step` return False.'
+      f' SystemExit({error.code!r}), which does not end a run: raise'
+      ' `experiment.StopTraining`.'
     )
   elif codes:
     kind = _Refused if isinstance(error, UsageError) else _Exit

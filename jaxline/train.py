@@ -5,6 +5,7 @@ its method of the same name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import json
@@ -28,6 +29,7 @@ from jaxline import goodput
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import notes
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.compat import lazy
@@ -125,16 +127,18 @@ class Run:
     try:
       training.run_loop()
     except preemption.Preempted as e:
-      if experiment.should_run_step(state.global_step, self.config):
+      if training.stop is None and experiment.should_run_step(
+        state.global_step, self.config
+      ):
         raise
       # The signal came too late to stop the training; all is saved.
-      self.checkpointer.mark_ended(state.global_step)
+      training.mark_ended()
       if self.eval_checkpointer is None:  # Else an evaluation may be left.
         e.is_over = True
         e.add_note('The run has ended.')
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
-    self.checkpointer.mark_ended(state.global_step)
+    training.mark_ended()
     return experiment
 
   @debug.disable_pmap_jit
@@ -155,9 +159,15 @@ class Run:
     if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
-    for counts in self._restored(evaluation, steps):
-      evaluation(state, counts)
-      evaluation.wait()
+    try:
+      for counts in self._restored(evaluation, steps):
+        evaluation(state, counts)
+        evaluation.wait()
+    except errors.StopTraining as e:
+      if not (steps or config.one_off_evaluate):
+        # A training beside it sees the note at its next save.
+        checkpointer.mark_ended(state.global_step, str(e))
+      self.console.stopped = str(e)
 
   def _restored(
     self, evaluation: '_Evaluation', steps: list[int]
@@ -180,7 +190,7 @@ class Run:
       and 0 not in evaluation.done
       # A checkpoint will hold the weights that the run begins with.
       and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
-      and not config.restore_from
+      and not config.restore_from  # `run_loop` saves one.
     )
     restore_next = checkpointer.follow('latest')
     is_over = False
@@ -243,6 +253,8 @@ class Run:
       evaluation(state)
       for action in training.actions:
         action.skip_time(time.time() - began)
+      if why := notes.no_gain(config, evaluation.values):
+        raise errors.StopTraining(*why)
 
     interval = config.eval_interval
     if interval is not None and interval >= 0:
@@ -255,17 +267,21 @@ class Run:
       )
       # The last action, because it shifts the clocks of the others.
       training.actions.append(action)
-      # The run may have been ended between this step and its evaluation.
-      if state.global_step and interval_type == 'steps':
-        action(time.time(), state.global_step, None)
-      elif state.global_step:  # By seconds: it is unknown whether one was due.
+      with training.stoppable():
+        # The run may have been ended between this step and its evaluation.
+        if state.global_step and interval_type == 'steps':
+          action(time.time(), state.global_step, None)
+        elif state.global_step:  # By seconds: it is unknown whether it was due.
+          evaluate_now()
+    is_first = state.global_step == 0 or checkpointer.is_new()
+    if config.eval_initial_weights and is_first:
+      with training.stoppable():
         evaluate_now()
-    if config.eval_initial_weights and state.global_step == 0:
-      evaluate_now()
     training.run_loop()
-    evaluate_now()
+    with training.stoppable():
+      evaluate_now()
     evaluation.wait()
-    checkpointer.mark_ended(state.global_step)
+    training.mark_ended()
     return training.experiment
 
   def train_eval_multithreaded(self) -> None:
@@ -390,6 +406,8 @@ class _Training:
   Attributes:
     experiment: the experiment.
     state: the live state of `latest`, restored.
+    stop: what ended the run before its last step, in this process or an earlier
+      one; None if nothing did.
     guard: judges whether losses and gradients are finite.
     actions: called after each step, in this order.
   """
@@ -416,7 +434,12 @@ class _Training:
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
     step = self.state.global_step
-    checkpointer.mark_begun(int(step))
+    self._asked = checkpointer.why_to_stop(int(step))
+    self.stop: errors.StopTraining | None = None
+    with self.stoppable():
+      self._stop_if_asked()
+    if self.stop is None:
+      checkpointer.mark_begun(int(step))
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
@@ -475,7 +498,7 @@ class _Training:
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(
         periodic.PeriodicAction(
-          lambda *unused: self.save(),
+          self._save_and_stop,
           interval_type=config.checkpoint_interval_type or config.interval_type,
           interval=config.save_checkpoint_interval,
           logging_growth_ratios=config.periodic_action_growth_ratios,
@@ -491,7 +514,38 @@ class _Training:
     self.guard.wait()  # A state that is not finite must not be saved.
     with goodput.measure('checkpoints'):
       self._run.checkpointer.save('latest')
-    self._saved_step = int(self.state.global_step)
+    step = self._saved_step = int(self.state.global_step)
+
+    def ask() -> None:
+      self._asked = self._run.checkpointer.why_to_stop(step)
+
+    self._run.checkpointer.when_saved(ask)
+
+  def _save_and_stop(self, *unused: Any) -> None:
+    self.save()
+    self._stop_if_asked()
+
+  def _stop_if_asked(self) -> None:
+    """Raises StopTraining in all processes if process 0 has read to stop."""
+    if self._run.checkpointer.collective:
+      self._asked = distributed.of_chief(self._asked)
+    if self._asked:
+      raise errors.StopTraining(*self._asked)
+
+  @contextlib.contextmanager
+  def stoppable(self) -> Iterator[None]:
+    """Ends what is inside if it raises StopTraining, and keeps the reason."""
+    try:
+      yield
+    except errors.StopTraining as e:
+      self.stop = self.stop or e.with_traceback(None)
+      self._run.console.stopped = str(self.stop)
+
+  def mark_ended(self) -> None:
+    """Notes the end, and the experiment's reason if it gave one."""
+    # Early stopping decides anew at the next start, perhaps by another config.
+    why = '' if self.stop is None or self.stop.how else str(self.stop)
+    self._run.checkpointer.mark_ended(self.state.global_step, why)
 
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
@@ -499,13 +553,33 @@ class _Training:
     actions = [*self.actions, adapters.full_action(self._after_step)]
     try:
       with run.watch.training():
-        if config.save_initial_train_checkpoint and run.checkpointer.is_new():
+        # An evaluation beside it cannot make the weights of another run.
+        forks = config.restore_from and config.eval_initial_weights
+        saves = config.save_initial_train_checkpoint or forks
+        if saves and run.checkpointer.is_new():
+          if forks:
+            run.console.say('Saving the restored weights, to evaluate them.')
           with debug.log_activity('first checkpoint'):
             self.save()
         for action in actions:
           action.update_time(time.time(), state.global_step)
-        with run.console.training(), oom.explained(self.experiment, config):
-          self.experiment.train_loop(config, state, actions, run.log)
+        if self.stop is None:
+          with (
+            self.stoppable(),
+            run.console.training(),
+            oom.explained(self.experiment, config),
+          ):
+            self.experiment.train_loop(config, state, actions, run.log)
+          if self.stop is not None and self.experiment.IS_SHARDED:
+            # Raised behind the update: the weights are those of the next step.
+            done = int(self.experiment.state.step) == state.global_step + 1
+            state.global_step += done
+        else:
+          note = f'{config.checkpoint_dir}/checkpoints/ended.json'
+          run.console.say(
+            f'The run has ended at step {state.global_step}: {self.stop}'
+            f' To train on, {self.stop.how or f"remove {note}"}.'
+          )
         self._finish()
         # No host leaves before the first one has saved: its exit would end it.
         devices.rendezvous()
@@ -546,6 +620,7 @@ class _Evaluation:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
+    values: step -> value for early stopping, in `train_and_eval`.
     starts_as_run: whether the experiment's initial weights are those that the
       training of this config initialises.
   """
@@ -568,6 +643,10 @@ class _Evaluation:
     steps = run.checkpointer.evaluated()
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
+    self.values: dict[int, float] = {}
+    if until < math.inf and notes.early_stop(config)[1] is not None:
+      noted = distributed.of_chief([*run.checkpointer.values(until).items()])
+      self.values = dict(noted)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
@@ -591,6 +670,8 @@ class _Evaluation:
     """
     run, step = self._run, int(state.global_step)
     run.console.evaluating(step)
+    if counts:  # Already now: it may raise StopTraining.
+      self.done.add(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with (
@@ -610,12 +691,18 @@ class _Evaluation:
       return
     if self._best is not None:
       self._keep_best(scalars, step, state.train_step_rng)
-    self.done.add(step)
     checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
+    metric, patience, _ = notes.early_stop(run.config)
+    value = None
+    if patience is not None:
+      value = self._value_of('early_stop.metric', metric, scalars)
+      if checkpointer.collective and not checkpointer.reads_only:
+        value = distributed.of_chief(value)
+      self.values[step] = value
 
     def note() -> None:
       flushed()  # First: what is noted as evaluated is in the log.
-      checkpointer.mark_evaluated(step)
+      checkpointer.mark_evaluated(step, value)
 
     checkpointer.when_saved(note)
 
@@ -658,20 +745,23 @@ class _Evaluation:
       self._run.console.log_best(metric, value)
     return state
 
+  def _value_of(self, key: str, metric: str, scalars: Any) -> float:
+    values = writers.to_scalars(scalars)
+    if metric not in values:
+      raise errors.UsageError(
+        f'config.{key} is {metric!r}, but evaluate returned'
+        f' no number of that name. It returned {sorted(values)}.'
+        f'{errors.did_you_mean(metric, values)}'
+      )
+    return float(values[metric])
+
   def _keep_best(
     self, scalars: Mapping[str, Any], step: int, train_step_rng: Any
   ) -> None:
     """Saves the experiment if its metric is strictly better than ever."""
-    run, state = self._run, self._best
-    metric = run.config.best_model_eval_metric
-    values = writers.to_scalars(scalars)
-    if metric not in values:
-      raise errors.UsageError(
-        f'config.best_model_eval_metric is {metric!r}, but evaluate returned'
-        f' no number of that name. It returned {sorted(values)}.'
-        f'{errors.did_you_mean(metric, values)}'
-      )
-    value, old = float(values[metric]), state.best_eval_metric_value
+    run, state, key = self._run, self._best, 'best_model_eval_metric'
+    metric, old = run.config[key], state.best_eval_metric_value
+    value = self._value_of(key, metric, scalars)
     if run.checkpointer.collective:
       # They save together; if the values differ, the first host's counts.
       value = distributed.of_chief(value)

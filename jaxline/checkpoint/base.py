@@ -228,14 +228,22 @@ class FullCheckpointer(Checkpointer):
     """Returns the steps that are noted as evaluated."""
     return []
 
-  def mark_evaluated(self, *steps: int) -> None:
-    """Notes that steps are evaluated and their results are safe."""
+  def values(self, until: int) -> dict[int, float]:
+    """Returns step -> noted value of the metric of `config.early_stop`."""
+    return {}
+
+  def mark_evaluated(self, step: int, value: float | None = None) -> None:
+    """Notes that a step is evaluated, and its value for `config.early_stop`."""
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from this step."""
 
-  def mark_ended(self, step: int) -> None:
-    """Notes that training has ended at this step."""
+  def mark_ended(self, step: int, why: str = '') -> None:
+    """Notes that training has ended at this step, and what ended it early."""
+
+  def why_to_stop(self, step: int) -> list[str]:
+    """Returns arguments of `StopTraining` if the notes say to end by a step."""
+    return []
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""

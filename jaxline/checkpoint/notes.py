@@ -1,15 +1,19 @@
 """Small files that a run keeps beside its checkpoints:
 
     config.json                      the config that training goes on with
-    checkpoints/ended.json           the step at which training has ended
-    checkpoints/evaluated/MODE.json  the steps that are evaluated
+    checkpoints/ended.json           the step at which training has ended, why
+    checkpoints/evaluated/MODE.json  the steps that are evaluated, and the
+                                     values that early stopping compares
 
 which are replaced whole.
 """
 
+from collections.abc import Mapping
 import contextlib
+import math
 import pathlib
 import threading
+from typing import Any
 
 import jax
 from ml_collections import config_dict
@@ -57,15 +61,25 @@ class NotingCheckpointer(base.FullCheckpointer):
     folder = self._root / 'evaluated'
     with _noting:
       for path in folder.glob('*.json'):
-        noted = _read_steps(path)
+        noted, values = _read_note(path)
         if any(s > step for s in noted):
-          _write_steps(path, [s for s in noted if s <= step])
+          kept = [x for x in values if x[0] <= step]
+          _write_note(path, [s for s in noted if s <= step], kept)
 
-  def mark_ended(self, step: int) -> None:
+  def mark_ended(self, step: int, why: str = '') -> None:
     """Notes that training has ended, for those who evaluate it."""
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and not self.reads_only:
       self._root.mkdir(parents=True, exist_ok=True)
-      files.write_json(self._root / 'ended.json', {'step': step})
+      note = {'step': int(step)} | ({'why': why} if why else {})
+      files.write_json(self._root / 'ended.json', note)
+
+  def why_to_stop(self, step: int) -> list[str]:
+    """Returns arguments of `StopTraining`, or []; reads this host's disk."""
+    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
+      note = files.read_json(self._root / 'ended.json')
+      if note['step'] <= step:
+        return [note['why']]
+    return no_gain(self._config, self.values(step))
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None.
@@ -89,31 +103,72 @@ class NotingCheckpointer(base.FullCheckpointer):
     All hosts get the first one's answer.
     """
     is_chief = jax.process_index() == 0
-    return distributed.of_chief(_read_steps(self._note) if is_chief else [])
+    return distributed.of_chief(_read_note(self._note)[0] if is_chief else [])
 
-  def mark_evaluated(self, *steps: int) -> None:
-    """Notes that steps are evaluated and their results are safe."""
+  def values(self, until: int) -> dict[int, float]:
+    """Returns step -> value of early stopping's metric; on this host's disk."""
+    metric, patience, _ = early_stop(self._config)
+    noted = [] if patience is None else _read_note(self._note)[1]
+    return {s: x for s, name, x in noted if name == metric and s <= until}
+
+  def mark_evaluated(self, step: int, value: float | None = None) -> None:
+    """Notes that a step is evaluated and its results are safe."""
     if jax.process_index() != 0 or self.reads_only:
       return
     with _noting:
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
-      noted = [*_read_steps(self._note), *steps]
-      _write_steps(self._note, noted[-100_000:])
+      noted, values = _read_note(self._note)
+      if value is not None:
+        values.append([step, early_stop(self._config)[0], value])
+      _write_note(self._note, [*noted, step][-100_000:], values)
 
 
-def _read_steps(path: pathlib.Path) -> list[int]:
-  """Returns the steps that a note holds; none where there is no note.
+def early_stop(config: Any) -> tuple[str, int | None, float]:
+  """Returns metric, patience and least gain of early stopping."""
+  given = config.early_stop
+  metric = given.get('metric') or config.best_model_eval_metric
+  return metric, given.get('patience'), given.get('min_delta', 0.0)
+
+
+def no_gain(config: Any, values: Mapping[int, float]) -> list[str]:
+  """Returns arguments of `StopTraining` if early stopping ends a run, or [].
+
+  Args:
+    config: the run's.
+    values: step -> value of the metric.
+  """
+  metric, patience, min_delta = early_stop(config)
+  sign = 1 if config.best_model_eval_metric_higher_is_better else -1
+  best, at, since = -math.inf, None, 0
+  for step, value in sorted(values.items()):
+    if sign * value > best + min_delta:  # A NaN is no gain.
+      best, at, since = sign * value, step, 0
+      continue
+    since += 1
+    if patience is not None and since >= patience:
+      return [
+        f'{metric!r} has not improved by more than {min_delta:g} over that of'
+        f' step {at} in {since} evaluations (config.early_stop).',
+        'raise config.early_stop.patience, or set it to None',
+      ]
+  return []
+
+
+def _read_note(path: pathlib.Path) -> tuple[list[int], list[Any]]:
+  """Returns the steps in a note, and its values: (step, metric, value).
 
   Raises:
     files.RefusedError: it is not as it was written.
   """
   try:
     if not path.exists():
-      return []
+      return [], []
     match files.read_json(path):
-      case {'steps': [*steps], 'crc': int(crc)} if crc == files.crc_of(steps):
-        return steps
+      case {'steps': [*steps], 'crc': int(crc), **rest}:
+        values: list[Any] = rest.get('values', [])  # type: ignore[assignment]
+        if crc == files.crc_of(steps + values):
+          return steps, values
   except files.DamagedError:
     pass
   raise files.RefusedError(
@@ -122,6 +177,7 @@ def _read_steps(path: pathlib.Path) -> list[int]:
   )
 
 
-def _write_steps(path: pathlib.Path, steps: list[int]) -> None:
+def _write_note(path: pathlib.Path, steps: list[int], values: Any) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  files.write_json(path, {'steps': steps, 'crc': files.crc_of(steps)})
+  note = {'steps': steps, 'crc': files.crc_of(steps + values)}
+  files.write_json(path, note | ({'values': values} if values else {}))

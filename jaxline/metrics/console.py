@@ -69,6 +69,7 @@ class Console(periodic.Action):
     mode: one of `MODES`.
     activity: what the run does now instead of steps; '' for steps.
     log_action: the action that calls `log_training`.
+    stopped: why the run ended before its last step; '' if it did not.
   """
 
   def __init__(
@@ -88,6 +89,7 @@ class Console(periodic.Action):
     self.mode = mode
     self.activity = ''
     self.log_action: Any = None
+    self.stopped = ''
     self._is_silent = is_silent
     self._is_shown = mode != 'off'
     self._origin = origin or Origin()
@@ -212,10 +214,14 @@ class Console(periodic.Action):
           how = 'Stopped at'
       elif error is not None:
         how = 'Failed at'
+      elif self.stopped:
+        how = 'Stopped at'
       if is_over and step == self._first_step:
         how = 'Nothing was left to train at'
       done = f'{how} {self._step_text(step)}'
     block = [f'{done} in {lines.duration(total)}.']
+    if self.stopped:
+      block.append(f'Reason: {self.stopped}')
     if self._best is not None:
       name, value, at = self._best
       when = 'before this start' if at is None else f'at step {at}'
@@ -234,7 +240,7 @@ class Console(periodic.Action):
       self._origin,
       {name: secs - self._spent[name] for name, secs in now.items()},
       total,
-      is_over,
+      None if self.stopped else is_over,
       has_checkpoint=self._state is None or self._saved is not None,
     )
 

@@ -172,7 +172,8 @@ def end_block(
     origin: how the run was started.
     spent: category -> seconds.
     total: all seconds of the run.
-    is_over: whether the run has taken all its steps; None if it only evaluated.
+    is_over: whether the run has taken all its steps; None if it only evaluated
+      or was stopped, so that there is no command to train on.
     has_checkpoint: whether there is one to go on from.
   """
   parts = sorted(spent.items(), key=lambda item: -item[1])

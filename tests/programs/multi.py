@@ -77,6 +77,8 @@ def fault(place, step):
       continue
     if what == 'nan':
       return True
+    if what == 'end':
+      raise experiment.StopTraining('enough')
     if what == 'raise':
       raise Failure(f'{place} {step}')
     if what == 'sleep':

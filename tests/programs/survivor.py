@@ -10,6 +10,7 @@ the environment's SURVIVOR says it, as JSON:
     clock, clock_jump, clock_jump_at: seconds that the clock is off, from the
       beginning, and from a step on.
     input_at, evaluate_at: from there on, it raises.
+    stop_evaluate_at: from there on, an evaluation raises StopTraining.
     nan_at: number of the batch that is not a number.
     hang_at: the step that never ends.
     num_workers: processes that read the input.
@@ -39,6 +40,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from jaxline import base_config  # noqa: E402
+from jaxline import experiment  # noqa: E402
 from jaxline import metrics  # noqa: E402
 from jaxline import platform  # noqa: E402
 from jaxline import sharded  # noqa: E402
@@ -158,6 +160,8 @@ class Survivor(sharded.ShardedExperiment):
     return scalars
 
   def evaluate(self, *, global_step, rng, writer):
+    if global_step >= _FAULTS.get('stop_evaluate_at', _NEVER):
+      raise experiment.StopTraining('enough')
     if global_step >= _FAULTS.get('evaluate_at', _NEVER):
       raise RuntimeError(f'The evaluation fails at step {global_step}.')
     return super().evaluate(global_step=global_step, rng=rng, writer=writer)
