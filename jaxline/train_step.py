@@ -4,9 +4,10 @@
 as they are, for instance in a notebook or a test.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
+from jaxline.checkpoint import structure
 from jaxline.inputs import base as inputs
 from jaxline.supervision import nonfinite as guard
 
@@ -76,6 +79,7 @@ def train_step(
   on_nonfinite: str = 'ignore',
   accumulation_steps: int = 1,
   place_grads: Callable[[Any], Any] = lambda grads: grads,
+  trainable_rules: str | Sequence[str] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Runs one step of training.
 
@@ -99,28 +103,39 @@ def train_step(
       whole batch if the loss is the mean by these weights. Each part has its
       own key.
     place_grads: constrains the sharding of gradients.
+    trainable_rules: the weights that train, as for `trained`. The optimizer and
+      `step_scalars` get trees with None in place of the others.
 
   Returns:
     The state after the step, and scalars.
   """
   rng = jax.random.fold_in(rng, state.step)
+  # Differentiated by these alone: a gradient that is only dropped later could
+  # still take memory, as in the sums of an accumulation.
+  params = trained(state.params, trainable_rules)
+
+  def loss_of_trained(params: Any, *args: Any) -> LossOutput:
+    return loss_fn(_with_frozen(params, state.params), *args)
+
   if accumulation_steps == 1:
     loss, metrics, model_state, grads = _loss_and_grads(
-      loss_fn, state.params, state.model_state, batch, rng
+      loss_of_trained, params, state.model_state, batch, rng
     )
     grads = place_grads(grads)
   else:
+    part = dataclasses.replace(state, params=params)
     loss, metrics, model_state, grads = _accumulate(
-      loss_fn, state, batch, rng, accumulation_steps, place_grads
+      loss_of_trained, part, batch, rng, accumulation_steps, place_grads
     )
   # Optax relies on promotion, although a model may be written to do without.
   with jax.numpy_dtype_promotion('standard'):
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+  params = optax.apply_updates(params, updates)
   scalars = metrics_lib.compute(metrics)
   scalars.update(step_scalars(state, grads, updates))
   after = TrainState(
     step=state.step + 1,
-    params=optax.apply_updates(state.params, updates),
+    params=_with_frozen(params, state.params),
     model_state=model_state,
     opt_state=opt_state,
     skipped=state.skipped,
@@ -161,6 +176,59 @@ def train_step(
     )
     scalars |= {guard.NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
   return new_state, scalars
+
+
+def trainable(params: Any, rules: str | Sequence[str]) -> Any:
+  """Returns a tree of bools: which weights train.
+
+  Args:
+    params: the weights, or any tree with their names.
+    rules: regular expressions. A weight trains if one of them matches its whole
+      name, such as 'embedding/norm/scale': its keys, joined by '/'.
+
+  Raises:
+    UsageError: a rule matches no name, or is no regular expression.
+  """
+  names = jax.tree.map_with_path(
+    lambda path, _: structure.name_of(path), params
+  )
+  matched: set[str] = set()
+  for rule in [rules] if isinstance(rules, str) else rules:
+    try:
+      found = {x for x in jax.tree.leaves(names) if re.fullmatch(rule, x)}
+    except re.error as e:
+      raise errors.UsageError(f'The rule {rule!r} of trainable: {e}.') from e
+    if not found:
+      near = errors.nearest(rule, jax.tree.leaves(names), n=8, cutoff=0)
+      raise errors.UsageError(
+        f'The rule {rule!r} of trainable matches the whole name of no weight.'
+        f' The nearest are {near}.'
+      )
+    matched |= found
+  return jax.tree.map(lambda name: name in matched, names)
+
+
+def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
+  """Returns a tree of weights with None in place of those that do not train.
+
+  Args:
+    params: the weights, or any tree with their names.
+    rules: as for `trainable`; None trains all.
+  """
+  if rules is None:
+    return params
+  mask = trainable(params, rules)
+  return jax.tree.map(lambda x, trains: x if trains else None, params, mask)
+
+
+def _with_frozen(params: Any, all_params: Any) -> Any:
+  """Undoes `trained`: takes the weights that do not train from `all_params`."""
+  return jax.tree.map(
+    lambda x, of_all: of_all if x is None else x,
+    params,
+    all_params,
+    is_leaf=lambda x: x is None,
+  )
 
 
 def _loss_and_grads(
@@ -274,6 +342,7 @@ def init_state(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   optimizer: optax.GradientTransformation,
   rng: jax.Array,
+  trainable_rules: str | Sequence[str] | None = None,
 ) -> TrainState:
   """Returns the state before the first step.
 
@@ -282,6 +351,7 @@ def init_state(
       `partitioning.Logical`. They stay so: `partitioning.unbox` gives arrays.
     optimizer: makes its own part of the state.
     rng: the key that `init_fn` gets.
+    trainable_rules: as for `train_step`.
   """
   params, model_state = _strongly_typed(init_fn(rng))
   return _strongly_typed(
@@ -289,7 +359,9 @@ def init_state(
       step=jnp.zeros((), jnp.int32),
       params=params,
       model_state=model_state,
-      opt_state=optimizer.init(partitioning.unbox(params)),
+      opt_state=optimizer.init(
+        trained(partitioning.unbox(params), trainable_rules)
+      ),
     )
   )
 
