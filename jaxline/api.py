@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from ml_collections import config_dict
@@ -214,6 +214,7 @@ def load_weights(
   *,
   step: int | None = None,
   series: str = 'latest',
+  weights: Literal['raw', 'averaged'] | None = None,
 ) -> dict[str, Any]:
   """Returns the weights of a checkpoint as nested dicts of NumPy arrays.
 
@@ -223,21 +224,24 @@ def load_weights(
     directory: the run's.
     step: that of the checkpoint; None is the newest.
     series: 'latest' or 'best'.
+    weights: 'averaged' (see `sharded.average_weights`) or 'raw'; None is the
+      averaged weights if the run has some, as evaluation uses them.
 
   Raises:
     errors.UsageError: the directory is no run, or it has no such checkpoint, or
-      the checkpoint has no array below `state/params`.
+      the checkpoint has no such weights.
   """
   disk.check_local(directory, 'The directory')
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:
     found = inspection.find(where if step is None else f'{where}:{step}')
-    arrays = found.arrays(f'{inspection.PARAMS}.*')
+    prefix = found.weights(weights)
+    arrays = found.arrays(f'{prefix}.*')
   except ValueError as e:
     raise errors.UsageError(str(e)) from e
   nested: dict[str, Any] = {}
   for name, array in arrays.items():
-    *folders, last = name.removeprefix(inspection.PARAMS).split('/')
+    *folders, last = name.removeprefix(prefix).split('/')
     inner = nested
     for folder in folders:
       inner = inner.setdefault(folder, {})

@@ -38,9 +38,11 @@ from jaxline.metrics import writers
 
 # The names of `train_step` that experiments use.
 Batch = step_lib.Batch
+EMA = step_lib.EMA
 LossOutput = step_lib.LossOutput
 OVERWRITE = step_lib.OVERWRITE
 TrainState = step_lib.TrainState
+average_weights = step_lib.average_weights
 eval_step = step_lib.eval_step
 init_state = step_lib.init_state
 train_step = step_lib.train_step
@@ -221,7 +223,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def after_update(self, before: TrainState, after: TrainState) -> Any:
     """Returns the model state after an update of the weights; part of the step.
 
-    For example with a moving average of the weights. Called once in a step,
+    For example `average_weights(before, after, decay)`. Called once in a step,
     also if gradients are accumulated over parts of the batch.
 
     Args:
@@ -323,6 +325,24 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return in_mesh
 
   # The state and its shapes.
+
+  @property
+  def eval_params(self) -> Any:
+    """The weights to evaluate and to decode with.
+
+    The averaged weights where `model_state` has them (see `average_weights`),
+    as `state.params`, which a subclass may return in their place.
+    """
+    params, model_state = self.state.params, self.state.model_state
+    if not isinstance(model_state, Mapping) or EMA not in model_state:
+      return params
+    # No step has made an average yet: a run that begins from the weights of
+    # another run has those alone.
+    if int(self.state.step) == 0:
+      return params
+    return jax.tree.map(
+      lambda x, like: x.astype(like.dtype), model_state[EMA], params
+    )
 
   @property
   def state(self) -> TrainState:
@@ -568,7 +588,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     del global_step, writer
     # The optimizer's state may be on the host: see `restore_from_snapshot`.
-    state = dataclasses.replace(self.state, opt_state=None)
+    state = dataclasses.replace(
+      self.state, params=self.eval_params, opt_state=None
+    )
     scalars: dict[str, float] = {}
     for name, source in self._open_eval_inputs().items():
       sums: Any = None

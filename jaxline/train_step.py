@@ -7,6 +7,7 @@ as they are, for instance in a notebook or a test.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -38,6 +39,10 @@ WEIGHTS = inputs.WEIGHTS
 # (Flax's convention): the optimizer does not change them, and the norm of the
 # gradients does not include them.
 OVERWRITE = '_overwrite_with_gradient'
+
+# The entry of a model state with the average of the weights over the steps, if
+# the experiment keeps one: see `average_weights`.
+EMA = 'ema'
 
 # A scalar that `train_step` adds to those of the loss, like `guard.NONFINITE`.
 SKIPPED_STEPS = 'skipped_steps'
@@ -229,6 +234,38 @@ def _with_frozen(params: Any, all_params: Any) -> Any:
     all_params,
     is_leaf=lambda x: x is None,
   )
+
+
+def average_weights(
+  before: TrainState, after: TrainState, decay: float
+) -> dict[str, Any]:
+  """Returns the model state with a new moving average of the weights.
+
+  For `after_update`. `init_fn` puts the initial weights into the entry `EMA` of
+  the model state as it returns them, so that the average is sharded like them.
+
+  The average is exponential and corrected for its bias, as that of `optax.ema`:
+  the initial weights have no part in it. Steps that are skipped do not count.
+  It keeps the types of its entry: of narrow weights, average float32 copies.
+
+  Args:
+    before: the state before the step.
+    after: the state after it.
+    decay: the share of the average that a step keeps, above 0 and below 1; near
+      1 an average over about 1 / (1 - decay) steps.
+  """
+  count = (after.step - after.skipped[1]).astype(jnp.float32)
+  # The corrected average is kept, and not the moment of `optax.ema`, so that
+  # each checkpoint has weights to use. `expm1`, since float32 would round
+  # 1 - decay**count to few digits.
+  share = (1 - decay) / -jnp.expm1(count * math.log(decay))
+
+  def one(average: jax.Array, weight: jax.Array) -> jax.Array:
+    change = weight.astype(average.dtype) - average
+    return average + share.astype(average.dtype) * change
+
+  average = jax.tree.map(one, before.model_state[EMA], after.params)
+  return {**after.model_state, EMA: average}
 
 
 def _loss_and_grads(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jaxline
+from jaxline import sharded
 from jaxline.metrics import writers
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -126,6 +127,7 @@ def test_recipes_that_go_together(copy):
     'Call a function every so often',
     'Add a config key',
     'Change the optimizer',
+    'Average the weights',
   ):
     apply(copy, section)
   config = tiny(copy)
@@ -159,6 +161,8 @@ def test_recipes_that_go_together(copy):
 
   state = result.experiment.state
   assert set(state.opt_state[1].inner_states) == {'table', 'rest'}
+  average = state.model_state[sharded.EMA]
+  assert jax.tree.map(np.shape, average) == jax.tree.map(np.shape, state.params)
 
 
 @pytest.mark.process

@@ -421,7 +421,7 @@ class Experiment(sharded.ShardedExperiment):
     rng = self.partitioner.put(rng, self.partitioner.replicated)
 
     def run(*batch: np.ndarray) -> decoding.Decoded:
-      params = _merged(self.state.params, self.state.model_state)
+      params = _merged(self.eval_params, self.state.model_state)
       # All processes have all rows, and get all results.
       placed = self.partitioner.put(batch, self.partitioner.batch_sharding)
       return self._decode(params, *placed, rng, options)

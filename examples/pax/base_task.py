@@ -40,7 +40,7 @@ Configurable = hparams_lib.Configurable
 WeightHParams = base_layer.WeightHParams
 sub_config_field = hparams_lib.sub_config_field
 
-EMA = 'ema'
+EMA = sharded.EMA
 _EMA_NON_TRAINABLE = 'ema_non_trainable'
 _STEP = 'step'
 

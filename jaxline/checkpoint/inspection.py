@@ -44,6 +44,7 @@ from jaxline.metrics import writers
 
 Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
+AVERAGED = 'state/model_state/ema/'  # See `train_step.average_weights`.
 DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _METRICS_SHOWN = 4
 _WIDTH = 200  # Of a plain value that `show` prints.
@@ -144,6 +145,19 @@ class Checkpoint(contents.Checkpoint):
         ' takes others by --select).'
       )
     return names
+
+  def weights(self, which: str | None = None) -> str:
+    """Returns what the names of the weights begin with.
+
+    Args:
+      which: 'raw', 'averaged', or None for the averaged weights if the run has
+        some after a step (see `ShardedExperiment.eval_params`), else the raw.
+    """
+    if which is None:
+      has_averaged = any(name.startswith(AVERAGED) for name in self.described)
+      is_trained = self.record['step'] > 0
+      which = 'averaged' if has_averaged and is_trained else 'raw'
+    return {'raw': PARAMS, 'averaged': AVERAGED}[which]
 
   def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
     """Verifies and reads the arrays that a pattern matches wholly.
@@ -379,8 +393,10 @@ def _export(args: argparse.Namespace) -> int:
       f'{out} is there already; give another name, or --force to replace it.'
     )
   checkpoint = find(args.dir)
-  names = checkpoint.names(args.select)
-  prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
+  prefix = checkpoint.weights(args.weights)
+  names = checkpoint.names(args.select or f'{prefix}.*')
+  if args.select:
+    prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
   arrays = (
     (name.removeprefix(prefix), _converted(name, x, args.dtype))
     for name, x in checkpoint.verified(names)
@@ -478,10 +494,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   add(_verify, about, dir=everything)
   about = 'write parameters to one file'
   export = add(_export, about, dir=newest, out='file .safetensors or .npz')
-  export.add_argument(
+  what = export.add_mutually_exclusive_group()
+  what.add_argument(
+    '--weights',
+    choices=('raw', 'averaged'),
+    help='which parameters; the averaged ones, if there are, by default',
+  )
+  what.add_argument(
     '--select',
     metavar='REGEX',
-    default=f'{PARAMS}.*',
     help='arrays whose whole name matches, instead of the parameters',
   )
   export.add_argument('--dtype', choices=DTYPES, help='convert floating point')

@@ -1,0 +1,1 @@
+"""Flow matching on digits: the velocity network, its data and samples."""

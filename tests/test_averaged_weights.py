@@ -1,0 +1,153 @@
+"""Averaged weights: their values, their sharding, and who uses them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxline
+from jaxline import base_config
+from jaxline import errors
+from jaxline import sharded
+from jaxline.checkpoint import inspection
+from tests.experiments import regression
+
+DECAY = 0.8
+
+
+class Input(regression.Input):
+  """Gives a NaN in the third batch."""
+
+  def __next__(self):
+    factor = np.float32('nan' if self.state['next'] == 2 else 1)
+    return {name: factor * x for name, x in super().__next__().items()}
+
+
+class Averaged(regression.Regression):
+  def init_fn(self, rng):
+    params, model_state = super().init_fn(rng)
+    return params, {**model_state, sharded.EMA: params}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    *rest, new = super().loss_fn(params, model_state, batch, rng, is_training)
+    return *rest, {**model_state, **new}
+
+  def after_update(self, before, after):
+    return sharded.average_weights(before, after, DECAY)
+
+
+class Skipping(Averaged):
+  def train_input(self):
+    return Input(self.batch_size)
+
+
+@pytest.mark.parametrize('parts', [1, 2])
+@pytest.mark.parametrize('cls', [Averaged, Skipping])
+def test_the_average_is_that_of_optax(cls, parts):
+  config = base_config.get_base_config()
+  config.update(sharding='fsdp', gradient_accumulation_steps=parts)
+  experiment = cls('train', jax.random.PRNGKey(0), run_config=config)
+  optax_ema = optax.ema(DECAY)
+  expected, state = (
+    None,
+    optax_ema.init(jax.device_get(experiment.state.params)),
+  )
+  for step in range(5):
+    regression.train_steps(experiment, 1, on_nonfinite='skip')
+    params, average = (
+      experiment.state.params,
+      experiment.state.model_state[sharded.EMA],
+    )
+    if cls is Averaged or step != 2:
+      with jax.numpy_dtype_promotion('standard'):  # Optax relies on it.
+        expected, state = optax_ema.update(jax.device_get(params), state)
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+      average,
+      expected,
+    )
+  # Split over the devices as the weights are.
+  assert not params['w'].is_fully_replicated
+  assert jax.tree.map(lambda x: x.sharding, average) == jax.tree.map(
+    lambda x: x.sharding, params
+  )
+  # An evaluation is of the average.
+  of_average = dataclasses.replace(experiment.state, params=average)
+  sizes = experiment.eval_sizes
+  assert regression.evaluate(experiment)['loss'] == pytest.approx(
+    regression.expected_evaluation(of_average, sizes), rel=1e-5
+  )
+
+
+def test_the_first_and_late_steps_near_one_and_narrow_weights():
+  # 1 - decay and 1 - decay**count have few digits in float32.
+  decay, weight = 0.9999, jnp.bfloat16(3)
+
+  def state(step, average):
+    model_state = {sharded.EMA: average, 'other': 1}
+    return sharded.TrainState(jnp.int32(step), weight, model_state, None)
+
+  for step in (1, 100, 10**6):
+    got = sharded.average_weights(
+      state(step - 1, jnp.float32(0)), state(step, None), decay
+    )
+    share = (1 - decay) / (1 - decay**step)
+    np.testing.assert_allclose(got[sharded.EMA], 3 * share, rtol=1e-5)
+    assert got[sharded.EMA].dtype == jnp.float32
+    assert got['other'] == 1
+
+
+def test_evaluation_best_load_and_export_use_the_average(tmp_path, capsys):
+  def fit(name, steps):
+    config = regression.get_config(steps)
+    config.checkpoint_dir = str(tmp_path / name)
+    config.eval_interval = 2
+    config.best_model_eval_metric = 'loss'
+    config.best_model_eval_metric_higher_is_better = False
+    return jaxline.fit(Averaged, config)
+
+  straight = fit('straight', 6)
+  fit('resumed', 3)
+  resumed = fit('resumed', 6)
+  state = straight.experiment.state
+  assert regression.digest(resumed.experiment.state) == regression.digest(state)
+  run = straight.directory
+  loaded = jaxline.load(run, experiment_class=Averaged)
+  of_average = dataclasses.replace(state, params=loaded.eval_params)
+  expected = regression.expected_evaluation(of_average, loaded.eval_sizes)
+  assert straight.best == {'eval/loss': pytest.approx(expected, rel=1e-5)}
+
+  averaged = jax.device_get(state.model_state[sharded.EMA])
+  raw = jax.device_get(state.params)
+  assert np.abs(averaged['w'] - raw['w']).max() > 0.01
+  for which, expected in (
+    (None, averaged),
+    ('averaged', averaged),
+    ('raw', raw),
+  ):
+    out = tmp_path / f'{which}.npz'
+    argv = ['export', run, str(out), *([f'--weights={which}'] if which else [])]
+    assert inspection.main(argv) == 0
+    for weights in (np.load(out), jaxline.load_weights(run, weights=which)):
+      jax.tree.map(np.testing.assert_array_equal, dict(weights), expected)
+
+
+def test_where_there_is_no_average(tmp_path):
+  config = regression.get_config(1)
+  config.checkpoint_dir = str(tmp_path / 'raw')
+  run = jaxline.fit(regression.Regression, config, mode='train').directory
+  with pytest.raises(errors.UsageError, match='model_state/ema'):
+    jaxline.load_weights(run, weights='averaged')
+  # A run that begins from these weights, and not from their average.
+  config.checkpoint_dir = str(tmp_path / 'averaged')
+  config.restore_from = run
+  config.restore_rules = [('(state/params/.*)', r'\1')]
+  config.training_steps = 0
+  begun = jaxline.fit(Averaged, config, mode='train')
+  raw = jaxline.load_weights(run)
+  jax.tree.map(np.testing.assert_array_equal, begun.experiment.eval_params, raw)
+  found = jaxline.load_weights(begun.directory)
+  jax.tree.map(np.testing.assert_array_equal, found, raw)
