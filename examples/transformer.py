@@ -47,6 +47,7 @@ _MIN_BLOCK = 128
 _ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
   'gelu': (jax.nn.gelu, 1),
   'swiglu': (jax.nn.silu, 2),
+  'geglu': (jax.nn.gelu, 2),
 }
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
@@ -236,7 +237,8 @@ def activate(name: str, hidden_BLSF: jax.Array) -> jax.Array:
 
   Args:
     name: one of `ACTIVATIONS`: 'gelu' (as tanh; Hendrycks and Gimpel, 2016),
-      or 'swiglu' (SiLU gates the second part; Shazeer, 2020).
+      or 'swiglu' and 'geglu' (SiLU or GELU gates the second part; Shazeer,
+      2020).
     hidden_BLSF: S is `num_parts(name)`.
   """
   function, num = _ACTIVATIONS[name]
@@ -303,7 +305,10 @@ def sinusoidal_positions(
 
 
 def rotary_angles(
-  positions: jax.Array, head_dim: int, base: float = 1e4
+  positions: jax.Array,
+  head_dim: int,
+  base: float = 1e4,
+  scaling: tuple[float, ...] = (),
 ) -> jax.Array:
   """Returns the angles of rotary positions (Su et al., 2021).
 
@@ -311,11 +316,22 @@ def rotary_angles(
     positions: integers, [L] or [B, L].
     head_dim: K, even.
     base: the longest period, over 2 pi, is nearly this.
+    scaling: (factor,) makes all periods longer by the factor; (factor, low,
+      high, length), as in Llama 3.1, only those of which fewer than `low` fit
+      into `length`, partly those up to `high`. () changes none.
 
   Returns:
     [L, K/2] or [B, L, K/2].
   """
   frequency_K = base ** (-jnp.arange(0, head_dim, 2, jnp.float32) / head_dim)
+  if scaling:
+    factor, *bounds = scaling
+    kept_K = 0.0  # The part of a frequency that is not divided.
+    if bounds:
+      low, high, length = bounds
+      periods_K = length * frequency_K / (2 * math.pi)
+      kept_K = jnp.clip((periods_K - low) / (high - low), 0, 1)
+    frequency_K *= (1 - kept_K) / factor + kept_K
   return positions.astype(jnp.float32)[..., None] * jnp.expand_dims(
     frequency_K, range(positions.ndim)
   )
@@ -351,6 +367,7 @@ def attend(
   cap: float = 0.0,
   *,
   is_causal: bool = True,
+  window: int | jax.Array = 0,
   seen_BM: jax.Array | None = None,
   prefix_BM: jax.Array | None = None,
   scale: float | None = None,
@@ -370,7 +387,9 @@ def attend(
       sees another one. None is one document a row.
     cap: c tanh(score / c) takes the place of the scores; 0 leaves them.
     is_causal: whether a query sees no later position than its own. If not,
-      `offset` has no meaning.
+      `offset` and `window` have no meaning.
+    window: a query sees so many positions, the last of them its own; 0, which
+      must be a Python integer, is no limit.
     seen_BM: bool; False takes a key out, such as padding. None keeps all.
     prefix_BM: bool; True lets earlier queries see a key too, although attention
       is causal, as in the prefix of a prefix language model. None is no key.
@@ -403,6 +422,8 @@ def attend(
     if positions.ndim == 1:
       positions = positions[None]
     is_past = positions[..., None] >= jnp.arange(keys)[None, None]
+    if not isinstance(window, int) or window:
+      is_past &= positions[..., None] - window < jnp.arange(keys)[None, None]
     masks.append(is_past if prefix_BM is None else is_past | prefix_BM[:, None])
   if segments is not None:
     masks.append(segments[0][..., None] == segments[1][:, None])
@@ -443,6 +464,8 @@ def causal_attention(
   cache: tuple[jax.Array, jax.Array] | None = None,
   start: int | jax.Array = 0,
   prefix_BM: jax.Array | None = None,
+  window: int | jax.Array = 0,
+  scale: float | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
   """Causal attention of a sequence over itself, in training and in decoding.
 
@@ -464,6 +487,8 @@ def causal_attention(
       and a row is one document.
     start: the position of the first query: see `update_cache`.
     prefix_BM: as for `attend`; for 'einsum' only.
+    window: as for `attend`; an integer for 'flash'.
+    scale: as for `attend`.
 
   Returns:
     [B, L, H, K]; and the cache, with the new keys and values in it.
@@ -473,7 +498,14 @@ def causal_attention(
       or G does not divide H.
     errors.UsageError: cuDNN has no kernel for a cap, or for this type.
   """
-  run = functools.partial(attend, cap=cap, dropout=dropout, prefix_BM=prefix_BM)
+  run = functools.partial(
+    attend,
+    cap=cap,
+    dropout=dropout,
+    prefix_BM=prefix_BM,
+    window=window,
+    scale=scale,
+  )
   if cache is not None:
     k_BMGK = update_cache(cache[0], k_BLGK, start)
     v_BMGK = update_cache(cache[1], v_BLGK, start)
@@ -488,7 +520,8 @@ def causal_attention(
       )
     kernel = FLASH.get(_platform())
     if kernel is not None and q_BLHK.shape[1] >= _MIN_BLOCK:
-      return kernel(q_BLHK, k_BLGK, v_BLGK, ids, cap), None
+      mixed = kernel(q_BLHK, k_BLGK, v_BLGK, ids, cap, window, scale)
+      return mixed, None
   # The first half of the queries never sees the second half of the keys.
   half = q_BLHK.shape[1] // 2
   if half < 64 or prefix_BM is not None:
@@ -510,6 +543,8 @@ def splash_attention(
   v_BLGK: jax.Array,
   segment_ids_BL: jax.Array | None = None,
   cap: float = 0.0,
+  window: int = 0,
+  scale: float | None = None,
   *,
   interpret: bool = False,
 ) -> jax.Array:
@@ -523,12 +558,22 @@ def splash_attention(
     v_BLGK: values.
     segment_ids_BL: as for `causal_attention`.
     cap: the same.
+    window: as for `attend`.
+    scale: the same.
     interpret: whether the kernel is interpreted, which works on CPU.
 
   Returns:
     [B, L, H, K].
   """
-  run = functools.partial(_splash_of_device, cap=cap, interpret=interpret)
+  if scale is None:
+    scale = q_BLHK.shape[-1] ** -0.5
+  run = functools.partial(
+    _splash_of_device,
+    cap=cap,
+    window=window,
+    scale=scale,
+    interpret=interpret,
+  )
   partitioner = partitioning.active()
   if partitioner is None:
     return run(q_BLHK, k_BLGK, v_BLGK, segment_ids_BL)
@@ -554,17 +599,19 @@ def _splash_of_device(
   segment_ids_BL: jax.Array | None,
   *,
   cap: float,
+  window: int,
+  scale: float,
   interpret: bool,
 ) -> jax.Array:
   # Imported here because Pallas takes a while, which only TPUs need.
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-  _, length, heads, width = q_BLHK.shape
+  _, length, heads, _ = q_BLHK.shape
   # Nothing sees the padding: it comes last.
   padding = -length % _MIN_BLOCK
   q_BHLK, k_BGLK, v_BGLK = (
     jnp.swapaxes(jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))), 1, 2)
-    for x in (q_BLHK * width**-0.5, k_BLGK, v_BLGK)
+    for x in (q_BLHK * scale, k_BLGK, v_BLGK)
   )
   segments = None
   if segment_ids_BL is not None:
@@ -573,6 +620,8 @@ def _splash_of_device(
   padded = length + padding
   block = math.gcd(padded, _MAX_BLOCK)
   mask = splash.CausalMask((padded, padded))
+  if window:
+    mask = splash.LocalMask((padded, padded), (window - 1, 0), offset=0)
   kernel = splash.make_splash_mha_single_device(
     splash.MultiHeadMask([mask] * heads),
     block_sizes=splash.BlockSizes(
@@ -596,6 +645,8 @@ def cudnn_attention(
   v_BLGK: jax.Array,
   segment_ids_BL: jax.Array | None = None,
   cap: float = 0.0,
+  window: int = 0,
+  scale: float | None = None,
 ) -> jax.Array:
   """Causal attention by cuDNN, for NVIDIA GPUs.
 
@@ -609,6 +660,8 @@ def cudnn_attention(
     v_BLGK: values.
     segment_ids_BL: as for `causal_attention`.
     cap: must be 0.
+    window: as for `attend`.
+    scale: the same.
 
   Returns:
     [B, L, H, K].
@@ -634,7 +687,9 @@ def cudnn_attention(
     k_BLGK,
     v_BLGK,
     mask=mask,
+    scale=scale,
     is_causal=True,
+    local_window_size=(window - 1, 0) if window else None,
     implementation='cudnn',
   )
 

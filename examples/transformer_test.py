@@ -432,6 +432,7 @@ def test_activations():
   expected = {
     'gelu': gelu,
     'swiglu': a / (1 + np.exp(-a)) * b,
+    'geglu': gelu * b,
   }
   assert set(expected) == set(transformer.ACTIVATIONS)
   for name, values in expected.items():

@@ -383,13 +383,6 @@ def py_prefetch(
       # The garbage collector can close a generator on any thread.
       if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
-        if thread.is_alive():
-          logging.warning(
-            'Thread %s still waits for its iterable %.0f s after it was closed;'
-            ' leaving it behind.',
-            name,
-            _JOIN_SECONDS,
-          )
       _log_all(name, errors)
 
   return read()

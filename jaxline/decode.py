@@ -73,8 +73,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     path: as `config.decode.prompts`. Of '.jsonl', other entries are kept.
 
   Raises:
-    UsageError: the file cannot be read, or it holds something else, or no
-      prompt.
+    UsageError: the file cannot be read, or it holds something else.
   """
   try:
     text = pathlib.Path(path).read_text(encoding='utf-8')
@@ -82,12 +81,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     raise errors.UsageError(
       f'config.decode.prompts is {path!r}, which cannot be read as text: {e}.'
     ) from e
-  records = list(_records(text.split('\n'), path))
-  if not records:
-    raise errors.UsageError(
-      f'config.decode.prompts is {path!r}: it has no prompt.'
-    )
-  return records
+  return list(_records(text.split('\n'), path))
 
 
 def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
@@ -149,8 +143,8 @@ def decode(
     checkpointer: has the checkpoint.
 
   Raises:
-    UsageError: there is no checkpoint, the prompts cannot be read, or the
-      experiment has no `decode`.
+    UsageError: there is no checkpoint, or the prompts cannot be read.
+    NotImplementedError: the experiment has no `decode`.
   """
   options = config.decode
   series, step = options.series, options.step
@@ -165,12 +159,6 @@ def decode(
       'decode',
       adapters.init_rng(experiment_class, config),
       config,
-    )
-  if experiment.decode.__module__ == experiment_lib.__name__:  # The base's.
-    raise errors.UsageError(
-      f'{type(experiment).__name__} cannot continue prompts. Write its method'
-      ' `decode(self, prompts, rng)`, as AbstractExperiment in'
-      ' jaxline/experiment.py says and examples/lm/experiment.py does.'
     )
   state = base.new_state(checkpointer, experiment, series=series)
   with debug.log_activity('checkpoint restore'):
@@ -219,18 +207,12 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
       ' prompts, which would be lost. Give another, or None.'
     )
   try:
-    try:
-      path.parent.mkdir(parents=True, exist_ok=True)
-      return path.open('w', encoding='utf-8') if output else _open_new(path)
-    except OSError as e:
-      if output or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-        raise
-    return _open_new(pathlib.Path.cwd() / f'{directory.name}_{path.name}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open('w', encoding='utf-8') if output else _open_new(path)
   except OSError as e:
-    raise errors.UsageError(
-      f'The continuations cannot be written to {path}: {e}. Give'
-      ' config.decode.output.'
-    ) from e
+    if output or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+      raise
+  return _open_new(pathlib.Path.cwd() / f'{directory.name}_{path.name}')
 
 
 def _open_new(path: pathlib.Path) -> TextIO:

@@ -471,10 +471,6 @@ def _end_of(error: BaseException) -> BaseException:
     cause = cause.__cause__ or cause.__context__
   if isinstance(cause, preemption.Preempted):
     error = cause  # It interrupted the import of an extension module.
-  while (
-    isinstance(error, ExceptionGroup) and not error.split(disk.FullDiskError)[1]
-  ):
-    error = error.exceptions[0]  # Several writers have found the disk full.
   lines = [str(error), *getattr(error, '__notes__', [])]
   text = ' '.join(x for x in lines if 'JAX has removed its internal' not in x)
   codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
@@ -651,8 +647,6 @@ def start(
     raise UsageError(f'{refusal} There is no such directory.')
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  if mode.checkpointer:
-    xla.check_backend(config.xla)
   if mode.eval_checkpointer and jax.process_count() > 1:
     raise UsageError(
       f'--jaxline_mode={name} is for one process, and there are'

@@ -130,34 +130,11 @@ def apply(options: Mapping[str, Any]) -> list[str]:
   return lines
 
 
-def check_backend(options: Mapping[str, Any]) -> None:
-  """Disables PGLE, with a warning, where JAX has no GPU.
-
-  Automatic PGLE would measure nothing there and compile every program twice.
-
-  Args:
-    options: the section, validated, after `apply`.
-
-  Raises:
-    UsageError: the purpose of the run is to save a profile.
-  """
-  platform = jax.default_backend()
-  if platform == 'gpu' or not uses_pgle(options):
-    return
-  found = {key: options[key] for key in _PGLE_KEYS if options[key]}
-  text = f'config.xla sets {found}, but JAX runs on {platform!r}; PGLE needs'
-  text += ' an NVIDIA GPU.'
-  if options['pgle_save']:
-    raise errors.UsageError(f'{text} Set config.xla.pgle_save to None.')
-  logging.warning('%s This run does not use it.', text)
-  jax.config.update('jax_enable_pgle', False)
-
-
 def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
   """Returns the periodic actions that `config.xla` asks for.
 
   Args:
-    options: the section, validated, after `check_backend`.
+    options: the section, validated.
 
   Returns:
     On the first process of a run that saves a profile: the action that does.

@@ -1,7 +1,6 @@
 """Chips and TPU topologies."""
 
 import math
-import re
 import types
 
 import pytest
@@ -37,24 +36,11 @@ def test_a_topology_has_its_chips(name, num_chips, links):
 
 
 @pytest.mark.parametrize(
-  ('names', 'said'),
-  [
-    (['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1'], 'v5p'),
-    (['v4:4x4', 'v5e:2x2x1', 'v4:3x4x4', 'v4:0x2x2', 'v5e:32x16'], '{name!r}'),
-    (['v4:16x16x16', 'v5e:1x2', 'v5p:2x2x26'], '{name!r}'),
-  ],
+  'name', ['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1x1', 'v4:0x2x2']
 )
-def test_what_is_no_topology_is_refused(names, said):
-  for name in names:
-    with pytest.raises(chips.TargetError, match=said.format(name=name)):
-      chips.parse_topology(name)
-
-
-def test_the_shapes_that_the_message_has_are_right():
-  with pytest.raises(chips.TargetError) as e:
-    chips.parse_topology('v4:3x3x3')
-  for example in re.findall(r"'(v\w+:1?[2-9x1]+)'", str(e.value))[1:]:
-    chips.parse_topology(example)
+def test_what_is_no_topology_is_refused(name):
+  with pytest.raises(chips.TargetError, match=f'{name!r}.*v5p'):
+    chips.parse_topology(name)
 
 
 def test_the_published_numbers():
@@ -103,3 +89,9 @@ def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
   devices = chips.topology_devices(topology, num_slices)
   assert len(devices) == math.prod((topology.num_chips, num_slices))
   assert chips.chip_of(devices[0]).name == topology.chip.name
+
+
+def test_libtpu_refuses_a_part_of_a_host():
+  pytest.importorskip('libtpu')
+  with pytest.raises(chips.TargetError, match='3x3x3'):
+    chips.topology_devices(chips.parse_topology('v4:3x3x3'))

@@ -328,13 +328,10 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'series': 'best', 'step': 1}, r"of 'best' the steps \[2\]"),
     ({'prompts': 'no_such.txt'}, r"'no_such.txt', which cannot be read"),
     ({'prompts': 'latin.txt'}, r"'latin.txt', which cannot be read.*decode"),
-    ({'prompts': 'blank.txt'}, r"'blank.txt': it has no prompt"),
     ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'; .*\"prompt\": \"Once"),
     ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
-    ({'cls': Mute}, r'Mute cannot continue prompts.*decode\(self, prompts'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
-    ({'output': 'p.txt/o'}, r'written to p.txt/o: .*config.decode.output'),
     ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
     (
@@ -353,7 +350,6 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   for name, content in {
     'p.txt': b'a',
     'latin.txt': b'\xff',
-    'blank.txt': b'\n \n',
     'bad.jsonl': b'\n{"prompt": "a"}\nOnce',
     'number.jsonl': b'{"prompt": 7}',
     'list.jsonl': b'["prompt"]',
@@ -367,6 +363,12 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   assert (tmp_path / 'p.txt').read_text() == 'a'
   # No directory is made for a name that is wrong.
   assert not (tmp_path / 'new').exists()
+
+
+def test_an_experiment_without_decode_is_named(run, tmp_path):
+  (tmp_path / 'p.txt').write_text('a')
+  with pytest.raises(NotImplementedError, match='Mute'):
+    run(cls=Mute, prompts=str(tmp_path / 'p.txt'), output=str(tmp_path / 'o'))
 
 
 def test_an_experiment_must_continue_each_prompt(run, tmp_path, monkeypatch):

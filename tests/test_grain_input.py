@@ -144,7 +144,7 @@ def test_a_dataset_that_is_shuffled_already_keeps_its_order():
   ('dataset', 'error', 'message'),
   [
     (source_of(4).repeat(), ValueError, 'repeat'),
-    (source_of(4).filter(lambda x: x['x'] > 2), ValueError, 'Record 0 is None'),
+    (source_of(4).filter(lambda x: x['x'] > 2), TypeError, 'NoneType'),
     (b'abc', TypeError, 'dict of arrays'),
     (7, TypeError, 'len'),
     (lambda host: 7, TypeError, 'host'),
@@ -628,7 +628,7 @@ class Unsaved(grain_library.DatasetIterator):
     return {'x': np.int32(self.number)}
 
   def get_state(self):
-    return {1: (self.number,)}
+    return object()
 
   def set_state(self, state):
     raise AssertionError
@@ -643,7 +643,7 @@ class UnsavedStream(grain_library.IterDataset):
 
 def test_a_state_that_is_no_json_is_refused_when_it_is_needed():
   source = grain.GrainInput(dataset=UnsavedStream(), batch_size=2)
-  with pytest.raises(TypeError, match=r'\{1: \(2,\)\}; expected plain values'):
+  with pytest.raises(TypeError, match='not JSON serializable'):
     next(source)
   source = grain.GrainInput(
     dataset=UnsavedStream(), batch_size=2, input_checkpointing_enabled=False

@@ -349,12 +349,8 @@ def test_a_killed_worker_is_an_error_and_no_hang():
   take(source, 1)
   for process in multiprocessing.active_children():
     os.kill(process.pid, signal.SIGKILL)
-  with pytest.raises(RuntimeError, match='exit code -9') as caught:
+  with pytest.raises(RuntimeError, match='exit code -9'):
     take(source, 20)
-  assert any('memory' in note for note in caught.value.__notes__)
-  assert any(
-    "`if __name__ == '__main__':`" in n for n in caught.value.__notes__
-  )
   source.close()
   assert not multiprocessing.active_children()
 

@@ -370,8 +370,7 @@ def test_what_is_no_state_is_refused(state):
     Counting(batch_size=2).set_state(state)
 
 
-@pytest.mark.parametrize('num_steps', [0, 2])
-def test_an_input_that_was_opened_to_be_resumed_is_closed(num_steps):
+def test_an_input_that_was_opened_to_be_resumed_is_closed():
   """Also where the start of the run fails, and no training loop closes it."""
   closed = []
 
@@ -394,7 +393,7 @@ def test_an_input_that_was_opened_to_be_resumed_is_closed(num_steps):
   closed.clear()
   second = Experiment('train', rng)
   second.restore_from_snapshot(saved)
-  for step in range(num_steps):
+  for step in range(2):
     second.step(global_step=step, rng=rng, writer=None)
   assert not closed
   del second

@@ -132,8 +132,3 @@ def test_sets_of_other_names_are_not_added():
   a = {'x': metrics.Mean.of(1.0)}
   with pytest.raises(ValueError, match=r"\['x'\] and \['y'\]"):
     metrics.add(a, {'y': metrics.Mean.of(1.0)})
-
-
-def test_a_metric_that_is_no_mean_is_named():
-  with pytest.raises(TypeError, match=r"'accuracy' is a float.*Mean\.of"):
-    metrics.compute({'loss': metrics.Mean.of(1.0), 'accuracy': 0.5})

@@ -283,7 +283,6 @@ def test_mixture_speaks_its_first_child():
     ({'weights': {'a': 1, 'b': 1, 'c': 1}}, 'weights'),
     ({'weights': {'a': 1, 'b': 0}}, 'weights'),
     ({'weights': {'a': 1, 'b': float('nan')}}, 'nan'),
-    ({'inputs': {}, 'weights': {}}, 'inputs'),
     ({'input_random_seed': 1}, 'input_random_seed'),
     ({'reset_for_eval': True}, 'reset_for_eval'),
     ({'shuffle': True}, 'shuffle'),

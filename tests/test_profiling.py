@@ -174,39 +174,6 @@ def test_the_last_step_has_run_when_the_trace_stops(tmp_path, monkeypatch):
   assert stopped == [('wait', [last]), 'stop']
 
 
-def test_another_trace_is_no_error_of_the_run(tmp_path, caplog):
-  own = tmp_path / 'own'
-  jax.profiler.start_trace(own)
-  try:
-    config = make_config(tmp_path / 'run', profile_steps='2-3,5-6')
-    train.Run(Experiment, config).train()
-  finally:
-    jax.profiler.stop_trace()
-  assert len(list(own.glob('plugins/profile/*/*.xplane.pb'))) == 1
-  assert 'No trace of the steps from 2 on' in caplog.text
-  assert 'No trace of the steps from 5 on' in caplog.text
-
-
-def test_a_full_disk_is_no_error_of_the_run(tmp_path, small_disk, caplog):
-  folder, remount = small_disk
-  (folder / 'filler').write_bytes(bytes(1 << 20))
-  remount('size=1028k')
-  said = []
-  config = make_config(folder, profile_steps='2-3')
-  action = profiling.Profiler(config, said.append)
-  action.update_time(0.0, 0)
-  for step in range(1, 5):
-    action(0.0, step, {})
-  action.wait_to_finish()
-  assert 'No trace was written' in caplog.text
-  assert 'No space left' in caplog.text
-  assert not list(folder.glob('train/plugins/profile/*'))
-  # Nor of the next trace.
-  config = make_config(tmp_path, profile_steps='2-3')
-  train.Run(Experiment, config).train()
-  assert list(traces(tmp_path / 'train')) == ['2-3']
-
-
 def test_each_process_traces_itself(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 3)
   action = profiling.Profiler(make_config(tmp_path, profile_steps='1'))

@@ -1,5 +1,6 @@
 """Tests of the token cache: keys, cut files, kills, bounded memory."""
 
+import functools
 import gzip
 import hashlib
 import os
@@ -153,36 +154,6 @@ def test_a_file_that_changes_meanwhile_is_an_error(files, cache, monkeypatch):
   assert names_in(cache) == []
 
 
-# Damage.
-
-
-@pytest.mark.parametrize(
-  'damage',
-  [
-    lambda data: b'',
-    lambda data: data[:5],
-    lambda data: data[:-1],
-    lambda data: data[: len(data) // 2],
-    lambda data: data + b'x',
-    lambda data: data[8:],
-    lambda data: bytes(len(data)),
-  ],
-)
-def test_a_cut_file_is_made_anew(files, cache, builds, warnings, damage):
-  def load():
-    return text.load_corpus(files, documents='line', cache_dir=cache)
-
-  expected = digest(load())
-  (name,) = names_in(cache)
-  (cache / name).write_bytes(damage((cache / name).read_bytes()))
-  for _ in range(2):
-    assert digest(load()) == expected
-    (warning,) = warnings
-    assert name in warning
-  assert len(builds) == 2
-  assert names_in(cache) == [name]
-
-
 def test_a_worker_maps_the_tokens_of_its_parent(files, cache):
   parent = text.load_corpus(files, cache_dir=cache).train
   data = pickle.dumps(parent)
@@ -218,13 +189,6 @@ def test_a_cache_may_be_read_only(files, cache, builds, monkeypatch):
     monkeypatch.setattr(os, name, refuse)
   assert digest(text.load_corpus(files, cache_dir=cache)) == expected
   assert len(builds) == 1
-
-
-def test_a_large_file_as_the_only_document_is_not_read(tmp_path, monkeypatch):
-  (tmp_path / 'a.txt').write_bytes(b'text')
-  monkeypatch.setattr(token_cache, '_open_hashed', None)
-  with pytest.raises(ValueError, match='1 documents'):
-    text.load_corpus(tmp_path, cache_dir=tmp_path / 'cache')
 
 
 # Several builders.
@@ -399,3 +363,16 @@ def test_text_with_the_document_token_is_refused(files, cache):
     ValueError, match=r"document token 55 .* 7\.txt:1, b'line 7'"
   ):
     text.load_corpus(files, documents='line', tokenizer=Bad(), cache_dir=cache)
+
+
+def test_a_file_that_lost_its_beginning_is_refused(tmp_path):
+  for name in 'ab':
+    (tmp_path / f'{name}.txt').write_text(f'the text of {name}')
+  load = functools.partial(
+    text.load_corpus, str(tmp_path / '*.txt'), cache_dir=str(tmp_path / 'cache')
+  )
+  load()
+  (cached,) = (tmp_path / 'cache').glob('*.tokens')
+  cached.write_bytes(cached.read_bytes()[8:])
+  with pytest.raises(errors.UsageError, match=cached.name):
+    load()

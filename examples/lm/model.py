@@ -1,14 +1,17 @@
 """A decoder-only transformer: pure functions over a plain tree of weights.
 
-It normalises before each part, by the root mean square, and has no biases; the
-embedding is also the output layer. Every weight is created by `weight`, which
+It normalises before each part, by the root mean square. The options of
+`ModelConfig` make it a Llama, Mistral, Qwen or Gemma (`hf.py` reads and writes
+their weights); by default it has no biases, and the embedding is also the
+output layer. Every weight is created by `weight`, which
 names its logical axes. The layers are one stack of weights with a leading
 `layers` axis, whether they are scanned, unrolled or divided among the stages of
 a pipeline, so checkpoints and seeds fit all three. `examples/transformer.py`
 has the mathematics; `examples/pax` has layers for transformers of other kinds.
 
-Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
-N layers, M keys (cached and new), S parts fused into one product.
+Shapes: B batch, L length, D embed, F mlp, H heads, G heads of keys and values,
+K head dim, V vocab, N layers, M keys (cached and new), S parts fused into one
+product.
 """
 
 from collections.abc import Callable
@@ -40,7 +43,6 @@ _CHOICES = {
   'matmul': ('dtype', 'fp8'),
 }
 _STACK = 'layers'  # Module name of the repeated layers, and their axis.
-_EPSILON = 1e-6  # What normalisation adds to the mean square.
 # Of first embeddings. Small, because the table is also the output layer: logits
 # start near 0.
 _EMBEDDING_STDDEV = 0.02
@@ -54,15 +56,35 @@ class ModelConfig:
     vocab_size: number of tokens.
     num_layers: number of blocks of attention and feed-forward.
     embed_dim: width of the residual stream.
-    num_heads: attention heads, each of width `embed_dim / num_heads`.
+    num_heads: attention heads.
+    num_kv_heads: heads of keys and values, each for as many heads of queries;
+      None is `num_heads`.
+    head_size: width of a head; None is `embed_dim / num_heads`.
     mlp_dim: hidden width of the feed-forward part.
     max_length: the longest sequence, in tokens.
     positions: 'rotary' turns queries and keys; 'learned' adds a vector to the
       embedding.
     normalize_embedding: whether what goes into the first layer is normalised
       too. If not, it is as small as the output layer's table.
+    rotary_base: the longest period of rotary positions, over 2 pi.
+    rotary_scaling: stretches their periods: see `transformer.rotary_angles`.
+    windows: how many positions a layer's queries see, the last of them their
+      own; 0 is all. The layers repeat the pattern: (4096, 0) limits every other
+      layer, beginning with the first.
+    local_rotary_base: `rotary_base` of the layers with a window, which are then
+      not scaled; None is as the others.
+    qkv_bias: whether queries, keys and values have biases.
+    qk_norm: whether queries and keys are normalised.
+    query_scale: factor of the scores of attention; None is K**-0.5.
+    attention_cap: limit of the scores: see `transformer.cap`; None is none.
+    logits_cap: limit of the logits.
+    norm_epsilon: what normalisation adds to the mean square.
+    norm_offset: whether the factors of normalisation are stored less 1.
+    post_norms: whether the output of each part is normalised too.
+    embedding_scale: whether embeddings are multiplied by sqrt(D).
+    tie_embeddings: whether the embedding is also the output layer.
     feed_forward: what is between its two products: 'gelu' (as tanh), or
-      'swiglu' (SiLU, and a third matrix that gates).
+      'swiglu' and 'geglu' (a third matrix gates SiLU or GELU).
     attention: the implementation, see `transformer.causal_attention`. Decoding
       with a cache always takes 'einsum'.
     scan_layers: one loop over the layers, so that compile time does not grow
@@ -92,7 +114,23 @@ class ModelConfig:
   num_heads: int
   mlp_dim: int
   max_length: int
+  num_kv_heads: int | None = None
+  head_size: int | None = None
   positions: str = 'rotary'
+  rotary_base: float = 1e4
+  rotary_scaling: tuple[float, ...] = ()
+  windows: tuple[int, ...] = ()
+  local_rotary_base: float | None = None
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  query_scale: float | None = None
+  attention_cap: float | None = None
+  logits_cap: float | None = None
+  norm_epsilon: float = 1e-6
+  norm_offset: bool = False
+  post_norms: bool = False
+  embedding_scale: bool = False
+  tie_embeddings: bool = True
   normalize_embedding: bool = False
   feed_forward: str = 'gelu'
   attention: str = 'einsum'
@@ -109,6 +147,8 @@ class ModelConfig:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if isinstance(value, list):  # A compiled program's options are hashed.
+        object.__setattr__(self, field.name, tuple(value))
       if field.type is int and (type(value) is not int or value < 1):
         raise ValueError(
           f'{field.name} must be a positive integer; got {value!r}.'
@@ -117,10 +157,25 @@ class ModelConfig:
         raise ValueError(
           f'{field.name} must be one of {_CHOICES[field.name]}; got {value!r}.'
         )
-    if self.embed_dim % self.num_heads:
+    if self.head_size is None and self.embed_dim % self.num_heads:
       raise ValueError(
         f'num_heads must divide embed_dim; got {self.num_heads} heads for'
-        f' {self.embed_dim}.'
+        f' {self.embed_dim}. Change either, or set head_size.'
+      )
+    if self.num_heads % self.kv_heads:
+      raise ValueError(
+        f'num_kv_heads must divide num_heads; got {self.kv_heads} for'
+        f' {self.num_heads}.'
+      )
+    if len(self.rotary_scaling) not in (0, 1, 4):
+      raise ValueError(
+        'rotary_scaling must be (), (factor,) or (factor, low, high, length);'
+        f' got {self.rotary_scaling}.'
+      )
+    if self.attention == 'flash' and len(set(self.windows)) > 1:
+      raise ValueError(
+        f"attention='flash' needs one window for all layers; got"
+        f" {self.windows}. Set attention='einsum'."
       )
     if self.positions == 'rotary' and self.head_dim % 2:
       raise ValueError(
@@ -152,8 +207,13 @@ class ModelConfig:
 
   @property
   def head_dim(self) -> int:
-    """Width of one attention head."""
-    return self.embed_dim // self.num_heads
+    """K, the width of an attention head."""
+    return self.head_size or self.embed_dim // self.num_heads
+
+  @property
+  def kv_heads(self) -> int:
+    """G, the heads of keys and values."""
+    return self.num_kv_heads or self.num_heads
 
   @property
   def num_branches(self) -> int:
@@ -223,16 +283,29 @@ def _dot(
 class Norm(hk.Module):
   """Divides the last axis by its root mean square, and scales it."""
 
-  def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    """Returns the normalised [B, L, D], computed in float32."""
-    scale_D = weight('scale', x_BLD.shape[-1:], ('embed',), jnp.ones)
+  def __init__(self, config: ModelConfig, name: str | None = None):
+    super().__init__(name=name)
+    self._config = config
+
+  def __call__(self, x: jax.Array, axis: str = 'embed') -> jax.Array:
+    """Returns `x` normalised, computed in float32; `axis` names its last."""
+    c = self._config
+    init = jnp.zeros if c.norm_offset else jnp.ones
+    scale = weight('scale', x.shape[-1:], (axis,), init)
     return transformer.normalize(
-      x_BLD, scale=scale_D, epsilon=_EPSILON, centered=False
+      x,
+      scale=1 + scale if c.norm_offset else scale,
+      epsilon=c.norm_epsilon,
+      centered=False,
     )
 
 
 class Attention(hk.Module):
-  """Causal multi-head self-attention with one product for q, k and v."""
+  """Causal multi-head self-attention.
+
+  One product gives q, k and v; with fewer heads of keys and values, one gives q
+  and one k and v.
+  """
 
   def __init__(self, config: ModelConfig, name: str = 'attention'):
     super().__init__(name=name)
@@ -245,6 +318,7 @@ class Attention(hk.Module):
     cache: Pair | None = None,
     start: int | jax.Array = 0,
     segment_ids_BL: jax.Array | None = None,
+    window: int | jax.Array = 0,
   ) -> tuple[jax.Array, Pair | None]:
     """Returns [B, L, D], and the cache with the new keys and values in it.
 
@@ -252,36 +326,63 @@ class Attention(hk.Module):
       x_BLD: normalised input, at the positions from `start`.
       angles: rotary angles of its positions, [L, K/2] or [B, L, K/2]; None
         leaves q and k unturned.
-      cache: keys and values, [B, M, H, K] each, right up to `start`.
+      cache: keys and values, [B, M, G, K] each, right up to `start`.
       start: where the new keys and values belong in the cache; [B] if not in
         the same place in all rows.
       segment_ids_BL: the document that each token is of; without a cache.
+      window: as for `transformer.attend`.
     """
     c = self._config
-    heads = (c.num_heads, c.head_dim)
-    w_DSHK = weight(
-      'qkv',
-      (c.embed_dim, 3, *heads),
-      ('embed', None, 'heads', 'kv'),
-      _matrix_init(c.embed_dim),
-    )
+    if c.kv_heads == c.num_heads:
+      q, k, v = transformer.parts(self._project('qkv', x_BLD, c.num_heads, 3))
+    else:
+      q = self._project('q', x_BLD, c.num_heads)
+      k, v = transformer.parts(self._project('kv', x_BLD, c.kv_heads, 2))
     w_HKD = weight(
       'out',
-      (*heads, c.embed_dim),
+      (c.num_heads, c.head_dim, c.embed_dim),
       ('heads', 'kv', 'embed'),
-      _matrix_init(c.embed_dim * c.num_branches),
+      _matrix_init(c.num_heads * c.head_dim * c.num_branches),
     )
-    qkv = _dot(c, 'qkv', 'BLD,DSHK->BLSHK', x_BLD, w_DSHK)
-    q, k, v = (
-      partitioning.constrain(x_BLHK, transformer.HEADS)
-      for x_BLHK in transformer.parts(qkv)
-    )
+    q, k, v = (partitioning.constrain(x, transformer.HEADS) for x in (q, k, v))
+    if c.qk_norm:
+      q, k = Norm(c, 'q_norm')(q, 'kv'), Norm(c, 'k_norm')(k, 'kv')
     if angles is not None:
       q, k = transformer.rotate(q, angles), transformer.rotate(k, angles)
     mixed, cache = transformer.causal_attention(
-      q, k, v, c.attention, segment_ids_BL, cache=cache, start=start
+      q,
+      k,
+      v,
+      c.attention,
+      segment_ids_BL,
+      cap=c.attention_cap or 0.0,
+      cache=cache,
+      start=start,
+      window=window,
+      scale=c.query_scale,
     )
     return _dot(c, 'out', 'BLHK,HKD->BLD', mixed, w_HKD), cache
+
+  def _project(
+    self, name: str, x_BLD: jax.Array, heads: int, parts: int | None = None
+  ) -> jax.Array:
+    """Returns queries, keys or values, [B, L, S, heads, K]; None is no S."""
+    c = self._config
+    fused = () if parts is None else (parts,)
+    unnamed = (None,) * len(fused)
+    w = weight(
+      name,
+      (c.embed_dim, *fused, heads, c.head_dim),
+      ('embed', *unnamed, 'heads', 'kv'),
+      _matrix_init(c.embed_dim),
+    )
+    s = 'S' if fused else ''
+    out = _dot(c, name, f'BLD,D{s}HK->BL{s}HK', x_BLD, w)
+    if c.qkv_bias:
+      shape, axes = (*fused, heads, c.head_dim), (*unnamed, 'heads', 'kv')
+      bias = weight(f'{name}_bias', shape, axes, jnp.zeros)
+      out += bias.astype(out.dtype)[None, None]
+    return out
 
 
 class FeedForward(hk.Module):
@@ -314,7 +415,7 @@ class FeedForward(hk.Module):
 
 
 class Embedding(hk.Module):
-  """The table of token vectors, which is also the output layer."""
+  """The table of token vectors, and that of the output layer."""
 
   def __init__(self, config: ModelConfig, name: str = 'embedding'):
     super().__init__(name=name)
@@ -339,6 +440,8 @@ class Embedding(hk.Module):
       'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), init
     )
     x_BLD = table_VD[tokens_BL]
+    if c.embedding_scale:  # Rounded as Gemma does.
+      x_BLD *= jnp.asarray(c.embed_dim**0.5, c.dtype).astype(jnp.float32)
     if c.positions == 'learned':
       length = tokens_BL.shape[1]
       table_MD = weight(
@@ -351,7 +454,9 @@ class Embedding(hk.Module):
       else:
         x_BLD += table_MD[positions_BL]
     if c.normalize_embedding:
-      x_BLD = Norm()(x_BLD)
+      x_BLD = Norm(c)(x_BLD)
+    if not c.tie_embeddings:
+      table_VD = weight('output', table_VD.shape, ('vocab', 'embed'), init)
     return x_BLD.astype(c.dtype), (table_VD, None)
 
 
@@ -398,28 +503,30 @@ def _forward(
 
   def layer(
     x: jax.Array,
-    number: jax.Array,
+    number: int | jax.Array,
     segment_ids_BL: jax.Array | None,
     rows_B: jax.Array,
     *cache: Any,
   ) -> tuple[jax.Array, Pair | None]:
+    window, angles = position_of(number)
     mixed, new_cache = Attention(config)(
-      Norm('attention_norm')(x),
+      Norm(config, 'attention_norm')(x),
       angles,
       cache or None,
       start,
       segment_ids_BL,
+      window,
     )
+    if config.post_norms:
+      mixed = Norm(config, 'attention_post_norm')(mixed)
     x += drop(mixed, 2 * number + 1, rows_B)
-    normed = Norm('feed_forward_norm')(x)
-    x += drop(FeedForward(config)(normed), 2 * number + 2, rows_B)
+    out = FeedForward(config)(Norm(config, 'feed_forward_norm')(x))
+    if config.post_norms:
+      out = Norm(config, 'feed_forward_post_norm')(out)
+    x += drop(out, 2 * number + 2, rows_B)
     return partitioning.constrain(x, transformer.BETWEEN_BLOCKS), new_cache
 
-  angles = None
-  if config.positions == 'rotary':
-    angles = transformer.rotary_angles(
-      transformer.positions_from(start, length), config.head_dim
-    )
+  position_of = _positions_of_layers(config, start, length)
   x_BLD, head = Embedding(config)(tokens_BL, start, positions_BL)
   x_BLD = partitioning.constrain(
     drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
@@ -439,7 +546,38 @@ def _forward(
       unroll=1 if config.scan_layers else config.num_layers,
       name=_STACK,
     )(one)(x_BLD, jnp.arange(config.num_layers))
-  return Norm('final_norm')(x_BLD), head, cache
+  return Norm(config, 'final_norm')(x_BLD), head, cache
+
+
+def _positions_of_layers(
+  config: ModelConfig, start: int | jax.Array, length: int
+) -> Callable[[Any], tuple[int | jax.Array, jax.Array | None]]:
+  """Returns a function from a layer's number to its window and its angles."""
+  windows = config.windows or (0,)
+  angles = local = None
+  if config.positions == 'rotary':
+    positions = transformer.positions_from(start, length)
+    angles = local = transformer.rotary_angles(
+      positions, config.head_dim, config.rotary_base, config.rotary_scaling
+    )
+    if config.local_rotary_base:
+      local = transformer.rotary_angles(
+        positions, config.head_dim, config.local_rotary_base
+      )
+
+  def position_of(number: Any) -> tuple[int | jax.Array, jax.Array | None]:
+    i = number % len(windows)
+    if isinstance(i, int) or len(set(windows)) == 1:
+      window = windows[i if isinstance(i, int) else 0]
+      return window, local if window else angles
+    # A loop over the layers has one program for all windows.
+    window = jnp.array([x or config.max_length for x in windows])[i]
+    if local is angles:
+      return window, angles
+    has_window = jnp.array([x > 0 for x in windows])[i]
+    return window, jnp.where(has_window, local, angles)
+
+  return position_of
 
 
 def _extended(
@@ -454,19 +592,19 @@ def _extended(
   weights = _of_layers(hk.get_params())
 
   def extend(x_BLD: jax.Array, of_layer: Any) -> tuple[jax.Array, Any]:
-    weights, pair = of_layer
-    # A layer's number is for dropout, which there is none of.
-    return run(weights, None, x_BLD, 0, None, rows_B, *pair)
+    weights, pair, number = of_layer
+    return run(weights, None, x_BLD, number, None, rows_B, *pair)
 
   if config.scan_layers:
-    return jax.lax.scan(extend, x_BLD, (weights, cache))
+    numbers = jnp.arange(config.num_layers)
+    return jax.lax.scan(extend, x_BLD, (weights, cache, numbers))
   extended = []
   for i, pair in enumerate(cache):
     of_layer = {
       name: {key: value[i] for key, value in leaves.items()}
       for name, leaves in weights.items()
     }
-    x_BLD, pair = extend(x_BLD, (of_layer, pair))
+    x_BLD, pair = extend(x_BLD, (of_layer, pair, i))
     extended.append(pair)
   return x_BLD, tuple(extended)
 
@@ -592,7 +730,7 @@ def apply(
   x_BLD, head, _ = _transformed(config).apply(
     params, rng, tokens_BL, is_training=is_training
   )
-  return transformer.logits(x_BLD, head)
+  return transformer.logits(x_BLD, head, config.logits_cap or 0.0)
 
 
 def loss(
@@ -640,7 +778,12 @@ def loss(
     positions_BL=positions_BL,
   )
   nats = transformer.chunked_cross_entropy(
-    x_BLD, head, targets_BL, weights_BL, chunks=config.loss_chunks
+    x_BLD,
+    head,
+    targets_BL,
+    weights_BL,
+    chunks=config.loss_chunks,
+    cap=config.logits_cap or 0.0,
   )
   return nats.total, jax.lax.stop_gradient(weights_BL.sum())
 
@@ -678,8 +821,8 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     length: M, as many positions as shall be decoded, the prompt included.
 
   Returns:
-    Two arrays of `dtype` for each layer, [B, M, H, K]; of scanned layers two
-    for all, [N, B, M, H, K]. `config.cache_axis` is the axis of B.
+    Two arrays of `dtype` for each layer, [B, M, G, K]; of scanned layers two
+    for all, [N, B, M, G, K]. `config.cache_axis` is the axis of B.
 
   Raises:
     ValueError: the length exceeds `max_length`.
@@ -691,7 +834,7 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     )
 
   def pair(*layers: int) -> Pair:
-    shape = (*layers, batch, length, config.num_heads, config.head_dim)
+    shape = (*layers, batch, length, config.kv_heads, config.head_dim)
     return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
 
   if config.scan_layers:
@@ -735,4 +878,4 @@ def decode_step(
     cache=cache,
     start=start,
   )
-  return transformer.logits(x_BLD, head), cache
+  return transformer.logits(x_BLD, head, config.logits_cap or 0.0), cache

@@ -424,7 +424,8 @@ def test_a_sequence_in_two_pieces_is_the_whole(name):
 def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
   params, tokens = _params(TINY), _tokens(TINY)
   before = _apply(params, tokens, TINY)
-  capped = functools.partial(transformer.causal_attention, cap=0.1)
+  attention = transformer.causal_attention
+  capped = lambda *args, **kwargs: attention(*args, **{**kwargs, 'cap': 0.1})
   monkeypatch.setattr(transformer, 'causal_attention', capped)
   whole = _jit(lambda: model.apply(params, tokens, TINY))()
   assert not np.allclose(whole, before, atol=1e-3)
@@ -543,3 +544,69 @@ def test_a_weight_without_axes_is_refused(monkeypatch):
   monkeypatch.setattr(model, 'weight', undeclared)
   with pytest.raises(ValueError, match='has no logical axes'):
     model.init(jax.random.key(0), TINY)
+
+
+# Options that change what a layer is, beside those of `hf_test.py`.
+OPTIONS = {
+  'grouped': {'num_kv_heads': 1, 'qkv_bias': True, 'qk_norm': True},
+  'windows': {'windows': (3, 0), 'local_rotary_base': 1e2, 'num_layers': 4},
+  'gemma': {
+    'num_kv_heads': 1,
+    'head_size': 12,
+    'windows': (4,),
+    'rotary_scaling': (2.0,),
+    'norm_offset': True,
+    'post_norms': True,
+    'embedding_scale': True,
+    'attention_cap': 5.0,
+    'logits_cap': 3.0,
+    'query_scale': 0.2,
+    'tie_embeddings': False,
+    'feed_forward': 'geglu',
+  },
+}
+
+
+@pytest.mark.parametrize('name', OPTIONS)
+def test_options_in_each_way_to_run_the_layers(name):
+  config = dataclasses.replace(TINY, **OPTIONS[name])
+  params = jax.tree.map(
+    lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape),
+    _params(config),
+  )
+  tokens = _tokens(config)
+  expected = _apply(params, tokens, config)
+  assert not np.allclose(_apply(_params(TINY), tokens, TINY), expected)
+  for changed in (
+    {'scan_layers': True},
+    {'remat': 'full'},
+    {'pipeline_stages': 2, 'pipeline_microbatches': 2},
+  ):
+    other = dataclasses.replace(config, **changed)
+    np.testing.assert_allclose(
+      _apply(params, tokens, other), expected, atol=1e-5, err_msg=str(changed)
+    )
+  step = _jit(model.decode_step, static_argnums=4)
+  for scan_layers in (False, True):
+    other = dataclasses.replace(config, scan_layers=scan_layers)
+    cache, pieces = model.empty_cache(other, 2, 12), []
+    for start in range(0, 12, 4):
+      piece = tokens[:, start : start + 4]
+      logits, cache = step(params, piece, cache, start, other)
+      pieces.append(logits)
+    np.testing.assert_allclose(
+      np.concatenate(pieces, axis=1), expected, atol=1e-5
+    )
+
+
+def test_a_window_hides_what_is_further_back():
+  config = dataclasses.replace(TINY, num_layers=1, windows=(3,))
+  params, tokens = _params(config), np.asarray(_tokens(config))
+  changed = tokens.copy()
+  changed[:, 4] = (changed[:, 4] + 1) % config.vocab_size
+  before, after = (
+    np.asarray(_apply(params, jnp.asarray(x), config))
+    for x in (tokens, changed)
+  )
+  moved = np.abs(after - before).max(axis=(0, 2)) > 1e-6
+  assert np.flatnonzero(moved).tolist() == [4, 5, 6]

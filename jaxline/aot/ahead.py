@@ -87,7 +87,6 @@ def make_report(
   """
   notes: list[str] = []
   devices, target = _target(config, notes)
-  can_compile = not isinstance(devices[0], mesh_lib.AbstractDevice)
   with mesh_lib.on_devices(devices):
     experiment = _build(experiment_class, config)
     partitioner = experiment.partitioner
@@ -106,12 +105,7 @@ def make_report(
     ]
     # XLA writes its dump only if it compiles.
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
-      compiled = [
-        _compile(step, experiment, target, notes)
-        if can_compile
-        else _size(step, target)
-        for step in steps
-      ]
+      compiled = [_compile(step, experiment, target, notes) for step in steps]
     state, batch, *_ = steps[0].args
     report = report_lib.Report(
       experiment=type(experiment).__name__,
@@ -148,17 +142,12 @@ def _target(
     topology = chips.parse_topology(config.topology)
     name, chip = str(topology), topology.chip
     kind = chip.device_kinds[0]
-    if importlib.util.find_spec('libtpu') is not None:
-      devices = chips.topology_devices(topology, config.num_slices)
-    else:
-      notes.append(
-        f'To compile for {topology}, the TPU compiler is needed; install it'
-        " with pip install -e '.[tpu-aot]'. Without it this is only what"
-        ' follows from shapes and shardings.'
+    if importlib.util.find_spec('libtpu') is None:
+      raise chips.TargetError(
+        f'config.topology is {topology}, and the TPU compiler is not installed;'
+        " install it with pip install -e '.[tpu-aot]'."
       )
-      devices = mesh_lib.abstract_devices(
-        topology.num_chips * config.num_slices, config.num_slices
-      )
+    devices = chips.topology_devices(topology, config.num_slices)
   else:
     devices = jax.devices()
     name, kind = 'local', devices[0].device_kind
@@ -239,28 +228,6 @@ def _steps(
   traced = eval_step.trace(*eval_args)
   flops = counting.flops(traced.jaxpr)
   yield _Step('eval step', traced, eval_args, flops)
-
-
-def _size(step: _Step, target: report_lib.Target) -> report_lib.Program:
-  """Returns the sizes of a step that are known without a compiler."""
-  num_bytes = _bytes(step.args)
-  arrays = [
-    memory.Buffer(
-      bytes=_bytes(x),
-      shape=f'{x.dtype.name}{list(x.sharding.shard_shape(x.shape))}',
-      kind='argument',
-      name=f'state{jax.tree_util.keystr(path)}',
-    )
-    for path, x in jax.tree_util.tree_leaves_with_path(step.args[0])
-  ]
-  return report_lib.Program(
-    name=step.name,
-    model_flops=step.model_flops,
-    argument_bytes=num_bytes,
-    # Whether it fits is not known, unless its arguments do not.
-    fits=False if num_bytes > target.hbm_bytes else None,
-    buffers=tuple(sorted(arrays, key=lambda b: -b.bytes)[:_NUM_LARGEST]),
-  )
 
 
 def _compile(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import math
 import os
+import re
 from typing import Any
 
 import jax
@@ -35,7 +36,6 @@ class Chip:
     ici_link_bandwidth: bytes/s of one link, one way.
     dcn_bandwidth: bytes/s of a chip's share of its host's network, one way; 0
       if it is not known.
-    largest: of a TPU that programs are compiled for, the largest slice.
   """
 
   name: str
@@ -46,7 +46,6 @@ class Chip:
   ici_links: int = 0
   ici_link_bandwidth: float = 0.0
   dcn_bandwidth: float = 0.0
-  largest: tuple[int, ...] = ()
 
   @property
   def ici_bandwidth(self) -> float:
@@ -63,7 +62,6 @@ def _chip(
   links: int = 0,
   link: float = 0.0,
   dcn: float = 0.0,
-  largest: tuple[int, ...] = (),
 ) -> Chip:
   """Makes a chip of numbers in TFLOP/s, of GiB (TPU) or GB, and of GB/s."""
   kinds = (kinds,) if isinstance(kinds, str) else kinds
@@ -77,7 +75,6 @@ def _chip(
     links,
     link * 1e9,
     dcn * 1e9,
-    largest,
   )
 
 
@@ -100,13 +97,10 @@ def _chip(
 # white papers on the Ampere GA102 and the Ada architecture.
 # fmt: off
 _CHIPS = (
-  _chip('v4', 'TPU v4', 275, 30.75, 1228, 6, 50, 6.25, (12, 16, 16)),
-  _chip('v5e', ('TPU v5 lite', 'TPU v5e'),
-        197, 15.75, 819, 4, 50, 3.125, (16, 16)),
-  _chip('v5p', ('TPU v5', 'TPU v5p'),
-        459, 95.73, 2765, 6, 100, 6.25, (16, 16, 24)),
-  _chip('v6e', ('TPU v6 lite', 'TPU v6e'),
-        918, 31.24, 1638, 4, 100, 12.5, (16, 16)),
+  _chip('v4', 'TPU v4', 275, 30.75, 1228, 6, 50, 6.25),
+  _chip('v5e', ('TPU v5 lite', 'TPU v5e'), 197, 15.75, 819, 4, 50, 3.125),
+  _chip('v5p', ('TPU v5', 'TPU v5p'), 459, 95.73, 2765, 6, 100, 6.25),
+  _chip('v6e', ('TPU v6 lite', 'TPU v6e'), 918, 31.24, 1638, 4, 100, 12.5),
   _chip('v7x', 'TPU7x', 2307 / 2, 96, 7380 / 2),
   _chip('A100-40GB', 'NVIDIA A100-SXM4-40GB', 312, 40, 1555, 12, 25, 25),
   _chip('A100-80GB', 'NVIDIA A100-SXM4-80GB', 312, 80, 2039, 12, 25, 25),
@@ -168,32 +162,24 @@ class Topology:
 def parse_topology(name: str) -> Topology:
   """Returns the topology of a name, such as 'v4:4x4x4'.
 
+  The TPU compiler itself refuses a shape that is no multiple of a host's.
+
   Raises:
-    TargetError: there is no such chip, or it does not come in that shape; says
-      which there are.
+    TargetError: there is no such chip, or the rest of the name is no shape.
   """
-  tpus = {chip.name: chip for chip in _CHIPS if chip.largest}
+  # Of some chips only the peaks are known.
+  tpus = {
+    chip.name: chip
+    for chip in _CHIPS
+    if chip.ici_links and chip.device_kinds[0].startswith('TPU')
+  }
   kind, _, shape_text = name.partition(':')
-  most = tpus[kind].largest if kind in tpus else ()
-  shape = tuple(int(x) for x in shape_text.split('x') if x.isdecimal())
-  # The chips of a host are 2x2; libtpu also compiles for a single one.
-  whole_hosts = all(size % 2 == 0 for size in shape[:2]) or set(shape) == {1}
-  if (
-    not most
-    or shape_text != 'x'.join(map(str, shape))
-    or len(shape) != len(most)
-    or not whole_hosts
-    # Which dimension is the longest does not matter.
-    or not all(
-      0 < a <= b for a, b in zip(sorted(shape), sorted(most), strict=True)
-    )
-  ):
+  if kind not in tpus or not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', shape_text):
     raise TargetError(
       f'config.topology is {name!r}; expected CHIP:SHAPE, with a chip of'
-      f' {sorted(tpus)} and the shape of one chip or a multiple of the 2x2 of a'
-      " host, such as 'v4:4x4x4' and 'v5p:2x2x1', or 'v5e:4x8' and 'v6e:1x1'"
-      + (f'; {kind} has at most {"x".join(map(str, most))}.' if most else '.')
+      f" {sorted(tpus)}, such as 'v4:4x4x4' or 'v5e:4x8'."
     )
+  shape = tuple(map(int, shape_text.split('x')))
   chip = tpus[kind]
   links = sum(min(size - 1, 2) for size in shape)
   return Topology(dataclasses.replace(chip, ici_links=links), shape)

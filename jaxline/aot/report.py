@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import re
 import textwrap
 from typing import Any
 
@@ -20,7 +19,6 @@ from jaxline.metrics import lines as lines_lib
 SCHEMA = 2
 _WIDTH = 80
 _MAX_NAMES = 8
-_NUMBER = re.compile(r'(\d) (?=[A-Za-z]{1,3}\b)')
 # XLA rounds allocations up to this; smaller differences mean nothing.
 _SMALL = 1 << 12
 
@@ -111,7 +109,7 @@ class Program:
       and convolutions of the forward pass, and in training twice as many for
       the backward pass, without recomputation.
     argument_bytes: per chip: state, batch and key.
-    output_bytes: per chip. This and the following are None without a compiler.
+    output_bytes: per chip. Sizes are None if the compiler does not tell them.
     alias_bytes: outputs that share the memory of arguments.
     temp_bytes: per chip, their largest sum.
     peak_bytes: arguments, outputs and temporaries; shared memory counts once.
@@ -213,19 +211,15 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def _wrap(first: str, text: str) -> Iterable[str]:
-  """Yields lines, indented as far as the text of the first.
-
-  A number stays with its unit.
-  """
-  for line in textwrap.wrap(
-    _NUMBER.sub('\\1\N{NO-BREAK SPACE}', text),
+  """Returns lines, indented as far as the text of the first."""
+  return textwrap.wrap(
+    text,
     _WIDTH,
     initial_indent=first,
     subsequent_indent=' ' * len(first),
     break_long_words=False,
     break_on_hyphens=False,
-  ):
-    yield line.replace('\N{NO-BREAK SPACE}', ' ')
+  )
 
 
 def _lines(report: Report) -> Iterable[str]:

@@ -6,7 +6,6 @@ methods, and every config has all keys (`base_config.complete_config`).
 """
 
 from collections.abc import Callable, Mapping
-import functools
 import importlib
 import inspect
 import os
@@ -23,6 +22,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
+from jaxline.checkpoint import memory
 from jaxline.compat import prng
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
@@ -57,18 +57,15 @@ def resolve_experiment_class(
     # A missing dependency of the module is not a wrong name: let it through.
     if e.name and module_name.startswith(e.name):
       raise errors.UsageError(
-        f'config.experiment_class is {name!r}, but there is no module'
-        f' {e.name!r} in the working directory ({pathlib.Path.cwd()}), in the'
-        ' directories above it, or in sys.path.'
+        f'config.experiment_class is {name!r}: {e}.'
       ) from e
     raise
-  if not hasattr(module, class_name):
-    classes = sorted(k for k, v in vars(module).items() if isinstance(v, type))
+  found = getattr(module, class_name, None)
+  if found is None:
     raise errors.UsageError(
-      f'config.experiment_class is {name!r}, but {module_name} has no'
-      f' {class_name!r}; its classes are {classes}.'
+      f'config.experiment_class is {name!r}: {module_name} has no'
+      f' {class_name!r}.'
     )
-  found = getattr(module, class_name)
   if is_recorded and not (
     isinstance(found, type)
     and issubclass(found, experiment_lib.AbstractExperiment)
@@ -173,8 +170,6 @@ class _ForeignWriter(writers.MetricWriter):
         setattr(self, method, getattr(writer, method))
 
   def __getattr__(self, name: str) -> Any:
-    if name == '_writer':  # A copy asks before it has one.
-      raise AttributeError(name)
     return getattr(self._writer, name)
 
   def _write(
@@ -289,10 +284,8 @@ def init_rng(
   In the sharded style it is the key of training. In the per-device style it is
   the unsplit key, as in JAXline.
   """
-  cls = experiment_class
-  while isinstance(cls, functools.partial):
-    cls = cls.func
-  if getattr(cls, 'IS_SHARDED', None) is True:  # A mock has any attribute.
+  cls = memory.Training.of(experiment_class).experiment
+  if getattr(cls, 'IS_SHARDED', False):
     return prng.run_keys(config)[1]
   return jax.random.PRNGKey(config.random_seed)
 

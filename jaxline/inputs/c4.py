@@ -176,11 +176,8 @@ def _find(split: str, patterns: list[str]) -> list[str]:
     if not found:
       argument = 'train_files' if split == 'train' else 'eval_files'
       raise errors.MissingFileError(
-        f'No file matches {pattern!r}. Download C4, 300 GB of JSON'
-        ' from the Hugging Face hub (hf download allenai/c4 --repo-type=dataset'
-        " --include='en/*' --local-dir=DIR) or the TFRecords of TensorFlow"
-        ' Datasets (tfds build c4/en:3.0.1), and give the path:'
-        f" {argument}='DIR/en/c4-{split}.*.json.gz'."
+        f'No file matches {argument}={pattern!r}. docs/inputs.md says how to'
+        ' download C4.'
       )
     paths += found
   return paths

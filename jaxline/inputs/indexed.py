@@ -144,25 +144,12 @@ class IndexedInput(base.ResumableInput):
   @property
   def _size(self) -> int:
     if (size := self.num_records()) < 1:
-      raise ValueError(f'{self.name} has no records: its data is empty.')
+      raise ValueError(
+        f'{self.name} has no records: its data does not fill one.'
+      )
     return size
 
   # The contract of `BaseInput`.
-
-  def get_next(self) -> dict[str, Any]:
-    """Returns this host's rows of the next global batch."""
-    try:
-      return super().get_next()
-    except Exception as e:
-      if 'terminated unexpectedly' in str(e):
-        e.add_note(
-          'Exit code -9 is a kill, most often since memory ran out; -7 is a'
-          ' full /dev/shm; 1 is an error at its start, which the log has: in a'
-          ' script most often that its work does not stand under'
-          " `if __name__ == '__main__':`, and every worker would begin it anew."
-          ' Try fewer num_workers; with none, errors come up here.'
-        )
-      raise
 
   def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the next batch of the iterator, and the position behind it."""

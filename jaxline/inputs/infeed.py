@@ -12,7 +12,6 @@ import collections
 from collections.abc import Callable, Generator, Iterator
 import copy
 import functools
-import sys
 import time
 from typing import Any
 
@@ -30,9 +29,6 @@ _WINDOW_STEPS = 100
 
 class Infeed:
   """An iterator of batches that are on the devices before they are needed."""
-
-  # Whether the source is open and no thread, which would close it, reads it.
-  _is_unread = False
 
   def __init__(
     self,
@@ -71,7 +67,6 @@ class Infeed:
       buffer_size=buffer_size,
       stall_secs=stall_secs,
     )
-    self._is_unread = True
 
   def __iter__(self) -> Infeed:
     return self
@@ -80,7 +75,6 @@ class Infeed:
     """Returns the next batch, and sets `position` to the one after it."""
     if self._error is not None:
       raise self._error
-    self._is_unread = False
     began = time.perf_counter()
     try:
       batch, self.position = next(self._batches)
@@ -110,15 +104,8 @@ class Infeed:
 
   def close(self) -> None:
     """Stops to read, and closes the source."""
-    self._is_unread = False
     self._batches.close()
     close(self.source)  # The thread may never have started.
-
-  def __del__(self) -> None:
-    # A start may fail after the data was opened to be resumed. At the exit of
-    # the process threads cannot be waited for.
-    if self._is_unread and not sys.is_finalizing():
-      close(self.source)
 
 
 def _warn_of_stall(who: str, source: Iterator[Any], waited: float) -> None:

@@ -49,8 +49,6 @@ class MixtureInput(indexed.IndexedInput):
   def __post_init__(self) -> None:
     # The schedule shall not depend on how the dict was written.
     self.inputs = dict(sorted(self.inputs.items()))
-    if not self.inputs:
-      raise ValueError('inputs is {}; expected inputs by name.')
     first = next(iter(self.inputs.values()))
     if self.infeed_host_index is None:
       self.infeed_host_index = first.infeed_host_index

@@ -461,11 +461,6 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
       f'{text}; either the data has them more than once, or came around to its'
       ' beginning, or hosts read the same'
     )
-  if [h.source.infeed_host_index for h in hosts] != [*range(len(hosts))]:
-    text += (
-      '; the input names a host of its own: leave infeed_host_index and'
-      ' num_infeed_hosts None, or take them from base.this_host()'
-    )
   return WRONG, text
 
 

@@ -51,18 +51,10 @@ class SyntheticInput(indexed.IndexedInput):
     super().__post_init__()
     if self.kind not in get_args(Kind):
       self.refuse('kind', f'one of {get_args(Kind)}')
-    if (self.length is None) == (self.spec is None):
-      raise ValueError(
-        f'{self.name} has length={self.length} and spec={self.spec}; give'
-        ' length for the batches of a language model, or spec for others.'
-      )
-    self.check_integer('length', or_none=True)
-    self.check_integer('vocab_size')
-    self.check_integer('size')
     # Of each entry that is drawn; labels are the ids that follow.
-    spec = self.spec
-    if spec is None:
-      spec = {'ids': (((self.length or 0) + 1,), 'int32')}
+    spec = self.spec or {}
+    if self.length is not None:
+      spec = {'ids': ((self.length + 1,), 'int32')}
     self._spec = {
       key: (tuple(shape), np.dtype(dtype))
       for key, (shape, dtype) in spec.items()

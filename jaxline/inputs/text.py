@@ -224,11 +224,6 @@ class TextInput(indexed.IndexedInput):
       num_rows = num_tokens // self.length
     else:
       num_rows = -((1 - num_tokens) // self.length)
-    if not num_rows:
-      raise errors.UsageError(
-        f'{self.name} has {num_tokens} tokens, fewer than one row of'
-        f' length={self.length} takes. Give more text or a smaller length.'
-      )
     return num_rows
 
   @functools.cached_property

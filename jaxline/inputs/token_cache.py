@@ -19,8 +19,7 @@ make it, the first one's stays. Its parts, each of which begins at a multiple of
 
 `key` is a hash of the tokenizer, of what a document is, of the fraction that is
 held out, and of the names, paths, sizes and times of the files. If the text is
-changed, the key is another. If the file is shorter or longer than it says, the
-tokens are made anew, with a warning.
+changed, the key is another.
 
 Shapes: N tokens of a split, D documents.
 """
@@ -213,34 +212,25 @@ def stable_hash(key: str) -> int:
 # Opening.
 
 
-class _DamagedError(ValueError):
-  """A file of the cache is not as it was written."""
-
-
 def _open(path: pathlib.Path, tokenizer: tokenization.Tokenizer) -> Corpus:
-  """Maps the tokens in a file.
-
-  Raises:
-    _DamagedError: the file was cut, or is no file of tokens.
-    OSError: it cannot be read.
-  """
-  try:
-    # As an array: `np.memmap` itself is slow to slice.
-    data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
-    (size,) = data[-8:].view('<i8').tolist()
-    about = json.loads(data[-8 - size : -8].tobytes())
-    files = [_File(*file) for file in about['files']]
-    parts: dict[str, np.ndarray] = {}
-    start = 0
-    for name in _PARTS:
-      dtype = '<i8' if name.endswith('documents') else _dtype(tokenizer)
-      stop = start + about['sizes'][name]
-      parts[name] = data[start:stop].view(dtype)
-      start = _aligned(stop)
-    if start + size + 8 != len(data):
-      raise ValueError(f'{len(data)} bytes; expected {start + size + 8}')
-  except (LookupError, TypeError, ValueError) as e:
-    raise _DamagedError(f'{path} is not as it was written ({e})') from e
+  """Maps the tokens in a file."""
+  # As an array: `np.memmap` itself is slow to slice.
+  data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
+  (size,) = data[-8:].view('<i8').tolist()
+  about = json.loads(data[-8 - size : -8].tobytes())
+  files = [_File(*file) for file in about['files']]
+  parts: dict[str, np.ndarray] = {}
+  start = 0
+  for name in _PARTS:
+    dtype = '<i8' if name.endswith('documents') else _dtype(tokenizer)
+    stop = start + about['sizes'][name]
+    parts[name] = data[start:stop].view(dtype)
+    start = _aligned(stop)
+  if start + size + 8 != len(data):
+    raise errors.UsageError(
+      f'{path} has {len(data):,} bytes; expected {start + size + 8:,}. Delete'
+      ' it, so that its tokens are made anew.'
+    )
   splits: dict[Split, Documents] = {}
   for split in SPLITS:
     table = parts[f'{split} documents'].reshape(-1, 3)
@@ -262,7 +252,7 @@ def _reopen(
   """Maps in a worker process what its parent has mapped."""
   documents: Documents = getattr(_open(pathlib.Path(path), tokenizer), split)
   if documents.sha256 != sha256:
-    raise _DamagedError(f'{path} is of other text by now. Start again.')
+    raise ValueError(f'{path} is of other text by now. Start again.')
   return documents
 
 
@@ -340,12 +330,8 @@ class Builder:
     root = pathlib.Path(cache_dir or default_cache_dir())
     root = root.expanduser().absolute()
     path = root / f'{self.key}.tokens'
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
       return _open(path, self.tokenizer)
-    except (FileNotFoundError, NotADirectoryError):
-      pass
-    except _DamagedError as e:
-      logging.warning('Tokens are made anew: %s', e)
     part = root / f'{self.key}.{secrets.token_hex(8)}.part'
     try:
       root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
@@ -362,7 +348,7 @@ class Builder:
         os.fsync(file.fileno())
       # Another process may have been faster, and others have mapped its file,
       # which on a network file system they would lose.
-      with contextlib.suppress(FileNotFoundError, _DamagedError):
+      with contextlib.suppress(FileNotFoundError):
         return _open(path, self.tokenizer)
       part.replace(path)
     finally:
@@ -379,8 +365,6 @@ class Builder:
     began = time.monotonic()
     # Of lines the names are not known yet, and of files not which are empty.
     known = self._files if self.kind == 'file' else []
-    if known:  # Not only after a pass over a single large file.
-      self._check_count(sum(file.size > 0 for file in known))
     hashes = [stable_hash(f'eval/{file.name}') for file in known]
     threshold = self._threshold(
       min(hashes, default=0), max(hashes, default=2**64)
@@ -459,20 +443,16 @@ class Builder:
       writer.add(file, line, text)
     for writer in writers.values():
       writer.flush()
-    self._check_count(count)
-    return writers, least, most
-
-  def _check_count(self, num_documents: int) -> None:
-    """Refuses too few documents."""
-    if num_documents < 2:
+    if count < 2:
       num_files = sum(f.size > 0 and f.is_used for f in self._files)
       raise errors.UsageError(
         f'The text has {num_files} files that are not empty, with'
-        f' {num_documents} documents; at least 2 documents are needed, since'
+        f' {count} documents; at least 2 documents are needed, since'
         ' some are held out for evaluation. Split a single file into parts'
         ' (`split -C 100k FILE`), make its lines the documents'
         " (documents='line'), or give more files."
       )
+    return writers, least, most
 
   def _texts(self) -> Iterator[tuple[int, int, bytes]]:
     """Yields the file, the line and the text of documents; hashes the files."""

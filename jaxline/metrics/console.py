@@ -41,7 +41,6 @@ _MAX_STEPS = 100
 _WIDTH = 120  # Of a plain line.
 _LIVE_SECS = 1.0  # How often the live line gets new numbers.
 _AFTER_LIVE_SECS = 10.0
-_MAX_TEXT_LINES = 20
 # How often to say that an evaluation waits, and after how long first.
 _WAIT_SECS = 60.0
 _FIRST_WAIT_SECS = 5.0
@@ -444,7 +443,7 @@ class Console(periodic.Action):
       head, notes = f'{head}, {self.activity}', []
     if self._saved is not None:
       notes.append(f'saved {self._saved}')
-    return lines.cut(self._line(head, notes, width - 1), width - 1)
+    return self._line(head, notes, width - 1)
 
 
 class _TextWriter(writers.Backend):
@@ -462,9 +461,5 @@ class _TextWriter(writers.Backend):
         x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
         for x in text
       )
-      shown = clean.split('\n')
-      if len(shown) > _MAX_TEXT_LINES:
-        rest = len(shown) - _MAX_TEXT_LINES + 1
-        shown[_MAX_TEXT_LINES - 1 :] = [f'... ({rest} more lines)']
       head = f'{self._mode} step {step} | {name}:'
-      self._console.say('\n  '.join([head, *shown]))
+      self._console.say('\n  '.join([head, *clean.split('\n')]))

@@ -1,6 +1,6 @@
 """The scalars of a run as JSON lines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import json
 import math
 import os
@@ -31,27 +31,20 @@ class JsonlWriter(files.FileBackend):
     shows the first.
   """
 
-  def __init__(
-    self,
-    path: str | os.PathLike[str],
-    *,
-    time_fn: Callable[[], float] = time.time,
-  ) -> None:
+  def __init__(self, path: str | os.PathLike[str]) -> None:
     """Opens the file to append to it.
 
     Args:
       path: the file; its directory is made where it does not exist.
-      time_fn: gives the time of each record, in seconds since the epoch.
 
     Raises:
       OSError: the file cannot be opened to write.
     """
-    self._time_fn = time_fn
     super().__init__(os.fspath(path))
     self._has_begun = False
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    record = {'step': step, 'time': self._time_fn(), 'kind': kind}
+    record = {'step': step, 'time': time.time(), 'kind': kind}
     for name, value in values.items():
       key = f'{kind}/{name}' if name in KEYS else name
       if kind == 'images':

@@ -2,10 +2,8 @@
 
 import collections
 from collections.abc import Mapping
-import itertools
 import math
 from typing import Any
-import unicodedata
 
 # So many names with one beginning are written out in a line.
 _MAX_GROUP = 8
@@ -66,16 +64,6 @@ def fit(parts: list[tuple[int, str]], width: int) -> str:
     if not rank or len(line({*kept, i})) <= width:
       kept.add(i)
   return line(kept)[:width]
-
-
-def cut(text: str, columns: int) -> str:
-  """Returns the beginning of a text that is too wide for so many columns."""
-  text = text.expandtabs()
-  widths = (1 + (unicodedata.east_asian_width(x) in 'WF') for x in text)
-  for i, end in enumerate(itertools.accumulate(widths)):
-    if end > columns:
-      return f'{text[: max(0, i - 1)]}\u2026'
-  return text
 
 
 def duration(seconds: float) -> str:

@@ -16,8 +16,6 @@ import sys
 import threading
 from typing import Any
 
-from jaxline.supervision import preemption
-
 _REFRESH_SECS = 0.25
 
 
@@ -65,15 +63,11 @@ class Live:
     """Begins to draw, and takes what is written to stdout and stderr."""
     self._out, self._write = sys.stdout, sys.stdout.write
     self._is_started, self._pid = True, os.getpid()
-    preemption.before_notice.append(self.detach)
-    self._stack.callback(preemption.before_notice.remove, self.detach)
     for stream in (sys.stdout, sys.stderr):
       if is_terminal(stream):
         # Its method and not the stream: handlers of logging have it too.
         take = functools.partial(self._write_above, stream.write)
         self._set(stream, 'write', take)
-        # A stream around another one may leave it to that.
-        self._set(stream, 'writelines', lambda x, take=take: take(''.join(x)))
     make = pdb.Pdb.__init__
 
     def stop_and_make(debugger: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
@@ -106,15 +100,6 @@ class Live:
       self._is_started = False
       self._stack.close()
     self._stopped.set()
-
-  def detach(self) -> None:
-    """Removes what is drawn, without waiting for any lock.
-
-    For somebody who writes to the terminal past sys.stderr.
-    """
-    if self.is_on:
-      with contextlib.suppress(OSError, ValueError):
-        os.write(self._out.fileno(), b'\x1b[J')
 
   def _write_above(self, write: Callable[[str], int], text: str) -> int:
     """Writes above the line, or by `write` where nothing is drawn.

@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import logging as std_logging
 import os
-import sys
 
 from absl import logging
 
@@ -41,19 +40,6 @@ def _is_heard(record: std_logging.LogRecord) -> bool:
   return not _is_quiet(record) or record.filename in _HEARD
 
 
-class _Formatter(std_logging.Formatter):
-  """Leaves time and place out of lines that stand among the console's."""
-
-  def __init__(self, others: std_logging.Formatter | None):
-    super().__init__()
-    self._others = others or std_logging.Formatter()
-
-  def format(self, record: std_logging.LogRecord) -> str:
-    if _is_quiet(record) and record.filename != 'console.py':
-      return record.getMessage()
-    return self._others.format(record)
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
   """Leaves information of the libraries out of absl's log while inside.
@@ -61,12 +47,8 @@ def quiet() -> Iterator[None]:
   A verbosity of debug shows all of it. Other handlers get everything.
   """
   handler = logging.get_absl_handler()
-  formatter = handler.python_handler.formatter
   handler.addFilter(_is_heard)
-  if handler.python_handler.stream is sys.stderr:  # No file of a log.
-    handler.setFormatter(_Formatter(formatter))
   try:
     yield
   finally:
     handler.removeFilter(_is_heard)
-    handler.setFormatter(formatter)

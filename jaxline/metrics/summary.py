@@ -17,7 +17,6 @@ from jaxline.metrics import lines as lines_lib
 _WIDTH = 80
 _INDENT = 15  # Of the values: the longest label and two spaces.
 _MAX_VALUE_LINES = 5
-_LARGE_BYTES = 1 << 20  # Of an array that each device should not have whole.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,39 +130,28 @@ def _parameters(experiment: Any) -> str:
   if not leaves:
     return ''
   count = sum(math.prod(x.shape) for x in leaves)
-  size = lines_lib.size(sum(map(_bytes, leaves)))
+  num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  size = lines_lib.size(num_bytes)
   return f'{count:,} ({size}) in {len(leaves)} arrays{split}'
 
 
-def _bytes(leaf: Any) -> int:
-  return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
 def _split(params: Any) -> str:
-  """Says how many arrays are split over which axes, and what large one is not.
+  """Says how many arrays are split over which axes.
 
   Args:
     params: the weights' shapes and shardings.
   """
   axes: dict[str, None] = {}
   num_split = 0
-  whole: dict[str, int] = {'': 0}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+  for leaf in jax.tree.leaves(params):
     sizes = leaf.sharding.mesh.shape
     parts = [x if isinstance(x, tuple) else (x,) for x in leaf.sharding.spec]
     own = [axis for part in parts for axis in part if sizes.get(axis, 1) > 1]
     axes |= dict.fromkeys(own)
     num_split += bool(own)
-    if not own:
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
-      whole[name] = _bytes(leaf)
   if not num_split:
     return 'each device has all'
-  text = f'{num_split} of them split over {" and ".join(axes)}'
-  largest = max(whole, key=whole.__getitem__)
-  if whole[largest] >= _LARGE_BYTES:
-    text += f'; {largest} ({lines_lib.size(whole[largest])}) is not'
-  return text
+  return f'{num_split} of them split over {" and ".join(axes)}'
 
 
 def relative(directory: str) -> str:

@@ -4,7 +4,7 @@ tensorboardX supplies the protocol buffers and the checksum. Its own writer is
 not used: it writes on a thread of its own, where an error is lost.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import os
 import re
 import socket
@@ -32,12 +32,7 @@ class TensorBoardWriter(files.FileBackend):
   stands before the damage, and then goes on with the next file.
   """
 
-  def __init__(
-    self,
-    log_dir: str | os.PathLike[str],
-    *,
-    time_fn: Callable[[], float] = time.time,
-  ) -> None:
+  def __init__(self, log_dir: str | os.PathLike[str]) -> None:
     """Opens a new event file in a directory.
 
     Its name sorts behind those that are there, also where the clock was set
@@ -46,19 +41,17 @@ class TensorBoardWriter(files.FileBackend):
     Args:
       log_dir: the directory; it is made where it does not exist. Give each mode
         (train, eval) a directory of its own: to TensorBoard it is one curve.
-      time_fn: gives the time of each record, in seconds since the epoch.
 
     Raises:
       OSError: the directory cannot be made or written to.
     """
-    self._time_fn = time_fn
     log_dir = os.fspath(log_dir)
     # The last part keeps two writers apart that open in one second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
     last = max(_event_files(log_dir), default='')
     found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
     # Or later than any file that another writer made in the same second.
-    times = [time_fn(), int(found[1]) + 1 if found else 0]
+    times = [time.time(), int(found[1]) + 1 if found else 0]
     names = [f'events.out.tfevents.{t:017.6f}.{owner}' for t in times]
     # Or behind a name that is not of this kind.
     name = next(x for x in [*names, f'{last}.{owner}'] if x > last)
@@ -66,7 +59,7 @@ class TensorBoardWriter(files.FileBackend):
     self._append_event(file_version='brain.Event:2')
 
   def _append_event(self, **fields: Any) -> None:
-    self._append(_record(self._time_fn(), **fields))
+    self._append(_record(time.time(), **fields))
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     summary = [{'tag': k, **_summary(kind, x)} for k, x in values.items()]

@@ -27,17 +27,11 @@ def to_step(global_step: Any) -> int:
   Args:
     global_step: an int, or an array of any shape whose elements are all the
       step, such as one copy per local device ([num_local_devices]).
-
-  Raises:
-    TypeError: it is not a whole number.
   """
   if isinstance(global_step, jax.Array):
     # One shard is enough, and on several hosts it is all that there is.
     global_step = global_step.addressable_data(0)
-  first = np.asarray(global_step).reshape(-1)[0]
-  if int(first) != first:
-    raise TypeError(f'global_step is {first!r}; expected a whole number.')
-  return int(first)
+  return int(np.asarray(global_step).reshape(-1)[0])
 
 
 def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:

@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import itertools
 import os
@@ -45,10 +45,6 @@ _NOTEBOOKS = ('asyncio', 'ipykernel')
 _calls = itertools.count(1)
 
 _active: Watch | None = None
-
-# Called before a line is written past sys.stderr: what is drawn on the terminal
-# makes room.
-before_notice: list[Callable[[], None]] = []
 
 
 class Preempted(SystemExit):
@@ -321,8 +317,6 @@ def _tell_jax() -> None:
 
 
 def _say(text: str) -> None:
-  for make_room in before_notice.copy():
-    make_room()
   # Not by sys.stderr, which the handler may have interrupted.
   with contextlib.suppress(OSError):
     os.write(2, f'\n[jaxline] {text}\n'.encode())

@@ -9,13 +9,11 @@ from collections.abc import Callable
 import contextlib
 import pathlib
 import re
-import shutil
 import time
 from typing import Any
 
 from absl import logging
 import jax
-from jax._src import profiler as jax_profiler
 
 from jaxline import errors
 from jaxline.metrics import periodic
@@ -62,7 +60,7 @@ class Profiler(periodic.Action):
   """A periodic action that traces steps.
 
   A trace starts and stops between two steps, and training waits while it is
-  written. An error is a warning: no trace ends a run.
+  written.
   """
 
   def __init__(
@@ -110,13 +108,9 @@ class Profiler(periodic.Action):
     # Stacks of Python would slow down the steps that are measured, and fill
     # the trace.
     options.python_tracer_level = 0
-    try:
-      jax.profiler.start_trace(
-        self._directory, create_perfetto_trace=True, profiler_options=options
-      )
-    except Exception as e:  # Such as another trace.
-      logging.warning('No trace of the steps from %d on: %s', step + 1, e)
-      return
+    jax.profiler.start_trace(
+      self._directory, create_perfetto_trace=True, profiler_options=options
+    )
     self._path = self._directory / 'plugins' / 'profile' / name
     self._last = last
     logging.info('Tracing the steps %d to %d.', step + 1, last)
@@ -124,7 +118,6 @@ class Profiler(periodic.Action):
   def _stop(self, scalars: Any) -> None:
     """Stops the trace when the step of these scalars has run."""
     path, self._path = self._path, None
-    assert path is not None
     with contextlib.suppress(RuntimeError):  # The loop raises a step's error.
       jax.block_until_ready(
         [
@@ -134,14 +127,7 @@ class Profiler(periodic.Action):
           if isinstance(x, jax.Array) and not x.is_deleted()
         ]
       )
-    try:
-      jax.profiler.stop_trace()
-    except Exception as e:  # Such as a full disk.
-      # JAX 0.10 would count as tracing for ever, and a part of a file is there.
-      jax_profiler._profile_state.reset()
-      shutil.rmtree(path, ignore_errors=True)
-      logging.warning('No trace was written to %s: %s', path, e)
-      return
+    jax.profiler.stop_trace()
     self._say(
       f'Trace: {path}. To see it:'
       f'\n  tensorboard --logdir={self._run_directory}'
