@@ -5,6 +5,7 @@ has `layers/attention/qkv_lora_a` [N, D, R] and `..._lora_b` [N, R, ...]. The
 model itself runs on the sum, `merge`.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import math
 import string
@@ -13,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxline import base_config
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.compat import prng
@@ -36,11 +36,6 @@ class Config:
   rank: int = 0
   alpha: float = 16.0
   targets: str = 'layers/(attention/(qkv|q|kv|out)|feed_forward/(in|out))'
-
-  def __post_init__(self):
-    base_config.check_numbers(
-      self, {'rank': 'integer [0, inf)', 'alpha': '(0, inf)'}
-    )
 
 
 def add(rng: jax.Array, params: Any, config: Config) -> Any:
@@ -66,14 +61,16 @@ def add(rng: jax.Array, params: Any, config: Config) -> Any:
 
 
 def merge(params: Any, config: Config) -> Any:
-  """Returns the weights of the model alone, with the adapters added to them."""
-  merged = {module: dict(leaves) for module, leaves in params.items()}
-  for leaves in merged.values():
-    for name in [n for n in leaves if f'{n}_lora_a' in leaves]:
-      w, a, b = (leaves[name], *(leaves.pop(f'{name}_lora_{x}') for x in 'ab'))
+  """Adds the adapters to the weights of a state or of `load_weights`."""
+  merged = dict(params)
+  for name, w in params.items():
+    if isinstance(w, Mapping):
+      merged[name] = merge(w, config)
+    elif f'{name}_lora_a' in params:
+      a, b = (merged.pop(f'{name}_lora_{x}') for x in 'ab')
       # Layers, if they are stacked, and the dimensions of A, of B, or of both.
       of_w = string.ascii_lowercase[: w.ndim]
       of_b = f'{of_w[: a.ndim + b.ndim - 2 - w.ndim]}R{of_w[a.ndim - 1 :]}'
       change = jnp.einsum(f'{of_w[: a.ndim - 1]}R,{of_b}->{of_w}', a, b)
-      leaves[name] = w + config.alpha / config.rank * change
+      merged[name] = w + config.alpha / config.rank * change
   return merged
