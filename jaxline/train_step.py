@@ -189,37 +189,25 @@ def trainable(params: Any, rules: str | Sequence[str]) -> Any:
   Args:
     params: the weights, or any tree with their names.
     rules: regular expressions. A weight trains if one of them matches its whole
-      name, such as 'embedding/norm/scale': its keys, joined by '/'.
+      name, such as 'embedding/norm/scale'.
 
   Raises:
-    UsageError: a rule matches no name, or is no regular expression.
+    UsageError: a rule matches no name.
   """
-  names = jax.tree.map_with_path(
-    lambda path, _: structure.name_of(path), params
-  )
-  matched: set[str] = set()
-  for rule in [rules] if isinstance(rules, str) else rules:
-    try:
-      found = {x for x in jax.tree.leaves(names) if re.fullmatch(rule, x)}
-    except re.error as e:
-      raise errors.UsageError(f'The rule {rule!r} of trainable: {e}.') from e
-    if not found:
-      near = errors.nearest(rule, jax.tree.leaves(names), n=8, cutoff=0)
+  rules = [rules] if isinstance(rules, str) else rules
+  names = structure.named_leaves(params)
+  for rule in rules:
+    if not any(re.fullmatch(rule, name) for name in names):
       raise errors.UsageError(
-        f'The rule {rule!r} of trainable matches the whole name of no weight.'
-        f' The nearest are {near}.'
+        f'{rule!r} in trainable matches the whole name of no weight; nearest'
+        f' are {errors.nearest(rule, names, n=8, cutoff=0)}.'
       )
-    matched |= found
-  return jax.tree.map(lambda name: name in matched, names)
+  trains = [any(re.fullmatch(rule, x) for rule in rules) for x in names]
+  return jax.tree.unflatten(jax.tree.structure(params), trains)
 
 
 def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
-  """Returns a tree of weights with None in place of those that do not train.
-
-  Args:
-    params: the weights, or any tree with their names.
-    rules: as for `trainable`; None trains all.
-  """
+  """Returns the weights with None for those that do not train, if any."""
   if rules is None:
     return params
   mask = trainable(params, rules)
@@ -227,7 +215,7 @@ def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
 
 
 def _with_frozen(params: Any, all_params: Any) -> Any:
-  """Undoes `trained`: takes the weights that do not train from `all_params`."""
+  """Undoes `trained`."""
   return jax.tree.map(
     lambda x, of_all: of_all if x is None else x,
     params,
