@@ -36,6 +36,7 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.inputs import base as inputs
+from jaxline.metrics import summary
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
@@ -515,6 +516,11 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_decay(rules, settings):
 
   name, frozen = ('b', 'w') if rules == 'b' else ('w', 'b')
   experiment = fresh()
+  count = {'b': 4, 'w': 32}[name]
+  block = summary.start_block(
+    experiment.run_config, experiment, summary.Origin(), ''
+  )
+  assert f'36 (144 B) in 2 arrays; {count} of them train' in ' '.join(block)
   before = jax.device_get(experiment.state)
   compiled = experiment.compiled_train_step.lower(
     experiment.abstract_state(),
