@@ -83,6 +83,13 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.b2 = 0.95  # 0.999 would remember longer than the warm-up lasts.
   kwargs.weight_decay = 0.1
   kwargs.clip_norm = 1.0
+  kwargs.trainable = config_dict.placeholder(str)  # All weights.
+  kwargs.lora = config_dict.ConfigDict()
+  kwargs.lora.rank = 0  # No adapters.
+  kwargs.lora.alpha = 16.0
+  kwargs.lora.targets = (
+    'layers/(attention/(qkv|q|kv|out)|feed_forward/(in|out))'
+  )
 
   kwargs.sample_prompt = 'def'
   kwargs.sample_length = 240  # With the prompt, no longer than max_length.

@@ -46,6 +46,7 @@ average_weights = step_lib.average_weights
 eval_step = step_lib.eval_step
 init_state = step_lib.init_state
 train_step = step_lib.train_step
+trainable = step_lib.trainable
 
 
 class ShardedExperiment(experiment.AbstractExperiment):
@@ -72,6 +73,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     run_config: the config of the run; None if the constructor got none.
     on_nonfinite: what `train_step` does if its loss or gradients are not
       finite, as `config.on_nonfinite`; `train_loop` sets it.
+    trainable_rules: regular expressions of the names of the weights that train,
+      as for `trainable`; None trains all. A subclass may set it. The others
+      have neither gradients nor optimizer state.
     traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
@@ -85,6 +89,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   SKIPS_NONFINITE = True
   IS_SHARDED = True
   run_config: Any = None
+  trainable_rules: str | Sequence[str] | None = None
   traced_batch: Any = None
   _warns_of_shapes = True  # Until it has.
 
@@ -208,7 +213,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     Args:
       state: the state before the step.
-      grads: the gradients, a tree like `state.params`.
+      grads: the gradients, a tree like `state.params`, with None in place of
+        weights that do not train.
       updates: the optimizer's changes of the weights, a tree like these.
     """
     del state, updates
@@ -258,8 +264,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
         accumulation_steps=self.accumulation_steps,
         # Like the weights, so that no device ever holds them whole.
         place_grads=lambda grads: jax.lax.with_sharding_constraint(
-          grads, self._state_shardings.params
+          grads, self.trained(self._state_shardings.params)
         ),
+        trainable_rules=self.trainable_rules,
       )
 
     return jax.jit(
@@ -365,7 +372,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _init_boxed_state(self, rng: jax.Array) -> TrainState:
     with self.partitioner.activate():
-      return step_lib.init_state(self.init_fn, self._optimizer, rng)
+      return step_lib.init_state(
+        self.init_fn, self._optimizer, rng, self.trainable_rules
+      )
+
+  def trained(self, params: Any) -> Any:
+    """Returns a tree like the weights', None in place of those frozen."""
+    return step_lib.trained(params, self.trainable_rules)
 
   @functools.cached_property
   def _boxed_shapes(self) -> TrainState:

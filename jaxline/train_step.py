@@ -4,10 +4,11 @@
 as they are, for instance in a notebook or a test.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
+from jaxline.checkpoint import structure
 from jaxline.inputs import base as inputs
 from jaxline.supervision import nonfinite as guard
 
@@ -81,6 +84,7 @@ def train_step(
   on_nonfinite: str = 'ignore',
   accumulation_steps: int = 1,
   place_grads: Callable[[Any], Any] = lambda grads: grads,
+  trainable_rules: str | Sequence[str] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Runs one step of training.
 
@@ -104,28 +108,39 @@ def train_step(
       whole batch if the loss is the mean by these weights. Each part has its
       own key.
     place_grads: constrains the sharding of gradients.
+    trainable_rules: the weights that train, as for `trained`. The optimizer and
+      `step_scalars` get trees with None in place of the others.
 
   Returns:
     The state after the step, and scalars.
   """
   rng = jax.random.fold_in(rng, state.step)
+  # Differentiated by these alone: a gradient that is only dropped later could
+  # still take memory, as in the sums of an accumulation.
+  params = trained(state.params, trainable_rules)
+
+  def loss_of_trained(params: Any, *args: Any) -> LossOutput:
+    return loss_fn(_with_frozen(params, state.params), *args)
+
   if accumulation_steps == 1:
     loss, metrics, model_state, grads = _loss_and_grads(
-      loss_fn, state.params, state.model_state, batch, rng
+      loss_of_trained, params, state.model_state, batch, rng
     )
     grads = place_grads(grads)
   else:
+    part = dataclasses.replace(state, params=params)
     loss, metrics, model_state, grads = _accumulate(
-      loss_fn, state, batch, rng, accumulation_steps, place_grads
+      loss_of_trained, part, batch, rng, accumulation_steps, place_grads
     )
   # Optax relies on promotion, although a model may be written to do without.
   with jax.numpy_dtype_promotion('standard'):
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+  params = optax.apply_updates(params, updates)
   scalars = metrics_lib.compute(metrics)
   scalars.update(step_scalars(state, grads, updates))
   after = TrainState(
     step=state.step + 1,
-    params=optax.apply_updates(state.params, updates),
+    params=_with_frozen(params, state.params),
     model_state=model_state,
     opt_state=opt_state,
     skipped=state.skipped,
@@ -166,6 +181,47 @@ def train_step(
     )
     scalars |= {guard.NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
   return new_state, scalars
+
+
+def trainable(params: Any, rules: str | Sequence[str]) -> Any:
+  """Returns a tree of bools: which weights train.
+
+  Args:
+    params: the weights, or any tree with their names.
+    rules: regular expressions. A weight trains if one of them matches its whole
+      name, such as 'embedding/norm/scale'.
+
+  Raises:
+    UsageError: a rule matches no name.
+  """
+  rules = [rules] if isinstance(rules, str) else rules
+  names = structure.named_leaves(params)
+  for rule in rules:
+    if not any(re.fullmatch(rule, name) for name in names):
+      raise errors.UsageError(
+        f'{rule!r} in trainable matches the whole name of no weight; nearest'
+        f' are {errors.nearest(rule, names, n=8, cutoff=0)}.'
+      )
+  trains = [any(re.fullmatch(rule, x) for rule in rules) for x in names]
+  return jax.tree.unflatten(jax.tree.structure(params), trains)
+
+
+def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
+  """Returns the weights with None for those that do not train, if any."""
+  if rules is None:
+    return params
+  mask = trainable(params, rules)
+  return jax.tree.map(lambda x, trains: x if trains else None, params, mask)
+
+
+def _with_frozen(params: Any, all_params: Any) -> Any:
+  """Undoes `trained`."""
+  return jax.tree.map(
+    lambda x, of_all: of_all if x is None else x,
+    params,
+    all_params,
+    is_leaf=lambda x: x is None,
+  )
 
 
 def average_weights(
@@ -311,6 +367,7 @@ def init_state(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   optimizer: optax.GradientTransformation,
   rng: jax.Array,
+  trainable_rules: str | Sequence[str] | None = None,
 ) -> TrainState:
   """Returns the state before the first step.
 
@@ -319,6 +376,7 @@ def init_state(
       `partitioning.Logical`. They stay so: `partitioning.unbox` gives arrays.
     optimizer: makes its own part of the state.
     rng: the key that `init_fn` gets.
+    trainable_rules: as for `train_step`.
   """
   params, model_state = _strongly_typed(init_fn(rng))
   return _strongly_typed(
@@ -326,7 +384,9 @@ def init_state(
       step=jnp.zeros((), jnp.int32),
       params=params,
       model_state=model_state,
-      opt_state=optimizer.init(partitioning.unbox(params)),
+      opt_state=optimizer.init(
+        trained(partitioning.unbox(params), trainable_rules)
+      ),
     )
   )
 

@@ -391,7 +391,7 @@ def test_axes_that_do_not_fit_name_their_weight(axes, word):
   weights = {'layer': {'w': Logical(jnp.ones([2, 2]), axes)}}
   with pytest.raises(ValueError, match=word) as error:
     partitioner().specs(weights)
-  assert "['layer']['w']" in error.value.__notes__[0]
+  assert 'layer/w' in error.value.__notes__[0]
 
 
 def test_specs_and_shardings_of_a_tree():
@@ -664,8 +664,8 @@ def test_the_axis_that_is_named_layers_is_never_split():
 def test_weights_left_whole_are_listed():
   lines = partitioner().whole_weights(WEIGHTS)
   assert lines == [
-    "['layer']['b'] (6,) no axes named",
-    "['layer']['odd'] (3, 6) ('embed', 'mlp'); embed is 3, no multiple of the 2"
+    'layer/b (6,) no axes named',
+    "layer/odd (3, 6) ('embed', 'mlp'); embed is 3, no multiple of the 2"
     ' of data',
   ]
   # Also where no rule splits a weight, but one names a mesh axis.

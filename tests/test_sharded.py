@@ -36,6 +36,7 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.inputs import base as inputs
+from jaxline.metrics import summary
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
@@ -286,7 +287,7 @@ def test_the_list_of_whole_weights_is_logged():
   (text,) = [
     str(c.args[1]) for c in info.call_args_list if 'whole' in c.args[0]
   ]
-  assert text == "['b'] (4,) no axes named"
+  assert text == 'b (4,) no axes named'
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
@@ -476,6 +477,111 @@ def test_ddp_fsdp_and_one_device_have_one_loss_curve():
     assert two['initial'] == one['initial']
     np.testing.assert_allclose(two['losses'], one['losses'], rtol=2e-5)
     np.testing.assert_allclose(two['eval']['loss'], one['eval']['loss'], 2e-5)
+
+
+# Frozen weights.
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {},
+    {'gradient_accumulation_steps': 2, 'on_nonfinite': 'skip'},
+  ],
+)
+@pytest.mark.parametrize('rules', ['b', ('w',)])
+def test_frozen_weights_have_no_gradient_no_state_and_no_decay(rules, settings):
+  class Frozen(Regression):
+    trainable_rules = rules
+
+    def make_optimizer(self):
+      return optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(0.05, weight_decay=0.5)
+      )
+
+    def step_scalars(self, state, grads, updates):
+      assert set(experiment_names(grads)) == {name}
+      return super().step_scalars(state, grads, updates)
+
+  def experiment_names(tree):
+    return [str(path[-1].key) for path, _ in jax.tree.leaves_with_path(tree)]
+
+  def fresh():
+    config = regression.get_config(0)
+    config.update(settings)
+    return make(Frozen, sharding='fsdp', run_config=config)
+
+  def train(experiment, steps):
+    return regression.train_steps(experiment, steps, **settings)
+
+  name, frozen = ('b', 'w') if rules == 'b' else ('w', 'b')
+  experiment = fresh()
+  count = {'b': 4, 'w': 32}[name]
+  block = summary.start_block(
+    experiment.run_config, experiment, summary.Origin(), ''
+  )
+  assert f'36 (144 B) in 2 arrays; {count} of them train' in ' '.join(block)
+  before = jax.device_get(experiment.state)
+  compiled = experiment.compiled_train_step.lower(
+    experiment.abstract_state(),
+    experiment.abstract_batch(is_training=True),
+    experiment.abstract_rng(),
+  )
+  # The only product beside those of the loss is of the gradient of `w`.
+  assert compiled.as_text().count('dot_general') == (1 if rules == 'b' else 2)
+  train(experiment, 3)
+  after = jax.device_get(experiment.state)
+  np.testing.assert_array_equal(after.params[frozen], before.params[frozen])
+  assert np.all(after.params[name] != before.params[name])
+  moments = (after.opt_state[1][0].mu, after.opt_state[1][0].nu)
+  assert [experiment_names(x) for x in moments] == [[name]] * 2
+  restored = fresh()
+  restored.restore_from_snapshot(save(experiment))
+  train(experiment, 2)
+  train(restored, 2)
+  assert_same(experiment.snapshot_state(), restored.snapshot_state())
+
+
+def test_a_step_of_some_weights_is_that_of_a_smaller_model():
+  class Frozen(Regression):
+    trainable_rules = 'b'
+
+  class Smaller(Regression):
+    def init_fn(self, rng):
+      params, model_state = super().init_fn(rng)
+      self.w = partitioning.unbox(params)['w']
+      return {'b': params['b']}, model_state
+
+    def loss_fn(self, params, *args):
+      w = partitioning.unbox(Regression.init_fn(self, KEY)[0])['w']
+      return super().loss_fn({**params, 'w': w}, *args)
+
+  frozen, smaller = make(Frozen), make(Smaller)
+  # The norm is that of the gradients of `b`, and so is the loss after it.
+  for row, other in zip(
+    regression.train_steps(frozen, 4),
+    regression.train_steps(smaller, 4),
+    strict=True,
+  ):
+    np.testing.assert_allclose(row['grad_norm'], other['grad_norm'], rtol=1e-5)
+    np.testing.assert_allclose(row['loss'], other['loss'], rtol=1e-5)
+
+
+def test_trainable_matches_whole_joined_names():
+  params = {'embedding': {'tokens': 0}, 'embedding/norm': {'scale': 0}}
+  assert sharded.trainable(params, ['embedding/.*/scale', 'none|.*ns']) == {
+    'embedding': {'tokens': True},
+    'embedding/norm': {'scale': True},
+  }
+  assert sharded.trainable(params, 'embedding/[a-z]*') == {
+    'embedding': {'tokens': True},
+    'embedding/norm': {'scale': False},
+  }
+  for rule in ('embedding/norm', 'a'):
+    with pytest.raises(errors.UsageError, match=re.escape(repr(rule))):
+      sharded.trainable(params, ['.*', rule])
+  with pytest.raises(errors.UsageError, match='embedding/norm/scale'):
+    sharded.trainable(params, 'embedding/norm')
 
 
 # Evaluation.

@@ -28,8 +28,11 @@ from jaxline.inputs import text
 from jaxline.inputs import tokenization
 from jaxline.metrics import writers
 
+from . import lora
 from . import model
 
+# In the class below, `lora` is the field.
+_Lora = lora.Config
 _DECAYS = ('linear', 'cosine')
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
@@ -64,6 +67,10 @@ class Config:
     b2: decay of Adam's second moment.
     weight_decay: of all weights but the scales of normalisation.
     clip_norm: the gradient's global norm is at most this.
+    trainable: regular expressions of the names of the weights that train, such
+      as 'layers/.*'; the others are frozen. None is all, or with `lora` only
+      the adapters.
+    lora: adapters of low rank.
     sample_prompt: what the sample of each evaluation continues.
     sample_length: tokens of the sample, besides the prompt; 0 for none.
     sample_temperature: 1 samples the model's distribution, 0 its likeliest.
@@ -92,6 +99,8 @@ class Config:
   b2: float
   weight_decay: float
   clip_norm: float
+  trainable: str | Sequence[str] | None = None
+  lora: _Lora = dataclasses.field(default_factory=_Lora)
   sample_prompt: str
   sample_length: int
   sample_temperature: float
@@ -169,8 +178,9 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
   )
 
 
-def _merged(params: Any, model_state: Any) -> Any:
-  """Returns the weights, with what FP8 products keep, for the model."""
+def merged(params: Any, model_state: Any, config: Config) -> Any:
+  """Returns the weights of the model, with what FP8 products keep."""
+  params = lora.merge(params, config.lora)
   scales = model_state.get(sharded.OVERWRITE)
   return fp8.merge(params, scales) if scales else params
 
@@ -246,6 +256,9 @@ class Experiment(sharded.ShardedExperiment):
       )
       self.data_summary = self.corpus.summary
     super().__init__(mode, init_rng, run_config=run_config)
+    self.trainable_rules = self.config.trainable
+    if self.config.lora.rank and self.trainable_rules is None:
+      self.trainable_rules = lora.TRAINABLE
     self._rows = self.config.batch_size
     if self.config.model.matmul == 'fp8' and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
@@ -278,6 +291,7 @@ class Experiment(sharded.ShardedExperiment):
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
     """Returns the initial weights, and what FP8 products keep, if any."""
     params, scales = fp8.split(model.init(rng, self.config.model))
+    params = lora.add(rng, params, self.config.lora)
     return params, {sharded.OVERWRITE: scales} if scales else {}
 
   def loss_fn(
@@ -291,7 +305,7 @@ class Experiment(sharded.ShardedExperiment):
     """Returns the mean cross entropy of the tokens, in nats."""
     packed = self.config.packing == 'packed'
     total, weight = model.loss(
-      _merged(params, model_state),
+      merged(params, model_state, self.config),
       batch['ids'],
       batch['labels'],
       batch['weights'],
@@ -421,7 +435,7 @@ class Experiment(sharded.ShardedExperiment):
     rng = self.partitioner.put(rng, self.partitioner.replicated)
 
     def run(*batch: np.ndarray) -> decoding.Decoded:
-      params = _merged(self.eval_params, self.state.model_state)
+      params = merged(self.eval_params, self.state.model_state, self.config)
       # All processes have all rows, and get all results.
       placed = self.partitioner.put(batch, self.partitioner.batch_sharding)
       return self._decode(params, *placed, rng, options)

@@ -39,6 +39,7 @@ from jaxline.compat import adapters
 from jaxline.compat import prng
 from jaxline.inputs import tokenization
 
+from . import lora
 from . import model
 
 Weights = dict[str, Any]  # By their path, such as 'layers/attention/qkv'.
@@ -624,7 +625,9 @@ def export_run(
     raise errors.UsageError(f'{out} is not empty; give another folder.')
   kwargs = base_config.recorded_config(run).experiment_kwargs.config
   config = base_config.read(model.ModelConfig, kwargs.model)
-  weights = _flat(jaxline.load_weights(run, step=step, series=series))
+  of_lora = base_config.read(lora.Config, kwargs.get('lora', {}))
+  params = jaxline.load_weights(run, step=step, series=series)
+  weights = _flat(jax.device_get(lora.merge(params, of_lora)))
   config, weights = _folded(config, weights)
   hf = _write_config(config)
   tokenizer = tokenization.load_tokenizer(kwargs.tokenizer)
@@ -698,6 +701,8 @@ def parity(run: pathlib.Path, folder: pathlib.Path) -> float:
 
   experiment = jaxline.load(run, mode='decode')
   config = dataclasses.replace(experiment.config.model, dtype='float32')
+  # What `export` wrote: averaged weights, if the run has them.
+  params = lora.merge(experiment.eval_params, experiment.config.lora)
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32
   )
@@ -707,9 +712,7 @@ def parity(run: pathlib.Path, folder: pathlib.Path) -> float:
   worst = 0.0
   for name, ids in (('random ids', drawn), ('text', text)):
     ids = np.asarray(ids, np.int32)[None]
-    ours = np.asarray(
-      model.apply(experiment.state.params, jnp.asarray(ids), config)
-    )
+    ours = np.asarray(model.apply(params, jnp.asarray(ids), config))
     with torch.no_grad():
       expected = theirs(torch.from_numpy(ids).long()).logits.numpy()
     error = np.abs(ours - expected).max() / expected.std()

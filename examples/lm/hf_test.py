@@ -25,6 +25,7 @@ from jaxline import base_config
 from jaxline import errors
 
 from . import hf
+from . import lora
 from . import model
 from . import model_test
 
@@ -323,6 +324,32 @@ def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
     strict=True,
   ):
     np.testing.assert_array_equal(x, y)
+
+
+def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
+  result = tuned(
+    run('llama3'),
+    tmp_path,
+    restore_rules=(
+      ('.*_lora_.', None),
+      ('state/params/(.*)', r'state/params/\1'),
+    ),
+    **{'experiment_kwargs.config.lora.rank': 2},
+  )
+  hf.export_run(tmp_path / 'tuned', tmp_path / 'out')
+  hf.import_model(tmp_path / 'out', tmp_path / 'back')
+  back, base = (
+    hf._flat(jaxline.load_weights(x))
+    for x in (tmp_path / 'back', run('llama3'))
+  )
+  state, config = result.experiment.state, result.experiment.config
+  expected = lora.merge(state.params, config.lora)
+  assert back.keys() == base.keys()
+  for name, x in hf._flat(expected).items():
+    np.testing.assert_allclose(back[name], x, rtol=1e-5, atol=1e-7)
+  for name in ('q', 'kv', 'out'):
+    name = f'layers/attention/{name}'
+    assert np.any(back[name] != base[name])
 
 
 def test_a_normalised_embedding_is_folded_into_an_untied_one():

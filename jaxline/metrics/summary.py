@@ -113,6 +113,10 @@ def _parameters(experiment: Any) -> str:
   if experiment.IS_SHARDED:
     params = experiment.abstract_state().params
     leaves, split = jax.tree.leaves(params), f'; {_split(params)}'
+    trained = jax.tree.leaves(experiment.trained(params))
+    if len(trained) < len(leaves):
+      count = sum(math.prod(x.shape) for x in trained)
+      split = f'; {count:,} of them train, in {len(trained)} arrays{split}'
   else:
     names = experiment.CHECKPOINT_ATTRS
     weights = {k: v for k, v in names.items() if 'param' in f'{k} {v}'}

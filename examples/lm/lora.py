@@ -1,0 +1,76 @@
+"""Low-rank adapters (LoRA): W + alpha / rank * A B, of which A and B train.
+
+They are weights beside those of the model: `layers/attention/qkv` [N, D, ...]
+has `layers/attention/qkv_lora_a` [N, D, R] and `..._lora_b` [N, R, ...]. The
+model itself runs on the sum, `merge`.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+import string
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxline import partitioning
+from jaxline import sharded
+from jaxline.compat import prng
+
+TRAINABLE = (
+  '.*_lora_[ab]'  # The names of the adapters, for `sharded.trainable`.
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Which weights have adapters.
+
+  Attributes:
+    rank: R; 0 for no adapters.
+    alpha: the sum has alpha / rank times their product.
+    targets: a regular expression of the names of the matrices.
+  """
+
+  rank: int = 0
+  alpha: float = 16.0
+  targets: str = 'layers/(attention/(qkv|q|kv|out)|feed_forward/(in|out))'
+
+
+def add(rng: jax.Array, params: Any, config: Config) -> Any:
+  """Returns what `model.init` returned, with adapters: A random, B zero."""
+  if not config.rank:
+    return params
+  chosen = sharded.trainable(partitioning.unbox(params), config.targets)
+  result = {module: dict(leaves) for module, leaves in params.items()}
+  for module, leaves in params.items():
+    for name, w in ((n, w) for n, w in leaves.items() if chosen[module][n]):
+      stack = int(w.axes[0] == 'layers')
+      # What goes in comes first: the residual stream, or all that becomes it.
+      cut = w.value.ndim - 1 if w.axes[-1] == 'embed' else stack + 1
+      shape, axes = w.value.shape, w.axes
+      key = prng.stream(rng, f'{module}/{name}')
+      a = jax.random.normal(key, (*shape[:cut], config.rank), w.value.dtype)
+      a *= math.prod(shape[stack:cut]) ** -0.5
+      b = jnp.zeros((*shape[:stack], config.rank, *shape[cut:]), a.dtype)
+      of_a, of_b = (*axes[:cut], None), (*axes[:stack], None, *axes[cut:])
+      result[module][f'{name}_lora_a'] = partitioning.Logical(a, of_a)
+      result[module][f'{name}_lora_b'] = partitioning.Logical(b, of_b)
+  return result
+
+
+def merge(params: Any, config: Config) -> Any:
+  """Adds the adapters to the weights of a state or of `load_weights`."""
+  merged = dict(params)
+  for name, w in params.items():
+    if isinstance(w, Mapping):
+      merged[name] = merge(w, config)
+    elif f'{name}_lora_a' in params:
+      a, b = (merged.pop(f'{name}_lora_{x}') for x in 'ab')
+      # Layers, if they are stacked, and the dimensions of A, of B, or of both.
+      of_w = string.ascii_lowercase[: w.ndim]
+      of_b = f'{of_w[: a.ndim + b.ndim - 2 - w.ndim]}R{of_w[a.ndim - 1 :]}'
+      change = jnp.einsum(f'{of_w[: a.ndim - 1]}R,{of_b}->{of_w}', a, b)
+      merged[name] = w + config.alpha / config.rank * change
+  return merged
