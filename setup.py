@@ -35,7 +35,7 @@ _BASE = [
 ]
 _DOCS = ['rich>=13']  # Draws the terminal in docs/images.
 _IMAGE = ['scikit-learn>=1.4']
-_EXPORT = ['safetensors>=0.4']
+_EXPORT = ['ml_dtypes>=0.4', 'safetensors>=0.4']
 _PAX = ['fiddle>=0.3', *_IMAGE]  # The digits of ResNet50Pjit --reduced.
 _TEXT = ['tokenizers>=0.21']
 _TEST = [
@@ -82,6 +82,8 @@ setuptools.setup(
     'image': _IMAGE,
     # MLflow without its server; a database in a file needs the others.
     'mlflow': ['mlflow-skinny>=3', 'alembic>=1.13', 'sqlalchemy>=2'],
+    # Compares logits: `python -m examples.lm.hf parity`.
+    'parity': [*_EXPORT, 'torch>=2.4', 'transformers>=4.57'],
     'pax': _PAX,
     'seqio': ['seqio>=0.0.20'],
     'test': _TEST,

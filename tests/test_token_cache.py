@@ -1,5 +1,6 @@
 """Tests of the token cache: keys, cut files, kills, bounded memory."""
 
+import functools
 import gzip
 import hashlib
 import os
@@ -362,3 +363,16 @@ def test_text_with_the_document_token_is_refused(files, cache):
     ValueError, match=r"document token 55 .* 7\.txt:1, b'line 7'"
   ):
     text.load_corpus(files, documents='line', tokenizer=Bad(), cache_dir=cache)
+
+
+def test_a_file_that_lost_its_beginning_is_refused(tmp_path):
+  for name in 'ab':
+    (tmp_path / f'{name}.txt').write_text(f'the text of {name}')
+  load = functools.partial(
+    text.load_corpus, str(tmp_path / '*.txt'), cache_dir=str(tmp_path / 'cache')
+  )
+  load()
+  (cached,) = (tmp_path / 'cache').glob('*.tokens')
+  cached.write_bytes(cached.read_bytes()[8:])
+  with pytest.raises(errors.UsageError, match=cached.name):
+    load()

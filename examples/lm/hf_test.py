@@ -28,7 +28,8 @@ from jaxline import errors
 from . import hf
 from . import model
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Not from this file, which may be a copy.
+ROOT = pathlib.Path(jaxline.__file__).resolve().parents[1]
 REFERENCE = ROOT / 'tests' / 'data' / 'hf_reference'
 NAMES = sorted(p.name for p in REFERENCE.iterdir())
 # Of the logits' standard deviation. Those of `llama3` amplify rounding: the

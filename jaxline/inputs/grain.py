@@ -241,7 +241,15 @@ class GrainInput(indexed.IndexedInput):
     batch = self._checked(batch, len(records))
     text = None  # The state as text, since Grain changes the dict that it gave.
     if self.saves_position:
-      text = _to_json(self._iterator.get_state())
+      state = self._iterator.get_state()
+      text = _to_json(state)
+      # JSON would turn keys that are numbers into text.
+      if self._at['grain'] is None and _from_json(text) != state:
+        raise TypeError(
+          f'The position of {self.name} cannot be saved: the state of its'
+          f' iterator is {state!r}; expected plain values, as JSON has them. Or'
+          ' set input_checkpointing_enabled=False where that is no loss.'
+        )
     # It is not asked again: an iterator that ends by mistake may give more.
     self._ended = ended
     if not self.repeat:

@@ -226,6 +226,11 @@ def _open(path: pathlib.Path, tokenizer: tokenization.Tokenizer) -> Corpus:
     stop = start + about['sizes'][name]
     parts[name] = data[start:stop].view(dtype)
     start = _aligned(stop)
+  if start + size + 8 != len(data):
+    raise errors.UsageError(
+      f'{path} has {len(data):,} bytes; expected {start + size + 8:,}. Delete'
+      ' it, so that its tokens are made anew.'
+    )
   splits: dict[Split, Documents] = {}
   for split in SPLITS:
     table = parts[f'{split} documents'].reshape(-1, 3)

@@ -79,4 +79,10 @@ def add(a: Metrics, b: Metrics) -> dict[str, Mean]:
 
 def compute(metrics: Metrics) -> dict[str, Any]:
   """Returns name -> mean."""
+  for name, metric in metrics.items():
+    if not isinstance(metric, Mean):
+      raise TypeError(
+        f'The metric {name!r} is a {type(metric).__name__}, expected a'
+        ' metrics.Mean: Mean.of(values, weights) makes one.'
+      )
   return {name: metric.compute() for name, metric in metrics.items()}
