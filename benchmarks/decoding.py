@@ -37,7 +37,10 @@ class _Decoder:
 
   def __call__(self, prompts: np.ndarray, method: str) -> np.ndarray:
     options = decoding.Options(
-      method=method, max_decode_steps=self._steps, beam_size=_BEAM
+      method=method,
+      max_decode_steps=self._steps,
+      beam_size=_BEAM,
+      scores=False,
     )
     placed = self._experiment.partitioner.put(
       (prompts, np.full(len(prompts), prompts.shape[1], np.int32)),

@@ -95,12 +95,14 @@ def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
   return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def _mix(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+def _mix(
+  q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, kv: str = 'bmhk'
+) -> jax.Array:
   """Attention; the softmax divides only after the product with values."""
-  scores = jnp.einsum('blhk,bmhk->bhlm', q, k)
+  scores = jnp.einsum(f'blhk,{kv}->bhlm', q, k)
   scores = jnp.where(mask, scores, -1e30)
   exp = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-  mixed = jnp.einsum('bhlm,bmhk->blhk', exp, v)
+  mixed = jnp.einsum(f'bhlm,{kv}->blhk', exp, v)
   return mixed / exp.sum(-1).swapaxes(1, 2)[..., None]
 
 
@@ -238,7 +240,7 @@ def greedy(config: Any, steps: int) -> Any:
     batch, length = prompts.shape
     heads, width = config.num_heads, config.embed_dim // config.num_heads
     cos, sin = _angles(config, length + steps)
-    shape = (batch, length + steps, heads, width)
+    shape = (batch, heads, length + steps, width)
     places = jnp.arange(length + steps)
 
     def run(tokens: jax.Array, cache: Any, start: Any) -> tuple[Any, Any]:
@@ -251,11 +253,13 @@ def greedy(config: Any, steps: int) -> Any:
 
       def attend(q: Any, k: Any, v: Any, number: int) -> jax.Array:
         keys, values = (
-          jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+          jax.lax.dynamic_update_slice_in_dim(
+            old, new.swapaxes(1, 2), start, axis=2
+          )
           for old, new in zip(cache[number], (k, v), strict=True)
         )
         kept.append((keys, values))
-        return _mix(q, keys, values, mask[None, None])
+        return _mix(q, keys, values, mask[None, None], 'bhmk')
 
       x = _hidden(config, params, tokens, turns, attend)
       return (x[:, -1] @ params['table'].T).argmax(-1).astype(jnp.int32), kept

@@ -50,6 +50,8 @@ RUNS: dict[str, Sequence[str]] = {
     '--config.topology=v5p:2x2x4',
     '--config.experiment_kwargs.config.batch_size=128',
   ],
+  'llama_8b': ['--config=configs/llama_8b.py', '--config.topology=v5p:4x4x4'],
+  'llama_8b_v6e': ['--config=configs/llama_8b.py', '--config.topology=v6e:8x8'],
   'lm_1b_8192': [*_LM_1B, *_LONG],
   'lm_1b_8192_einsum': [*_LM_1B, *_LONG, f'{_MODEL}.attention=einsum'],
 }

@@ -9,7 +9,7 @@ which runs it over L further tokens of each row, and keeps this contract:
 - `tokens_BL` int32: those of row b have the positions `start_B[b]`,
   `start_B[b] + 1` and so on; `start_B` is int32, [B].
 - `cache` is a pytree of arrays, each with the rows as its axis `cache_axis`
-  (examples/lm: [B, M, H, K], axis 0); it is returned with the same shapes
+  (examples/lm: [B, G, M, K], axis 0); it is returned with the same shapes
   and types. The function writes what later tokens need of these tokens at their
   positions, over earlier content. A token sees the positions up to its own and
   no later ones, which may hold padding. There are T + max_decode_steps - 1
@@ -50,7 +50,8 @@ class Options:
   """How to decode.
 
   Attributes:
-    method: 'greedy' takes the likeliest token each time; 'sample' draws it;
+    method: 'greedy' takes the likeliest token each time, of equals the first,
+      and 0 where a logit is NaN; 'sample' draws it;
       'beam' looks for the likeliest continuation as a whole.
     max_decode_steps: the most tokens of a continuation.
     temperature: of 'sample': logits are divided by it; 0 takes the likeliest.
@@ -68,6 +69,8 @@ class Options:
     length_norm_alpha: of 'beam': see `length_norm`; 0 prefers short ones.
     stop_ids: tokens with which a continuation ends. If there are any, 'beam'
       returns only continuations that end with one.
+    scores: whether scores are returned also where nothing else needs them: they
+      cost another pass over the vocabulary for each token. 0 stands for none.
   """
 
   method: str
@@ -80,6 +83,7 @@ class Options:
   beam_size: int = 4
   length_norm_alpha: float = 0.8
   stop_ids: tuple[int, ...] = ()
+  scores: bool = True
 
   def __post_init__(self) -> None:
     if self.method not in METHODS:
@@ -203,6 +207,8 @@ def _sample(
   """Takes a token at a time, likeliest or drawn."""
   rows, steps = len(token_R), options.max_decode_steps
   draws = options.method == 'sample' and options.temperature > 0
+  sorts = options.num_samples > 1 and options.sort_samples
+  scored = options.scores or sorts
   if draws:
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     keys_B = fold(rng, jnp.arange(rows // options.num_samples))
@@ -213,7 +219,7 @@ def _sample(
 
   def choose(logits_RV: jax.Array, step: jax.Array) -> jax.Array:
     if not draws:
-      return logits_RV.argmax(axis=-1).astype(jnp.int32)
+      return _argmax(logits_RV)
 
     def draw(key: jax.Array, logits_V: jax.Array) -> jax.Array:
       logits_K, ids_K = choices(logits_V, options)
@@ -231,13 +237,15 @@ def _sample(
     step, cache, token_R, has_stopped_R, (ids_RS, lengths_R, scores_R) = state
     logits_RV, cache = next_logits(cache, token_R, step)
     token_R = jnp.where(has_stopped_R, 0, choose(logits_RV, step))
-    logprob_R = jnp.take_along_axis(
-      jax.nn.log_softmax(logits_RV), token_R[:, None], axis=1
-    )[:, 0]
+    if scored:
+      logprob_R1 = _logprobs(
+        jnp.take_along_axis(logits_RV, token_R[:, None], axis=1), logits_RV
+      )
+      scores_R += jnp.where(has_stopped_R, 0, logprob_R1[:, 0])
     decoded = (
       ids_RS.at[:, step].set(token_R),
       lengths_R + jnp.where(has_stopped_R, 0, 1),
-      scores_R + jnp.where(has_stopped_R, 0, logprob_R),
+      scores_R,
     )
     has_stopped_R |= _is_stop(token_R, options)
     return step + 1, cache, token_R, has_stopped_R, decoded
@@ -259,7 +267,7 @@ def _sample(
   )
   shape = (rows // options.num_samples, options.num_samples)
   found = Decoded(*(x.reshape(shape + x.shape[1:]) for x in decoded))
-  if options.num_samples > 1 and options.sort_samples:
+  if sorts:
     _, order_BN = jax.lax.top_k(found.scores, options.num_samples)
     found = jax.tree.map(
       lambda x: jax.vmap(lambda x, order: x[order])(x, order_BN), found
@@ -291,6 +299,22 @@ def choices(
     is_out_K = (before_K >= options.top_p).at[0].set(False)
     logits_K = jnp.where(is_out_K, -jnp.inf, logits_K)
   return logits_K / options.temperature, ids_K
+
+
+def _argmax(logits_RV: jax.Array) -> jax.Array:
+  """Returns the likeliest tokens [R], in less time than `jnp.argmax`."""
+  size = logits_RV.shape[-1]
+  # Nothing is less than NaN, which is the maximum where there is one.
+  is_less = logits_RV < logits_RV.max(axis=-1, keepdims=True)
+  tokens_1V = jnp.arange(size, dtype=jnp.int32)[None]
+  return jnp.where(is_less, size, tokens_1V).min(axis=-1)
+
+
+def _logprobs(some_RK: jax.Array, logits_RV: jax.Array) -> jax.Array:
+  """Returns what `jax.nn.log_softmax` makes of some of the logits."""
+  top_R1 = logits_RV.max(axis=-1, keepdims=True)
+  total_R1 = jnp.exp(logits_RV - top_R1).sum(axis=-1, keepdims=True)
+  return some_RK - top_R1 - jnp.log(total_R1)
 
 
 def _is_stop(tokens: jax.Array, options: Options) -> jax.Array:
@@ -359,8 +383,13 @@ def _beam(
     step, cache, token_R, (live_ids, live_scores), finished = state
     logits_RV, cache = next_logits(cache, token_R, step)
     vocab = logits_RV.shape[-1]
-    logprobs = jax.nn.log_softmax(logits_RV).reshape(batch, size, vocab)
-    best_BNK, tokens_BNK = jax.lax.top_k(logprobs, min(size, vocab))
+
+    def logprobs(some_RK: jax.Array) -> jax.Array:
+      return _logprobs(some_RK, logits_RV).reshape(batch, size, -1)
+
+    best_RK, tokens_RK = jax.lax.top_k(logits_RV, min(size, vocab))
+    best_BNK = logprobs(best_RK)
+    tokens_BNK = tokens_RK.reshape(best_BNK.shape)
     best_BNK = jnp.where(_is_stop(tokens_BNK, options), -jnp.inf, best_BNK)
     totals = (live_scores[:, :, None] + best_BNK).reshape(batch, -1)
     best_BN, places_BN = jax.lax.top_k(totals, size)
@@ -372,7 +401,9 @@ def _beam(
     if options.stop_ids:
       stops = jnp.array(options.stop_ids, jnp.int32)
       # A stop that is no token of the model is never found.
-      stop_BNS = logprobs.at[:, :, stops].get(mode='fill', fill_value=-jnp.inf)
+      stop_BNS = logprobs(
+        logits_RV.at[:, stops].get(mode='fill', fill_value=-jnp.inf)
+      )
       stop_BN = stops[stop_BNS.argmax(axis=-1)]
       ended = live_ids.at[:, :, step].set(stop_BN)
       ended_scores = live_scores + stop_BNS.max(axis=-1)
@@ -490,7 +521,7 @@ def continue_texts(
     [
       {
         'text': _new_text(tokenizer, tokens[len(start) :], ids[:length]),
-        'score': float(score),
+        **({'score': float(score)} if options.scores else {}),
         'tokens': int(length),
       }
       for ids, length, score in zip(*row, strict=True)

@@ -114,6 +114,31 @@ def test_greedy_takes_the_likeliest_until_it_stops(stop_ids):
     assert len({*map(int, found.lengths[:, 0])}) > 1
 
 
+def test_the_likeliest_is_the_first_of_equals_and_0_beside_nan():
+  logits = np.random.default_rng(0).integers(0, 9, (50, 20)).astype(np.float32)
+  logits[:3] = -np.inf
+  logits[1, 7] = np.inf
+  expected = logits.argmax(axis=-1)
+  assert (expected[0], expected[1]) == (0, 7)
+  logits[3:6, 5] = np.nan
+  expected[3:6] = 0
+  np.testing.assert_array_equal(jax.jit(decoding._argmax)(logits), expected)
+
+
+def test_scores_are_made_where_they_are_asked_for_or_sort():
+  sample = {'method': 'sample', 'num_samples': 2, 'temperature': 0.5}
+  for options, has_scores in (
+    ({'method': 'greedy', 'stop_ids': (0,)}, False),
+    ({**sample, 'sort_samples': False}, False),
+    (sample, True),
+    ({'method': 'beam'}, True),
+  ):
+    full = decode(PROMPTS, **options)
+    found = decode(PROMPTS, scores=False, **options)
+    np.testing.assert_array_equal(found.ids, full.ids)
+    np.testing.assert_array_equal(found.scores, full.scores * has_scores)
+
+
 def test_a_prompt_alone_goes_on_as_beside_others():
   together = decode(PROMPTS, method='greedy')
   for row, prompt in enumerate(PROMPTS[:2]):

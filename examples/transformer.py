@@ -372,6 +372,7 @@ def attend(
   prefix_BM: jax.Array | None = None,
   scale: float | None = None,
   dropout: Dropout = None,
+  by_head: bool = False,
 ) -> jax.Array:
   """Attention of L queries over M keys (Vaswani et al., 2017).
 
@@ -395,6 +396,7 @@ def attend(
       is causal, as in the prefix of a prefix language model. None is no key.
     scale: a factor of the scores; None is K**-0.5.
     dropout: is applied to the weights of the keys; see `Dropout`.
+    by_head: whether keys and values are [B, G, M, K], as in a cache.
 
   Returns:
     [B, L, H, K], in the dtype of `v_BMGK`; 0 where a query sees no key.
@@ -403,7 +405,8 @@ def attend(
     ValueError: G does not divide H.
   """
   batch, length, heads, width = q_BLHK.shape
-  keys, groups = k_BMGK.shape[1:3]
+  kv = 'BGMK' if by_head else 'BMGK'
+  keys, groups = (k_BMGK.shape[kv.index(axis)] for axis in 'MG')
   if heads % groups:
     raise ValueError(
       f'The heads of keys and values must divide those of queries; got {groups}'
@@ -414,7 +417,7 @@ def attend(
   q = q_BLHK * (width**-0.5 if scale is None else scale)
   if heads != groups:
     q = q.reshape(batch, length, groups, -1, width)
-  scores = einsum(f'BL{h}K,BMGK->B{h}LM', q, k_BMGK)
+  scores = einsum(f'BL{h}K,{kv}->B{h}LM', q, k_BMGK)
   scores = _cap(scores, cap)
   masks = []  # [B or 1, L or 1, M]
   if is_causal:
@@ -447,7 +450,7 @@ def attend(
   weights = exp.astype(v_BMGK.dtype)
   if dropout is not None:
     weights = dropout(weights)
-  mixed = einsum(f'B{h}LM,BMGK->BL{h}K', weights, v_BMGK)
+  mixed = einsum(f'B{h}LM,{kv}->BL{h}K', weights, v_BMGK)
   mixed = (mixed / total[..., None]).astype(v_BMGK.dtype)
   return mixed if heads == groups else mixed.reshape(q_BLHK.shape)
 
@@ -482,7 +485,7 @@ def causal_attention(
     segment_ids_BL: the document that each token is of; None is one a row.
     cap: as for `attend`; not for 'flash' on GPU.
     dropout: as for `attend`; for 'einsum' only.
-    cache: keys and values [B, M, G, K] of the positions right up to `start`,
+    cache: keys and values [B, G, M, K] of the positions right up to `start`,
       over which the queries attend too. The implementation is 'einsum' then,
       and a row is one document.
     start: the position of the first query: see `update_cache`.
@@ -507,9 +510,10 @@ def causal_attention(
     scale=scale,
   )
   if cache is not None:
-    k_BMGK = update_cache(cache[0], k_BLGK, start)
-    v_BMGK = update_cache(cache[1], v_BLGK, start)
-    return run(q_BLHK, k_BMGK, v_BMGK, start), (k_BMGK, v_BMGK)
+    k_BGMK = update_cache(cache[0], k_BLGK, start)
+    v_BGMK = update_cache(cache[1], v_BLGK, start)
+    mixed = run(q_BLHK, k_BGMK, v_BGMK, start, by_head=True)
+    return mixed, (k_BGMK, v_BGMK)
   ids = segment_ids_BL
   if implementation == 'flash':
     if dropout is not None or prefix_BM is not None:
@@ -713,26 +717,30 @@ FLASH: dict[str, Callable[..., jax.Array]] = {
 
 
 def update_cache(
-  cache_BMGK: jax.Array, new_BLGK: jax.Array, start: int | jax.Array
+  cache_BGMK: jax.Array, new_BLGK: jax.Array, start: int | jax.Array
 ) -> jax.Array:
   """Writes keys or values where their positions are.
 
+  A head's positions lie together: a CPU attends from one query to M keys six
+  times as fast as where the heads of a position do.
+
   Args:
-    cache_BMGK: what is there.
+    cache_BGMK: what is there.
     new_BLGK: what belongs at the positions from `start`.
     start: of all rows, with `start + L <= M`; or [B] of each, where what is
       past the end is left out: a row that is done may go on.
 
   Returns:
-    [B, M, G, K].
+    [B, G, M, K].
   """
+  new_BGLK = jnp.swapaxes(new_BLGK, 1, 2)
   if not jnp.ndim(start):
     return jax.lax.dynamic_update_slice_in_dim(
-      cache_BMGK, new_BLGK, start, axis=1
+      cache_BGMK, new_BGLK, start, axis=2
     )
   positions_BL = positions_from(start, new_BLGK.shape[1])
-  return jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode='drop'))(
-    cache_BMGK, new_BLGK, positions_BL
+  return jax.vmap(lambda cache, new, at: cache.at[:, at].set(new, mode='drop'))(
+    cache_BGMK, new_BGLK, positions_BL
   )
 
 

@@ -313,10 +313,13 @@ def test_an_unknown_name_lists_the_names():
     c4.get_config('C4Spmd1BAdam4Replicas:small')
 
 
-def test_lm_1b():
-  config = platform.load_config(['--config=configs/lm_1b.py'])
+@pytest.mark.parametrize(
+  ('name', 'size'), [('lm_1b', 1_093_224_448), ('llama_8b', 8_030_261_248)]
+)
+def test_weights_of_lm_configs(name, size):
+  config = platform.load_config([f'--config=configs/{name}.py'])
   kwargs = base_config.read(
     lm_experiment.Config, config.experiment_kwargs.config
   )
   weights = jax.eval_shape(lambda: model.init(jax.random.key(0), kwargs.model))
-  assert 1.09e9 < count(weights) < 1.1e9
+  assert count(weights) == size

@@ -168,7 +168,7 @@ def test_a_decoded_token_copies_no_layer_out_of_a_stack():
   assert layers == config.num_layers == 4
   assert shapes[tuple(qkv)] == 4
   # Keys and values, for the prompt and two more tokens.
-  assert shapes[1, 7, config.num_heads, config.head_dim] == 2 * 4
+  assert shapes[1, config.num_heads, 7, config.head_dim] == 2 * 4
   assert shapes[4, *qkv] == 0
 
 

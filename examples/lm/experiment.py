@@ -403,6 +403,7 @@ class Experiment(sharded.ShardedExperiment):
       max_decode_steps=self.config.sample_length,
       temperature=self.config.sample_temperature,
       top_k=0,
+      scores=False,
     )
     prompt = self.config.sample_prompt
     ((sample,),) = self._continue([prompt], rng, options)
@@ -464,10 +465,15 @@ class Experiment(sharded.ShardedExperiment):
     ) -> decoding.Decoded:
       batch, length = prompts_BT.shape
       params = model.split_layers(params, config)
+
+      def step(cache: Any, tokens_BL: jax.Array, start_B: jax.Array) -> Any:
+        # Prompts begin at 0. A constant is the same position in all rows, so
+        # the cache is written in one piece.
+        start = start_B if tokens_BL.shape[1] == 1 else 0
+        return model.decode_step(params, tokens_BL, cache, start, config)
+
       return decoding.decode(
-        lambda cache, tokens_BL, start_B: model.decode_step(
-          params, tokens_BL, cache, start_B, config
-        ),
+        step,
         model.empty_cache(config, batch, length + options.max_decode_steps),
         prompts_BT,
         lengths_B,

@@ -15,6 +15,7 @@ product.
 """
 
 from collections.abc import Callable
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -326,7 +327,7 @@ class Attention(hk.Module):
       x_BLD: normalised input, at the positions from `start`.
       angles: rotary angles of its positions, [L, K/2] or [B, L, K/2]; None
         leaves q and k unturned.
-      cache: keys and values, [B, M, G, K] each, right up to `start`.
+      cache: keys and values, [B, G, M, K] each, right up to `start`.
       start: where the new keys and values belong in the cache; [B] if not in
         the same place in all rows.
       segment_ids_BL: the document that each token is of; without a cache.
@@ -526,7 +527,13 @@ def _forward(
     x += drop(out, 2 * number + 2, rows_B)
     return partitioning.constrain(x, transformer.BETWEEN_BLOCKS), new_cache
 
-  position_of = _positions_of_layers(config, start, length)
+  # XLA computes cosines again for each head of each row, unless the angles are
+  # constants. Training keeps its bits.
+  is_prompt = cache is not None and isinstance(start, int)
+  with (
+    jax.ensure_compile_time_eval() if is_prompt else contextlib.nullcontext()
+  ):
+    position_of = _positions_of_layers(config, start, length)
   x_BLD, head = Embedding(config)(tokens_BL, start, positions_BL)
   x_BLD = partitioning.constrain(
     drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
@@ -821,8 +828,8 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     length: M, as many positions as shall be decoded, the prompt included.
 
   Returns:
-    Two arrays of `dtype` for each layer, [B, M, G, K]; of scanned layers two
-    for all, [N, B, M, G, K]. `config.cache_axis` is the axis of B.
+    Two arrays of `dtype` for each layer, [B, G, M, K]; of scanned layers two
+    for all, [N, B, G, M, K]. `config.cache_axis` is the axis of B.
 
   Raises:
     ValueError: the length exceeds `max_length`.
@@ -834,7 +841,7 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     )
 
   def pair(*layers: int) -> Pair:
-    shape = (*layers, batch, length, config.kv_heads, config.head_dim)
+    shape = (*layers, batch, config.kv_heads, length, config.head_dim)
     return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
 
   if config.scan_layers:

@@ -26,7 +26,8 @@ WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
 
-# Keys and values [B, M, G, K], by these names.
+# Keys and values, by these names: [B, M, G, K], or [B, G, M, K] where
+# `extend_step` adds to them.
 Cache = dict[str, jax.Array]
 
 
@@ -362,7 +363,7 @@ class DotProductAttention(base_layer.BaseLayer):
       batch: B.
       length: M, as many positions as there shall be.
     """
-    shape = (batch, length, self._groups, self._width)
+    shape = (batch, self._groups, length, self._width)
     room = jnp.zeros(shape, self.fprop_dtype)
     return {'key': room, 'value': room}
 
