@@ -33,9 +33,10 @@ from . import model_test
 ROOT = pathlib.Path(jaxline.__file__).resolve().parents[1]
 REFERENCE = ROOT / 'tests' / 'data' / 'hf_reference'
 NAMES = sorted(p.name for p in REFERENCE.iterdir())
-# Of the logits' standard deviation. Those of `llama3` amplify rounding: the
-# reference itself is 9.5e-6 from its values in float64, and ours are 1.2e-5.
-TOLERANCE = dict.fromkeys(NAMES, 1e-5) | {'llama3': 3e-5}
+# Of the logits' standard deviation. Two models amplify rounding. The reference
+# of `llama3` is 9.5e-6 from the values in float64, and ours is 1.2e-5. That of
+# `qwen2` is 9.8e-6 from them, and ours 4.0e-6 in the other direction.
+TOLERANCE = dict.fromkeys(NAMES, 1e-5) | {'llama3': 3e-5, 'qwen2': 2e-5}
 
 
 def options_of(name):
