@@ -26,7 +26,6 @@ S max_decode_steps, V vocab, K candidates; L and M as above.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -144,6 +143,7 @@ def decode(
   rng: jax.Array | None = None,
   *,
   cache_axis: int,
+  positions_axis: int | None = None,
 ) -> Decoded:
   """Continues prompts; pure, to be jitted by the caller.
 
@@ -160,6 +160,8 @@ def decode(
       on it, on the row's number, the sample's and the step's, and not on what
       else is in the batch.
     cache_axis: the axis of the rows in the cache's arrays.
+    positions_axis: the axis of the positions in all of the cache's arrays. With
+      it, a beam reorders only the positions behind the prompts.
 
   Returns:
     The continuations.
@@ -193,7 +195,8 @@ def decode(
     return logits_R1V[:, 0], cache
 
   if options.method == 'beam':
-    return _beam(next_logits, cache, token_R, options, cache_axis)
+    axes = cache_axis, positions_axis
+    return _beam(next_logits, cache, token_R, start_B, options, axes)
   return _sample(next_logits, cache, token_R, options, rng)
 
 
@@ -343,8 +346,9 @@ def _beam(
   next_logits: Callable[..., tuple[jax.Array, Any]],
   cache: Any,
   token_R: jax.Array,
+  start_B: jax.Array,
   options: Options,
-  cache_axis: int,
+  axes: tuple[int, int | None],
 ) -> Decoded:
   """Beam search, as in Praxis (Google, 2022).
 
@@ -357,20 +361,34 @@ def _beam(
   """
   size, steps = options.beam_size, options.max_decode_steps
   batch = len(token_R) // size
+  cache_axis, positions_axis = axes
 
   def normalized(scores: jax.Array, lengths: jax.Array) -> jax.Array:
     return scores / length_norm(lengths, options.length_norm_alpha)
 
-  def take(x: jax.Array, rows_BN: jax.Array, axis: int = 0) -> jax.Array:
-    """Takes of each prompt's [.., N, ..] those rows; `axis` is B's."""
-    pick = functools.partial(jnp.take, axis=axis, mode='clip')
-    return jax.vmap(pick, in_axes=(axis, 0), out_axes=axis)(x, rows_BN)
+  def pick(x: jax.Array, rows_N: jax.Array, axis: int = 0) -> jax.Array:
+    return jnp.take(x, rows_N, axis=axis, mode='clip')
+
+  take = jax.vmap(pick)  # Of each prompt's [N, ..] those rows.
 
   def reorder(x: jax.Array, rows_BN: jax.Array) -> jax.Array:
+    def of_prompt(
+      x: jax.Array, rows_N: jax.Array, start: jax.Array
+    ) -> jax.Array:
+      if positions_axis is None:
+        return pick(x, rows_N, cache_axis)
+      # The rows of a prompt differ behind it only.
+      new = jax.lax.dynamic_slice_in_dim(x, start, steps, positions_axis)
+      return jax.lax.dynamic_update_slice_in_dim(
+        x, pick(new, rows_N, cache_axis), start, positions_axis
+      )
+
     shape = x.shape
     # By prompt, so that where prompts are split over devices none is sent.
     x = x.reshape(*shape[:cache_axis], batch, size, *shape[cache_axis + 1 :])
-    return take(x, rows_BN, cache_axis).reshape(shape)
+    return jax.vmap(of_prompt, in_axes=(cache_axis, 0, 0), out_axes=cache_axis)(
+      x, rows_BN, start_B
+    ).reshape(shape)
 
   def is_running(state: Any) -> jax.Array:
     step, _, _, (_, live_scores), (_, lengths, scores) = state

@@ -417,7 +417,12 @@ def attend(
   q = q_BLHK * (width**-0.5 if scale is None else scale)
   if heads != groups:
     q = q.reshape(batch, length, groups, -1, width)
-  scores = einsum(f'BL{h}K,{kv}->B{h}LM', q, k_BMGK)
+  # With an axis of one query in the products, XLA transposes one row's keys.
+  is_single = by_head and length == 1
+  if is_single:
+    scores = einsum(f'B{h}K,{kv}->B{h}M', q[:, 0], k_BMGK)[..., None, :]
+  else:
+    scores = einsum(f'BL{h}K,{kv}->B{h}LM', q, k_BMGK)
   scores = _cap(scores, cap)
   masks = []  # [B or 1, L or 1, M]
   if is_causal:
@@ -450,7 +455,10 @@ def attend(
   weights = exp.astype(v_BMGK.dtype)
   if dropout is not None:
     weights = dropout(weights)
-  mixed = einsum(f'B{h}LM,{kv}->BL{h}K', weights, v_BMGK)
+  if is_single:
+    mixed = einsum(f'B{h}M,{kv}->B{h}K', weights[..., 0, :], v_BMGK)[:, None]
+  else:
+    mixed = einsum(f'B{h}LM,{kv}->BL{h}K', weights, v_BMGK)
   mixed = (mixed / total[..., None]).astype(v_BMGK.dtype)
   return mixed if heads == groups else mixed.reshape(q_BLHK.shape)
 
@@ -739,9 +747,11 @@ def update_cache(
       cache_BGMK, new_BGLK, start, axis=2
     )
   positions_BL = positions_from(start, new_BLGK.shape[1])
-  return jax.vmap(lambda cache, new, at: cache.at[:, at].set(new, mode='drop'))(
-    cache_BGMK, new_BGLK, positions_BL
-  )
+  # An index for each head, though they are equal: XLA turns a single one into a
+  # slice, which it fuses into each reader, with a copy of the cache for each.
+  positions_BGL = jnp.broadcast_to(positions_BL[:, None], new_BGLK.shape[:3])
+  write = lambda cache, new, at: cache.at[at].set(new, mode='drop')
+  return jax.vmap(jax.vmap(write))(cache_BGMK, new_BGLK, positions_BGL)
 
 
 # ---- The output layer, and the loss.

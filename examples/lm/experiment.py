@@ -480,6 +480,7 @@ class Experiment(sharded.ShardedExperiment):
         options,
         rng,
         cache_axis=config.cache_axis,
+        positions_axis=config.cache_axis + 2,
       )
 
     return jax.jit(
