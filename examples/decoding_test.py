@@ -37,16 +37,23 @@ def step_fn(cache, tokens_BL, start_B):
   return jnp.where(back_BLM[..., None] >= 0, logits_BLMV, 0).sum(2), cache
 
 
-@functools.partial(jax.jit, static_argnames=('options', 'batch'))
-def _decode(prompts_BT, lengths_B, rng, options, batch):
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _decode(prompts_BT, lengths_B, rng, options, batch, positions_axis):
   # What an empty cache holds does not matter.
   cache = {'x': jnp.full([1, batch, LONGEST], 3, jnp.int32)}
   return decoding.decode(
-    step_fn, cache, prompts_BT, lengths_B, options, rng, cache_axis=1
+    step_fn,
+    cache,
+    prompts_BT,
+    lengths_B,
+    options,
+    rng,
+    cache_axis=1,
+    positions_axis=positions_axis,
   )
 
 
-def decode(prompts, seed=0, length=5, **options):
+def decode(prompts, seed=0, length=5, positions_axis=2, **options):
   """Returns NumPy arrays (ids, lengths, scores)."""
   ids = np.full([len(prompts), length], 2, np.int32)  # Padding is no token.
   for i, prompt in enumerate(prompts):
@@ -54,7 +61,9 @@ def decode(prompts, seed=0, length=5, **options):
   options = decoding.Options(**{'max_decode_steps': 4} | options)
   lengths = np.array([*map(len, prompts)], np.int32)
   return jax.device_get(
-    _decode(ids, lengths, jax.random.key(seed), options, len(prompts))
+    _decode(
+      ids, lengths, jax.random.key(seed), options, len(prompts), positions_axis
+    )
   )
 
 
@@ -343,8 +352,10 @@ def beam(prompt, size, steps, stop_ids, alpha):
   )[:size]
 
 
-@pytest.mark.parametrize('stop_ids', [(0,), (3, 0), ()])
-def test_a_narrow_beam(stop_ids):
+@pytest.mark.parametrize(
+  ('stop_ids', 'positions_axis'), [((0,), 2), ((3, 0), 2), ((), None)]
+)
+def test_a_narrow_beam(stop_ids, positions_axis):
   size, steps, alpha = 3, 5, 0.8
   found = decode(
     PROMPTS,
@@ -353,6 +364,7 @@ def test_a_narrow_beam(stop_ids):
     max_decode_steps=steps,
     stop_ids=stop_ids,
     length_norm_alpha=alpha,
+    positions_axis=positions_axis,
   )
   for row, prompt in enumerate(PROMPTS):
     assert trimmed(found, row) == beam(prompt, size, steps, stop_ids, alpha)

@@ -337,19 +337,22 @@ def rotary_angles(
   )
 
 
-def rotate(x_BLHK: jax.Array, angles: jax.Array) -> jax.Array:
+def rotate(
+  x_BLHK: jax.Array, angles: jax.Array | tuple[jax.Array, jax.Array]
+) -> jax.Array:
   """Turns each pair (x[k], x[k + K/2]) of a head by its position's angles.
 
   Args:
     x_BLHK: queries or keys.
-    angles: as `rotary_angles` returns them, for all rows or for each.
+    angles: as `rotary_angles` returns them, for all rows or for each; or their
+      cosines and their sines.
 
   Returns:
     As `x_BLHK`, computed in float32.
   """
-  if angles.ndim == 2:
-    angles = angles[None]
-  cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+  if not isinstance(angles, tuple):
+    angles = jnp.cos(angles), jnp.sin(angles)
+  cos, sin = (jnp.expand_dims(x, (0, 2) if x.ndim == 2 else 2) for x in angles)
   a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
   turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return turned.astype(x_BLHK.dtype)

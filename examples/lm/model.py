@@ -15,7 +15,6 @@ product.
 """
 
 from collections.abc import Callable
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -315,7 +314,7 @@ class Attention(hk.Module):
   def __call__(
     self,
     x_BLD: jax.Array,
-    angles: jax.Array | None,
+    angles: jax.Array | Pair | None,
     cache: Pair | None = None,
     start: int | jax.Array = 0,
     segment_ids_BL: jax.Array | None = None,
@@ -325,8 +324,8 @@ class Attention(hk.Module):
 
     Args:
       x_BLD: normalised input, at the positions from `start`.
-      angles: rotary angles of its positions, [L, K/2] or [B, L, K/2]; None
-        leaves q and k unturned.
+      angles: of its positions, as for `transformer.rotate`; None leaves q and k
+        unturned.
       cache: keys and values, [B, G, M, K] each, right up to `start`.
       start: where the new keys and values belong in the cache; [B] if not in
         the same place in all rows.
@@ -527,13 +526,8 @@ def _forward(
     x += drop(out, 2 * number + 2, rows_B)
     return partitioning.constrain(x, transformer.BETWEEN_BLOCKS), new_cache
 
-  # XLA computes cosines again for each head of each row, unless the angles are
-  # constants. Training keeps its bits.
-  is_prompt = cache is not None and isinstance(start, int)
-  with (
-    jax.ensure_compile_time_eval() if is_prompt else contextlib.nullcontext()
-  ):
-    position_of = _positions_of_layers(config, start, length)
+  room = None if cache is None else jax.tree.leaves(cache)[0].shape[-2]
+  position_of = _positions_of_layers(config, start, length, room)
   x_BLD, head = Embedding(config)(tokens_BL, start, positions_BL)
   x_BLD = partitioning.constrain(
     drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
@@ -557,22 +551,44 @@ def _forward(
 
 
 def _positions_of_layers(
-  config: ModelConfig, start: int | jax.Array, length: int
-) -> Callable[[Any], tuple[int | jax.Array, jax.Array | None]]:
-  """Returns a function from a layer's number to its window and its angles."""
+  config: ModelConfig,
+  start: int | jax.Array,
+  length: int,
+  room: int | None,
+) -> Callable[[Any], tuple[int | jax.Array, Any]]:
+  """Returns a function from a layer's number to its window and its angles.
+
+  Args:
+    config: the model.
+    start: position of the first token; [B] if not the same in all rows.
+    length: L.
+    room: M, the positions of the cache; None is no cache.
+  """
   windows = config.windows or (0,)
-  angles = local = None
-  if config.positions == 'rotary':
-    positions = transformer.positions_from(start, length)
-    angles = local = transformer.rotary_angles(
-      positions, config.head_dim, config.rotary_base, config.rotary_scaling
-    )
-    if config.local_rotary_base:
-      local = transformer.rotary_angles(
-        positions, config.head_dim, config.local_rotary_base
+  positions = transformer.positions_from(start, length)
+
+  def turns(*args: Any) -> Any:
+    if room is None:
+      return transformer.rotary_angles(positions, config.head_dim, *args)
+    # XLA computes cosines again for each head of each row, unless they are
+    # constants. Training keeps its bits.
+    with jax.ensure_compile_time_eval():
+      angles = transformer.rotary_angles(
+        jnp.arange(room), config.head_dim, *args
+      )
+      at = transformer.positions_from(start, length)
+      return tuple(
+        jnp.take(x, at, axis=0, mode='clip')
+        for x in (jnp.cos(angles), jnp.sin(angles))
       )
 
-  def position_of(number: Any) -> tuple[int | jax.Array, jax.Array | None]:
+  angles = local = None
+  if config.positions == 'rotary':
+    angles = local = turns(config.rotary_base, config.rotary_scaling)
+    if config.local_rotary_base:
+      local = turns(config.local_rotary_base)
+
+  def position_of(number: Any) -> tuple[int | jax.Array, Any]:
     i = number % len(windows)
     if isinstance(i, int) or len(set(windows)) == 1:
       window = windows[i if isinstance(i, int) else 0]
@@ -582,7 +598,8 @@ def _positions_of_layers(
     if local is angles:
       return window, angles
     has_window = jnp.array([x > 0 for x in windows])[i]
-    return window, jnp.where(has_window, local, angles)
+    either = functools.partial(jnp.where, has_window)
+    return window, jax.tree.map(either, local, angles)
 
   return position_of
 
