@@ -18,6 +18,7 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 import numpy as np
+import optax
 
 from jaxline import async_lib
 from jaxline import base_config
@@ -164,10 +165,9 @@ class Run:
         evaluation(state, counts)
         evaluation.wait()
     except errors.StopTraining as e:
-      if not (steps or config.one_off_evaluate):
-        # A training beside it sees the note at its next save.
-        checkpointer.mark_ended(state.global_step, str(e))
       self.console.stopped = str(e)
+      if not (steps or config.one_off_evaluate):  # Training reads it at a save.
+        checkpointer.mark_ended(state.global_step, str(e))
 
   def _restored(
     self, evaluation: '_Evaluation', steps: list[int]
@@ -257,25 +257,24 @@ class Run:
         raise errors.StopTraining(*why)
 
     interval = config.eval_interval
-    if interval is not None and interval >= 0:
-      action = periodic.PeriodicAction(
-        evaluate_now,
-        interval_type=interval_type,
-        interval=interval,
-        run_async=False,  # Training waits: the next step donates the weights.
-        end_step_to_action=config.training_steps,
-      )
-      # The last action, because it shifts the clocks of the others.
-      training.actions.append(action)
-      with training.stoppable():
+    with training.stoppable():
+      if interval is not None and interval >= 0:
+        action = periodic.PeriodicAction(
+          evaluate_now,
+          interval_type=interval_type,
+          interval=interval,
+          run_async=False,  # Training waits: the next step donates the weights.
+          end_step_to_action=config.training_steps,
+        )
+        # The last action, because it shifts the clocks of the others.
+        training.actions.append(action)
         # The run may have been ended between this step and its evaluation.
         if state.global_step and interval_type == 'steps':
           action(time.time(), state.global_step, None)
-        elif state.global_step:  # By seconds: it is unknown whether it was due.
+        elif state.global_step:  # By seconds: one may have been due.
           evaluate_now()
-    is_first = state.global_step == 0 or checkpointer.is_new()
-    if config.eval_initial_weights and is_first:
-      with training.stoppable():
+      is_first = state.global_step == 0 or checkpointer.is_new()
+      if config.eval_initial_weights and is_first:
         evaluate_now()
     training.run_loop()
     with training.stoppable():
@@ -434,10 +433,9 @@ class _Training:
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
     step = self.state.global_step
-    self._asked = checkpointer.why_to_stop(int(step))
     self.stop: errors.StopTraining | None = None
     with self.stoppable():
-      self._stop_if_asked()
+      self._stop_if_noted()
     if self.stop is None:
       checkpointer.mark_begun(int(step))
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
@@ -514,23 +512,16 @@ class _Training:
     self.guard.wait()  # A state that is not finite must not be saved.
     with goodput.measure('checkpoints'):
       self._run.checkpointer.save('latest')
-    step = self._saved_step = int(self.state.global_step)
-
-    def ask() -> None:
-      self._asked = self._run.checkpointer.why_to_stop(step)
-
-    self._run.checkpointer.when_saved(ask)
+    self._saved_step = int(self.state.global_step)
 
   def _save_and_stop(self, *unused: Any) -> None:
     self.save()
-    self._stop_if_asked()
+    self._stop_if_noted()
 
-  def _stop_if_asked(self) -> None:
-    """Raises StopTraining in all processes if process 0 has read to stop."""
-    if self._run.checkpointer.collective:
-      self._asked = distributed.of_chief(self._asked)
-    if self._asked:
-      raise errors.StopTraining(*self._asked)
+  def _stop_if_noted(self) -> None:
+    """Raises StopTraining in all processes if the notes say to end."""
+    if why := self._run.checkpointer.why_to_stop(int(self.state.global_step)):
+      raise errors.StopTraining(*why)
 
   @contextlib.contextmanager
   def stoppable(self) -> Iterator[None]:
@@ -557,13 +548,16 @@ class _Training:
         forks = config.restore_from and config.eval_initial_weights
         saves = config.save_initial_train_checkpoint or forks
         if saves and run.checkpointer.is_new():
-          if forks:
-            run.console.say('Saving the restored weights, to evaluate them.')
           with debug.log_activity('first checkpoint'):
             self.save()
         for action in actions:
           action.update_time(time.time(), state.global_step)
-        if self.stop is None:
+        if self.stop is not None:
+          run.console.say(
+            f'The run has ended at step {state.global_step}: {self.stop}'
+            f' To train on, {self.stop.how}.'
+          )
+        else:
           with (
             self.stoppable(),
             run.console.training(),
@@ -571,15 +565,7 @@ class _Training:
           ):
             self.experiment.train_loop(config, state, actions, run.log)
           if self.stop is not None and self.experiment.IS_SHARDED:
-            # Raised behind the update: the weights are those of the next step.
-            done = int(self.experiment.state.step) == state.global_step + 1
-            state.global_step += done
-        else:
-          note = f'{config.checkpoint_dir}/checkpoints/ended.json'
-          run.console.say(
-            f'The run has ended at step {state.global_step}: {self.stop}'
-            f' To train on, {self.stop.how or f"remove {note}"}.'
-          )
+            self._count_last_step()
         self._finish()
         # No host leaves before the first one has saved: its exit would end it.
         devices.rendezvous()
@@ -597,6 +583,17 @@ class _Training:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
       run.checkpointer.logs = ()
+
+  def _count_last_step(self) -> None:
+    """Counts a step that raised StopTraining behind its update."""
+    experiment: Any = self.experiment
+    after, step = experiment.state, self.state.global_step + 1
+    if int(after.step) == step:
+      self.state.global_step = step
+      # Its scalars are lost, but it may not save weights that are not finite.
+      norm = jax.jit(optax.tree.norm)(after.params)
+      flag = {nonfinite.NONFINITE: ~np.isfinite(norm), 'norm of weights': norm}
+      self.guard(time.time(), step, flag)
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
@@ -620,7 +617,7 @@ class _Evaluation:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
-    values: step -> value for early stopping, in `train_and_eval`.
+    values: steps and their values, for early stopping.
     starts_as_run: whether the experiment's initial weights are those that the
       training of this config initialises.
   """
@@ -643,10 +640,7 @@ class _Evaluation:
     steps = run.checkpointer.evaluated()
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
-    self.values: dict[int, float] = {}
-    if until < math.inf and notes.early_stop(config)[1] is not None:
-      noted = distributed.of_chief([*run.checkpointer.values(until).items()])
-      self.values = dict(noted)
+    self.values = run.checkpointer.values(until)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
@@ -696,9 +690,7 @@ class _Evaluation:
     value = None
     if patience is not None:
       value = self._value_of('early_stop.metric', metric, scalars)
-      if checkpointer.collective and not checkpointer.reads_only:
-        value = distributed.of_chief(value)
-      self.values[step] = value
+      self.values.append((step, value))
 
     def note() -> None:
       flushed()  # First: what is noted as evaluated is in the log.
@@ -746,6 +738,7 @@ class _Evaluation:
     return state
 
   def _value_of(self, key: str, metric: str, scalars: Any) -> float:
+    """Returns a metric; if the processes' differ, the first one's counts."""
     values = writers.to_scalars(scalars)
     if metric not in values:
       raise errors.UsageError(
@@ -753,7 +746,9 @@ class _Evaluation:
         f' no number of that name. It returned {sorted(values)}.'
         f'{errors.did_you_mean(metric, values)}'
       )
-    return float(values[metric])
+    value = float(values[metric])
+    collective = self._run.checkpointer.collective
+    return distributed.of_chief(value) if collective else value
 
   def _keep_best(
     self, scalars: Mapping[str, Any], step: int, train_step_rng: Any
@@ -762,9 +757,6 @@ class _Evaluation:
     run, state, key = self._run, self._best, 'best_model_eval_metric'
     metric, old = run.config[key], state.best_eval_metric_value
     value = self._value_of(key, metric, scalars)
-    if run.checkpointer.collective:
-      # They save together; if the values differ, the first host's counts.
-      value = distributed.of_chief(value)
     if not self._sign * value > self._sign * old:  # A NaN is never better.
       return
     run.console.log_best(metric, value, step)

@@ -17,6 +17,8 @@ from jaxline import train
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import notes
+from jaxline.supervision import nonfinite
+from tests import test_averaged_weights
 from tests import test_durable_multiprocess as multiprocess
 from tests import test_faults
 from tests import test_train
@@ -47,7 +49,7 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config = base_config.get_base_config()
   config.best_model_eval_metric_higher_is_better = higher
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
-  assert bool(notes.no_gain(config, values)) == stops
+  assert bool(notes.no_gain(config, values.items())) == stops
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,11 @@ def test_values_of_steps_that_run_again_do_not_count(tmp_path):
   checkpointer = durable.DurableCheckpointer(config, 'train')
   for step, value in enumerate([5.0, NAN, 3.0]):
     checkpointer.mark_evaluated(step, value)
-  assert checkpointer.values(2)[2] == 3.0
+  assert checkpointer.values(2)[2] == (2, 3.0)
   checkpointer.mark_begun(1)
-  np.testing.assert_equal(checkpointer.values(9), {0: 5.0, 1: NAN})
+  np.testing.assert_equal(checkpointer.values(9), [(0, 5.0), (1, NAN)])
   config.early_stop.metric = 'accuracy'
-  assert checkpointer.values(9) == {}
+  assert checkpointer.values(9) == []
 
 
 def noted(run_dir):
@@ -163,6 +165,22 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
   (tmp_path / 'checkpoints' / 'ended.json').unlink()
   result = jaxline.fit(cls, config)
   assert int(result.experiment.state.step) == 9
+
+
+class StopsBehindNan(Stops):
+  place, at = 'behind', 3
+
+  def train_input(self):
+    return test_averaged_weights.Input(self.batch_size)
+
+
+def test_stop_training_behind_a_nan_saves_nothing(tmp_path):
+  config = regression.get_config(9)
+  config.checkpoint_dir = str(tmp_path)
+  config.save_checkpoint_interval = 2
+  with pytest.raises(nonfinite.NonfiniteError, match='step 3'):
+    jaxline.fit(StopsBehindNan, config)
+  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 2
 
 
 class StopsPerDevice(test_train.Toy):

@@ -228,12 +228,12 @@ class FullCheckpointer(Checkpointer):
     """Returns the steps that are noted as evaluated."""
     return []
 
-  def values(self, until: int) -> dict[int, float]:
-    """Returns step -> noted value of the metric of `config.early_stop`."""
-    return {}
+  def values(self, until: float) -> list[tuple[int, float]]:
+    """Returns noted steps and their values of `config.early_stop.metric`."""
+    return []
 
   def mark_evaluated(self, step: int, value: float | None = None) -> None:
-    """Notes that a step is evaluated, and its value for `config.early_stop`."""
+    """Notes that a step is evaluated, and its value for early stopping."""
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from this step."""

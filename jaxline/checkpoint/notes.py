@@ -8,7 +8,7 @@
 which are replaced whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 import contextlib
 import math
 import pathlib
@@ -68,29 +68,30 @@ class NotingCheckpointer(base.FullCheckpointer):
 
   def mark_ended(self, step: int, why: str = '') -> None:
     """Notes that training has ended, for those who evaluate it."""
+    why = why or self._read_end()[1]  # Of an evaluation beside it.
     if jax.process_index() == 0 and not self.reads_only:
       self._root.mkdir(parents=True, exist_ok=True)
       note = {'step': int(step)} | ({'why': why} if why else {})
       files.write_json(self._root / 'ended.json', note)
 
   def why_to_stop(self, step: int) -> list[str]:
-    """Returns arguments of `StopTraining`, or []; reads this host's disk."""
-    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
-      note = files.read_json(self._root / 'ended.json')
-      if note['step'] <= step:
-        return [note['why']]
+    """Returns arguments of `StopTraining` if the notes say to end, or []."""
+    noted, why = self._read_end()
+    if noted is not None and noted <= step and why:
+      return [why, f'remove {self._root}/ended.json']
     return no_gain(self._config, self.values(step))
 
   def ended(self) -> int | None:
-    """Returns the step at which training has ended, or None.
+    """Returns the step at which training has ended, or None."""
+    return self._read_end()[0]
 
-    All hosts get the first one's answer.
-    """
-    step = None
+  def _read_end(self) -> tuple[int | None, str]:
+    """Returns step and reason of an end; all hosts get the first one's."""
+    note: Any = {}
     # Where it cannot be read it is asked again.
-    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
-      step = int(files.read_json(self._root / 'ended.json')['step'])
-    return distributed.of_chief(step)
+    with contextlib.suppress(files.DamagedError, OSError):
+      note = files.read_json(self._root / 'ended.json')
+    return distributed.of_chief((note.get('step'), note.get('why', '')))
 
   @property
   def _note(self) -> pathlib.Path:
@@ -105,11 +106,13 @@ class NotingCheckpointer(base.FullCheckpointer):
     is_chief = jax.process_index() == 0
     return distributed.of_chief(_read_note(self._note)[0] if is_chief else [])
 
-  def values(self, until: int) -> dict[int, float]:
-    """Returns step -> value of early stopping's metric; on this host's disk."""
+  def values(self, until: float) -> list[tuple[int, float]]:
+    """Returns noted steps and their values of `config.early_stop.metric`."""
     metric, patience, _ = early_stop(self._config)
-    noted = [] if patience is None else _read_note(self._note)[1]
-    return {s: x for s, name, x in noted if name == metric and s <= until}
+    if patience is None:
+      return []
+    values = [x for x in _read_note(self._note)[1] if x[1] == metric]
+    return distributed.of_chief([(s, x) for s, _, x in values if s <= until])
 
   def mark_evaluated(self, step: int, value: float | None = None) -> None:
     """Notes that a step is evaluated and its results are safe."""
@@ -131,25 +134,19 @@ def early_stop(config: Any) -> tuple[str, int | None, float]:
   return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
-def no_gain(config: Any, values: Mapping[int, float]) -> list[str]:
-  """Returns arguments of `StopTraining` if early stopping ends a run, or [].
-
-  Args:
-    config: the run's.
-    values: step -> value of the metric.
-  """
+def no_gain(config: Any, values: Iterable[tuple[int, float]]) -> list[str]:
+  """Returns arguments of `StopTraining` if early stopping ends a run, or []."""
   metric, patience, min_delta = early_stop(config)
   sign = 1 if config.best_model_eval_metric_higher_is_better else -1
   best, at, since = -math.inf, None, 0
-  for step, value in sorted(values.items()):
+  for step, value in sorted(values):
+    since += 1
     if sign * value > best + min_delta:  # A NaN is no gain.
       best, at, since = sign * value, step, 0
-      continue
-    since += 1
-    if patience is not None and since >= patience:
+    elif patience is not None and since >= patience:
       return [
         f'{metric!r} has not improved by more than {min_delta:g} over that of'
-        f' step {at} in {since} evaluations (config.early_stop).',
+        f' step {at} in {since} evaluations.',
         'raise config.early_stop.patience, or set it to None',
       ]
   return []
