@@ -730,7 +730,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     saved = snapshot_state['state']
     is_training = self.mode == 'train'
     if wrong := experiment.differences(
-      saved, self.abstract_state(), 'the checkpoint has', 'the model expects'
+      saved, self.abstract_state(), 'it has', 'the model expects', 'state'
     ):
       raise errors.UsageError(
         'The checkpoint does not fit the model; nothing was restored. Use the'

@@ -74,6 +74,7 @@ class Run:
     watch: told by a signal to end the run, which then saves and leaves.
     trained: for an evaluation beside a training: set once training has made
       its last checkpoint. None where training is somewhere else.
+    stop: what ended the run before its last step; None if nothing did.
   """
 
   experiment_class: Any
@@ -87,6 +88,7 @@ class Run:
   console: Any = None
   watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
   trained: threading.Event | None = None
+  stop: errors.StopTraining | None = None
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
@@ -102,6 +104,21 @@ class Run:
     """Returns whether this host saves, if `all_hosts` or only the first do."""
     collective = self.checkpointer.collective
     return collective or all_hosts or jax.process_index() == 0
+
+  @contextlib.contextmanager
+  def stoppable(self) -> Iterator[None]:
+    """Ends what is inside if it raises StopTraining, and keeps the reason."""
+    try:
+      yield
+    except errors.StopTraining as e:
+      self.stop = self.stop or e.with_traceback(None)
+      self.console.stopped = str(self.stop)
+
+  def mark_ended(self, step: int) -> None:
+    """Notes that training has ended, and the experiment's reason if any."""
+    # Early stopping decides anew at the next start, perhaps by another config.
+    why = str(self.stop) if self.stop and not self.stop.is_noted else ''
+    self.checkpointer.mark_ended(step, why)
 
   def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
     """Ends the loop if a signal asks for it; called after each step.
@@ -128,18 +145,18 @@ class Run:
     try:
       training.run_loop()
     except preemption.Preempted as e:
-      if training.stop is None and experiment.should_run_step(
+      if not self.stop and experiment.should_run_step(
         state.global_step, self.config
       ):
         raise
       # The signal came too late to stop the training; all is saved.
-      training.mark_ended()
+      self.mark_ended(state.global_step)
       if self.eval_checkpointer is None:  # Else an evaluation may be left.
         e.is_over = True
         e.add_note('The run has ended.')
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
-    training.mark_ended()
+    self.mark_ended(state.global_step)
     return experiment
 
   @debug.disable_pmap_jit
@@ -160,14 +177,12 @@ class Run:
     if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
-    try:
+    with self.stoppable():
       for counts in self._restored(evaluation, steps):
         evaluation(state, counts)
         evaluation.wait()
-    except errors.StopTraining as e:
-      self.console.stopped = str(e)
-      if not (steps or config.one_off_evaluate):  # Training reads it at a save.
-        checkpointer.mark_ended(state.global_step, str(e))
+    if self.stop and not (steps or config.one_off_evaluate):
+      self.mark_ended(state.global_step)  # Training reads it at a save.
 
   def _restored(
     self, evaluation: '_Evaluation', steps: list[int]
@@ -253,11 +268,10 @@ class Run:
       evaluation(state)
       for action in training.actions:
         action.skip_time(time.time() - began)
-      if why := notes.no_gain(config, evaluation.values):
-        raise errors.StopTraining(*why)
+      notes.stop_without_gain(config, evaluation.noted)
 
     interval = config.eval_interval
-    with training.stoppable():
+    with self.stoppable():
       if interval is not None and interval >= 0:
         action = periodic.PeriodicAction(
           evaluate_now,
@@ -277,10 +291,10 @@ class Run:
       if config.eval_initial_weights and is_first:
         evaluate_now()
     training.run_loop()
-    with training.stoppable():
+    with self.stoppable():
       evaluate_now()
     evaluation.wait()
-    training.mark_ended()
+    self.mark_ended(state.global_step)
     return training.experiment
 
   def train_eval_multithreaded(self) -> None:
@@ -405,8 +419,6 @@ class _Training:
   Attributes:
     experiment: the experiment.
     state: the live state of `latest`, restored.
-    stop: what ended the run before its last step, in this process or an earlier
-      one; None if nothing did.
     guard: judges whether losses and gradients are finite.
     actions: called after each step, in this order.
   """
@@ -432,12 +444,10 @@ class _Training:
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
-    step = self.state.global_step
-    self.stop: errors.StopTraining | None = None
-    with self.stoppable():
-      self._stop_if_noted()
-    if self.stop is None:
-      checkpointer.mark_begun(int(step))
+    step = int(self.state.global_step)
+    with run.stoppable():
+      checkpointer.stop_if_noted(step)
+      checkpointer.mark_begun(step)
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
@@ -496,7 +506,7 @@ class _Training:
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(
         periodic.PeriodicAction(
-          self._save_and_stop,
+          lambda *unused: self.save(),
           interval_type=config.checkpoint_interval_type or config.interval_type,
           interval=config.save_checkpoint_interval,
           logging_growth_ratios=config.periodic_action_growth_ratios,
@@ -514,30 +524,6 @@ class _Training:
       self._run.checkpointer.save('latest')
     self._saved_step = int(self.state.global_step)
 
-  def _save_and_stop(self, *unused: Any) -> None:
-    self.save()
-    self._stop_if_noted()
-
-  def _stop_if_noted(self) -> None:
-    """Raises StopTraining in all processes if the notes say to end."""
-    if why := self._run.checkpointer.why_to_stop(int(self.state.global_step)):
-      raise errors.StopTraining(*why)
-
-  @contextlib.contextmanager
-  def stoppable(self) -> Iterator[None]:
-    """Ends what is inside if it raises StopTraining, and keeps the reason."""
-    try:
-      yield
-    except errors.StopTraining as e:
-      self.stop = self.stop or e.with_traceback(None)
-      self._run.console.stopped = str(self.stop)
-
-  def mark_ended(self) -> None:
-    """Notes the end, and the experiment's reason if it gave one."""
-    # Early stopping decides anew at the next start, perhaps by another config.
-    why = '' if self.stop is None or self.stop.how else str(self.stop)
-    self._run.checkpointer.mark_ended(self.state.global_step, why)
-
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     run, config, state = self._run, self._run.config, self.state
@@ -545,26 +531,21 @@ class _Training:
     try:
       with run.watch.training():
         # An evaluation beside it cannot make the weights of another run.
-        forks = config.restore_from and config.eval_initial_weights
-        saves = config.save_initial_train_checkpoint or forks
+        saves = config.restore_from and config.eval_initial_weights
+        saves = saves or config.save_initial_train_checkpoint
         if saves and run.checkpointer.is_new():
           with debug.log_activity('first checkpoint'):
             self.save()
         for action in actions:
           action.update_time(time.time(), state.global_step)
-        if self.stop is not None:
-          run.console.say(
-            f'The run has ended at step {state.global_step}: {self.stop}'
-            f' To train on, {self.stop.how}.'
-          )
-        else:
+        if not run.stop:
           with (
-            self.stoppable(),
+            run.stoppable(),
             run.console.training(),
             oom.explained(self.experiment, config),
           ):
             self.experiment.train_loop(config, state, actions, run.log)
-          if self.stop is not None and self.experiment.IS_SHARDED:
+          if run.stop and self.experiment.IS_SHARDED:
             self._count_last_step()
         self._finish()
         # No host leaves before the first one has saved: its exit would end it.
@@ -586,8 +567,8 @@ class _Training:
 
   def _count_last_step(self) -> None:
     """Counts a step that raised StopTraining behind its update."""
-    experiment: Any = self.experiment
-    after, step = experiment.state, self.state.global_step + 1
+    after = self.experiment.snapshot_state()['state']
+    step = self.state.global_step + 1
     if int(after.step) == step:
       self.state.global_step = step
       # Its scalars are lost, but it may not save weights that are not finite.
@@ -598,6 +579,8 @@ class _Training:
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
     self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
+    if step == self._saved_step:
+      self._run.checkpointer.stop_if_noted(step)
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
@@ -617,7 +600,7 @@ class _Evaluation:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
-    values: steps and their values, for early stopping.
+    noted: the evaluations that early stopping compares.
     starts_as_run: whether the experiment's initial weights are those that the
       training of this config initialises.
   """
@@ -637,10 +620,9 @@ class _Evaluation:
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, init_rng, config
       )
-    steps = run.checkpointer.evaluated()
-    self.done = {step for step in steps if step <= until}
+    self.noted = [x for x in run.checkpointer.evaluated() if x[0] <= until]
+    self.done = {step for step, _, _ in self.noted}
     self.last = max(self.done, default=None)
-    self.values = run.checkpointer.values(until)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
@@ -690,7 +672,7 @@ class _Evaluation:
     value = None
     if patience is not None:
       value = self._value_of('early_stop.metric', metric, scalars)
-      self.values.append((step, value))
+      self.noted.append((step, metric, value))
 
     def note() -> None:
       flushed()  # First: what is noted as evaluated is in the log.

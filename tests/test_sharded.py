@@ -115,10 +115,10 @@ def test_a_batch_that_compiles_the_step_again_is_warned_of_once(caplog):
     if 'compiled again' in record.getMessage()
   ]
   assert warning[1:] == [
-    "batch['kind']: now int32[8], before int32[16]",
-    "batch['weights']: now float32[8], before float32[16]",
-    "batch['x']: now float32[8, 8], before float32[16, 8]",
-    "batch['y']: now float32[8, 4], before float32[16, 4]",
+    'batch/kind: now int32[8], before int32[16]',
+    'batch/weights: now float32[8], before float32[16]',
+    'batch/x: now float32[8, 8], before float32[16, 8]',
+    'batch/y: now float32[8, 4], before float32[16, 4]',
   ]
 
 
@@ -219,8 +219,8 @@ def test_a_step_that_changes_shapes_or_types_is_refused_by_name():
   with pytest.raises(ValueError, match='after a step') as error:
     regression.train_steps(make(Changing), 1)
   assert error.value.args[0].splitlines()[1:] == [
-    ".model_state['mean']: the step returns float32[3], it got float32[8]",
-    ".model_state['more']: the step returns float32[], it got nothing",
+    'model_state/mean: the step returns float32[3], it got float32[8]',
+    'model_state/more: the step returns float32[], it got nothing',
   ]
 
 
@@ -1002,10 +1002,10 @@ def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():
   with pytest.raises(errors.UsageError) as error:
     experiment.restore_from_snapshot(snapshot)
   lines = error.value.args[0].splitlines()[1:]
-  moments = [f"{m}['{w}']" for m in ('mu', 'nu') for w in ('b', 'w')]
+  moments = [f'{m}/{w}' for m in ('mu', 'nu') for w in ('b', 'w')]
   assert [line.partition(': ')[0] for line in lines] == [
-    *(f'.opt_state[0].{name}' for name in ('count', *moments)),
-    *(f".params['{name}']" for name in ('b', 'more', 'w')),
+    *(f'state/opt_state/0/{name}' for name in ('count', *moments)),
+    *(f'state/params/{name}' for name in ('b', 'more', 'w')),
   ]
   assert all(x in lines[-1] for x in ('float32[8, 4]', 'bfloat16[8, 6]'))
   assert regression.digest(experiment.state) == before

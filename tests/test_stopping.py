@@ -1,5 +1,6 @@
 """A run that ends before its last step: early stopping, StopTraining."""
 
+import contextlib
 import functools
 import json
 import math
@@ -14,7 +15,6 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
 from jaxline import train
-from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import notes
 from jaxline.supervision import nonfinite
@@ -38,7 +38,6 @@ NEVER_BETTER = '--config.early_stop.min_delta=1e9'
     ({1: 5, 2: 4, 3: 4, 4: 4}, False, 2, 0.0, True),
     ({1: 5, 2: 4.5, 3: 3.5, 4: 3}, False, 2, 1.0, False),  # 3.5 is a gain.
     ({1: 5, 2: 4.5, 3: 4}, False, 2, 1.0, True),
-    ({3: 3, 1: 1, 2: 2}, True, 1, 0.0, False),  # By step.
     ({1: 1, 2: NAN, 3: NAN}, True, 2, 0.0, True),
     ({1: NAN, 2: 1}, True, 2, 0.0, False),
     ({1: 1, 2: 1, 3: 1}, True, None, 0.0, False),
@@ -49,7 +48,10 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config = base_config.get_base_config()
   config.best_model_eval_metric_higher_is_better = higher
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
-  assert bool(notes.no_gain(config, values.items())) == stops
+  raised = pytest.raises(experiment.StopTraining, match='step ')
+  with raised if stops else contextlib.nullcontext():
+    own = [(step, '', x) for step, x in values.items()]
+    notes.stop_without_gain(config, [(0, 'of another', -9.0), *own])
 
 
 @pytest.mark.parametrize(
@@ -78,20 +80,6 @@ def test_a_metric_that_is_not_returned_is_refused(tmp_path):
     test_train.Process(tmp_path, **values).run(2)
 
 
-def test_values_of_steps_that_run_again_do_not_count(tmp_path):
-  config = test_train.make_config(
-    checkpoint_dir=str(tmp_path), early_stop={'patience': 1, 'metric': 'loss'}
-  )
-  checkpointer = durable.DurableCheckpointer(config, 'train')
-  for step, value in enumerate([5.0, NAN, 3.0]):
-    checkpointer.mark_evaluated(step, value)
-  assert checkpointer.values(2)[2] == (2, 3.0)
-  checkpointer.mark_begun(1)
-  np.testing.assert_equal(checkpointer.values(9), [(0, 5.0), (1, NAN)])
-  config.early_stop.metric = 'accuracy'
-  assert checkpointer.values(9) == []
-
-
 def noted(run_dir):
   return json.loads((run_dir / 'checkpoints' / 'ended.json').read_text())
 
@@ -109,7 +97,7 @@ def test_a_killed_run_stops_at_the_same_step(dies_at, every, tmp_path):
   if dies_at is not None:
     process.run(9, dies_at=dies_at)
   process.run(9)
-  assert noted(tmp_path) == {'step': 4}
+  assert noted(tmp_path) == {'step': 4, 'why': ''}
   assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 4
   assert process.curve() == [(1, 0), (2, 1), (3, 2), (4, 3)]
   assert process.run(9) == []  # It stays ended,

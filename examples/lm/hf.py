@@ -34,6 +34,7 @@ import jaxline
 from jaxline import base_config
 from jaxline import distributed
 from jaxline import errors
+from jaxline import partitioning
 from jaxline import platform
 from jaxline import sharded
 from jaxline.checkpoint import base
@@ -456,7 +457,7 @@ def _read_state(
   rows = _rows(config)
 
   def read(path: Any, x: Any) -> jax.Array:
-    row = rows[structure.name_of(path)]
+    row = rows[partitioning.name_of(path)]
     part = functools.partial(row.read, tensors, x.shape)
     return jax.make_array_from_callback(x.shape, x.sharding, part)
 

@@ -2,8 +2,7 @@
 
     config.json                      the config that training goes on with
     checkpoints/ended.json           the step at which training has ended, why
-    checkpoints/evaluated/MODE.json  the steps that are evaluated, and the
-                                     values that early stopping compares
+    checkpoints/evaluated/MODE.json  evaluations and their value for early stop
 
 which are replaced whole.
 """
@@ -20,6 +19,7 @@ from ml_collections import config_dict
 
 from jaxline import base_config
 from jaxline import distributed
+from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 
@@ -61,31 +61,32 @@ class NotingCheckpointer(base.FullCheckpointer):
     folder = self._root / 'evaluated'
     with _noting:
       for path in folder.glob('*.json'):
-        noted, values = _read_note(path)
-        if any(s > step for s in noted):
-          kept = [x for x in values if x[0] <= step]
-          _write_note(path, [s for s in noted if s <= step], kept)
+        noted = _read_note(path)
+        if any(s > step for s, _, _ in noted):
+          _write_note(path, [x for x in noted if x[0] <= step])
 
   def mark_ended(self, step: int, why: str = '') -> None:
     """Notes that training has ended, for those who evaluate it."""
     why = why or self._read_end()[1]  # Of an evaluation beside it.
     if jax.process_index() == 0 and not self.reads_only:
       self._root.mkdir(parents=True, exist_ok=True)
-      note = {'step': int(step)} | ({'why': why} if why else {})
+      note = {'step': int(step), 'why': why}
       files.write_json(self._root / 'ended.json', note)
 
-  def why_to_stop(self, step: int) -> list[str]:
-    """Returns arguments of `StopTraining` if the notes say to end, or []."""
+  def stop_if_noted(self, step: int) -> None:
+    """Raises StopTraining in all processes if the notes end it by a step."""
     noted, why = self._read_end()
-    if noted is not None and noted <= step and why:
-      return [why, f'remove {self._root}/ended.json']
-    return no_gain(self._config, self.values(step))
+    if why and noted <= step:
+      raise errors.StopTraining(why, f'remove {self._root}/ended.json')
+    if early_stop(self._config)[1] is not None:
+      until = [x for x in self.evaluated() if x[0] <= step]
+      stop_without_gain(self._config, until)
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""
     return self._read_end()[0]
 
-  def _read_end(self) -> tuple[int | None, str]:
+  def _read_end(self) -> tuple[Any, str]:
     """Returns step and reason of an end; all hosts get the first one's."""
     note: Any = {}
     # Where it cannot be read it is asked again.
@@ -98,21 +99,10 @@ class NotingCheckpointer(base.FullCheckpointer):
     mode = self._mode if self._follows else 'eval'
     return self._root / 'evaluated' / f'{mode}.json'
 
-  def evaluated(self) -> list[int]:
-    """Returns the steps that `mark_evaluated` noted in this mode.
-
-    All hosts get the first one's answer.
-    """
+  def evaluated(self) -> list[tuple[int, str, float | None]]:
+    """Returns what `mark_evaluated` noted in this mode on the first host."""
     is_chief = jax.process_index() == 0
-    return distributed.of_chief(_read_note(self._note)[0] if is_chief else [])
-
-  def values(self, until: float) -> list[tuple[int, float]]:
-    """Returns noted steps and their values of `config.early_stop.metric`."""
-    metric, patience, _ = early_stop(self._config)
-    if patience is None:
-      return []
-    values = [x for x in _read_note(self._note)[1] if x[1] == metric]
-    return distributed.of_chief([(s, x) for s, _, x in values if s <= until])
+    return distributed.of_chief(_read_note(self._note) if is_chief else [])
 
   def mark_evaluated(self, step: int, value: float | None = None) -> None:
     """Notes that a step is evaluated and its results are safe."""
@@ -121,51 +111,50 @@ class NotingCheckpointer(base.FullCheckpointer):
     with _noting:
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
-      noted, values = _read_note(self._note)
-      if value is not None:
-        values.append([step, early_stop(self._config)[0], value])
-      _write_note(self._note, [*noted, step][-100_000:], values)
+      metric = '' if value is None else early_stop(self._config)[0]
+      noted = [*_read_note(self._note), [step, metric, value]]
+      _write_note(self._note, noted[-100_000:])
 
 
-def early_stop(config: Any) -> tuple[str, int | None, float]:
+def early_stop(config: Any) -> tuple[str, Any, float]:
   """Returns metric, patience and least gain of early stopping."""
   given = config.early_stop
   metric = given.get('metric') or config.best_model_eval_metric
   return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
-def no_gain(config: Any, values: Iterable[tuple[int, float]]) -> list[str]:
-  """Returns arguments of `StopTraining` if early stopping ends a run, or []."""
+def stop_without_gain(config: Any, evaluated: Iterable[Any]) -> None:
+  """Raises StopTraining if early stopping ends a run after evaluations."""
   metric, patience, min_delta = early_stop(config)
   sign = 1 if config.best_model_eval_metric_higher_is_better else -1
   best, at, since = -math.inf, None, 0
-  for step, value in sorted(values):
+  compared = (x for x in evaluated if patience and x[1] == metric)
+  for step, _, value in compared:
     since += 1
     if sign * value > best + min_delta:  # A NaN is no gain.
       best, at, since = sign * value, step, 0
-    elif patience is not None and since >= patience:
-      return [
+    elif since >= patience:
+      raise errors.StopTraining(
         f'{metric!r} has not improved by more than {min_delta:g} over that of'
         f' step {at} in {since} evaluations.',
         'raise config.early_stop.patience, or set it to None',
-      ]
-  return []
+      )
 
 
-def _read_note(path: pathlib.Path) -> tuple[list[int], list[Any]]:
-  """Returns the steps in a note, and its values: (step, metric, value).
+def _read_note(path: pathlib.Path) -> list[Any]:
+  """Returns what is evaluated, [step, metric, value]; none without a note.
 
   Raises:
     files.RefusedError: it is not as it was written.
   """
   try:
     if not path.exists():
-      return [], []
+      return []
     match files.read_json(path):
-      case {'steps': [*steps], 'crc': int(crc), **rest}:
-        values: list[Any] = rest.get('values', [])  # type: ignore[assignment]
-        if crc == files.crc_of(steps + values):
-          return steps, values
+      case {'evaluated': [*noted], 'crc': int(crc)} if crc == files.crc_of(
+        noted
+      ):
+        return noted
   except files.DamagedError:
     pass
   raise files.RefusedError(
@@ -174,7 +163,6 @@ def _read_note(path: pathlib.Path) -> tuple[list[int], list[Any]]:
   )
 
 
-def _write_note(path: pathlib.Path, steps: list[int], values: Any) -> None:
+def _write_note(path: pathlib.Path, noted: list[Any]) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  note = {'steps': steps, 'crc': files.crc_of(steps + values)}
-  files.write_json(path, note | ({'values': values} if values else {}))
+  files.write_json(path, {'evaluated': noted, 'crc': files.crc_of(noted)})
