@@ -375,11 +375,10 @@ def differences(
     dtype = getattr(x, 'dtype', type(x).__name__)
     return 'nothing' if x is None else f'{dtype}{list(np.shape(x))}'
 
-  both = {k: (shape(have.get(k)), shape(want.get(k))) for k in have | want}
   return [
-    f'{k}: {a_says} {x}, {b_says} {y}'
-    for k, (x, y) in sorted(both.items())
-    if x != y
+    f'{k}: {a_says} {shape(have.get(k))}, {b_says} {shape(want.get(k))}'
+    for k in sorted(have | want)
+    if shape(have.get(k)) != shape(want.get(k))
   ]
 
 

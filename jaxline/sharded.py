@@ -73,9 +73,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     run_config: the config of the run; None if the constructor got none.
     on_nonfinite: what `train_step` does if its loss or gradients are not
       finite, as `config.on_nonfinite`; `train_loop` sets it.
-    trainable_rules: regular expressions of the names of the weights that train,
-      as for `trainable`; None trains all. A subclass may set it. The others
-      have neither gradients nor optimizer state.
+    trainable_rules: the weights that train, as for `trainable`; the others have
+      neither gradients nor optimizer state. None is all. A subclass may set it.
     traced_batch: the shapes of the batch for which the step was last compiled.
   """
 

@@ -669,10 +669,8 @@ class _Evaluation:
       self._keep_best(scalars, step, state.train_step_rng)
     checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
     metric, patience, _ = notes.early_stop(run.config)
-    value = None
-    if patience is not None:
-      value = self._value_of('early_stop.metric', metric, scalars)
-      self.noted.append((step, metric, value))
+    value = patience and self._value_of('early_stop.metric', metric, scalars)
+    self.noted.append((step, metric, value))
 
     def note() -> None:
       flushed()  # First: what is noted as evaluated is in the log.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import operator
 import re
 from typing import Any
 
@@ -121,8 +120,8 @@ def train_step(
   params = trained(state.params, trainable_rules)
 
   def with_frozen(params: Any) -> Any:
-    is_none = functools.partial(operator.is_, None)
-    choose = lambda x, frozen: frozen if x is None else x
+    is_none = lambda x: x is None
+    choose = lambda x, frozen: frozen if is_none(x) else x
     return jax.tree.map(choose, params, state.params, is_leaf=is_none)
 
   def loss_of_trained(params: Any, *args: Any) -> LossOutput:

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import signal
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,8 +57,6 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   ('value', 'name'),
   [
     ({'patience': 0, 'metric': 'loss'}, 'early_stop.patience'),
-    ({'patience': 1.5, 'metric': 'loss'}, 'early_stop.patience'),
-    ({'patience': 2, 'metric': 3}, 'early_stop.metric'),
     ({'patience': 2, 'metric': 'x', 'min_delta': -1.0}, 'early_stop.min_delta'),
     ({'patience': 2, 'metric': 'x', 'min_detla': 1.0}, 'min_detla'),
     ({'patience': 2}, 'best_model_eval_metric'),
@@ -72,12 +69,6 @@ def test_a_wrong_value_is_refused_by_name(value, name):
     config.early_stop = value
   with pytest.raises(errors.UsageError, match=name):
     base_config.validate_config(config)
-
-
-def test_a_metric_that_is_not_returned_is_refused(tmp_path):
-  values = {'early_stop': {'patience': 2, 'metric': 'befor'}}
-  with pytest.raises(errors.UsageError, match=r'early_stop\.metric.*before'):
-    test_train.Process(tmp_path, **values).run(2)
 
 
 def noted(run_dir):
@@ -140,15 +131,9 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
   assert 'Reason: enough' in capfd.readouterr().out
   # It stays ended until its note is removed.
   cls.place = ''
-  with (
-    mock.patch.object(
-      notes.NotingCheckpointer, 'mark_ended', side_effect=test_train.Killed
-    ),
-    pytest.raises(test_train.Killed),
-  ):
-    jaxline.fit(cls, config)
-  result = jaxline.fit(cls, config)
-  assert int(result.experiment.state.step) == 4
+  for _ in range(2):
+    result = jaxline.fit(cls, config)
+    assert int(result.experiment.state.step) == 4
   assert 'ended.json' in capfd.readouterr().out
   (tmp_path / 'checkpoints' / 'ended.json').unlink()
   result = jaxline.fit(cls, config)
@@ -210,9 +195,8 @@ def test_restored_weights_are_evaluated_before_the_first_step(
   first = 0 if rules else 4
   found = process.run(6)
   if mode == 'train':
-    found = test_train.Process(tmp_path / 'run', 'eval', **process.values).run(
-      6
-    )
+    process = test_train.Process(tmp_path / 'run', 'eval', **process.values)
+    found = process.run(6)
   assert found == [first, 5, 6]
 
 
