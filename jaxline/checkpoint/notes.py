@@ -67,32 +67,31 @@ class NotingCheckpointer(base.FullCheckpointer):
 
   def mark_ended(self, step: int, why: str = '') -> None:
     """Notes that training has ended, for those who evaluate it."""
-    why = why or self._read_end()[1]  # Of an evaluation beside it.
     if jax.process_index() == 0 and not self.reads_only:
       self._root.mkdir(parents=True, exist_ok=True)
-      note = {'step': int(step), 'why': why}
+      # An evaluation beside it may have given a reason.
+      note = {'step': int(step), 'why': why or self._end().get('why', '')}
       files.write_json(self._root / 'ended.json', note)
 
   def stop_if_noted(self, step: int) -> None:
     """Raises StopTraining in all processes if the notes end it by a step."""
-    noted, why = self._read_end()
-    if why and noted <= step:
-      raise errors.StopTraining(why, f'remove {self._root}/ended.json')
+    end = distributed.of_chief(self._end())
+    if end.get('why') and end['step'] <= step:
+      raise errors.StopTraining(end['why'], f'remove {self._root}/ended.json')
     if early_stop(self._config)[1] is not None:
       until = [x for x in self.evaluated() if x[0] <= step]
       stop_without_gain(self._config, until)
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""
-    return self._read_end()[0]
+    return distributed.of_chief(self._end().get('step'))
 
-  def _read_end(self) -> tuple[Any, str]:
-    """Returns step and reason of an end; all hosts get the first one's."""
-    note: Any = {}
+  def _end(self) -> Any:
+    """Returns this host's `ended.json`, or an empty dict."""
     # Where it cannot be read it is asked again.
     with contextlib.suppress(files.DamagedError, OSError):
-      note = files.read_json(self._root / 'ended.json')
-    return distributed.of_chief((note.get('step'), note.get('why', '')))
+      return files.read_json(self._root / 'ended.json')
+    return {}
 
   @property
   def _note(self) -> pathlib.Path:
