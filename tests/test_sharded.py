@@ -523,10 +523,8 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_decay(
   np.testing.assert_array_equal(after.params[frozen], before.params[frozen])
   assert np.all(after.params[name] != before.params[name])
   adam = after.opt_state[1][0]
-  assert [*structure.named_leaves((adam.mu, adam.nu))] == [
-    f'0/{name}',
-    f'1/{name}',
-  ]
+  moments = structure.named_leaves((adam.mu, adam.nu))
+  assert [*moments] == [f'0/{name}', f'1/{name}']
   restored.restore_from_snapshot(save(experiment))
   for x in (experiment, restored):
     regression.train_steps(x, 2, **settings)
@@ -563,10 +561,7 @@ def test_trainable_matches_whole_joined_names():
     expected = {'embedding': {'tokens': tokens}}
     expected['embedding/norm'] = {'scale': scale}
     assert sharded.trainable(params, rules) == expected
-  for rules, named in (
-    ('embedding/norm', 'embedding/norm/scale'),
-    (['.*', 'a'], "'a'"),
-  ):
+  for rules, named in (('embedding/norm', 'norm/scale'), (['.*', 'a'], "'a'")):
     with pytest.raises(errors.UsageError, match=named):
       sharded.trainable(params, rules)
 
