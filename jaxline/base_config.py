@@ -397,15 +397,13 @@ KEYS = (
       'Whether the best value is the highest, or else the lowest.'),
   Key('early_stop', {}, mapping(
         "a dict of the keys below, such as {'patience': 5}"),
-      'Ends training when a metric of the evaluation stops improving. In the'
-      ' mode `train`, beside a process of the mode `eval`, training ends at a'
-      ' save.'),
+      'Ends training when a metric of the evaluation stops improving; beside a'
+      ' process of the mode `eval`, at a save.'),
   Key('early_stop.patience', None, optional(_COUNT),
       'After how many evaluations in a row without a gain. None disables it.'),
   Key('early_stop.metric', '', text("the name of a scalar, or ''"),
-      "The scalar of `evaluate`; '' is `best_model_eval_metric`. Whether a"
-      ' higher value is a gain, `best_model_eval_metric_higher_is_better` says'
-      ' for both.'),
+      "The scalar of `evaluate`; '' is `best_model_eval_metric`, whose"
+      ' `..._higher_is_better` counts for both.'),
   Key('early_stop.min_delta', 0.0, number('[0, inf)'),
       'A gain is more than this beyond the best value so far.'),
 

@@ -21,14 +21,11 @@ class StopTraining(Exception):
 
   `step` raises it before it changes the experiment: the step does not count. A
   sharded step that has updated the state counts, but is not logged.
-
-  Attributes:
-    how: how to train on; '' for a reason that the run's note keeps.
   """
 
   def __init__(self, why: str = 'StopTraining was raised.', how: str = ''):
-    super().__init__(why)
-    self.how = how
+    super().__init__(f'{why} To train on, {how}.' if how else why)
+    self.is_noted = bool(how)  # The notes of the run say it.
 
 
 class MissingFileError(UsageError, FileNotFoundError):

@@ -2,7 +2,7 @@
 
 import abc
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import time
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from jaxline import base_config
 from jaxline import debug
 from jaxline import errors
+from jaxline.checkpoint import structure
 from jaxline.compat import devices
 from jaxline.compat import lazy
 from jaxline.compat import prng
@@ -173,7 +174,7 @@ class AbstractExperiment(abc.ABC):
       Scalars to log.
 
     Raises:
-      StopTraining: ends the run; nothing of this evaluation is logged.
+      StopTraining: ends the run; this evaluation is not logged.
     """
 
   def decode(
@@ -366,21 +367,19 @@ def differences(
     b: another.
     a_says: the text before the shape in `a`.
     b_says: the text before the shape in `b`.
-    name: the text before each path.
+    name: of the trees, with which the names of their leaves begin.
   """
-  have, want = dict(_shapes(a)), dict(_shapes(b))
-  return [
-    f'{name}{path}: {a_says} {have.get(path, "nothing")}, {b_says}'
-    f' {want.get(path, "nothing")}'
-    for path in sorted(have.keys() | want.keys())
-    if have.get(path) != want.get(path)
-  ]
+  have, want = (structure.named_leaves(tree, name) for tree in (a, b))
 
-
-def _shapes(tree: Any) -> Iterator[tuple[str, str]]:
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+  def shape(x: Any) -> str:
     dtype = getattr(x, 'dtype', type(x).__name__)
-    yield jax.tree_util.keystr(path), f'{dtype}{list(np.shape(x))}'
+    return 'nothing' if x is None else f'{dtype}{list(np.shape(x))}'
+
+  return [
+    f'{k}: {a_says} {shape(have.get(k))}, {b_says} {shape(want.get(k))}'
+    for k in sorted(have | want)
+    if shape(have.get(k)) != shape(want.get(k))
+  ]
 
 
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:

@@ -105,8 +105,8 @@ WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
 # one is not worth the communication; and how many layers it may have stacked.
 MIN_SPLIT, MAX_LAYERS = 2**16, 256
 
-# The name of a key path, as rules of `restore_rules` and `trainable` match it.
-_name = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
+# The name of a key path, as rules match it, such as 'params/linear/w'.
+name_of = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
 
 # How a dimension is split: by a logical axis, which the rules map to mesh axes;
 # by a mesh axis, under any rules; by several of either; not at all, for None.
@@ -296,7 +296,7 @@ class Partitioner:
       try:
         return self.spec(axes, unbox(x).shape)
       except ValueError as e:
-        e.add_note(f'In the weight {_name(path)}.')
+        e.add_note(f'In the weight {name_of(path)}.')
         raise
 
     return jax.tree.map_with_path(one, tree, is_leaf=is_logical)
@@ -367,7 +367,7 @@ class Partitioner:
       )
       if misfits or NamedSharding(self.mesh, spec).is_fully_replicated:
         named = axes if is_logical(x) else 'no axes named'
-        lines.append(f'{_name(path)} {tuple(shape)} {named}{misfits}')
+        lines.append(f'{name_of(path)} {tuple(shape)} {named}{misfits}')
     return lines if splits else []
 
   def idle_axes(self) -> list[str]:

@@ -73,9 +73,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     run_config: the config of the run; None if the constructor got none.
     on_nonfinite: what `train_step` does if its loss or gradients are not
       finite, as `config.on_nonfinite`; `train_loop` sets it.
-    trainable_rules: regular expressions of the names of the weights that train,
-      as for `trainable`; None trains all. A subclass may set it. The others
-      have neither gradients nor optimizer state.
+    trainable_rules: the weights that train, as for `trainable`; the others have
+      neither gradients nor optimizer state. None is all. A subclass may set it.
     traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
@@ -730,7 +729,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     saved = snapshot_state['state']
     is_training = self.mode == 'train'
     if wrong := experiment.differences(
-      saved, self.abstract_state(), 'the checkpoint has', 'the model expects'
+      saved, self.abstract_state(), 'it has', 'the model expects', 'state'
     ):
       raise errors.UsageError(
         'The checkpoint does not fit the model; nothing was restored. Use the'

@@ -18,6 +18,7 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 import numpy as np
+import optax
 
 from jaxline import async_lib
 from jaxline import base_config
@@ -73,6 +74,7 @@ class Run:
     watch: told by a signal to end the run, which then saves and leaves.
     trained: for an evaluation beside a training: set once training has made
       its last checkpoint. None where training is somewhere else.
+    stop: what ended the run before its last step; None if nothing did.
   """
 
   experiment_class: Any
@@ -86,6 +88,7 @@ class Run:
   console: Any = None
   watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
   trained: threading.Event | None = None
+  stop: errors.StopTraining | None = None
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
@@ -101,6 +104,21 @@ class Run:
     """Returns whether this host saves, if `all_hosts` or only the first do."""
     collective = self.checkpointer.collective
     return collective or all_hosts or jax.process_index() == 0
+
+  @contextlib.contextmanager
+  def stoppable(self) -> Iterator[None]:
+    """Ends what is inside if it raises StopTraining, and keeps the reason."""
+    try:
+      yield
+    except errors.StopTraining as e:
+      self.stop = self.stop or e.with_traceback(None)
+      self.console.stopped = str(self.stop)
+
+  def mark_ended(self, step: int) -> None:
+    """Notes that training has ended, and the experiment's reason if any."""
+    # Early stopping decides anew at the next start, perhaps by another config.
+    why = str(self.stop) if self.stop and not self.stop.is_noted else ''
+    self.checkpointer.mark_ended(step, why)
 
   def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
     """Ends the loop if a signal asks for it; called after each step.
@@ -127,18 +145,18 @@ class Run:
     try:
       training.run_loop()
     except preemption.Preempted as e:
-      if training.stop is None and experiment.should_run_step(
+      if not self.stop and experiment.should_run_step(
         state.global_step, self.config
       ):
         raise
       # The signal came too late to stop the training; all is saved.
-      training.mark_ended()
+      self.mark_ended(state.global_step)
       if self.eval_checkpointer is None:  # Else an evaluation may be left.
         e.is_over = True
         e.add_note('The run has ended.')
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
-    training.mark_ended()
+    self.mark_ended(state.global_step)
     return experiment
 
   @debug.disable_pmap_jit
@@ -159,15 +177,12 @@ class Run:
     if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
-    try:
+    with self.stoppable():
       for counts in self._restored(evaluation, steps):
         evaluation(state, counts)
         evaluation.wait()
-    except errors.StopTraining as e:
-      if not (steps or config.one_off_evaluate):
-        # A training beside it sees the note at its next save.
-        checkpointer.mark_ended(state.global_step, str(e))
-      self.console.stopped = str(e)
+    if self.stop and not (steps or config.one_off_evaluate):
+      self.mark_ended(state.global_step)  # Training reads it at a save.
 
   def _restored(
     self, evaluation: '_Evaluation', steps: list[int]
@@ -253,35 +268,33 @@ class Run:
       evaluation(state)
       for action in training.actions:
         action.skip_time(time.time() - began)
-      if why := notes.no_gain(config, evaluation.values):
-        raise errors.StopTraining(*why)
+      notes.stop_without_gain(config, evaluation.noted)
 
     interval = config.eval_interval
-    if interval is not None and interval >= 0:
-      action = periodic.PeriodicAction(
-        evaluate_now,
-        interval_type=interval_type,
-        interval=interval,
-        run_async=False,  # Training waits: the next step donates the weights.
-        end_step_to_action=config.training_steps,
-      )
-      # The last action, because it shifts the clocks of the others.
-      training.actions.append(action)
-      with training.stoppable():
+    with self.stoppable():
+      if interval is not None and interval >= 0:
+        action = periodic.PeriodicAction(
+          evaluate_now,
+          interval_type=interval_type,
+          interval=interval,
+          run_async=False,  # Training waits: the next step donates the weights.
+          end_step_to_action=config.training_steps,
+        )
+        # The last action, because it shifts the clocks of the others.
+        training.actions.append(action)
         # The run may have been ended between this step and its evaluation.
         if state.global_step and interval_type == 'steps':
           action(time.time(), state.global_step, None)
-        elif state.global_step:  # By seconds: it is unknown whether it was due.
+        elif state.global_step:  # By seconds: one may have been due.
           evaluate_now()
-    is_first = state.global_step == 0 or checkpointer.is_new()
-    if config.eval_initial_weights and is_first:
-      with training.stoppable():
+      is_first = state.global_step == 0 or checkpointer.is_new()
+      if config.eval_initial_weights and is_first:
         evaluate_now()
     training.run_loop()
-    with training.stoppable():
+    with self.stoppable():
       evaluate_now()
     evaluation.wait()
-    training.mark_ended()
+    self.mark_ended(state.global_step)
     return training.experiment
 
   def train_eval_multithreaded(self) -> None:
@@ -406,8 +419,6 @@ class _Training:
   Attributes:
     experiment: the experiment.
     state: the live state of `latest`, restored.
-    stop: what ended the run before its last step, in this process or an earlier
-      one; None if nothing did.
     guard: judges whether losses and gradients are finite.
     actions: called after each step, in this order.
   """
@@ -433,13 +444,10 @@ class _Training:
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
-    step = self.state.global_step
-    self._asked = checkpointer.why_to_stop(int(step))
-    self.stop: errors.StopTraining | None = None
-    with self.stoppable():
-      self._stop_if_asked()
-    if self.stop is None:
-      checkpointer.mark_begun(int(step))
+    step = int(self.state.global_step)
+    with run.stoppable():
+      checkpointer.stop_if_noted(step)
+      checkpointer.mark_begun(step)
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
@@ -498,7 +506,7 @@ class _Training:
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(
         periodic.PeriodicAction(
-          self._save_and_stop,
+          lambda *unused: self.save(),
           interval_type=config.checkpoint_interval_type or config.interval_type,
           interval=config.save_checkpoint_interval,
           logging_growth_ratios=config.periodic_action_growth_ratios,
@@ -514,38 +522,7 @@ class _Training:
     self.guard.wait()  # A state that is not finite must not be saved.
     with goodput.measure('checkpoints'):
       self._run.checkpointer.save('latest')
-    step = self._saved_step = int(self.state.global_step)
-
-    def ask() -> None:
-      self._asked = self._run.checkpointer.why_to_stop(step)
-
-    self._run.checkpointer.when_saved(ask)
-
-  def _save_and_stop(self, *unused: Any) -> None:
-    self.save()
-    self._stop_if_asked()
-
-  def _stop_if_asked(self) -> None:
-    """Raises StopTraining in all processes if process 0 has read to stop."""
-    if self._run.checkpointer.collective:
-      self._asked = distributed.of_chief(self._asked)
-    if self._asked:
-      raise errors.StopTraining(*self._asked)
-
-  @contextlib.contextmanager
-  def stoppable(self) -> Iterator[None]:
-    """Ends what is inside if it raises StopTraining, and keeps the reason."""
-    try:
-      yield
-    except errors.StopTraining as e:
-      self.stop = self.stop or e.with_traceback(None)
-      self._run.console.stopped = str(self.stop)
-
-  def mark_ended(self) -> None:
-    """Notes the end, and the experiment's reason if it gave one."""
-    # Early stopping decides anew at the next start, perhaps by another config.
-    why = '' if self.stop is None or self.stop.how else str(self.stop)
-    self._run.checkpointer.mark_ended(self.state.global_step, why)
+    self._saved_step = int(self.state.global_step)
 
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
@@ -554,32 +531,22 @@ class _Training:
     try:
       with run.watch.training():
         # An evaluation beside it cannot make the weights of another run.
-        forks = config.restore_from and config.eval_initial_weights
-        saves = config.save_initial_train_checkpoint or forks
+        saves = config.restore_from and config.eval_initial_weights
+        saves = saves or config.save_initial_train_checkpoint
         if saves and run.checkpointer.is_new():
-          if forks:
-            run.console.say('Saving the restored weights, to evaluate them.')
           with debug.log_activity('first checkpoint'):
             self.save()
         for action in actions:
           action.update_time(time.time(), state.global_step)
-        if self.stop is None:
+        if not run.stop:
           with (
-            self.stoppable(),
+            run.stoppable(),
             run.console.training(),
             oom.explained(self.experiment, config),
           ):
             self.experiment.train_loop(config, state, actions, run.log)
-          if self.stop is not None and self.experiment.IS_SHARDED:
-            # Raised behind the update: the weights are those of the next step.
-            done = int(self.experiment.state.step) == state.global_step + 1
-            state.global_step += done
-        else:
-          note = f'{config.checkpoint_dir}/checkpoints/ended.json'
-          run.console.say(
-            f'The run has ended at step {state.global_step}: {self.stop}'
-            f' To train on, {self.stop.how or f"remove {note}"}.'
-          )
+          if run.stop and self.experiment.IS_SHARDED:
+            self._count_last_step()
         self._finish()
         # No host leaves before the first one has saved: its exit would end it.
         devices.rendezvous()
@@ -598,9 +565,22 @@ class _Training:
       self.actions.clear()
       run.checkpointer.logs = ()
 
+  def _count_last_step(self) -> None:
+    """Counts a step that raised StopTraining behind its update."""
+    after = self.experiment.snapshot_state()['state']
+    step = self.state.global_step + 1
+    if int(after.step) == step:
+      self.state.global_step = step
+      # Its scalars are lost, but it may not save weights that are not finite.
+      norm = jax.jit(optax.tree.norm)(after.params)
+      flag = {nonfinite.NONFINITE: ~np.isfinite(norm), 'norm of weights': norm}
+      self.guard(time.time(), step, flag)
+
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
     self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
+    if step == self._saved_step:
+      self._run.checkpointer.stop_if_noted(step)
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
@@ -620,7 +600,7 @@ class _Evaluation:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
-    values: step -> value for early stopping, in `train_and_eval`.
+    noted: the evaluations that early stopping compares.
     starts_as_run: whether the experiment's initial weights are those that the
       training of this config initialises.
   """
@@ -640,13 +620,9 @@ class _Evaluation:
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, init_rng, config
       )
-    steps = run.checkpointer.evaluated()
-    self.done = {step for step in steps if step <= until}
+    self.noted = [x for x in run.checkpointer.evaluated() if x[0] <= until]
+    self.done = {step for step, _, _ in self.noted}
     self.last = max(self.done, default=None)
-    self.values: dict[int, float] = {}
-    if until < math.inf and notes.early_stop(config)[1] is not None:
-      noted = distributed.of_chief([*run.checkpointer.values(until).items()])
-      self.values = dict(noted)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
@@ -693,12 +669,8 @@ class _Evaluation:
       self._keep_best(scalars, step, state.train_step_rng)
     checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
     metric, patience, _ = notes.early_stop(run.config)
-    value = None
-    if patience is not None:
-      value = self._value_of('early_stop.metric', metric, scalars)
-      if checkpointer.collective and not checkpointer.reads_only:
-        value = distributed.of_chief(value)
-      self.values[step] = value
+    value = patience and self._value_of('early_stop.metric', metric, scalars)
+    self.noted.append((step, metric, value))
 
     def note() -> None:
       flushed()  # First: what is noted as evaluated is in the log.
@@ -746,6 +718,7 @@ class _Evaluation:
     return state
 
   def _value_of(self, key: str, metric: str, scalars: Any) -> float:
+    """Returns a metric; if the processes' differ, the first one's counts."""
     values = writers.to_scalars(scalars)
     if metric not in values:
       raise errors.UsageError(
@@ -753,7 +726,9 @@ class _Evaluation:
         f' no number of that name. It returned {sorted(values)}.'
         f'{errors.did_you_mean(metric, values)}'
       )
-    return float(values[metric])
+    value = float(values[metric])
+    collective = self._run.checkpointer.collective
+    return distributed.of_chief(value) if collective else value
 
   def _keep_best(
     self, scalars: Mapping[str, Any], step: int, train_step_rng: Any
@@ -762,9 +737,6 @@ class _Evaluation:
     run, state, key = self._run, self._best, 'best_model_eval_metric'
     metric, old = run.config[key], state.best_eval_metric_value
     value = self._value_of(key, metric, scalars)
-    if run.checkpointer.collective:
-      # They save together; if the values differ, the first host's counts.
-      value = distributed.of_chief(value)
     if not self._sign * value > self._sign * old:  # A NaN is never better.
       return
     run.console.log_best(metric, value, step)

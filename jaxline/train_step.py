@@ -119,8 +119,13 @@ def train_step(
   # still take memory, as in the sums of an accumulation.
   params = trained(state.params, trainable_rules)
 
+  def with_frozen(params: Any) -> Any:
+    is_none = lambda x: x is None
+    choose = lambda x, frozen: frozen if is_none(x) else x
+    return jax.tree.map(choose, params, state.params, is_leaf=is_none)
+
   def loss_of_trained(params: Any, *args: Any) -> LossOutput:
-    return loss_fn(_with_frozen(params, state.params), *args)
+    return loss_fn(with_frozen(params), *args)
 
   if accumulation_steps == 1:
     loss, metrics, model_state, grads = _loss_and_grads(
@@ -140,7 +145,7 @@ def train_step(
   scalars.update(step_scalars(state, grads, updates))
   after = TrainState(
     step=state.step + 1,
-    params=_with_frozen(params, state.params),
+    params=with_frozen(params),
     model_state=model_state,
     opt_state=opt_state,
     skipped=state.skipped,
@@ -189,21 +194,18 @@ def trainable(params: Any, rules: str | Sequence[str]) -> Any:
   Args:
     params: the weights, or any tree with their names.
     rules: regular expressions. A weight trains if one of them matches its whole
-      name, such as 'embedding/norm/scale'.
-
-  Raises:
-    UsageError: a rule matches no name.
+      name, such as 'embedding/norm/scale'; one that matches none is an error.
   """
-  rules = [rules] if isinstance(rules, str) else rules
-  names = structure.named_leaves(params)
-  for rule in rules:
-    if not any(re.fullmatch(rule, name) for name in names):
+  trains = dict.fromkeys(structure.named_leaves(params), False)
+  for rule in [rules] if isinstance(rules, str) else rules:
+    found = [name for name in trains if re.fullmatch(rule, name)]
+    if not found:
       raise errors.UsageError(
         f'{rule!r} in trainable matches the whole name of no weight; nearest'
-        f' are {errors.nearest(rule, names, n=8, cutoff=0)}.'
+        f' are {errors.nearest(rule, trains, n=8, cutoff=0)}.'
       )
-  trains = [any(re.fullmatch(rule, x) for rule in rules) for x in names]
-  return jax.tree.unflatten(jax.tree.structure(params), trains)
+    trains |= dict.fromkeys(found, True)
+  return jax.tree.unflatten(jax.tree.structure(params), trains.values())
 
 
 def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
@@ -212,16 +214,6 @@ def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
     return params
   mask = trainable(params, rules)
   return jax.tree.map(lambda x, trains: x if trains else None, params, mask)
-
-
-def _with_frozen(params: Any, all_params: Any) -> Any:
-  """Undoes `trained`."""
-  return jax.tree.map(
-    lambda x, of_all: of_all if x is None else x,
-    params,
-    all_params,
-    is_leaf=lambda x: x is None,
-  )
 
 
 def average_weights(

@@ -57,10 +57,8 @@ def test_the_average_is_that_of_optax(cls, parts):
   )
   for step in range(5):
     regression.train_steps(experiment, 1, on_nonfinite='skip')
-    params, average = (
-      experiment.state.params,
-      experiment.state.model_state[sharded.EMA],
-    )
+    params = experiment.state.params
+    average = experiment.state.model_state[sharded.EMA]
     if cls is Averaged or step != 2:
       with jax.numpy_dtype_promotion('standard'):  # Optax relies on it.
         expected, state = optax_ema.update(jax.device_get(params), state)
@@ -123,15 +121,12 @@ def test_evaluation_best_load_and_export_use_the_average(tmp_path, capsys):
   averaged = jax.device_get(state.model_state[sharded.EMA])
   raw = jax.device_get(state.params)
   assert np.abs(averaged['w'] - raw['w']).max() > 0.01
-  for which, expected in (
-    (None, averaged),
-    ('averaged', averaged),
-    ('raw', raw),
-  ):
+  for which in (None, 'averaged', 'raw'):
     out = tmp_path / f'{which}.npz'
     argv = ['export', run, str(out), *([f'--weights={which}'] if which else [])]
     assert inspection.main(argv) == 0
     for weights in (np.load(out), jaxline.load_weights(run, weights=which)):
+      expected = raw if which == 'raw' else averaged
       jax.tree.map(np.testing.assert_array_equal, dict(weights), expected)
 
 

@@ -1709,18 +1709,19 @@ def test_what_was_evaluated_is_noted_per_mode(run, tmp_path):
   assert evaluation.next_step('latest', ()) == 3
   assert evaluation.next_step('latest', {3, 9}) == 5
   assert evaluation.next_step('latest', {3, 5, 9}) is None
-  for step in (3, 5):
-    evaluation.mark_evaluated(step)
-  assert run('eval').evaluated() == [3, 5]
+  three, five, nine = [3, '', 0.5], [5, '', None], [9, '', None]
+  evaluation.mark_evaluated(3, 0.5)
+  evaluation.mark_evaluated(5)
+  assert run('eval').evaluated() == [three, five]
   assert run('eval_other').evaluated() == []
   training.mark_begun(3)  # It was set back, or killed before a save.
-  assert evaluation.evaluated() == [3]
+  assert evaluation.evaluated() == [three]
   evaluation.mark_evaluated(5)
   training.mark_evaluated(9)  # By train_and_eval, whose evaluation is 'eval'.
-  assert evaluation.evaluated() == [3, 5, 9]
+  assert evaluation.evaluated() == [three, five, nine]
   noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
   whole = noted.read_text()
-  for damage in ('[]', '{', '{"steps": 5}', whole.replace('9', '8')):
+  for damage in ('[]', '{', '{"evaluated": 5}', whole.replace('9', '8')):
     noted.write_text(damage)
     for use in (run('eval').evaluated, lambda: training.mark_begun(9)):
       with pytest.raises(errors.UsageError, match=r'eval\.json'):

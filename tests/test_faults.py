@@ -496,7 +496,7 @@ def test_killed_behind_the_first_evaluation(tmp_path, start):
   assert run.wait_for_checkpoint('best', 0)
   noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
   deadline = time.monotonic() + TIMEOUT
-  while not noted.exists() or files.read_json(noted)['steps'] != [0]:
+  while not noted.exists() or files.read_json(noted)['evaluated'][0][0] != 0:
     assert time.monotonic() < deadline, run.log
     time.sleep(0.01)
   run.kill()

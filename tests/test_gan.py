@@ -129,7 +129,7 @@ def test_it_is_split_like_any_experiment():
   np.testing.assert_allclose(two['losses'], one['losses'], rtol=1e-5)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_eight_devices_compute_the_same():
   kwargs = [{'sharding': 'ddp'}, {'sharding': 'fsdp'}]
 

@@ -214,14 +214,12 @@ def rows_of(make_input, num_hosts, num_batches):
 
 
 @pytest.mark.parametrize(
-  'workers',
+  ('num_hosts', 'workers'),
   [
-    {},
-    {'num_threads': 2},
-    pytest.param({'num_workers': 1}, marks=pytest.mark.process),
+    *((n, threads) for n in (1, 2, 4) for threads in ({}, {'num_threads': 2})),
+    pytest.param(2, {'num_workers': 1}, marks=pytest.mark.process),
   ],
 )
-@pytest.mark.parametrize('num_hosts', [1, 2, 4])
 def test_records_of_a_right_input_are_read_once(num_hosts, workers):
   # Over two epochs and more, rows come again; records of an epoch do not.
   found = rows_of(lambda: Numbers(batch_size=2, **workers), num_hosts, 10)

@@ -24,6 +24,7 @@ AGAIN = 'press Ctrl-C again to leave at once'
 # What the programs below begin with. They say on stdout where they are, and
 # wait for a line where the test is to act first.
 HEADER = """
+import select
 import sys
 from jaxline.supervision import preemption
 
@@ -31,6 +32,9 @@ def say(*words):
   print(*words, flush=True)
 
 def wait():
+  # Not a read alone: Python runs no handler for a signal that came just before.
+  while not select.select([sys.stdin], [], [], 0.05)[0]:
+    pass
   sys.stdin.readline()
 """
 

@@ -1,29 +1,27 @@
 """A run that ends before its last step: early stopping, StopTraining."""
 
+import contextlib
 import functools
 import json
 import math
-import signal
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import jaxline
 from jaxline import base_config
-from jaxline import errors
 from jaxline import experiment
 from jaxline import train
-from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import notes
+from jaxline.supervision import nonfinite
+from tests import test_averaged_weights
 from tests import test_durable_multiprocess as multiprocess
 from tests import test_faults
 from tests import test_train
 from tests.experiments import regression
 
 start, _events = test_faults.start, test_faults._events
-NAN = math.nan
 # No evaluation after the first one gains so much.
 NEVER_BETTER = '--config.early_stop.min_delta=1e9'
 
@@ -36,58 +34,19 @@ NEVER_BETTER = '--config.early_stop.min_delta=1e9'
     ({1: 5, 2: 4, 3: 4, 4: 4}, False, 2, 0.0, True),
     ({1: 5, 2: 4.5, 3: 3.5, 4: 3}, False, 2, 1.0, False),  # 3.5 is a gain.
     ({1: 5, 2: 4.5, 3: 4}, False, 2, 1.0, True),
-    ({3: 3, 1: 1, 2: 2}, True, 1, 0.0, False),  # By step.
-    ({1: 1, 2: NAN, 3: NAN}, True, 2, 0.0, True),
-    ({1: NAN, 2: 1}, True, 2, 0.0, False),
+    ({1: 1, 2: math.nan, 3: math.nan}, True, 2, 0.0, True),
+    ({1: math.nan, 2: 1}, True, 2, 0.0, False),
     ({1: 1, 2: 1, 3: 1}, True, None, 0.0, False),
-    ({}, True, 1, 0.0, False),
   ],
 )
 def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config = base_config.get_base_config()
   config.best_model_eval_metric_higher_is_better = higher
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
-  assert bool(notes.no_gain(config, values)) == stops
-
-
-@pytest.mark.parametrize(
-  ('value', 'name'),
-  [
-    ({'patience': 0, 'metric': 'loss'}, 'early_stop.patience'),
-    ({'patience': 1.5, 'metric': 'loss'}, 'early_stop.patience'),
-    ({'patience': 2, 'metric': 3}, 'early_stop.metric'),
-    ({'patience': 2, 'metric': 'x', 'min_delta': -1.0}, 'early_stop.min_delta'),
-    ({'patience': 2, 'metric': 'x', 'min_detla': 1.0}, 'min_detla'),
-    ({'patience': 2}, 'best_model_eval_metric'),
-    (None, 'early_stop'),
-  ],
-)
-def test_a_wrong_value_is_refused_by_name(value, name):
-  config = base_config.get_base_config()
-  with config.ignore_type():
-    config.early_stop = value
-  with pytest.raises(errors.UsageError, match=name):
-    base_config.validate_config(config)
-
-
-def test_a_metric_that_is_not_returned_is_refused(tmp_path):
-  values = {'early_stop': {'patience': 2, 'metric': 'befor'}}
-  with pytest.raises(errors.UsageError, match=r'early_stop\.metric.*before'):
-    test_train.Process(tmp_path, **values).run(2)
-
-
-def test_values_of_steps_that_run_again_do_not_count(tmp_path):
-  config = test_train.make_config(
-    checkpoint_dir=str(tmp_path), early_stop={'patience': 1, 'metric': 'loss'}
-  )
-  checkpointer = durable.DurableCheckpointer(config, 'train')
-  for step, value in enumerate([5.0, NAN, 3.0]):
-    checkpointer.mark_evaluated(step, value)
-  assert checkpointer.values(2)[2] == 3.0
-  checkpointer.mark_begun(1)
-  np.testing.assert_equal(checkpointer.values(9), {0: 5.0, 1: NAN})
-  config.early_stop.metric = 'accuracy'
-  assert checkpointer.values(9) == {}
+  raised = pytest.raises(experiment.StopTraining, match='step ')
+  with raised if stops else contextlib.nullcontext():
+    own = [(step, '', x) for step, x in values.items()]
+    notes.stop_without_gain(config, [(0, 'of another', -9.0), *own])
 
 
 def noted(run_dir):
@@ -107,7 +66,7 @@ def test_a_killed_run_stops_at_the_same_step(dies_at, every, tmp_path):
   if dies_at is not None:
     process.run(9, dies_at=dies_at)
   process.run(9)
-  assert noted(tmp_path) == {'step': 4}
+  assert noted(tmp_path) == {'step': 4, 'why': ''}
   assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 4
   assert process.curve() == [(1, 0), (2, 1), (3, 2), (4, 3)]
   assert process.run(9) == []  # It stays ended,
@@ -120,18 +79,19 @@ class Stops(regression.Regression):
 
   place, at = 'before', 4
 
-  def step(self, *, global_step, rng, writer):
-    if self.place == 'before' and global_step == self.at:
-      raise experiment.StopTraining('enough')
-    scalars = super().step(global_step=global_step, rng=rng, writer=writer)
-    if self.place == 'behind' and global_step == self.at - 1:
-      raise experiment.StopTraining('enough')
+  def step(self, *, global_step, **kwargs):
+    self._reach('before', global_step)
+    scalars = super().step(global_step=global_step, **kwargs)
+    self._reach('behind', global_step + 1)
     return scalars
 
-  def evaluate(self, *, global_step, rng, writer):
-    if self.place == 'evaluate' and global_step == self.at:
+  def evaluate(self, *, global_step, **kwargs):
+    self._reach('evaluate', global_step)
+    return super().evaluate(global_step=global_step, **kwargs)
+
+  def _reach(self, place, step):
+    if (place, step) == (self.place, self.at):
       raise experiment.StopTraining('enough')
-    return super().evaluate(global_step=global_step, rng=rng, writer=writer)
 
 
 @pytest.mark.parametrize('place', ['before', 'behind', 'evaluate'])
@@ -150,19 +110,29 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
   assert 'Reason: enough' in capfd.readouterr().out
   # It stays ended until its note is removed.
   cls.place = ''
-  with (
-    mock.patch.object(
-      notes.NotingCheckpointer, 'mark_ended', side_effect=test_train.Killed
-    ),
-    pytest.raises(test_train.Killed),
-  ):
-    jaxline.fit(cls, config)
-  result = jaxline.fit(cls, config)
-  assert int(result.experiment.state.step) == 4
+  for _ in range(2):
+    result = jaxline.fit(cls, config)
+    assert int(result.experiment.state.step) == 4
   assert 'ended.json' in capfd.readouterr().out
   (tmp_path / 'checkpoints' / 'ended.json').unlink()
   result = jaxline.fit(cls, config)
   assert int(result.experiment.state.step) == 9
+
+
+class StopsBehindNan(Stops):
+  place, at = 'behind', 3
+
+  def train_input(self):
+    return test_averaged_weights.Input(self.batch_size)
+
+
+def test_stop_training_behind_a_nan_saves_nothing(tmp_path):
+  config = regression.get_config(9)
+  config.checkpoint_dir = str(tmp_path)
+  config.save_checkpoint_interval = 2
+  with pytest.raises(nonfinite.NonfiniteError, match='step 3'):
+    jaxline.fit(StopsBehindNan, config)
+  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 2
 
 
 class StopsPerDevice(test_train.Toy):
@@ -191,43 +161,18 @@ def test_restored_weights_are_evaluated_before_the_first_step(
   rules, mode, tmp_path
 ):
   test_train.Process(tmp_path / 'other', 'train').run(4)
-  process = test_train.Process(
-    tmp_path / 'run',
-    mode,
-    restore_from=str(tmp_path / 'other'),
-    restore_rules=rules,
-    eval_initial_weights=True,
-    eval_interval=5,
-    save_checkpoint_interval=5,
-    max_checkpoints_to_keep=9,
-  )
-  first = 0 if rules else 4
-  found = process.run(6)
+  values = {
+    'restore_from': str(tmp_path / 'other'),
+    'restore_rules': rules,
+    'eval_initial_weights': True,
+    'eval_interval': 5,
+    'save_checkpoint_interval': 5,
+    'max_checkpoints_to_keep': 9,
+  }
+  found = test_train.Process(tmp_path / 'run', mode, **values).run(6)
   if mode == 'train':
-    found = test_train.Process(tmp_path / 'run', 'eval', **process.values).run(
-      6
-    )
-  assert found == [first, 5, 6]
-
-
-# Real processes.
-
-
-@pytest.mark.process
-def test_early_stopping_of_a_run_that_is_killed(tmp_path, start):
-  args = '--config.early_stop.patience=2', NEVER_BETTER
-  run = start(tmp_path, *args, faults={'hang_at': 12})
-  assert run.wait_for_step(12)
-  run.send(signal.SIGKILL)
-  assert run.end() == -signal.SIGKILL
-  for _ in range(2):
-    run = test_faults.finished(tmp_path, *args)
-    assert test_faults.newest(tmp_path) == 15
-    curve = test_faults.records(tmp_path, 'eval')
-    assert [r['step'] for r in curve] == [5, 10, 15]
-  assert 'early_stop.patience' in run.log
-  test_faults.finished(tmp_path, args[0].replace('=2', '=3'), NEVER_BETTER)
-  assert test_faults.newest(tmp_path) == 20
+    found = test_train.Process(tmp_path / 'run', 'eval', **values).run(6)
+  assert found == [0 if rules else 4, 5, 6]
 
 
 @pytest.mark.process
@@ -235,10 +180,8 @@ def test_early_stopping_of_a_run_that_is_killed(tmp_path, start):
 def test_a_trainer_heeds_the_evaluation_beside_it(raises, tmp_path, start):
   keep = '--config.max_checkpoints_to_keep=1000'
   args = ['--config.training_steps=100000', keep]
-  faults = {'stop_evaluate_at': 9}
-  if not raises:
-    args += ['--config.early_stop.patience=2', NEVER_BETTER]
-    faults = {}
+  faults = {'stop_evaluate_at': 9} if raises else {}
+  args += [] if raises else ['--config.early_stop.patience=2', NEVER_BETTER]
   trainer = start(tmp_path, *args, mode='train', faults={'step_secs': 0.05})
   evaluator = start(tmp_path, *args, mode='eval', faults=faults)
   assert trainer.end() == 0, trainer.log
@@ -255,13 +198,12 @@ def test_a_trainer_heeds_the_evaluation_beside_it(raises, tmp_path, start):
 @pytest.mark.parametrize('style', ['sharded', 'per_device'])
 def test_two_processes_stop_together(style, tmp_path):
   directory = tmp_path / 'run'
-  mode = '--jaxline_mode=train_and_eval'
-  both = '0:step:5:end,1:step:5:end'
-  multiprocess.run(directory, style, mode, fault=both)
+  args = directory, style, '--jaxline_mode=train_and_eval'
+  multiprocess.run(*args, fault='0:step:5:end,1:step:5:end')
   assert noted(directory) == {'step': 5, 'why': 'enough'}
   assert multiprocess.steps(directory)[-1] == 5
   assert sorted(multiprocess.logged(directory, 'eval')) == [2, 4, 5]
-  multiprocess.run(directory, style, mode)
+  multiprocess.run(*args)
   assert multiprocess.steps(directory)[-1] == 5
 
 

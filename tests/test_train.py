@@ -1532,9 +1532,9 @@ def test_an_evaluation_is_noted_when_its_best_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize('kind', ['steps', 'secs'])
 def test_what_was_not_noted_is_evaluated_again(kind, tmp_path):
   checkpointer, best = durable_run(tmp_path, Log())
-  assert checkpointer.evaluated() == [1, 2]
+  assert [step for step, _, _ in checkpointer.evaluated()] == [1, 2]
   checkpointer.mark_begun(1)  # As if it was killed before the note.
-  assert checkpointer.evaluated() == [1]
+  assert [step for step, _, _ in checkpointer.evaluated()] == [1]
   log = Log()
   again = durable_run(tmp_path, log, eval_interval_type=kind)
   assert log.evals == [(2, 2.0)]
@@ -1811,7 +1811,7 @@ def test_killed_between_the_first_evaluation_and_the_first_save(
   for _ in range(2):  # Nor if it happens again.
     process.run(6, dies_at=first)
     noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
-    assert json.loads(noted.read_text())['steps'] == [first]
+    assert json.loads(noted.read_text())['evaluated'][0][0] == first
     assert files.steps(tmp_path / 'run' / 'checkpoints' / 'latest') == []
     assert process.curve() == [(first, 0)]
     if not is_noted:

@@ -2,6 +2,7 @@
 
   python -m examples.lm.hf import DIR RUN
   python -m examples.lm.hf export RUN DIR [--step=N] [--series=best]
+    [--weights=raw]
   python -m examples.lm.hf parity RUN DIR
 
 DIR has `config.json`, `*.safetensors` and `tokenizer.json`. `_FAMILIES` lists
@@ -17,7 +18,6 @@ import functools
 import json
 import math
 import pathlib
-import re
 import shutil
 import sys
 from typing import Any
@@ -33,8 +33,11 @@ import jaxline
 from jaxline import base_config
 from jaxline import distributed
 from jaxline import errors
+from jaxline import partitioning
 from jaxline import platform
+from jaxline import sharded
 from jaxline.checkpoint import base
+from jaxline.checkpoint import structure
 from jaxline.compat import adapters
 from jaxline.compat import prng
 from jaxline.inputs import tokenization
@@ -42,18 +45,18 @@ from jaxline.inputs import tokenization
 from . import lora
 from . import model
 
-Weights = dict[str, Any]  # By their path, such as 'layers/attention/qkv'.
+Tensors = Mapping[str, np.ndarray]
 
 _GEMMA = {'embedding_scale': True, 'norm_offset': True, 'post_norms': True}
-# `model_type` -> the class in transformers, and options that are not in its
-# `config.json`. An export takes the first that fits.
-_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-  'llama': ('LlamaForCausalLM', {}),
-  'mistral': ('MistralForCausalLM', {}),
-  'qwen2': ('Qwen2ForCausalLM', {'qkv_bias': True}),
-  'qwen3': ('Qwen3ForCausalLM', {'qk_norm': True}),
-  'gemma2': ('Gemma2ForCausalLM', _GEMMA),
-  'gemma3_text': ('Gemma3ForCausalLM', {**_GEMMA, 'qk_norm': True}),
+# `model_type` -> options that are not in its `config.json`. An export takes the
+# first that fits.
+_FAMILIES: dict[str, dict[str, Any]] = {
+  'llama': {},
+  'mistral': {},
+  'qwen2': {'qkv_bias': True},
+  'qwen3': {'qk_norm': True},
+  'gemma2': _GEMMA,
+  'gemma3_text': {**_GEMMA, 'qk_norm': True},
 }
 # Options that have a key of their own.
 _KEYS = {
@@ -73,229 +76,213 @@ _CAPS = {
   'logits_cap': 'final_logit_softcapping',
 }
 _ACTIVATIONS = {'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu'}
+_LENGTH = 'original_max_position_embeddings'
 # `rope_type` -> the keys of `rotary_scaling`.
 _ROPES = {
   'default': (),
   'linear': ('factor',),
-  'llama3': (
-    'factor',
-    'low_freq_factor',
-    'high_freq_factor',
-    'original_max_position_embeddings',
-  ),
+  'llama3': ('factor', 'low_freq_factor', 'high_freq_factor', _LENGTH),
 }
 _LAYERS = ('full_attention', 'sliding_attention')
 # Computations that no option of the model has.
-_REFUSED = (
-  'attention_bias',
-  'mlp_bias',
-  'quantization_config',
-  'use_bidirectional_attention',
-)
-_DTYPES = ('F32', 'F16', 'BF16')
+_OFF = ('attention_bias', 'mlp_bias', 'quantization_config')
+_OFF = (*_OFF, 'use_bidirectional_attention')
+_DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': jnp.bfloat16}
 _MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
-_TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
+# The table of names. A weight of ours and its axes, N of them the layers; the
+# axes of a tensor, two of which can be one; its name, and * for each along S.
+_NAMES = """
+embedding/tokens              VD     V,D   model.embed_tokens.weight
+embedding/output              VD     V,D   lm_head.weight
+final_norm/scale              D      D     model.norm.weight
+layers/attention/qkv          NDSHK  HK,D  self_attn.*_proj.weight q k v
+layers/attention/q            NDHK   HK,D  self_attn.*_proj.weight q
+layers/attention/kv           NDSHK  HK,D  self_attn.*_proj.weight k v
+layers/attention/out          NHKD   D,HK  self_attn.*_proj.weight o
+layers/attention/qkv_bias     NSHK   HK    self_attn.*_proj.bias   q k v
+layers/attention/q_bias       NHK    HK    self_attn.*_proj.bias   q
+layers/attention/kv_bias      NSHK   HK    self_attn.*_proj.bias   k v
+layers/attention/q_norm/scale NK     K     self_attn.*_norm.weight q
+layers/attention/k_norm/scale NK     K     self_attn.*_norm.weight k
+layers/feed_forward/in        NDSF   F,D   mlp.*_proj.weight       gate up
+layers/feed_forward/out       NFD    D,F   mlp.*_proj.weight       down
+layers/attention_norm/scale         ND D *_layernorm.weight input
+layers/feed_forward_norm/scale      ND D *_layernorm.weight SECOND
+layers/attention_post_norm/scale    ND D *_layernorm.weight post_attention
+layers/feed_forward_post_norm/scale ND D *_layernorm.weight post_feedforward
+"""
 
 
 # Configs.
 
 
-def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the options of `ModelConfig` that a `config.json` asks for."""
-  family = str(hf.get('model_type'))
-  errors.check_names([family], _FAMILIES, 'model_type', 'config.json')
-  is_gemma = family.startswith('gemma')
-  defaults: dict[str, Any] = {'rms_norm_eps': 1e-6, 'sliding_window': None}
-  defaults['tie_word_embeddings'] = is_gemma
-  if family in ('llama', 'mistral', 'qwen2'):
-    defaults['head_dim'] = None
-  if family == 'llama':
-    defaults['num_key_value_heads'] = hf.get('num_attention_heads')
-  hf = {**defaults, **hf}
-  if absent := [x for x in _KEYS.values() if x not in hf]:
-    raise errors.UsageError(
-      f'config.json of a {family} lacks {absent}; expected the file that'
-      ' transformers writes.'
-    )
-  for key in filter(hf.get, _REFUSED):
-    raise errors.UsageError(
-      f'config.json has {key}={hf[key]!r}, which examples/lm cannot compute;'
-      ' expected it off. Convert the model, or extend examples/lm/model.py.'
-    )
+def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what a `config.json` says of the computation, in one spelling.
+
+  That of transformers 5, where 4 differs; but `layer_types` are the windows of
+  the layers, and `rope_parameters` those of layers without and with a window.
+  """
+  family, heads = hf['model_type'], hf['num_attention_heads']
+  is_gemma, is_qwen = family.startswith('gemma'), family.startswith('qwen')
+  size = hf.get('head_dim') or hf['hidden_size'] // heads
+  filled = {'rms_norm_eps': 1e-6, 'tie_word_embeddings': is_gemma, **hf}
+  filled['head_dim'] = size
+  filled['num_key_value_heads'] = hf.get('num_key_value_heads') or heads
   activation = hf.get('hidden_activation') or hf.get('hidden_act')
-  activation = activation or ('gelu_pytorch_tanh' if is_gemma else 'silu')
-  errors.check_names([activation], _ACTIVATIONS, 'hidden_act', 'config.json')
-  scalar = hf.get('query_pre_attn_scalar') if is_gemma else None
-  return _canonical(
-    {name: hf[key] for name, key in _KEYS.items()}
-    | {name: (is_gemma and hf.get(key)) or 0.0 for name, key in _CAPS.items()}
-    | {
-      'positions': 'rotary',
-      'normalize_embedding': False,
-      'feed_forward': _ACTIVATIONS[activation],
-      'windows': _read_windows(hf),
-      'query_scale': scalar and scalar**-0.5,
-      **dict.fromkeys([*_GEMMA, 'qkv_bias', 'qk_norm'], False),
-      **_FAMILIES[family][1],
-      **_read_rotary(hf),
-    }
-  )
+  of_gemma = hf if is_gemma else {}
+  facts = {
+    **{key: filled[key] for key in _KEYS.values()},
+    **{key: hf.get(key) or None for key in _OFF},
+    **{key: of_gemma.get(key) or 0.0 for key in _CAPS.values()},
+    'query_pre_attn_scalar': of_gemma.get('query_pre_attn_scalar') or size,
+    'hidden_act': activation or ('gelu_pytorch_tanh' if is_gemma else 'silu'),
+  }
 
+  period = hf.get('sliding_window_pattern') or {'gemma2': 2}.get(family, 6)
 
-def _read_windows(hf: Mapping[str, Any]) -> tuple[int, ...]:
-  """Returns each layer's window; 0 is full attention."""
-  family, window = hf['model_type'], hf['sliding_window']
-  uses = hf.get('use_sliding_window', not family.startswith('qwen'))
-  if not window or not uses or family == 'llama':
-    return ()
-  layers = range(hf['num_hidden_layers'])
-  if family == 'mistral':
-    slides = [True for _ in layers]
-  elif types := hf.get('layer_types'):
-    errors.check_names(types, _LAYERS, 'layer_types', 'config.json')
-    slides = [x == 'sliding_attention' for x in types]
-  elif family.startswith('qwen'):
-    slides = [i >= hf['max_window_layers'] for i in layers]
-  else:
-    period = hf.get('sliding_window_pattern') or {'gemma2': 2}.get(family, 6)
-    slides = [(i + 1) % period != 0 for i in layers]
-  return tuple(window if x else 0 for x in slides)
+  def slides(i: int) -> bool:
+    if is_gemma:
+      return (i + 1) % period != 0
+    return not is_qwen or i >= hf['max_window_layers']
 
+  types = hf.get('layer_types') or [
+    _LAYERS[slides(i)] for i in range(hf['num_hidden_layers'])
+  ]
+  errors.check_names(types, _LAYERS, 'layer_types', 'config.json')
+  uses = hf.get('use_sliding_window', not is_qwen) and family != 'llama'
+  window = (hf['sliding_window'] or 0) if uses else 0
+  facts['layer_types'] = [window * _LAYERS.index(x) for x in types]
 
-def _read_rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the options of rotary positions, of transformers 4 and 5."""
-  is_gemma3 = hf['model_type'] == 'gemma3_text'
-  local = None
   rope = hf.get('rope_parameters') or {
     'rope_theta': hf.get('rope_theta'),
     **(hf.get('rope_scaling') or {}),
   }
-  if is_gemma3:
-    local = {'rope_theta': hf.get('rope_local_base_freq') or 1e4}
-    if 'full_attention' in rope:
-      local, rope = rope['sliding_attention'], rope['full_attention']
-    if _read_scaling(local, hf):
-      raise errors.UsageError(
-        f'config.json has sliding_attention={local!r}; expected no scaling of'
-        ' the positions of layers with a window.'
-      )
-  return {
-    'rotary_base': float(rope.get('rope_theta') or (1e6 if is_gemma3 else 1e4)),
-    'rotary_scaling': _read_scaling(rope, hf),
-    'local_rotary_base': local and float(local['rope_theta']),
-  }
+  ropes = [(rope, 1e4)] * 2
+  if family == 'gemma3_text':
+    local = {'rope_theta': hf.get('rope_local_base_freq')}
+    if _LAYERS[0] in rope:
+      rope, local = (rope[x] for x in _LAYERS)
+    ropes = [(rope, 1e6), (local, 1e4)]
+  facts['rope_parameters'] = []
+  for rope, theta in ropes:
+    given = {key: x for key, x in rope.items() if x is not None}
+    kind = given.pop('type', 'default')  # Of earlier versions.
+    given = {'rope_type': kind, 'rope_theta': theta, **given}
+    if given['rope_type'] == 'llama3':
+      given.setdefault(_LENGTH, hf['max_position_embeddings'])
+    facts['rope_parameters'].append(given)
+  return facts
 
 
-def _read_scaling(
-  rope: Mapping[str, Any], hf: Mapping[str, Any]
-) -> tuple[float, ...]:
-  """Returns `rotary_scaling`; refuses an unknown `rope_type` or key."""
-  values = {k: x for k, x in rope.items() if x is not None}
-  values.pop('rope_theta', None)
-  kind = values.pop('type', 'default')  # Of earlier versions.
-  kind = values.pop('rope_type', kind)
-  errors.check_names([kind], _ROPES, 'rope_type', 'config.json')
-  if kind == 'llama3':
-    original = hf['max_position_embeddings']
-    values.setdefault('original_max_position_embeddings', original)
-  if set(values) != set(_ROPES[kind]):
+def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the options of `ModelConfig` that a `config.json` asks for.
+
+  What they do not give back when they are written is refused.
+  """
+  family = str(hf.get('model_type'))
+  errors.check_names([family], _FAMILIES, 'model_type', 'config.json')
+  try:
+    facts = _facts(hf)
+    full, local = facts['rope_parameters']
+    scaling = [float(full[key]) for key in _ROPES.get(full['rope_type'], ())]
+  except KeyError as e:
+    raise errors.UsageError(f'config.json of a {family} lacks {e}.') from e
+  has_local = family == 'gemma3_text'
+  options = _canonical(
+    {name: facts[key] for name, key in (_KEYS | _CAPS).items()}
+    | dict.fromkeys([*_GEMMA, 'qkv_bias', 'qk_norm'], False)
+    | _FAMILIES[family]
+    | {
+      'positions': 'rotary',
+      'normalize_embedding': False,
+      'feed_forward': _ACTIVATIONS.get(facts['hidden_act'], 'swiglu'),
+      'windows': facts['layer_types'],
+      'query_scale': facts['query_pre_attn_scalar'] ** -0.5,
+      'rotary_base': float(full['rope_theta']),
+      'rotary_scaling': tuple(scaling),
+      'local_rotary_base': float(local['rope_theta']) if has_local else None,
+    }
+  )
+  again = _facts(_write_as(family, options))
+  if lost := [f'{k}={x!r}' for k, x in facts.items() if x != again[k]]:
     raise errors.UsageError(
-      f'config.json has the rotary positions {rope!r}; for rope_type {kind!r}'
-      f' expected {["rope_theta", *_ROPES[kind]]}.'
+      f'config.json of a {family} has {", ".join(lost)}, which examples/lm does'
+      ' not compute. Convert the model, or extend examples/lm/model.py.'
     )
-  return tuple(float(values[key]) for key in _ROPES[kind])
+  return options
 
 
 def _canonical(options: Mapping[str, Any]) -> dict[str, Any]:
   """Returns options with one spelling of each model, for comparison."""
   new = dict(options)
-  layers, heads = new['num_layers'], new['num_heads']
-  size = new['head_size'] or new['embed_dim'] // heads
-  if size * heads == new['embed_dim']:
-    new['head_size'] = None
-  if new['num_kv_heads'] == heads:
-    new['num_kv_heads'] = None
-  # The shortest pattern whose repetition gives each layer its window.
-  windows = tuple(new['windows'] or (0,)) * layers
-  new['windows'] = next(
-    windows[:n]
-    for n in range(1, layers + 1)
-    if (windows[:n] * layers)[:layers] == windows[:layers]
-  )
-  if not any(new['windows']):
-    new['windows'] = ()
-  if new['query_scale'] and math.isclose(new['query_scale'], size**-0.5):
-    new['query_scale'] = None
+  new['head_size'] = new['head_size'] or new['embed_dim'] // new['num_heads']
+  new['num_kv_heads'] = new['num_kv_heads'] or new['num_heads']
+  new['query_scale'] = new['query_scale'] or new['head_size'] ** -0.5
   is_same = new['local_rotary_base'] == new['rotary_base']
-  if not new['windows'] or (is_same and not new['rotary_scaling']):
+  if is_same and not new['rotary_scaling']:
     new['local_rotary_base'] = None
-  new['rotary_scaling'] = tuple(new['rotary_scaling'])
+  # The shortest pattern whose repetition gives each layer its window.
+  layers = new['num_layers']
+  windows = (tuple(new['windows'] or (0,)) * layers)[:layers]
+  patterns = (windows[:n] for n in range(1, layers + 1))
+  shortest = next(x for x in patterns if (x * layers)[:layers] == windows)
+  new['windows'] = shortest if any(windows) else ()
   return new
 
 
 def _write_config(config: model.ModelConfig) -> dict[str, Any]:
-  """Returns the `config.json` of a model, as transformers 4 and 5 read it.
-
-  Raises:
-    errors.UsageError: names the options that no family has.
-  """
+  """Returns the `config.json` of a model, as transformers 4 and 5 read it."""
   options = _canonical(dataclasses.asdict(config))
-  misfits = {}
+  misfits = []
   for family in _FAMILIES:
     written = _write_as(family, options)
-    misfits[family] = [
-      f'{name}={options[name]!r} ({read!r})'
-      for name, read in _read_config(written).items()
-      if options[name] != read
+    read = _read_config(written)
+    wrong = [
+      f'{k}={options[k]} ({x})' for k, x in read.items() if options[k] != x
     ]
-    if not misfits[family]:
+    if not wrong:
       return written
-  family = min(misfits, key=lambda name: len(misfits[name]))
+    misfits.append(f'{family} but for {", ".join(wrong)}')
   raise errors.UsageError(
-    f'No family of {list(_FAMILIES)} has this model. The nearest is {family},'
-    f' but for {", ".join(misfits[family])}, whose value is in brackets.'
-    ' Train with these values, or export the weights with'
+    f'No family has this model. It is nearest to {min(misfits, key=len)}, whose'
+    ' value is in brackets. Train with these, or use'
     ' `python -m jaxline.checkpoint export`.'
   )
 
 
-def _write_as(family: str, options: dict[str, Any]) -> dict[str, Any]:
-  """Returns the `config.json` of the nearest model of a family."""
-  size = options['head_size'] or options['embed_dim'] // options['num_heads']
-  kv_heads = options['num_kv_heads'] or options['num_heads']
-  filled = {**options, 'head_size': size, 'num_kv_heads': kv_heads}
+def _write_as(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the `config.json` of the nearest model of a family.
+
+  With the keys of transformers 4, which 5 reads too. The options are canonical.
+  """
+  is_gemma, is_qwen = family.startswith('gemma'), family.startswith('qwen')
+  title = family.removesuffix('_text').capitalize()
   activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-  activation = activations.get(options['feed_forward'], 'silu')
-  scaling = options['rotary_scaling']
-  rope = next(k for k, keys in _ROPES.items() if len(keys) == len(scaling))
   hf: dict[str, Any] = {
-    'architectures': [_FAMILIES[family][0]],
+    'architectures': [f'{title}ForCausalLM'],
     'model_type': family,
-    'hidden_act': activation,
-    **{key: filled[name] for name, key in _KEYS.items()},
+    'hidden_act': activations.get(options['feed_forward'], 'silu'),
+    **{key: options[name] for name, key in _KEYS.items()},
     'rope_theta': options['rotary_base'],
     'rope_scaling': None,
   }
-  if scaling:
-    values = zip(_ROPES[rope], scaling, strict=True)
-    # transformers wants the original length as an integer.
-    numbers = {k: int(x) if 'embeddings' in k else x for k, x in values}
-    hf['rope_scaling'] = {'rope_type': rope, **numbers}
-  # The keys of transformers 4, which 5 reads too.
+  if scaling := options['rotary_scaling']:
+    rope = next(k for k, x in _ROPES.items() if len(x) == len(scaling))
+    hf['rope_scaling'] = {'rope_type': rope}
+    for key, x in zip(_ROPES[rope], scaling, strict=True):
+      hf['rope_scaling'][key] = int(x) if key == _LENGTH else x
   layers = options['num_layers']
   windows = ((options['windows'] or (0,)) * layers)[:layers]
   if family != 'llama':
     hf['sliding_window'] = max(windows) or None
-  if family.startswith(('qwen', 'gemma')):
-    hf['layer_types'] = [_LAYERS[bool(x)] for x in windows]
-  if family.startswith('qwen'):
+  if is_qwen or is_gemma:
+    hf['layer_types'] = [_LAYERS[x > 0] for x in windows]
+  if is_qwen:
     hf['use_sliding_window'] = any(windows)
     hf['max_window_layers'] = [*map(bool, windows), True].index(True)
-  if family.startswith('gemma'):
-    scalar = (options['query_scale'] or size**-0.5) ** -2
-    is_whole = math.isclose(scalar, round(scalar), rel_tol=1e-9)
-    hf['query_pre_attn_scalar'] = round(scalar) if is_whole else scalar
-    hf['hidden_activation'] = activation
+  if is_gemma:
+    hf['query_pre_attn_scalar'] = round(options['query_scale'] ** -2)
+    hf['hidden_activation'] = hf['hidden_act']
     hf |= {key: options[name] or None for name, key in _CAPS.items()}
   if family == 'gemma3_text':
     local = options['local_rotary_base'] or options['rotary_base']
@@ -309,228 +296,121 @@ def _write_as(family: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """A weight of ours, and the tensors that it consists of.
-
-  Attributes:
-    ours: its axes: as in `model.py`, without that of the layers.
-    theirs: those of a tensor; H and K side by side are one axis there.
-    names: the tensors, one for each place along S; {} is the layer.
-  """
+  """A row of `_NAMES`, with the names as [N, S] or what `ours` has of it."""
 
   ours: str
   theirs: str
-  names: tuple[str, ...]
+  names: np.ndarray
 
-  def merged(self, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns a tensor's shape, from the shape of a layer's weight."""
-    sizes = dict(zip(self.ours, shape, strict=True))
-    if 'HK' in self.theirs:
-      sizes['H'] *= sizes['K']
-    return tuple(sizes[a] for a in self.theirs.replace('HK', 'H'))
+  def _stacked(self, x: np.ndarray, axes: str) -> np.ndarray:
+    """Returns a view of a part of the weight, [N, S, *axes]."""
+    stack = [a for a in 'NS' if a in self.ours]
+    return x.transpose([self.ours.index(a) for a in [*stack, *axes]])
 
-  def write(self, x: np.ndarray, place: int) -> np.ndarray:
-    """Returns the tensor at a place along S of a layer's weight: a view."""
-    shape = self.merged(x.shape)
-    if 'S' in self.ours:
-      x = np.moveaxis(x, self.ours.index('S'), 0)[place]
-    ours = self.ours.replace('S', '')
-    return x.transpose([ours.index(a) for a in self.theirs]).reshape(shape)
+  def write(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a weight by name: views of it."""
+    sizes = dict(zip(self.ours, x.shape, strict=True))
+    shape = [math.prod(sizes[a] for a in y) for y in self.theirs.split(',')]
+    stacked = self._stacked(x, self.theirs.replace(',', ''))
+    for place, name in np.ndenumerate(self.names):
+      yield str(name), stacked[place].reshape(shape)
 
   def read(
-    self, tensor: Any, shape: Sequence[int], index: Sequence[slice]
+    self, tensors: Tensors, shape: Sequence[int], index: Sequence[slice]
   ) -> np.ndarray:
-    """Reads no more of a tensor than it must; the inverse of `write`.
-
-    Args:
-      tensor: safetensors' slices of it.
-      shape: of a layer's weight.
-      index: the part of a layer's weight to return.
-
-    Returns:
-      The part, without S.
-    """
+    """Returns a part of a weight, float32; the inverse of `write`."""
     sizes = dict(zip(self.ours, shape, strict=True))
     parts = dict(zip(self.ours, index, strict=True))
-    inner = [slice(None)] * len(self.theirs)
-    if 'HK' in self.theirs:
-      inner[self.theirs.index('K')] = parts['K']
-      heads, width = range(*parts['H'].indices(sizes['H'])), sizes['K']
-      parts['H'] = slice(heads.start * width, heads.stop * width)
-      parts['K'] = slice(None)
-    x = tensor[tuple(parts[a] for a in self.theirs.replace('HK', 'H'))]
-    if 'HK' in self.theirs:
-      i = self.theirs.index('H')
-      x = x.reshape(*x.shape[:i], len(heads), width, *x.shape[i + 1 :])
-    ours = self.ours.replace('S', '')
-    return x[tuple(inner)].transpose([self.theirs.index(a) for a in ours])
+    lengths = [len(range(n)[parts[a]]) for a, n in sizes.items()]
+    out = np.empty(lengths, np.float32)
+    axes = self.ours.replace('N', '').replace('S', '')
+    stacked, theirs = self._stacked(out, axes), self.theirs.replace(',', '')
+    names = self.names[tuple(parts[a] for a in 'NS' if a in parts)]
+    for place, name in np.ndenumerate(names):
+      x = tensors[str(name)].reshape([sizes[a] for a in theirs])
+      x = x.transpose([theirs.index(a) for a in axes])
+      stacked[place] = x[tuple(parts[a] for a in axes)]
+    return out
 
 
-_LAYER = 'model.layers.{}.'
-
-
-def _rows(has_post_norms: bool) -> dict[str, _Row]:
-  """Returns the table of names: path of a weight -> its row."""
-  attention, mlp = f'{_LAYER}self_attn.', f'{_LAYER}mlp.'
-  gated = f'{mlp}gate_proj.weight', f'{mlp}up_proj.weight'
-  rows = {
-    'embedding/tokens': _Row('VD', 'VD', ('model.embed_tokens.weight',)),
-    'embedding/output': _Row('VD', 'VD', ('lm_head.weight',)),
-    'final_norm/scale': _Row('D', 'D', ('model.norm.weight',)),
-    'layers/feed_forward/in': _Row('DSF', 'FD', gated),
-    'layers/feed_forward/out': _Row('FD', 'DF', (f'{mlp}down_proj.weight',)),
-    'layers/attention/out': _Row('HKD', 'DHK', (f'{attention}o_proj.weight',)),
-  }
-  for name, s in (('qkv', 'S'), ('q', ''), ('kv', 'S')):
-    weights = tuple(f'{attention}{x}_proj.weight' for x in name)
-    biases = tuple(f'{attention}{x}_proj.bias' for x in name)
-    rows[f'layers/attention/{name}'] = _Row(f'D{s}HK', 'HKD', weights)
-    rows[f'layers/attention/{name}_bias'] = _Row(f'{s}HK', 'HK', biases)
-  for name in ('q_norm', 'k_norm'):
-    tensor = f'{attention}{name}.weight'
-    rows[f'layers/attention/{name}/scale'] = _Row('K', 'K', (tensor,))
-  norms = {'attention': 'input', 'feed_forward': 'post_attention'}
-  if has_post_norms:
-    norms |= {
-      'attention_post': 'post_attention',
-      'feed_forward': 'pre_feedforward',
-      'feed_forward_post': 'post_feedforward',
-    }
-  for ours, theirs in norms.items():
-    tensor = f'{_LAYER}{theirs}_layernorm.weight'
-    rows[f'layers/{ours}_norm/scale'] = _Row('D', 'D', (tensor,))
+def _rows(config: model.ModelConfig) -> dict[str, _Row]:
+  """Returns the table of names of a model: path of a weight -> its row."""
+  second = 'pre_feedforward' if config.post_norms else 'post_attention'
+  rows = {}
+  for line in _NAMES.replace('SECOND', second).strip().splitlines():
+    path, ours, theirs, tensor, *places = line.split()
+    names: Any = [tensor.replace('*', x) for x in places or '*']
+    names = names if 'S' in ours else names[0]
+    if 'N' in ours:
+      layers = (f'model.layers.{n}.' for n in range(config.num_layers))
+      names = [np.char.add(layer, names) for layer in layers]
+    rows[path] = _Row(ours, theirs, np.array(names))
   return rows
 
 
-def _open(path: pathlib.Path) -> dict[str, Any]:
-  """Returns the tensors of a folder's files, by name; none is read yet."""
-  import safetensors
+def _tensors(
+  weights: Tensors, config: model.ModelConfig
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields the tensors of weights, by name: views of them."""
+  rows = _rows(config)
+  errors.check_names(weights, rows, 'weight', 'the checkpoint')
+  for path, x in weights.items():
+    yield from rows[path].write(x)
 
-  files = ['model.safetensors']
-  if not (path / files[0]).exists():
-    index = _read_json(path / 'model.safetensors.index.json')
-    files = sorted(set(index['weight_map'].values()))
-  tensors: dict[str, Any] = {}
-  for name in files:
-    if pathlib.PurePath(name).name != name:
-      raise errors.UsageError(
-        f'The index of {path} names the file {name!r}; expected one in the'
-        ' folder itself.'
-      )
+
+def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
+  """Returns the tensors of a folder's files by name; none is read yet."""
+  tensors = {}
+  for file in sorted(path.glob('model*.safetensors')):
     try:
-      file = safetensors.safe_open(path / name, 'np')
-    except safetensors.SafetensorError as e:
+      data = np.memmap(file, np.uint8, 'r')
+      # 8 bytes are the length of a header in JSON; its offsets begin behind it.
+      begin = 8 + int(data[:8].view('<u8')[0])
+      header = json.loads(bytes(data[8 : min(begin, 10**8)]))
+      header.pop('__metadata__', None)
+      for name, entry in header.items():
+        start, stop = entry['data_offsets']
+        x = data[begin + start : begin + stop].view(_DTYPES[entry['dtype']])
+        tensors[name] = x.reshape(entry['shape'])
+    except (ValueError, TypeError, LookupError, AttributeError) as e:
       raise errors.UsageError(
-        f'{path / name} is no whole safetensors file ({e}). Copy it again.'
+        f'{file} cannot be read: {e!r}; expected a whole safetensors file with'
+        f' the types {list(_DTYPES)}. Copy or convert it.'
       ) from e
-    tensors |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
   return tensors
 
 
-def _check(
-  tensors: Mapping[str, Any], weights: Weights, config: model.ModelConfig
-) -> None:
+def _check(tensors: Tensors, shapes: Any, config: model.ModelConfig) -> None:
   """Refuses tensors that are missing, left over, or not as expected."""
-  rows = _rows(config.post_norms)
-  expected = {
-    name.format(n): rows[path].merged(x.shape[path.startswith('layers/') :])
-    for path, x in weights.items()
-    for name in rows[path].names
-    for n in range(config.num_layers)
-  }
+  nothing = np.float32(0)  # Broadcast, it takes no memory.
+  weights = {k: np.broadcast_to(nothing, x.shape) for k, x in shapes.items()}
+  expected = {k: x.shape for k, x in _tensors(weights, config)}
   # Buffers of old Llamas; an output layer that is not used.
-  spare = r'.*\.rotary_emb\.inv_freq'
-  spare += r'|lm_head\.weight' if config.tie_embeddings else ''
-  unread = [x for x in tensors if x not in expected]
-  unread = [x for x in unread if not re.fullmatch(spare, x)]
-  absent = [x for x in expected if x not in tensors]
-  if unread or absent:
+  spare = 'inv_freq', 'lm_head.weight' if config.tie_embeddings else 'inv_freq'
+  found = {k: x.shape for k, x in tensors.items() if not k.endswith(spare)}
+  if wrong := [
+    f'{k} {found.get(k)} (expected: {expected.get(k)})'
+    for k in expected | found
+    if found.get(k) != expected.get(k)
+  ]:
     raise errors.UsageError(
-      f'The files lack the tensors {absent[:4]} and have {unread[:4]}, which'
-      ' nothing reads. Does config.json belong to these files?'
+      f'Shapes of tensors are not those of config.json: {wrong[:4]}. Does it'
+      ' belong to these files?'
     )
-  for name, shape in expected.items():
-    got = tensors[name].get_dtype(), tuple(tensors[name].get_shape())
-    if got[0] not in _DTYPES or got[1] != shape:
-      raise errors.UsageError(
-        f'{name} is {got[0]}{list(got[1])}; expected {list(shape)} of one of'
-        f' {_DTYPES}.'
-      )
-
-
-def _read_weight(
-  tensors: Mapping[str, Any],
-  row: _Row,
-  shape: tuple[int, ...],
-  index: tuple[slice, ...],
-) -> np.ndarray:
-  """Returns a part of a weight, float32."""
-  parts = [range(*x.indices(n)) for x, n in zip(index, shape, strict=True)]
-  out = np.empty([len(x) for x in parts], np.float32)
-  is_layer = _LAYER in row.names[0]
-  s = row.ours.find('S')
-  for i, n in enumerate(parts[0] if is_layer else [0]):
-    layer = out[i] if is_layer else out
-    for j, place in enumerate(parts[s + is_layer] if s >= 0 else [0]):
-      part = np.moveaxis(layer, s, 0)[j] if s >= 0 else layer
-      tensor = tensors[row.names[place].format(n)]
-      part[...] = row.read(tensor, shape[is_layer:], index[is_layer:])
-  return out
-
-
-def _flat(tree: Any) -> Weights:
-  """Returns weights by their path."""
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): x
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-  }
-
-
-def _tensors(
-  weights: Weights, config: model.ModelConfig
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the tensors of weights, by name: views of them."""
-  rows = _rows(config.post_norms)
-  errors.check_names(weights, rows, 'weight', 'the checkpoint')
-  for path, x in weights.items():
-    row, is_layer = rows[path], path.startswith('layers/')
-    for n, of_layer in enumerate(x if is_layer else [x]):
-      for place, name in enumerate(row.names):
-        yield name.format(n), row.write(of_layer, place)
-
-
-def _read_json(path: pathlib.Path) -> Any:
-  try:
-    return json.loads(path.read_text(encoding='utf-8'))
-  except (OSError, ValueError) as e:
-    raise errors.UsageError(
-      f'{path} cannot be read: {e}. Expected a folder with config.json,'
-      ' tokenizer.json and model.safetensors, or several with an index.'
-    ) from e
 
 
 # Commands.
 
 
 def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
-  """Makes a run of a folder: its config, its tokenizer, a checkpoint of step 0.
-
-  Args:
-    source: the folder.
-    run: the run's directory, which has no checkpoint yet.
-
-  Raises:
-    errors.UsageError: what is wrong with either.
-  """
-  hf = _read_json(source / 'config.json')
-  options, tensors = _read_config(hf), _open(source)
-  found = [x for x in _TOKENIZERS if (source / x).exists()]
-  if not found:
-    raise errors.UsageError(
-      f'{source} has none of {_TOKENIZERS}; copy one there.'
-    )
-  config, rows = _run_config(options, hf), _rows(options['post_norms'])
+  """Makes a run of a folder: config, tokenizer, and checkpoint of step 0."""
+  hf = json.loads((source / 'config.json').read_bytes())
+  config, tensors = _run_config(hf), _open(source)
+  is_new = (source / 'tokenizer.json').exists()
+  name = 'tokenizer.json' if is_new else 'tokenizer.model'
+  tokenization.load_tokenizer(source / name)  # Before the run is there.
   config.checkpoint_dir = str(run)
-  tokenizer = run.absolute() / found[0]
+  tokenizer = run.absolute() / name
   config.experiment_kwargs.config.tokenizer = str(tokenizer)
   distributed.initialize(config.distributed)
   config = platform.resolve_config(config)
@@ -540,56 +420,62 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   with contextlib.closing(checkpointer):
     if not checkpointer.is_new():
       raise errors.UsageError(f'{run} has checkpoints already; give another.')
-    run.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0:
-      shutil.copyfile(source / found[0], tokenizer)
+      run.mkdir(parents=True, exist_ok=True)
+      shutil.copyfile(source / name, tokenizer)
     distributed.of_chief(None)  # The others read it too.
     cls = platform.resolve_experiment_class(config)
     step_rng, init_rng = prng.run_keys(config)
     experiment = adapters.construct(cls, 'decode', init_rng, config)
-    shapes = _flat(experiment.abstract_state().params)
-    _check(tensors, shapes, experiment.config.model)
-    for module, leaves in experiment.state.params.items():
-      for name, old in leaves.items():
-        row, sharding = rows[f'{module}/{name}'], old.sharding
-        old.delete()  # The devices never hold one weight more than the state.
-        read = functools.partial(_read_weight, tensors, row, old.shape)
-        leaves[name] = jax.make_array_from_callback(old.shape, sharding, read)
+    state = _read_state(tensors, experiment, init_rng)
+    experiment.restore_from_snapshot(base.Fresh(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
     base.new_state(checkpointer, experiment, step_rng)
     checkpointer.mark_begun(0)
     checkpointer.save('latest')
     checkpointer.wait_for_checkpointing_to_finish()
   if jax.process_index() == 0:
-    of_run = f'python experiment.py --jaxline_run={run} --jaxline_mode='
     print(
       f'{hf["model_type"]} of {source}, step 0 of {run}. Continue prompts:\n'
-      f'  {of_run}decode\nFine-tune on your text:\n'
-      f'  {of_run}train_and_eval --config.restore_from={run} \\\n'
-      f'    --config.checkpoint_dir={run}-tuned \\\n'
-      "    --config.experiment_kwargs.config.files='notes/**/*.md'"
+      f'  python experiment.py --jaxline_run={run} --jaxline_mode=decode\n'
+      'docs/howto.md says how to fine-tune it.'
     )
 
 
-def _run_config(
-  options: Mapping[str, Any], hf: Mapping[str, Any]
-) -> config_dict.ConfigDict:
+def _read_state(
+  tensors: Tensors, experiment: Any, rng: jax.Array
+) -> sharded.TrainState:
+  """Returns the state of step 0; each process reads its part of the weights."""
+  abstract, config = experiment.abstract_state(), experiment.config.model
+  _check(tensors, structure.named_leaves(abstract.params), config)
+  rows = _rows(config)
+
+  def read(path: Any, x: Any) -> jax.Array:
+    row = rows[partitioning.name_of(path)]
+    part = functools.partial(row.read, tensors, x.shape)
+    return jax.make_array_from_callback(x.shape, x.sharding, part)
+
+  def init(params: Any) -> sharded.TrainState:
+    optimizer = experiment.make_optimizer()
+    return sharded.init_state(lambda _: (params, {}), optimizer, rng)
+
+  params = jax.tree_util.tree_map_with_path(read, abstract.params)
+  shardings = jax.tree.map(lambda x: x.sharding, abstract)
+  return jax.jit(init, donate_argnums=0, out_shardings=shardings)(params)
+
+
+def _run_config(hf: Mapping[str, Any]) -> config_dict.ConfigDict:
   """Returns the config of a run that continues, or fine-tunes, a model."""
-  config = lm.get_config()
+  config, options = lm.get_config(), _read_config(hf)
   config.sharding = 'fsdp'  # As on one device, and weights of any size fit.
   config.training_steps = 1000
   config.eval_interval = config.save_checkpoint_interval = 200
   kwargs = config.experiment_kwargs.config
   length = options['max_length']
-  is_deep = options['num_layers'] >= 12
-  values = {**kwargs.model.to_dict(), **options, 'scan_layers': is_deep}
-  kwargs.model = config_dict.ConfigDict(values)
-  kwargs.length = min(length, 512)
-  kwargs.batch_size = 8
-  kwargs.packing = 'packed'
-  kwargs.learning_rate = 1e-5
-  kwargs.warmup_fraction = 0.05
-  kwargs.sample_prompt = 'The'
+  options['scan_layers'] = options['num_layers'] >= 12
+  kwargs.model = config_dict.ConfigDict(kwargs.model.to_dict() | options)
+  kwargs.update(length=min(length, 512), batch_size=8, packing='packed')
+  kwargs.update(learning_rate=1e-5, warmup_fraction=0.05, sample_prompt='The')
   kwargs.sample_length = min(64, length // 2)
   kwargs.decode.max_decode_steps = min(128, length // 2)
   ends = hf.get('eos_token_id')
@@ -599,109 +485,86 @@ def _run_config(
 
 
 def export_run(
-  run: pathlib.Path,
-  out: pathlib.Path,
-  *,
-  step: int | None = None,
-  series: str = 'latest',
-  dtype: str = 'float32',
+  run: pathlib.Path, out: pathlib.Path, *, dtype: str = 'float32', **which: Any
 ) -> None:
   """Writes the weights of a run as a folder that transformers loads.
 
-  Args:
-    run: the run's directory.
-    out: the folder; not there, or empty.
-    step: that of the checkpoint; None is the newest.
-    series: 'latest' or 'best'.
-    dtype: 'float32' or 'bfloat16'.
-
-  Raises:
-    errors.UsageError: the run has no such checkpoint, or a model that no
-      family has.
+  `which` are `step`, `series` and `weights` of `jaxline.load_weights`.
   """
   import safetensors.numpy
 
   if out.exists() and any(out.iterdir()):
     raise errors.UsageError(f'{out} is not empty; give another folder.')
   kwargs = base_config.recorded_config(run).experiment_kwargs.config
-  config = base_config.read(model.ModelConfig, kwargs.model)
-  of_lora = base_config.read(lora.Config, kwargs.get('lora', {}))
-  params = jaxline.load_weights(run, step=step, series=series)
-  weights = _flat(jax.device_get(lora.merge(params, of_lora)))
-  config, weights = _folded(config, weights)
-  hf = _write_config(config)
-  tokenizer = tokenization.load_tokenizer(kwargs.tokenizer)
-  start = tokenizer.document_id
+  params = lora.merge(
+    jaxline.load_weights(run, **which),
+    base_config.read(lora.Config, kwargs.get('lora', {})),
+  )
+  config, weights = _folded(
+    base_config.read(model.ModelConfig, kwargs.model),
+    structure.named_leaves(jax.device_get(params)),
+  )
+  start = tokenization.load_tokenizer(kwargs.tokenizer).document_id
   # Decoding stops at the document token too.
   stops = [*dict.fromkeys([*kwargs.decode.stop_ids, start])]
   ends = {'bos_token_id': start, 'eos_token_id': stops}
-  hf |= {**ends, 'torch_dtype': dtype}
+  hf = _write_config(config) | ends | {'torch_dtype': dtype}
 
-  target = np.dtype(dtype)
-  files: list[dict[str, np.ndarray]] = [{}]
-  size = total = 0
+  files: dict[int, dict[str, np.ndarray]] = {}
+  total = 0
   for name, x in _tensors(weights, config):
-    num_bytes = x.size * target.itemsize
-    if files[-1] and size + num_bytes > _MAX_FILE:
-      files.append({})
-      size = 0
-    size, total = size + num_bytes, total + num_bytes
-    files[-1][name] = x
+    files.setdefault(total // _MAX_FILE, {})[name] = x
+    total += x.size * np.dtype(dtype).itemsize
   out.mkdir(parents=True, exist_ok=True)
   places: dict[str, str] = {}
-  for i, tensors in enumerate(files, 1):
-    name = f'model-{i:05d}-of-{len(files):05d}.safetensors'
-    name = name if len(files) > 1 else 'model.safetensors'
-    places |= dict.fromkeys(tensors, name)
-    converted = {k: np.ascontiguousarray(x, target) for k, x in tensors.items()}
-    safetensors.numpy.save_file(converted, out / name, {'format': 'pt'})
-  index = {'metadata': {'total_size': total}, 'weight_map': places}
-  written = {'generation_config.json': ends, 'config.json': hf}
-  if len(files) > 1:
-    written = {'model.safetensors.index.json': index, **written}
+  for i, tensors in enumerate(files.values(), 1):
+    part = f'-{i:05d}-of-{len(files):05d}' if len(files) > 1 else ''
+    places |= dict.fromkeys(tensors, f'model{part}.safetensors')
+    converted = {k: np.ascontiguousarray(x, dtype) for k, x in tensors.items()}
+    file = out / f'model{part}.safetensors'
+    safetensors.numpy.save_file(converted, file, {'format': 'pt'})
   path = pathlib.Path(str(kwargs.tokenizer).partition('#')[0])
   if path.suffix in ('.json', '.model'):
     shutil.copyfile(path, out / f'tokenizer{path.suffix}')
-  for name, content in written.items():  # config.json last: all is there.
-    (out / name).write_text(json.dumps(content, indent=2) + '\n')
+  index = {'metadata': {'total_size': total}, 'weight_map': places}
+  for name, content in (
+    ('model.safetensors.index', index),
+    ('generation_config', ends),
+    ('config', hf),  # Last: all is there.
+  ):
+    (out / f'{name}.json').write_text(json.dumps(content, indent=2) + '\n')
   print(f'{hf["model_type"]}, {total:,} bytes of {dtype}, in {out}')
 
 
 def _folded(
-  config: model.ModelConfig, weights: Weights
-) -> tuple[model.ModelConfig, Weights]:
+  config: model.ModelConfig, weights: dict[str, np.ndarray]
+) -> tuple[model.ModelConfig, dict[str, np.ndarray]]:
   """Replaces a normalised embedding by a table of its normalised rows."""
   if not config.normalize_embedding:
     return config, weights
-  weights = dict(weights)
-  scale = weights.pop('embedding/norm/scale')
-  table = weights['embedding/tokens']
-  weights.setdefault('embedding/output', table)
+  new = dict(weights)
+  scale, table = new.pop('embedding/norm/scale'), new['embedding/tokens']
+  new.setdefault('embedding/output', table)
   normalised = transformer.normalize(
     table, scale=scale, epsilon=config.norm_epsilon, centered=False
   )
-  weights['embedding/tokens'] = np.asarray(normalised)
+  new['embedding/tokens'] = np.asarray(normalised)
   return dataclasses.replace(
     config, normalize_embedding=False, tie_embeddings=False
-  ), weights
+  ), new
 
 
 def parity(run: pathlib.Path, folder: pathlib.Path) -> float:
   """Compares the logits of a run and of transformers, in float32.
 
-  Args:
-    run: the run's directory.
-    folder: what `import` read, or `export` wrote.
-
-  Returns:
-    The largest error, as a part of the logits' standard deviation.
+  Returns the largest error, as a part of the logits' standard deviation.
   """
   import torch
   import transformers
 
   experiment = jaxline.load(run, mode='decode')
   config = dataclasses.replace(experiment.config.model, dtype='float32')
-  # What `export` wrote: averaged weights, if the run has them.
+  # What `export` writes: averaged weights, if the run has them.
   params = lora.merge(experiment.eval_params, experiment.config.lora)
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32
@@ -715,19 +578,17 @@ def parity(run: pathlib.Path, folder: pathlib.Path) -> float:
     ours = np.asarray(model.apply(params, jnp.asarray(ids), config))
     with torch.no_grad():
       expected = theirs(torch.from_numpy(ids).long()).logits.numpy()
-    error = np.abs(ours - expected).max() / expected.std()
+    error = float(np.abs(ours - expected).max() / expected.std())
     p, q = (jax.nn.log_softmax(x) for x in (expected, ours))
-    kl = float((np.exp(p) * (p - q)).sum(-1).mean())
+    kl = float((jnp.exp(p) * (p - q)).sum(-1).mean())
     print(f'{name}: largest error {error:.2g} of a deviation, KL {kl:.2g} nats')
-    worst = max(worst, float(error))
+    worst = max(worst, error)
   return worst
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command; returns the exit status, 2 for an error of use."""
-  parser = argparse.ArgumentParser(
-    prog='python -m examples.lm.hf', description=(__doc__ or '').split('\n')[0]
-  )
+  parser = argparse.ArgumentParser(prog='python -m examples.lm.hf')
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
   for name, run, *places in (
     ('import', import_model, 'source', 'run'),
@@ -741,13 +602,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == 'export':
       command.add_argument('--step', type=int)
       command.add_argument('--series', default='latest')
-      command.add_argument(
-        '--dtype', choices=('float32', 'bfloat16'), default='float32'
-      )
+      command.add_argument('--weights', choices=('raw', 'averaged'))
+      dtypes = 'float32', 'bfloat16'
+      command.add_argument('--dtype', choices=dtypes, default=dtypes[0])
   args = vars(parser.parse_args(argv))
   try:
     args.pop('call')(**args)
-  except (errors.UsageError, OSError, ImportError) as e:
+  except (ValueError, OSError, ImportError) as e:
     print(f'examples.lm.hf: {e}', file=sys.stderr)
     return 2
   return 0

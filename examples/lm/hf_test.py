@@ -4,14 +4,17 @@
 with the logits that transformers 5.24 computes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,10 @@ import tokenizers
 import jaxline
 from jaxline import base_config
 from jaxline import errors
+from jaxline import sharded
+from jaxline.checkpoint import structure
 
+from . import experiment
 from . import hf
 from . import lora
 from . import model
@@ -170,13 +176,15 @@ def test_an_export_of_an_import_is_the_same_to_the_bit(run, name, tmp_path):
 @pytest.mark.parametrize('name', NAMES)
 def test_a_process_reads_its_part(run, name):
   config = jaxline.load(run(name), mode='decode').config.model
-  tensors, rows = hf._open(REFERENCE / name), hf._rows(config.post_norms)
+  tensors, rows = hf._open(REFERENCE / name), hf._rows(config)
   rng = np.random.default_rng(0)
-  for path, whole in hf._flat(jaxline.load_weights(run(name))).items():
+  for path, whole in structure.named_leaves(
+    jaxline.load_weights(run(name))
+  ).items():
     for _ in range(4):
       ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in whole.shape]
       index = tuple(slice(int(a), int(b)) for a, b in ends)
-      part = hf._read_weight(tensors, rows[path], whole.shape, index)
+      part = rows[path].read(tensors, whole.shape, index)
       np.testing.assert_array_equal(part, whole[index], path)
 
 
@@ -196,12 +204,6 @@ def test_half_precision_is_read_as_such_and_written_in_several_files(
   assert hf.main(['export', str(tmp_path / 'run'), str(again)]) == 0
   for key, x in tensors_in(again).items():
     np.testing.assert_array_equal(x, stored[key].astype(np.float32))
-
-
-def leaves_dir(folder):
-  index = folder / 'model.safetensors.index.json'
-  shutil.move(folder / 'model-00003-of-00003.safetensors', folder.parent)
-  index.write_text(index.read_text().replace('model-00003', '../model-00003'))
 
 
 def add_tensor(name, folder):
@@ -233,10 +235,9 @@ REFUSALS = {
   'lm_head.weight': lambda x: edit(x, vocab_size=65),
   'extra.weight': functools.partial(add_tensor, 'extra.weight'),
   'model-00001-of-00003.safetensors': cut,
-  '../model-00003-of-00003.safetensors': leaves_dir,
+  'model.norm.weight': lambda x: next(x.glob('*2-of*')).unlink(),
   'I8': integers,
   'tokenizer.json': lambda x: (x / 'tokenizer.json').unlink(),
-  'index.json': lambda x: (x / 'model.safetensors.index.json').unlink(),
 }
 
 
@@ -250,8 +251,9 @@ def test_refusals_name_what_is_wrong(name, tmp_path):
   assert not list(tmp_path.glob('run/checkpoints/latest/*'))
 
 
-def test_what_need_not_be_read_is_passed_over(run, tmp_path):
-  # A tied model with an output layer, and a buffer of old Llamas.
+def test_what_need_not_be_read_is_passed_over(tmp_path, monkeypatch):
+  # A tied model with an output layer, a buffer of old Llamas, random weights.
+  monkeypatch.setattr(experiment.Experiment, '_init_state', None)
   folder = copied('llama', tmp_path / 'source')
   edit(folder, tie_word_embeddings=True)
   add_tensor('model.layers.0.self_attn.rotary_emb.inv_freq', folder)
@@ -340,17 +342,68 @@ def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
   hf.export_run(tmp_path / 'tuned', tmp_path / 'out')
   hf.import_model(tmp_path / 'out', tmp_path / 'back')
   back, base = (
-    hf._flat(jaxline.load_weights(x))
+    structure.named_leaves(jaxline.load_weights(x))
     for x in (tmp_path / 'back', run('llama3'))
   )
   state, config = result.experiment.state, result.experiment.config
   expected = lora.merge(state.params, config.lora)
   assert back.keys() == base.keys()
-  for name, x in hf._flat(expected).items():
+  for name, x in structure.named_leaves(expected).items():
     np.testing.assert_allclose(back[name], x, rtol=1e-5, atol=1e-7)
   for name in ('q', 'kv', 'out'):
     name = f'layers/attention/{name}'
     assert np.any(back[name] != base[name])
+
+
+class Averaged(experiment.Experiment):
+  """The experiment with averaged weights."""
+
+  def init_fn(self, rng):
+    params, _ = super().init_fn(rng)
+    return params, {sharded.EMA: params}
+
+  def after_update(self, before, after):
+    return sharded.average_weights(before, after, 0.9)
+
+
+def test_exports_choose_averaged_weights_and_parity_compares_them(
+  run, tmp_path, monkeypatch
+):
+  rules = (('state/params/(.*)', r'state/params/\1'),)
+  cls = f'{__name__}:Averaged'
+  tuned(run('llama3'), tmp_path, restore_rules=rules, experiment_class=cls)
+  source, stub = tmp_path / 'tuned', types.SimpleNamespace
+
+  def from_pretrained(folder, dtype):
+    hf.import_model(folder, folder.with_suffix('.run'))
+    back = jaxline.load(folder.with_suffix('.run'), mode='decode')
+    compute = functools.partial(model.apply, back.state.params)
+
+    def apply(ids):
+      logits = np.asarray(compute(ids, back.config.model))
+      return stub(logits=stub(numpy=lambda: logits))
+
+    return apply
+
+  torch = stub(
+    float32=None,
+    no_grad=contextlib.nullcontext,
+    from_numpy=lambda x: stub(long=lambda: x),
+  )
+  model_class = stub(from_pretrained=from_pretrained)
+  transformers = stub(AutoModelForCausalLM=model_class)
+  monkeypatch.setitem(sys.modules, 'torch', torch)
+  monkeypatch.setitem(sys.modules, 'transformers', transformers)
+  for weights in (None, 'averaged', 'raw'):
+    out = tmp_path / f'out-{weights}'
+    hf.export_run(source, out, weights=weights)
+    assert (hf.parity(source, out) > 1e-3) == (weights == 'raw')
+    for x, y in zip(
+      jax.tree.leaves(jaxline.load_weights(source, weights=weights)),
+      jax.tree.leaves(jaxline.load_weights(out.with_suffix('.run'))),
+      strict=True,
+    ):
+      np.testing.assert_array_equal(x, y)
 
 
 def test_a_normalised_embedding_is_folded_into_an_untied_one():
@@ -358,7 +411,7 @@ def test_a_normalised_embedding_is_folded_into_an_untied_one():
     model_test.TINY, feed_forward='swiglu', normalize_embedding=True
   )
   params = model_test.params_of(config)
-  flat = hf._flat(params)
+  flat = structure.named_leaves(params)
   folded, weights = hf._folded(config, flat)
   nested = {}
   for path, x in weights.items():
@@ -374,7 +427,7 @@ def test_a_normalised_embedding_is_folded_into_an_untied_one():
 _SHARDED = """
 import sys, jax, jaxline
 from examples.lm import hf
-hf.main(['import', sys.argv[1], sys.argv[2]])
+assert hf.main(['import', sys.argv[1], sys.argv[2]]) == 0
 experiment = jaxline.load(sys.argv[2], mode='decode')
 x = experiment.state.params['layers/feed_forward']['in']
 assert x.addressable_shards[0].data.size == x.size // 8, x.sharding
@@ -382,21 +435,35 @@ assert x.addressable_shards[0].data.size == x.size // 8, x.sharding
 
 
 @pytest.mark.process
-def test_a_sharded_import_is_the_unsharded_one(run, tmp_path):
-  source = run('llama3').parent / 'source'
-  subprocess.run(
-    [sys.executable, '-c', _SHARDED, str(source), str(tmp_path / 'run')],
-    cwd=ROOT,
-    env={
-      **os.environ,
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-      'JAX_PLATFORMS': 'cpu',
-    },
-    check=True,
-  )
+@pytest.mark.parametrize('processes', [1, 2])
+def test_a_sharded_import_is_the_unsharded_one(processes, run, tmp_path):
+  source, new = run('llama3').parent / 'source', tmp_path / 'run'
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    address = f'localhost:{s.getsockname()[1]}'
+  devices = 8 // processes
+  env = os.environ | {
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_COORDINATOR_ADDRESS': address,
+    'JAX_NUM_PROCESSES': str(processes),
+  }
+  children = [
+    subprocess.Popen(
+      [sys.executable, '-c', _SHARDED, str(source), str(new)],
+      cwd=ROOT,
+      env=env | {'JAX_PROCESS_ID': str(i)},
+    )
+    for i in range(processes)
+  ]
+  try:
+    assert [child.wait(100) for child in children] == [0] * processes
+  finally:
+    for child in children:
+      child.kill()
   for x, y in zip(
     jax.tree.leaves(jaxline.load_weights(run('llama3'))),
-    jax.tree.leaves(jaxline.load_weights(tmp_path / 'run')),
+    jax.tree.leaves(jaxline.load_weights(new)),
     strict=True,
   ):
     np.testing.assert_array_equal(x, y)

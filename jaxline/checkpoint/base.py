@@ -224,16 +224,12 @@ class FullCheckpointer(Checkpointer):
   def raise_error(self) -> None:
     """Raises the error of a save in the background; costs nothing."""
 
-  def evaluated(self) -> list[int]:
-    """Returns the steps that are noted as evaluated."""
+  def evaluated(self) -> list[tuple[int, str, float | None]]:
+    """Returns the noted evaluations: step, metric of early stopping, value."""
     return []
 
-  def values(self, until: int) -> dict[int, float]:
-    """Returns step -> noted value of the metric of `config.early_stop`."""
-    return {}
-
   def mark_evaluated(self, step: int, value: float | None = None) -> None:
-    """Notes that a step is evaluated, and its value for `config.early_stop`."""
+    """Notes that a step is evaluated, and its value for early stopping."""
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from this step."""
@@ -241,9 +237,8 @@ class FullCheckpointer(Checkpointer):
   def mark_ended(self, step: int, why: str = '') -> None:
     """Notes that training has ended at this step, and what ended it early."""
 
-  def why_to_stop(self, step: int) -> list[str]:
-    """Returns arguments of `StopTraining` if the notes say to end by a step."""
-    return []
+  def stop_if_noted(self, step: int) -> None:
+    """Raises StopTraining in all processes if the notes end it by a step."""
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""

@@ -2,13 +2,12 @@
 
     config.json                      the config that training goes on with
     checkpoints/ended.json           the step at which training has ended, why
-    checkpoints/evaluated/MODE.json  the steps that are evaluated, and the
-                                     values that early stopping compares
+    checkpoints/evaluated/MODE.json  evaluations and their value for early stop
 
 which are replaced whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 import contextlib
 import math
 import pathlib
@@ -20,6 +19,7 @@ from ml_collections import config_dict
 
 from jaxline import base_config
 from jaxline import distributed
+from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 
@@ -61,55 +61,47 @@ class NotingCheckpointer(base.FullCheckpointer):
     folder = self._root / 'evaluated'
     with _noting:
       for path in folder.glob('*.json'):
-        noted, values = _read_note(path)
-        if any(s > step for s in noted):
-          kept = [x for x in values if x[0] <= step]
-          _write_note(path, [s for s in noted if s <= step], kept)
+        noted = _read_note(path)
+        if any(s > step for s, _, _ in noted):
+          _write_note(path, [x for x in noted if x[0] <= step])
 
   def mark_ended(self, step: int, why: str = '') -> None:
     """Notes that training has ended, for those who evaluate it."""
     if jax.process_index() == 0 and not self.reads_only:
       self._root.mkdir(parents=True, exist_ok=True)
-      note = {'step': int(step)} | ({'why': why} if why else {})
+      # An evaluation beside it may have given a reason.
+      note = {'step': int(step), 'why': why or self._end().get('why', '')}
       files.write_json(self._root / 'ended.json', note)
 
-  def why_to_stop(self, step: int) -> list[str]:
-    """Returns arguments of `StopTraining`, or []; reads this host's disk."""
-    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
-      note = files.read_json(self._root / 'ended.json')
-      if note['step'] <= step:
-        return [note['why']]
-    return no_gain(self._config, self.values(step))
+  def stop_if_noted(self, step: int) -> None:
+    """Raises StopTraining in all processes if the notes end it by a step."""
+    end = distributed.of_chief(self._end())
+    if end.get('why') and end['step'] <= step:
+      raise errors.StopTraining(end['why'], f'remove {self._root}/ended.json')
+    if early_stop(self._config)[1] is not None:
+      until = [x for x in self.evaluated() if x[0] <= step]
+      stop_without_gain(self._config, until)
 
   def ended(self) -> int | None:
-    """Returns the step at which training has ended, or None.
+    """Returns the step at which training has ended, or None."""
+    return distributed.of_chief(self._end().get('step'))
 
-    All hosts get the first one's answer.
-    """
-    step = None
+  def _end(self) -> Any:
+    """Returns this host's `ended.json`, or an empty dict."""
     # Where it cannot be read it is asked again.
-    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
-      step = int(files.read_json(self._root / 'ended.json')['step'])
-    return distributed.of_chief(step)
+    with contextlib.suppress(files.DamagedError, OSError):
+      return files.read_json(self._root / 'ended.json')
+    return {}
 
   @property
   def _note(self) -> pathlib.Path:
     mode = self._mode if self._follows else 'eval'
     return self._root / 'evaluated' / f'{mode}.json'
 
-  def evaluated(self) -> list[int]:
-    """Returns the steps that `mark_evaluated` noted in this mode.
-
-    All hosts get the first one's answer.
-    """
+  def evaluated(self) -> list[tuple[int, str, float | None]]:
+    """Returns what `mark_evaluated` noted in this mode on the first host."""
     is_chief = jax.process_index() == 0
-    return distributed.of_chief(_read_note(self._note)[0] if is_chief else [])
-
-  def values(self, until: int) -> dict[int, float]:
-    """Returns step -> value of early stopping's metric; on this host's disk."""
-    metric, patience, _ = early_stop(self._config)
-    noted = [] if patience is None else _read_note(self._note)[1]
-    return {s: x for s, name, x in noted if name == metric and s <= until}
+    return distributed.of_chief(_read_note(self._note) if is_chief else [])
 
   def mark_evaluated(self, step: int, value: float | None = None) -> None:
     """Notes that a step is evaluated and its results are safe."""
@@ -118,57 +110,50 @@ class NotingCheckpointer(base.FullCheckpointer):
     with _noting:
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
-      noted, values = _read_note(self._note)
-      if value is not None:
-        values.append([step, early_stop(self._config)[0], value])
-      _write_note(self._note, [*noted, step][-100_000:], values)
+      metric = '' if value is None else early_stop(self._config)[0]
+      noted = [*_read_note(self._note), [step, metric, value]]
+      _write_note(self._note, noted[-100_000:])
 
 
-def early_stop(config: Any) -> tuple[str, int | None, float]:
+def early_stop(config: Any) -> tuple[str, Any, float]:
   """Returns metric, patience and least gain of early stopping."""
   given = config.early_stop
   metric = given.get('metric') or config.best_model_eval_metric
   return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
-def no_gain(config: Any, values: Mapping[int, float]) -> list[str]:
-  """Returns arguments of `StopTraining` if early stopping ends a run, or [].
-
-  Args:
-    config: the run's.
-    values: step -> value of the metric.
-  """
+def stop_without_gain(config: Any, evaluated: Iterable[Any]) -> None:
+  """Raises StopTraining if early stopping ends a run after evaluations."""
   metric, patience, min_delta = early_stop(config)
   sign = 1 if config.best_model_eval_metric_higher_is_better else -1
   best, at, since = -math.inf, None, 0
-  for step, value in sorted(values.items()):
+  compared = (x for x in evaluated if patience and x[1] == metric)
+  for step, _, value in compared:
+    since += 1
     if sign * value > best + min_delta:  # A NaN is no gain.
       best, at, since = sign * value, step, 0
-      continue
-    since += 1
-    if patience is not None and since >= patience:
-      return [
+    elif since >= patience:
+      raise errors.StopTraining(
         f'{metric!r} has not improved by more than {min_delta:g} over that of'
-        f' step {at} in {since} evaluations (config.early_stop).',
+        f' step {at} in {since} evaluations.',
         'raise config.early_stop.patience, or set it to None',
-      ]
-  return []
+      )
 
 
-def _read_note(path: pathlib.Path) -> tuple[list[int], list[Any]]:
-  """Returns the steps in a note, and its values: (step, metric, value).
+def _read_note(path: pathlib.Path) -> list[Any]:
+  """Returns what is evaluated, [step, metric, value]; none without a note.
 
   Raises:
     files.RefusedError: it is not as it was written.
   """
   try:
     if not path.exists():
-      return [], []
+      return []
     match files.read_json(path):
-      case {'steps': [*steps], 'crc': int(crc), **rest}:
-        values: list[Any] = rest.get('values', [])  # type: ignore[assignment]
-        if crc == files.crc_of(steps + values):
-          return steps, values
+      case {'evaluated': [*noted], 'crc': int(crc)} if crc == files.crc_of(
+        noted
+      ):
+        return noted
   except files.DamagedError:
     pass
   raise files.RefusedError(
@@ -177,7 +162,6 @@ def _read_note(path: pathlib.Path) -> tuple[list[int], list[Any]]:
   )
 
 
-def _write_note(path: pathlib.Path, steps: list[int], values: Any) -> None:
+def _write_note(path: pathlib.Path, noted: list[Any]) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  note = {'steps': steps, 'crc': files.crc_of(steps + values)}
-  files.write_json(path, note | ({'values': values} if values else {}))
+  files.write_json(path, {'evaluated': noted, 'crc': files.crc_of(noted)})

@@ -39,9 +39,7 @@ import numpy as np
 
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import files
-
-# The name of a JAX key path, such as 'params/linear/w'.
-name_of = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
+from jaxline.partitioning import name_of
 
 
 def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
