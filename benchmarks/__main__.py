@@ -82,6 +82,15 @@ def _aims(run: dict[str, Any]) -> str:
   return '\n'.join([text, *(['Missed:', '', *missed] if missed else [])])
 
 
+def _about(machine: dict[str, Any]) -> str:
+  versions = ', '.join(f'{k} {v}' for k, v in machine['versions'].items())
+  return (
+    f'{machine["date"]}, commit {machine["commit"]}: {machine["cpu"]},'
+    f' {machine["cores"]} cores, no accelerator used; {machine["system"]};'
+    f' Python {machine["python"]}, {versions}.'
+  )
+
+
 def page(run: dict[str, Any], by_hand: str) -> str:
   """Returns the page of a run.
 
@@ -89,12 +98,8 @@ def page(run: dict[str, Any], by_hand: str) -> str:
     run: the content of its file.
     by_hand: the end of the page, from its heading on.
   """
-  machine = run['machine']
-  versions = ', '.join(f'{k} {v}' for k, v in machine['versions'].items())
   about = (
-    f'{machine["date"]}, commit {machine["commit"]}: {machine["cpu"]},'
-    f' {machine["cores"]} cores, no accelerator used; {machine["system"]};'
-    f' Python {machine["python"]}, {versions}. The programs took'
+    f'{_about(run["machine"])} The programs took'
     f' {sum(x["seconds"] for x in run["programs"].values()) / 60:.0f} minutes.'
   )
   parts = [
@@ -118,6 +123,9 @@ def page(run: dict[str, Any], by_hand: str) -> str:
       f' Seconds: {program["seconds"]:.0f}.',
       harness.table(program['rows']),
     ]
+    if 'machine' in program:  # Put into the file by hand, of a later run.
+      later = f'Measured later: {_about(program["machine"])}'
+      parts.insert(-1, textwrap.fill(later, 80, break_on_hyphens=False))
   return '\n\n'.join(parts) + f'\n\n{by_hand}'
 
 
