@@ -18,7 +18,6 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 import numpy as np
-import optax
 
 from jaxline import async_lib
 from jaxline import base_config
@@ -572,8 +571,9 @@ class _Training:
     if int(after.step) == step:
       self.state.global_step = step
       # Its scalars are lost, but it may not save weights that are not finite.
-      norm = jax.jit(optax.tree.norm)(after.params)
-      flag = {nonfinite.NONFINITE: ~np.isfinite(norm), 'norm of weights': norm}
+      weights = jax.tree.leaves(after.params)
+      is_finite = all(bool(jax.numpy.isfinite(x).all()) for x in weights)
+      flag = {nonfinite.NONFINITE: np.bool_(not is_finite)}
       self.guard(time.time(), step, flag)
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
