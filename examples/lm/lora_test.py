@@ -99,7 +99,6 @@ def test_adapters_start_as_the_base_model_and_merge_into_it(config, scan):
 @pytest.mark.parametrize(
   ('overrides', 'optimized'),
   [
-    (RANK, 8),
     (RANK | {'sharding': 'fsdp', 'gradient_accumulation_steps': 2}, 8),
     ({'experiment_kwargs.config.trainable': 'layers/.*'}, 6),
   ],
