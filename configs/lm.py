@@ -107,4 +107,5 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.decode.beam_size = 4
   kwargs.decode.length_norm_alpha = 0.8
   kwargs.decode.stop_ids = ()
+  kwargs.decode.scores = True  # Without them it is faster.
   return config

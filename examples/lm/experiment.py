@@ -257,8 +257,10 @@ class Experiment(sharded.ShardedExperiment):
       self.data_summary = self.corpus.summary
     super().__init__(mode, init_rng, run_config=run_config)
     self.trainable_rules = self.config.trainable
-    if self.config.lora.rank and self.trainable_rules is None:
-      self.trainable_rules = lora.TRAINABLE
+    if self.config.lora.rank:
+      more = self.config.trainable or ()
+      more = [more] if isinstance(more, str) else more
+      self.trainable_rules = [lora.TRAINABLE, *more]
     self._rows = self.config.batch_size
     if self.config.model.matmul == 'fp8' and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())

@@ -545,12 +545,19 @@ def _folded(
   new = dict(weights)
   scale, table = new.pop('embedding/norm/scale'), new['embedding/tokens']
   new.setdefault('embedding/output', table)
+  if config.norm_offset:
+    scale = 1 + scale
+  if config.embedding_scale:  # It comes before the norm.
+    table = table * np.float32(config.embed_dim**0.5)
   normalised = transformer.normalize(
     table, scale=scale, epsilon=config.norm_epsilon, centered=False
   )
   new['embedding/tokens'] = np.asarray(normalised)
   return dataclasses.replace(
-    config, normalize_embedding=False, tie_embeddings=False
+    config,
+    normalize_embedding=False,
+    tie_embeddings=False,
+    embedding_scale=False,
   ), new
 
 

@@ -7,6 +7,7 @@ import pytest
 from configs import lm
 import jaxline
 from jaxline import errors
+from jaxline import sharded
 
 from . import experiment
 from . import lora
@@ -94,6 +95,15 @@ def test_adapters_start_as_the_base_model_and_merge_into_it(config, scan):
   of_base, of_tuned = loss(base, plain), loss(tuned, tuned.state.params)
   assert of_tuned != loss(base, base.state.params)
   np.testing.assert_allclose(of_base, of_tuned, rtol=1e-5)
+
+
+def test_trainable_adds_to_the_adapters(config):
+  more = {'experiment_kwargs.config.trainable': 'embedding/.*'}
+  both, adapters, alone = (
+    sum(jax.tree.leaves(sharded.trainable(x.state.params, x.trainable_rules)))
+    for x in (make(config, RANK | more), make(config, RANK), make(config, more))
+  )
+  assert both == adapters + alone
 
 
 @pytest.mark.parametrize(
