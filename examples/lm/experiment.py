@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gzip
 import math
+import pathlib
 from typing import Any
 
 from absl import logging
@@ -206,6 +207,14 @@ def compression_baselines(documents: text.Documents) -> dict[str, float]:
   return {k: 8 * len(v) / len(data) for k, v in compressed.items()}
 
 
+def find_tokenizer(spec: str, run: str | None) -> str:
+  """Returns `Config.tokenizer`, or its file in a run that has been moved."""
+  path, mark, rest = str(spec).partition('#')
+  moved = pathlib.Path(run or '.') / pathlib.Path(path).name
+  is_moved = run and not pathlib.Path(path).exists() and moved.is_file()
+  return f'{moved}{mark}{rest}' if is_moved else spec
+
+
 class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
@@ -244,7 +253,11 @@ class Experiment(sharded.ShardedExperiment):
       run_config: the config of the run: see `sharded.ShardedExperiment`.
     """
     self.config = base_config.read(Config, config)
-    self.tokenizer = tokenization.load_tokenizer(self.config.tokenizer)
+    self.tokenizer = tokenization.load_tokenizer(
+      find_tokenizer(
+        self.config.tokenizer, run_config and run_config.checkpoint_dir
+      )
+    )
     self._check_tokens()
     if mode != 'decode':
       self.corpus = text.load_corpus(

@@ -42,6 +42,7 @@ from jaxline.compat import adapters
 from jaxline.compat import prng
 from jaxline.inputs import tokenization
 
+from . import experiment as experiment_lib
 from . import lora
 from . import model
 
@@ -504,7 +505,8 @@ def export_run(
     base_config.read(model.ModelConfig, kwargs.model),
     structure.named_leaves(jax.device_get(params)),
   )
-  start = tokenization.load_tokenizer(kwargs.tokenizer).document_id
+  tokenizer = experiment_lib.find_tokenizer(kwargs.tokenizer, str(run))
+  start = tokenization.load_tokenizer(tokenizer).document_id
   # Decoding stops at the document token too.
   stops = [*dict.fromkeys([*kwargs.decode.stop_ids, start])]
   ends = {'bos_token_id': start, 'eos_token_id': stops}
@@ -523,7 +525,7 @@ def export_run(
     converted = {k: np.ascontiguousarray(x, dtype) for k, x in tensors.items()}
     file = out / f'model{part}.safetensors'
     safetensors.numpy.save_file(converted, file, {'format': 'pt'})
-  path = pathlib.Path(str(kwargs.tokenizer).partition('#')[0])
+  path = pathlib.Path(str(tokenizer).partition('#')[0])
   if path.suffix in ('.json', '.model'):
     shutil.copyfile(path, out / f'tokenizer{path.suffix}')
   index = {'metadata': {'total_size': total}, 'weight_map': places}

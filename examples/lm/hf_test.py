@@ -301,6 +301,18 @@ def tuned(run, folder, **overrides):
   return jaxline.fit(None, config, values)
 
 
+def test_an_imported_run_may_be_moved(tmp_path):
+  folder = copied('llama3', tmp_path / 'hf')
+  hf.import_model(folder, tmp_path / 'run')
+  (tmp_path / 'run').rename(tmp_path / 'moved')
+  experiment = jaxline.load(tmp_path / 'moved', mode='decode')
+  assert experiment.tokenizer.vocab_size == 64
+  hf.export_run(tmp_path / 'moved', tmp_path / 'out')
+  assert (tmp_path / 'out/tokenizer.json').read_bytes() == (
+    folder / 'tokenizer.json'
+  ).read_bytes()
+
+
 def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
   imported = run('llama3')
   experiment = jaxline.load(imported, mode='decode')
