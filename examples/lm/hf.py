@@ -407,8 +407,13 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   """Makes a run of a folder: config, tokenizer, and checkpoint of step 0."""
   hf = json.loads((source / 'config.json').read_bytes())
   config, tensors = _run_config(hf), _open(source)
-  is_new = (source / 'tokenizer.json').exists()
-  name = 'tokenizer.json' if is_new else 'tokenizer.model'
+  names = ('tokenizer.json', 'tokenizer.model')
+  name = next((x for x in names if (source / x).exists()), None)
+  if name is None or not tensors:
+    raise errors.UsageError(
+      f'{source} lacks {"model*.safetensors" if name else " and ".join(names)};'
+      ' download the whole folder of the model.'
+    )
   tokenization.load_tokenizer(source / name)  # Before the run is there.
   config.checkpoint_dir = str(run)
   tokenizer = run.absolute() / name
@@ -528,6 +533,8 @@ def export_run(
   path = pathlib.Path(str(tokenizer).partition('#')[0])
   if path.suffix in ('.json', '.model'):
     shutil.copyfile(path, out / f'tokenizer{path.suffix}')
+  else:
+    print(f'No tokenizer is written: {kwargs.tokenizer!r} is no file.')
   index = {'metadata': {'total_size': total}, 'weight_map': places}
   for name, content in (
     ('model.safetensors.index', index),

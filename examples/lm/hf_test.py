@@ -301,6 +301,15 @@ def tuned(run, folder, **overrides):
   return jaxline.fit(None, config, values)
 
 
+@pytest.mark.parametrize('missing', ['tokenizer.json', 'model.safetensors'])
+def test_a_folder_that_lacks_a_file_is_refused(missing, tmp_path):
+  folder = copied('llama3', tmp_path / 'hf')
+  (folder / missing).unlink()
+  with pytest.raises(errors.UsageError, match=missing[:5]):
+    hf.import_model(folder, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_an_imported_run_may_be_moved(tmp_path):
   folder = copied('llama3', tmp_path / 'hf')
   hf.import_model(folder, tmp_path / 'run')
