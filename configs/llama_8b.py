@@ -8,7 +8,7 @@ Time:     20,000 steps of at least 1.21 s are 7 hours on 64 v5p chips: computed,
           not measured (llama_8b in docs/reference/scale.md).
 Command:  python experiment.py --config=configs/llama_8b.py \
             --config.experiment_kwargs.config.files='text/**/*.txt'
-          Without the TPUs, what it needs of them: --jaxline_mode=compile \
+          To see its memory and time without TPUs: --jaxline_mode=compile \
             --config.topology=v5p:4x4x4  # Or v6e:8x8.
 """
 

@@ -106,7 +106,7 @@ class Run:
 
   @contextlib.contextmanager
   def stoppable(self) -> Iterator[None]:
-    """Ends what is inside if it raises StopTraining, and keeps the reason."""
+    """Catches StopTraining, and keeps it as the reason of the end."""
     try:
       yield
     except errors.StopTraining as e:

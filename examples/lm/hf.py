@@ -86,12 +86,17 @@ _ROPES = {
 }
 _LAYERS = ('full_attention', 'sliding_attention')
 # Computations that no option of the model has.
-_OFF = ('attention_bias', 'mlp_bias', 'quantization_config')
-_OFF = (*_OFF, 'use_bidirectional_attention')
+_OFF = (
+  'attention_bias',
+  'mlp_bias',
+  'quantization_config',
+  'use_bidirectional_attention',
+)
 _DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': jnp.bfloat16}
 _MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
-# The table of names. A weight of ours and its axes, N of them the layers; the
-# axes of a tensor, two of which can be one; its name, and * for each along S.
+# The table of names. In each row: our weight; its axes (N: layers); the axes of
+# the tensor (HK: H and K as one); the tensor's name; what * in that name stands
+# for, one word for each index along S.
 _NAMES = """
 embedding/tokens              VD     V,D   model.embed_tokens.weight
 embedding/output              VD     V,D   lm_head.weight
@@ -120,8 +125,9 @@ layers/feed_forward_post_norm/scale ND D *_layernorm.weight post_feedforward
 def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
   """Returns what a `config.json` says of the computation, in one spelling.
 
-  That of transformers 5, where 4 differs; but `layer_types` are the windows of
-  the layers, and `rope_parameters` those of layers without and with a window.
+  Where versions of transformers differ, it is the spelling of 5. Two values are
+  resolved: `layer_types` has the window of each layer, and `rope_parameters`
+  one entry for layers without a window and one for those with it.
   """
   family, heads = hf['model_type'], hf['num_attention_heads']
   is_gemma, is_qwen = family.startswith('gemma'), family.startswith('qwen')
@@ -167,7 +173,7 @@ def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
   facts['rope_parameters'] = []
   for rope, theta in ropes:
     given = {key: x for key, x in rope.items() if x is not None}
-    kind = given.pop('type', 'default')  # Of earlier versions.
+    kind = given.pop('type', 'default')  # The key's former name.
     given = {'rope_type': kind, 'rope_theta': theta, **given}
     if given['rope_type'] == 'llama3':
       given.setdefault(_LENGTH, hf['max_position_embeddings'])

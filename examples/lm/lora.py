@@ -18,9 +18,8 @@ from jaxline import partitioning
 from jaxline import sharded
 from jaxline.compat import prng
 
-TRAINABLE = (
-  '.*_lora_[ab]'  # The names of the adapters, for `sharded.trainable`.
-)
+# The names of the adapters, for `sharded.trainable`.
+TRAINABLE = '.*_lora_[ab]'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,8 @@ def add(rng: jax.Array, params: Any, config: Config) -> Any:
   for module, leaves in params.items():
     for name, w in ((n, w) for n, w in leaves.items() if chosen[module][n]):
       stack = int(w.axes[0] == 'layers')
-      # What goes in comes first: the residual stream, or all that becomes it.
+      # The input axes come first. The residual stream is one axis; into a
+      # matrix that ends in it go all the others.
       cut = w.value.ndim - 1 if w.axes[-1] == 'embed' else stack + 1
       shape, axes = w.value.shape, w.axes
       key = prng.stream(rng, f'{module}/{name}')

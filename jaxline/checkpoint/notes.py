@@ -141,7 +141,7 @@ def stop_without_gain(config: Any, evaluated: Iterable[Any]) -> None:
 
 
 def _read_note(path: pathlib.Path) -> list[Any]:
-  """Returns what is evaluated, [step, metric, value]; none without a note.
+  """Returns the noted evaluations as [step, metric, value]; [] without a note.
 
   Raises:
     files.RefusedError: it is not as it was written.
