@@ -48,6 +48,7 @@ _TEST = [
   'hypothesis>=6.100',
   'ipykernel>=6.29',
   'matplotlib>=3.9',  # In the notebooks of docs/.
+  'moto[server]>=5',  # The S3 of tests/buckets.py.
   'mypy>=1.15',
   'nbclient>=0.10',  # Runs the notebooks of docs/.
   'pandas>=2.2',
