@@ -27,6 +27,8 @@ LEAVES = (
   'aot.counting',
   'aot.hlo',
   'async_lib',
+  'checkpoint.spool',
+  'checkpoint.store',
   'compat',
   'compilation_cache',
   'debug',

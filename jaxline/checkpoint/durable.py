@@ -1,16 +1,17 @@
-"""Checkpoints on disk, by Orbax: whole or not there, checked, resumable.
+"""Checkpoints on a disk or in a bucket: whole or not there, resumable.
 
 A save goes one way. `save` copies the state to host memory (`contents`) and
-returns. A background thread waits until the logs are on disk, has Orbax write
-the copy and hashes every file (`arrays`), makes it visible in one rename, and
-then removes the checkpoints that need not be kept (`files`).
+returns. A background thread waits until the logs are safe, writes the arrays
+into fresh data (`arrays`) and, as its last file, the manifest. Then it retires
+the checkpoints that need not be kept, and collects data that no manifest names
+(`manager`).
 
-`restore` verifies the hashes first (TensorStore does not notice a flipped bit),
-takes the newest checkpoint that is whole, and checks that it fits the
-experiment before anything is changed (`contents`).
+`restore` takes the newest manifest, compares the configs, checks that the
+checkpoint fits the experiment and reads each part once, verifying it. If a part
+is damaged, all processes take the checkpoint before.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 import contextlib
 import functools
@@ -18,7 +19,7 @@ import os
 import pathlib
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import logging
 import jax
@@ -35,13 +36,18 @@ from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import base
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import manager
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
-from jaxline.supervision import preemption
+from jaxline.checkpoint import owner
+from jaxline.checkpoint import spool
+from jaxline.checkpoint import store as store_lib
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
+# How often an evaluation lists the checkpoints in a bucket.
+_BUCKET_POLL_SECS = 5.0
+_T = TypeVar('_T')
 
 
 class ConfigChangedError(errors.UsageError):
@@ -76,9 +82,14 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     self._writer = async_lib.SerialExecutor('checkpoint')
     self._saving: futures.Future[None] | None = None
     # Of the series that are saved; only the first process has a claim on them.
-    self._claims: dict[str, files.Claim | None] = {}
-    self._pinned: pathlib.Path | None = None
-    self._passed_over: set[Any] = set()  # Identities of damaged checkpoints.
+    self._claims: dict[str, owner.Claim | None] = {}
+    # Of `latest`: the manifest that was restored, and the step that is there,
+    # or is being saved.
+    self._restored: dict[str, Any] = {}
+    self._held_step: int | None = None
+    self._mark = manager.Mark(self._store, mode)
+    # Damaged manifests -> their versions. A step may be made anew.
+    self._damaged: dict[tuple[str, int], Any] = {}
 
   # The protocol.
 
@@ -101,19 +112,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       futures.wait([self._saving])
     self.raise_error()
     state = self.get_experiment_state(ckpt_series)
-    step = int(state['global_step'])
-    target = self._root / ckpt_series / str(step)
     module = base.Module.of(state.get('experiment_module'))
-    config = self._config
-    source: arrays.Content | pathlib.Path
-    added: dict[str, Any] = {}
-    if self._follows and ckpt_series == 'best' and self._pinned is not None:
-      assert self._pinned.name == str(step), (self._pinned, step)
-      source = self._pinned
+    config, step = self._config, int(state['global_step'])
+    content, added = None, {}
+    if ckpt_series == 'best':
       added = contents.added(state, self._allow_pickle)
-    else:
+    # The library's own evaluation changes nothing that a checkpoint holds.
+    if not (added and module.IS_SHARDED and step == self._held_step):
       kind = 'best' if ckpt_series == 'best' else 'train'
-      source = contents.content(
+      content = contents.content(
         ckpt_series,
         state,
         module,
@@ -124,13 +131,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     # Now: the flushes do not wait for what later steps log.
     logs = self.logs if ckpt_series == 'latest' else ()
     flushes = [log.flush_async() for log in logs]
-    published = self._published(target, module)
+    published = self._published(ckpt_series, step, module)
+    if ckpt_series == 'latest':
+      self._held_step = step
     self._saving = self._writer.submit(
-      self._make_visible, flushes, source, added, target, published
+      self._write, ckpt_series, step, flushes, content, added, published
     )
     keep = base.num_to_keep(config, ckpt_series, module)
     # A call of its own: the next save waits for the copy, not for removals.
-    self._writer.put(functools.partial(self._retire, target.parent, keep))
+    self._writer.put(functools.partial(self._retire, ckpt_series, keep))
 
   def begin_training(self, experiment_class: Any) -> None:
     """Moves to another directory if another training of this process is here.
@@ -138,11 +147,11 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     `platform` does it before it opens the logs; a program that makes its own
     checkpointer and calls `train.train` with several classes has it done here.
     """
-    config = self._recorded | {'checkpoint_dir': str(self._root.parent)}
+    config = self._recorded | {'checkpoint_dir': self._run.url}
     directory = memory.run_directory(experiment_class, config)
     if directory != config['checkpoint_dir']:
       self.close()
-      self._root = files.root(directory)
+      self._move(directory)
       self._recorded['checkpoint_dir'] = directory
       self.saved_step = None
       self.has_moved = True
@@ -151,7 +160,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """Returns whether there is something to restore.
 
     Raises:
-      files.ClaimedError: another process writes to the series.
+      ClaimedError: another process writes to the series.
     """
     if not self._follows:
       self.claim(ckpt_series)
@@ -160,11 +169,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     )
 
   def restore_path(self, ckpt_series: str) -> str | None:
-    """Returns the directory of the newest checkpoint, or None."""
+    """Returns the place of the newest checkpoint, or None."""
     found = self._candidates(ckpt_series)
-    return str(found[0]) if found else None
+    return f'{self._store}/{ckpt_series}/{found[0]}' if found else None
 
-  @preemption.held()
   def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
 
@@ -180,7 +188,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Raises:
       ValueError: there is none, or the run has another config.
       MismatchError: it does not fit the experiment.
-      files.DamagedError: it is damaged, and there is none before it.
+      DamagedError: it is damaged, and there is none before it.
     """
     state = self.get_experiment_state(ckpt_series)
     module = base.Module.of(state.get('experiment_module'))
@@ -194,17 +202,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     what = f'Began the series {ckpt_series!r} from'
     source, unused = _SEED, ''
     if begin is None:
-      path, entries = self._read_own(ckpt_series, step, state, module)
-      what, source = 'Restored', str(path)
+      found, entries = self._read_own(ckpt_series, step, state, module)
+      what, source = 'Restored', found.name
       if step is None and memory.seed(ckpt_series) is not None:
         unused = _SEED
-    elif isinstance(begin, pathlib.Path):
-      source = str(begin)
-      with files.reading(begin):
-        wants = module.wants_restored
-        found = contents.verified(begin, wants, self._allow_pickle)
-        read = functools.partial(self._read, found, state, module, True)
-        entries = arrays.together(read)
+    elif isinstance(begin, inspection.Found):
+      source = begin.name
+      other = contents.Checkpoint(*begin, self._allow_pickle)
+      with manager.naming(other.name):
+        entries = _together(lambda: self._read(other, state, module, True))
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
@@ -214,28 +220,63 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     logging.info('%s %s.', what, source)
     if unused:
       logging.warning('%s is not used: there is %s.', unused, source)
+    if ckpt_series == 'latest':
+      self._restored = {} if begin is not None else found.record
+      self._held_step = self._restored.get('step')
     if begin is not None:
       return
     if ckpt_series == 'latest':
-      self.saved_step = int(path.name)
+      self.saved_step = self._held_step
+      self.lengths = self._local(found.record['logs'])
     if module.live is not None and not self._follows:
-      memory.publish(ckpt_series, self._published(path, module))
+      published = self._published(ckpt_series, found.record['step'], module)
+      memory.publish(ckpt_series, published)
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
 
-    Checkpoints are restored in the order of their steps.
+    Checkpoints are restored in the order of their steps, each once: one whose
+    step is made anew has other data.
     """
+    seen: dict[int, str] = {}  # Of steps that need not be looked at again.
+    evaluated: set[str] = set()
+    begun, looked = None, -_BUCKET_POLL_SECS
+
+    def next_step() -> int | None:
+      nonlocal begun, looked, evaluated
+      if isinstance(self._run, store_lib.Bucket):
+        if time.monotonic() - looked < _BUCKET_POLL_SECS:
+          return None
+        looked = time.monotonic()
+      # Only a training that begins again makes a step anew.
+      if (version := self._run.version(base_config.RECORD)) != begun:
+        begun, evaluated = version, {x.data for x in self._own_notes()}
+        seen.clear()
+      for step in reversed(self._candidates(ckpt_series)):
+        if step not in seen:
+          with contextlib.suppress(store_lib.DamagedError):  # See `restore`.
+            data = self._manifests.read(ckpt_series, step)['data']
+            if data in evaluated:
+              seen[step] = data
+              continue
+          return step
+      return None
 
     def restore_next(done: Collection[int]) -> bool:
-      while (step := self.next_step(ckpt_series, done)) is not None:
+      nonlocal looked
+      is_chief = jax.process_index() == 0
+      while True:
+        step = distributed.of_chief(next_step() if is_chief else None)
+        if step is None:
+          break
+        looked = -_BUCKET_POLL_SECS
         try:
           self.restore(ckpt_series, step)
-          return True
-        except ValueError:
-          # It may have been removed meanwhile, or found damaged and reported.
-          if self.next_step(ckpt_series, done) == step:
-            raise
+        except store_lib.DamagedError:
+          continue  # It was reported, or has been removed meanwhile.
+        seen[step] = self._restored['data']
+        evaluated.add(seen[step])
+        return True
       # Before the run's first checkpoint there may be what it starts from.
       seed = None if self._has_any(ckpt_series) else self._seed(ckpt_series)
       if seed is None or memory.step_of(seed) in done:
@@ -251,7 +292,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return not self._has_any('latest')
 
   def wait_for_checkpointing_to_finish(self) -> None:
-    """Returns when everything saved is on the disk.
+    """Returns when everything saved is safe.
 
     Raises:
       Exception: what a save failed with.
@@ -272,21 +313,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """Waits for the saves, and gives back what was claimed."""
     with contextlib.suppress(Exception):  # Raised where training sees it.
       self._writer.wait()
-    if self._pinned is not None and jax.process_index() == 0:
-      files.remove(self._pinned)
-    self._pinned = None
+    self._keep_data(())
     for claim in filter(None, self._claims.values()):
       claim.release()
     self._claims.clear()
-
-  def next_step(self, ckpt_series: str, done: Collection[int]) -> int | None:
-    """Returns the first step with a checkpoint and not in `done`, or None.
-
-    All hosts get the first one's answer.
-    """
-    found = [int(path.name) for path in self._candidates(ckpt_series)]
-    left = [step for step in reversed(found) if step not in done]
-    return distributed.of_chief(left[0] if left else None)
 
   def check_config(self, experiment_class: Any = None) -> None:
     """Compares the newest checkpoint's config with this run's.
@@ -308,10 +338,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       self._declared = base.Module.of(experiment_class)
     elif experiment_class is not None:
       return
-    for path in self._candidates('latest')[:1]:
+    for step in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
-      with contextlib.suppress(files.DamagedError), files.reading(path):
-        self._check_config(path, contents.Checkpoint(path).record)
+      with contextlib.suppress(store_lib.DamagedError):
+        self._check_config(self._checkpoint('latest', step))
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.
@@ -319,19 +349,19 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Raises:
       UsageError: naming the processes that do not see the first one's files.
     """
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 or isinstance(self._run, store_lib.Bucket):
       return
     is_writing = jax.process_index() == 0 and not self.reads_only
     # A name that nobody has asked for yet: a network file system may go on
     # saying for a while that an old one is not there.
     name = f'claims/.shared-{os.urandom(4).hex()}'
     if self.reads_only:
-      name = f'latest/{max(self.steps("latest"), default="")}'
-    path = self._root / distributed.of_chief(name)
+      name = f'latest/{max(self.steps("latest"), default="")}.json'
+    path = pathlib.Path(self._store.url, distributed.of_chief(name))
     if is_writing:
       path.parent.mkdir(parents=True, exist_ok=True)
       path.touch()
-    arrays.barrier('shared')
+    distributed.of_chief(None)  # The others look once it is there.
     seen = multihost_utils.process_allgather(np.bool_(path.exists()))
     if is_writing:
       path.unlink(missing_ok=True)
@@ -344,29 +374,21 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         ' on a disk that all of them share.'
       )
 
-  # Saving.
-
-  def _has_any(self, ckpt_series: str) -> bool:
-    """Returns whether the first host sees a checkpoint."""
-    return distributed.of_chief(bool(self.steps(ckpt_series)))
-
   def claim(self, ckpt_series: str) -> None:
-    """Takes the right to save a series, and removes what killed saves left.
+    """Takes the right to save a series.
 
     The first use of a series that is saved calls it. A loop calls it earlier
     where a series that is in use has to be an error before the first save.
 
     Raises:
-      files.ClaimedError: another process has it.
+      ClaimedError: another process has it.
     """
     if ckpt_series in self._claims:
       return
+    claim = None
     if jax.process_index() == 0:
-      claim = files.Claim(self._root.parent, ckpt_series)
-      self._claims[ckpt_series] = claim
-      files.clean(self._root / ckpt_series)
-    arrays.barrier('own')  # The others look at what is there now.
-    self._claims.setdefault(ckpt_series, None)
+      claim = owner.Claim(self._run.url, ckpt_series)
+    self._claims[ckpt_series] = distributed.of_chief(None) or claim
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from a step, with this config.
@@ -379,102 +401,181 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if not self._allow_pickle and module.live is not None:
       contents.check_storable(state, module)
     super().mark_begun(step)
+    if jax.process_index() == 0:
+      # Their steps are made anew.
+      self._manifests.retire('latest', self._damaged_steps('latest'))
+      self._writer.put(self._clean)
+
+  def _clean(self) -> None:
+    """Removes what kills have left, on the writing thread."""
+    contents.code()  # As it is now: it may be edited before the first save.
+    self._manifests.doom_all()
+    self._manifests.collect()
 
   # The rest of a save, on the writing thread.
 
-  def _make_visible(
+  def _write(
     self,
-    flushes: Sequence[Callable[[], None]],
-    source: arrays.Content | pathlib.Path,
+    series: str,
+    step: int,
+    flushes: Sequence[Callable[[], Any]],
+    content: contents.Content | None,
     added: dict[str, Any],
-    target: pathlib.Path,
     published: memory.Published,
   ) -> None:
-    """Writes a checkpoint, and puts it in its place, or that of another.
+    """Writes a checkpoint.
 
     Args:
-      flushes: wait until what was logged before it is on disk.
-      source: a copy of the live state, or the checkpoint that is the best one.
+      series: the series.
+      step: the step.
+      flushes: wait until what was logged before it is safe, and return lengths.
+      content: a copy of the live state; None if that is `latest` of this step.
       added: what the best one has besides.
-      target: where it belongs. One of the same step stays there until the new
-        one is whole.
       published: what programs written against JAXline will look at.
     """
-    for flush in flushes:
-      flush()
-    series = target.parent
-    claim = self._claims[series.name]  # None in other processes than the first.
-    if claim is not None:
+    lengths = self._relative(notes.merged(flush() or {} for flush in flushes))
+    spool.upload(self._run.url, lengths)
+    manifest = self._latest(step) if series == 'best' else {}
+    if content is not None:
+      data = distributed.decide(None, lambda _: manager.new_data(step))
+      if series == 'best':
+        self._keep_data({data, manifest.get('data', data)})
+      has_evaluated = series == 'best' and step == self._held_step
+      if not (has_evaluated and self._are_same(content, manifest)):
+        manifest = self._write_data(content, data, lengths)
+
+    def publish(unused: Any) -> None:
+      claim = self._claims[series]
+      assert claim is not None
       claim.check()
-      series.mkdir(parents=True, exist_ok=True)
-    when = time.time()
-    if series.name == 'best':
-      # Later than any other best one, also if the clock is not.
-      when = max([when, *(_saved_at(p) + 1 for p in self._candidates('best'))])
-    # Several processes must agree on it, and may see another directory yet.
-    is_free = jax.process_count() == 1 and not target.exists()
-    place = target if is_free else files.new(target)
+      more = {}
+      if series == 'best':
+        more = added | {'entries': manifest['entries'] | added['entries']}
+        # Later than any other best one, also if the clock is not.
+        steps = self._manifests.by_time('best')[:1]
+        times = [self._manifests.read('best', s)['time'] + 1 for s in steps]
+        more['time'] = max([time.time(), *times])
+      self._manifests.write(series, manifest | more)
+      logging.info('Saved %s/%s/%s.', self._store, series, step)
+
+    distributed.decide(None, publish)
+    if series == 'latest':
+      self.saved_step = step
+      self._read_notes()
+    memory.publish(series, published)
+
+  def _are_same(
+    self, content: contents.Content, manifest: dict[str, Any]
+  ) -> bool:
+    """Returns whether a manifest's checkpoint holds all of a content."""
+    process = jax.process_index()
+    is_same = bool(manifest) and (
+      manifest['module'] == content.manifest['module']
+      and manifest['entries'].items() <= content.manifest['entries'].items()
+      and manifest['processes'][process] == content.process
+      and arrays.are_same(content.arrays, manifest['arrays'])
+    )
+    return distributed.decide(is_same, all)
+
+  def _write_data(
+    self,
+    content: contents.Content,
+    data: str,
+    lengths: dict[str, int],
+  ) -> dict[str, Any]:
+    """Writes the arrays of a content; returns its manifest.
+
+    Args:
+      content: what is written.
+      data: the name of the data.
+      lengths: of this process's logs.
+    """
+    error = None
     try:
-      if isinstance(source, arrays.Content):
-        if series.name == 'best':
-          source.record['time'] = when
-        arrays.barrier('series')
-        arrays.write(source, place)
-      elif claim is not None:
-        partial = place.with_name(f'{target.name}.partial')
-        files.link(source, partial)
-        files.write_json(partial / 'extra.json', {'time': when, **added})
-        # What else is there is the user's, who may change it.
-        files.complete_checksums(partial, ['extra.json'])
-        os.rename(partial, place)
+      place = self._store.below(f'data/{data}')
+      described = arrays.write(place, content.arrays)
     except Exception as e:
-      files.discard(place)  # On a full disk, the half of it is in the way.
+      error, described = e, {}
+    mine = described, content.process, lengths
+    try:
+      all_of = distributed.decide(mine, lambda values: values, error)
+    except Exception as e:
+      # On a full disk, the half of it is in the way.
+      with contextlib.suppress(OSError):
+        self._store.delete_folder(f'data/{data}')
       if not isinstance(e, OSError):
         raise
-      error = disk.failed_write(e, target)
+      error = disk.failed_write(e, pathlib.Path(self._store.url))
       error.strerror = (
-        f'{error.strerror}; what was written of it was removed, and the'
-        ' checkpoints before it are untouched'
+        f'{error.strerror}; what was written of the checkpoint was removed, and'
+        ' those before it are untouched'
       )
       raise error from None
-    if claim is not None:
-      files.replace(target)
-      logging.info('Saved %s.', target)
-    arrays.barrier('visible')
-    if series.name == 'latest':
-      self.saved_step = int(target.name)
-    memory.publish(series.name, published)
+    for others, _, _ in all_of[1:]:
+      for name, about in others.items():
+        described[name]['parts'].update(about['parts'])
+    return content.manifest | {
+      'data': data,
+      'arrays': described,
+      'processes': [process for _, process, _ in all_of],
+      'logs': notes.merged(lengths for _, _, lengths in all_of),
+      'code': contents.code(),
+    }
 
-  def _retire(self, series: pathlib.Path, num_to_keep: int) -> None:
+  def _retire(self, series: str, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that need not be kept."""
     if jax.process_index() != 0 or self._writer.error is not None:
       return
-    whole = self._candidates(series.name)
-    # One that was passed over would count as the newest; it is replaced now.
-    every = [series / str(step) for step in files.steps(series)]
-    gone = [path for path in every if path not in whole]
-    if series.name == 'best':
+    manifests = self._manifests
+    gone = self._damaged_steps(series)
+    whole = [s for s in manifests.by_time(series) if s not in gone]
+    if series == 'best':
       # The best is the one that was saved last, of whichever step.
       gone += whole[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours
-      removable = files.removable(
-        [(int(p.name), _saved_at(p) if hours else 0.0) for p in whole],
+      gone += manager.removable(
+        [
+          (s, manifests.brief(series, s)['time'] if hours else 0) for s in whole
+        ],
         num_to_keep,
         self._config.keep_checkpoint_every_steps,
         hours,
       )
-      gone += [series / str(step) for step in removable]
-    for path in gone:
-      files.remove(path)
+    manifests.retire(series, gone)
+    manifests.collect()
+
+  def _keep_data(self, data: Collection[str]) -> None:
+    """Marks data, so that the training beside this evaluation keeps it."""
+    if jax.process_index() != 0 or self.reads_only or not self._follows:
+      return
+    # What was marked before may have been kept for the mark alone.
+    self._manifests.doom(self._mark.data - {*data})
+    if data:
+      self._mark.keep(data)
+    else:
+      self._mark.drop()
+    self._manifests.collect()
+
+  def _latest(self, step: int) -> dict[str, Any]:
+    """Returns the manifest of `latest` of a step; {} if there is none."""
+    if self._follows:
+      return self._restored
+    with contextlib.suppress(store_lib.DamagedError):
+      return self._manifests.read('latest', step)
+    return {}
+
+  def _data_of(self, step: int) -> str:
+    return self._latest(step).get('data', '')
 
   def _published(
-    self, path: pathlib.Path, module: base.Module
+    self, series: str, step: int, module: base.Module
   ) -> memory.Published:
     """Returns a checkpoint as programs written against JAXline look at it.
 
     Args:
-      path: the checkpoint, which may not be there yet.
+      series: the series.
+      step: of the checkpoint, which may not be there yet.
       module: what is saved; not kept, since it holds the live arrays.
     """
     template = jax.tree.map(
@@ -482,14 +583,16 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       dict(module.snapshot_template()),
     )
     attributes = dict(module.CHECKPOINT_ATTRS)
-    allow_pickle = self._allow_pickle
+    manifests, allow_pickle = self._manifests, self._allow_pickle
 
     def read() -> Any:
       # A client's signal handler may call it: it waits for no other process.
-      entries = contents.read_whole(path, template, allow_pickle)
+      entries = contents.read_whole(
+        manifests, series, step, template, allow_pickle
+      )
       return memory.nest_of(entries, attributes)
 
-    return memory.Published(int(path.name), read)
+    return memory.Published(step, read)
 
   # Restoring.
 
@@ -497,9 +600,13 @@ class DurableCheckpointer(notes.NotingCheckpointer):
   def _forks(self) -> bool:
     return bool(self._config.restore_from) and not self._follows
 
+  def _has_any(self, ckpt_series: str) -> bool:
+    """Returns whether the first host sees a checkpoint."""
+    return distributed.of_chief(bool(self.steps(ckpt_series)))
+
   def _beginning(
     self, ckpt_series: str
-  ) -> memory.SnapshotNT | pathlib.Path | None:
+  ) -> memory.SnapshotNT | inspection.Found | None:
     """Returns what a series without checkpoints of its own begins from.
 
     Returns:
@@ -530,78 +637,66 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         )
     return seed
 
-  def _candidates(
-    self, ckpt_series: str, step: int | None = None
-  ) -> list[pathlib.Path]:
-    """Returns the checkpoints to try, newest first."""
-    series = self._root / ckpt_series
-    found = [series / str(s) for s in reversed(files.steps(series))]
-    if ckpt_series == 'best':
-      # Of several evaluations the later may have been of the earlier step.
-      found.sort(key=_saved_at, reverse=True)
-    if step is not None:
-      return [path for path in found if path.name == str(step)]
-    if not self._passed_over:
-      return found
-    return [path for path in found if _identity(path) not in self._passed_over]
+  def _checkpoint(self, series: str, step: int) -> contents.Checkpoint:
+    return contents.Checkpoint(
+      self._manifests, series, step, self._allow_pickle
+    )
+
+  def _damaged_steps(self, series: str) -> list[int]:
+    """Returns the steps whose checkpoints were found to be damaged."""
+    return [
+      step
+      for (of, step), version in self._damaged.items()
+      if of == series and self._store.version(f'{of}/{step}.json') == version
+    ]
+
+  def _candidates(self, series: str) -> list[int]:
+    """Returns the steps to try, newest first."""
+    damaged = self._damaged_steps(series)
+    return [s for s in self._manifests.by_time(series) if s not in damaged]
 
   def _read_own(
-    self, ckpt_series: str, step: int | None, state: Any, module: base.Module
-  ) -> tuple[pathlib.Path, dict[str, Any]]:
+    self, series: str, step: int | None, state: Any, module: base.Module
+  ) -> tuple[contents.Checkpoint, dict[str, Any]]:
     """Reads a checkpoint of the run: the newest that is whole, or a step's.
-
-    Evaluation gets a second name of it, so that it stays while it is read.
 
     Returns:
       The checkpoint, and what it has for the entries of the live state.
     """
-    wants = module.wants_restored
     reports: list[str] = []
     while True:
-      paths = self._candidates(ckpt_series, step)
-      name = distributed.of_chief(paths[0].name if paths else None)
-      if name is None:
-        raise (files.DamagedError if reports else ValueError)(
-          f'The series {ckpt_series!r} in {self._root} has no checkpoint'
+      steps = [s for s in self._candidates(series) if step in (None, s)]
+      at = distributed.of_chief(steps[0] if steps else None)
+      if at is None:
+        raise (store_lib.DamagedError if reports else ValueError)(
+          f'The series {series!r} in {self._store} has no checkpoint'
           + (f' of step {step}' if step is not None else '')
           + (' that is whole' if reports else '')
-          + f'; its steps are {self.steps(ckpt_series)}.'
+          + f'; its steps are {self.steps(series)}.'
           + ''.join(f' {report}' for report in reports)
         )
-      path = whole = self._root / ckpt_series / name
-      found = None
+      key = f'{series}/{at}.json'
+      version = self._store.version(key)
+
+      def read(at: int = at) -> tuple[contents.Checkpoint, dict[str, Any]]:
+        found = self._checkpoint(series, at)
+        if series == 'latest':
+          self._keep_data([found.record['data']])
+          found = self._checkpoint(
+            series, at
+          )  # The mark counts if it is there.
+        with manager.naming(found.name):
+          return found, self._read(found, state, module)
+
       try:
-        with files.reading(path):
-          if self._follows and ckpt_series == 'latest' and not self.reads_only:
-            whole = self._pin(path)
-          found = contents.verified(whole, wants, self._allow_pickle)
-          read = functools.partial(self._read, found, state, module)
-          return path, arrays.together(read)
-      except files.DamagedError as e:
-        if not distributed.of_chief(path.exists()):
+        return _together(read)
+      except store_lib.DamagedError as e:
+        is_there = self._store.version(key) is not store_lib.NEW
+        if not distributed.of_chief(is_there):
           continue  # It was removed while it was read: there may be another.
-        if found is not None:
-          raise  # It is as it was written.
-        self._passed_over.add(_identity(path))
-        if step is not None:
-          raise
+        self._damaged[series, at] = version
         logging.error('%s It is passed over.', e)
         reports.append(str(e))
-
-  def _pin(self, path: pathlib.Path) -> pathlib.Path:
-    """Gives a checkpoint a second name, which training does not remove."""
-    folder = self._root / f'.evaluating-{self._mode}'
-    pinned = folder / path.name
-    if jax.process_index() == 0:
-      files.clean(folder)
-      for old in files.steps(folder):
-        files.remove(folder / str(old))
-      # Without it verification finds nothing, and the next one is taken.
-      with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        files.link(path, pinned)
-    arrays.barrier('pin')
-    self._pinned = pinned
-    return pinned
 
   def _read(
     self,
@@ -612,7 +707,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
   ) -> dict[str, Any]:
     """Returns what a checkpoint has for the entries of the live state."""
     if not is_foreign:
-      self._check_config(found.path, found.record)
+      self._check_config(found)
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
       return {'experiment_module': found.by_rules(module, rules)}
@@ -622,28 +717,51 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       entries['experiment_module'] = found.snapshot(module)
     return entries
 
-  def _check_config(self, path: pathlib.Path, record: Any) -> None:
+  def _check_config(self, found: contents.Checkpoint) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
     changes = base_config.changes(
-      record['config'], self._recorded, self._declared
+      found.record['config'], self._recorded, self._declared
     )
     if not changes:
       return
     text = '\n'.join(f'  config.{line}' for line in changes)
     if self._follows or self._config.on_config_change == 'continue':
       logging.log_first_n(
-        logging.WARNING, '%s was made with another config:\n%s', 1, path, text
-      )
+        logging.WARNING,
+        '%s was made with another config:\n%s', 1, found.name, text,
+      )  # fmt: skip
       return
     raise ConfigChangedError(
-      f'{path} was made with another config, and going on would mix two runs:\n'
-      f'{text}\nGive this run another config.checkpoint_dir (with'
+      f'{found.name} was made with another config, and going on would mix two'
+      f' runs:\n{text}\nGive this run another config.checkpoint_dir (with'
       ' config.restore_from to begin from here), or set'
       " config.on_config_change = 'continue' to go on with the new values."
     )
 
 
-def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
+def _together(read: Callable[[], _T]) -> _T:
+  """Calls a function in all processes; what one finds damaged, all raise.
+
+  Raises:
+    DamagedError: a process found it damaged.
+  """
+  error: store_lib.DamagedError | None = None
+  try:
+    result = read()
+  except store_lib.DamagedError as e:
+    error = e
+  if jax.process_count() > 1:
+    said = multihost_utils.process_allgather(np.bool_(error is not None))
+    if said.any() and error is None:
+      error = store_lib.DamagedError(
+        f'Processes {np.flatnonzero(said)} say so.'
+      )
+  if error is not None:
+    raise error
+  return result
+
+
+def _placed(name: str, entries: dict[str, Any], state: Any) -> Any:
   """Returns a restored entry, put where the live one is.
 
   The keys of the per-device style are one for each local device, all the
@@ -670,34 +788,14 @@ def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
   return jax.device_put(value, live.sharding)
 
 
-def _saved_at(checkpoint: pathlib.Path) -> float:
-  """Returns when a checkpoint was saved, or became the best, in seconds.
-
-  By its own word, since a copy of the run may have other file times.
-  """
-  for name in ('extra.json', files.RECORD):
-    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-      return float(files.read_json(checkpoint / name)['time'])
-  return 0.0
-
-
-def _identity(checkpoint: pathlib.Path) -> Any:
-  """Returns what differs for another checkpoint of the same name."""
-  with contextlib.suppress(OSError):
-    found = checkpoint.stat()
-    return str(checkpoint), found.st_ino, found.st_mtime_ns
-  return None
-
-
-def _foreign(where: str) -> pathlib.Path:
+def _foreign(where: str) -> inspection.Found:
   """Returns the checkpoint that `restore_from` means.
 
   Raises:
     UsageError: there is none; says which there are.
   """
-  files.root(where, 'restore_from')
   try:
-    path = inspection.newest(where)
+    found = inspection.newest(where)
   except ValueError as e:
     raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
-  return path.with_name(distributed.of_chief(path.name))
+  return found._replace(step=distributed.of_chief(found.step))

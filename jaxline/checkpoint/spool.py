@@ -1,0 +1,75 @@
+"""The files of a run in a bucket: written on this machine, then uploaded.
+
+Objects cannot be appended to, so logs grow in a local directory and are
+uploaded before each manifest and at the end.
+"""
+
+from collections.abc import Mapping
+import contextlib
+import os
+import pathlib
+import tempfile
+
+from jaxline.checkpoint import store as store_lib
+
+_directories: dict[str, pathlib.Path] = {}
+
+
+def directory(run: str | os.PathLike[str]) -> pathlib.Path:
+  """Returns where this process writes the files of a run.
+
+  Args:
+    run: the run's directory, which is returned, or its address.
+  """
+  place = os.fspath(run)
+  if not store_lib.is_address(place):
+    return pathlib.Path(place)
+  if place not in _directories:
+    _directories[place] = pathlib.Path(tempfile.mkdtemp(prefix='jaxline_logs_'))
+  return _directories[place]
+
+
+def fetch(run: str, lengths: Mapping[str, int]) -> None:
+  """Downloads the logs of a run in a bucket, as far as they count.
+
+  Event files beside them are of steps that run again, and are deleted.
+
+  Args:
+    run: the run's address; a local run has its files already.
+    lengths: path below `directory(run)` -> length in bytes.
+  """
+  if not store_lib.is_address(run):
+    return
+  store, top = store_lib.at(run), directory(run)
+  names = {os.path.relpath(path, top): n for path, n in lengths.items()}
+  for name, length in names.items():
+    path = top / name
+    # One that has something was fetched for another log.
+    if not (path.exists() and path.stat().st_size):
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with open(path, 'ab') as file:  # A writer may have it open.
+        file.write((store.read(name) or b'')[:length])
+  for folder in {name.rpartition('/')[0] for name in names}:
+    for name in store.names(folder):
+      if 'tfevents' in name and f'{folder}/{name}' not in names:
+        store.delete(f'{folder}/{name}')
+
+
+def upload(
+  run: str | os.PathLike[str], names: Mapping[str, int] | None = None
+) -> None:
+  """Uploads files of a run in a bucket.
+
+  Args:
+    run: the run's directory, of which nothing is uploaded, or its address.
+    names: relative path -> length in bytes of what is uploaded; None is all.
+  """
+  if not store_lib.is_address(run):
+    return
+  store, top = store_lib.at(run), directory(run)
+  if names is None:
+    files = (p for p in top.rglob('*') if p.is_file())
+    names = {str(p.relative_to(top)): p.stat().st_size for p in files}
+  for name, length in names.items():
+    with contextlib.suppress(FileNotFoundError), open(top / name, 'rb') as file:
+      store.write(name, file.read(length))
