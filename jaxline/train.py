@@ -402,7 +402,7 @@ def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
   # Else the records before are those of an earlier training.
   if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
-      log.resume(-1 if last is None else last)
+      log.resume(-1 if last is None else last, {})
   if last is None or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)
     text = json.dumps(recorded, indent=2, sort_keys=True)

@@ -4,19 +4,23 @@ tensorboardX supplies the protocol buffers and the checksum. Its own writer is
 not used: it writes on a thread of its own, where an error is lost.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 import os
 import re
 import socket
 import struct
 import time
-from typing import Any, BinaryIO
+from typing import Any
 import uuid
 import zlib
 
 import numpy as np
 
 from jaxline.metrics import files
+
+# TIME.HOST.PID.ID at the end of each name that this library gives. The eight
+# hexadecimal digits distinguish it from the names of TensorFlow and PyTorch.
+_OWN_NAME = re.compile(r'\.\d{10}\.\d{6}\..+\.\d+\.[0-9a-f]{8}$')
 
 
 class TensorBoardWriter(files.FileBackend):
@@ -25,11 +29,12 @@ class TensorBoardWriter(files.FileBackend):
   Scalars are stored as float32, as TensorBoard has it. A batch of images is one
   tag with B samples. Texts are shown verbatim (not as Markdown).
 
-  `resume` takes voided records out of the older event files, each replaced in
-  one rename, since not every reader heeds the mark that it also writes: a
-  SessionLog START event, by which a TensorBoard that has read them hides them.
-  What is damaged stays as it is. Of such a file TensorBoard shows at least what
-  stands before the damage, and then goes on with the next file.
+  `resume` cuts the older event files to the lengths that the checkpoint
+  recorded and deletes those that it does not name. Event files of other
+  programs stay. The writer goes on in a file of its own, because a reader that
+  is open while its file is cut and appended to shows no more points. The file
+  begins with SessionLog START events, which tell such a reader to hide the
+  points that were cut.
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -53,8 +58,9 @@ class TensorBoardWriter(files.FileBackend):
     # Or later than any file that another writer made in the same second.
     times = [time.time(), int(found[1]) + 1 if found else 0]
     names = [f'events.out.tfevents.{t:017.6f}.{owner}' for t in times]
-    # Or behind a name that is not of this kind.
-    name = next(x for x in [*names, f'{last}.{owner}'] if x > last)
+    # Also sort behind a name that does not follow this pattern.
+    names.append(f'{last}.{times[0]:017.6f}.{owner}')
+    name = next(x for x in names if x > last)
     super().__init__(os.path.join(log_dir, name))
     self._append_event(file_version='brain.Event:2')
 
@@ -65,32 +71,20 @@ class TensorBoardWriter(files.FileBackend):
     summary = [{'tag': k, **_summary(kind, x)} for k, x in values.items()]
     self._append_event(step=step, summary={'value': summary})
 
-  def _paths(self) -> list[str]:
+  def _logs(self) -> list[str]:
     directory = os.path.dirname(self.path)
-    return [os.path.join(directory, name) for name in _event_files(directory)]
+    return [
+      os.path.join(directory, name)
+      for name in _event_files(directory)
+      if _OWN_NAME.search(name)
+    ]
 
-  def _read(self, file: BinaryIO) -> Iterator[files.Piece]:
-    from google.protobuf import message
-    from tensorboardX.proto import event_pb2
-
-    while header := file.read(12):
-      if header[8:] != _checksum(header[:8]):
-        # Where the next record begins cannot be known.
-        yield files.Piece(header)
-        while rest := file.read(1 << 20):
-          yield files.Piece(rest)
-        return
-      data = file.read(struct.unpack('<Q', header[:8])[0])
-      checksum = file.read(4)
-      try:
-        event = event_pb2.Event.FromString(data)
-      except message.DecodeError:
-        event = event_pb2.Event()
-      step = event.step if event.HasField('summary') else None
-      yield files.Piece(header + data + checksum, step)
-
-  def resume(self, step: int) -> None:
-    super().resume(step)
+  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
+    for path in self._logs():
+      if path in lengths:
+        files.cut(path, lengths[path])
+      elif path != self.path:
+        os.remove(path)
     # Twice: TensorBoard takes the first that it finds in a directory for the
     # start of the run and hides nothing.
     for _ in range(2):
