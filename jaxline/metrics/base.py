@@ -72,12 +72,12 @@ class MetricWriter(abc.ABC):
 
     Args:
       step: the restored step; -1 if the run is new.
-      lengths: by absolute path, the length of each log file in bytes as a
-        `flush` before the checkpoint returned it. Log files of this writer that
-        are not named are removed.
+      lengths: by absolute path, the length of each log file in bytes, as the
+        flush of the restored checkpoint returned it. This writer's other log
+        files become empty.
 
     Raises:
-      OSError: a file cannot be cut or removed.
+      OSError: a file cannot be cut.
     """
 
   def flush(self) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Log files: writers append to them, and a resume cuts them to a length."""
 
-import abc
 from collections.abc import Mapping
 import errno
 import os
@@ -67,8 +66,9 @@ class FileBackend(base.Backend):
       self._error = disk.failed_write(error, pathlib.Path(self.path))
       raise self._error from None
 
-  @abc.abstractmethod
-  def resume(self, step: int, lengths: Mapping[str, int]) -> None: ...
+  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
+    for path in self._logs():
+      _cut(path, lengths.get(path, 0))
 
   def flush(self) -> dict[str, int]:
     self._check_exists()
@@ -85,7 +85,7 @@ class FileBackend(base.Backend):
         self._file.close()
 
 
-def cut(path: str, length: int) -> None:
+def _cut(path: str, length: int) -> None:
   """Removes what a file has beyond a length in bytes, and waits for the disk.
 
   A file that is shorter stays as it is, with a warning.

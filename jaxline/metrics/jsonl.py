@@ -1,6 +1,5 @@
 """The scalars of a run as JSON lines."""
 
-from collections.abc import Mapping
 import json
 import math
 import os
@@ -51,10 +50,6 @@ class JsonlWriter(files.FileBackend):
       line = b'\n' + line
     self._append(line)
     self._has_begun = True
-
-  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
-    for path in self._logs():
-      files.cut(path, lengths.get(path, 0))
 
 
 KEYS = frozenset({'step', 'time', 'kind'})

@@ -30,11 +30,10 @@ class TensorBoardWriter(files.FileBackend):
   tag with B samples. Texts are shown verbatim (not as Markdown).
 
   `resume` cuts the older event files to the lengths that the checkpoint
-  recorded and deletes those that it does not name. Event files of other
-  programs stay. The writer goes on in a file of its own, because a reader that
-  is open while its file is cut and appended to shows no more points. The file
-  begins with SessionLog START events, which tell such a reader to hide the
-  points that were cut.
+  recorded; a file that it does not name becomes empty. Event files of other
+  programs stay. TensorBoard may have a file open: it would show no more points
+  if that file were deleted, or cut and appended to. So the new file goes on
+  with SessionLog START events, which tell it to hide the points that were cut.
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -80,11 +79,8 @@ class TensorBoardWriter(files.FileBackend):
     ]
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
-    for path in self._logs():
-      if path in lengths:
-        files.cut(path, lengths[path])
-      elif path != self.path:
-        os.remove(path)
+    own = {self.path: os.path.getsize(self.path)}
+    super().resume(step, {**lengths, **own})
     # Twice: TensorBoard takes the first that it finds in a directory for the
     # start of the run and hides nothing.
     for _ in range(2):
