@@ -40,24 +40,18 @@ class FileBackend(base.Backend):
 
   def _check_exists(self) -> None:
     # Linux accepts writes to a deleted file without an error.
-    try:
-      exists = os.path.samestat(os.stat(self.path), self._stat)
-    except FileNotFoundError:
-      exists = False
-    if not exists:
+    if not os.path.samestat(os.stat(self.path), self._stat):
       raise FileNotFoundError(
         errno.ENOENT,
-        'This file was deleted or replaced while a writer had it open; its'
-        ' records are lost. Keep the run directory in place while it runs',
+        'This file was replaced while a writer had it open; keep the run'
+        ' directory in place while it runs',
         self.path,
       )
 
   def _append(self, data: bytes) -> None:
     if self._error is not None:
       # The file may end in half a record; what follows could not be read.
-      raise type(self._error)(
-        self._error.errno, 'An earlier write to this file failed', self.path
-      ) from self._error
+      raise self._error
     self._check_exists()
     try:
       while data:

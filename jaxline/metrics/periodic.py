@@ -156,13 +156,7 @@ class PeriodicAction(Action):
     if self._executor is None:
       return lambda: {}
     self._executor.raise_error()
-    wait = self._executor.wait_async()
-
-    def finish() -> dict[str, int]:
-      wait()
-      return {}
-
-    return finish
+    return self._executor.wait_async(dict)
 
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""

@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxline.metrics import files
 
-# TIME.HOST.PID.ID at the end of each name that this library gives. The eight
-# hexadecimal digits distinguish it from the names of TensorFlow and PyTorch.
-_OWN_NAME = re.compile(r'\.\d{10}\.\d{6}\..+\.\d+\.[0-9a-f]{8}$')
+_TIME = re.compile(r'events\.out\.tfevents\.(\d{10})')
+# TIME.HOST.PID.ID: TensorFlow and PyTorch give no such time and ID.
+_OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 
 
 class TensorBoardWriter(files.FileBackend):
@@ -52,14 +52,11 @@ class TensorBoardWriter(files.FileBackend):
     log_dir = os.fspath(log_dir)
     # The last part keeps two writers apart that open in one second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
-    last = max(_event_files(log_dir), default='')
-    found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
-    # Or later than any file that another writer made in the same second.
-    times = [time.time(), int(found[1]) + 1 if found else 0]
-    names = [f'events.out.tfevents.{t:017.6f}.{owner}' for t in times]
-    # Also sort behind a name that does not follow this pattern.
-    names.append(f'{last}.{times[0]:017.6f}.{owner}')
-    name = next(x for x in names if x > last)
+    names = os.listdir(log_dir) if os.path.isdir(log_dir) else []
+    found = map(_TIME.match, names)
+    # Later than all others, also those that were made in the same second.
+    now = max([time.time(), *(int(x[1]) + 1 for x in found if x)])
+    name = f'events.out.tfevents.{now:017.6f}.{owner}'
     super().__init__(os.path.join(log_dir, name))
     self._append_event(file_version='brain.Event:2')
 
@@ -72,11 +69,8 @@ class TensorBoardWriter(files.FileBackend):
 
   def _logs(self) -> list[str]:
     directory = os.path.dirname(self.path)
-    return [
-      os.path.join(directory, name)
-      for name in _event_files(directory)
-      if _OWN_NAME.search(name)
-    ]
+    names = filter(_OWN_NAME.fullmatch, os.listdir(directory))
+    return [os.path.join(directory, name) for name in names]
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     own = {self.path: os.path.getsize(self.path)}
@@ -85,12 +79,6 @@ class TensorBoardWriter(files.FileBackend):
     # start of the run and hides nothing.
     for _ in range(2):
       self._append_event(step=step + 1, session_log={'status': 'START'})
-
-
-def _event_files(directory: str) -> list[str]:
-  """Returns the names of what TensorBoard takes for event files."""
-  names = os.listdir(directory) if os.path.isdir(directory) else []
-  return [name for name in names if 'tfevents' in name]
 
 
 def _record(wall_time: float, **fields: Any) -> bytes:

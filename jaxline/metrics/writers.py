@@ -57,20 +57,26 @@ class MultiWriter(MetricWriter):
     self._writers = tuple(writers)
 
   def _each(self, method: str, *args: Any) -> list[Any]:
-    """Calls a method of every writer that has it; returns the results."""
-    calls = []
+    results, errors = [], []
     for writer in self._writers:
-      if hasattr(writer, method):
-        calls.append(functools.partial(getattr(writer, method), *args))
-      elif method.startswith('write_'):
-        values_lib.warn_once(
-          ('method', type(writer).__name__, method),
-          '%s has no method %s: such records do not reach it. This is said '
-          'once.',
-          type(writer).__name__,
-          method,
-        )
-    return _call_all(method, calls)
+      try:
+        if hasattr(writer, method):
+          results.append(getattr(writer, method)(*args))
+        elif method.startswith('write_'):
+          values_lib.warn_once(
+            ('method', type(writer).__name__, method),
+            '%s has no method %s: such records do not reach it. This is said '
+            'once.',
+            type(writer).__name__,
+            method,
+          )
+      except Exception as error:
+        errors.append(error)
+    if len({async_lib.cause(e) for e in errors}) == 1:
+      raise errors[0]
+    if errors:
+      raise ExceptionGroup(f'{len(errors)} writers failed in {method}', errors)
+    return results
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any]
@@ -81,35 +87,14 @@ class MultiWriter(MetricWriter):
     self._each('resume', step, lengths)
 
   def flush(self) -> dict[str, int]:
-    return _merge(self._each('flush'))
-
-  def flush_async(self) -> Callable[[], dict[str, int]]:
-    waits = self._each('flush_async')
-    return lambda: _merge(_call_all('flush_async', waits))
+    lengths: dict[str, int] = {}
+    for found in self._each('flush'):
+      if isinstance(found, dict):  # That of a program's own writer may not be.
+        lengths |= found
+    return lengths
 
   def close(self) -> None:
     self._each('close')
-
-
-def _call_all(name: str, calls: Iterable[Callable[[], Any]]) -> list[Any]:
-  """Makes every call, also if one before it fails; returns the results."""
-  results, errors = [], []
-  for call in calls:
-    try:
-      results.append(call())
-    except Exception as error:
-      errors.append(error)
-  if len({async_lib.cause(e) for e in errors}) == 1:
-    raise errors[0]
-  if errors:
-    raise ExceptionGroup(f'{len(errors)} writers failed in {name}', errors)
-  return results
-
-
-def _merge(lengths: list[Any]) -> dict[str, int]:
-  # A program's own writer may return something else.
-  dicts = [x for x in lengths if isinstance(x, dict)]
-  return {path: length for x in dicts for path, length in x.items()}
 
 
 class AsyncWriter(MetricWriter):
@@ -214,16 +199,7 @@ class AsyncWriter(MetricWriter):
     return self.flush_async()()
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    lengths: dict[str, int] = {}
-    wait = self.executor.wait_async(
-      lambda: lengths.update(self._writer.flush())
-    )
-
-    def finish() -> dict[str, int]:
-      wait()
-      return lengths
-
-    return finish
+    return self.executor.wait_async(self._writer.flush)
 
   def close(self) -> None:
     with self._lock:  # No write is between its check and the queue.
