@@ -165,7 +165,7 @@ class SerialExecutor:
     if calls or self._thread is not None:
       self.wait_async(*calls)()
 
-  def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], None]:
+  def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
     """Queues what `wait` waits for, and returns at once.
 
     Args:
@@ -173,17 +173,25 @@ class SerialExecutor:
         run at once: a wait for the other calls would not end.
 
     Returns:
-      A function that waits for all these calls and raises their error, but not
-      the error of a later call. Any thread may call it.
+      A function that waits for all these calls and returns the result of the
+      last one. It raises their error, but not the error of a later call. Any
+      thread may call it.
     """
+    results: list[Any] = [None]
     error: futures.Future[BaseException | None] = futures.Future()
     add = self.run if self.is_current else self.put
-    for call in (*calls, lambda: error.set_result(self.error)):
-      add(call)
 
-    def wait() -> None:
+    def keep(call: Callable[[], Any]) -> None:
+      results.append(call())
+
+    for call in calls:
+      add(functools.partial(keep, call))
+    add(lambda: error.set_result(self.error))
+
+    def wait() -> Any:
       if error.result() is not None:
         self.raise_error()
+      return results[-1]
 
     return wait
 
