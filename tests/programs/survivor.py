@@ -32,7 +32,6 @@ if 'clock' in _FAULTS or 'clock_jump' in _FAULTS:
   _real_time = time.time
   time.time = lambda: _real_time() + _clock_off
 
-import events  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from ml_collections import config_dict  # noqa: E402
@@ -48,6 +47,7 @@ from jaxline.inputs import base  # noqa: E402
 from jaxline.inputs import indexed  # noqa: E402
 from jaxline.metrics import log_filter  # noqa: E402
 from jaxline.metrics import writers  # noqa: E402
+from tests.programs import events  # noqa: E402
 
 FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
 
