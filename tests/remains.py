@@ -98,6 +98,14 @@ def tensorboard(
   }
 
 
+def copy(url: str, to: os.PathLike[str]) -> None:
+  """Downloads a run that is in a bucket."""
+  place = store.at(url)
+  assert isinstance(place, store.Bucket)
+  for key in place._keys(''):
+    store.at(to).write(key, place.read(key))
+
+
 def left_by(run_dir: os.PathLike[str]) -> dict[str, Any]:
   """Returns all that must not depend on what happened to a run that ended.
 

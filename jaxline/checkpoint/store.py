@@ -144,6 +144,7 @@ class Store(abc.ABC):
   def delete_folder(self, folder: str) -> None:
     """Deletes all values below a folder."""
 
+  @abc.abstractmethod
   def sweep(self, folder: str) -> None:
     """Deletes what killed writes have left directly in a folder."""
 
@@ -336,3 +337,6 @@ class Bucket(Store):
   def delete_folder(self, folder: str) -> None:
     with self._os_errors(folder):
       self._kv.delete_range(self._range(f'{folder}/', f'{folder}0')).result()
+
+  def sweep(self, folder: str) -> None:
+    pass
