@@ -34,7 +34,7 @@ from jaxline import metrics
 from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
-from jaxline.checkpoint import files
+from jaxline.checkpoint import arrays
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.supervision import preemption
@@ -60,8 +60,8 @@ def fault(place, step):
   """Does to this process what MULTI_FAULT says.
 
   Args:
-    place: 'start' (of the constructor), 'step', 'save' (all is written, and
-      not yet visible), 'evaluate'.
+    place: 'start' (of the constructor), 'step', 'save' (its arrays are written,
+      and not yet the manifest), 'evaluate'.
     step: which one.
 
   Returns:
@@ -299,14 +299,15 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
 
 
 def fault_in_saves():
-  """Lets a fault come when a checkpoint is written and not yet visible."""
-  write = files.write_checksums
+  """Lets a fault come when arrays are written, and not yet the manifest."""
+  write = arrays.write
 
-  def write_checksums(checkpoint, process, processes):
-    fault('save', int(checkpoint.name.split('.')[0]))
-    write(checkpoint, process, processes)
+  def faulty(store, live):
+    described = write(store, live)
+    fault('save', int(store.url.rpartition('/')[2].partition('-')[0]))
+    return described
 
-  files.write_checksums = write_checksums
+  arrays.write = faulty
 
 
 def put_snapshot(step):
