@@ -1,5 +1,6 @@
 """Training and evaluation on one directory, against a dictionary."""
 
+from concurrent import futures
 import math
 import os
 import pathlib
@@ -45,6 +46,22 @@ def truncate(path: pathlib.Path) -> None:
   os.truncate(path, path.stat().st_size // 2)
 
 
+def opened(
+  run_dir: pathlib.Path, mode: str, kept: int = KEPT, every: Any = EVERY
+) -> Any:
+  """Returns a checkpointer of a new process, with its live state."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(run_dir)
+  config.max_checkpoints_to_keep = kept
+  config.max_best_checkpoints_to_keep = 1
+  config.keep_checkpoint_every_steps = every
+  memory.forget_published()
+  made = durable.DurableCheckpointer(base_config.complete_config(config), mode)
+  state = made.get_experiment_state('latest')
+  state.global_step, state.experiment_module = 0, Experiment()
+  return made
+
+
 class Machine(stateful.RuleBasedStateMachine):
   """What a run's directory should hold.
 
@@ -79,20 +96,6 @@ class Machine(stateful.RuleBasedStateMachine):
     self.patch.undo()
     shutil.rmtree(self.run_dir)
 
-  def _open(self, mode: str) -> Any:
-    config = base_config.get_base_config()
-    config.checkpoint_dir = str(self.run_dir)
-    config.max_checkpoints_to_keep = KEPT
-    config.max_best_checkpoints_to_keep = 1
-    config.keep_checkpoint_every_steps = EVERY
-    memory.forget_published()
-    opened = durable.DurableCheckpointer(
-      base_config.complete_config(config), mode
-    )
-    state = opened.get_experiment_state('latest')
-    state.global_step, state.experiment_module = 0, Experiment()
-    return opened
-
   def _whole(self) -> list[int]:
     return sorted(self.latest.keys() - self.damaged)
 
@@ -109,7 +112,7 @@ class Machine(stateful.RuleBasedStateMachine):
       place.write_part(f'{data}/0000.w/c.0', memoryview(b'12'))
       place._path('latest').mkdir(exist_ok=True)
       place._path('latest/.99.json.7.partial').write_bytes(b'{')
-    self.training = self._open('train')
+    self.training = opened(self.run_dir, 'train')
     state = self.training.get_experiment_state('latest')
     is_there = self.training.can_be_restored('latest')
     assert is_there == bool(self.latest)
@@ -179,7 +182,7 @@ class Machine(stateful.RuleBasedStateMachine):
   def restart_evaluation(self) -> None:
     if self.evaluation is not None:
       self.evaluation.close()
-    self.evaluation = self._open('eval')
+    self.evaluation = opened(self.run_dir, 'eval')
     self.restore_next = self.evaluation.follow('latest')
 
   @stateful.rule(is_best=st.booleans())
@@ -229,3 +232,88 @@ Machine.TestCase.settings = hypothesis.settings(
   database=None,
 )  # fmt: skip
 TestModel = Machine.TestCase
+
+
+# An evaluation that stops between any two operations of the store.
+
+
+def evaluate_beside(run_dir: pathlib.Path, stop_at: int) -> int:
+  """Evaluates; at one of its operations a training makes three checkpoints.
+
+  Returns:
+    How many operations there were.
+  """
+  count, counts, best = 0, False, [None]
+  training: Any = None
+
+  def save(times: int = 1) -> None:
+    nonlocal training, counts
+    counts, before = False, counts
+    training = training or opened(run_dir, 'train', kept=1, every=None)
+    state = training.get_experiment_state('latest')
+    for _ in range(times):
+      state.global_step += 1
+      state.experiment_module.value = float(state.global_step)
+      training.save('latest')
+      training.wait_for_checkpointing_to_finish()
+    assert remains.newest(run_dir, 'best') in best[-2:]  # And it is whole.
+    counts = before
+
+  def before_operation() -> None:
+    nonlocal count
+    if counts:
+      count += 1
+      if count == stop_at:
+        thread.submit(save, 3).result()
+
+  def hooked(method: str) -> Any:
+    inner = getattr(store.Disk, method)
+
+    def outer(*args: Any) -> Any:
+      before_operation()
+      return inner(*args)
+
+    return outer
+
+  # Live states belong to threads.
+  with (
+    futures.ThreadPoolExecutor(1) as thread,
+    pytest.MonkeyPatch.context() as p,
+  ):
+    for method in store.Store.__abstractmethods__:
+      p.setattr(store.Disk, method, hooked(method))
+    thread.submit(save).result()
+    evaluation = opened(run_dir, 'eval')
+    restore_next = evaluation.follow('latest')
+    counts = True
+    for _ in range(2):
+      assert restore_next(())
+      state = evaluation.get_experiment_state('latest')
+      assert state.experiment_module.value == state.global_step
+      best.append(state.global_step)
+      evaluation.get_experiment_state('best').update(state)
+      evaluation.save('best')
+      evaluation.wait_for_checkpointing_to_finish()
+      evaluation.mark_evaluated(state.global_step, 1.0, {})
+      thread.submit(save).result()
+    evaluation.close()
+    counts = False
+    assert not evaluation._damaged
+    assert remains.newest(run_dir, 'best') == best[-1]
+    thread.submit(save).result()
+    training.close()
+  place = store.at(run_dir).below('checkpoints')
+  named = {remains.record(run_dir, best[-1], 'best')['data']}
+  named |= {remains.record(run_dir, s)['data'] for s in remains.steps(run_dir)}
+  assert set(place.names('data')) == named
+  assert place.names('readers') == []
+  return count
+
+
+def test_training_beside_any_operation_of_an_evaluation(
+  tmp_path: pathlib.Path,
+) -> None:
+  count = evaluate_beside(tmp_path / '0', 1 << 30)
+  assert count > 30
+  for stop_at in range(1, count + 1):
+    evaluate_beside(tmp_path / str(stop_at), stop_at)

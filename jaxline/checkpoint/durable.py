@@ -668,7 +668,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       steps = [s for s in self._candidates(series) if step in (None, s)]
       at = distributed.of_chief(steps[0] if steps else None)
       if at is None:
-        raise (store_lib.DamagedError if reports else ValueError)(
+        kind = ValueError if step is None else store_lib.GoneError
+        raise (store_lib.DamagedError if reports else kind)(
           f'The series {series!r} in {self._store} has no checkpoint'
           + (f' of step {step}' if step is not None else '')
           + (' that is whole' if reports else '')
