@@ -6,7 +6,6 @@ import pytest
 
 from jaxline import base_config
 from jaxline import runs
-from jaxline.checkpoint import files
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def make_run(tmp_path):
       json.dumps(base_config.recorded(config))
     )
     if ended is not None:
-      root = files.root(folder)
-      root.mkdir(exist_ok=True)
-      (root / 'ended.json').write_text(json.dumps({'step': ended}))
+      (folder / 'checkpoints').mkdir()
+      path = folder / 'checkpoints' / 'ended.json'
+      path.write_text(json.dumps({'step': ended}))
     return folder
 
   return make
