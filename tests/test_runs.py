@@ -182,7 +182,8 @@ def test_a_config_that_is_none_is_refused(make_run, capsys, config):
   ('argv', 'said'),
   [
     (['ls', 'nowhere'], 'There is no run in nowhere'),
-    (['ls', 'gs://b/r'], 'Mount the bucket'),
+    (['ls', 'ftp://b/r'], 'gs://BUCKET/PATH'),
+    (['ls', 'gs://b/r'], 'Invalid GCS bucket name'),
     (['compare', '.', '--metrics=eval/los'], "Did you mean 'eval/loss'?"),
   ],
 )

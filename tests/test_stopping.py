@@ -12,6 +12,7 @@ import jaxline
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import train
+from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import notes
 from jaxline.supervision import nonfinite
@@ -45,8 +46,9 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
   raised = pytest.raises(experiment.StopTraining, match='step ')
   with raised if stops else contextlib.nullcontext():
-    own = [(step, '', x) for step, x in values.items()]
-    notes.stop_without_gain(config, [(0, 'of another', -9.0), *own])
+    own = [base.Evaluation(step, '', x) for step, x in values.items()]
+    other = base.Evaluation(0, 'of another', -9.0)
+    notes.stop_without_gain(config, [other, *own])
 
 
 def noted(run_dir):

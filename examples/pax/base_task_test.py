@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 import math
 
 import jax

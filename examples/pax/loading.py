@@ -20,8 +20,9 @@ this library, with another experiment and another mesh.
 
 This is a translation: `_sources` writes a rule out as pairs of arrays, and
 `jaxline.checkpoint` matches names, checks shapes and reads, as it does for
-`config.restore_from` with `config.restore_rules`, which suit any experiment. What those have no words for is here: several checkpoints; averages
-and the optimizer's state, which follow the weights; and the count of steps.
+`config.restore_from` with `config.restore_rules`, which suit any experiment.
+What those have no words for is here: several checkpoints; averages and the
+optimizer's state, which follow the weights; and the count of steps.
 
 Names and fields are those of Paxml (Google, 2022).
 """
