@@ -349,22 +349,21 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Raises:
       UsageError: naming the processes that do not see the first one's files.
     """
-    if jax.process_count() == 1 or isinstance(self._run, store_lib.Bucket):
+    if jax.process_count() == 1:
       return
-    is_writing = jax.process_index() == 0 and not self.reads_only
     # A name that nobody has asked for yet: a network file system may go on
     # saying for a while that an old one is not there.
-    name = f'claims/.shared-{os.urandom(4).hex()}'
+    key = distributed.of_chief(f'.shared-{os.urandom(4).hex()}')
+    is_writing = jax.process_index() == 0 and not self.reads_only
     if self.reads_only:
-      name = f'latest/{max(self.steps("latest"), default="")}.json'
-    path = pathlib.Path(self._store.url, distributed.of_chief(name))
-    if is_writing:
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.touch()
+      key = base_config.RECORD
+    elif is_writing:
+      self._run.write(key, b'')
     distributed.of_chief(None)  # The others look once it is there.
-    seen = multihost_utils.process_allgather(np.bool_(path.exists()))
+    is_there = self._run.version(key) is not store_lib.NEW
+    seen = multihost_utils.process_allgather(np.bool_(is_there))
     if is_writing:
-      path.unlink(missing_ok=True)
+      self._run.delete(key)
     if seen[0] and not seen.all():
       raise errors.UsageError(
         f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
