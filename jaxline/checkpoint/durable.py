@@ -384,10 +384,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """
     if ckpt_series in self._claims:
       return
-    claim = None
-    if jax.process_index() == 0:
-      claim = owner.Claim(self._run.url, ckpt_series)
-    self._claims[ckpt_series] = distributed.of_chief(None) or claim
+    is_chief = jax.process_index() == 0
+    claim = owner.Claim(self._run.url, ckpt_series) if is_chief else None
+    distributed.of_chief(None)  # The others look at what is there now.
+    self._claims[ckpt_series] = claim
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from a step, with this config.
@@ -482,7 +482,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     data: str,
     lengths: dict[str, int],
   ) -> dict[str, Any]:
-    """Writes the arrays of a content; returns its manifest.
+    """Writes the arrays of a content; returns its manifest, in process 0.
 
     Args:
       content: what is written.
@@ -496,8 +496,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     except Exception as e:
       error, described = e, {}
     mine = described, content.process, lengths
+    all_of: list[Any] = []  # In process 0.
     try:
-      all_of = distributed.decide(mine, lambda values: values, error)
+      distributed.decide(mine, all_of.extend, error)
     except Exception as e:
       # On a full disk, the half of it is in the way.
       with contextlib.suppress(OSError):
@@ -667,7 +668,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       steps = [s for s in self._candidates(series) if step in (None, s)]
       at = distributed.of_chief(steps[0] if steps else None)
       if at is None:
-        raise (store_lib.DamagedError if reports else ValueError)(
+        gone = ValueError if step is None else store_lib.GoneError
+        raise (store_lib.DamagedError if reports else gone)(
           f'The series {series!r} in {self._store} has no checkpoint'
           + (f' of step {step}' if step is not None else '')
           + (' that is whole' if reports else '')
