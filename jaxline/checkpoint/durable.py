@@ -355,22 +355,21 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Raises:
       UsageError: naming the processes that do not see the first one's files.
     """
-    if jax.process_count() == 1 or isinstance(self._run, store_lib.Bucket):
+    if jax.process_count() == 1:
       return
-    is_writing = jax.process_index() == 0 and not self.reads_only
     # A name that nobody has asked for yet: a network file system may go on
     # saying for a while that an old one is not there.
-    name = f'claims/.shared-{os.urandom(4).hex()}'
+    key = distributed.of_chief(f'.shared-{os.urandom(4).hex()}')
+    is_writing = jax.process_index() == 0 and not self.reads_only
     if self.reads_only:
-      name = f'latest/{max(self.steps("latest"), default="")}.json'
-    path = pathlib.Path(self._store.url, distributed.of_chief(name))
-    if is_writing:
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.touch()
+      key = base_config.RECORD
+    elif is_writing:
+      self._run.write(key, b'')
     distributed.of_chief(None)  # The others look once it is there.
-    seen = multihost_utils.process_allgather(np.bool_(path.exists()))
+    is_there = self._run.version(key) is not store_lib.NEW
+    seen = multihost_utils.process_allgather(np.bool_(is_there))
     if is_writing:
-      path.unlink(missing_ok=True)
+      self._run.delete(key)
     if seen[0] and not seen.all():
       raise errors.UsageError(
         f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
@@ -391,10 +390,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """
     if ckpt_series in self._claims:
       return
-    claim = None
-    if jax.process_index() == 0:
-      claim = owner.Claim(self._run.url, ckpt_series)
-    self._claims[ckpt_series] = distributed.of_chief(None) or claim
+    is_chief = jax.process_index() == 0
+    claim = owner.Claim(self._run.url, ckpt_series) if is_chief else None
+    distributed.of_chief(None)  # The others look at what is there now.
+    self._claims[ckpt_series] = claim
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from a step, with this config.
@@ -489,7 +488,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     data: str,
     lengths: dict[str, int],
   ) -> dict[str, Any]:
-    """Writes the arrays of a content; returns its manifest.
+    """Writes the arrays of a content; returns its manifest, in process 0.
 
     Args:
       content: what is written.
@@ -503,8 +502,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     except Exception as e:
       error, described = e, {}
     mine = described, content.process, lengths
+    all_of: list[Any] = []  # In process 0.
     try:
-      all_of = distributed.decide(mine, lambda values: values, error)
+      distributed.decide(mine, all_of.extend, error)
     except Exception as e:
       # On a full disk, the half of it is in the way.
       with contextlib.suppress(OSError):
@@ -674,7 +674,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       steps = [s for s in self._candidates(series) if step in (None, s)]
       at = distributed.of_chief(steps[0] if steps else None)
       if at is None:
-        raise (store_lib.DamagedError if reports else ValueError)(
+        gone = ValueError if step is None else store_lib.GoneError
+        raise (store_lib.DamagedError if reports else gone)(
           f'The series {series!r} in {self._store} has no checkpoint'
           + (f' of step {step}' if step is not None else '')
           + (' that is whole' if reports else '')

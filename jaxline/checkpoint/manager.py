@@ -170,10 +170,9 @@ class Manifests:
   def doom_all(self) -> None:
     """Has the next `collect` look at all data, and what kills have left."""
     self._doomed |= set(self.store.names('data'))
-    for folder in ('latest', 'best', 'readers', ''):
-      for name in self.store.names(folder):
-        if name.endswith('.partial'):
-          self.store.delete(f'{folder}/{name}'.strip('/'))
+    for name in self.store.names('latest'):
+      if name.endswith('.partial'):
+        self.store.delete(f'latest/{name}')
 
   def collect(self) -> None:
     """Deletes data that was doomed and that nothing names.
