@@ -121,7 +121,9 @@ class PeriodicAction(Action):
     self._growth_ratios = ratios
     if run_async and executor is None:
       executor = async_lib.SerialExecutor(async_lib.function_name(fn))
-    self._executor = executor if run_async else None
+    self._executor: async_lib.SerialExecutor | None = (
+      executor if run_async else None
+    )
     can_be_due = not off or ratios or end_step_to_action is not None
     self._keeps = bool(can_be_due and (log_all_data or keep_last is not None))
     self._keep_last = keep_last
