@@ -472,14 +472,14 @@ class _Training:
       # The newest step that the loop waits for anyway, right after the actions.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
-    for action in run.periodic_actions:
+    given = [adapters.full_action(x) for x in run.periodic_actions]
+    for action in given:
       # On a thread of its own it would write behind a save's mark in the log.
-      if isinstance(action, periodic.PeriodicAction):
-        action.share(run.log.executor)
+      action.share(run.log.executor)
     self.actions: list[periodic.Action] = [
       self.guard,
       *profiling.actions(config, run.console.say),
-      *map(adapters.full_action, run.periodic_actions),
+      *given,
       *self._default_actions(),
     ]
     checkpointer.logs = [*self.actions, run.log, run.eval_log]

@@ -29,9 +29,7 @@ class Action:
     """Is called after each step with its scalars, still on the devices."""
 
   def share(self, executor: async_lib.SerialExecutor | None) -> None:
-    """Moves asynchronous calls to another thread, if there is one."""
-    if self._executor is not None and executor is not None:
-      self._executor = executor
+    """Is given the log's thread, where asynchronous calls keep their order."""
 
   def update_time(self, t: float, step: int) -> None:
     """Is called before the first step."""
@@ -121,9 +119,7 @@ class PeriodicAction(Action):
     self._growth_ratios = ratios
     if run_async and executor is None:
       executor = async_lib.SerialExecutor(async_lib.function_name(fn))
-    self._executor: async_lib.SerialExecutor | None = (
-      executor if run_async else None
-    )
+    self._executor = executor if run_async else None
     can_be_due = not off or ratios or end_step_to_action is not None
     self._keeps = bool(can_be_due and (log_all_data or keep_last is not None))
     self._keep_last = keep_last
@@ -136,7 +132,7 @@ class PeriodicAction(Action):
     self.update_time(start_time, start_step)
 
   def share(self, executor: async_lib.SerialExecutor | None) -> None:
-    """Moves asynchronous calls to another thread, if there is one."""
+    """Makes asynchronous calls on another thread, if there is one."""
     if self._executor is not None and executor is not None:
       self._executor = executor
 
