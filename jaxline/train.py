@@ -256,11 +256,13 @@ class Run:
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
     last: int | None = state.global_step
-    lengths = checkpointer.lengths
+    lengths: Mapping[str, int] = {}
     if last in evaluation.done:
       lengths = evaluation.noted[-1].lengths
+    elif last and not checkpointer.is_new():
+      last, lengths = last - 1, checkpointer.lengths
     else:
-      last = last - 1 if last and not checkpointer.is_new() else None
+      last = None
     _resume_log(self, self.eval_log, last, lengths)
 
     def evaluate_now(*unused: Any) -> None:

@@ -308,6 +308,7 @@ HEAVY = (
   'tensorboard',
   'tensorboardX',
   'tensorflow',
+  'tensorstore',
   'torch',
 )
 

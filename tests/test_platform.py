@@ -196,6 +196,7 @@ def test_eval_of_initial_weights(toy_here, tmp_path):
 
 
 def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
+  (tmp_path / 'checkpoints').mkdir()
   result = toy_here(tmp_path, '--config.one_off_evaluate=True', mode='eval')
   assert result.returncode != 0
   assert 'config.eval_initial_weights = True' in result.stderr
@@ -210,7 +211,7 @@ def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
     result = toy_here(tmp_path, *more, mode='eval')
     assert result.returncode == 2
     assert 'directory of the run whose weights' in result.said
-    assert ('no such directory' in result.said) == (given in more)
+    assert ('There is none' in result.said) == (given in more)
     assert not nowhere.exists()
 
 
@@ -692,10 +693,13 @@ def test_evaluation_by_itself_says_that_it_would_wait_for_ever(
   assert 'Traceback' not in result.stderr
 
 
-def test_a_bucket_is_no_directory():
+def test_a_run_may_be_in_a_bucket():
   config = base_config.get_base_config()
-  config.checkpoint_dir = 'gs://bucket/run'
-  with pytest.raises(platform.UsageError, match=r'gs://bucket/run.*Mount'):
+  config.checkpoint_dir = 'gs://bucket/run/'
+  resolved = platform.resolve_config(config)
+  assert resolved.checkpoint_dir == 'gs://bucket/run'
+  config.checkpoint_dir = 'ftp://bucket/run'
+  with pytest.raises(platform.UsageError, match='gs://BUCKET/PATH'):
     platform.resolve_config(config)
 
 

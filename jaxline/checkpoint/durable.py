@@ -240,9 +240,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """
     seen: dict[int, str] = {}  # Of steps that need not be looked at again.
     evaluated: set[str] = set()
+    # Steps that are evaluated with a checkpoint. Another step that is evaluated
+    # had none; it cannot be made anew.
+    had_data: set[int] = set()
     begun, looked = None, -_BUCKET_POLL_SECS
 
-    def next_step() -> int | None:
+    def next_step(done: Collection[int]) -> int | None:
       nonlocal begun, looked, evaluated
       if isinstance(self._run, store_lib.Bucket):
         if time.monotonic() - looked < _BUCKET_POLL_SECS:
@@ -250,10 +253,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         looked = time.monotonic()
       # Only a training that begins again makes a step anew.
       if (version := self._run.version(base_config.RECORD)) != begun:
-        begun, evaluated = version, {x.data for x in self._own_notes()}
+        noted = [x for x in self._own_notes() if x.data]
+        begun, evaluated = version, {x.data for x in noted}
+        had_data.update(x.step for x in noted)
         seen.clear()
       for step in reversed(self._candidates(ckpt_series)):
-        if step not in seen:
+        if step not in seen and (step not in done or step in had_data):
           with contextlib.suppress(store_lib.DamagedError):  # See `restore`.
             data = self._manifests.read(ckpt_series, step)['data']
             if data in evaluated:
@@ -266,7 +271,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       nonlocal looked
       is_chief = jax.process_index() == 0
       while True:
-        step = distributed.of_chief(next_step() if is_chief else None)
+        step = distributed.of_chief(next_step(done) if is_chief else None)
         if step is None:
           break
         looked = -_BUCKET_POLL_SECS
@@ -276,6 +281,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           continue  # It was reported, or has been removed meanwhile.
         seen[step] = self._restored['data']
         evaluated.add(seen[step])
+        had_data.add(step)
         return True
       # Before the run's first checkpoint there may be what it starts from.
       seed = None if self._has_any(ckpt_series) else self._seed(ckpt_series)
@@ -451,7 +457,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       if series == 'best':
         more = added | {'entries': manifest['entries'] | added['entries']}
         # Later than any other best one, also if the clock is not.
-        steps = self._manifests.by_time('best')[:1]
+        steps = self._candidates('best')[:1]
         times = [self._manifests.read('best', s)['time'] + 1 for s in steps]
         more['time'] = max([time.time(), *times])
       self._manifests.write(series, manifest | more)
