@@ -436,15 +436,15 @@ platform.main(toy.Sharded, sys.argv[1:])
 def test_a_checkpoint_that_is_refused_is_one_line(toy_here, tmp_path):
   succeeded(toy_here(tmp_path))
   latest = tmp_path / 'checkpoints' / 'latest'
-  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.name))
-  os.rename(newest, latest / '500')
+  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.stem))
+  os.rename(newest, latest / '500.json')
   result = run(tmp_path)
   assert result.returncode == 2
   lines = result.stderr.splitlines()
   own = [line for line in lines if not line.startswith('W')]
   assert len(own) == 1, result.stderr
-  assert str(latest / '500') in own[0]
-  assert newest.name in own[0]
+  assert str(latest / '500.json') in own[0]
+  assert newest.stem in own[0]
 
 
 @pytest.mark.process
