@@ -267,14 +267,12 @@ class _Reading:
   """One array that is being read.
 
   Attributes:
-    parts: each part that is needed, and what reads it.
-    size: of the array in bytes.
+    size: how many bytes this process reads.
   """
 
   def __init__(self, about: Mapping[str, Any], target: Any):
     self._about, self._target = about, target
     self._dtype = jnp.dtype(about['dtype'])
-    self.size = num_bytes(about)
     self._sharding = getattr(target, 'sharding', None)
     if is_key(target):
       self._sharding = None
@@ -291,6 +289,7 @@ class _Reading:
       )
       for index in {str(i): i for i in indices}.values()
     }
+    self.size = sum(x.nbytes for _, x in self._buffers.values())
 
   def start(
     self, store: store_lib.Store, pool: futures.Executor
