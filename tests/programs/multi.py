@@ -60,8 +60,8 @@ def fault(place, step):
   """Does to this process what MULTI_FAULT says.
 
   Args:
-    place: 'start' (of the constructor), 'step', 'save' (its arrays are written,
-      and not yet the manifest), 'evaluate'.
+    place: 'start' (of the constructor), 'step', 'save' (all is written, and
+      not yet visible), 'evaluate'.
     step: which one.
 
   Returns:
@@ -299,15 +299,16 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
 
 
 def fault_in_saves():
-  """Lets a fault come when arrays are written, and not yet the manifest."""
+  """Lets a fault come when the arrays are written and no manifest is."""
   write = arrays.write
 
-  def faulty(store, live):
-    described = write(store, live)
-    fault('save', int(store.url.rpartition('/')[2].partition('-')[0]))
+  def write_then_fault(store, content):
+    described = write(store, content)
+    data = store.url.rpartition('/')[2]
+    fault('save', int(data.partition('-')[0]))
     return described
 
-  arrays.write = faulty
+  arrays.write = write_then_fault
 
 
 def put_snapshot(step):
