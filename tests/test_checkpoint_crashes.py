@@ -62,6 +62,7 @@ def train(url: str) -> None:
   config.save_checkpoint_interval = 2
   # At a step without a checkpoint, one with, and the last, which is the best.
   config.eval_interval = 3
+  config.eval_initial_weights = True
   config.max_checkpoints_to_keep = 1
   config.console = 'off'
   jaxline.fit(survivor.Survivor, config)
