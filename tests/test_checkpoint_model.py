@@ -234,6 +234,21 @@ Machine.TestCase.settings = hypothesis.settings(
 TestModel = Machine.TestCase
 
 
+def test_a_step_is_made_anew_beside_an_evaluation() -> None:
+  machine = Machine()
+  for _ in range(2):
+    machine.save(1)
+    machine.evaluate(False)
+  truncate(machine.run_dir / 'checkpoints' / 'latest' / '2.json')
+  machine.damaged.add(2)
+  machine.restart_training()
+  for _ in range(2):  # Of step 2 the evaluation knows other data.
+    machine.save(1)
+    machine.evaluate(False)
+    machine.holds()
+  machine.teardown()
+
+
 # An evaluation that stops between any two operations of the store.
 
 
