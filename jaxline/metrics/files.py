@@ -28,7 +28,7 @@ class FileBackend(base.Backend):
     self.path = os.path.abspath(path)
     self._error: OSError | None = None
     directory = pathlib.Path(self.path).parent
-    directory.mkdir(parents=True, exist_ok=True)
+    disk.make_directory(directory)
     self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115
     self._stat = os.fstat(self._file.fileno())
     disk.sync_directory(directory)
