@@ -299,8 +299,22 @@ def test_a_killed_worker_ends_all(folder, processes):
 # --- Signals -----------------------------------------------------------------
 
 
-def left_and_gone_on(directory, style, fault, codes):
-  """Tells one process to leave, checks the step all saved, and goes on."""
+@pytest.mark.parametrize(
+  ('style', 'fault', 'codes'),
+  [
+    pytest.param(*case, marks=mark)
+    for mark, *case in [
+      (pytest.mark.process, 'sharded', '1:step:3:term', [75, 75]),
+      (pytest.mark.slow, 'per_device', '0:step:3:int', [130, 75]),
+      # During start-up: it acts after the first step.
+      (pytest.mark.slow, 'sharded', '1:start:0:term', [75, 75]),
+    ]
+  ],
+)
+def test_after_a_signal_to_one_both_go_on_as_without(
+  folder, style, fault, codes
+):
+  directory = folder / fault.replace(':', '_')
   # No save but that one.
   args = (
     '--config.save_checkpoint_interval=1000',
@@ -317,26 +331,6 @@ def left_and_gone_on(directory, style, fault, codes):
     assert a.the('left') == b.the('restored') | {'what': 'left'}
   assert remains.steps(directory) == [step, step + 2]
   assert list(logged(directory)) == list(range(1, step + 3))
-  return gone_on, args, step
-
-
-@pytest.mark.process
-def test_a_signal_to_one_saves_the_same_step_on_both(folder):
-  left_and_gone_on(folder / 'term', 'sharded', '1:step:3:term', [75, 75])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ('style', 'fault', 'codes'),
-  [
-    ('per_device', '0:step:3:int', [130, 75]),
-    # During start-up: it acts after the first step.
-    ('sharded', '1:start:0:term', [75, 75]),
-  ],
-)
-def test_after_a_signal_all_goes_on_as_without(folder, style, fault, codes):
-  directory = folder / fault.replace(':', '_')
-  gone_on, args, step = left_and_gone_on(directory, style, fault, codes)
   straight = folder / f'{directory.name}_straight'
   same_end(gone_on, run(straight, style, *args, steps=step + 2))
   assert remains.bits(straight, step + 2) == remains.bits(directory, step + 2)
