@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import threading
 import time
 from typing import Any
@@ -415,7 +416,8 @@ def _resume_log(
   # Else the records before are those of an earlier training.
   if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
-      spool.fetch(run.config.checkpoint_dir, lengths)
+      folders = {os.path.dirname(path) for path in log.flush() or ()}
+      spool.fetch(run.config.checkpoint_dir, folders, lengths)
       log.resume(-1 if last is None else last, lengths)
   if not lengths or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)

@@ -86,7 +86,10 @@ def _blocks(x: Any) -> list[tuple[Index, np.ndarray]]:
   """Returns copies of the parts of an array that this process writes."""
   if not x.size:
     return []
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+  # A replicated array that `device_put` made from a local one has no shards.
+  if isinstance(x, jax.Array) and not (
+    x.is_fully_addressable or x.is_fully_replicated
+  ):
     return [
       (shard.index, _copy(shard.data))
       for shard in x.addressable_shards

@@ -169,10 +169,9 @@ class Manifests:
 
   def doom_all(self) -> None:
     """Has the next `collect` look at all data, and what kills have left."""
-    self._doomed |= set(self.store.names('data'))
-    for name in self.store.names('latest'):
-      if name.endswith('.partial'):
-        self.store.delete(f'latest/{name}')
+    self._doomed |= {*filter(_DATA.fullmatch, self.store.names('data'))}
+    # In other folders an evaluation may be writing.
+    self.store.sweep('latest')
 
   def collect(self) -> None:
     """Deletes data that was doomed and that nothing names.
@@ -183,7 +182,7 @@ class Manifests:
     """
     if not self._doomed:
       return
-    named: set[str] = set()
+    marked: set[str] = set()
     for name in self.store.names('readers'):
       key = f'readers/{name}'
       if (raw := self.store.read(key)) is None:
@@ -192,23 +191,25 @@ class Manifests:
         self.store.delete(key)
         continue
       with contextlib.suppress(ValueError):
-        named |= {*json.loads(raw)['data']}
+        marked |= {*json.loads(raw)['data']}
+    named: set[str] = set()
+    doomed_steps = {int(data.partition('-')[0]) for data in self._doomed}
     for series in ('best', 'latest'):
       steps = self.steps(series)
       # GCS lists nothing, without an error, where it refuses to list.
       if series == 'latest' and not steps:
         return
-      for step in steps:
+      for step in doomed_steps.intersection(steps):
         try:
-          found = self.read(series, step) if series == 'best' else None
-          named.add((found or self.brief(series, step))['data'])
+          # Not what was there before: a restarted training makes steps anew.
+          named.add(self.read(series, step)['data'])
         except store_lib.GoneError:
           continue
         except ValueError:
           return
-    for data in self._doomed - named:
+    for data in self._doomed - marked - named:
       self.store.delete_folder(f'data/{data}')
-    self._doomed &= named
+    self._doomed &= marked
 
 
 def _brief(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Objects cannot be appended to, so logs grow in a local directory and are
 uploaded before each manifest and at the end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import contextlib
 import os
 import pathlib
@@ -29,29 +29,26 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
   return _directories[place]
 
 
-def fetch(run: str, lengths: Mapping[str, int]) -> None:
+def fetch(run: str, folders: Iterable[str], lengths: Mapping[str, int]) -> None:
   """Downloads the logs of a run in a bucket, as far as they count.
 
   Event files beside them are of steps that run again, and are deleted.
 
   Args:
     run: the run's address; a local run has its files already.
-    lengths: path below `directory(run)` -> length in bytes.
+    folders: paths of the directories of the logs, below `directory(run)`.
+    lengths: path -> length in bytes of each file in them that counts.
   """
   if not store_lib.is_address(run):
     return
   store, top = store_lib.at(run), directory(run)
-  names = {os.path.relpath(path, top): n for path, n in lengths.items()}
-  for name, length in names.items():
-    path = top / name
-    # One that has something was fetched for another log.
-    if not (path.exists() and path.stat().st_size):
-      path.parent.mkdir(parents=True, exist_ok=True)
-      with open(path, 'ab') as file:  # A writer may have it open.
-        file.write((store.read(name) or b'')[:length])
-  for folder in {name.rpartition('/')[0] for name in names}:
+  for folder in {os.path.relpath(folder, top) for folder in folders}:
     for name in store.names(folder):
-      if 'tfevents' in name and f'{folder}/{name}' not in names:
+      path = top / folder / name
+      if length := lengths.get(str(path)):
+        # A writer that has it open appends to what is there now.
+        path.write_bytes((store.read(f'{folder}/{name}') or b'')[:length])
+      elif 'tfevents' in name:
         store.delete(f'{folder}/{name}')
 
 

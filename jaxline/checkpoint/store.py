@@ -23,6 +23,7 @@ _SCHEMES = ('gs', 's3')
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
 _REQUESTS = 64  # At once.
+_PARTIAL = '.partial'  # The end of the name of a file that is being written.
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -143,6 +144,10 @@ class Store(abc.ABC):
   def delete_folder(self, folder: str) -> None:
     """Deletes all values below a folder."""
 
+  @abc.abstractmethod
+  def sweep(self, folder: str) -> None:
+    """Deletes what killed writes have left directly in a folder."""
+
 
 class Disk(Store):
   """Files below a directory."""
@@ -151,10 +156,18 @@ class Disk(Store):
     return pathlib.Path(self.url, key)
 
   def names(self, folder: str = '') -> list[str]:
+    return [n for n in self._all_names(folder) if not n.endswith(_PARTIAL)]
+
+  def _all_names(self, folder: str) -> list[str]:
     try:
       return sorted(os.listdir(self._path(folder)))
     except MISSING:
       return []
+
+  def sweep(self, folder: str) -> None:
+    for name in self._all_names(folder):
+      if name.endswith(_PARTIAL):
+        self.delete(f'{folder}/{name}')
 
   def read(self, key: str) -> bytes | None:
     try:
@@ -180,7 +193,7 @@ class Disk(Store):
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
-    partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
+    partial = path.with_name(f'.{path.name}.{os.getpid()}{_PARTIAL}')
     with disk.replacing(path, partial) as f:
       f.write(value)
     return self.version(key)
@@ -326,3 +339,6 @@ class Bucket(Store):
   def delete_folder(self, folder: str) -> None:
     with self._os_errors(folder):
       self._kv.delete_range(self._range(f'{folder}/', f'{folder}0')).result()
+
+  def sweep(self, folder: str) -> None:
+    pass
