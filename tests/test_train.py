@@ -32,11 +32,11 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import store
 from jaxline.compat import devices
 from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
+from tests import remains
 
 POLL_SECS = train._POLL_SECS
 MODES = (
@@ -1768,11 +1768,6 @@ class Process:
         ).train_eval_multithreaded()
     return [step for step, _ in log.evals]
 
-  def saved(self):
-    """Returns the steps of `latest`."""
-    folder = self.run_dir / 'checkpoints'
-    return manager.Manifests(store.at(folder)).steps('latest')
-
   def curve(self, mode='eval'):
     """Returns each line's step and number of evaluations before it."""
     return [(r['step'], r['before']) for r in self._records(mode, 'scalars')]
@@ -1815,7 +1810,7 @@ def test_killed_between_the_first_evaluation_and_the_first_save(
     process.run(6, dies_at=first)
     noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
     assert json.loads(noted.read_text())['evaluated'][0][0] == first
-    assert process.saved() == []
+    assert remains.steps(tmp_path / 'run') == []
     assert process.curve() == [(first, 0)]
     if not is_noted:
       noted.unlink()
@@ -1835,7 +1830,7 @@ def test_killed_behind_the_save_before_the_first_step(initial, tmp_path):
   )
   for dies_at in (0, 2):
     process.run(3, dies_at=dies_at)
-    assert process.saved() == [0]
+    assert remains.steps(tmp_path) == [0]
     assert process.texts() == process.texts('train') == [(0, True)]
   process.run(3)
   steps = [0, 1, 2, 3] if initial else [1, 2, 3]

@@ -74,16 +74,20 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
     if isinstance(x, jax.Array):  # All on their way before the first is needed.
       x.copy_to_host_async()
   with futures.ThreadPoolExecutor(_COPIERS) as pool:
-    blocks = pool.map(_blocks, data.values())
-    copied = zip(data.items(), blocks, strict=True)
-    return {
-      name: HostArray(_described(live[name], x, _file(i, name), own), own)
-      for i, ((name, x), own) in enumerate(copied)
-    }
+    blocks = [_blocks(x, pool) for x in data.values()]
+  return {
+    name: HostArray(
+      _described(live[name], x, _file(i, name)),
+      [(index, future.result()) for index, future in own],
+    )
+    for i, ((name, x), own) in enumerate(zip(data.items(), blocks, strict=True))
+  }
 
 
-def _blocks(x: Any) -> list[tuple[Index, np.ndarray]]:
-  """Returns copies of the parts of an array that this process writes."""
+def _blocks(
+  x: Any, pool: futures.Executor
+) -> list[tuple[Index, futures.Future[np.ndarray]]]:
+  """Starts to copy the parts of an array that this process writes."""
   if not x.size:
     return []
   # A replicated array that `device_put` made from a local one has no shards.
@@ -91,21 +95,29 @@ def _blocks(x: Any) -> list[tuple[Index, np.ndarray]]:
     x.is_fully_addressable or x.is_fully_replicated
   ):
     return [
-      (shard.index, _copy(shard.data))
+      (shard.index, _copy(shard.data, pool))
       for shard in x.addressable_shards
       if shard.replica_id == 0
     ]
   if jax.process_index() != 0:
     return []
-  return [((slice(None),) * x.ndim, _copy(x))]
+  return [((slice(None),) * x.ndim, _copy(x, pool))]
 
 
-def _copy(x: Any) -> np.ndarray:
-  # On other devices, and of several shards, NumPy's array is a copy already.
-  is_view = not isinstance(x, jax.Array) or (
+def _copy(x: Any, pool: futures.Executor) -> futures.Future[np.ndarray]:
+  if isinstance(x, jax.Array) and not (
     x.is_fully_replicated and next(iter(x.devices())).platform == 'cpu'
-  )
-  return np.array(x, order='C', copy=is_view or None)
+  ):
+    # From other devices, and of several shards, it is a copy already.
+    return pool.submit(np.asarray, x, order='C')
+  source = np.asarray(x)
+  # Of this thread's memory: threads that end leave theirs in pieces.
+  return pool.submit(_fill, np.empty(source.shape, source.dtype), source)
+
+
+def _fill(copy: np.ndarray, source: np.ndarray) -> np.ndarray:
+  copy[...] = source
+  return copy
 
 
 def _file(i: int, name: str) -> str:
@@ -113,9 +125,7 @@ def _file(i: int, name: str) -> str:
   return f'{i:04d}.{tail}'.rstrip('.')
 
 
-def _described(
-  live: Any, x: Any, file: str, blocks: Sequence[Any]
-) -> dict[str, Any]:
+def _described(live: Any, x: Any, file: str) -> dict[str, Any]:
   """Returns the description of an array without parts."""
   about: dict[str, Any] = {
     'file': file,
