@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 from typing import Any
 
 import hypothesis
@@ -252,18 +253,27 @@ def test_a_step_is_made_anew_beside_an_evaluation() -> None:
 # An evaluation that stops between any two operations of the store.
 
 
-def evaluate_beside(run_dir: pathlib.Path, stop_at: int) -> int:
-  """Evaluates; at one of its operations a training makes three checkpoints.
+def evaluate_beside(
+  run_dir: pathlib.Path, stop_at: int, pause_at: int = 0
+) -> tuple[int, int]:
+  """Evaluates; at one of its operations a training saves beside it.
+
+  Args:
+    run_dir: a new directory.
+    stop_at: the number of the evaluation's operation.
+    pause_at: that of the training's operation before which it waits until a
+      checkpoint is evaluated; 0 saves three times without waiting.
 
   Returns:
-    How many operations there were.
+    How many operations of each there were.
   """
-  count, counts, best = 0, False, [None]
+  counted, counts, best = '', {'evaluation': 0, 'training': 0}, [None]
+  paused, resumed = threading.Event(), threading.Event()
+  saving: list[futures.Future[None]] = []
   training: Any = None
 
   def save(times: int = 1) -> None:
-    nonlocal training, counts
-    counts, before = False, counts
+    nonlocal training
     training = training or opened(run_dir, 'train', kept=1, every=None)
     state = training.get_experiment_state('latest')
     for _ in range(times):
@@ -272,14 +282,22 @@ def evaluate_beside(run_dir: pathlib.Path, stop_at: int) -> int:
       training.save('latest')
       training.wait_for_checkpointing_to_finish()
     assert remains.newest(run_dir, 'best') in best[-2:]  # And it is whole.
-    counts = before
 
   def before_operation() -> None:
-    nonlocal count
-    if counts:
-      count += 1
-      if count == stop_at:
-        thread.submit(save, 3).result()
+    nonlocal counted
+    who = counted
+    if not who:
+      return
+    counts[who] += 1
+    if who == 'evaluation' and counts[who] == stop_at:
+      counted = 'training' if pause_at else ''
+      saving.append(thread.submit(save, 1 if pause_at else 3))
+      saving[0].add_done_callback(lambda _: paused.set())
+      assert paused.wait(60)
+      counted = ''
+    elif who == 'training' and counts[who] == pause_at:
+      paused.set()
+      assert resumed.wait(60)
 
   def hooked(method: str) -> Any:
     inner = getattr(store.Disk, method)
@@ -300,7 +318,7 @@ def evaluate_beside(run_dir: pathlib.Path, stop_at: int) -> int:
     thread.submit(save).result()
     evaluation = opened(run_dir, 'eval')
     restore_next = evaluation.follow('latest')
-    counts = True
+    counted = 'evaluation'
     for _ in range(2):
       assert restore_next(())
       state = evaluation.get_experiment_state('latest')
@@ -310,9 +328,14 @@ def evaluate_beside(run_dir: pathlib.Path, stop_at: int) -> int:
       evaluation.save('best')
       evaluation.wait_for_checkpointing_to_finish()
       evaluation.mark_evaluated(state.global_step, 1.0, {})
+      resumed.set()
+      counted = ''
       thread.submit(save).result()
+      counted = '' if saving else 'evaluation'
     evaluation.close()
-    counts = False
+    counted = ''
+    for future in saving:
+      future.result()
     assert not evaluation._damaged
     assert remains.newest(run_dir, 'best') == best[-1]
     thread.submit(save).result()
@@ -322,13 +345,22 @@ def evaluate_beside(run_dir: pathlib.Path, stop_at: int) -> int:
   named |= {remains.record(run_dir, s)['data'] for s in remains.steps(run_dir)}
   assert set(place.names('data')) == named
   assert place.names('readers') == []
-  return count
+  return counts['evaluation'], counts['training']
 
 
 def test_training_beside_any_operation_of_an_evaluation(
   tmp_path: pathlib.Path,
 ) -> None:
-  count = evaluate_beside(tmp_path / '0', 1 << 30)
+  count, _ = evaluate_beside(tmp_path / '0', 0)
   assert count > 30
   for stop_at in range(1, count + 1):
     evaluate_beside(tmp_path / str(stop_at), stop_at)
+
+
+def test_both_stop_between_any_operations(tmp_path: pathlib.Path) -> None:
+  """The evaluation before it has read; the training before it has collected."""
+  _, count = evaluate_beside(tmp_path / '0', 1, 1 << 30)
+  assert count > 10
+  for stop_at in range(1, 13):
+    for pause_at in range(1, count + 1):
+      evaluate_beside(tmp_path / f'{stop_at}.{pause_at}', stop_at, pause_at)
