@@ -69,6 +69,7 @@ class Machine(stateful.RuleBasedStateMachine):
   Attributes:
     latest: step -> value, of the checkpoints that should be there.
     damaged: those of them that are damaged.
+    protected: step -> data of a manifest that was damaged.
     best: step and value of the best, None without one.
     evaluated: the checkpoints that are evaluated, as (step, value).
   """
@@ -82,6 +83,7 @@ class Machine(stateful.RuleBasedStateMachine):
     self.patch.setattr('jaxline.utils.GLOBAL_CHECKPOINT_DICT', {})
     self.latest: dict[int, float] = {}
     self.damaged: set[int] = set()
+    self.protected: dict[int, str] = {}
     self.best: tuple[int, float] | None = None
     self.is_best_damaged = False
     self.evaluated: list[tuple[int, float]] = []
@@ -111,8 +113,12 @@ class Machine(stateful.RuleBasedStateMachine):
       place = store.at(self.run_dir / 'checkpoints')
       data = f'data/{manager.new_data(99)}'
       place.write_part(f'{data}/0000.w/c.0', memoryview(b'12'))
-      place._path('latest').mkdir(exist_ok=True)
-      place._path('latest/.99.json.7.partial').write_bytes(b'{')
+      for name in (
+        'latest/.99.json.7.partial',
+        'evaluated/.eval.json.7.partial',
+      ):
+        place._path(name).parent.mkdir(exist_ok=True)
+        place._path(name).write_bytes(b'{')
     self.training = opened(self.run_dir, 'train')
     state = self.training.get_experiment_state('latest')
     is_there = self.training.can_be_restored('latest')
@@ -162,20 +168,25 @@ class Machine(stateful.RuleBasedStateMachine):
     data=st.data(),
     harm=st.sampled_from([flip, truncate, os.unlink]),
     is_part=st.booleans(),
+    restarts=st.booleans(),
   )
-  def damage(self, data: Any, harm: Any, is_part: bool) -> None:
+  def damage(self, data: Any, harm: Any, is_part: bool, restarts: bool) -> None:
     if not (steps := self._whole()):
       return
-    step = data.draw(st.sampled_from(steps))
+    step = data.draw(st.sampled_from(steps[::-1]))
     if is_part:
       folder = remains.data_of(self.run_dir, step)
       harm(max(folder.glob('*.w/c*')))
+      self.protected.pop(step, None)
       if self.best and self.best[1] == self.latest[step]:
         self.is_best_damaged = True
     else:
       path = self.run_dir / f'checkpoints/latest/{step}.json'
+      self.protected[step] = remains.record(self.run_dir, step)['data']
       (truncate if harm is os.unlink else harm)(path)
     self.damaged.add(step)
+    if restarts:
+      self.restart_training()
 
   # Evaluation.
 
@@ -222,14 +233,17 @@ class Machine(stateful.RuleBasedStateMachine):
     if self.best and not self.is_best_damaged:
       assert remains.newest(self.run_dir, 'best') == self.best[0]
     named |= {remains.record(self.run_dir, s, 'best')['data'] for s in kept}
+    named |= {x for s, x in self.protected.items() if s in self.damaged}
     assert named <= set(place.names('data'))
+    noted = [step for step, *_ in remains.evaluated(self.run_dir)]
+    assert noted == [step for step, _ in self.evaluated]
     # Nothing is collected while a manifest cannot be read, or none is there.
     if self.latest and not self.damaged:
       assert set(place.names('data')) <= named | self.evaluation._mark.data
 
 
 Machine.TestCase.settings = hypothesis.settings(
-  max_examples=25, stateful_step_count=25, deadline=None, derandomize=True,
+  max_examples=40, stateful_step_count=25, deadline=None, derandomize=True,
   database=None,
 )  # fmt: skip
 TestModel = Machine.TestCase
@@ -328,8 +342,12 @@ def evaluate_beside(
       evaluation.save('best')
       evaluation.wait_for_checkpointing_to_finish()
       evaluation.mark_evaluated(state.global_step, 1.0, {})
-      resumed.set()
       counted = ''
+      if pause_at and not resumed.is_set():
+        evaluation.close()  # It drops its mark.
+        evaluation = opened(run_dir, 'eval')
+        restore_next = evaluation.follow('latest')
+      resumed.set()
       thread.submit(save).result()
       counted = '' if saving else 'evaluation'
     evaluation.close()
