@@ -569,9 +569,9 @@ def test_a_directory_that_is_not_shared(folder):
 @pytest.mark.slow
 def test_clocks_cannot_say_when_to_save(folder):
   results = run(
-    folder / 'secs', 'sharded', '--config.interval_type=secs', codes=1
+    folder / 'secs', 'sharded', '--config.interval_type=secs', codes=2
   )
-  assert "config.checkpoint_interval_type = 'steps'" in results[0].err
+  assert 'checkpoint_interval_type' in results[0].err
 
 
 @pytest.mark.slow
@@ -597,7 +597,7 @@ def test_nonfinite_ends_both(folder, style):
     fault=f'1:{place}:5:nan', codes=None,
   )  # fmt: skip
   assert all(r.code in (1, ABORTED) for r in results), errors(results)
-  assert any('NonfiniteError' in r.err for r in results)
+  assert any('are not finite' in r.err for r in results), errors(results)
   assert max(remains.steps(directory)) == 4
   results = run(directory, style)
   assert all(r.the('trained') for r in results)

@@ -263,10 +263,11 @@ def check(described: Mapping[str, Any]) -> None:
   """
   for name, about in described.items():
     shape, chunk = about['shape'], about['chunk']
-    grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=True)]
+    grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=False)]
     if (
       not _FILE.fullmatch(about['file'])
       or not _TYPES.fullmatch(about['dtype'])
+      or len(shape) != len(chunk)
       or any(c and n % c for n, c in zip(shape, chunk, strict=True))
       or len(about['parts']) != math.prod(grid)
       or about['parts'].keys() != set(_part_names(grid))

@@ -331,14 +331,13 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         found = self._checkpoint(series, at)
         if series == 'latest':
           self._keep_data([found.record['data']])
-          found = self._checkpoint(
-            series, at
-          )  # The mark counts if it is there.
-        with manager.naming(found.name):
-          return found, self._read(found, state, module)
+          # The mark counts if it is there.
+          found = self._checkpoint(series, at)
+        return found, self._read(found, state, module)
 
       try:
-        return _together(read)
+        with manager.naming(f'{self._store}/{series}/{at}'):
+          return _together(read)
       except store_lib.DamagedError as e:
         is_there = self._store.version(key) is not store_lib.NEW
         if not distributed.of_chief(is_there):
@@ -402,9 +401,7 @@ def _together(read: Callable[[], _T]) -> _T:
   if jax.process_count() > 1:
     said = multihost_utils.process_allgather(np.bool_(error is not None))
     if said.any() and error is None:
-      error = store_lib.DamagedError(
-        f'Processes {np.flatnonzero(said)} say so.'
-      )
+      error = store_lib.DamagedError(f'processes {np.flatnonzero(said)} say so')
   if error is not None:
     raise error
   return result
