@@ -27,6 +27,7 @@ LEAVES = (
   'aot.counting',
   'aot.hlo',
   'async_lib',
+  'checkpoint.owner',
   'checkpoint.spool',
   'checkpoint.store',
   'compat',
