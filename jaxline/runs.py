@@ -157,8 +157,12 @@ def _names(runs: Sequence[Run]) -> list[str]:
   """Returns the shortest paths that tell the runs apart."""
   if len(runs) == 1:
     return [os.path.basename(runs[0].path)]
-  common = os.path.commonpath([run.path for run in runs])
-  return [os.path.relpath(run.path, common) for run in runs]
+  paths = [run.path for run in runs]
+  try:
+    common = os.path.commonpath(paths)
+  except ValueError:  # Of a directory and an address.
+    return paths
+  return [os.path.relpath(path, common) for path in paths]
 
 
 def _metrics(values: Mapping[str, float]) -> str:

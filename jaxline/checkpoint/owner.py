@@ -111,10 +111,9 @@ class Beat:
         self._store.delete(self._key)
 
 
-# What has been claimed, by which process: to the operating system one process
-# is one claimant, and would get the right a second time. A forked child finds
-# its parent's here.
-_claimed: dict[str, int] = {}
+# What this process has claimed: to the operating system it is one claimant, and
+# would get the right a second time. A forked child finds its parent's here.
+_claimed: dict[str, 'Claim'] = {}
 _claiming = threading.Lock()
 
 
@@ -134,12 +133,14 @@ class Claim:
     """
     store = store_lib.at(directory).below('checkpoints')
     self._name = f'{store}/claims/{what}'
+    self._process = os.getpid()
     self._fd: int | None = None
     self._beat: Beat | None = None
     with _claiming:
       # Before a file is opened: closing it would give the lock back that this
       # process has on it.
-      is_taken = _claimed.get(self._name) == os.getpid()
+      has = _claimed.get(self._name)
+      is_taken = has is not None and has._process == os.getpid()
       if not is_taken and store_lib.is_address(directory):
         self._beat = _take_object(store, f'claims/{what}')
         is_taken = self._beat is None
@@ -147,7 +148,7 @@ class Claim:
         self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
         is_taken = self._fd is None
       if not is_taken:
-        _claimed[self._name] = os.getpid()
+        _claimed[self._name] = self
     if is_taken:
       key = 'another config.checkpoint_dir'
       if what == 'best':  # It may be kept by one evaluation alone.
@@ -199,6 +200,14 @@ class Claim:
         self._beat.stop()
         self._beat = None
       _claimed.pop(self._name, None)
+
+
+def check(directory: str | os.PathLike[str]) -> None:
+  """Checks all that this process has claimed in a directory: see `Claim.check`."""
+  prefix = f'{store_lib.at(directory)}/checkpoints/claims/'
+  for name, claim in list(_claimed.items()):
+    if name.startswith(prefix) and claim._process == os.getpid():
+      claim.check()
 
 
 def _lock_file(path: pathlib.Path) -> int | None:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import tempfile
 
+from jaxline.checkpoint import owner
 from jaxline.checkpoint import store as store_lib
 
 _directories: dict[str, pathlib.Path] = {}
@@ -60,9 +61,13 @@ def upload(
   Args:
     run: the run's directory, of which nothing is uploaded, or its address.
     names: relative path -> length in bytes of what is uploaded; None is all.
+
+  Raises:
+    ClaimedError: another run has taken over.
   """
   if not store_lib.is_address(run):
     return
+  owner.check(run)  # Else these may be the files of a run that took over.
   store, top = store_lib.at(run), directory(run)
   if names is None:
     files = (p for p in top.rglob('*') if p.is_file())
