@@ -301,11 +301,8 @@ class Bucket(Store):
       return stamp.generation
     # Or it was written, the answer was lost, and the next attempt found it.
     found = self._read(key)
-    if found.state != 'value':
-      raise OSError(
-        errno.EIO, 'The bucket refused a write', f'{self.url}/{key}'
-      )
-    return found.stamp.generation if found.value == bytes(value) else None
+    is_ours = found.state == 'value' and found.value == bytes(value)
+    return found.stamp.generation if is_ours else None
 
   def version(self, key: str) -> Any:
     found = self._read(key)
