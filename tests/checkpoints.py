@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -56,6 +57,40 @@ def assert_same(got: Any, want: Any, name: str = '') -> None:
     assert math.isnan(got), name
   else:
     assert got == want, name
+
+
+def numpy_values() -> dict[str, np.ndarray]:
+  """Returns arrays of all types that can be stored."""
+  values = {
+    'float': np.float32([0.1, -0.0, np.inf, -np.inf]),
+    'nan payload': np.uint64([0x7FF8000000000001, 0xFFF0000000000002]).view(
+      np.float64
+    ),
+    '0-d': np.array(7, np.int16),
+    'bool': np.array([True, False]),
+    'complex': np.complex64([1 + 2j, complex(np.nan, -0.0)]),
+    'complex128': np.array([1 - 2j]),
+    'int8': np.int8([-128, 127]),
+    'uint64': np.uint64([2**64 - 1]),
+    'float16': np.float16([0.1]),
+    'empty': np.zeros([0, 3], np.float32),
+    'fortran': np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    'strided': np.arange(10)[::3],
+  }
+  for name in (
+    'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e3m4',
+    'float8_e8m0fnu', 'float8_e4m3b11fnuz', 'int4', 'uint4', 'int2',
+    'float4_e2m1fn', 'float6_e2m3fn',
+  ):  # fmt: skip
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    # All values of a type of one byte.
+    every = np.arange(256 if dtype.itemsize == 1 else 2).astype(np.uint8)
+    values[name] = (
+      every.view(dtype) if 'float8' in name else every.astype(dtype)
+    )
+    values[f'{name} 0-d'] = np.array(1, dtype)
+    values[f'empty {name}'] = np.zeros([0], dtype)
+  return values
 
 
 def rows(x: Any) -> Any:

@@ -134,6 +134,7 @@ def _part_shape(block: Sequence[int], itemsize: int) -> list[int]:
   if not block or needed <= 1:
     return list(block)
   # A number of parts that divides the rows, if there is one that is near.
+  needed = min(needed, block[0])
   for count in range(needed, min(4 * needed, block[0]) + 1):
     if block[0] % count == 0:
       return [block[0] // count, *block[1:]]
