@@ -170,10 +170,10 @@ class Manifests:
   def doom_all(self) -> None:
     """Has the next `collect` look at all data, and what kills have left."""
     self._doomed |= set(self.store.names('data'))
-    for folder in ('latest', 'best', 'readers', ''):
-      for name in self.store.names(folder):
-        if name.endswith('.partial'):
-          self.store.delete(f'{folder}/{name}'.strip('/'))
+    # Those of other folders may be an evaluation's, which is writing them.
+    for name in self.store.names('latest'):
+      if name.endswith('.partial'):
+        self.store.delete(f'latest/{name}')
 
   def collect(self) -> None:
     """Deletes data that was doomed and that nothing names.
@@ -192,8 +192,10 @@ class Manifests:
       if self._ages.is_old(name, raw):
         self.store.delete(key)
         continue
-      with contextlib.suppress(ValueError):
+      try:
         named |= {*json.loads(raw)['data']}
+      except (ValueError, LookupError, TypeError):
+        return
     for series in ('best', 'latest'):
       steps = self.steps(series)
       # GCS lists nothing, without an error, where it refuses to list.
