@@ -102,27 +102,29 @@ def test_a_claim_ends_with_its_process(tmp_path):
 
 @pytest.mark.filterwarnings('ignore:.*fork.*')
 def test_a_forked_child_has_no_part_in_it(tmp_path):
-  claim = owner.Claim(tmp_path, 'train')
+  claim, other = (owner.Claim(tmp_path, what) for what in ('train', 'eval'))
   ours, theirs = multiprocessing.Pipe()
   child = os.fork()
   if not child:
-    try:
-      owner.Claim(tmp_path, 'train')
-      theirs.send('claimed')
-    except owner.ClaimedError as e:
-      theirs.send(str(e))
-    claim.release()
-    theirs.recv()
+    for what in ('train', 'eval'):
+      try:
+        owner.Claim(tmp_path, what)
+        theirs.send('claimed')
+      except owner.ClaimedError:
+        theirs.send('in use')
+      claim.release()  # This process has nothing to give back.
+      theirs.recv()
     os._exit(0)
-  try:
-    assert 'in use' in ours.recv()
-    assert 'ClaimedError' in claim_elsewhere(tmp_path)
-    claim.release()
-    owner.Claim(tmp_path, 'train').release()
-    assert claim_elsewhere(tmp_path) == ''
-  finally:
-    ours.send(None)
-    os.waitpid(child, 0)
+  assert ours.recv() == 'in use'
+  assert 'ClaimedError' in claim_elsewhere(tmp_path)
+  for mine in (claim, other):
+    mine.release()
+  owner.Claim(tmp_path, 'train').release()
+  assert claim_elsewhere(tmp_path) == ''
+  ours.send(None)
+  assert ours.recv() == 'claimed'
+  ours.send(None)
+  os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims', '.'])
@@ -185,6 +187,7 @@ def test_who_gives_no_sign_of_life_loses_the_claim(url, clock, another):
   older.check()
   with pytest.raises(owner.ClaimedError):
     owner.Claim(url, 'train')
+  best = owner.Claim(url, 'best')
   another()
   newer = owner.Claim(url, 'train')
   assert 0 <= clock.now - start - owner.STALE_SECS <= owner._LOOK_SECS
@@ -194,12 +197,12 @@ def test_who_gives_no_sign_of_life_loses_the_claim(url, clock, another):
     newer.check()
   older.release()
   newer.check()  # It is still there.
-  # That the process is dead is known: its other rights are free at once.
+  # That the process is dead is known: nobody waits for its other rights.
   start = clock.now
-  newer.release()
-  older.release()
-  owner.Claim(url, 'train').release()
+  owner.Claim(url, 'best').release()
   assert clock.now == start
+  for claim in (best, newer):
+    claim.release()
 
 
 @BUCKETS
