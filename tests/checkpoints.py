@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import types
 from typing import Any
 
@@ -221,6 +222,34 @@ def open_run(tmp_path):
   yield make
   for checkpointer in made:
     checkpointer.close()
+
+
+@pytest.fixture(scope='module')
+def kept(tmp_path_factory) -> pathlib.Path:
+  """The directory of a run with the sharded steps 3 and 5; not to be changed."""
+  directory = tmp_path_factory.mktemp('kept') / 'run'
+  config = make_config(directory)
+  checkpointer, live = durable.DurableCheckpointer(config, 'train'), Sharded()
+  advance(live, 1)
+  save(checkpointer, live, 3, 5, key=jax.random.key(1))
+  checkpointer.close()
+  return directory
+
+
+@pytest.fixture
+def copied(kept, tmp_path) -> pathlib.Path:
+  """A copy of that run."""
+  return shutil.copytree(kept, tmp_path / 'run')
+
+
+@pytest.fixture
+def two(open_run, tmp_path) -> pathlib.Path:
+  """The directory of a run with the steps 3 and 5, of weights 1 and 2."""
+  checkpointer = open_run()
+  save(checkpointer, weights(1), 3)
+  save(checkpointer, weights(2), 5)
+  checkpointer.close()
+  return tmp_path / 'run'
 
 
 def fill(checkpointer, live, step=0, series='latest', key='same', **more):
