@@ -226,7 +226,7 @@ def open_run(tmp_path):
 
 @pytest.fixture(scope='module')
 def kept(tmp_path_factory) -> pathlib.Path:
-  """The directory of a run with the sharded steps 3 and 5; not to be changed."""
+  """The directory of a run with the sharded steps 3 and 5, only to be read."""
   directory = tmp_path_factory.mktemp('kept') / 'run'
   config = make_config(directory)
   checkpointer, live = durable.DurableCheckpointer(config, 'train'), Sharded()
