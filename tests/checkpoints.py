@@ -288,15 +288,31 @@ def restore(checkpointer, live, step=None, **more):
   return state
 
 
+def assert_refused(
+  checkpointer, live, tmp_path, match, error=ValueError, **more
+):
+  """Asserts that a restore is refused and leaves everything as it was."""
+  state = fill(checkpointer, live, -1, **more)
+  live.snapshot_state()  # Makes what is made at the first use.
+  before, held = dict(state), dict(vars(live))
+  there = tree_of(tmp_path)
+  with pytest.raises(error, match=match) as e:
+    checkpointer.restore('latest')
+  assert all(getattr(live, name) is held[name] for name in held)
+  assert all(state[name] is before[name] for name in before)
+  assert tree_of(tmp_path) == there
+  return str(e.value)
+
+
 # Files.
 
 
 def tree_of(path: pathlib.Path) -> dict[str, bytes]:
-  """Returns the content of all files below a directory."""
+  """Returns the content of all files below a directory, but for locks."""
   return {
     str(p.relative_to(path)): p.read_bytes()
     for p in path.rglob('*')
-    if p.is_file()
+    if p.is_file() and p.suffix != '.lock'
   }
 
 

@@ -512,20 +512,6 @@ def test_what_one_process_finds_damaged_all_pass_over(
 # What does not fit.
 
 
-def _unchanged(checkpointer, live, tmp_path, match, error=ValueError, **more):
-  """Asserts that a restore is refused and leaves everything as it was."""
-  state = lib.fill(checkpointer, live, -1, **more)
-  live.snapshot_state()  # Makes what is made at the first use.
-  before, held = dict(state), dict(vars(live))
-  there = lib.tree_of(tmp_path)
-  with pytest.raises(error, match=match) as e:
-    checkpointer.restore('latest')
-  assert all(getattr(live, name) is held[name] for name in held)
-  assert all(state[name] is before[name] for name in before)
-  assert lib.tree_of(tmp_path) == there
-  return str(e.value)
-
-
 SHAPES = {
   'missing': r'new: the checkpoint has nothing, the experiment expects'
   r' float32\[2\]',
@@ -546,7 +532,7 @@ def test_sharded_state_that_does_not_fit(wrong, copied, open_run, tmp_path):
     'dtype': {'layer': {'b': jnp.ones([2, 3], jnp.bfloat16)}},
   }[wrong])  # fmt: skip
   live.loss_fn = None  # What is refused is refused before any step.
-  message = _unchanged(
+  message = lib.assert_refused(
     open_run(), live, tmp_path, f'state/params/{SHAPES[wrong]}',
     contents.MismatchError, key=jax.random.key(0),
   )  # fmt: skip
@@ -650,4 +636,4 @@ def test_a_step_key_of_another_kind(saved, live, says, open_run, tmp_path):
   checkpointer = open_run()
   lib.save(checkpointer, lib.weights(1), key=saved())
   match = f'train_step_rng: the checkpoint has .*{says}'
-  _unchanged(checkpointer, lib.weights(), tmp_path, match, key=live())
+  lib.assert_refused(checkpointer, lib.weights(), tmp_path, match, key=live())
