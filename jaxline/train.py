@@ -256,11 +256,13 @@ class Run:
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
     last: int | None = state.global_step
-    lengths = checkpointer.lengths
+    lengths: Mapping[str, int] = {}
     if last in evaluation.done:
       lengths = evaluation.noted[-1].lengths
+    elif last and not checkpointer.is_new():
+      last, lengths = last - 1, checkpointer.lengths
     else:
-      last = last - 1 if last and not checkpointer.is_new() else None
+      last = None
     _resume_log(self, self.eval_log, last, lengths)
 
     def evaluate_now(*unused: Any) -> None:
@@ -415,7 +417,7 @@ def _resume_log(
     with debug.log_activity('resuming the logs'):
       spool.fetch(run.config.checkpoint_dir, lengths)
       log.resume(-1 if last is None else last, lengths)
-  if last is None or not run.checkpointer.is_resumable:
+  if not lengths or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)
     text = json.dumps(recorded, indent=2, sort_keys=True)
     log.write_texts(0, {'config': text})
@@ -472,15 +474,17 @@ class _Training:
       # The newest step that the loop waits for anyway, right after the actions.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
+    given = [adapters.full_action(x) for x in run.periodic_actions]
+    for action in given:
+      # On a thread of its own it would write behind a save's mark in the log.
+      action.share(run.log.executor)
     self.actions: list[periodic.Action] = [
       self.guard,
       *profiling.actions(config, run.console.say),
-      *map(adapters.full_action, run.periodic_actions),
+      *given,
       *self._default_actions(),
     ]
     checkpointer.logs = [*self.actions, run.log, run.eval_log]
-    if run.periodic_actions:  # They may write on threads of their own, later.
-      checkpointer.logs.append(writers.MultiWriter([run.log]))
 
   def _default_actions(self) -> list[periodic.Action]:
     """Returns what every training does at intervals: log, write, save."""

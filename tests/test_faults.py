@@ -765,8 +765,7 @@ def test_the_directory_vanishes(tmp_path, start):
   while run_dir.exists():
     shutil.rmtree(run_dir, ignore_errors=True)
   assert run.end() == 1, run.log[-8000:]
-  assert str(run_dir) in run.log
-  assert 'deleted while a writer had it open' in run.log
+  assert f"No such file or directory: '{run_dir}/" in run.log
 
 
 # What lies on the disk is damaged.

@@ -78,7 +78,7 @@ def main(cls, config, mode='train'):
 
 def saved(directory):
   found = (directory / 'checkpoints' / 'latest').glob('*')
-  return sorted(int(path.name) for path in found)
+  return sorted(int(path.stem) for path in found)
 
 
 @pytest.mark.parametrize('empties', [False, True])

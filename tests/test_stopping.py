@@ -12,7 +12,8 @@ import jaxline
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import train
-from jaxline.checkpoint import files
+from jaxline.checkpoint import base
+from jaxline.checkpoint import inspection
 from jaxline.checkpoint import notes
 from jaxline.supervision import nonfinite
 from tests import test_averaged_weights
@@ -45,8 +46,9 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
   raised = pytest.raises(experiment.StopTraining, match='step ')
   with raised if stops else contextlib.nullcontext():
-    own = [(step, '', x) for step, x in values.items()]
-    notes.stop_without_gain(config, [(0, 'of another', -9.0), *own])
+    own = [base.Evaluation(step, '', x) for step, x in values.items()]
+    other = base.Evaluation(0, 'of another', -9.0)
+    notes.stop_without_gain(config, [other, *own])
 
 
 def noted(run_dir):
@@ -67,7 +69,7 @@ def test_a_killed_run_stops_at_the_same_step(dies_at, every, tmp_path):
     process.run(9, dies_at=dies_at)
   process.run(9)
   assert noted(tmp_path) == {'step': 4, 'why': ''}
-  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 4
+  assert inspection.newest(tmp_path).step == 4
   assert process.curve() == [(1, 0), (2, 1), (3, 2), (4, 3)]
   assert process.run(9) == []  # It stays ended,
   early_stop = {'patience': 5, 'metric': 'before'}
@@ -104,7 +106,7 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
   result = jaxline.fit(cls, config)
   assert noted(tmp_path) == {'step': 4, 'why': 'enough'}
   assert int(result.experiment.state.step) == 4
-  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 4
+  assert inspection.newest(tmp_path).step == 4
   evaluated = result.history['eval/loss'][:, 0].tolist()
   assert evaluated == ([2] if place == 'evaluate' else [2, 4])
   assert 'Reason: enough' in capfd.readouterr().out
@@ -132,7 +134,7 @@ def test_stop_training_behind_a_nan_saves_nothing(tmp_path):
   config.save_checkpoint_interval = 2
   with pytest.raises(nonfinite.NonfiniteError, match='step 3'):
     jaxline.fit(StopsBehindNan, config)
-  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 2
+  assert inspection.newest(tmp_path).step == 2
 
 
 class StopsPerDevice(test_train.Toy):

@@ -12,6 +12,7 @@ import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -28,13 +29,13 @@ from jaxline.checkpoint import store as store_lib
 _PART_BYTES = 64 << 20
 # Of arrays that are on their way from the store at once.
 _READ_BYTES = 1 << 30
+_ALIGNMENT = 64  # Bytes.
 _COPIERS = 4  # Threads: one alone does not fill the memory's bandwidth.
 # Names of the types that Zarr has.
 _TYPES = re.compile(
   r'bool|u?int\d+|b?float16|float(32|64)|complex(64|128)|float\d_\w+'
 )
 _FILE = re.compile(r'\d{4,}(\.[A-Za-z0-9_.-]+)?')
-_PART = re.compile(r'c(\.\d+)*')
 
 Index = tuple[slice, ...]
 
@@ -73,35 +74,47 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
     if isinstance(x, jax.Array):  # All on their way before the first is needed.
       x.copy_to_host_async()
   with futures.ThreadPoolExecutor(_COPIERS) as pool:
-    blocks = pool.map(_blocks, data.values())
-    copied = zip(data.items(), blocks, strict=True)
-    return {
-      name: HostArray(_described(live[name], x, _file(i, name), own), own)
-      for i, ((name, x), own) in enumerate(copied)
-    }
+    blocks = [_blocks(x, pool) for x in data.values()]
+  return {
+    name: HostArray(
+      _described(live[name], x, _file(i, name)),
+      [(index, future.result()) for index, future in own],
+    )
+    for i, ((name, x), own) in enumerate(zip(data.items(), blocks, strict=True))
+  }
 
 
-def _blocks(x: Any) -> list[tuple[Index, np.ndarray]]:
-  """Returns copies of the parts of an array that this process writes."""
+def _blocks(
+  x: Any, pool: futures.Executor
+) -> list[tuple[Index, futures.Future[np.ndarray]]]:
+  """Starts to copy the parts of an array that this process writes."""
   if not x.size:
     return []
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return [
-      (shard.index, _copy(shard.data))
+      (shard.index, _copy(shard.data, pool))
       for shard in x.addressable_shards
       if shard.replica_id == 0
     ]
   if jax.process_index() != 0:
     return []
-  return [((slice(None),) * x.ndim, _copy(x))]
+  return [((slice(None),) * x.ndim, _copy(x, pool))]
 
 
-def _copy(x: Any) -> np.ndarray:
-  # On other devices, and of several shards, NumPy's array is a copy already.
-  is_view = not isinstance(x, jax.Array) or (
+def _copy(x: Any, pool: futures.Executor) -> futures.Future[np.ndarray]:
+  if isinstance(x, jax.Array) and not (
     x.is_fully_replicated and next(iter(x.devices())).platform == 'cpu'
-  )
-  return np.array(x, order='C', copy=is_view or None)
+  ):
+    # From other devices, and of several shards, it is a copy already.
+    return pool.submit(np.asarray, x, order='C')
+  source = np.asarray(x)
+  # Of this thread's memory: threads that end leave theirs in pieces.
+  return pool.submit(_fill, np.empty(source.shape, source.dtype), source)
+
+
+def _fill(copy: np.ndarray, source: np.ndarray) -> np.ndarray:
+  copy[...] = source
+  return copy
 
 
 def _file(i: int, name: str) -> str:
@@ -109,9 +122,7 @@ def _file(i: int, name: str) -> str:
   return f'{i:04d}.{tail}'.rstrip('.')
 
 
-def _described(
-  live: Any, x: Any, file: str, blocks: Sequence[Any]
-) -> dict[str, Any]:
+def _described(live: Any, x: Any, file: str) -> dict[str, Any]:
   """Returns the description of an array without parts."""
   about: dict[str, Any] = {
     'file': file,
@@ -250,31 +261,34 @@ def check(described: Mapping[str, Any]) -> None:
   """
   for name, about in described.items():
     shape, chunk = about['shape'], about['chunk']
-    grid = [-(-n // max(1, c)) for n, c in zip(shape, chunk, strict=True)]
+    grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=True)]
     if (
       not _FILE.fullmatch(about['file'])
-      or not all(map(_PART.fullmatch, about['parts']))
       or not _TYPES.fullmatch(about['dtype'])
       or any(c and n % c for n, c in zip(shape, chunk, strict=True))
       or len(about['parts']) != math.prod(grid)
+      or about['parts'].keys() != set(_part_names(grid))
     ):
       raise store_lib.RefusedError(
         f'its manifest describes the array {name!r} as {str(about)[:200]}'
       )
 
 
+def _part_names(grid: Sequence[int]) -> Iterator[str]:
+  for at in itertools.product(*map(range, grid)):
+    yield '.'.join(['c', *map(str, at)])
+
+
 class _Reading:
   """One array that is being read.
 
   Attributes:
-    parts: each part that is needed, and what reads it.
-    size: of the array in bytes.
+    size: how many bytes this process reads.
   """
 
   def __init__(self, about: Mapping[str, Any], target: Any):
     self._about, self._target = about, target
     self._dtype = jnp.dtype(about['dtype'])
-    self.size = num_bytes(about)
     self._sharding = getattr(target, 'sharding', None)
     if is_key(target):
       self._sharding = None
@@ -287,10 +301,11 @@ class _Reading:
     self._buffers = {
       str(index): (
         [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)],
-        np.empty(_shape(index, shape), self._dtype),
+        _empty(_shape(index, shape), self._dtype),
       )
       for index in {str(i): i for i in indices}.values()
     }
+    self.size = sum(x.nbytes for _, x in self._buffers.values())
 
   def start(
     self, store: store_lib.Store, pool: futures.Executor
@@ -348,6 +363,14 @@ class _Reading:
         shape, self._sharding, lambda index: buffers[str(index)]
       )
     return _as_saved(x, self._about, self._target)
+
+
+def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+  """Returns an array whose memory JAX uses on a CPU without a copy."""
+  size = math.prod(shape) * dtype.itemsize
+  raw = np.empty(size + _ALIGNMENT, np.uint8)
+  start = -raw.ctypes.data % _ALIGNMENT
+  return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _shape(index: Index, shape: Sequence[int]) -> tuple[int, ...]:

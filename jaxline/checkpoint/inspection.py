@@ -28,7 +28,6 @@ import pathlib
 import re
 import sys
 from typing import Any, BinaryIO, NamedTuple
-import zipfile
 
 import jax
 import numpy as np
@@ -177,13 +176,12 @@ class Checkpoint(contents.Checkpoint):
 # What a run has.
 
 
-def list_run(where: Place) -> dict[str, Any]:
-  """Lists what a run, or a series, has.
+def list_run(where: Place) -> list[dict[str, Any]]:
+  """Describes the checkpoints of a run, or of a series.
 
   Returns:
-    `run`, a directory or an address; `series`, name -> `step`, `path`, `time`
-    (seconds since 1970), `bytes`, `metrics` and `problem` of each checkpoint,
-    by step.
+    `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
+    `problem` of each, by series and step.
 
   Raises:
     ValueError: it is no such place.
@@ -192,13 +190,33 @@ def list_run(where: Place) -> dict[str, Any]:
   metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for step, scalars in logged(run):
     metrics[step] |= scalars
-  series: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+  rows = []
   for one in found:
     with contextlib.suppress(store_lib.GoneError):
-      row = _row(one)
-      row['metrics'] |= metrics[one.step]
-      series[one.series].append(row)
-  return {'run': run.url, 'series': dict(series)}
+      row = {'series': one.series, 'step': one.step, 'problem': None}
+      rows.append(row | _described(one, metrics[one.step]))
+  return rows
+
+
+def _described(found: Found, metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns time, size and metrics of a checkpoint, or its problem."""
+  try:
+    checkpoint = Checkpoint(*found)
+  except store_lib.GoneError:
+    raise
+  except ValueError as e:  # Damaged, or of another version.
+    return {'time': None, 'bytes': 0, 'metrics': {}, 'problem': str(e)}
+  best = {}
+  # As `metrics.jsonl` has it, since JSON has no infinity.
+  keys = ['best_model_eval_metric', 'best_eval_metric_value']
+  with contextlib.suppress(ValueError):  # Only a best one has them.
+    name, value = checkpoint.entries(keys).values()
+    best[f'best/{name}'] = value if math.isfinite(value) else str(value)
+  return {
+    'time': checkpoint.record['time'],
+    'bytes': sum(map(arrays_lib.num_bytes, checkpoint.described.values())),
+    'metrics': best | dict(metrics),
+  }
 
 
 def ended(run: store_lib.Store) -> int | None:
@@ -219,38 +237,6 @@ def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
       if record.get('kind') == 'scalars':
         names = [name for name in record if name not in writers.JSONL_KEYS]
         yield record['step'], {f'{folder}/{n}': record[n] for n in names}
-
-
-def _row(found: Found) -> dict[str, Any]:
-  """Describes a checkpoint.
-
-  Raises:
-    GoneError: it was removed meanwhile.
-  """
-  row: dict[str, Any] = {
-    'step': found.step,
-    'path': found.name,
-    'time': 0.0,
-    'bytes': 0,
-    'metrics': {},
-    'problem': None,
-  }
-  try:
-    checkpoint = Checkpoint(*found)
-  except store_lib.GoneError:
-    raise
-  except ValueError as e:  # Damaged, or of another version.
-    return row | {'problem': str(e)}
-  row['time'] = checkpoint.record['time']
-  row['bytes'] = sum(map(arrays_lib.num_bytes, checkpoint.described.values()))
-  # The best value so far, where it has one; as `metrics.jsonl` has it, since
-  # JSON has no infinity.
-  keys = ['best_model_eval_metric', 'best_eval_metric_value']
-  with contextlib.suppress(ValueError):
-    name, value = checkpoint.entries(keys).values()
-    shown = value if math.isfinite(value) else str(value)
-    row['metrics'] = {f'best/{name}': shown}
-  return row
 
 
 # The command line.
@@ -284,21 +270,18 @@ def print_table(
 
 
 def _ls(args: argparse.Namespace) -> int:
-  listed = list_run(args.dir)
-  found = [(name, row) for name, x in listed['series'].items() for row in x]
-  print(f'run  {listed["run"]}\n')
-  header = ('series', 'step', 'size', 'saved', 'metrics')
   rows = [
     (
-      series,
+      row['series'],
       str(row['step']),
       _size(row['bytes']),
       _when(row['time']) if row['time'] else '',
       row['problem'] or _metrics(row['metrics']),
     )
-    for series, row in found
+    for row in list_run(args.dir)
   ]
   if rows:
+    header = ('series', 'step', 'size', 'saved', 'metrics')
     print_table([header, *rows], right=(1, 2))
   else:
     print('No checkpoints yet.')
@@ -436,17 +419,15 @@ def _write_safetensors(
 def _write_npz(
   file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-  # Not np.savez, which wants all arrays at once, and none called 'file'.
-  with zipfile.ZipFile(file, 'w') as archive:
-    for name, x in arrays:
-      # NumPy's own format has no name for the types of other packages.
-      if x.dtype.isbuiltin == 2:
-        raise ValueError(
-          f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
-          ' --dtype=float32, or export to .safetensors.'
-        )
-      with archive.open(f'{name}.npy', 'w', force_zip64=True) as f:
-        np.lib.format.write_array(f, x, allow_pickle=False)
+  named = dict(arrays)
+  for name, x in named.items():
+    # NumPy's own format has no name for the types of other packages.
+    if x.dtype.isbuiltin == 2:
+      raise ValueError(
+        f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
+        ' --dtype=float32, or export to .safetensors.'
+      )
+  np.savez(file, allow_pickle=False, **named)  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

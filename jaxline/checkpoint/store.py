@@ -242,8 +242,10 @@ class Bucket(Store):
       f'{spec["driver"]}_request_concurrency': {'limit': _REQUESTS},
     }
     self._range = ts.KvStore.KeyRange
-    with self._os_errors(''):
+    try:  # It connects later.
       self._kv = ts.KvStore.open(spec, context=ts.Context(context)).result()
+    except ValueError as e:
+      raise errors.UsageError(f'{url}: {str(e).partition(" [")[0]}') from e
 
   @contextlib.contextmanager
   def _os_errors(self, key: str) -> Iterator[None]:

@@ -28,6 +28,9 @@ class Action:
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     """Is called after each step with its scalars, still on the devices."""
 
+  def share(self, executor: async_lib.SerialExecutor | None) -> None:
+    """Is given the log's thread, where asynchronous calls keep their order."""
+
   def update_time(self, t: float, step: int) -> None:
     """Is called before the first step."""
 
@@ -127,6 +130,11 @@ class PeriodicAction(Action):
     self._num_done = 0
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
+
+  def share(self, executor: async_lib.SerialExecutor | None) -> None:
+    """Makes asynchronous calls on another thread, if there is one."""
+    if self._executor is not None and executor is not None:
+      self._executor = executor
 
   def update_time(self, t: float, step: int) -> None:
     """Starts the interval, and the measurement of the rate, anew."""

@@ -50,11 +50,11 @@ class TensorBoardWriter(files.FileBackend):
       OSError: the directory cannot be made or written to.
     """
     log_dir = os.fspath(log_dir)
-    # The last part keeps two writers apart that open in one second.
+    # The suffix distinguishes writers opened within the same second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
     names = os.listdir(log_dir) if os.path.isdir(log_dir) else []
     found = map(_TIME.match, names)
-    # Later than all others, also those that were made in the same second.
+    # A later name than all others, also if the clock was set back.
     now = max([time.time(), *(int(x[1]) + 1 for x in found if x)])
     name = f'events.out.tfevents.{now:017.6f}.{owner}'
     super().__init__(os.path.join(log_dir, name))

@@ -89,7 +89,7 @@ class MultiWriter(MetricWriter):
   def flush(self) -> dict[str, int]:
     lengths: dict[str, int] = {}
     for found in self._each('flush'):
-      if isinstance(found, dict):  # That of a program's own writer may not be.
+      if isinstance(found, dict):  # A program's own writer may return None.
         lengths |= found
     return lengths
 
