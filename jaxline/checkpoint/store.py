@@ -109,6 +109,10 @@ class Store(abc.ABC):
       DamagedError: the value is not there, or has another size.
     """
 
+  def size(self, key: str) -> int | None:
+    """Returns the size of a value, if it is known without a read."""
+    return None
+
   @abc.abstractmethod
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     """Writes bytes that can be read whole, also after a power loss, or not.
@@ -176,6 +180,11 @@ class Disk(Store):
           buffer = buffer[n:]
     except MISSING as e:
       raise DamagedError(f'{key} is missing') from e
+
+  def size(self, key: str) -> int | None:
+    with contextlib.suppress(*MISSING):
+      return self._path(key).stat().st_size
+    return None
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
