@@ -131,6 +131,14 @@ def test_the_step_key(key, open_run):
     assert state.train_step_rng.sharding == zeros.sharding
 
 
+@pytest.mark.parametrize('key', [jax.random.PRNGKey, jax.random.key])
+def test_step_keys_of_another_number_of_devices(key, open_run):
+  many = jnp.stack([key(3)] * 5)
+  lib.save(open_run(), lib.weights(1), key=many)
+  state = lib.restore(open_run('eval'), lib.weights(), key=lib.rows(key(0)))
+  lib.assert_same(state.train_step_rng, lib.rows(key(3)))
+
+
 def test_sharded_state_and_position(open_run):
   saved = lib.Sharded()
   lib.advance(saved, 3)

@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import logging
 
+from jaxline import disk
 from jaxline import errors
 from jaxline.checkpoint import store as store_lib
 
@@ -202,7 +203,7 @@ class Claim:
 
 def _lock_file(path: pathlib.Path) -> int | None:
   """Returns the descriptor of a file that is locked now; None if it was."""
-  path.parent.mkdir(parents=True, exist_ok=True)
+  disk.make_directory(path.parent)
   fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
   try:
     # Not flock: a worker process forked from this one would hold it on.
