@@ -171,6 +171,7 @@ def url(
   environment = request.getfixturevalue(request.param).environment
   for name, value in environment.items():
     monkeypatch.setenv(name, value)
+  monkeypatch.setattr('tempfile.tempdir', str(tmp_path))  # Of spooled logs.
   return f'{request.param}://{new_bucket(next(iter(environment.values())))}/x'
 
 

@@ -148,6 +148,7 @@ def _part_shape(block: Sequence[int], itemsize: int) -> list[int]:
   if not block or needed <= 1:
     return list(block)
   # A number of parts that divides the rows, if there is one that is near.
+  needed = min(needed, block[0])
   for count in range(needed, min(4 * needed, block[0]) + 1):
     if block[0] % count == 0:
       return [block[0] // count, *block[1:]]
@@ -265,7 +266,8 @@ def check(described: Mapping[str, Any]) -> None:
     shape, chunk = about['shape'], about['chunk']
     grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=False)]
     if (
-      not _FILE.fullmatch(about['file'])
+      len(shape) != len(chunk)
+      or not _FILE.fullmatch(about['file'])
       or not _TYPES.fullmatch(about['dtype'])
       or len(shape) != len(chunk)
       or any(c and n % c for n, c in zip(shape, chunk, strict=True))
@@ -429,6 +431,7 @@ def read(
       for name in targets:
         while left and (left[0] == name or on_their_way < _READ_BYTES):
           soon = left.popleft()
+          _check_size(store, described[soon])
           reading = _Reading(described[soon], targets[soon])
           started[soon] = reading, reading.start(store, pool)
           on_their_way += reading.size
@@ -440,6 +443,17 @@ def read(
         del reading, pending
     finally:
       pool.shutdown(cancel_futures=True)
+
+
+def _check_size(store: store_lib.Store, about: Mapping[str, Any]) -> None:
+  """Compares a part with its description before memory is taken."""
+  size = math.prod(about['chunk']) * jnp.dtype(about['dtype']).itemsize
+  for part in itertools.islice(about['parts'], 1):  # All have one size.
+    found = store.size(f'{about["file"]}/{part}')
+    if found not in (None, size):
+      raise store_lib.DamagedError(
+        f'{about["file"]}/{part} has {found} bytes, {size} were written'
+      )
 
 
 def verify(

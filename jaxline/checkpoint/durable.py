@@ -29,6 +29,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import notes
 from jaxline.checkpoint import saving
 from jaxline.checkpoint import store as store_lib
 
@@ -174,7 +175,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return None
         looked = time.monotonic()
       # Only a training that begins again makes a step anew.
-      if (version := self._run.version(base_config.RECORD)) != begun:
+      if (version := self._store.version(notes.BEGUN)) != begun:
         begun = version
         evaluated = {x.step: x.data for x in self._own_notes()} | evaluated
         known.clear()

@@ -28,6 +28,7 @@ import pathlib
 import re
 import sys
 from typing import Any, BinaryIO, NamedTuple
+import zipfile
 
 import jax
 import numpy as np
@@ -419,15 +420,17 @@ def _write_safetensors(
 def _write_npz(
   file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-  named = dict(arrays)
-  for name, x in named.items():
-    # NumPy's own format has no name for the types of other packages.
-    if x.dtype.isbuiltin == 2:
-      raise ValueError(
-        f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
-        ' --dtype=float32, or export to .safetensors.'
-      )
-  np.savez(file, allow_pickle=False, **named)  # type: ignore[arg-type]
+  # np.savez could not save an array called 'file'.
+  with zipfile.ZipFile(file, 'w') as archive:
+    for name, x in arrays:
+      # NumPy's own format has no name for the types of other packages.
+      if x.dtype.isbuiltin == 2:
+        raise ValueError(
+          f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
+          ' --dtype=float32, or export to .safetensors.'
+        )
+      with archive.open(f'{name}.npy', 'w', force_zip64=True) as f:
+        np.lib.format.write_array(f, x, allow_pickle=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,6 +128,9 @@ class Manifests:
     step = manifest['step']
     expected = store_lib.NEW if series == 'latest' else None
     key = f'{series}/{step}.json'
+    if series == 'best':  # It may replace one that names other data.
+      with contextlib.suppress(ValueError):
+        self._doomed.add(self.read(series, step)['data'])
     if self.store.write(key, pack(manifest), expected) is None:
       raise owner.ClaimedError(
         f'{self.store}/{key} is there already: another run writes in this'
@@ -190,8 +193,10 @@ class Manifests:
       if self._ages.is_old(name, raw):
         self.store.delete(key)
         continue
-      with contextlib.suppress(ValueError):
+      try:
         marked |= {*json.loads(raw)['data']}
+      except (ValueError, LookupError, TypeError):
+        return
     named: set[str] = set()
     doomed_steps = {int(data.partition('-')[0]) for data in self._doomed}
     for series in ('best', 'latest'):

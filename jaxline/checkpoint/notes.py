@@ -1,6 +1,7 @@
 """Small files that a run keeps beside its checkpoints:
 
     config.json                      the config that training goes on with
+    checkpoints/begun.json           the step from which it goes on
     checkpoints/ended.json           the step at which training has ended, why
     checkpoints/evaluated/MODE.json  evaluations, see `base.Evaluation`
 
@@ -12,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import threading
 from typing import Any
 
@@ -27,7 +29,7 @@ from jaxline.checkpoint import manager
 from jaxline.checkpoint import spool
 from jaxline.checkpoint import store as store_lib
 
-_ENDED = 'ended.json'
+BEGUN, _ENDED = 'begun.json', 'ended.json'
 
 # A training and an evaluation thread may change the same file.
 _noting = threading.Lock()
@@ -69,6 +71,9 @@ class NotingCheckpointer(base.FullCheckpointer):
     """
     if jax.process_index() == 0:
       self._run.write(base_config.RECORD, disk.to_json(self._recorded))
+      # Also in a bucket where equal content has an equal version.
+      begun = {'step': step, 'nonce': secrets.token_hex(8)}
+      self._store.write(BEGUN, disk.to_json(begun))
       self._store.delete(_ENDED)
       with _noting:
         for name in self._store.names('evaluated'):

@@ -203,7 +203,7 @@ class Claim:
 
 
 def check(directory: str | os.PathLike[str]) -> None:
-  """Checks all that this process has claimed in a directory: see `Claim.check`."""
+  """Checks what this process has claimed in a directory: see `Claim.check`."""
   prefix = f'{store_lib.at(directory)}/checkpoints/claims/'
   for name, claim in list(_claimed.items()):
     if name.startswith(prefix) and claim._process == os.getpid():

@@ -110,6 +110,10 @@ class Store(abc.ABC):
       DamagedError: the value is not there, or has another size.
     """
 
+  def size(self, key: str) -> int | None:
+    """Returns the size of a value, if it is known without a read."""
+    return None
+
   @abc.abstractmethod
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     """Writes bytes that can be read whole, also after a power loss, or not.
@@ -189,6 +193,11 @@ class Disk(Store):
           buffer = buffer[n:]
     except MISSING as e:
       raise DamagedError(f'{key} is missing') from e
+
+  def size(self, key: str) -> int | None:
+    with contextlib.suppress(*MISSING):
+      return self._path(key).stat().st_size
+    return None
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
@@ -316,11 +325,8 @@ class Bucket(Store):
       return stamp.generation
     # Or it was written, the answer was lost, and the next attempt found it.
     found = self._read(key)
-    if found.state != 'value':
-      raise OSError(
-        errno.EIO, 'The bucket refused a write', f'{self.url}/{key}'
-      )
-    return found.stamp.generation if found.value == bytes(value) else None
+    is_ours = found.state == 'value' and found.value == bytes(value)
+    return found.stamp.generation if is_ours else None
 
   def version(self, key: str) -> Any:
     found = self._read(key)
