@@ -40,6 +40,8 @@ _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
 
+_printing = threading.Lock()
+
 
 def main(argv: Sequence[str]) -> int:
   """Runs the program; returns the exit code.
@@ -170,8 +172,9 @@ def _copy(number: int, source: IO[bytes], sink: IO[bytes]) -> None:
   with source, contextlib.suppress(OSError):
     for line in source:
       end = b'' if line.endswith(b'\n') else b'\n'
-      sink.write(b'[%d] %s%s' % (number, line, end))
-      sink.flush()
+      with _printing:  # PYTHONUNBUFFERED takes the stream's own lock away.
+        sink.write(b'[%d] %s%s' % (number, line, end))
+        sink.flush()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
