@@ -47,9 +47,6 @@ def of_run(config: Any) -> Iterator[None]:
 
   Args:
     config: the run's, complete and validated.
-
-  Yields:
-    Nothing.
   """
   path = _path(config)
   if jax.process_count() > 1 and not _is_shared(path):
@@ -68,7 +65,6 @@ def of_run(config: Any) -> Iterator[None]:
   settings = {
     'jax_compilation_cache_dir': str(path),
     'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
     # XLA writes these files for GPUs: a full disk would fail the compilation,
     # and the directory's name would be part of a program's key.
     'jax_persistent_cache_enable_xla_caches': 'none',
@@ -90,11 +86,7 @@ def of_run(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def configured(settings: Mapping[str, Any]) -> Iterator[None]:
-  """Sets JAX's options of the compilation cache while inside.
-
-  Yields:
-    Nothing.
-  """
+  """Sets JAX's options of the compilation cache while inside."""
   before = {key: getattr(jax.config, key) for key in settings}
   _configure(settings)
   try:
