@@ -53,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
   with socket.create_server(('127.0.0.1', 0)) as server:
     address = f'127.0.0.1:{server.getsockname()[1]}'
   launch = _Launch()
+  for signum in _SIGNALS:
+    if signal.getsignal(signum) != signal.SIG_IGN:
+      signal.signal(signum, launch.pass_on)
   try:
     for process in range(args.processes):
       env = os.environ | {
@@ -116,9 +119,6 @@ class _Launch:
 
   def wait(self, grace_secs: float) -> int:
     """Waits for all to end; returns the exit code of the first that failed."""
-    for signum in _SIGNALS:
-      if signal.getsignal(signum) != signal.SIG_IGN:
-        signal.signal(signum, self._pass_on)
     deadline: float | None = None
     failed, left, reason = 0, 0, ''
     while self._live:
@@ -148,7 +148,8 @@ class _Launch:
       _say(f'The run ended because {reason}.')
     return failed or left
 
-  def _pass_on(self, signum: int, frame: types.FrameType | None) -> None:
+  def pass_on(self, signum: int, frame: types.FrameType | None) -> None:
+    """Sends a signal to all processes."""
     del frame
     for process in tuple(self._live.values()):
       process.send_signal(signum)
