@@ -269,7 +269,6 @@ def check(described: Mapping[str, Any]) -> None:
       len(shape) != len(chunk)
       or not _FILE.fullmatch(about['file'])
       or not _TYPES.fullmatch(about['dtype'])
-      or len(shape) != len(chunk)
       or any(c and n % c for n, c in zip(shape, chunk, strict=True))
       or len(about['parts']) != math.prod(grid)
       or about['parts'].keys() != set(_part_names(grid))
