@@ -249,17 +249,18 @@ Machine.TestCase.settings = hypothesis.settings(
 TestModel = Machine.TestCase
 
 
-def test_a_step_is_made_anew_beside_an_evaluation() -> None:
+def test_steps_are_made_anew_beside_an_evaluation() -> None:
   machine = Machine()
   for _ in range(2):
-    machine.save(1)
-    machine.evaluate(False)
-  truncate(machine.run_dir / 'checkpoints' / 'latest' / '2.json')
-  machine.damaged.add(2)
+    machine.save(2)
+    machine.evaluate(True)
+  truncate(machine.run_dir / 'checkpoints' / 'latest' / '4.json')
+  machine.damaged.add(4)
   machine.restart_training()
-  for _ in range(2):  # Of step 2 the evaluation knows other data.
+  for step in (3, 4, 5):
     machine.save(1)
-    machine.evaluate(False)
+    # The best at 4 was earlier; of the new step 4 it knows other data.
+    machine.evaluate(is_best=step == 3)
     machine.holds()
   machine.teardown()
 

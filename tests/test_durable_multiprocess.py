@@ -496,7 +496,7 @@ def test_refusal_is_agreed_upon(folder):
   path.write_bytes(manager.pack(manifest))
   results = run(directory, codes=2)
   for r in results:
-    assert 'latest/4 is refused: ' in r.err, r.err
+    assert 'latest/4.json is refused: ' in r.err, r.err
   assert remains.steps(directory) == [2, 4]
 
 
