@@ -63,7 +63,7 @@ def test_what_is_evaluated_stays_while_it_is_read(open_run, tmp_path):
 @pytest.mark.parametrize('series', ['latest', 'best'])
 @pytest.mark.parametrize('when', ['manifest', 'parts'])
 def test_what_goes_while_it_is_read(
-  mode, series, when, open_run, tmp_path, monkeypatch
+  mode, series, when, open_run, tmp_path, monkeypatch, caplog
 ):
   keep = {'max_checkpoints_to_keep': 1, 'max_best_checkpoints_to_keep': 1}
   writing = open_run(**keep)
@@ -83,6 +83,7 @@ def test_what_goes_while_it_is_read(
   monkeypatch.setattr(*place, late)
   live = lib.weights()
   state = lib.restore(reading, live, series=series)
+  assert 'passed over' not in caplog.text  # It is gone, not damaged.
   is_marked = mode == 'eval' and (series, when) == ('latest', 'parts')
   want = 1 if is_marked else 2
   assert (state.global_step, live.held()['n']) == (want, want)
