@@ -61,8 +61,6 @@ class Manifests:
 
   def __init__(self, store: store_lib.Store):
     self.store = store
-    # Of the series that this process owns: nobody else changes them.
-    self._known: dict[tuple[str, int], dict[str, Any]] = {}
     self._ages = owner.Ages()
     self._doomed: set[str] = set()
 
@@ -136,16 +134,6 @@ class Manifests:
         f'{self.store}/{key} is there already: another run writes in this'
         ' directory. Nothing was saved.'
       )
-    self._known[series, step] = _brief(manifest)
-
-  def brief(self, series: str, step: int) -> dict[str, Any]:
-    """Returns `data` and `time` of a manifest: see `read`.
-
-    One that this process has written, or looked at, is not read again.
-    """
-    if (series, step) not in self._known:
-      self._known[series, step] = _brief(self.read(series, step))
-    return self._known[series, step]
 
   def by_time(self, series: str) -> list[int]:
     """Returns the steps, newest first; of `best` by the time of the save."""
@@ -162,9 +150,8 @@ class Manifests:
     """Deletes manifests; their data goes with the next `collect`."""
     for step in steps:
       with contextlib.suppress(ValueError):
-        self._doomed.add(self.brief(series, step)['data'])
+        self._doomed.add(self.read(series, step)['data'])
       self.store.delete(f'{series}/{step}.json')
-      self._known.pop((series, step), None)
 
   def doom(self, data: Collection[str]) -> None:
     """Has the next `collect` look at data that may not be needed any more."""
@@ -199,12 +186,12 @@ class Manifests:
         return
     named: set[str] = set()
     doomed_steps = {int(data.partition('-')[0]) for data in self._doomed}
-    for series in ('best', 'latest'):
-      steps = self.steps(series)
-      # GCS lists nothing, without an error, where it refuses to list.
-      if series == 'latest' and not steps:
-        return
-      for step in doomed_steps.intersection(steps):
+    steps = {series: self.steps(series) for series in ('best', 'latest')}
+    # GCS lists nothing, without an error, where it refuses to list.
+    if not any(steps.values()):
+      return
+    for series, found in steps.items():
+      for step in doomed_steps.intersection(found):
         try:
           # Not what was there before: a restarted training makes steps anew.
           named.add(self.read(series, step)['data'])
@@ -215,10 +202,6 @@ class Manifests:
     for data in self._doomed - marked - named:
       self.store.delete_folder(f'data/{data}')
     self._doomed &= marked
-
-
-def _brief(manifest: dict[str, Any]) -> dict[str, Any]:
-  return {'data': manifest['data'], 'time': manifest['time']}
 
 
 def new_data(step: int) -> str:

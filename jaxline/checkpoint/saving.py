@@ -303,9 +303,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     else:
       hours = self._config.keep_checkpoint_every_hours
       gone += manager.removable(
-        [
-          (s, manifests.brief(series, s)['time'] if hours else 0) for s in whole
-        ],
+        [(s, manifests.read(series, s)['time'] if hours else 0) for s in whole],
         num_to_keep,
         self._config.keep_checkpoint_every_steps,
         hours,
