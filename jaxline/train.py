@@ -190,6 +190,8 @@ class Run:
   ) -> Iterator[bool]:
     """Restores each state to evaluate; yields whether its evaluation counts."""
     config, checkpointer = self.config, self.checkpointer
+    if steps or config.one_off_evaluate:  # Its records are appended.
+      spool.fetch(config.checkpoint_dir, _folders(self.eval_log))
     for step in steps:
       _restore(checkpointer, step)
       yield True
@@ -396,6 +398,11 @@ def _restore(
     checkpointer.restore(series, step=step)
 
 
+def _folders(log: writers.MetricWriter) -> set[str]:
+  """Returns the directories of the files of a log."""
+  return {os.path.dirname(path) for path in log.flush() or ()}
+
+
 def _resume_log(
   run: Run,
   log: writers.MetricWriter,
@@ -416,8 +423,7 @@ def _resume_log(
   # Else the records before are those of an earlier training.
   if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
-      folders = {os.path.dirname(path) for path in log.flush() or ()}
-      spool.fetch(run.config.checkpoint_dir, folders, lengths)
+      spool.fetch(run.config.checkpoint_dir, _folders(log), lengths)
       log.resume(-1 if last is None else last, lengths)
   if not lengths or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)

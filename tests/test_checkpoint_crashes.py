@@ -15,9 +15,11 @@ import shutil
 import threading
 from typing import Any
 
+from ml_collections import config_dict
 import pytest
 
 import jaxline
+from jaxline import platform
 from jaxline.checkpoint import owner
 from jaxline.checkpoint import spool
 from jaxline.checkpoint import store
@@ -53,9 +55,7 @@ def load(url: str, files: Files) -> None:
     path.write_bytes(content)
 
 
-def train(url: str) -> None:
-  """Runs from where the files are to the end, as on another machine."""
-  spool._directories.clear()
+def config_of(url: str) -> config_dict.ConfigDict:
   config = survivor.get_config()
   config.checkpoint_dir = url
   config.training_steps = 8
@@ -65,7 +65,13 @@ def train(url: str) -> None:
   config.eval_initial_weights = True
   config.max_checkpoints_to_keep = 1
   config.console = 'off'
-  jaxline.fit(survivor.Survivor, config)
+  return config
+
+
+def train(url: str) -> None:
+  """Runs from where the files are to the end, as on another machine."""
+  spool._directories.clear()
+  jaxline.fit(survivor.Survivor, config_of(url))
 
 
 class Synced:
@@ -252,3 +258,15 @@ def test_killed_at_any_change(
     return k % 5 == 0 or 'write_part' not in name  # One part is like another.
 
   check(url, wants, undisturbed, tmp_path / 'copy')
+
+
+@pytest.mark.parametrize('url', ['gs'], indirect=True)
+def test_an_evaluation_that_is_asked_for_is_appended(url: str):
+  train(url)
+  log = functools.partial(store.at(url).read, 'eval/metrics.jsonl')
+  before, config = log(), config_of(url)
+  spool._directories.clear()
+  config.eval_steps = '8'
+  platform.start(survivor.Survivor, config, 'eval')
+  assert log().startswith(before)
+  assert len(log()) > len(before)

@@ -254,9 +254,11 @@ def test_logs_are_spooled(store, monkeypatch):
   run = store.url
   top = spool.directory(run)
   (top / 'train').mkdir(parents=True)
-  log, events = top / 'train' / 'metrics.jsonl', 'train/tfevents.1'
+  log, events = top / 'train' / 'metrics.jsonl', 'events.out.tfevents.17'
   log.write_bytes(b'one\ntwo\n')
-  (top / events).write_bytes(b'abc')
+  of_another_program = f'{events}00000000.host.1.0'
+  for name in (of_another_program, f'{events}00000000.000000.host.1.0123abcd'):
+    (top / 'train' / name).write_bytes(b'abc')
   spool.upload(run, {'train/metrics.jsonl': 4, 'train/absent': 1})
   spool.upload(run)
   if not store_lib.is_address(run):
@@ -267,10 +269,15 @@ def test_logs_are_spooled(store, monkeypatch):
   monkeypatch.setattr(spool, '_directories', {})
   again = spool.directory(run)
   assert again != top
-  spool.fetch(run, {str(again / 'train' / 'metrics.jsonl'): 4})
-  assert (again / 'train' / 'metrics.jsonl').read_bytes() == b'one\n'
-  assert store.names('train') == ['metrics.jsonl']
-  with open(again / 'train' / 'metrics.jsonl', 'ab') as f:
+  folder, log = again / 'train', again / 'train' / 'metrics.jsonl'
+  folder.mkdir()
+  spool.fetch(run, [str(folder)])
+  assert log.read_bytes() == b'one\ntwo\n'
+  assert sorted(os.listdir(folder)) == store.names('train')
+  spool.fetch(run, [str(folder)], {str(log): 4})
+  assert log.read_bytes() == b'one\n'
+  assert store.names('train') == [of_another_program, 'metrics.jsonl']
+  with open(log, 'ab') as f:
     f.write(b'three\n')
   spool.upload(run)
   assert store.read('train/metrics.jsonl') == b'one\nthree\n'

@@ -12,6 +12,7 @@ import tempfile
 
 from jaxline.checkpoint import owner
 from jaxline.checkpoint import store as store_lib
+from jaxline.metrics import tensorboard
 
 _directories: dict[str, pathlib.Path] = {}
 
@@ -30,27 +31,33 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
   return _directories[place]
 
 
-def fetch(run: str, folders: Iterable[str], lengths: Mapping[str, int]) -> None:
+def fetch(
+  run: str, folders: Iterable[str], lengths: Mapping[str, int] | None = None
+) -> None:
   """Downloads the logs of a run in a bucket, as far as they count.
 
-  Event files beside them are of steps that run again, and are deleted.
+  Other event files of this library are of steps that run again: it deletes
+  them.
 
   Args:
     run: the run's address; a local run has its files already.
     folders: paths of the directories of the logs, below `directory(run)`.
-    lengths: path -> length in bytes of each file in them that counts.
+    lengths: path -> length in bytes of each file in them that counts; None is
+      all files.
   """
   if not store_lib.is_address(run):
     return
   store, top = store_lib.at(run), directory(run)
   for folder in {os.path.relpath(folder, top) for folder in folders}:
     for name in store.names(folder):
-      path = top / folder / name
-      if length := lengths.get(str(path)):
+      key, path = f'{folder}/{name}', top / folder / name
+      length = None if lengths is None else lengths.get(str(path), 0)
+      if length == 0:
+        if tensorboard.OWN_NAME.fullmatch(name):
+          store.delete(key)
+      elif (raw := store.read(key)) is not None:  # Else it is a folder.
         # A writer that has it open appends to what is there now.
-        path.write_bytes((store.read(f'{folder}/{name}') or b'')[:length])
-      elif 'tfevents' in name:
-        store.delete(f'{folder}/{name}')
+        path.write_bytes(raw[:length])
 
 
 def upload(
