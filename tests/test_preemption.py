@@ -405,27 +405,6 @@ def test_a_notice_after_the_last_step_acts_when_training_ends():
   assert saved
 
 
-def test_a_notice_waits_for_the_end_of_what_is_held():
-  ended = []
-  with preemption.Watch(), raises_preempted(75):
-    with preemption.held():
-      signal.raise_signal(signal.SIGTERM)
-      ended.append('held')
-    pytest.fail('It goes on.')
-  assert ended == ['held']
-  # Where a notice is only noted, it stays so.
-  with preemption.Watch() as watch, raises_preempted(75):
-    with watch.training():
-      with preemption.held():
-        signal.raise_signal(signal.SIGTERM)
-      assert watch.reached(1)
-      ended.append('training')
-  assert ended == ['held', 'training']
-  with preemption.held():  # Without a watch.
-    ended.append('alone')
-  assert ended[-1] == 'alone'
-
-
 def test_an_error_in_training_is_not_replaced_by_a_notice():
   with preemption.Watch() as watch, pytest.raises(ZeroDivisionError):
     with watch.training():
