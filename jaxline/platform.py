@@ -76,9 +76,9 @@ class TensorBoardLogger(writers.AsyncWriter):
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Opens the files; a host that is not the first gets a directory of it."""
-    directory = spool.directory(config.checkpoint_dir) / mode
-    if jax.process_index() != 0:
-      directory = directory / f'host_{jax.process_index()}'
+    host = jax.process_index()
+    folder = f'{mode}/host_{host}' if host else mode
+    directory = spool.fetch(config.checkpoint_dir, folder)
     made = (writers.make(x, config, mode, directory) for x in config.writers)
     super().__init__(writers.MultiWriter(made))
 

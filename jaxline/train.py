@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import threading
 import time
 from typing import Any
@@ -30,7 +29,6 @@ from jaxline import goodput
 from jaxline.checkpoint import base
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
-from jaxline.checkpoint import spool
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import devices
@@ -190,8 +188,6 @@ class Run:
   ) -> Iterator[bool]:
     """Restores each state to evaluate; yields whether its evaluation counts."""
     config, checkpointer = self.config, self.checkpointer
-    if steps or config.one_off_evaluate:  # Its records are appended.
-      spool.fetch(config.checkpoint_dir, _folders(self.eval_log))
     for step in steps:
       _restore(checkpointer, step)
       yield True
@@ -398,11 +394,6 @@ def _restore(
     checkpointer.restore(series, step=step)
 
 
-def _folders(log: writers.MetricWriter) -> set[str]:
-  """Returns the directories of the files of a log."""
-  return {os.path.dirname(path) for path in log.flush() or ()}
-
-
 def _resume_log(
   run: Run,
   log: writers.MetricWriter,
@@ -423,7 +414,6 @@ def _resume_log(
   # Else the records before are those of an earlier training.
   if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
-      spool.fetch(run.config.checkpoint_dir, _folders(log), lengths)
       log.resume(-1 if last is None else last, lengths)
   if not lengths or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)

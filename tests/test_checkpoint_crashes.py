@@ -261,12 +261,21 @@ def test_killed_at_any_change(
 
 
 @pytest.mark.parametrize('url', ['gs'], indirect=True)
-def test_an_evaluation_that_is_asked_for_is_appended(url: str):
+@pytest.mark.parametrize('fails', [False, True])
+def test_a_start_keeps_the_logs_that_are_there(
+  fails: bool, url: str, monkeypatch: pytest.MonkeyPatch
+):
+  """Of an evaluation that was asked for once, and of one that is not begun."""
   train(url)
   log = functools.partial(store.at(url).read, 'eval/metrics.jsonl')
   before, config = log(), config_of(url)
   spool._directories.clear()
   config.eval_steps = '8'
-  platform.start(survivor.Survivor, config, 'eval')
+  if fails:
+    fail = lambda *unused, **more: 1 // 0
+    monkeypatch.setattr(survivor.Survivor, '__init__', fail)
+  error = pytest.raises(ZeroDivisionError) if fails else None
+  with error or contextlib.nullcontext():
+    platform.start(survivor.Survivor, config, 'eval')
   assert log().startswith(before)
-  assert len(log()) > len(before)
+  assert (len(log()) > len(before)) != fails

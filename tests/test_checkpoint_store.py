@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import pathlib
 
 import pytest
 
@@ -253,31 +254,26 @@ def test_directories_that_cannot_be_synced(number, tmp_path, monkeypatch):
 def test_logs_are_spooled(store, monkeypatch):
   run = store.url
   top = spool.directory(run)
-  (top / 'train').mkdir(parents=True)
-  log, events = top / 'train' / 'metrics.jsonl', 'events.out.tfevents.17'
+  (top / 'train' / 'host_1').mkdir(parents=True)
+  log, events = top / 'train' / 'metrics.jsonl', 'train/tfevents.1'
   log.write_bytes(b'one\ntwo\n')
-  of_another_program = f'{events}00000000.host.1.0'
-  for name in (of_another_program, f'{events}00000000.000000.host.1.0123abcd'):
-    (top / 'train' / name).write_bytes(b'abc')
+  for name in (events, 'train/host_1/metrics.jsonl'):
+    (top / name).write_bytes(b'abc')
   spool.upload(run, {'train/metrics.jsonl': 4, 'train/absent': 1})
-  spool.upload(run)
   if not store_lib.is_address(run):
-    assert str(top) == run  # They grow in their place.
+    # They grow in their place.
+    assert str(spool.fetch(run, 'train')) == f'{run}/train'
     return
+  assert store.read('train/metrics.jsonl') == b'one\n'
+  spool.upload(run)
   assert store.read('train/metrics.jsonl') == b'one\ntwo\n'
-  # Another machine goes on with the first line, in new event files.
+  # Another machine appends to them.
   monkeypatch.setattr(spool, '_directories', {})
-  again = spool.directory(run)
-  assert again != top
-  folder, log = again / 'train', again / 'train' / 'metrics.jsonl'
-  folder.mkdir()
-  spool.fetch(run, [str(folder)])
-  assert log.read_bytes() == b'one\ntwo\n'
-  assert sorted(os.listdir(folder)) == store.names('train')
-  spool.fetch(run, [str(folder)], {str(log): 4})
-  assert log.read_bytes() == b'one\n'
-  assert store.names('train') == [of_another_program, 'metrics.jsonl']
-  with open(log, 'ab') as f:
+  folder = spool.fetch(run, 'train')
+  assert folder not in (top / 'train', pathlib.Path(run, 'train'))
+  assert sorted(os.listdir(folder)) == ['metrics.jsonl', 'tfevents.1']
+  with open(folder / 'metrics.jsonl', 'ab') as f:
     f.write(b'three\n')
   spool.upload(run)
-  assert store.read('train/metrics.jsonl') == b'one\nthree\n'
+  assert store.read('train/metrics.jsonl') == b'one\ntwo\nthree\n'
+  assert store.names('train') == ['host_1', 'metrics.jsonl', 'tfevents.1']

@@ -1,10 +1,10 @@
 """The files of a run in a bucket: written on this machine, then uploaded.
 
-Objects cannot be appended to, so logs grow in a local directory and are
-uploaded before each manifest and at the end.
+Objects cannot be appended to, so logs are downloaded, grow in a local directory
+and are uploaded before each manifest and at the end.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import contextlib
 import os
 import pathlib
@@ -12,7 +12,6 @@ import tempfile
 
 from jaxline.checkpoint import owner
 from jaxline.checkpoint import store as store_lib
-from jaxline.metrics import tensorboard
 
 _directories: dict[str, pathlib.Path] = {}
 
@@ -31,33 +30,21 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
   return _directories[place]
 
 
-def fetch(
-  run: str, folders: Iterable[str], lengths: Mapping[str, int] | None = None
-) -> None:
-  """Downloads the logs of a run in a bucket, as far as they count.
-
-  Other event files of this library are of steps that run again: it deletes
-  them.
+def fetch(run: str, folder: str) -> pathlib.Path:
+  """Returns the local directory of a log, with the files that it has so far.
 
   Args:
-    run: the run's address; a local run has its files already.
-    folders: paths of the directories of the logs, below `directory(run)`.
-    lengths: path -> length in bytes of each file in them that counts; None is
-      all files.
+    run: the run's directory, or its address, from which they are downloaded.
+    folder: path of the log in it.
   """
-  if not store_lib.is_address(run):
-    return
-  store, top = store_lib.at(run), directory(run)
-  for folder in {os.path.relpath(folder, top) for folder in folders}:
+  path = directory(run) / folder
+  if store_lib.is_address(run):
+    store = store_lib.at(run)
+    path.mkdir(parents=True, exist_ok=True)
     for name in store.names(folder):
-      key, path = f'{folder}/{name}', top / folder / name
-      length = None if lengths is None else lengths.get(str(path), 0)
-      if length == 0:
-        if tensorboard.OWN_NAME.fullmatch(name):
-          store.delete(key)
-      elif (raw := store.read(key)) is not None:  # Else it is a folder.
-        # A writer that has it open appends to what is there now.
-        path.write_bytes(raw[:length])
+      if (content := store.read(f'{folder}/{name}')) is not None:  # No folder.
+        (path / name).write_bytes(content)
+  return path
 
 
 def upload(

@@ -20,7 +20,7 @@ from jaxline.metrics import files
 
 _TIME = re.compile(r'events\.out\.tfevents\.(\d{10})')
 # TIME.HOST.PID.ID: TensorFlow and PyTorch give no such time and ID.
-OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
+_OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 
 
 class TensorBoardWriter(files.FileBackend):
@@ -69,7 +69,7 @@ class TensorBoardWriter(files.FileBackend):
 
   def _logs(self) -> list[str]:
     directory = os.path.dirname(self.path)
-    names = filter(OWN_NAME.fullmatch, os.listdir(directory))
+    names = filter(_OWN_NAME.fullmatch, os.listdir(directory))
     return [os.path.join(directory, name) for name in names]
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
