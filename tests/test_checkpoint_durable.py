@@ -343,6 +343,14 @@ def test_retention(series, values, stay, open_run, tmp_path):
   assert len(data) == len(of_steps)
 
 
+def test_an_old_manifest_that_is_damaged_ends_no_run(open_run, two):
+  lib.flip(lib.manifest_of(two, 3))
+  values = {'max_checkpoints_to_keep': 1, 'keep_checkpoint_every_hours': 1.0}
+  checkpointer = open_run(**values)
+  lib.save(checkpointer, lib.weights(3), 6)
+  assert checkpointer.steps('latest') == [3, 5, 6]
+
+
 # Damage.
 
 

@@ -236,6 +236,23 @@ def test_who_lives_keeps_the_claim(url, clock, another):
 
 
 @BUCKETS
+def test_a_beat_whose_answer_is_lost_is_repeated(url, monkeypatch):
+  claim = owner.Claim(url, 'train')
+  store, write = claim._beat._store, claim._beat._store.write
+
+  def lose(*args):
+    monkeypatch.setattr(store, 'write', write)
+    write(*args)
+    raise OSError(errno.EIO, 'Input/output error')
+
+  monkeypatch.setattr(store, 'write', lose)
+  with pytest.raises(OSError, match='Input/output'):
+    claim.check()
+  claim.check()
+  claim.release()
+
+
+@BUCKETS
 def test_one_of_two_gets_what_is_stale(url, clock, another, monkeypatch):
   older = owner.Claim(url, 'train')
   another()

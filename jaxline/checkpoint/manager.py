@@ -140,11 +140,16 @@ class Manifests:
     steps = self.steps(series)[::-1]
     if series != 'best':
       return steps
+    times = self.times(series)
+    return sorted(steps, key=lambda step: -times.get(step, 0.0))
+
+  def times(self, series: str) -> dict[int, float]:
+    """Returns the time of each save whose manifest can be read."""
     times = {}
-    for step in steps:
+    for step in self.steps(series):
       with contextlib.suppress(ValueError):  # `read` will say what is wrong.
         times[step] = self.read(series, step)['time']
-    return sorted(steps, key=lambda step: -times.get(step, 0.0))
+    return times
 
   def retire(self, series: str, steps: Iterable[int]) -> None:
     """Deletes manifests; their data goes with the next `collect`."""

@@ -88,10 +88,11 @@ class Beat:
   def _rewrite(self) -> None:
     if self.is_lost:
       return
-    self._count += 1
     raw = json.dumps({**self._value, 'beat': self._count}).encode()
     expected = self._version if self._is_sole else None
     self._version = self._store.write(self._key, raw, expected)
+    # Not before: a write whose answer was lost is repeated as it was.
+    self._count += 1
     self.is_lost = self._version is None
 
   def _run(self) -> None:

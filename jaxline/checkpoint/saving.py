@@ -302,8 +302,9 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       gone += whole[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours
+      times = manifests.times(series) if hours else dict.fromkeys(whole, 0.0)
       gone += manager.removable(
-        [(s, manifests.read(series, s)['time'] if hours else 0) for s in whole],
+        [(s, times[s]) for s in whole if s in times],
         num_to_keep,
         self._config.keep_checkpoint_every_steps,
         hours,
