@@ -1,5 +1,6 @@
 """Tests of jaxline.checkpoint.store: bytes by key, on a disk and in buckets."""
 
+from concurrent import futures
 import contextlib
 import errno
 import os
@@ -203,10 +204,11 @@ def happened(monkeypatch, tmp_path):
   return happened
 
 
-def test_a_value_is_on_the_disk_with_its_name(tmp_path, happened):
+def test_a_value_is_on_the_disk_with_its_name(tmp_path, happened, monkeypatch):
   store = store_lib.at(tmp_path)
+  monkeypatch.setattr(store_lib.secrets, 'token_hex', lambda size: '0')
   store.write('a/b/c', b'1')
-  partial = f'a/b/.c.{os.getpid()}.partial'
+  partial = 'a/b/.c.0.partial'
   assert happened == [
     ('sync', '.'), ('sync', 'a'),  # The names of new directories.
     ('sync', partial), ('rename', 'a/b/c'), ('sync', 'a/b'),
@@ -246,6 +248,14 @@ def test_directories_that_cannot_be_synced(number, tmp_path, monkeypatch):
   expected = pytest.raises(OSError, match='I') if is_failing else None
   with expected or contextlib.nullcontext():
     disk.sync_directory(tmp_path)
+
+
+def test_two_threads_may_write_the_same_note(tmp_path):
+  store = store_lib.at(tmp_path)
+  with futures.ThreadPoolExecutor(2) as pool:
+    for _ in pool.map(lambda i: store.write('a', b'%d' % i), range(200)):
+      pass
+  assert os.listdir(tmp_path) == ['a']
 
 
 # Logs of a run in a bucket.

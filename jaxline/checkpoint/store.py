@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import secrets
 import shutil
 from typing import Any
 
@@ -202,7 +203,9 @@ class Disk(Store):
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
-    partial = path.with_name(f'.{path.name}.{os.getpid()}{_PARTIAL}')
+    # Two threads, or machines, may write the same note.
+    unique = secrets.token_hex(4)
+    partial = path.with_name(f'.{path.name}.{unique}{_PARTIAL}')
     with disk.replacing(path, partial) as f:
       f.write(value)
     return self.version(key)
