@@ -133,10 +133,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       if step is None and memory.seed(ckpt_series) is not None:
         unused = _SEED
     elif isinstance(begin, inspection.Found):
-      source = begin.name
-      other = contents.Checkpoint(*begin, self._allow_pickle)
-      with manager.naming(other.name):
-        entries = _together(lambda: self._read(other, state, module, True))
+      source, entries = self._read_foreign(begin, state, module)
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
@@ -346,6 +343,28 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         self._damaged[series, at] = version
         logging.error('%s It is passed over.', e)
         reports.append(str(e))
+
+  def _read_foreign(
+    self, at: inspection.Found, state: Any, module: base.Module
+  ) -> tuple[str, dict[str, Any]]:
+    """Returns name and entries of another run's checkpoint, or of a newer one.
+
+    That run may go on, and it does not know that this one reads there.
+    """
+    while True:
+
+      def read(at: inspection.Found = at) -> dict[str, Any]:
+        found = contents.Checkpoint(*at, self._allow_pickle)
+        return self._read(found, state, module, True)
+
+      try:
+        with manager.naming(at.name):
+          return at.name, _together(read)
+      except store_lib.DamagedError:
+        newer = _foreign(self._config.restore_from)
+        if newer.name == at.name:
+          raise
+        at = newer
 
   def _read(
     self,
