@@ -58,7 +58,8 @@ def test_every_bit_of_a_manifest_is_guarded(manifests):
     manifests.store.write('latest/5.json', flipped)
     with pytest.raises(store_lib.DamagedError, match=r'latest/5\.json is not'):
       manifests.read('latest', 5)
-  for damaged in (b'', whole[:-2], b'[]', b'null', b'{"crc": 1}'):
+  broken = b'', whole[:-2], b'[]', b'null', b'{"crc": 1}', b'[' * 100_000
+  for damaged in broken:
     manifests.store.write('latest/5.json', damaged)
     with pytest.raises(store_lib.DamagedError, match=r'latest/5\.json is not'):
       manifests.read('latest', 5)
@@ -70,7 +71,14 @@ def test_every_bit_of_a_manifest_is_guarded(manifests):
 
 
 @pytest.mark.parametrize(
-  'values', [{'format': 1}, {'format': 3}, {'format': None}, {'step': 6}]
+  'values',
+  [
+    {'format': 1},
+    {'format': 3},
+    {'format': None},
+    {'step': 6},
+    {'data': '6-ab'},
+  ],
 )
 def test_another_manifest_is_refused(values, manifests):
   changed = manager.pack(manifest(5) | values)

@@ -42,7 +42,9 @@ def unpack(name: str, raw: bytes) -> dict[str, Any]:
     value = json.loads(raw)
     if value.pop('crc') == crc_of(value):
       return value
-  except (ValueError, LookupError, AttributeError, TypeError):
+  except (
+    ValueError, LookupError, AttributeError, TypeError, RecursionError,
+  ):  # fmt: skip
     pass
   raise store_lib.DamagedError(f'{name} is not as it was written')
 
@@ -108,7 +110,9 @@ class Manifests:
     with naming(name):
       if found['step'] != step:
         raise store_lib.RefusedError(f'it is of step {found["step"]}')
-      if not _DATA.fullmatch(found['data']):
+      # `collect` looks for the names of data in manifests of the same step.
+      data = _DATA.fullmatch(found['data'])
+      if data is None or int(data[1]) != step:
         raise store_lib.RefusedError(f'its data is {found["data"]!r}')
       arrays.check(found['arrays'])
     return found
@@ -173,7 +177,8 @@ class Manifests:
 
     The order matters. The data was listed first: whoever writes data marks it
     before. Marks come before `best`, since an evaluation drops its mark when
-    `best` names the data. Where anything cannot be read, nothing is deleted.
+    `best` names the data. Where a mark, or a manifest of one of these steps,
+    cannot be read, nothing is deleted.
     """
     if not self._doomed:
       return

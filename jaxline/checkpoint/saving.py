@@ -136,7 +136,8 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     """Waits for the saves, and gives back what was claimed."""
     with contextlib.suppress(Exception):  # Raised where training sees it.
       self._writer.wait()
-    self._keep_data(())
+    with contextlib.suppress(OSError):  # What is left goes at the next start.
+      self._keep_data(())
     for claim in filter(None, self._claims.values()):
       claim.release()
     self._claims.clear()
