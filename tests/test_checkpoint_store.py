@@ -267,7 +267,9 @@ def test_logs_are_spooled(store, monkeypatch):
   monkeypatch.setattr(spool, '_directories', {})
   again = spool.directory(run)
   assert again != top
-  spool.fetch(run, {str(again / 'train' / 'metrics.jsonl'): 4})
+  (again / 'train').mkdir()  # A writer has made it.
+  lengths = {str(again / 'train' / 'metrics.jsonl'): 4}
+  spool.fetch(run, [str(again / 'train')], lengths)
   assert (again / 'train' / 'metrics.jsonl').read_bytes() == b'one\n'
   assert store.names('train') == ['metrics.jsonl']
   with open(again / 'train' / 'metrics.jsonl', 'ab') as f:
