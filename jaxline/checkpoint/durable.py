@@ -53,17 +53,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   collective = True
   is_resumable = True
-
-  def __init__(self, config: config_dict.ConfigDict, mode: str):
-    """Reads the config; touches no file.
-
-    Args:
-      config: the run's, resolved.
-      mode: the run's mode, or its half's: 'train', 'eval'. One that begins
-        with 'eval' only reads the series `latest`.
-    """
-    super().__init__(config, mode)
-    self._declared = base.Module()  # Of its config, by the experiment's class.
+  _declared = base.Module()  # Of its config, by the experiment's class.
 
   # The protocol.
 
