@@ -17,7 +17,6 @@ from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
-from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
