@@ -214,7 +214,6 @@ def make_text(size, packing, **fields):
     tokens=np.array(tokens, np.uint16).ravel(),
     starts=np.arange(0, 2 * size, 2),
     sha256='',
-    num_files=size,
     num_bytes=size,
   )
   # A row is a document: in training, the circle of tokens may begin in one.

@@ -166,7 +166,7 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
       return 0
     corpus = text.load_corpus(args.files, **given)
     folder = given.get('cache_dir') or token_cache.default_cache_dir()
-    print(f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}')
+    print(f'{corpus.summary}, in {folder}')
   except (ValueError, OSError, ImportError) as e:
     raise platform.UsageError(str(e)) from e
   return 0
