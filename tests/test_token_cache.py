@@ -65,6 +65,7 @@ def test_the_default_folder(files, tmp_path, monkeypatch):
     monkeypatch.setenv(key, str(tmp_path / value))
     text.load_corpus(files)
     assert len(names_in(tmp_path / folder)) == 1
+    assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700  # One user's.
 
 
 def test_all_that_tokens_depend_on_is_in_the_key(files, cache):

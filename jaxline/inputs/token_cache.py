@@ -218,7 +218,7 @@ def load(
   file = folder.absolute() / f'{key}.tokens'
   if not file.exists():
     began = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
     _make(file, sources, tokenizer, kind, eval_fraction)
     secs = time.monotonic() - began
     logging.info('Tokenized %d files in %.1f s.', len(sources), secs)
