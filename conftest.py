@@ -43,6 +43,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
+pytest_plugins = ['tests.buckets', 'tests.checkpoints']  # Their fixtures.
+
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 # Most programs run a few times only: to optimize them takes longer than to run

@@ -19,7 +19,7 @@ _BASE = [
   'chex>=0.1.90',
   'crc32c>=2.7',  # With it tensorboardX takes a 50th of the time for checksums.
   'dm-haiku>=0.0.16',
-  'etils[epath]>=1.9',  # As Grain and Orbax.
+  'etils[epath]>=1.9',  # As Grain.
   'grain>=0.2.18',
   # Python 3.11 gets 0.10, the last release for it.
   'jax>=0.10,<0.13',
@@ -27,11 +27,10 @@ _BASE = [
   'ml_collections>=1.0',
   'numpy>=2.0',
   'optax>=0.2.5',
-  'orbax-checkpoint>=0.11.20',
   'protobuf>=4.25',  # Of the records of tensorboardX.
   'sentencepiece>=0.2',
   'tensorboardX>=2.6.2',
-  'tensorstore>=0.1.71',  # As Orbax.
+  'tensorstore>=0.1.71',  # Talks to buckets.
 ]
 _DOCS = ['rich>=13']  # Draws the terminal in docs/images.
 _IMAGE = ['scikit-learn>=1.4']
@@ -48,8 +47,10 @@ _TEST = [
   'hypothesis>=6.100',
   'ipykernel>=6.29',
   'matplotlib>=3.9',  # In the notebooks of docs/.
+  'moto[server]>=5',  # The S3 of tests/buckets.py.
   'mypy>=1.15',
   'nbclient>=0.10',  # Runs the notebooks of docs/.
+  'orbax-checkpoint>=0.11.20',  # benchmarks/checkpoint.py compares with it.
   'pandas>=2.2',
   'pytest>=8',
   'pytest-timeout>=2.3',

@@ -46,13 +46,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness
+from examples.pax.inputs import seqio as seqio_input
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import grain as grain_input
 from jaxline.inputs import infeed
 from jaxline.inputs import multi
-from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import synthetic
 from jaxline.inputs import text
 from jaxline.inputs import tfdata

@@ -20,10 +20,10 @@ import jax
 
 from benchmarks import harness
 from examples.pax import experiment_registry
+from jaxline import disk
 from jaxline import platform
 from jaxline.aot import ahead
 from jaxline.aot import report as report_lib
-from jaxline.checkpoint import files
 
 # Where the reports are kept.
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'scale'
@@ -159,7 +159,7 @@ def main() -> None:
       report = compile_run(RUNS[name])
       if report.programs[0].peak_bytes is None:  # Shapes alone make no table.
         parser.exit(1, f'{name}: nothing was compiled. {report.notes[0]}\n')
-      files.write_json(path, report.to_json())
+      disk.write_json(path, report.to_json())
       print(f'{name}: {report}\n', flush=True)
     reports[name] = json.loads(path.read_text())
   print_tables(reports)

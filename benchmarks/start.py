@@ -62,7 +62,7 @@ def _ours(home: pathlib.Path) -> harness.Sample:
 
 
 def _cold_and_cached(home: pathlib.Path) -> list[harness.Sample]:
-  programs = list(home.glob('jaxline/programs/*/*'))
+  programs = list(home.glob('jaxline/programs/*'))
   assert programs, f'no compiled programs below {home}'
   for path in programs:
     path.unlink()

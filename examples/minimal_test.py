@@ -32,7 +32,7 @@ def test_it_trains_evaluates_and_keeps_the_best(tmp_path):
   assert steps.tolist() == [3, 6]
   assert bits[1] < bits[0] < math.log2(257) - 1
   assert result.best == {'eval/bits_per_byte': bits[1]}
-  assert (tmp_path / 'run' / 'checkpoints' / 'best' / '6').is_dir()
+  assert (tmp_path / 'run' / 'checkpoints' / 'best' / '6.json').exists()
 
 
 def test_a_byte_is_predicted_from_the_eight_before_it():

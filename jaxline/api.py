@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import os
-import pathlib
 from typing import Any, Literal
 
 import jax
@@ -20,7 +19,6 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import decode
-from jaxline import disk
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
@@ -112,7 +110,7 @@ def fit(
       raise
     text = ' '.join([str(e), *getattr(e, '__notes__', [])])
     raise KeyboardInterrupt(text) from None
-  run = runs.read(pathlib.Path(directory))
+  run = runs.read(directory)
   history = {
     name: np.array(list(curve.items()), np.float64)
     for name, curve in run.curves.items()
@@ -231,7 +229,6 @@ def load_weights(
     errors.UsageError: the directory is no run, or it has no such checkpoint, or
       the checkpoint has no such weights.
   """
-  disk.check_local(directory, 'The directory')
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:
     found = inspection.find(where if step is None else f'{where}:{step}')

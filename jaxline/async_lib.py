@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
-import contextlib
 import functools
 import os
 import queue
@@ -28,8 +27,6 @@ _JOIN_SECONDS = 5.0
 
 def function_name(fn: Callable[..., Any]) -> str:
   """Returns a readable name of any callable, for threads and messages."""
-  if isinstance(fn, functools.partial):
-    return f'partial({function_name(fn.func)})'
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
@@ -40,13 +37,10 @@ def _log_all(name: str, errors: list[BaseException]) -> None:
 
 
 _PAUSE_SECS = 0.002
-# How many calls in a row may each queue the next one at the end of the process.
-_MAX_CHAIN = 10
 # Called at the end of the process, when what was queued has run.
 at_exit: list[Callable[[], None]] = []
 os.register_at_fork(after_in_child=at_exit.clear)
-_started: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
-_has_ended = False
+_executors: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
 
 
 class SerialExecutor:
@@ -61,7 +55,7 @@ class SerialExecutor:
   """
 
   def __init__(self, name: str = ''):
-    """Makes the executor; its thread starts with the first call.
+    """Starts the thread.
 
     Args:
       name: name of the thread, and of this executor in the log.
@@ -70,15 +64,19 @@ class SerialExecutor:
     self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
       queue.SimpleQueue()
     )
-    # Reentrant: a signal handler may queue a call while its thread does.
-    self._lock = threading.RLock()
-    self._thread: threading.Thread | None = None
-    self._pid = 0
     self.error: BaseException | None = None
     self._traceback: types.TracebackType | None = None
     self._unraised: list[BaseException] = []
+    # The thread refers to the queue only, and ends with the executor.
+    self._thread = threading.Thread(
+      target=_run_all, args=(self._calls,), name=name, daemon=True
+    )
+    self._thread.start()
+    weakref.finalize(self, self._calls.put, None)
     # Also at the end of the process.
     weakref.finalize(self, _log_all, name, self._unraised)
+    _register_at_exit()
+    _executors.add(self)
 
   @property
   def is_current(self) -> bool:
@@ -91,23 +89,13 @@ class SerialExecutor:
     Raises:
       RuntimeError: the thread does not run in this process, or no longer.
     """
-    with self._lock:
-      if _has_ended:
-        raise RuntimeError(
-          f'The thread {self._name} has ended because the process ends. Make'
-          ' the call earlier.'
-        )
-      if self._pid not in (0, os.getpid()):
-        raise RuntimeError(
-          f'The thread {self._name} does not run in this process: a forked'
-          ' process inherits the object but not the thread. Make a new object'
-          ' there.'
-        )
-      # First: a first call that fails at once has then failed before this
-      # returns, so that the second raises its error.
-      self._calls.put(functools.partial(self.run, call))
-      if self._thread is None:
-        self._start()
+    if not self._thread.is_alive():
+      raise RuntimeError(
+        f'The thread {self._name} does not run any more, or not in this forked'
+        ' process. Make the call before the process ends; in a forked process,'
+        ' make a new object.'
+      )
+    self._calls.put(functools.partial(self.run, call))
 
   def run(self, call: Callable[[], Any]) -> None:
     """Runs a call at once and keeps its error; for the executor's thread."""
@@ -122,7 +110,7 @@ class SerialExecutor:
     """Queues `fn(*args, **kwargs)`, which does not run after an error.
 
     Returns:
-      A future of the result; cancelled where an earlier call failed.
+      A future of the result; cancelled if an earlier call failed.
 
     Raises:
       BaseException: the error of an earlier call.
@@ -131,22 +119,15 @@ class SerialExecutor:
     future: futures.Future[T] = futures.Future()
 
     def resolve() -> None:
+      if self.error is not None:
+        future.cancel()
       if not future.set_running_or_notify_cancel():
         return
-      if self.error is not None:
-        error = futures.CancelledError(
-          f'{function_name(fn)} did not run: an earlier call failed with '
-          f'{self.error!r}.'
-        )
-        future.set_exception(error)
-        return
       try:
-        result = fn(*args, **kwargs)
+        future.set_result(fn(*args, **kwargs))
       except BaseException as e:
         self._keep(e)  # Before anybody is told.
         future.set_exception(e)
-      else:
-        future.set_result(result)
 
     self.put(resolve)
     return future
@@ -154,17 +135,15 @@ class SerialExecutor:
   def raise_error(self) -> None:
     """Raises the error of an earlier call, if there was one."""
     if self.error is not None:
-      if not self.is_current:  # There, no caller gets it.
-        self._unraised.clear()
+      self._unraised.clear()
       # Otherwise each raise would add its frames to those of the one before.
       raise self.error.with_traceback(self._traceback)
 
   def wait(self, *calls: Callable[[], Any]) -> None:
     """Runs calls behind those so far, waits, and raises the error of any."""
-    if calls or self._thread is not None:
-      self.wait_async(*calls)()
+    self.wait_async(*calls)()
 
-  def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], None]:
+  def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
     """Queues what `wait` waits for, and returns at once.
 
     Args:
@@ -172,35 +151,27 @@ class SerialExecutor:
         run at once: a wait for the other calls would not end.
 
     Returns:
-      A function that waits for all these calls and raises their error, but not
-      the error of a later call. Any thread may call it.
+      A function that waits for all these calls and returns the result of the
+      last one. It raises their error, but not the error of a later call. Any
+      thread may call it.
     """
+    results: list[Any] = [None]
     error: futures.Future[BaseException | None] = futures.Future()
     add = self.run if self.is_current else self.put
-    for call in (*calls, lambda: error.set_result(self.error)):
-      add(call)
 
-    def wait() -> None:
+    def keep(call: Callable[[], Any]) -> None:
+      results.append(call())
+
+    for call in calls:
+      add(functools.partial(keep, call))
+    add(lambda: error.set_result(self.error))
+
+    def wait() -> Any:
       if error.result() is not None:
         self.raise_error()
+      return results[-1]
 
     return wait
-
-  def _start(self) -> None:
-    thread = threading.Thread(
-      target=_run_all, args=(self._calls,), name=self._name, daemon=True
-    )
-    # First, for a signal handler that queues a call meanwhile.
-    self._thread, self._pid = thread, os.getpid()
-    try:
-      thread.start()
-    except RuntimeError:  # The interpreter ends.
-      self._thread = None
-      raise
-    _register_at_exit()
-    _started.add(self)
-    # The thread refers to the queue only, and ends with the executor.
-    weakref.finalize(self, self._calls.put, None)
 
   def _keep(self, error: BaseException) -> None:
     if self.error is None:
@@ -217,16 +188,13 @@ def _register_at_exit() -> None:
   atexit.register(_end_all)
 
 
-def _running() -> list[SerialExecutor]:
-  # Those that a forked process inherits do not run.
-  return [e for e in list(_started) if e._pid == os.getpid()]
-
-
 def _end_all() -> None:
   """Runs what is queued, then ends all executors."""
-  global _has_ended
-  # What one of them runs may queue more on another.
-  for executor in _running() * _MAX_CHAIN:
+  # A forked process inherits executors without their threads.
+  executors = [e for e in list(_executors) if e._thread.is_alive()]
+  # What one of them runs may queue more on another. Ten times ends also where
+  # a call queues itself again.
+  for executor in executors * 10:
     done = threading.Event()
     executor.put(done.set)
     done.wait()
@@ -235,11 +203,9 @@ def _end_all() -> None:
       call()
     except BaseException as e:
       logging.error('Error at the end of the process.', exc_info=e)
-  _has_ended = True
-  for executor in _running():
+  for executor in executors:
     executor._calls.put(None)
-    if executor._thread is not None:
-      executor._thread.join()
+    executor._thread.join()
 
 
 def cause(error: BaseException) -> Any:
@@ -331,8 +297,8 @@ def py_prefetch(
   name = thread_name or f'py_prefetch({function_name(iterable_function)})'
 
   def read() -> Generator[T, None, None]:
-    # Two SimpleQueues instead of one bounded Queue, whose lock and conditions
-    # in Python take ten times as long at each element.
+    # SimpleQueues: the garbage collector may close this generator inside of
+    # their methods. A bounded Queue is also ten times as slow.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # How many more elements may be put.
     room: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -393,10 +359,6 @@ def py_prefetch(
     finally:
       closed.set()
       room.put(1)  # For the thread that waits for it.
-      # A thread that never comes back must not keep what was read.
-      with contextlib.suppress(queue.Empty):
-        while True:
-          ready.get_nowait()
       # The garbage collector can close a generator on any thread.
       if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)

@@ -24,7 +24,6 @@ import json
 import numbers
 import operator
 import os
-import pathlib
 import re
 import types
 import typing
@@ -32,11 +31,11 @@ from typing import Any, TypeVar
 
 from ml_collections import config_dict
 
-from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
+from jaxline.checkpoint import store as store_lib
 from jaxline.compat import prng
 from jaxline.supervision import nonfinite
 from jaxline.supervision import profiling
@@ -716,7 +715,9 @@ def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
     errors.UsageError: the directory has no such file.
   """
   try:
-    text = (pathlib.Path(directory) / RECORD).read_text(encoding='utf-8')
+    text = store_lib.at(directory, 'checkpoint_dir').read(RECORD)
+    if text is None:
+      raise ValueError('there is no such file')
     if isinstance(record := json.loads(text), dict):
       return record
     raise ValueError('no JSON object')
@@ -741,14 +742,13 @@ def recorded_config(
   Raises:
     errors.UsageError: the directory is not that of a run.
   """
-  disk.check_local(directory, 'The directory')
-  path = pathlib.Path(directory).expanduser().absolute()
-  record = read_record(path)
+  place = store_lib.at(os.path.expanduser(directory)).url
+  record = read_record(place)
   config = get_base_config()
   try:
     with config.ignore_type():
       _fill(config, record)
-      config.checkpoint_dir = str(path)
+      config.checkpoint_dir = place
       for key in KEYS:
         if key.name in _NOT_TAKEN and _value(config, key.name) != 'off':
           config.update_from_flattened_dict({key.name: key.default})

@@ -7,8 +7,8 @@ machine code, and its results have the same bits.
 
 JAX's own store writes an entry in place and never again, so that a full disk or
 the end of the process leaves a damaged one for ever, and it limits the size
-only with another package. `Files` replaces it. No failure of the cache ends a
-run.
+only with another package. `Files` replaces it. If it fails, JAX warns and
+compiles.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,6 @@ import contextlib
 import hashlib
 import os
 import pathlib
-import platform
-import threading
 from typing import Any
 
 from absl import logging
@@ -31,9 +29,7 @@ from jaxline import disk
 from jaxline import distributed
 from jaxline import xla
 
-AUTO, OFF = 'auto', 'off'  # Values of the key; any other is a directory.
-
-# All files in the user's cache directory together, in bytes.
+# All entries in a directory together.
 MAX_BYTES = 4 << 30
 # Programs that compile faster are not kept: to read one takes 10 ms.
 _MIN_COMPILE_SECS = 0.1
@@ -51,9 +47,6 @@ def of_run(config: Any) -> Iterator[None]:
 
   Args:
     config: the run's, complete and validated.
-
-  Yields:
-    Nothing.
   """
   path = _path(config)
   if jax.process_count() > 1 and not _is_shared(path):
@@ -72,19 +65,16 @@ def of_run(config: Any) -> Iterator[None]:
   settings = {
     'jax_compilation_cache_dir': str(path),
     'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-    # Files that XLA writes by itself for GPUs: an error there (a full disk)
-    # would be an error of the compilation, and the directory's name would be
-    # part of the hash of a program.
+    # XLA writes these files for GPUs: a full disk would fail the compilation,
+    # and the directory's name would be part of a program's key.
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
   settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
-  store = Files(path)
   # There is no public way to give JAX a store.
   original = jax_cache.get_file_cache
 
   def get_file_cache(path: str) -> Any:
-    return (store, path) if path == str(store.path) else original(path)
+    return Files(pathlib.Path(path)), path
 
   jax_cache.get_file_cache = get_file_cache
   try:
@@ -96,11 +86,7 @@ def of_run(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def configured(settings: Mapping[str, Any]) -> Iterator[None]:
-  """Sets JAX's options of the compilation cache while inside.
-
-  Yields:
-    Nothing.
-  """
+  """Sets JAX's options of the compilation cache while inside."""
   before = {key: getattr(jax.config, key) for key in settings}
   _configure(settings)
   try:
@@ -120,7 +106,7 @@ def _path(config: Any) -> pathlib.Path | None:
   """Returns the directory to use, which exists; None for no cache."""
   value = config.compilation_cache
   if (
-    value == OFF
+    value == 'off'
     or jax.config.values['jax_compilation_cache_dir'] is not None
     or not jax.config.values['jax_enable_compilation_cache']
     # Programs that were compiled with another profile have the same key.
@@ -128,13 +114,12 @@ def _path(config: Any) -> pathlib.Path | None:
   ):
     return None
   try:
-    if value == AUTO:
+    if value == 'auto':
       base = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-      root = pathlib.Path(base).expanduser() / 'jaxline' / 'programs'
+      path = pathlib.Path(base).expanduser() / 'jaxline' / 'programs'
     else:
       disk.check_local(value, 'config.compilation_cache')
-      root = pathlib.Path(value)
-    path = root.absolute() / _host()
+      path = pathlib.Path(value).absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
   except (OSError, RuntimeError) as e:  # There may be no home directory.
@@ -144,26 +129,6 @@ def _path(config: Any) -> pathlib.Path | None:
       e,
     )
     return None
-
-
-def _host() -> str:
-  """Returns a name for hosts on which the same machine code runs.
-
-  JAX's key of a program does not contain the instruction set of the CPU, and
-  XLA splits some loops by the number of cores.
-  """
-  has_affinity = hasattr(os, 'sched_getaffinity')  # Not on every system.
-  cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-  lines = [platform.system(), platform.machine(), str(cores)]
-  try:
-    text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
-    kinds = ('vendor_id', 'cpu family', 'model', 'flags', 'Features', 'CPU')
-    first = text.partition('\n\n')[0].splitlines()
-    lines += [line for line in first if line.startswith(kinds)]
-  except OSError:
-    lines.append(platform.node())  # Not Linux: programs of one machine.
-  digest = hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:12]
-  return f'{platform.machine() or "host"}-{digest}'
 
 
 def _is_shared(path: pathlib.Path | None) -> bool:
@@ -186,70 +151,44 @@ class Files:
   """Keeps the entries of JAX's compilation cache as files in a directory.
 
   An entry is renamed when it is whole, has a checksum, and is removed if the
-  checksum is wrong. An error is logged once and is not raised.
-
-  Attributes:
-    path: the directory.
+  checksum is wrong. Beyond MAX_BYTES, the least recently used are removed.
   """
 
-  def __init__(self, path: pathlib.Path, max_bytes: int = MAX_BYTES):
-    """Makes the store.
-
-    Args:
-      path: the directory, which exists.
-      max_bytes: the size of the entries in it and in the directories of other
-        hosts beside it. The least recently used ones are removed.
-    """
-    self.path = self._path = path  # JAX reads `_path`.
-    self._max_bytes = max_bytes
-    self._has_warned = False
+  def __init__(self, path: pathlib.Path):
+    """Makes the store; the directory exists."""
+    self._path = path  # JAX reads it.
 
   def get(self, key: str) -> bytes | None:
     """Returns an entry; None if there is no whole one."""
     path = self._file(key)
     try:
       data = path.read_bytes()
-      value = data[_DIGEST_BYTES:]
-      if hashlib.sha256(value).digest() != data[:_DIGEST_BYTES]:
-        logging.warning('%s is damaged, and is compiled again.', path)
-        path.unlink(missing_ok=True)
-        return None
     except FileNotFoundError:
       return None
-    except OSError as e:
-      self._warn(e)
+    value = data[_DIGEST_BYTES:]
+    if hashlib.sha256(value).digest() != data[:_DIGEST_BYTES]:
+      logging.warning('%s is damaged, and is compiled again.', path)
+      path.unlink(missing_ok=True)
       return None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # The directory may be read-only.
       os.utime(path)  # It is recently used.
     return value
 
   def put(self, key: str, value: bytes) -> None:
     """Writes an entry, after removing old ones that leave no space for it."""
-    partial = self._file(f'partial-{os.getpid()}-{threading.get_ident()}')
-    try:
-      self._remove_oldest(self._max_bytes - len(value))
-      # The step would wait for the disk. The checksum finds a cut entry.
-      with disk.replacing(self._file(key), partial, sync=False) as file:
-        file.write(hashlib.sha256(value).digest() + value)
-    except OSError as e:
-      self._warn(e)
+    self._remove_oldest(MAX_BYTES - len(value))
+    partial = self._file(f'partial-{os.urandom(8).hex()}')
+    # The step would wait for the disk. The checksum finds a cut entry.
+    with disk.replacing(self._file(key), partial, sync=False) as file:
+      file.write(hashlib.sha256(value).digest() + value)
 
   def _file(self, key: str) -> pathlib.Path:
-    return self.path / f'{key}{_SUFFIX}'
-
-  def _warn(self, error: OSError) -> None:
-    if not self._has_warned:
-      self._has_warned = True
-      logging.warning(
-        'The compilation cache in %s fails, and the run goes on: %s.',
-        self.path,
-        error,
-      )
+    return self._path / f'{key}{_SUFFIX}'
 
   def _remove_oldest(self, limit: int) -> None:
     """Removes the least recently used files until all fit into `limit`."""
     found = []
-    for path in self.path.parent.glob(f'*/*{_SUFFIX}'):
+    for path in self._path.glob(f'*{_SUFFIX}'):
       with contextlib.suppress(OSError):  # Another process removes it.
         status = path.stat()
         found.append((status.st_mtime_ns, status.st_size, path))

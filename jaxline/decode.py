@@ -21,6 +21,7 @@ from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
+from jaxline.checkpoint import spool
 from jaxline.compat import adapters
 from jaxline.compat import prng
 from jaxline.supervision import preemption
@@ -199,7 +200,7 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   directory, or, where nothing can be written there, in the working directory.
   """
   output, prompts = config.decode.output, config.decode.prompts
-  directory = pathlib.Path(config.checkpoint_dir)
+  directory = spool.directory(config.checkpoint_dir)
   path = pathlib.Path(output or directory / 'decode' / f'step_{step}.jsonl')
   if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
     raise errors.UsageError(

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 import contextlib
 import errno
+import json
 import os
 import pathlib
 import shutil
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxline import errors
 
@@ -71,6 +72,26 @@ def replacing(
     raise
   if sync:
     sync_directory(path.parent)
+
+
+def make_directory(path: pathlib.Path) -> None:
+  """Makes a directory, and those above it, which a power loss leaves there."""
+  if not path.is_dir():
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
+def to_json(value: Any) -> bytes:
+  """Returns a value as the text of a small file."""
+  return json.dumps(value, indent=1).encode() + b'\n'
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes a file that is whole, and on the disk, or not there."""
+  partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
+  with replacing(path, partial) as f:
+    f.write(to_json(value))
 
 
 def failed_write(error: OSError, path: pathlib.Path) -> OSError:

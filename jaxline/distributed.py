@@ -17,8 +17,9 @@ On the CPU the processes communicate by gloo, which is JAX's default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import importlib
+import itertools
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 from absl import logging
 import jax
 from jax._src import clusters
+from jax._src import distributed as jax_distributed
 from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
 from ml_collections import config_dict
@@ -204,3 +206,73 @@ def of_chief(value: T) -> T:
   padded = np.frombuffer(data[:room].ljust(room), np.uint8)
   padded = multihost_utils.broadcast_one_to_all(padded)
   return json.loads(np.asarray(padded, np.uint8).tobytes())
+
+
+_decisions = itertools.count()
+_DECIDE_MS = 3600_000  # A process may write its shards that much slower.
+
+
+def decide(
+  value: Any,
+  choose: Callable[[list[Any]], T],
+  error: BaseException | None = None,
+) -> T:
+  """Returns in all processes what the first one chooses by the values of all.
+
+  It goes through the coordination service, so a background thread may call it.
+  All processes must call it in the same order, on one thread of each.
+
+  Args:
+    value: of this process; anything that JSON holds.
+    choose: called in process 0 with the values in the order of the processes;
+      JSON holds what it returns.
+    error: what went wrong in this process; then nothing is chosen.
+
+  Raises:
+    BaseException: the error, or in process 0 what `choose` raised.
+    OSError: another process has raised one.
+    RuntimeError: another process has raised another error.
+  """
+  if jax.process_count() == 1:
+    if error is not None:
+      raise error
+    return choose([value])
+  client: Any = jax_distributed.global_state.client
+  name = f'jaxline/decision/{next(_decisions)}'
+  process, processes = jax.process_index(), jax.process_count()
+
+  def put(key: str, value: Any, error: BaseException | None) -> None:
+    text = None if error is None else f'process {process}: {error}'
+    said = value, text, isinstance(error, OSError)
+    client.key_value_set(f'{name}/{key}', json.dumps(said))
+
+  def get(key: str) -> Any:
+    found = client.blocking_key_value_get(f'{name}/{key}', _DECIDE_MS)
+    value, text, is_os_error = json.loads(found)
+    if text is not None:
+      raise (OSError if is_os_error else RuntimeError)(text)
+    return value
+
+  if process == 0:
+    chosen: Any = None
+    try:
+      values = [value, *(get(str(i)) for i in range(1, processes))]
+      if error is None:
+        chosen = choose(values)
+    except Exception as e:
+      error = error or e
+    put('chosen', chosen, error)
+  else:
+    put(str(process), value, error)
+  if error is not None:
+    raise error
+  chosen = get('chosen')
+  if process == 0 and (old := int(name.rpartition('/')[2]) - 1) >= 0:
+    # All have read the one before: they have taken part in this one.
+    client.key_value_delete(f'jaxline/decision/{old}/')
+  return chosen
+
+
+def barrier() -> None:
+  """Waits for all processes: see `decide`."""
+  decide(None, lambda values: None)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxline import base_config
 from jaxline import debug
 from jaxline import errors
+from jaxline.checkpoint import structure
 from jaxline.compat import devices
 from jaxline.compat import lazy
 from jaxline.compat import prng
@@ -368,8 +369,6 @@ def differences(
     b_says: the text before the shape in `b`.
     name: of the trees, with which the names of their leaves begin.
   """
-  from jaxline.checkpoint import structure  # It imports Orbax, in a second.
-
   have, want = (structure.named_leaves(tree, name) for tree in (a, b))
 
   def shape(x: Any) -> str:

@@ -50,14 +50,9 @@ _owner: int | None = None  # The thread that the run is accounted for on.
 
 
 class _Thread(threading.local):
-  """What this thread compiles.
+  """What this thread compiles."""
 
-  Attributes:
-    depth: how many phases of compilations are open. One can contain others.
-    compiled_secs: how long this thread has compiled.
-  """
-
-  depth = 0
+  depth = 0  # How many phases are open. One can contain others.
   compiled_secs = 0.0
 
 
@@ -162,20 +157,17 @@ def compiled_secs() -> float:
 # JAX calls these.
 
 
-def _on_event(event: str, **kwargs: Any) -> None:
+def _on_event(event: str, **unused: Any) -> None:
   global _hits
-  del kwargs
   _hits += event == _CACHE_HIT
 
 
-def _on_start(event: str, value: float, **kwargs: Any) -> None:
-  del value, kwargs
+def _on_start(event: str, *unused: Any, **also_unused: Any) -> None:
   _thread.depth += event.startswith(_PHASES)
 
 
-def _on_end(event: str, duration_secs: float, **kwargs: Any) -> None:
+def _on_end(event: str, duration_secs: float, **unused: Any) -> None:
   global _count, _secs
-  del kwargs
   if not event.startswith(_PHASES) or not _thread.depth:
     return
   _thread.depth -= 1

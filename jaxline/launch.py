@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 import contextlib
-import functools
 import os
 import queue
 import signal
@@ -33,14 +32,15 @@ from typing import IO
 from jaxline.supervision import preemption
 
 # Passed on to the processes, unless they were ignored when this one started.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
+
+_printing = threading.Lock()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,56 +50,39 @@ def main(argv: Sequence[str]) -> int:
     argv: the command line without the program's name.
   """
   args = _parse(argv)
-  port = _free_port()
-  with _Launch(args.grace_secs) as launch:
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    address = f'127.0.0.1:{server.getsockname()[1]}'
+  launch = _Launch()
+  for signum in _SIGNALS:
+    if signal.getsignal(signum) != signal.SIG_IGN:
+      signal.signal(signum, launch.pass_on)
+  try:
     for process in range(args.processes):
-      env = environment(args.processes, process, args.devices_per_process, port)
+      env = os.environ | {
+        'JAX_COORDINATOR_ADDRESS': address,
+        'JAX_COORDINATOR_BIND_ADDRESS': address,
+        'JAX_NUM_PROCESSES': str(args.processes),
+        'JAX_PROCESS_ID': str(process),
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
+        # It counts for more than the flag of XLA that says the same.
+        'JAX_NUM_CPU_DEVICES': str(args.devices_per_process),
+        # Otherwise output is printed late, and is lost if a process is killed.
+        'PYTHONUNBUFFERED': '1',
+      }
       launch.start(process, args.command, env)
-    return launch.wait()
-
-
-def environment(
-  num_processes: int, process_id: int, num_devices: int, port: int
-) -> dict[str, str]:
-  """Returns the environment of one of the processes.
-
-  Args:
-    num_processes: how many processes there are.
-    process_id: which of them it is for.
-    num_devices: the number of CPU devices of each.
-    port: where process 0 listens, on this machine only.
-  """
-  address = f'127.0.0.1:{port}'
-  return {
-    **os.environ,
-    'JAX_COORDINATOR_ADDRESS': address,
-    'JAX_COORDINATOR_BIND_ADDRESS': address,
-    'JAX_NUM_PROCESSES': str(num_processes),
-    'JAX_PROCESS_ID': str(process_id),
-    'JAX_PLATFORMS': 'cpu',
-    'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-    # It counts for more than the flag of XLA that says the same.
-    'JAX_NUM_CPU_DEVICES': str(num_devices),
-    # Otherwise output is printed late, and is lost if a process is killed.
-    'PYTHONUNBUFFERED': '1',
-  }
+    return launch.wait(args.grace_secs)
+  finally:
+    launch.kill()
 
 
 class _Launch:
   """The processes, each in a session and process group of its own."""
 
-  def __init__(self, grace_secs: float):
-    self._grace_secs = grace_secs
+  def __init__(self) -> None:
     self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     self._live: dict[int, subprocess.Popen[bytes]] = {}
-    self._lock = threading.Lock()
     self._readers: list[threading.Thread] = []
-
-  def __enter__(self) -> _Launch:
-    return self
-
-  def __exit__(self, *unused: object) -> None:
-    self._kill()
 
   def start(
     self, number: int, command: Sequence[str], env: Mapping[str, str]
@@ -120,14 +103,13 @@ class _Launch:
       start_new_session=True,
     )
     self._live[number] = process
-    assert process.stdout is not None
-    assert process.stderr is not None
     for source, sink in (
       (process.stdout, sys.stdout.buffer),
       (process.stderr, sys.stderr.buffer),
     ):
+      assert source is not None
       reader = threading.Thread(
-        target=self._copy, args=(number, source, sink), daemon=True
+        target=_copy, args=(number, source, sink), daemon=True
       )
       reader.start()
       self._readers.append(reader)
@@ -135,11 +117,8 @@ class _Launch:
       target=lambda: self._ended.put((number, process.wait())), daemon=True
     ).start()
 
-  def wait(self) -> int:
+  def wait(self, grace_secs: float) -> int:
     """Waits for all to end; returns the exit code of the first that failed."""
-    for signum in SIGNALS:
-      if signal.getsignal(signum) != signal.SIG_IGN:
-        signal.signal(signum, self._pass_on)
     deadline: float | None = None
     failed, left, reason = 0, 0, ''
     while self._live:
@@ -148,7 +127,7 @@ class _Launch:
         number, code = self._ended.get(timeout=rest)
       except queue.Empty:
         _say(f'Killing the processes {sorted(self._live)}.')
-        self._kill()
+        self.kill()
         break
       self._end(number)
       if code == 0:
@@ -162,25 +141,15 @@ class _Launch:
         left = left or code
       elif not failed:
         failed, reason = code, f'process {number} {how}'
-        deadline = time.monotonic() + self._grace_secs
-    drained = time.monotonic() + _DRAIN_SECS
+        deadline = time.monotonic() + grace_secs
     for reader in self._readers:
-      reader.join(max(0, drained - time.monotonic()))
+      reader.join(_DRAIN_SECS)
     if failed:
       _say(f'The run ended because {reason}.')
     return failed or left
 
-  def _copy(self, number: int, source: IO[bytes], sink: IO[bytes]) -> None:
-    """Copies lines, each immediately and whole; runs on its own thread."""
-    # Where our output is closed, the process notices it by its closed pipe.
-    with source, contextlib.suppress(OSError):
-      for line in source:
-        end = b'' if line.endswith(b'\n') else b'\n'
-        with self._lock:
-          sink.write(b'[%d] %s%s' % (number, line, end))
-          sink.flush()
-
-  def _pass_on(self, signum: int, frame: types.FrameType | None) -> None:
+  def pass_on(self, signum: int, frame: types.FrameType | None) -> None:
+    """Sends a signal to all processes."""
     del frame
     for process in tuple(self._live.values()):
       process.send_signal(signum)
@@ -192,9 +161,21 @@ class _Launch:
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
-  def _kill(self) -> None:
+  def kill(self) -> None:
+    """Kills what still runs."""
     for number in tuple(self._live):
       self._end(number)
+
+
+def _copy(number: int, source: IO[bytes], sink: IO[bytes]) -> None:
+  """Copies lines, each immediately and whole; runs on its own thread."""
+  # Where our output is closed, the process notices it by its closed pipe.
+  with source, contextlib.suppress(OSError):
+    for line in source:
+      end = b'' if line.endswith(b'\n') else b'\n'
+      with _printing:  # PYTHONUNBUFFERED takes the stream's own lock away.
+        sink.write(b'[%d] %s%s' % (number, line, end))
+        sink.flush()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -206,13 +187,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     ' for testing.',
     allow_abbrev=False,
   )
-  add = functools.partial(parser.add_argument, metavar='N')
-  add(
-    '--processes',
-    type=int,
-    required=True,
-    help='how many processes (required)',
-  )
+  add = parser.add_argument
+  add('--processes', type=int, required=True, help='how many processes')
   add(
     '--devices-per-process',
     type=int,
@@ -226,13 +202,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     help='how long the others may go on after one has failed, before they are'
     ' killed (default: %(default)g)',
   )
-  parser.add_argument('command', nargs='+', help=argparse.SUPPRESS)
+  add('command', nargs='+', help=argparse.SUPPRESS)
   return parser.parse_args(argv)
-
-
-def _free_port() -> int:
-  with socket.create_server(('127.0.0.1', 0)) as server:
-    return server.getsockname()[1]
 
 
 def _say(text: str) -> None:

@@ -35,8 +35,11 @@ from jaxline import goodput
 from jaxline import train
 from jaxline import xla
 from jaxline.checkpoint import base
-from jaxline.checkpoint import files
+from jaxline.checkpoint import durable
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import owner
+from jaxline.checkpoint import spool
+from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
@@ -62,8 +65,6 @@ def create_checkpointer(
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
   if not mode.startswith('eval'):
     memory.forget_published()
-  from jaxline.checkpoint import durable  # Orbax takes a second to import.
-
   return durable.DurableCheckpointer(config, mode)
 
 
@@ -75,7 +76,7 @@ class TensorBoardLogger(writers.AsyncWriter):
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Opens the files; a host that is not the first gets a directory of it."""
-    directory = pathlib.Path(config.checkpoint_dir) / mode
+    directory = spool.directory(config.checkpoint_dir) / mode
     if jax.process_index() != 0:
       directory = directory / f'host_{jax.process_index()}'
     made = (writers.make(x, config, mode, directory) for x in config.writers)
@@ -431,7 +432,7 @@ class _Refused(_Exit, UsageError):
 # and their exit codes.
 _CODES = {
   UsageError: 2,
-  files.DamagedError: 1,
+  store_lib.DamagedError: 1,
   nonfinite.NonfiniteError: 1,
   disk.FullDiskError: 1,
 }
@@ -643,8 +644,8 @@ def start(
     raise UsageError(refusal)
   config = resolve_config(config)
   is_once = mode.eval_log and (config.one_off_evaluate or config.eval_steps)
-  if needs_run and is_once and not pathlib.Path(config.checkpoint_dir).is_dir():
-    raise UsageError(f'{refusal} There is no such directory.')
+  if needs_run and is_once and not store_lib.at(config.checkpoint_dir).names():
+    raise UsageError(f'{refusal} There is none.')
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
   if mode.eval_checkpointer and jax.process_count() > 1:
@@ -667,6 +668,8 @@ def start(
     console = stack.enter_context(console_lib.Console.make(config, origin))
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
+    if is_writable:
+      stack.callback(lambda: spool.upload(config.checkpoint_dir))
     # It closes last: what is being saved is still logged.
     logs = stack.enter_context(contextlib.ExitStack())
 
@@ -733,8 +736,8 @@ def _claim(
   if jax.process_index() == 0:
     try:
       for name in mode.logs:
-        stack.enter_context(files.Claim(config.checkpoint_dir, name))
-    except files.ClaimedError as e:
+        stack.enter_context(owner.Claim(config.checkpoint_dir, name))
+    except owner.ClaimedError as e:
       refused = str(e)
     except OSError as e:
       unwritable = str(e)
@@ -776,9 +779,9 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; a run of'
       f' {jax.process_count()} processes needs one, the same for all.'
     )
-  directory = files.root(config.checkpoint_dir or _fresh_directory()).parent
+  place = store_lib.at(config.checkpoint_dir or _fresh_directory())
   with config.ignore_type(), config.unlocked():
-    config.checkpoint_dir = os.path.normpath(directory)
+    config.checkpoint_dir = place.url
   return config.lock()
 
 

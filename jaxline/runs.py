@@ -11,21 +11,20 @@ there is no run or no such metric, in one line on stderr.
 
 import argparse
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
 import math
 import os
-import pathlib
 import sys
 from typing import Any
 
 from jaxline import base_config
-from jaxline import disk
 from jaxline import errors
-from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import store as store_lib
 from jaxline.metrics import lines
 
 CONFIG = base_config.RECORD
@@ -47,7 +46,7 @@ class Run:
     has_ended: whether training has ended.
   """
 
-  path: pathlib.Path
+  path: str
   recorded: dict[str, Any]
   curves: dict[str, dict[int, float]]
   saved: int
@@ -85,18 +84,19 @@ class Run:
     return {name: list(self.curves[name].values())[-1] for name in names}
 
 
-def read(path: pathlib.Path) -> Run:
+def read(path: str | os.PathLike[str]) -> Run:
   """Reads a run.
 
   Args:
-    path: its directory.
+    path: its directory or address.
 
   Raises:
     errors.UsageError: the config cannot be read.
   """
   recorded = base_config.flat(base_config.read_record(path))
+  store = store_lib.at(path)
   unordered: dict[str, dict[int, float]] = collections.defaultdict(dict)
-  for step, scalars in inspection.logged(path):
+  for step, scalars in inspection.logged(store):
     for name, value in scalars.items():
       # JSON has no NaN; as text it is one of those that float reads.
       with contextlib.suppress(ValueError, TypeError):
@@ -109,9 +109,10 @@ def read(path: pathlib.Path) -> Run:
   for step, rate in rates.items():
     seconds += (step - before) / rate if rate > 0 else 0.0
     before = step
-  saved = max(files.steps(files.root(path) / 'latest'), default=0)
-  has_ended = inspection.ended(path) is not None
-  run = Run(path, recorded, curves, saved, seconds, has_ended)
+  manifests = manager.Manifests(store.below('checkpoints'))
+  saved = max(manifests.steps('latest'), default=0)
+  has_ended = inspection.ended(store) is not None
+  run = Run(store.url, recorded, curves, saved, seconds, has_ended)
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and run.step >= steps
@@ -124,35 +125,44 @@ def find(places: Sequence[str]) -> list[Run]:
   Raises:
     errors.UsageError: there is none in one of them.
   """
-  found: dict[pathlib.Path, Run] = {}
+  found: dict[str, Run] = {}
   for place in places:
-    disk.check_local(place, 'The directory')
-    paths = []
-    for folder, folders, names in os.walk(place):
-      if CONFIG in names:
-        paths.append(pathlib.Path(folder))
-        folders.clear()
+    paths = list(_below(store_lib.at(place)))
     if not paths:
       raise errors.UsageError(
         f'There is no run in {place}: expected a directory with a {CONFIG}, or'
         ' one that has such directories below it.'
       )
-    for path in sorted(paths):
+    for path in paths:
       try:
-        found[path.resolve()] = read(path)
+        found[path] = read(path)
       except errors.UsageError as e:
-        if path == pathlib.Path(place):
+        if len(paths) == 1:
           raise
         print(f'Left out: {e}', file=sys.stderr)
   return list(found.values())
 
 
+def _below(store: store_lib.Store) -> Iterator[str]:
+  """Yields the directories of runs in and below a place."""
+  names = store.names()
+  if CONFIG in names:
+    yield store.url
+    return
+  for name in names:
+    yield from _below(store.below(name))
+
+
 def _names(runs: Sequence[Run]) -> list[str]:
   """Returns the shortest paths that tell the runs apart."""
   if len(runs) == 1:
-    return [runs[0].path.name or str(runs[0].path)]
-  common = os.path.commonpath([run.path.absolute() for run in runs])
-  return [os.path.relpath(run.path.absolute(), common) for run in runs]
+    return [os.path.basename(runs[0].path)]
+  paths = [run.path for run in runs]
+  try:
+    common = os.path.commonpath(paths)
+  except ValueError:  # Of a directory and an address.
+    return paths
+  return [os.path.relpath(path, common) for path in paths]
 
 
 def _metrics(values: Mapping[str, float]) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import threading
 import time
 from typing import Any
@@ -27,9 +28,10 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
 from jaxline.checkpoint import base
-from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
+from jaxline.checkpoint import spool
+from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.compat import lazy
@@ -198,7 +200,8 @@ class Run:
         _restore(checkpointer)
       yield has_checkpoint
       return
-    _resume_log(self, self.eval_log, evaluation.last)
+    lengths = evaluation.noted[-1].lengths if evaluation.noted else {}
+    _resume_log(self, self.eval_log, evaluation.last, lengths)
     initial_is_due = (
       config.eval_initial_weights
       and 0 not in evaluation.done
@@ -254,9 +257,14 @@ class Run:
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
     last: int | None = state.global_step
-    if last not in evaluation.done:
-      last = last - 1 if last and not checkpointer.is_new() else None
-    _resume_log(self, self.eval_log, last)
+    lengths: Mapping[str, int] = {}
+    if last in evaluation.done:
+      lengths = evaluation.noted[-1].lengths
+    elif last and not checkpointer.is_new():
+      last, lengths = last - 1, checkpointer.lengths
+    else:
+      last = None
+    _resume_log(self, self.eval_log, last, lengths)
 
     def evaluate_now(*unused: Any) -> None:
       if state.global_step in evaluation.done:
@@ -388,7 +396,12 @@ def _restore(
     checkpointer.restore(series, step=step)
 
 
-def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
+def _resume_log(
+  run: Run,
+  log: writers.MetricWriter,
+  last: int | None,
+  lengths: Mapping[str, int],
+) -> None:
   """Removes records after the restored step; logs the config of a new run.
 
   The steps of those records run again, and log the same again.
@@ -398,12 +411,15 @@ def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
     log: of training or of evaluation.
     last: the last step that is not run or evaluated again; None if the run has
       done nothing yet, so that all of the log is void.
+    lengths: path -> length of what counts of each file.
   """
   # Else the records before are those of an earlier training.
   if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
-      log.resume(-1 if last is None else last)
-  if last is None or not run.checkpointer.is_resumable:
+      folders = {os.path.dirname(path) for path in log.flush() or ()}
+      spool.fetch(run.config.checkpoint_dir, folders, lengths)
+      log.resume(-1 if last is None else last, lengths)
+  if not lengths or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)
     text = json.dumps(recorded, indent=2, sort_keys=True)
     log.write_texts(0, {'config': text})
@@ -447,7 +463,8 @@ class _Training:
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
-    _resume_log(run, run.log, None if checkpointer.is_new() else step)
+    last = None if checkpointer.is_new() else step
+    _resume_log(run, run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
     self._saved_step = checkpointer.saved_step
@@ -459,15 +476,17 @@ class _Training:
       # The newest step that the loop waits for anyway, right after the actions.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
+    given = [adapters.full_action(x) for x in run.periodic_actions]
+    for action in given:
+      # On a thread of its own it would write behind a save's mark in the log.
+      action.share(run.log.executor)
     self.actions: list[periodic.Action] = [
       self.guard,
       *profiling.actions(config, run.console.say),
-      *map(adapters.full_action, run.periodic_actions),
+      *given,
       *self._default_actions(),
     ]
     checkpointer.logs = [*self.actions, run.log, run.eval_log]
-    if run.periodic_actions:  # They may write on threads of their own, later.
-      checkpointer.logs.append(writers.MultiWriter([run.log]))
 
   def _default_actions(self) -> list[periodic.Action]:
     """Returns what every training does at intervals: log, write, save."""
@@ -620,8 +639,8 @@ class _Evaluation:
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, init_rng, config
       )
-    self.noted = [x for x in run.checkpointer.evaluated() if x[0] <= until]
-    self.done = {step for step, _, _ in self.noted}
+    self.noted = [x for x in run.checkpointer.evaluated() if x.step <= until]
+    self.done = {x.step for x in self.noted}
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
@@ -670,11 +689,12 @@ class _Evaluation:
     checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
     metric, patience, _ = notes.early_stop(run.config)
     value = patience and self._value_of('early_stop.metric', metric, scalars)
-    self.noted.append((step, metric, value))
+    name = '' if value is None else metric
+    self.noted.append(base.Evaluation(step, name, value))
 
     def note() -> None:
-      flushed()  # First: what is noted as evaluated is in the log.
-      checkpointer.mark_evaluated(step, value)
+      lengths = flushed()  # First: what is noted as evaluated is in the log.
+      checkpointer.mark_evaluated(step, value, lengths)
 
     checkpointer.when_saved(note)
 
@@ -703,7 +723,7 @@ class _Evaluation:
       # Only the best value and its metric are restored, not the weights.
       try:
         _restore(checkpointer, series='best')
-      except files.DamagedError as e:
+      except store_lib.DamagedError as e:
         # The weights that count are those of `latest`.
         logging.error('The series best begins anew: %s', e)
     if (old := state.best_model_eval_metric) != metric:

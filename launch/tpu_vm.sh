@@ -3,7 +3,8 @@
 #
 #   launch/tpu_vm.sh create     # Asks for the TPUs, waits until they are there.
 #   launch/tpu_vm.sh install    # Brings the last commit, and installs it.
-#   launch/tpu_vm.sh run --config=configs/yours.py --config.checkpoint_dir=/runs/a
+#   launch/tpu_vm.sh run --config=configs/yours.py \
+#     --config.checkpoint_dir=gs://BUCKET/runs/a
 #   launch/tpu_vm.sh logs       # What the first worker says.
 #   launch/tpu_vm.sh stop       # SIGTERM: the run saves, and ends.
 #   launch/tpu_vm.sh delete     # Gives the TPUs back.
@@ -19,9 +20,9 @@ RUNTIME=${RUNTIME:-v2-alpha-tpuv5}
 SLICES=${SLICES:-1}
 # Such as --spot, --reserved, --network=NETWORK, --project=PROJECT.
 FLAGS=${FLAGS:-}
-# What all workers mount at /runs, such as 10.0.0.2:/runs of a Filestore. Of one
-# worker it can be left out.
-NFS=${NFS:-}
+# A folder of a bucket, such as gs://BUCKET/text, which `install` copies to
+# `data` on each worker.
+DATA=${DATA:-}
 
 usage() {
   echo "tpu_vm.sh: $1. Usage: launch/tpu_vm.sh [--dry-run]" \
@@ -79,19 +80,18 @@ create() {
 }
 
 install() {
-  local archive=/tmp/$NAME.tar.gz mount=''
+  local archive=/tmp/$NAME.tar.gz copy=''
   do_run git archive "--output=$archive" HEAD
   tpus scp "$archive" "$NAME:$archive" --node=all --worker=all
-  if [ -n "$NFS" ]; then
-    mount="
-sudo apt-get install --yes nfs-common
-sudo mkdir -p /runs
-mountpoint -q /runs || sudo mount $NFS /runs"
+  if [ -n "$DATA" ]; then
+    copy="
+mkdir -p data
+gcloud storage rsync --recursive $DATA data"
   fi
   # The VMs' own Python can be older than 3.11; uv brings one.
-  on all all "set -e$mount
+  on all all "set -e
 mkdir -p ~/jaxline
-cd ~/jaxline
+cd ~/jaxline$copy
 tar -xzf $archive
 python3 -m pip install --user --quiet uv
 ~/.local/bin/uv venv --quiet --allow-existing --python 3.11
@@ -101,7 +101,7 @@ python3 -m pip install --user --quiet uv
 run() {
   case " $* " in
     *" --config.checkpoint_dir="*) ;;
-    *) usage "run needs --config.checkpoint_dir=DIR, which all workers see" ;;
+    *) usage "run needs --config.checkpoint_dir=gs://BUCKET/RUN" ;;
   esac
   # Not tied to the connection. Started again where it asks for it, and where it
   # has lost another worker (docs/reference/reliability.md). If that one is gone

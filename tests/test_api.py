@@ -309,6 +309,7 @@ HEAVY = (
   'tensorboard',
   'tensorboardX',
   'tensorflow',
+  'tensorstore',
   'torch',
 )
 
@@ -602,7 +603,7 @@ def test_what_is_looked_at_during_the_run_is_the_last_save(
         seen.append((step, state['global_step'], w))
 
   def wait_for_save(step):
-    path = tmp_path / 'run' / 'checkpoints' / 'latest' / str(step)
+    path = tmp_path / f'run/checkpoints/latest/{step}.json'
     deadline = time.monotonic() + 30
     while checkpointer == 'durable' and time.monotonic() < deadline:
       history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history

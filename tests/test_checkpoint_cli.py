@@ -17,10 +17,11 @@ import safetensors.numpy
 
 from jaxline import base_config
 from jaxline import experiment
-from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import store as store_lib
+from tests import checkpoints as lib
 
 W = np.float32([[1, 2], [3, 4]])
 
@@ -43,15 +44,6 @@ class Experiment(experiment.AbstractExperiment):
 
   def evaluate(self, **unused):
     raise NotImplementedError
-
-
-class Unpicklable:
-  """Says whether it was unpickled."""
-
-  ran = False
-
-  def __setstate__(self, state):
-    Unpicklable.ran = True
 
 
 def save(directory, steps=(2,), series='latest', entries=(), module=None, **k):
@@ -111,28 +103,6 @@ def call(capsys):
   return call
 
 
-def snapshot(directory):
-  """Returns all there is below a directory, and when it was changed."""
-  return {
-    path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
-    for path in directory.rglob('*')
-  }
-
-
-def flip(path):
-  # In the data: of what follows them, Zarr has checksums of its own.
-  data = bytearray(path.read_bytes())
-  data[0] ^= 8
-  path.write_bytes(data)
-
-
-def array_file(run, name, step=4):
-  checkpoint = run / 'checkpoints' / 'latest' / str(step)
-  record = json.loads((checkpoint / 'checkpoint.json').read_text())
-  folder = checkpoint / 'arrays' / record['arrays'][name]['file']
-  return next(path for path in (folder / 'c').rglob('*') if path.is_file())
-
-
 # ls
 
 
@@ -154,30 +124,16 @@ def test_ls_lists_series_steps_and_metrics(call, run):
   ]
 
 
-def test_ls_of_a_series_has_only_that(call, saved):
+def test_ls_of_a_series_has_only_that(saved):
   listed = inspection.list_run(saved / 'checkpoints' / 'best')
-  assert list(listed['series']) == ['best']
-  assert listed['run'] == saved
-  row = listed['series']['best'][0]
-  path = saved / 'checkpoints' / 'best' / '2'
-  assert row['time'] == files.read_record(path)['time']
-  assert row['bytes'] == sum(
-    p.stat().st_size
-    for p in path.rglob('*')
-    if p.is_file() and not p.name.startswith(('checksums', '_CH', 'commit'))
-  )
-  assert list(inspection.list_run(saved / 'checkpoints')['series']) == [
-    'latest',
-    'best',
-  ]
-
-
-def test_ls_shows_what_is_damaged(call, run):
-  root = files.root(run)
-  (root / 'latest' / '4' / 'checkpoint.json').write_text('{')
-  status, out, _ = call('ls', run)
-  assert status == 0
-  assert 'checkpoint.json has 1 bytes' in out
+  (row,) = listed
+  assert (row['series'], row['step'], row['problem']) == ('best', 2, None)
+  manifest = json.loads(lib.manifest_of(saved, 2, 'best').read_text())
+  assert row['time'] == manifest['time']
+  parts = lib.data_of(saved, 2, 'best').glob('*/c*')
+  assert row['bytes'] == sum(p.stat().st_size for p in parts)
+  found = inspection.list_run(saved / 'checkpoints')
+  assert [x['series'] for x in found] == ['latest', 'latest', 'best']
 
 
 # show
@@ -199,9 +155,6 @@ def test_show_tells_arrays_and_values(call, saved):
     assert row.split() in rows, out
   assert 'hello' in out
   assert 'random_seed' not in out
-
-
-def test_show_config(call, saved):
   _, out, _ = call('show', saved, '--config')
   rows = [line.split() for line in out.splitlines()]
   assert ['random_seed', '42'] in rows
@@ -209,26 +162,25 @@ def test_show_config(call, saved):
 
 
 def test_places(saved, monkeypatch):
-  for where in ('', '/checkpoints', '/checkpoints/latest/4', ':4'):
+  for where in ('', '/', '/checkpoints', '/checkpoints/latest:4', ':4'):
     found = inspection.find(f'{saved}{where}')
-    assert found.path == saved / 'checkpoints' / 'latest' / '4'
+    assert found.name == f'{saved}/checkpoints/latest/4'
     np.testing.assert_array_equal(found.arrays('.*/w')['state/params/w'], W)
   best = saved / 'checkpoints' / 'best'
-  for where in (best, f'{best}:2', best / '2'):
-    assert inspection.find(where).path == best / '2'
-  monkeypatch.chdir(saved / 'checkpoints' / 'latest')
+  for where in (best, f'{best}:2', f'{best}/'):
+    assert inspection.find(where).name == f'{best}/2'
+  monkeypatch.chdir(saved)
   assert inspection.find('.').record['step'] == 4
-  assert inspection.list_run('.')['run'] == saved
 
 
 def test_show_needs_no_class_of_the_experiment(call, run):
-  path = files.root(run) / 'latest' / '4' / 'checkpoint.json'
-  record = json.loads(path.read_text())
+  path = lib.manifest_of(run, 4)
+  manifest = json.loads(path.read_text())
+  del manifest['crc']
   parts = {'x': {'tuple': [1, {'float': '7ff0000000000000'}]}}
-  record['entries']['odd'] = {'dataclass': ['nowhere:Odd', parts]}
-  record['entries']['more'] = {'pickle': ['more', 'gASVAAAA']}
-  path.write_text(json.dumps(record))
-  files.write_checksums(path.parent, 0, 1)
+  manifest['entries']['odd'] = {'dataclass': ['nowhere:Odd', parts]}
+  manifest['entries']['more'] = {'pickle': ['more', 'gASVAAAA']}
+  path.write_bytes(manager.pack(manifest))
   _, out, _ = call('show', run)
   assert 'nowhere:Odd' in out
 
@@ -236,10 +188,10 @@ def test_show_needs_no_class_of_the_experiment(call, run):
 # verify
 
 
-def test_verify_names_the_damaged_file_and_changes_nothing(call, run):
-  path = array_file(run, 'state/params/w')
-  flip(path)
-  before = snapshot(run)
+def test_verify_names_the_damaged_part_and_changes_nothing(call, run):
+  path = lib.part_of(run, 'state/params/w', 4)
+  lib.flip(path)
+  before = lib.tree_of(run)
   status, out, _ = call('verify', run)
   assert status == 1
   lines = out.splitlines()
@@ -248,19 +200,14 @@ def test_verify_names_the_damaged_file_and_changes_nothing(call, run):
     ['latest/4', 'DAMAGED:'],
     ['best/2', 'ok'],
   ]
-  name = path.relative_to(files.root(run) / 'latest' / '4')
-  assert f'{name} is not as it was written' in lines[1]
-  assert snapshot(run) == before
+  assert f'{path.parent.name}/{path.name} is not as it was' in lines[1]
+  assert lib.tree_of(run) == before
   assert call('verify', f'{run}:2')[0] == 0
-  assert call('verify', f'{run}:4')[0] == 1
-
-
-def test_verify_without_a_record(call, run):
-  checkpoint = files.root(run) / 'latest' / '4'
-  (checkpoint / 'checkpoint.json').unlink()
-  status, out, _ = call('verify', checkpoint)
-  assert status == 1
-  assert 'checkpoint.json is missing' in out
+  path.unlink()
+  assert 'is missing' in call('verify', f'{run}:4')[1]
+  lib.manifest_of(run, 4).write_text('{')
+  status, out, _ = call('verify', f'{run}:4')
+  assert (status, '4.json is not as it was' in out) == (1, True)
 
 
 # export
@@ -335,7 +282,7 @@ def test_export_replaces_only_by_force(call, saved, tmp_path):
 
 
 def test_export_verifies_what_it_reads(call, run, tmp_path):
-  flip(array_file(run, 'state/params/w'))
+  lib.flip(lib.part_of(run, 'state/params/w', 4))
   out = tmp_path / 'w.npz'
   status, _, err = call('export', run, out, '--select', '.*/w')
   assert status == 2
@@ -362,12 +309,11 @@ def test_export_without_safetensors(call, saved, tmp_path, monkeypatch):
   ('argv', 'message'),
   [
     (['ls', '{tmp}'], 'is no directory of a run'),
-    (['ls', 'gs://b/r'], 'Mount the bucket'),
+    (['ls', 'ftp://b/r'], 'gs://BUCKET/PATH'),
     (['ls', '{tmp}/none'], 'is no directory'),
     (['show', '{run}:3'], "has no step 3. The steps are {'latest': [2, 4]"),
     (['show', '{run}/checkpoints/best:4'], 'has no step 4'),
     (['verify', '{run}:3'], 'has no step 3'),
-    (['show', '{run}/checkpoints/best/2:2'], 'leave :2 out'),
     (['export', '{run}', '{tmp}/w.txt'], "expected one of ['.safetensors'"),
     (['export', '{run}', '{tmp}/none/w.npz'], 'No such file'),
     (['export', '{run}', '{tmp}/w.npz', '--select', 'w'], "matches 'w'"),
@@ -382,60 +328,83 @@ def test_errors_are_one_line(call, saved, tmp_path, argv, message):
   assert err.count('\n') == 1
 
 
-@pytest.mark.parametrize('text', ['{', '[]'])
-def test_a_damaged_record_is_an_error(call, run, text):
-  path = files.root(run) / 'latest' / '4' / 'checkpoint.json'
-  path.write_text(text)
+def test_a_damaged_manifest_is_an_error(call, run):
+  lib.manifest_of(run, 4).write_text('[]')
   for argv in (['show', run], ['export', run, 'w.npz']):
     status, _, err = call(*argv)
     assert status == 2
-    assert f'{path.parent} is damaged: ' in err
+    assert 'latest/4.json is not as it was written' in err
     assert err.count('\n') == 1
-  assert call('ls', run)[0] == 0
+  status, out, _ = call('ls', run)
+  assert (status, '4.json is not as it was written' in out) == (0, True)
 
 
-def test_the_newest_is_taken_if_one_vanishes(run, monkeypatch):
-  read = files.read_record
+@pytest.fixture
+def vanishing(run, monkeypatch):
+  """Has step 4 removed when its manifest is read, or has been."""
 
-  def vanish(path):
-    if path.name == '4':
-      files.remove(path)
-    return read(path)
+  def vanish(when):
+    read = manager.Manifests.read
 
-  monkeypatch.setattr(files, 'read_record', vanish)
-  assert inspection.find(run).record['step'] == 2
+    def spy(self, series, step):
+      if when == 'after':
+        found = read(self, series, step)
+      if (series, step) == ('latest', 4) and lib.manifest_of(run, 4).exists():
+        shutil.rmtree(lib.data_of(run, 4))
+        lib.manifest_of(run, 4).unlink()
+      return found if when == 'after' else read(self, series, step)
+
+    monkeypatch.setattr(manager.Manifests, 'read', spy)
+
+  return vanish
 
 
-def test_what_vanishes_is_told(call, run, monkeypatch):
-  read = files.read_record
+def test_what_vanishes(call, run, vanishing, tmp_path):
   opened = inspection.find(f'{run}:4')
-
-  def vanish(path):
-    record = read(path)
-    files.remove(path)
-    return record
-
-  monkeypatch.setattr(files, 'read_record', vanish)
+  copy = shutil.copytree(run, tmp_path / 'copy')
+  vanishing('after')
+  with pytest.raises(store_lib.GoneError, match='was removed meanwhile'):
+    inspection.find(run).arrays()
+  with pytest.raises(store_lib.GoneError, match='was removed meanwhile'):
+    opened.arrays()
   status, _, err = call('show', f'{run}:4')
   assert status == 2
   assert 'has no step 4. The steps are' in err
-  with pytest.raises(files.GoneError, match='was removed meanwhile'):
-    opened.arrays()
-  assert [r['step'] for r in inspection.list_run(run)['series']['latest']] == []
+  shutil.rmtree(run)
+  shutil.copytree(copy, run)
+  want = 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'
+  assert call('verify', run)[:2] == (0, want)
 
 
-def test_verify_leaves_out_what_vanishes(call, run, monkeypatch):
-  verify = contents.Checkpoint.verify
+def test_the_newest_is_taken_if_one_vanishes(call, run, vanishing):
+  vanishing('before')
+  assert inspection.find(run).record['step'] == 2
+  assert [row['step'] for row in inspection.list_run(run)] == [2, 2]
 
-  def vanish(listing, *args):
-    if listing.path.name == '4':
-      files.remove(listing.path)
-    return verify(listing, *args)
 
-  monkeypatch.setattr(contents.Checkpoint, 'verify', vanish)
-  status, out, _ = call('verify', run)
-  assert status == 0
-  assert out == 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'
+# In a bucket.
+
+
+@pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
+def test_a_run_in_a_bucket(url, call, tmp_path):
+  save(url, (2, 4))
+  status, out, _ = call('ls', url)
+  assert (status, out.count('latest')) == (0, 2)
+  assert 'state/params/w' in call('show', f'{url}:2')[1]
+  assert call('verify', url)[:2] == (
+    0, 'latest/2  ok\nlatest/4  ok\n2 checkpoints, 0 damaged\n'
+  )  # fmt: skip
+  out = tmp_path / 'w.safetensors'
+  assert call('export', f'{url}/checkpoints/latest:4', out)[0] == 0
+  np.testing.assert_array_equal(safetensors.numpy.load_file(out)['w'], W)
+  store = store_lib.at(url)
+  record = inspection.find(url).record
+  part = f'checkpoints/data/{record["data"]}/'
+  part += f'{record["arrays"]["state/params/w"]["file"]}/c.0.0'
+  store.delete(part)
+  status, out, _ = call('verify', url)
+  assert (status, 'c.0.0 is missing' in out) == (1, True)
+  assert call('show', url.replace('/x', '/absent'))[0] == 2
 
 
 # As a program.

@@ -25,7 +25,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline.checkpoint import files
+from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 
 HERE = __name__
@@ -519,7 +519,7 @@ def test_edited_structures_are_refused(kind, body, monkeypatch):
     monkeypatch.setattr(sys.modules[module], name, lambda *a: ran.append(a))
   gc.collect()
   FINALIZED.clear()
-  with pytest.raises(files.RefusedError):
+  with pytest.raises(store_lib.RefusedError):
     structure.decode([{kind: body}], {'v': np.zeros(2, np.uint32)})
   gc.collect()
   assert not ran

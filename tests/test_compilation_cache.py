@@ -68,11 +68,11 @@ def compiled(config):
 
 
 def programs(directory):
-  return sorted(directory.glob('*/*.program'))
+  return sorted(directory.glob('*.program'))
 
 
 def program(directory):
-  (path,) = directory.glob('*/jit_double-*.program')
+  (path,) = directory.glob('jit_double-*.program')
   return path
 
 
@@ -148,29 +148,6 @@ def test_a_variable_of_jax_counts(home, monkeypatch):
     assert jax.config.jax_persistent_cache_enable_xla_caches == 'none'
 
 
-def test_hosts_that_run_other_code_have_directories_of_their_own(monkeypatch):
-  here = compilation_cache._host()
-  assert compilation_cache._host() == here
-  monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(999))
-  assert compilation_cache._host() != here
-  monkeypatch.undo()
-
-  def cpuinfo(flags):
-    text = f'processor: 0\nmodel name: X\nflags: {flags}\ncpu MHz: 1\n\nmore'
-    monkeypatch.setattr(pathlib.Path, 'read_text', lambda *args, **kw: text)
-    return compilation_cache._host()
-
-  assert cpuinfo('avx avx2') != cpuinfo('avx')
-
-  def refuse(*args, **kwargs):
-    raise FileNotFoundError
-
-  monkeypatch.setattr(pathlib.Path, 'read_text', refuse)
-  one = compilation_cache._host()
-  monkeypatch.setattr(compilation_cache.platform, 'node', lambda: 'other')
-  assert compilation_cache._host() != one
-
-
 # What is refused, and what fails.
 
 
@@ -209,15 +186,15 @@ def test_a_home_that_can_only_be_read(home, read_only, counts, caplog):
   assert counts['hits'] == kept
   assert path.stat().st_mtime_ns == before
   assert not caplog.text
-  with compilation_cache.of_run(make_config()):
-    jax.clear_caches()
-    jax.jit(lambda x: x - 3)(1.0)
-    jax.jit(lambda x: x - 4)(1.0)
-  assert caplog.text.count('fails, and the run goes on') == 1
-  assert 'Read-only file system' in caplog.text
+  with (
+    compilation_cache.of_run(make_config()),
+    pytest.warns(UserWarning, match='Read-only file system'),
+  ):
+    assert jax.jit(lambda x: x - 3)(1.0) == -2
 
 
-def test_a_full_disk(small_disk, tmp_path, caplog, counts):
+@pytest.mark.filterwarnings('ignore:Error writing persistent')
+def test_a_full_disk(small_disk):
   folder, _ = small_disk
   (folder / 'filler').write_bytes(bytes(1470 * 1024))
   x = np.arange(5, dtype=np.float32)
@@ -228,13 +205,12 @@ def test_a_full_disk(small_disk, tmp_path, caplog, counts):
       np.testing.assert_allclose(
         jax.jit(fn)(x), np.sin(x) * i + np.cos(x), rtol=1e-5
       )
-  assert caplog.text.count('fails, and the run goes on') == 1
-  assert 'No space left' in caplog.text
-  assert not list(folder.glob('**/partial*'))
+  assert not list(folder.glob('partial*'))
   # What is there is whole.
-  store = compilation_cache.Files(programs(folder)[0].parent)
+  store = compilation_cache.Files(folder)
+  assert 0 < len(programs(folder)) < 15
   for path in programs(folder):
-    assert store.get(path.name.removesuffix('.program'))
+    assert store.get(path.stem)
 
 
 @pytest.mark.parametrize('damage', ['flip', 'cut', 'empty'])
@@ -295,20 +271,16 @@ def test_processes_that_write_at_once(tmp_path):
 # The size.
 
 
-def test_the_entries_used_least_recently_are_removed(tmp_path):
-  here, other = tmp_path / 'here', tmp_path / 'other'
-  here.mkdir()
-  other.mkdir()
-  foreign = other / 'notes.txt'
+def test_the_entries_used_least_recently_are_removed(tmp_path, monkeypatch):
+  monkeypatch.setattr(compilation_cache, 'MAX_BYTES', 4500)
+  foreign = tmp_path / 'notes.txt'
   foreign.write_bytes(bytes(10_000))
-  stores = [
-    compilation_cache.Files(x, max_bytes=4500) for x in (other, *[here] * 5)
-  ]
-  for i, store in enumerate(stores):
+  store = compilation_cache.Files(tmp_path)
+  for i in range(6):
     store.put(f'key{i}', bytes(1000))
-    os.utime(store.path / f'key{i}.program', (i, i))
+    os.utime(tmp_path / f'key{i}.program', (i, i))
     if i == 4:
-      assert stores[1].get('key1') == bytes(1000)  # It is used now.
+      assert store.get('key1') == bytes(1000)  # It is used now.
   left = {path.stem for path in programs(tmp_path)}
   assert left == {'key1', 'key3', 'key4', 'key5'}
   assert sum(path.stat().st_size for path in programs(tmp_path)) <= 4500

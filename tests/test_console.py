@@ -632,7 +632,7 @@ def test_the_start_says_whether_the_cache_had_the_step(
   assert re.fullmatch(miss, said())
   hit = r'Compiled in \d+\.\d s; (\d+) of \1 programs were in the cache\.'
   assert re.fullmatch(hit, said())
-  for path in tmp_path.glob('programs/*/jit_step-*'):
+  for path in tmp_path.glob('programs/jit_step-*'):
     path.unlink()
   some = r'Compiled in \d+\.\d s; 1 of \d+ programs were in the cache\.'
   assert re.fullmatch(some, said())

@@ -3,8 +3,6 @@
 The kills of the slow suite: pytest tests/test_faults.py -m slow -n 0
 """
 
-import contextlib
-import hashlib
 import json
 import os
 import pathlib
@@ -21,8 +19,9 @@ import numpy as np
 import pytest
 
 from jaxline import runs
-from jaxline.checkpoint import contents
-from jaxline.checkpoint import files
+from jaxline.checkpoint import store
+from tests import buckets
+from tests import remains
 from tests.programs import events
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -55,7 +54,7 @@ class Run:
     num_devices=1,
     keeps_programs=False,
   ):
-    self.series = files.root(run_dir)
+    self.checkpoints = store.at(run_dir).below('checkpoints')
     self.lines = []
     self._events = self.folder / f'{time.monotonic_ns()}.jsonl'
     self._process = subprocess.Popen(
@@ -116,29 +115,19 @@ class Run:
     """The same, of a line on stderr: for tests that are about the line."""
     return self._wait(lambda: any(re.search(pattern, x) for x in self.lines))
 
-  def wait_for_save(self, series, count=1):
-    """The same, of the beginnings of saves; as soon as it is on the disk."""
-    return self._wait_for_entries(
-      series, count, re.compile(r'.*orbax-checkpoint-tmp|.*\.partial$').match
-    )
-
-  def wait_for_saved(self, series, count=1):
-    """The same, of checkpoints that become visible."""
-    return self._wait_for_entries(series, count, str.isdigit)
-
-  def wait_for_checkpoint(self, series, step):
-    """The same, of a checkpoint of this step that is visible."""
-    return self._wait(lambda: (self.series / series / str(step)).exists())
-
-  def _wait_for_entries(self, series, count, is_one):
-    folder = self.series / series
-    before, seen = _entries(folder), set()
+  def wait_for_save(self, folder, count=1):
+    """The same, of saves: names that are new in `data`, `latest` or `best`."""
+    before, seen = {*self.checkpoints.names(folder)}, set()
 
     def happened():
-      seen.update(filter(is_one, _entries(folder) - before))
+      seen.update({*self.checkpoints.names(folder)} - before)
       return len(seen) >= count
 
     return self._wait(happened)
+
+  def wait_for_checkpoint(self, series, step):
+    """The same, of a checkpoint of this step that is there."""
+    return self._wait(lambda: f'{step}.json' in self.checkpoints.names(series))
 
   def _wait(self, happened):
     is_over = lambda: self._process.poll() is not None
@@ -164,13 +153,6 @@ class Run:
     self._process.kill()
     self._process.wait()
     self._reader.join()
-
-
-def _entries(folder):
-  try:
-    return set(os.listdir(folder))
-  except FileNotFoundError:
-    return set()
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -199,98 +181,12 @@ def finished(run_dir, *args, **kwargs):
   return run
 
 
-# What a run leaves: its bits and its curves.
-
-
-def newest(run_dir, series='latest'):
-  """Returns the newest complete step, or None; all are whole.
-
-  One that was written when the run was killed, but not renamed yet, gets its
-  name at the next start. An evaluation that lives may remove its last best one
-  meanwhile.
-  """
-  folder = files.root(run_dir) / series
-  paths = {step: folder / str(step) for step in files.steps(folder)}
-  for path in folder.glob('*.new'):
-    if path.is_dir():
-      paths.setdefault(int(path.stem), path)
-  for step, path in paths.items():
-    with contextlib.suppress(files.GoneError), files.reading(path):
-      contents.Checkpoint(path).verify()
-      assert files.read_record(path)['step'] == step
-  return max(paths, default=None)
-
-
-def bits(checkpoint):
-  """Returns all that a checkpoint holds: hashes of arrays, and the rest."""
-  opened = contents.Checkpoint(checkpoint)
-  record = opened.record
-  names = dict.fromkeys(record['arrays'])
-  held = {
-    name: (str(x.dtype), x.shape, hashlib.sha256(x.tobytes()).hexdigest())
-    for name, x in opened.read(names)
-  }
-  for name in ('step', 'entries', 'module'):
-    held[name] = record[name]
-  held['process'] = files.read_json(checkpoint / 'process_0.json')
-  return held
-
-
-# Ends of the names of what depends on the clock.
-TIMES = ('_per_sec', '_wait_fraction')
-
-
-def records(run_dir, mode):
-  """Returns the scalars of each line, in the file's order."""
-  lines = (run_dir / mode / 'metrics.jsonl').read_text().splitlines()
-  found = [json.loads(line) for line in lines]
-  return [
-    {
-      name: value
-      for name, value in record.items()
-      if name != 'time' and not name.endswith(TIMES)
-    }
-    for record in found
-    if record['kind'] == 'scalars'
-  ]
-
-
-def tensorboard(run_dir, mode, hides_voided):
-  """Returns tag -> [(step, value)], as TensorBoard reads it."""
-  from tensorboard.backend.event_processing import event_accumulator
-
-  events = event_accumulator.EventAccumulator(
-    str(run_dir / mode),
-    size_guidance={'scalars': 0},
-    purge_orphaned_data=hides_voided,
-  ).Reload()
-  return {
-    tag: [(event.step, event.value) for event in events.Scalars(tag)]
-    for tag in events.Tags()['scalars']
-    if not tag.endswith(TIMES)
-  }
-
-
-def left_by(run_dir):
-  """Returns all that must not depend on what happened to the run."""
-  left = {'best step': newest(run_dir, 'best')}
-  for series in ('latest', 'best'):
-    step = newest(run_dir, series)
-    left[series] = bits(files.root(run_dir) / series / str(step))
-  for mode in ('train', 'eval'):
-    left[f'{mode} curve'] = records(run_dir, mode)
-    # All that is in the files; and what is shown where it heeds the marks.
-    left[f'{mode} events'] = tensorboard(run_dir, mode, False)
-    left[f'{mode} shown'] = tensorboard(run_dir, mode, True)
-  return left
-
-
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
   """What a run leaves that nothing happened to."""
   run_dir = tmp_path_factory.mktemp('undisturbed')
   finished(run_dir, keeps_programs=True)
-  return left_by(run_dir)
+  return remains.left_by(run_dir)
 
 
 @pytest.fixture(scope='module')
@@ -325,7 +221,7 @@ def test_what_an_undisturbed_run_leaves(undisturbed):
     assert events['loss'] == [
       (r['step'], np.float32(r['loss'])) for r in undisturbed[f'{mode} curve']
     ]
-  assert undisturbed['latest']['process']['input']['structure']
+  assert undisturbed['latest']['processes'][0]['input']['structure']
 
 
 # The shortest way to lose nothing; all others are in the next tier.
@@ -339,17 +235,17 @@ def test_a_run_that_is_killed_and_told_to_end_is_the_same(
   assert run.wait_for_checkpoint('latest', 6), run.log
   run.send(signal.SIGKILL)
   assert run.end() == -signal.SIGKILL
-  killed_at = newest(tmp_path)
+  killed_at = remains.newest(tmp_path)
   assert killed_at >= 6
   run = start(tmp_path, faults=faults)
   assert run.wait_for_step(killed_at + 4), run.log
   run.send(signal.SIGTERM)
   assert run.end() == 75, run.log[-8000:]
   check_resumed(run, killed_at)
-  ended_at = newest(tmp_path)
+  ended_at = remains.newest(tmp_path)
   assert ended_at == run.events('step')[-1]['step'] >= killed_at + 4
   check_resumed(finished(tmp_path), ended_at)
-  assert left_by(tmp_path) == undisturbed
+  assert remains.left_by(tmp_path) == undisturbed
 
 
 # kill -9
@@ -365,8 +261,8 @@ def wait_until(run, what, rng):
     'logs': (lambda: run.wait_for('resuming the logs'), 0.02),
     'training': (lambda: run.wait_for('step', 2 * count), 0.05),
     'evaluation': (lambda: run.wait_for('evaluation'), 0.05),
-    'save': (lambda: run.wait_for_save('latest', count), 0.15),
-    'saved': (lambda: run.wait_for_saved('latest', count), 0.02),
+    'save': (lambda: run.wait_for_save('data', count), 0.15),
+    'saved': (lambda: run.wait_for_save('latest', count), 0.02),
     'best': (lambda: run.wait_for_save('best'), 0.15),
     'end': (lambda: run.wait_for('final checkpoint'), 0.3),
   }[what]
@@ -410,12 +306,16 @@ def interrupt_at_random(run_dir, seed, signum, faults=None):
       run.kill()
     check_resumed(run, before)
     # Nothing that was saved is lost.
-    after = newest(run_dir)
+    after = remains.newest(run_dir)
     assert (after or 0) >= (before or 0), (what, before, after)
-    newest(run_dir, 'best')
+    remains.newest(run_dir, 'best')
     if codes[-1] == 75:
-      (step,) = re.findall(r'by SIGTERM after step (\d+)', run.log) or [after]
-      assert after == (step and int(step)), run.log
+      said = re.search('Go on: |It goes on with the same command', run.log)
+      assert said or after == STEPS, run.log[-8000:]
+      # Not a step is lost: the newest is of the last one that was taken.
+      taken = run.events('step') or [{'step': before}]
+      assert after == taken[-1]['step'], (what, run.log[-8000:])
+      assert not after or remains.curve(run_dir, 'train')[-1]['step'] == after
     before = after
     if codes[-1] == 0:
       break
@@ -424,13 +324,48 @@ def interrupt_at_random(run_dir, seed, signum, faults=None):
   return done, codes
 
 
+SEEDS = [
+  pytest.param(0, marks=pytest.mark.process),
+  *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, SLOW_SEEDS + 1)),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize('signum', SIGNALS, ids=lambda signum: signum.name)
+@pytest.mark.parametrize('seed', SEEDS)
+def test_interrupted_at_any_instant(tmp_path, undisturbed, signum, seed):
+  # Else it may get to its end before it was interrupted often.
+  faults = {'step_secs': 0.04}
+  done, codes = interrupt_at_random(tmp_path, seed, signum, faults)
+  print(f'{signum.name} seed {seed}: {list(zip(done, codes, strict=False))}')
+  assert len(done) >= 8
+  assert remains.left_by(tmp_path) == undisturbed
+
+
 @pytest.mark.process
-@pytest.mark.timeout(400)
-def test_killed_at_any_instant(tmp_path, undisturbed):
-  done, codes = interrupt_at_random(tmp_path, 0, signal.SIGKILL)
-  assert len(done) == 12
-  assert codes.count(-signal.SIGKILL) >= 11  # The last may come too late.
-  assert left_by(tmp_path) == undisturbed
+def test_killed_in_a_bucket(tmp_path, undisturbed, start, monkeypatch):
+  program = [sys.executable, ROOT / 'tests' / 'buckets.py', '0']
+  with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
+    try:
+      endpoint = server.stdout.readline().strip()
+      monkeypatch.setenv('TENSORSTORE_GCS_HTTP_URL', endpoint)
+      monkeypatch.setenv('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'x')
+      url = f'gs://{buckets.new_bucket(endpoint)}/run'
+      before = None
+      for folder, count in [('data', 2), ('latest', 3), ('best', 1), ('', 0)]:
+        run = start(url)
+        if folder:
+          assert run.wait_for_save(folder, count), run.log
+          run.send(signal.SIGKILL)
+        assert run.end() == (-signal.SIGKILL if folder else 0), run.log
+        check_resumed(run, before)
+        before = remains.newest(url)
+        # As the log says: else the next one waits for a sign of life.
+        run.checkpoints.delete_folder('claims')
+      remains.copy(url, tmp_path)
+      assert remains.left_by(tmp_path) == undisturbed
+    finally:
+      server.kill()
 
 
 ROLLING = '--config.experiment_kwargs.rolling=True'
@@ -454,14 +389,14 @@ def workers_of(run_dir):
 def test_killed_with_workers_and_a_rolling_evaluation(tmp_path, monkeypatch):
   straight, killed = tmp_path / 'straight', tmp_path / 'killed'
   finished(straight, ROLLING)
-  expected = left_by(straight)
+  expected = remains.left_by(straight)
   monkeypatch.setenv('SURVIVOR_DIR', str(killed))
   for saves in (2, 3, 2, None):
-    before = newest(killed)
+    before = remains.newest(killed)
     run = Run(killed, ROLLING, faults={'num_workers': 2})
     try:
       if saves:
-        assert run.wait_for_save('latest', saves), run.log
+        assert run.wait_for_save('data', saves), run.log
         assert len(workers_of(killed)) >= 3
         run.kill()
       else:
@@ -474,52 +409,10 @@ def test_killed_with_workers_and_a_rolling_evaluation(tmp_path, monkeypatch):
     while (left := workers_of(killed)) and time.monotonic() < deadline:
       time.sleep(0.1)
     assert left == []
-  assert left_by(killed) == expected
+  assert remains.left_by(killed) == expected
   # Each evaluation had other rows than the one before.
   curve = expected['eval curve']
   assert len({r['loss'] for r in curve}) == len(curve)
-
-
-@pytest.mark.process
-def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
-  run = start(tmp_path, faults={'write_secs': 0.1})
-  assert run.wait_for_checkpoint('latest', 6)
-  run.kill()
-  steps = [record['step'] for record in records(tmp_path, 'train')]
-  assert steps[: newest(tmp_path)] == list(range(1, newest(tmp_path) + 1))
-
-
-@pytest.mark.process
-def test_killed_behind_the_first_evaluation(tmp_path, start):
-  args = '--config.eval_initial_weights=True', '--config.training_steps=6'
-  run = start(tmp_path, *args, faults={'hang_at': 1})
-  assert run.wait_for_checkpoint('best', 0)
-  noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
-  deadline = time.monotonic() + TIMEOUT
-  while not noted.exists() or files.read_json(noted)['evaluated'][0][0] != 0:
-    assert time.monotonic() < deadline, run.log
-    time.sleep(0.01)
-  run.kill()
-  assert newest(tmp_path) is None
-  finished(tmp_path, *args)
-  steps = [0, EVAL_EVERY, 6]
-  assert [r['step'] for r in records(tmp_path, 'eval')] == steps
-  for hides_voided in (False, True):
-    shown = tensorboard(tmp_path, 'eval', hides_voided)['loss']
-    assert [step for step, _ in shown] == steps
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize('signum', SIGNALS, ids=lambda signum: signum.name)
-@pytest.mark.parametrize('seed', range(1, SLOW_SEEDS + 1))
-def test_interrupted_many_times(tmp_path, undisturbed, signum, seed):
-  # Else it may get to its end before it was interrupted often.
-  faults = {'step_secs': 0.04}
-  done, codes = interrupt_at_random(tmp_path, seed, signum, faults)
-  print(f'{signum.name} seed {seed}: {list(zip(done, codes, strict=False))}')
-  assert len(done) >= 8
-  assert left_by(tmp_path) == undisturbed
 
 
 # Evaluation in a process of its own.
@@ -546,8 +439,8 @@ def follow(run_dir, start, seed, num_kills):
       run.wait_for(phase[mode], int(rng.integers(1, 4)), what='start')
     time.sleep(rng.uniform(0, seconds[mode]))
     run.kill()
-    newest(run_dir)
-    newest(run_dir, 'best')
+    remains.newest(run_dir)
+    remains.newest(run_dir, 'best')
     begin(mode)
   for mode in runs:
     assert runs[mode][-1].end() == 0, runs[mode][-1].log[-8000:]
@@ -563,31 +456,24 @@ def follow(run_dir, start, seed, num_kills):
 
 
 def check_followed(run_dir, undisturbed):
-  latest = files.root(run_dir) / 'latest'
-  steps = files.steps(latest)
+  steps = remains.steps(run_dir)
   # And where a SIGTERM came.
   assert set(steps) >= set(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
-  assert bits(latest / str(STEPS)) == undisturbed['latest']
-  assert records(run_dir, 'train') == undisturbed['train curve']
-  evaluated = records(run_dir, 'eval')
+  assert remains.bits(run_dir, STEPS) == undisturbed['latest']
+  assert remains.curve(run_dir, 'train') == undisturbed['train curve']
+  evaluated = remains.curve(run_dir, 'eval')
   assert [r['step'] for r in evaluated] == steps  # Each once.
-  assert [step for step, _ in tensorboard(run_dir, 'eval', False)['loss']] == (
-    steps
-  )
+  assert [
+    step for step, _ in remains.tensorboard(run_dir, 'eval', False)['loss']
+  ] == (steps)
   # The same in one go, afterwards.
   finished(run_dir, '--config.eval_steps=all', KEEP_ALL, mode='eval_again')
-  assert evaluated == records(run_dir, 'eval_again')
+  assert evaluated == remains.curve(run_dir, 'eval_again')
   losses = {r['step']: r['loss'] for r in evaluated}
-  assert newest(run_dir, 'best') == min(losses, key=losses.get)
+  assert remains.newest(run_dir, 'best') == min(losses, key=losses.get)
   # Those that both modes evaluate.
   both = [r for r in undisturbed['eval curve'] if r['step'] % SAVE_EVERY == 0]
   assert [r for r in evaluated if r in both] == both
-
-
-@pytest.mark.process
-def test_evaluation_of_a_run_that_is_killed(tmp_path, undisturbed, start):
-  follow(tmp_path, start, 0, 3)
-  check_followed(tmp_path, undisturbed)
 
 
 @pytest.mark.process
@@ -598,59 +484,27 @@ def test_training_and_evaluation_in_two_threads(tmp_path, undisturbed, start):
     assert run.wait_for('evaluation', 2, what='end')
     run.send(signum)
     assert run.end() == code, run.log[-8000:]
-    newest(tmp_path, 'best')
-    assert newest(tmp_path) >= 2 * SAVE_EVERY
+    remains.newest(tmp_path, 'best')
+    assert remains.newest(tmp_path) >= 2 * SAVE_EVERY
   finished(tmp_path, KEEP_ALL, mode=mode)
   check_followed(tmp_path, undisturbed)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize('seed', range(1, SLOW_SEEDS + 1))
-def test_evaluation_of_a_run_killed_often(tmp_path, undisturbed, start, seed):
-  print(f'seed {seed}: {follow(tmp_path, start, seed, 6)}')
+@pytest.mark.parametrize('seed', SEEDS)
+def test_evaluation_of_a_run_that_is_killed(tmp_path, undisturbed, start, seed):
+  print(f'seed {seed}: {follow(tmp_path, start, seed, 6 if seed else 3)}')
   check_followed(tmp_path, undisturbed)
 
 
 # SIGTERM and Ctrl-C.
 
 
-@pytest.mark.process
-def test_sigterm_everywhere(tmp_path, undisturbed, start):
-  begins = {
-    'experiment init': lambda run, what: run.wait_for(what),
-    'latest': lambda run, what: run.wait_for_save(what),
-    'checkpoint restore': lambda run, what: run.wait_for(what),
-    'step': lambda run, what: run.wait_for(what),
-    'evaluation': lambda run, what: run.wait_for(what),
-  }
-  before = 0
-  for what, wait_for in begins.items():
-    run = start(tmp_path, faults={'step_secs': 0.03})
-    assert wait_for(run, what), run.log
-    began = time.monotonic()
-    run.send(signal.SIGTERM)
-    assert run.end() == 75, (what, run.log[-8000:])
-    assert time.monotonic() - began < 20  # Of the 30 s that are customary.
-    assert re.search('Go on: |It goes on with the same command', run.log)
-    step = newest(tmp_path) or 0
-    # Not a step is lost: the newest checkpoint is of the last one that was
-    # taken, and that one is logged.
-    taken = run.events('step') or [{'step': before}]
-    assert step == taken[-1]['step'], (what, run.log[-8000:])
-    assert not step or records(tmp_path, 'train')[-1]['step'] == step
-    before = step
-  assert before > 0
-  run = finished(tmp_path)
-  assert f'Restored {tmp_path}/checkpoints/latest/{before}.' in run.log
-  assert left_by(tmp_path) == undisturbed
-
-
 def test_sigterm_before_python_listens(tmp_path, start):
   run = start(tmp_path)
   run.send(signal.SIGTERM)
   assert run.end() == -signal.SIGTERM  # 143 in a shell.
-  assert newest(tmp_path) is None
+  assert remains.newest(tmp_path) is None
 
 
 @pytest.mark.process
@@ -664,7 +518,7 @@ def test_sigterm_to_evaluation(stopped, start):
       assert run.wait_for('evaluation', what='start'), run.log
     run.send(signal.SIGTERM)
     assert run.end() == 75, run.log[-8000:]
-  steps = [r['step'] for r in records(stopped, 'eval_one')]
+  steps = [r['step'] for r in remains.curve(stopped, 'eval_one')]
   assert steps == list(range(3, STOPPED_AT, SAVE_EVERY))
 
 
@@ -675,7 +529,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
   run.send(signal.SIGINT)
   assert run.end() == 130, run.log[-8000:]
   (step,) = re.findall(r'Interrupted by Ctrl-C after step (\d+)', run.log)
-  assert newest(tmp_path) == int(step)
+  assert remains.newest(tmp_path) == int(step)
   run = start(tmp_path, faults={'hang_at': 20})
   assert run.wait_for_checkpoint('latest', 18)
   run.send(signal.SIGINT)
@@ -684,9 +538,9 @@ def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
   run.send(signal.SIGINT)
   assert run.end() == -signal.SIGINT  # 130 in a shell.
   assert time.monotonic() - began < 5
-  assert newest(tmp_path) == 18
+  assert remains.newest(tmp_path) == 18
   finished(tmp_path)
-  assert left_by(tmp_path) == undisturbed
+  assert remains.left_by(tmp_path) == undisturbed
 
 
 # The disk.
@@ -699,9 +553,9 @@ def test_full_disk(small_disk, undisturbed, start):
   run = start(run_dir, KEEP_ALL)
   assert run.end() == 1, run.log[-8000:]
   assert 'No space left on device' in run.log
-  before = newest(run_dir)  # All that is visible is whole.
+  before = remains.newest(run_dir)  # All that is visible is whole.
   assert before >= SAVE_EVERY
-  newest(run_dir, 'best')
+  remains.newest(run_dir, 'best')
   # One message, and nothing left of what did not fit.
   assert re.search(r'^No space .* MiB free\).* Make room, ', run.lines[-1]), (
     run.log[-6000:]
@@ -710,16 +564,15 @@ def test_full_disk(small_disk, undisturbed, start):
   assert len(run.lines) - trained < 60, run.log[-8000:]
   for said in ('Event loop is closed', 'future.py', 'direct cause'):
     assert said not in run.log
-  left = [p.name for p in (run_dir / 'checkpoints').glob('*/*')]
-  assert [name for name in left if 'tmp' in name or 'partial' in name] == []
+  assert list((run_dir / 'checkpoints').glob('**/*.partial')) == []
   # While it is full: an error again, and nothing lost.
   run = start(run_dir, KEEP_ALL)
   assert run.end() == 1, run.log[-8000:]
   assert 'No space left on device' in run.log
-  assert newest(run_dir) >= before
+  assert remains.newest(run_dir) >= before
   remount('size=50m')
   finished(run_dir, KEEP_ALL)
-  assert left_by(run_dir) == undisturbed
+  assert remains.left_by(run_dir) == undisturbed
 
 
 @pytest.mark.process
@@ -732,10 +585,10 @@ def test_a_quota(tmp_path, undisturbed, start):
   resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (limit, limit))
   assert run.end() == 1, run.log[-8000:]
   assert 'File too large' in run.log
-  assert newest(tmp_path) >= 9
-  newest(tmp_path, 'best')
+  assert remains.newest(tmp_path) >= 9
+  remains.newest(tmp_path, 'best')
   finished(tmp_path)
-  assert left_by(tmp_path) == undisturbed
+  assert remains.left_by(tmp_path) == undisturbed
 
 
 def check_refused(start, run_dir):
@@ -765,8 +618,7 @@ def test_the_directory_vanishes(tmp_path, start):
   while run_dir.exists():
     shutil.rmtree(run_dir, ignore_errors=True)
   assert run.end() == 1, run.log[-8000:]
-  assert str(run_dir) in run.log
-  assert 'deleted while a writer had it open' in run.log
+  assert f"No such file or directory: '{run_dir}/" in run.log
 
 
 # What lies on the disk is damaged.
@@ -782,80 +634,36 @@ def truncate(path):
   os.truncate(path, path.stat().st_size // 2)
 
 
-def array_file(checkpoint):
-  """Returns the file with the weights `w`."""
-  found = [
-    path
-    for path in (checkpoint / 'arrays').glob('*state.params.w/**/*')
-    if path.is_file() and path.name != 'zarr.json'
-  ]
-  return max(found, key=lambda path: path.stat().st_size)
-
-
 @pytest.mark.process
-def test_damaged_checkpoints_are_passed_over(stopped, undisturbed):
+def test_damaged_checkpoints_are_passed_over(stopped, undisturbed, start):
   latest = stopped / 'checkpoints' / 'latest'
+  part = lambda step: (
+    remains.data_of(stopped, step) / '0003.state.params.w/c.0.0'
+  )
   damages = {
-    24: lambda path: flip(array_file(path)),
-    21: lambda path: truncate(array_file(path)),
-    18: lambda path: flip(path / 'checkpoint.json'),
-    15: lambda path: truncate(path / 'checkpoint.json'),
-    12: lambda path: truncate(path / 'checksums_0.json'),
-    9: lambda path: array_file(path).unlink(),
-    6: lambda path: flip(path / 'process_0.json'),
+    24: lambda step: flip(part(step)),
+    21: lambda step: truncate(part(step)),
+    18: lambda step: part(step).unlink(),
+    15: lambda step: flip(latest / f'{step}.json'),
+    12: lambda step: truncate(latest / f'{step}.json'),
   }
   for step, damage in damages.items():
-    damage(latest / str(step))
-    with pytest.raises(files.DamagedError):
-      contents.Checkpoint(latest / str(step)).verify()
+    damage(step)
+  intact = shutil.copytree(stopped, stopped.parent / 'copy')
   run = finished(stopped, KEEP_ALL)
   for step in damages:
-    assert f'latest/{step} is damaged' in run.log
-  assert f'Restored {latest}/3.' in run.log
-  assert left_by(stopped) == undisturbed
-
-
-@pytest.mark.process
-def test_where_all_are_damaged_nothing_begins_anew(stopped, start):
-  latest = stopped / 'checkpoints' / 'latest'
-  for step in files.steps(latest):
-    truncate(latest / str(step) / 'checkpoint.json')
-  for _ in range(2):  # Also if it is started again and again.
-    run = start(stopped)
+    assert f'latest/{step}' in run.log
+  assert f'Restored {latest}/9.' in run.log
+  assert remains.left_by(stopped) == undisturbed
+  # Where no other is left, nothing begins anew, however often it is started.
+  for path in (intact / 'checkpoints' / 'latest').iterdir():
+    truncate(path)
+  for _ in range(2):
+    run = start(intact)
     assert run.end() == 1, run.log[-8000:]
-    assert 'is damaged' in run.lines[-1]
+    assert 'is damaged' in run.lines[-1] or 'as it was written' in run.lines[-1]
     assert run.events('step') == []
-  assert len(files.steps(latest)) == 8
-
-
-@pytest.mark.process
-def test_damaged_logs(stopped, undisturbed):
-  (events,) = (stopped / 'train').glob('events*')
-  flip(events)
-  (events,) = (stopped / 'eval').glob('events*')
-  truncate(events)
-  (stopped / 'eval' / 'events.out.tfevents.0000000001.000000.empty').touch()
-  lines = stopped / 'train' / 'metrics.jsonl'
-  whole = lines.read_text().splitlines(keepends=True)
-  whole[5] = f'#{whole[5][1:]}'
-  lines.write_text(''.join(whole)[:-20])
-  finished(stopped)
-  # The curve of the lines lacks the one that is no record.
-  kept = [
-    line for line in lines.read_text().splitlines() if not line.startswith('#')
-  ]
-  steps = [record['step'] for record in map(json.loads, kept)]
-  assert steps == [0, *(s for s in range(1, STEPS + 1) if s != 5)]
-  for mode, every in (('train', 1), ('eval', EVAL_EVERY)):
-    expected = undisturbed[f'{mode} events']['loss']
-    shown = tensorboard(stopped, mode, True)['loss']
-    # What is behind the damage is lost, and nothing else.
-    assert 0 < len(shown) < len(expected)
-    assert set(shown) < set(expected)
-    resumed = [point for point in expected if point[0] > 24]
-    assert shown[-len(resumed) :] == resumed, every
-  series = stopped / 'checkpoints' / 'latest'
-  assert bits(series / str(STEPS)) == undisturbed['latest']
+  assert len(remains.steps(intact)) == 8
 
 
 # The program.
@@ -876,14 +684,14 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
     run = start(stopped, f'--config.watchdog_secs={secs}', faults=faults)
     assert run.end() == code, (faults, run.log[-8000:])
     assert said in run.log
-    assert newest(stopped) == step, run.log[-8000:]
-    newest(stopped, 'best')
+    assert remains.newest(stopped) == step, run.log[-8000:]
+    remains.newest(stopped, 'best')
     assert not runs.read(stopped).has_ended
   assert "Thread 'MainThread' was in: training loop" in run.log
   assert 'threading.Event().wait()' in run.log
   finished(stopped)
   assert runs.read(stopped).has_ended
-  assert left_by(stopped) == undisturbed
+  assert remains.left_by(stopped) == undisturbed
 
 
 @pytest.mark.process
@@ -893,7 +701,7 @@ def test_the_clock_jumps_back(stopped, undisturbed):
     stopped,
     faults={'clock': -2 * hour, 'clock_jump': -hour, 'clock_jump_at': 33},
   )
-  assert left_by(stopped) == undisturbed
+  assert remains.left_by(stopped) == undisturbed
 
 
 @pytest.mark.process
@@ -934,21 +742,21 @@ def test_two_runs_on_one_directory(tmp_path, start):
   ids=['typo', 'config', 'model'],
 )
 def test_another_run_is_refused(stopped, start, args, faults, said):
-  before = _entries(stopped / 'checkpoints' / 'latest')
+  before = remains.steps(stopped)
   run = start(stopped, *args, faults=faults)
   assert run.end() == 2, run.log[-8000:]
   for text in said:
     assert text in run.log
   assert 'Traceback' not in run.log
-  assert _entries(stopped / 'checkpoints' / 'latest') == before
-  assert newest(stopped) == 24
+  assert remains.steps(stopped) == before
+  assert remains.newest(stopped) == 24
 
 
 @pytest.mark.process
 def test_another_mesh(stopped, undisturbed):
   finished(stopped, '--config.experiment_kwargs.sharding=fsdp', num_devices=2)
   for mode in ('train', 'eval'):
-    got, expected = records(stopped, mode), undisturbed[f'{mode} curve']
+    got, expected = remains.curve(stopped, mode), undisturbed[f'{mode} curve']
     assert [r['step'] for r in got] == [r['step'] for r in expected]
     assert [r['loss'] for r in got] == pytest.approx(
       [r['loss'] for r in expected], rel=1e-4

@@ -183,8 +183,8 @@ def test_load_and_evaluate_take_overrides(fitted):
   ('call', 'said'),
   [
     (lambda run: jaxline.load(run / 'nowhere'), 'is no directory of a run'),
-    (lambda run: jaxline.load('gs://b/r'), 'Mount the bucket'),
-    (lambda run: jaxline.load_weights('gs://b/r'), 'Mount the bucket'),
+    (lambda run: jaxline.load('gs://b/r'), 'Invalid GCS bucket name'),
+    (lambda run: jaxline.load_weights('s3://'), 's3://BUCKET/PATH'),
     (lambda run: jaxline.load(run, step=5), r'the steps \[3, 6\] are kept'),
     (lambda run: jaxline.load(run, series='bets'), "no checkpoint of 'bets'"),
     (lambda run: jaxline.load_weights(run, step=5), 'has no step 5'),

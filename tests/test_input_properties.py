@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from examples.pax.inputs import c4
+from examples.pax.inputs import lingvo
+from examples.pax.inputs import seqio as seqio_input
 from jaxline.inputs import base
-from jaxline.inputs import c4
 from jaxline.inputs import grain
 from jaxline.inputs import indexed
-from jaxline.inputs import lingvo
 from jaxline.inputs import multi
-from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import show
 from jaxline.inputs import synthetic
 from jaxline.inputs import text

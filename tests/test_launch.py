@@ -31,7 +31,8 @@ def started(*args, **kwargs):
   with subprocess.Popen(
     command(*args, **kwargs),
     cwd=ROOT,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    # As images of containers set it: streams have no lock of their own then.
+    env=os.environ | {'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'},
     stdin=subprocess.DEVNULL,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -117,7 +118,7 @@ import os, sys
 me = os.environ['JAX_PROCESS_ID']
 for i in range(200):
   sink = sys.stdout if i % 2 else sys.stderr
-  for piece in (me, ' ', str(i), ' ', me * 3000, '\\n'):
+  for piece in (me, ' ', str(i), ' ', me * 20000, '\\n'):
     sink.write(piece)
     sink.flush()
 sys.stdout.write('no end')
@@ -130,7 +131,7 @@ def test_lines_are_whole_and_where_they_belong():
   for process in range(4):
     for lines, first in ((out, 1), (err, 0)):
       expected = [
-        f'{process} {i} {str(process) * 3000}' for i in range(first, 200, 2)
+        f'{process} {i} {str(process) * 20000}' for i in range(first, 200, 2)
       ]
       if lines is out:
         expected.append('no end')

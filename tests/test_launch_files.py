@@ -194,8 +194,7 @@ def test_jobset(jobset):
   sides = pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
   per_pod = container['resources']['limits']['google.com/tpu']
   assert job['parallelism'] * per_pod == math.prod(map(int, sides))
-  (mount,) = container['volumeMounts']
-  directory = f'{mount["mountPath"]}/{jobset["metadata"]["name"]}'
+  directory = f'{parameters()["RUNS"]}/{jobset["metadata"]["name"]}'
   assert f'--config.checkpoint_dir={directory}' in container['command']
   # A run has time to save, and is started anew unless that is of no use.
   assert pod['terminationGracePeriodSeconds'] >= 300
@@ -237,9 +236,10 @@ def test_tpu_vm_dry_run(tmp_path):
   assert '--node-count=4 --node-prefix=lm' in create
   assert '--spot' in create
   assert said('delete')[0].startswith(f'{gcloud} delete lm ')
-  install = said('install', NFS='1.2.3.4:/x')
+  install = said('install', DATA='gs://b/text')
   assert install[0].startswith('git archive')
-  assert any('mount 1.2.3.4:/x /runs' in line for line in install)
+  copy = 'gcloud storage rsync --recursive gs://b/text data'
+  assert copy in install
   for name in ('run', 'stop'):
     first, *_ = said(name, '--config.checkpoint_dir=/runs/a')
     assert first.startswith(

@@ -369,7 +369,7 @@ def test_flush_async_of_a_synchronous_action_calls_at_once():
   action(1.0, 1, {'x': 1})
   wait = action.flush_async()
   assert recorder.calls == [(1, {'x': 1})]
-  wait()
+  assert wait() == {}
   action.flush_async()
   assert recorder.steps == [1]
 
@@ -382,7 +382,7 @@ def test_flush_async_raises_the_error_that_lost_a_record_and_no_later_one():
   action = periodic.PeriodicAction(fail, 'steps', 10, log_all_data=True)
   action(1.0, 1, {})
   wait_for_1 = action.flush_async()
-  wait_for_1()
+  assert wait_for_1() == {}
   action(3.0, 3, {})
   wait_for_3 = action.flush_async()
   for _ in range(2):

@@ -196,6 +196,7 @@ def test_eval_of_initial_weights(toy_here, tmp_path):
 
 
 def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
+  (tmp_path / 'checkpoints').mkdir()
   result = toy_here(tmp_path, '--config.one_off_evaluate=True', mode='eval')
   assert result.returncode != 0
   assert 'config.eval_initial_weights = True' in result.stderr
@@ -210,7 +211,7 @@ def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
     result = toy_here(tmp_path, *more, mode='eval')
     assert result.returncode == 2
     assert 'directory of the run whose weights' in result.said
-    assert ('no such directory' in result.said) == (given in more)
+    assert ('There is none' in result.said) == (given in more)
     assert not nowhere.exists()
 
 
@@ -435,15 +436,15 @@ platform.main(toy.Sharded, sys.argv[1:])
 def test_a_checkpoint_that_is_refused_is_one_line(toy_here, tmp_path):
   succeeded(toy_here(tmp_path))
   latest = tmp_path / 'checkpoints' / 'latest'
-  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.name))
-  os.rename(newest, latest / '500')
+  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.stem))
+  os.rename(newest, latest / '500.json')
   result = run(tmp_path)
   assert result.returncode == 2
   lines = result.stderr.splitlines()
   own = [line for line in lines if not line.startswith('W')]
   assert len(own) == 1, result.stderr
-  assert str(latest / '500') in own[0]
-  assert newest.name in own[0]
+  assert str(latest / '500.json') in own[0]
+  assert newest.stem in own[0]
 
 
 @pytest.mark.process
@@ -692,10 +693,13 @@ def test_evaluation_by_itself_says_that_it_would_wait_for_ever(
   assert 'Traceback' not in result.stderr
 
 
-def test_a_bucket_is_no_directory():
+def test_a_run_may_be_in_a_bucket():
   config = base_config.get_base_config()
-  config.checkpoint_dir = 'gs://bucket/run'
-  with pytest.raises(platform.UsageError, match=r'gs://bucket/run.*Mount'):
+  config.checkpoint_dir = 'gs://bucket/run/'
+  resolved = platform.resolve_config(config)
+  assert resolved.checkpoint_dir == 'gs://bucket/run'
+  config.checkpoint_dir = 'ftp://bucket/run'
+  with pytest.raises(platform.UsageError, match='gs://BUCKET/PATH'):
     platform.resolve_config(config)
 
 

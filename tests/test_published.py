@@ -23,6 +23,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
+from tests import remains
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -76,11 +77,6 @@ def main(cls, config, mode='train'):
     platform.main(cls, [])
 
 
-def saved(directory):
-  found = (directory / 'checkpoints' / 'latest').glob('*')
-  return sorted(int(path.name) for path in found)
-
-
 @pytest.mark.parametrize('empties', [False, True])
 @pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
 def test_one_checkpointer_trains_a_second_class(
@@ -100,8 +96,8 @@ def test_one_checkpointer_trains_a_second_class(
   log = (tmp_path / 'train' / 'metrics.jsonl').read_text()
   assert log.count('"loss"') == 2  # That of the teacher stays.
   if checkpointer == 'durable':
-    assert saved(tmp_path) == [1]
-    assert saved(tmp_path / 'run_2') == [2]
+    assert remains.steps(tmp_path) == [1]
+    assert remains.steps(tmp_path / 'run_2') == [2]
     assert f'{tmp_path}/run_2' in caplog.text
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from jaxline import base_config
 from jaxline import runs
-from jaxline.checkpoint import files
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def make_run(tmp_path):
       json.dumps(base_config.recorded(config))
     )
     if ended is not None:
-      root = files.root(folder)
-      root.mkdir(exist_ok=True)
-      (root / 'ended.json').write_text(json.dumps({'step': ended}))
+      (folder / 'checkpoints').mkdir()
+      path = folder / 'checkpoints' / 'ended.json'
+      path.write_text(json.dumps({'step': ended}))
     return folder
 
   return make
@@ -183,7 +182,8 @@ def test_a_config_that_is_none_is_refused(make_run, capsys, config):
   ('argv', 'said'),
   [
     (['ls', 'nowhere'], 'There is no run in nowhere'),
-    (['ls', 'gs://b/r'], 'Mount the bucket'),
+    (['ls', 'ftp://b/r'], 'gs://BUCKET/PATH'),
+    (['ls', 'gs://b/r'], 'Invalid GCS bucket name'),
     (['compare', '.', '--metrics=eval/los'], "Did you mean 'eval/loss'?"),
   ],
 )

@@ -25,6 +25,7 @@ from jaxline import platform
 from jaxline import train
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
+from tests import remains
 from tests.programs import events
 from tests.programs import hosts
 
@@ -393,11 +394,7 @@ def test_a_fault_of_one_of_four(signum, code, undisturbed):
     assert code not in (0, 128 + signal.SIGKILL)
   printed = launched.wait(code)
   assert not any('Traceback' in line for line in printed if signum == 15)
-  steps = sorted(
-    int(path.name)
-    for path in (directory / 'checkpoints' / 'latest').iterdir()
-    if path.name.isdigit()
-  )
+  steps = remains.steps(directory)
   assert 10 <= steps[-1] < 60
   if signum == signal.SIGTERM:
     # All agreed upon a step, and saved it.

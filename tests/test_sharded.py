@@ -34,7 +34,7 @@ from jaxline import train
 from jaxline import train_step
 from jaxline import utils
 from jaxline.checkpoint import base
-from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 from jaxline.inputs import base as inputs
 from jaxline.metrics import summary
@@ -1118,7 +1118,7 @@ def test_initial_weights_are_those_of_the_run_in_every_mode(mode, tmp_path):
   (record,) = (x for x in map(json.loads, lines) if 'loss' in x)
   assert record['step'] == 0
   np.testing.assert_allclose(record['loss'], expected, rtol=1e-5)
-  assert files.steps(tmp_path / 'checkpoints' / 'best') == [0]
+  assert inspection.newest(tmp_path / 'checkpoints' / 'best').step == 0
 
 
 def test_without_jit_loss_fn_sees_values():

@@ -12,9 +12,10 @@ import jaxline
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import train
-from jaxline.checkpoint import files
+from jaxline.checkpoint import base
 from jaxline.checkpoint import notes
 from jaxline.supervision import nonfinite
+from tests import remains
 from tests import test_averaged_weights
 from tests import test_durable_multiprocess as multiprocess
 from tests import test_faults
@@ -45,8 +46,9 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
   raised = pytest.raises(experiment.StopTraining, match='step ')
   with raised if stops else contextlib.nullcontext():
-    own = [(step, '', x) for step, x in values.items()]
-    notes.stop_without_gain(config, [(0, 'of another', -9.0), *own])
+    own = [base.Evaluation(step, '', x) for step, x in values.items()]
+    other = base.Evaluation(0, 'of another', -9.0)
+    notes.stop_without_gain(config, [other, *own])
 
 
 def noted(run_dir):
@@ -67,7 +69,7 @@ def test_a_killed_run_stops_at_the_same_step(dies_at, every, tmp_path):
     process.run(9, dies_at=dies_at)
   process.run(9)
   assert noted(tmp_path) == {'step': 4, 'why': ''}
-  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 4
+  assert remains.newest(tmp_path) == 4
   assert process.curve() == [(1, 0), (2, 1), (3, 2), (4, 3)]
   assert process.run(9) == []  # It stays ended,
   early_stop = {'patience': 5, 'metric': 'before'}
@@ -104,7 +106,7 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
   result = jaxline.fit(cls, config)
   assert noted(tmp_path) == {'step': 4, 'why': 'enough'}
   assert int(result.experiment.state.step) == 4
-  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 4
+  assert remains.newest(tmp_path) == 4
   evaluated = result.history['eval/loss'][:, 0].tolist()
   assert evaluated == ([2] if place == 'evaluate' else [2, 4])
   assert 'Reason: enough' in capfd.readouterr().out
@@ -132,7 +134,7 @@ def test_stop_training_behind_a_nan_saves_nothing(tmp_path):
   config.save_checkpoint_interval = 2
   with pytest.raises(nonfinite.NonfiniteError, match='step 3'):
     jaxline.fit(StopsBehindNan, config)
-  assert files.steps(tmp_path / 'checkpoints' / 'latest')[-1] == 2
+  assert remains.newest(tmp_path) == 2
 
 
 class StopsPerDevice(test_train.Toy):
@@ -186,10 +188,10 @@ def test_a_trainer_heeds_the_evaluation_beside_it(raises, tmp_path, start):
   evaluator = start(tmp_path, *args, mode='eval', faults=faults)
   assert trainer.end() == 0, trainer.log
   assert evaluator.end() == 0, evaluator.log
-  last = test_faults.newest(tmp_path)
+  last = remains.newest(tmp_path)
   assert noted(tmp_path)['step'] == last
   assert last % 3 == 0
-  found = [r['step'] for r in test_faults.records(tmp_path, 'eval')]
+  found = [r['step'] for r in remains.curve(tmp_path, 'eval')]
   # The evaluator looks at the last checkpoint, too, unless it has ended it all.
   assert found == (list(range(3, last + 1, 3)) if not raises else [3, 6])
 
@@ -201,10 +203,10 @@ def test_two_processes_stop_together(style, tmp_path):
   args = directory, style, '--jaxline_mode=train_and_eval'
   multiprocess.run(*args, fault='0:step:5:end,1:step:5:end')
   assert noted(directory) == {'step': 5, 'why': 'enough'}
-  assert multiprocess.steps(directory)[-1] == 5
+  assert remains.steps(directory)[-1] == 5
   assert sorted(multiprocess.logged(directory, 'eval')) == [2, 4, 5]
   multiprocess.run(*args)
-  assert multiprocess.steps(directory)[-1] == 5
+  assert remains.steps(directory)[-1] == 5
 
 
 @pytest.mark.process
@@ -225,4 +227,4 @@ def test_two_processes_follow_the_note_of_an_evaluation(tmp_path):
     assert {r.code for r in results + evaluator.wait()} == {0}
   finally:
     trainers.kill()
-  assert noted(directory)['step'] == multiprocess.steps(directory)[-1]
+  assert noted(directory)['step'] == remains.steps(directory)[-1]

@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import math
-import pathlib
 import shutil
 import threading
 import time
@@ -30,14 +29,14 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.checkpoint import arrays
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import files
+from jaxline.checkpoint import manager
 from jaxline.compat import devices
 from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
+from tests import remains
 
 POLL_SECS = train._POLL_SECS
 MODES = (
@@ -1509,32 +1508,32 @@ def durable_run(tmp_path, log, steps=2, **values):
 def test_an_evaluation_is_noted_when_its_best_is_written(tmp_path, monkeypatch):
   order = []
 
-  def noting(owner, name):
+  def noting(owner, name, describe):
     original = getattr(owner, name)
 
-    def noted(*args):
-      path = [a for a in args if isinstance(a, pathlib.Path)]
-      what = '/'.join(path[0].parts[-2:]) if path else f'{name} {args[1]}'
-      original(*args)
-      order.append(what.removesuffix('.new'))
+    def noted(self, *args):
+      original(self, *args)
+      order.append(describe(*args))
 
     monkeypatch.setattr(owner, name, noted)
 
-  noting(arrays, 'write')
-  noting(durable.DurableCheckpointer, 'mark_evaluated')
+  noting(manager.Manifests, 'write', lambda series, x: f'{series}/{x["step"]}')
+  noting(
+    durable.DurableCheckpointer, 'mark_evaluated', lambda s, *_: f'noted {s}'
+  )
   durable_run(tmp_path, Log())
   assert order == [
-    'latest/1', 'best/1', 'mark_evaluated 1',
-    'latest/2', 'best/2', 'mark_evaluated 2',
+    'latest/1', 'best/1', 'noted 1',
+    'latest/2', 'best/2', 'noted 2',
   ]  # fmt: skip
 
 
 @pytest.mark.parametrize('kind', ['steps', 'secs'])
 def test_what_was_not_noted_is_evaluated_again(kind, tmp_path):
   checkpointer, best = durable_run(tmp_path, Log())
-  assert [step for step, _, _ in checkpointer.evaluated()] == [1, 2]
+  assert [x.step for x in checkpointer.evaluated()] == [1, 2]
   checkpointer.mark_begun(1)  # As if it was killed before the note.
-  assert [step for step, _, _ in checkpointer.evaluated()] == [1]
+  assert [x.step for x in checkpointer.evaluated()] == [1]
   log = Log()
   again = durable_run(tmp_path, log, eval_interval_type=kind)
   assert log.evals == [(2, 2.0)]
@@ -1547,8 +1546,7 @@ def test_what_was_not_noted_is_evaluated_again(kind, tmp_path):
 def test_a_damaged_best_one_does_not_keep_a_run_from_going_on(tmp_path):
   one = {'max_best_checkpoints_to_keep': 1}
   durable_run(tmp_path, Log(), **one)
-  record = tmp_path / 'checkpoints' / 'best' / '2' / 'checkpoint.json'
-  record.write_text('{')
+  (tmp_path / 'checkpoints' / 'best' / '2.json').write_text('{')
   for steps in (3, 4):
     checkpointer, best = durable_run(tmp_path, Log(), steps, **one)
     assert best == steps
@@ -1812,7 +1810,7 @@ def test_killed_between_the_first_evaluation_and_the_first_save(
     process.run(6, dies_at=first)
     noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
     assert json.loads(noted.read_text())['evaluated'][0][0] == first
-    assert files.steps(tmp_path / 'run' / 'checkpoints' / 'latest') == []
+    assert remains.steps(tmp_path / 'run') == []
     assert process.curve() == [(first, 0)]
     if not is_noted:
       noted.unlink()
@@ -1832,7 +1830,7 @@ def test_killed_behind_the_save_before_the_first_step(initial, tmp_path):
   )
   for dies_at in (0, 2):
     process.run(3, dies_at=dies_at)
-    assert files.steps(tmp_path / 'checkpoints' / 'latest') == [0]
+    assert remains.steps(tmp_path) == [0]
     assert process.texts() == process.texts('train') == [(0, True)]
   process.run(3)
   steps = [0, 1, 2, 3] if initial else [1, 2, 3]

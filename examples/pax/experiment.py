@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
-import pathlib
 import time
 from typing import Any
 
@@ -27,11 +26,9 @@ from examples.pax import base_task
 from examples.pax import config as config_lib
 from examples.pax import loading
 from jaxline import base_config
-from jaxline import distributed
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import sharded
-from jaxline.checkpoint import files
 from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
 from jaxline.metrics import writers
@@ -47,8 +44,8 @@ class TaskExperiment(sharded.ShardedExperiment):
   """
 
   task: base_task.SingleTask
-  # Whether training has ended early.
-  _is_stopped = False
+  # Why training ends before the next step.
+  _stop: errors.StopTraining | None = None
   # The experiment in training that this one evaluates, in `train_and_eval`.
   _trained: 'TaskExperiment | None' = None
 
@@ -119,59 +116,33 @@ class TaskExperiment(sharded.ShardedExperiment):
           action.update_time(time.time(), step)
     super().train_loop(config, state, periodic_actions, writer)
 
-  # Early stopping: an evaluation ends the loop as if its last step was done. A
-  # note beside the checkpoints lets a run that is started again stay ended.
-
-  @property
-  def _note(self) -> pathlib.Path | None:
-    config = self.run_config
-    if config and config.checkpointer == 'durable' and config.checkpoint_dir:
-      return pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
-    return None
-
-  def should_run_step(self, global_step: int, config: Any) -> bool:
-    """Whether to run the step of this number."""
-    return not self._is_stopped and super().should_run_step(global_step, config)
+  # Early stopping: an evaluation ends the loop before the next step.
 
   def share_state(self, trained: Any) -> None:
     """Takes over the live state of the experiment in training."""
     super().share_state(trained)
     self._trained = trained
 
+  def step(
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
+  ) -> dict[str, Any]:
+    """Trains on the next batch, unless an evaluation has ended training."""
+    if self._stop is not None:
+      raise self._stop
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+
   def evaluate(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
     """Evaluates, and ends training if it is time."""
     scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
-    rule = self.task.early_stopping_fn
-    if self._trained is None or rule is None:
-      return scalars
-    step = int(global_step)
-    metrics = {n: float(x) for n, x in writers.to_scalars(scalars).items()}
-    self._trained._is_stopped = rule(metrics, step)
-    if self._trained._is_stopped:
-      logging.info('Early stopping after step %d: %s.', step, metrics)
-      if self._note is not None and jax.process_index() == 0:
-        files.write_json(self._note, {'step': step, 'metrics': metrics})
+    rule, step = self.task.early_stopping_fn, int(global_step)
+    if self._trained is not None and rule is not None:
+      metrics = {n: float(x) for n, x in writers.to_scalars(scalars).items()}
+      if rule(metrics, step):
+        # Not raised here: this evaluation is logged, and may be the best.
+        self._trained._stop = errors.StopTraining(
+          f'Early stopping after step {step}: {metrics}.'
+        )
     return scalars
-
-  def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state, and whether training had ended at its step."""
-    super().restore_from_snapshot(snapshot_state)
-    rule = self.task.early_stopping_fn
-    if self.mode != 'train' or rule is None:
-      return
-    saved = None
-    note = self._note
-    if note is not None and jax.process_index() == 0 and note.exists():
-      try:
-        saved = files.read_json(note)
-      except files.DamagedError as e:
-        logging.error('Training goes on; %s is of no use: %s', note, e)
-    saved = distributed.of_chief(saved)
-    self._is_stopped = (
-      saved is not None
-      and saved['step'] <= int(self.state.step)
-      and rule(saved['metrics'], saved['step'])
-    )
 
 
 class Experiment(TaskExperiment):

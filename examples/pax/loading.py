@@ -19,10 +19,10 @@ checkpoint: weights are below `state/params/`, other variables below
 this library, with another experiment and another mesh.
 
 This is a translation: `_sources` writes a rule out as pairs of arrays, and
-`jaxline.checkpoint.contents` matches names, checks shapes and reads, as it does
-for `config.restore_from` with `config.restore_rules`, which suit any
-experiment. What those have no words for is here: several checkpoints; averages
-and the optimizer's state, which follow the weights; and the count of steps.
+`jaxline.checkpoint` matches names, checks shapes and reads, as it does for
+`config.restore_from` with `config.restore_rules`, which suit any experiment.
+What those have no words for is here: several checkpoints; averages and the
+optimizer's state, which follow the weights; and the count of steps.
 
 Names and fields are those of Paxml (Google, 2022).
 """
@@ -41,8 +41,9 @@ from jaxline import distributed
 from jaxline import errors
 from jaxline import sharded
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
 
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
@@ -103,8 +104,8 @@ def load(
 
   Args:
     state: of a new run.
-    rules: directory (of a run, of a series, of a checkpoint; see
-      `inspection`) -> what is taken of it.
+    rules: place of a run, a series or a checkpoint, see `inspection` -> what
+      is taken of it.
 
   Returns:
     The state; what is not replaced are the arrays that were given.
@@ -113,7 +114,7 @@ def load(
     UsageError: a rule matches nothing, or names what the checkpoint has not; or
       two checkpoints give the same.
     contents.MismatchError: a source has another shape or type.
-    files.DamagedError: what is asked for is damaged.
+    store.DamagedError: what is asked for is damaged.
   """
   live = structure.named_leaves(state)
   replaced: dict[str, Any] = {}
@@ -125,16 +126,15 @@ def load(
         f'{where} gives {twice[:_NAMED]}, and so does an earlier one. Leave'
         ' them out in one of the two, with ignore_rules.'
       )
-    path = inspection.newest(
+    found = inspection.newest(
       directory if rule.step is None else f'{directory}:{rule.step}'
     )
     # Another process may have found a newer one.
-    path = path.with_name(distributed.of_chief(path.name))
+    found = found._replace(step=distributed.of_chief(found.step))
     stored = {name: _ROOT + source for name, source in sources.items()}
-    with files.reading(path):
-      found = contents.verified(path, set(stored.values()).__contains__)
-      replaced |= found.take(stored, live, where)
-    logging.info('Loaded %d arrays of %s.', len(sources), path)
+    with manager.naming(found.name):
+      replaced |= contents.Checkpoint(*found).take(stored, live, where)
+    logging.info('Loaded %d arrays of %s.', len(sources), found.name)
   kept = [name for name, x in _variables(live).items() if x not in replaced]
   logging.info(
     '%d variables stay as they were initialised: %s',
@@ -160,7 +160,7 @@ def _sources(
     *((regex, None) for regex in rule.ignore_rules),
     *((regex, _template(source)) for regex, source in rule.load_rules),
   ]
-  matched, unused = contents.match_rules(
+  matched, unused = rules_lib.match_rules(
     variables, rules, where, matches=re.match
   )
   if unused:

@@ -22,8 +22,8 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import train
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import store
 
 Rules = loading.CheckpointLoadingRules
 WIDTH = 4
@@ -353,17 +353,16 @@ def test_two_checkpoints_must_not_give_the_same(source):
 
 def test_damage_is_found_where_it_matters(source, tmp_path):
   copy = tmp_path / 'copy'
-  shutil.copytree(pathlib.Path(source) / 'checkpoints/latest/2', copy)
-  file = inspection.find(copy).described[f'state/{FIRST}']['file']
-  (path,) = [
-    p for p in (copy / 'arrays' / file / 'c').rglob('*') if p.is_file()
-  ][:1]
+  shutil.copytree(source, copy)
+  found = inspection.find(copy)
+  file = found.described[f'state/{FIRST}']['file']
+  path = pathlib.Path(found.data.url, file, 'c.0.0')
   path.write_bytes(path.read_bytes()[:-1] + b'?')
   state = loading.load(new_state(), {str(copy): rule((SECOND, SECOND))})
   np.testing.assert_array_equal(
     state.params['net/second']['w'], saved(source)[SECOND]
   )
-  with pytest.raises(files.DamagedError, match='is damaged'):
+  with pytest.raises(store.DamagedError, match='is damaged'):
     loading.load(new_state(), {str(copy): rule((FIRST, FIRST))})
 
 
@@ -384,9 +383,8 @@ def test_a_run_loads_once_and_goes_on_from_the_step(
   # One step, the third.
   assert experiment.state.step == 3
   assert experiment.state.model_state['non_trainable']['net']['rows'] == 2
-  assert set(inspection.list_run(tmp_path)['series']) == {'latest'}
-  steps = [r['step'] for r in inspection.list_run(tmp_path)['series']['latest']]
-  assert steps == [3]
+  rows = [(x['series'], x['step']) for x in inspection.list_run(tmp_path)]
+  assert rows == [('latest', 3)]
   # A resumed run goes on from its own checkpoint.
   experiment = run(tmp_path, 4, seed=1, rules=rules)
   assert len(loaded) == 1

@@ -23,7 +23,9 @@ from examples.pax import config as config_lib
 from examples.pax import experiment_registry
 from jaxline import errors
 from jaxline import platform
-from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import store as store_lib
 
 MODES = {
   'train': 'train, with evaluations between if there is data for them',
@@ -127,12 +129,6 @@ def main(argv: Sequence[str]) -> None:
     ]
   except errors.UsageError as e:
     parser.error(str(e))
-  if '://' in (args.job_log_dir or ''):
-    parser.error(
-      f'--job_log_dir={args.job_log_dir} is a bucket; expected a directory.'
-      ' Mount the bucket on every host (`gcsfuse BUCKET DIR` for gs://BUCKET)'
-      ' and give --job_log_dir=DIR/... instead.'
-    )
   if args.job_log_dir is None and args.mode not in ('train', 'compile'):
     parser.error(f'--mode={args.mode} needs the --job_log_dir of a run.')
   if args.mode.startswith('decode') and not experiment.has_prompting():
@@ -175,7 +171,8 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
 
   Each in a process of its own. It may be started before the run is.
   """
-  root = files.root(args.job_log_dir)
+  run = store_lib.at(args.job_log_dir)
+  manifests = manager.Manifests(run.below('checkpoints'))
   command = [
     *(sys.executable, *_PROGRAM.split(), '--mode=decode_once'),
     *(f'--exp={args.exp}', f'--job_log_dir={args.job_log_dir}'),
@@ -184,13 +181,14 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
   ]
   done = set[int]()
   while True:
-    has_ended = (root / 'ended.json').exists()  # Before its last checkpoint is.
-    new = [s for s in files.steps(root / 'latest') if s not in done]
+    # Asked first: the last checkpoint is there when the run has ended.
+    has_ended = inspection.ended(run) is not None
+    new = [s for s in manifests.steps('latest') if s not in done]
     if new:
       done.add(step := new[0])
       ended = subprocess.run([*command, f'--config.decode.step={step}'])
       # The run may have removed the checkpoint, having newer ones.
-      if ended.returncode and step in files.steps(root / 'latest'):
+      if ended.returncode and step in manifests.steps('latest'):
         sys.exit(ended.returncode)
     elif has_ended:
       return

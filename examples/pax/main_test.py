@@ -143,10 +143,6 @@ def test_flags_that_libtpu_no_longer_has(handed_on, capsys, monkeypatch):
     ([f'--exp={EXP}', '--NUM_LAYER=2'], "Did you mean 'NUM_LAYERS'?"),
     ([f'--exp={EXP}', '--ICI_MESH_SHAPE=1'], '--config.mesh.ici.data=4'),
     (
-      [f'--exp={EXP}', '--job_log_dir=gs://bucket/run'],
-      '--job_log_dir=gs://bucket/run is a bucket; expected a directory.',
-    ),
-    (
       [f'--exp={EXP}', '--mode=decode', '--job_log_dir=/tmp/x'],
       '--config.decode.prompts=FILE',
     ),
@@ -180,16 +176,17 @@ def test_who_has_read_enough_of_the_list_may_go(monkeypatch):
 
 def test_decode_follows_a_run(monkeypatch, tmp_path):
   latest = tmp_path / 'checkpoints' / 'latest'
+  latest.mkdir(parents=True)
   for step in (10, 20):
-    (latest / str(step)).mkdir(parents=True)
+    (latest / f'{step}.json').touch()
   ran = []
 
   def run(command):
     step = int(command[-1].removeprefix('--config.decode.step='))
     ran.append((step, command[3:]))
     if step == 10:  # Meanwhile the run goes on: 20 is gone, 30 and the end.
-      (latest / '20').rmdir()
-      (latest / '30').mkdir()
+      (latest / '20.json').unlink()
+      (latest / '30.json').touch()
       (tmp_path / 'checkpoints' / 'ended.json').write_text('{"step": 30}')
     return subprocess.CompletedProcess(command, 0)
 

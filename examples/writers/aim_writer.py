@@ -14,6 +14,7 @@ from typing import Any
 import aim
 
 from jaxline import base_config
+from jaxline.checkpoint import spool
 from jaxline.metrics import writers
 
 from . import run_id
@@ -40,7 +41,7 @@ class AimWriter:
     with _lock:
       if self._key not in _runs:
         options = {
-          'repo': os.environ.get('AIM_REPO', self._key),
+          'repo': os.environ.get('AIM_REPO') or str(spool.directory(self._key)),
           # Two threads less.
           'capture_terminal_logs': False,
           'system_tracking_interval': None,

@@ -16,6 +16,7 @@ from mlflow import entities
 from mlflow import tracking
 
 from jaxline import base_config
+from jaxline.checkpoint import spool
 from jaxline.metrics import writers
 
 from . import run_id
@@ -37,7 +38,7 @@ class MlflowWriter:
     """Connects; at the first record, on the writer's thread."""
     directory = self._config.checkpoint_dir
     uri = os.environ.get('MLFLOW_TRACKING_URI') or (
-      f'sqlite:///{directory}/mlflow.db'
+      f'sqlite:///{spool.directory(directory)}/mlflow.db'
     )
     with _lock:  # Training and evaluation begin at once.
       self._client = tracking.MlflowClient(uri)

@@ -8,23 +8,20 @@ same run, as for its curves; to make it another one, remove the file.
 """
 
 from collections.abc import Callable
-import pathlib
 
-from jaxline import disk
+from jaxline.checkpoint import store
 
 
 def of(directory: str, service: str, make: Callable[[], str]) -> str:
   """Returns the id of a run, so that a resumed run goes on under it.
 
   Args:
-    directory: the run's.
+    directory: the run's, or its address.
     service: the name of the service.
     make: makes a new id.
   """
-  path = pathlib.Path(directory) / f'{service}_id'
+  place, key = store.at(directory), f'{service}_id'
   # An empty file is what a full disk may have left.
-  if not path.exists() or not path.read_text(encoding='utf-8'):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with disk.replacing(path, path.with_name(f'.{path.name}')) as file:
-      file.write(make().encode())
-  return path.read_text(encoding='utf-8')
+  if not (found := place.read(key)):
+    place.write(key, found := make().encode())
+  return found.decode()

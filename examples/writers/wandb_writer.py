@@ -15,6 +15,7 @@ import uuid
 import wandb
 
 from jaxline import base_config
+from jaxline.checkpoint import spool
 from jaxline.metrics import writers
 
 from . import run_id
@@ -41,7 +42,7 @@ class WandbWriter:
     with _lock:
       if self._key not in _runs:
         _runs[self._key] = run = wandb.init(
-          dir=self._key,
+          dir=spool.directory(self._key),
           id=run_id.of(self._key, 'wandb', lambda: uuid.uuid4().hex[:8]),
           resume='allow',
           project=os.environ.get('WANDB_PROJECT', 'jaxline'),

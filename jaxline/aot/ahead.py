@@ -22,6 +22,7 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import compilation_cache
+from jaxline import disk
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import sharded
@@ -31,7 +32,7 @@ from jaxline.aot import counting
 from jaxline.aot import hlo
 from jaxline.aot import memory
 from jaxline.aot import report as report_lib
-from jaxline.checkpoint import files
+from jaxline.checkpoint import spool
 from jaxline.metrics import rates
 
 # How many buffers of a program a report lists.
@@ -61,12 +62,12 @@ def compile_experiment(
   Raises:
     chips.TargetError: the config's target cannot be compiled for.
   """
-  directory = pathlib.Path(config.checkpoint_dir) / 'compile'
+  directory = spool.directory(config.checkpoint_dir) / 'compile'
   directory.mkdir(parents=True, exist_ok=True)
   report = make_report(experiment_class, config)
   if jax.process_index() == 0:
     path = directory / f'{_file_name(report.target)}.json'
-    files.write_json(path, report.to_json())
+    disk.write_json(path, report.to_json())
     print(report)
     print(f'\nWritten to {path}', flush=True)
   return report.fits

@@ -1,457 +1,489 @@
-"""Arrays in, arrays out, and the checksum of each file.
+"""Arrays as parts below a folder of a store, and back.
 
-Orbax writes them. TensorStore reads them, part by part for each device.
+An array is a Zarr 3 array without compression: a folder with one object for
+each chunk, here called a part, and a `zarr.json` for other programs. The
+description of an array, which the manifest holds, has what is needed to read
+it: shape, type, shape of the parts and CRC-32C of each. A part is read once,
+and verified while it is read.
 """
 
 import base64
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
-import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 import dataclasses
-import functools
-import logging as std_logging
+import itertools
+import json
 import math
-import os
-import pathlib
 import re
-import sys
-from typing import Any, TypeVar
+from typing import Any
 
+import crc32c
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 
-from jaxline.checkpoint import files
+from jaxline.checkpoint import store as store_lib
 
-# Arrays are cut into files of at most this many bytes.
-_FILE_BYTES = 256 << 20
-# Of arrays, bytes that are on their way from the disk at once.
-_READ_BYTES = 1 << 28
-# As many as Orbax: of network disks, more at once are faster.
-_READS = ts.Context({'file_io_concurrency': {'limit': 128}})
-_T = TypeVar('_T')
+# A part has at most this many bytes, if its array can be split evenly.
+_PART_BYTES = 64 << 20
+# Of arrays that are on their way from the store at once.
+_READ_BYTES = 1 << 30
+_ALIGNMENT = 64  # Bytes.
+_COPIERS = 4  # Threads: one alone does not fill the memory's bandwidth.
+# Names of the types that Zarr has.
+_TYPES = re.compile(
+  r'bool|u?int\d+|b?float16|float(32|64)|complex(64|128)|float\d_\w+'
+)
+_FILE = re.compile(r'\d{4,}(\.[A-Za-z0-9_.-]+)?')
+
+Index = tuple[slice, ...]
 
 
 # Writing.
 
 
-@functools.cache  # Once, and for good: writes may report after a save.
-def _quieten() -> None:
-  """Silences what Orbax logs of a save; errors are raised.
-
-  At the first array that cannot be written, Orbax closes the event loop to
-  which the writes of the others would report, and asks for no other's error.
-  """
-  hook = sys.unraisablehook
-
-  def unraisable(error: Any) -> None:
-    if str(error.exc_value) != 'Event loop is closed':
-      hook(error)
-
-  sys.unraisablehook = unraisable
-  for logger in ('asyncio', 'absl'):
-    std_logging.getLogger(logger).addFilter(
-      lambda record: '.orbax-checkpoint-tmp' not in record.getMessage()
-    )
-
-
 @dataclasses.dataclass
-class Content(ocp.args.CheckpointArgs):
-  """One checkpoint, in host memory.
+class HostArray:
+  """A copy in host memory of an array, or of what this process writes of it.
 
   Attributes:
-    arrays: name of the array's directory -> array.
-    record: what checkpoint.json will hold.
-    process: what process_N.json of this process will hold.
+    about: its description, with the parts that this process has written.
+    blocks: the index of each block and its values; all of one shape.
   """
 
-  arrays: dict[str, Any]
-  record: dict[str, Any]
-  process: dict[str, Any]
+  about: dict[str, Any]
+  blocks: list[tuple[Index, np.ndarray]]
 
 
-class _Handler(ocp.CheckpointHandler):
-  """Writes a `Content` into the directory that Orbax will rename."""
-
-  def __init__(self) -> None:
-    # No OCDBT: evaluation reads, and verifies, only the arrays that it needs.
-    # No compression: weights do not compress, and it takes most of the time.
-    # The arrays are our own copies: another one would take memory for nothing.
-    types = ocp.type_handlers
-    self._arrays = ocp.PyTreeCheckpointHandler(
-      use_ocdbt=False,
-      use_zarr3=True,
-      use_compression=False,
-      multiprocessing_options=_multiprocessing_options(),
-      type_handler_registry=types.create_type_handler_registry(
-        (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, types.ArrayHandler()),
-      ),
-    )
-
-  def save(self, directory: Any, args: Content) -> None:
-    """Writes all; returns when all processes have written theirs."""
-    folder = pathlib.Path(directory)
-    process, processes = jax.process_index(), jax.process_count()
-    if process == 0:
-      files.write_json(folder / files.RECORD, args.record)
-    files.write_json(folder / f'process_{process}.json', args.process)
-    if args.arrays:
-      arrays = directory / files.ARRAYS
-      if process == 0:
-        arrays.mkdir()
-      barrier('directory')
-      save_args = jax.tree.map(
-        lambda x: ocp.SaveArgs(chunk_byte_size=_FILE_BYTES), args.arrays
-      )
-      self._arrays.save(
-        arrays, args=ocp.args.PyTreeSave(args.arrays, save_args)
-      )
-      barrier('arrays')
-      if process == 0:
-        self._arrays.finalize(arrays)
-    barrier('content')
-    files.write_checksums(folder, process, processes)
-
-  def finalize(self, directory: Any) -> None:
-    """Hashes, on the first process, what the others did not see yet."""
-    # The listing of a network file system may be some seconds old.
-    files.complete_checksums(pathlib.Path(directory))
-
-  def restore(self, directory: Any, args: Any = None) -> Any:
-    """Is not used: see `read`."""
-    raise NotImplementedError
-
-
-ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(
-  Content
-)
-
-
-def write(content: Content, place: pathlib.Path) -> None:
-  """Writes a checkpoint, which appears in one rename."""
-  _quieten()
-  with os_errors():
-    ocp.Checkpointer(
-      _Handler(),
-      multiprocessing_options=_multiprocessing_options(),
-      atomicity_options=ocp.options.AtomicityOptions(
-        ocp.options.AtomicityMode.ATOMIC_RENAME
-      ),
-    ).save(place, args=content)
-
-
-@contextlib.contextmanager
-def os_errors() -> Iterator[None]:
-  """Makes an OSError of what TensorStore says of the operating system's."""
-  try:
-    yield
-  except ValueError as e:
-    # "RESOURCE_EXHAUSTED: ... No space left on device [os_error_code='28']"
-    if match := re.search(r"\[os_error_code='(\d+)'\]", str(e)):
-      number = int(match[1])
-      raise OSError(number, os.strerror(number)) from e
-    raise
-
-
-def _multiprocessing_options() -> Any:
-  """Returns the options with which Orbax knows all processes."""
-  # With the processes named, Orbax meets through the coordination service;
-  # else by a program on the devices, which a background thread must not run.
-  return ocp.options.MultiprocessingOptions(
-    primary_host=0, active_processes=set(range(jax.process_count()))
-  )
-
-
-def barrier(name: str) -> None:
-  """Waits for all processes; on any thread."""
-  if jax.process_count() > 1:
-    # Orbax wants another name each time; the order is the same everywhere.
-    _barrier_counts[name] += 1
-    ocp.multihost.sync_global_processes(
-      f'jaxline:{name}:{_barrier_counts[name]}',
-      processes=set(range(jax.process_count())),
-    )
-
-
-_barrier_counts = collections.Counter[str]()
-
-
-def to_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
   """Copies arrays so that no later step can change them.
 
-  Returns:
-    Numpy arrays; of an array that spans several hosts, a jax.Array in host
-    memory.
+  Of an array that spans several hosts, each process copies its own shards, and
+  of equal ones only the first. Process 0 copies all other arrays.
+
+  Raises:
+    TypeError: a type that Zarr lacks.
   """
-  live = {
-    name: jax.random.key_data(x) if is_key(x) else x
-    for name, x in arrays.items()
+  data = {
+    name: jax.random.key_data(x) if is_key(x) else x for name, x in live.items()
   }
-  for x in live.values():  # All on their way before the first is awaited.
-    if isinstance(x, jax.Array) and x.is_fully_addressable:
-      x.copy_to_host_async()
-  return {name: _host_copy(x) for name, x in live.items()}
-
-
-def _host_copy(x: Any) -> Any:
-  if not isinstance(x, jax.Array):
-    return np.array(x)
-  if x.is_fully_addressable:
-    on_cpu = next(iter(x.devices())).platform == 'cpu'
-    # What this gives is a view of the device's own memory on a CPU, unless it
-    # was put together from shards; else it is a copy already.
-    return np.array(x, copy=(on_cpu and x.is_fully_replicated) or None)
-  return jax.device_put(x, x.sharding.with_memory_kind('pinned_host'))
-
-
-def store(live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Copies arrays to the host, and gives each a directory.
-
-  Args:
-    live: name -> array, on the devices or not.
-
-  Returns:
-    Directory -> array, and name -> description for the record.
-  """
-  stored, described = {}, {}
-  for i, (name, x) in enumerate(to_host(live).items()):
-    tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
-    file = f'{i:04d}.{tail}'
-    about = {'file': file, **_about(live[name], x)}
+  for name, x in data.items():
     if not can_store(x):
-      raise TypeError(f'{name} is an array of {x.dtype}, which Zarr has not.')
-    if x.size and _type_on_disk(x.dtype.name) != x.dtype.name:
-      stored[file] = np.asarray(x).view(np.uint8)
-    elif x.size:
-      stored[file] = x
-    else:
-      about['file'] = None  # Orbax takes none that is empty.
-    described[name] = about
-  return stored, described
-
-
-def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Makes JSON of small arrays."""
+      raise TypeError(f'{name} is an array of {x.dtype}, which Zarr lacks.')
+    if isinstance(x, jax.Array):  # All on their way before the first is needed.
+      x.copy_to_host_async()
+  with futures.ThreadPoolExecutor(_COPIERS) as pool:
+    blocks = [_blocks(x, pool) for x in data.values()]
   return {
-    name: {
-      **_about(arrays[name], x),
-      'base64': base64.b64encode(x.tobytes()).decode('ascii'),
-    }
-    for name, x in to_host(arrays).items()
+    name: HostArray(
+      _described(live[name], x, _file(i, name)),
+      [(index, future.result()) for index, future in own],
+    )
+    for i, ((name, x), own) in enumerate(zip(data.items(), blocks, strict=True))
   }
 
 
-def _about(live: Any, x: Any) -> dict[str, Any]:
-  about: dict[str, Any] = {'shape': list(x.shape), 'dtype': x.dtype.name}
+def _blocks(
+  x: Any, pool: futures.Executor
+) -> list[tuple[Index, futures.Future[np.ndarray]]]:
+  """Starts to copy the parts of an array that this process writes."""
+  if not x.size:
+    return []
+  # A replicated array that `device_put` made from a local one has no shards.
+  if isinstance(x, jax.Array) and not (
+    x.is_fully_addressable or x.is_fully_replicated
+  ):
+    return [
+      (shard.index, _copy(shard.data, pool))
+      for shard in x.addressable_shards
+      if shard.replica_id == 0
+    ]
+  if jax.process_index() != 0:
+    return []
+  return [((slice(None),) * x.ndim, _copy(x, pool))]
+
+
+def _copy(x: Any, pool: futures.Executor) -> futures.Future[np.ndarray]:
+  if isinstance(x, jax.Array) and not (
+    x.is_fully_replicated and next(iter(x.devices())).platform == 'cpu'
+  ):
+    # From other devices, and of several shards, it is a copy already.
+    return pool.submit(np.asarray, x, order='C')
+  source = np.asarray(x)
+  # Of this thread's memory: threads that end leave theirs in pieces.
+  return pool.submit(_fill, np.empty(source.shape, source.dtype), source)
+
+
+def _fill(copy: np.ndarray, source: np.ndarray) -> np.ndarray:
+  copy[...] = source
+  return copy
+
+
+def _file(i: int, name: str) -> str:
+  tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
+  return f'{i:04d}.{tail}'.rstrip('.')
+
+
+def _described(live: Any, x: Any, file: str) -> dict[str, Any]:
+  """Returns the description of an array without parts."""
+  about: dict[str, Any] = {
+    'file': file,
+    'shape': list(x.shape),
+    'dtype': x.dtype.name,
+    'parts': {},
+  }
+  block = x.shape
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    block = x.sharding.shard_shape(x.shape)
+  about['chunk'] = _part_shape(block, x.dtype.itemsize)
   if is_key(live):
     about['key'] = str(jax.random.key_impl(live))
   return about
 
 
+def _part_shape(block: Sequence[int], itemsize: int) -> list[int]:
+  """Returns the shape of the parts that a block is split into, by rows."""
+  needed = math.ceil(math.prod(block) * itemsize / _PART_BYTES)
+  if not block or needed <= 1:
+    return list(block)
+  # A number of parts that divides the rows, if there is one that is near.
+  needed = min(needed, block[0])
+  for count in range(needed, min(4 * needed, block[0]) + 1):
+    if block[0] % count == 0:
+      return [block[0] // count, *block[1:]]
+  return list(block)
+
+
+def write(
+  store: store_lib.Store, arrays: Mapping[str, HostArray]
+) -> dict[str, Any]:
+  """Writes what this process has of arrays; all is safe when it returns.
+
+  Args:
+    store: a new folder.
+    arrays: by name.
+
+  Returns:
+    Name -> description, with the parts that this process has written.
+  """
+  is_chief = jax.process_index() == 0
+
+  def write_part(task: tuple[HostArray, str, np.ndarray]) -> None:
+    array, part, values = task
+    raw = _bytes(values)
+    store.write_part(f'{array.about["file"]}/{part}', raw)
+    array.about['parts'][part] = crc32c.crc32c(raw)
+
+  def write_meta(about: dict[str, Any]) -> None:
+    meta = memoryview(json.dumps(_zarr(about)).encode())
+    store.write_part(f'{about["file"]}/zarr.json', meta)
+
+  with futures.ThreadPoolExecutor(store.threads) as pool:
+    tasks = [(a, *x) for a in arrays.values() for x in _parts_of(a)]
+    # The largest first: what is left at the end is short.
+    tasks.sort(key=lambda task: -task[2].nbytes)
+    pending = [pool.submit(write_part, task) for task in tasks]
+    if is_chief:
+      pending += [pool.submit(write_meta, a.about) for a in arrays.values()]
+    try:
+      for future in pending:
+        future.result()
+    except BaseException:
+      pool.shutdown(cancel_futures=True)
+      raise
+  if pending:
+    store.sync('')
+  return {name: array.about for name, array in arrays.items()}
+
+
+def are_same(
+  arrays: Mapping[str, HostArray], described: Mapping[str, Any]
+) -> bool:
+  """Returns whether arrays are those that are described, by their checksums."""
+  if arrays.keys() != described.keys():
+    return False
+  for name, array in arrays.items():
+    about = described[name]
+    if array.about | {'parts': 0, 'file': 0} != about | {'parts': 0, 'file': 0}:
+      return False
+    for part, values in _parts_of(array):
+      if about['parts'].get(part) != crc32c.crc32c(_bytes(values)):
+        return False
+  return True
+
+
+def _parts_of(array: HostArray) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields name and values of each part in this process."""
+  chunk = array.about['chunk']
+  for index, block in array.blocks:
+    start = [s.start or 0 for s in index]
+    rows = chunk[0] if chunk else 0
+    for row in range(0, block.shape[0], rows) if rows else [0]:
+      first = [x // c for x, c in zip(start, chunk, strict=True)]
+      if chunk:
+        first[0] += row // rows
+      name = '.'.join(['c', *map(str, first)])
+      yield name, block[row : row + rows] if rows else block
+
+
+def _bytes(x: np.ndarray) -> memoryview:
+  return memoryview(x.reshape(-1).view(np.uint8).data)
+
+
+def _zarr(about: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the metadata of Zarr 3 for a described array."""
+  dtype = jnp.dtype(about['dtype'])
+  fill = False if dtype.kind == 'b' else [0, 0] if dtype.kind == 'c' else 0
+  return {
+    'zarr_format': 3,
+    'node_type': 'array',
+    'shape': about['shape'],
+    'data_type': about['dtype'],
+    'chunk_grid': {
+      'name': 'regular',
+      'configuration': {'chunk_shape': [max(1, n) for n in about['chunk']]},
+    },
+    'chunk_key_encoding': {
+      'name': 'default',
+      'configuration': {'separator': '.'},
+    },
+    'fill_value': fill,
+    'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}],
+  }
+
+
 # Reading.
 
 
-class Reader:
-  """A checkpoint's files.
+def check(described: Mapping[str, Any]) -> None:
+  """Refuses descriptions that this module does not write.
 
-  TensorStore reads the arrays, and is told shape and type of each: it refuses a
-  file that holds something else, and takes no missing chunk for zeros.
+  Raises:
+    RefusedError: one names a file elsewhere, or has not the parts of its shape.
+  """
+  for name, about in described.items():
+    shape, chunk = about['shape'], about['chunk']
+    grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=False)]
+    if (
+      len(shape) != len(chunk)
+      or not _FILE.fullmatch(about['file'])
+      or not _TYPES.fullmatch(about['dtype'])
+      or any(c and n % c for n, c in zip(shape, chunk, strict=True))
+      or len(about['parts']) != math.prod(grid)
+      or about['parts'].keys() != set(_part_names(grid))
+    ):
+      raise store_lib.RefusedError(
+        f'its manifest describes the array {name!r} as {str(about)[:200]}'
+      )
+
+
+def _part_names(grid: Sequence[int]) -> Iterator[str]:
+  for at in itertools.product(*map(range, grid)):
+    yield '.'.join(['c', *map(str, at)])
+
+
+class _Reading:
+  """One array that is being read.
+
+  Attributes:
+    size: how many bytes this process reads.
   """
 
-  def __init__(self, path: pathlib.Path):
-    """Reads nothing yet."""
-    self.path = path
-
-  @functools.cached_property
-  def sums(self) -> dict[str, list[int]]:
-    """Size in bytes and CRC-32 of each file: see `files.read_checksums`."""
-    return files.read_checksums(self.path)
-
-  @functools.cached_property
-  def record(self) -> dict[str, Any]:
-    """What it says of itself, verified: see `files.read_record`."""
-    self.verify(lambda file: file == files.RECORD)
-    return files.read_record(self.path)
-
-  @property
-  def described(self) -> dict[str, dict[str, Any]]:
-    """Name of each array -> its file, shape and type, in the record."""
-    return self.record['arrays']
-
-  def verify(
-    self,
-    wanted: Callable[[str], bool] = lambda name: True,
-    share: slice = slice(None),
-  ) -> None:
-    """Compares files with their checksums.
-
-    Files that were not there when it was written (an editor's, a file
-    system's) are ignored.
-
-    Args:
-      wanted: of a file's relative name, whether to look at it.
-      share: of these, which to look at, where processes share the work.
-
-    Raises:
-      files.DamagedError: with one argument for each file that differs.
-      OSError: a file cannot be read.
-    """
-    problems = []
-    for name in sorted(filter(wanted, self.sums))[share]:
-      size, crc = self.sums[name]
-      found = None
-      with contextlib.suppress(*files.MISSING):
-        found = files.checksum(self.path / name, size)
-      if found is None:
-        problems.append(f'{name} is missing')
-      elif found[0] != size:
-        problems.append(f'{name} has {found[0]} bytes, {size} were written')
-      elif found[1] != crc:
-        problems.append(f'{name} is not as it was written (its CRC differs)')
-    if problems:
-      raise files.DamagedError(*problems)
-
-  def require_arrays(
-    self, wants: Callable[[str], bool], share: slice = slice(None)
-  ) -> None:
-    """Verifies all files but those of arrays that are not wanted.
-
-    Args:
-      wants: of an array's name, whether it will be read.
-      share: of the files, which to look at, where processes share the work.
-
-    Raises:
-      files.DamagedError: it is not as it was written.
-      OSError: a file cannot be read.
-    """
-    verified_or_unwanted = {
-      files.RECORD,
-      *(
-        f'{files.ARRAYS}/{about["file"]}'
-        for name, about in self.described.items()
-        if not wants(name)
-      ),
+  def __init__(self, about: Mapping[str, Any], target: Any):
+    self._about, self._target = about, target
+    self._dtype = jnp.dtype(about['dtype'])
+    self._sharding = getattr(target, 'sharding', None)
+    if is_key(target):
+      self._sharding = None
+    shape = tuple(about['shape'])
+    if self._sharding is None:
+      indices: Iterable[Index] = [(slice(None),) * len(shape)]
+    else:
+      indices = self._sharding.addressable_devices_indices_map(shape).values()
+    # Several devices may have the same part. (Slices have no hash.)
+    self._buffers = {
+      str(index): (
+        [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)],
+        _empty(_shape(index, shape), self._dtype),
+      )
+      for index in {str(i): i for i in indices}.values()
     }
-    self.verify(
-      lambda file: '/'.join(file.split('/')[:2]) not in verified_or_unwanted,
-      share,
-    )
+    self.size = sum(x.nbytes for _, x in self._buffers.values())
 
-  def _open(self, names: Iterable[str]) -> dict[str, Any]:
-    """Opens arrays; of one without elements the value is None."""
-    # Bytes of the chunks with checksums below the directory of each array.
-    sizes = collections.Counter[str]()
-    for file, (size, _) in self.sums.items():
-      top, *below = file.split('/')
-      if top == files.ARRAYS and below[1:] and below[1:] != ['zarr.json']:
-        sizes[below[0]] += size
-    opening = {}
-    for name in names:
-      about = self.described[name]
-      file, needed = about['file'], num_bytes(about)
-      with self._refused(name):
-        # Before memory is taken for it, since it is not compressed. Only names
-        # of directories here have a size, so no other path is opened.
-        if needed > sizes[file]:
-          raise ValueError('its files are smaller')
-        opening[name] = _open_zarr(self.path, about) if needed else None
-    opened = {}
-    for name, future in opening.items():
-      with self._refused(name):
-        opened[name] = future and future.result()
-    return opened
+  def start(
+    self, store: store_lib.Store, pool: futures.Executor
+  ) -> list[futures.Future[None]]:
+    """Starts to read the parts that this process needs."""
+    pending = []
+    for part, crc in self._about['parts'].items():
+      places = self._places(part)
+      if places:
+        key = f'{self._about["file"]}/{part}'
+        pending.append(
+          pool.submit(
+            _read_part,
+            store,
+            key,
+            crc,
+            places,
+            self._about['chunk'],
+            self._dtype,
+          )
+        )
+    return pending
 
-  @contextlib.contextmanager
-  def _refused(self, name: str) -> Iterator[None]:
-    """Refuses an array of verified files that TensorStore cannot read."""
-    try:
-      with os_errors():
-        yield
-    except (*files.MISSING, ValueError) as e:
-      if not self.path.exists():
-        raise files.DamagedError('it was removed while it was read') from e
-      about = self.described[name]
-      raise files.RefusedError(
-        f'{files.ARRAYS}/{about["file"]} does not hold all of the array'
-        f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
-        f' {files.RECORD} ({str(e)[:200]})'
-      ) from e
+  def _places(self, part: str) -> list[tuple[np.ndarray, Any]]:
+    """Returns where a part goes: views of buffers, and which values."""
+    at = [
+      int(i) * c
+      for i, c in zip(part.split('.')[1:], self._about['chunk'], strict=True)
+    ]
+    places: list[tuple[np.ndarray, Any]] = []
+    for bounds, buffer in self._buffers.values():
+      into: list[slice] = []
+      of: list[slice] = []
+      for first, n, (low, high) in zip(
+        at, self._about['chunk'], bounds, strict=True
+      ):
+        begin, end = max(first, low), min(first + n, high)
+        into.append(slice(begin - low, end - low))
+        of.append(slice(begin - first, end - first))
+      if all(s.stop > s.start for s in into):
+        # With the ellipsis a view, also where there are no axes.
+        view: Any = (..., *into)
+        places.append((buffer[view], (..., *of)))
+    return places
 
-  def read(
-    self, targets: Mapping[str, Any], sources: Mapping[str, str] | None = None
-  ) -> Iterator[tuple[str, Any]]:
-    """Yields name and array, some of them ahead; their files are verified.
-
-    Args:
-      targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
-        None, the array comes as numpy.
-      sources: name -> name of the array here, where that is another.
-
-    Raises:
-      files.DamagedError: one is not there.
-      files.RefusedError: one is not as the record says.
-      OSError: one cannot be read.
-    """
-    source_of = {name: name for name in targets} | dict(sources or {})
-    opened = self._open(dict.fromkeys(source_of.values()))
-    started: dict[str, Callable[[], Any]] = {}
-    left, on_their_way = collections.deque(targets), 0
-    for name, target in targets.items():
-      while left and (left[0] == name or on_their_way < _READ_BYTES):
-        soon = left.popleft()
-        on_their_way += num_bytes(self.described[source_of[soon]])
-        about = self.described[source_of[soon]]
-        started[soon] = _start(opened[source_of[soon]], about, targets[soon])
-      with self._refused(source_of[name]):
-        x = started.pop(name)()
-      about = self.described[source_of[name]]
-      on_their_way -= num_bytes(about)
-      yield name, as_saved(x, about, target)
-      del x
+  def result(self) -> Any:
+    """Returns the array once all parts are read."""
+    buffers = {key: buffer for key, (_, buffer) in self._buffers.items()}
+    shape = tuple(self._about['shape'])
+    x: Any
+    if self._sharding is None:
+      (x,) = buffers.values()
+    else:
+      x = jax.make_array_from_callback(
+        shape, self._sharding, lambda index: buffers[str(index)]
+      )
+    return _as_saved(x, self._about, self._target)
 
 
-def _open_zarr(checkpoint: pathlib.Path, about: Mapping[str, Any]) -> Any:
-  """Starts to open an array."""
-  folder = checkpoint / files.ARRAYS / about['file']
-  spec = {
-    'driver': 'zarr3',
-    'kvstore': {'driver': 'file', 'path': f'{folder}/'},
-    'metadata': {
-      'shape': about['shape'],
-      'data_type': _type_on_disk(about['dtype']),
-      'chunk_key_encoding': {'name': 'default'},
-    },
-    'fill_missing_data_reads': False,
-  }
-  return ts.open(spec, open=True, context=_READS)
+def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+  """Returns an array whose memory JAX uses on a CPU without a copy."""
+  size = math.prod(shape) * dtype.itemsize
+  raw = np.empty(size + _ALIGNMENT, np.uint8)
+  start = -raw.ctypes.data % _ALIGNMENT
+  return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _start(
-  opened: Any, about: Mapping[str, Any], target: Any
-) -> Callable[[], Any]:
-  """Starts to read an array; returns a function that returns it."""
-  dtype = jnp.dtype(about['dtype'])
-  if opened is None:
-    return lambda: np.zeros(about['shape'], dtype)
-  sharding = getattr(target, 'sharding', None)
-  is_viewed = _type_on_disk(dtype.name) != dtype.name
-  if sharding is None or is_key(target) or is_viewed:
-    reading = opened.read()
-    return lambda: reading.result().view(dtype)
-  # Several devices may have the same part. (Slices have no hash.)
-  indices = sharding.addressable_devices_indices_map(opened.shape).values()
-  parts = {str(index): index for index in indices}
-  reads = {key: opened[index].read() for key, index in parts.items()}
-  return lambda: jax.make_array_from_callback(
-    opened.shape, sharding, lambda index: reads[str(index)].result()
+def _shape(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
+  return tuple(
+    len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)
   )
 
 
-def as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
+def _read_part(
+  store: store_lib.Store,
+  key: str,
+  crc: int,
+  places: Sequence[tuple[np.ndarray, Any]],
+  chunk: Sequence[int],
+  dtype: Any,
+) -> None:
+  """Reads a part, verifies it and copies it to its places."""
+  part = places[0][0]
+  is_direct = len(places) == 1 and part.shape == tuple(chunk)
+  is_direct = is_direct and part.flags.c_contiguous
+  if not is_direct:
+    part = np.empty(chunk, dtype)
+  raw = _bytes(part)
+  store.read_into(key, raw)
+  if crc32c.crc32c(raw) != crc:
+    raise store_lib.DamagedError(f'{key} is not as it was written (CRC-32C)')
+  if not is_direct:
+    for view, of in places:
+      view[...] = part[of]
+
+
+def read(
+  store: store_lib.Store,
+  described: Mapping[str, Mapping[str, Any]],
+  targets: Mapping[str, Any],
+) -> Iterator[tuple[str, Any]]:
+  """Yields name and array, in the order of the targets, and reads ahead.
+
+  Args:
+    store: the folder.
+    described: name -> description.
+    targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
+      None, the array comes as NumPy's.
+
+  Raises:
+    DamagedError: a part is not as it was written.
+    OSError: a part cannot be read.
+  """
+  left, on_their_way = collections.deque(targets), 0
+  started: dict[str, tuple[_Reading, list[futures.Future[None]]]] = {}
+  with futures.ThreadPoolExecutor(store.threads) as pool:
+    try:
+      for name in targets:
+        while left and (left[0] == name or on_their_way < _READ_BYTES):
+          soon = left.popleft()
+          _check_size(store, described[soon])
+          reading = _Reading(described[soon], targets[soon])
+          started[soon] = reading, reading.start(store, pool)
+          on_their_way += reading.size
+        reading, pending = started.pop(name)
+        for future in pending:
+          future.result()
+        on_their_way -= reading.size
+        yield name, reading.result()
+        del reading, pending
+    finally:
+      pool.shutdown(cancel_futures=True)
+
+
+def _check_size(store: store_lib.Store, about: Mapping[str, Any]) -> None:
+  """Compares a part with its description before memory is taken."""
+  size = math.prod(about['chunk']) * jnp.dtype(about['dtype']).itemsize
+  for part in itertools.islice(about['parts'], 1):  # All have one size.
+    found = store.size(f'{about["file"]}/{part}')
+    if found not in (None, size):
+      raise store_lib.DamagedError(
+        f'{about["file"]}/{part} has {found} bytes, {size} were written'
+      )
+
+
+def verify(
+  store: store_lib.Store, described: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+  """Reads all parts; returns what is wrong with each that is damaged.
+
+  Raises:
+    OSError: a part cannot be read.
+  """
+
+  def problem(task: tuple[Mapping[str, Any], str, int]) -> str | None:
+    about, part, crc = task
+    places = [(np.empty(about['chunk'], jnp.dtype(about['dtype'])), ())]
+    try:
+      key = f'{about["file"]}/{part}'
+      _read_part(store, key, crc, places, about['chunk'], about['dtype'])
+    except store_lib.DamagedError as e:
+      return str(e)
+    return None
+
+  tasks = [
+    (about, part, crc)
+    for about in described.values()
+    for part, crc in about['parts'].items()
+  ]
+  with futures.ThreadPoolExecutor(store.threads) as pool:
+    return [x for x in pool.map(problem, tasks) if x is not None]
+
+
+def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
   """Makes of what was read what was saved."""
   if 'key' in about and is_key(target):
     x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
@@ -461,26 +493,42 @@ def as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
   return jax.device_put(x, sharding)
 
 
+# Small arrays in JSON.
+
+
+def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Makes JSON of small arrays of this process."""
+  return {
+    name: {
+      'shape': list(x.shape),
+      'dtype': x.dtype.name,
+      'base64': base64.b64encode(np.asarray(x).tobytes()).decode('ascii'),
+    }
+    for name, x in arrays.items()
+  }
+
+
 def from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns what `to_json` got."""
+  """Returns what `to_json` got.
+
+  Raises:
+    RefusedError: an array has not the bytes of its shape.
+  """
   arrays = {}
   for name, about in described.items():
     data = bytearray(base64.b64decode(about['base64']))
     if len(data) != num_bytes(about):
-      raise files.RefusedError(f'{name} has {len(data)} bytes')
+      raise store_lib.RefusedError(f'{name} has {len(data)} bytes')
     arrays[name] = np.ndarray(about['shape'], jnp.dtype(about['dtype']), data)
   return arrays
 
 
+# What descriptions and arrays are.
+
+
 def can_store(x: Any) -> bool:
-  """Returns whether `store` takes arrays of this type."""
-  # TensorStore has its types by their names.
-  is_narrow = x.dtype.isbuiltin == 2 and x.dtype.itemsize == 1
-  return x.dtype.isnative and (hasattr(ts, x.dtype.name) or is_narrow)
-
-
-def _type_on_disk(name: str) -> str:
-  return name if hasattr(ts, name) else 'uint8'
+  """Returns whether Zarr has arrays of this type."""
+  return x.dtype.isnative and bool(_TYPES.fullmatch(x.dtype.name))
 
 
 def num_bytes(about: Mapping[str, Any]) -> int:
@@ -500,29 +548,3 @@ def saved_shape(about: Mapping[str, Any]) -> str:
 def is_key(x: Any) -> bool:
   """Returns whether something is, or has the type of, an array of keys."""
   return x is not None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def together(read: Callable[[], _T]) -> _T:
-  """Calls a function in all processes; what one finds damaged, all raise.
-
-  Args:
-    read: reads something, or finds it damaged.
-
-  Returns:
-    What it returns.
-
-  Raises:
-    files.DamagedError: a process found it damaged.
-  """
-  error: files.DamagedError | None = None
-  try:
-    result = read()
-  except files.DamagedError as e:
-    error = e
-  if jax.process_count() > 1:
-    said = multihost_utils.process_allgather(np.bool_(error is not None))
-    if said.any() and error is None:
-      error = files.DamagedError(f'processes {np.flatnonzero(said)} say so')
-  if error is not None:
-    raise error
-  return result

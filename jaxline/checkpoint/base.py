@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxline import errors
 
@@ -12,6 +12,24 @@ class Fresh(dict):
 
   Of any other it makes copies, and the devices hold the state twice meanwhile.
   """
+
+
+class Evaluation(NamedTuple):
+  """A noted evaluation.
+
+  Attributes:
+    step: the step.
+    metric: that of early stopping; '' without it.
+    value: the metric's.
+    data: the name of the checkpoint's data; '' if the step has no checkpoint.
+    lengths: path -> length of each log file after the evaluation, in bytes.
+  """
+
+  step: int
+  metric: str = ''
+  value: float | None = None
+  data: str = ''
+  lengths: Mapping[str, int] = {}
 
 
 class ExperimentState(dict):
@@ -142,6 +160,8 @@ class FullCheckpointer(Checkpointer):
       on disk before it becomes visible: `flush_async` is called at the save,
       the function that it returns on a background thread. A checkpointer that
       keeps nothing on disk calls none.
+    lengths: path -> length in bytes of each log file, as of the restored
+      checkpoint of the run itself.
   """
 
   collective: bool = False
@@ -150,6 +170,7 @@ class FullCheckpointer(Checkpointer):
   has_moved: bool = False
   saved_step: int | None = None
   logs: Sequence[Any] = ()
+  lengths: Mapping[str, int] = {}
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a series' checkpoint of a step; None is the newest."""
@@ -224,12 +245,14 @@ class FullCheckpointer(Checkpointer):
   def raise_error(self) -> None:
     """Raises the error of a save in the background; costs nothing."""
 
-  def evaluated(self) -> list[tuple[int, str, float | None]]:
-    """Returns the noted evaluations: step, metric of early stopping, value."""
+  def evaluated(self) -> list[Evaluation]:
+    """Returns the noted evaluations."""
     return []
 
-  def mark_evaluated(self, step: int, value: float | None = None) -> None:
-    """Notes that a step is evaluated, and its value for early stopping."""
+  def mark_evaluated(
+    self, step: int, value: float | None, lengths: Mapping[str, int]
+  ) -> None:
+    """Notes an evaluation: see `Evaluation`."""
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from this step."""

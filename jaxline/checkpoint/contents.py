@@ -1,12 +1,13 @@
 """A live state as a checkpoint holds it: arrays and JSON, and back."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import importlib.metadata
-import pathlib
 import platform
-import re
+import subprocess
 import time
 from typing import Any
 
@@ -17,7 +18,9 @@ import jaxline
 from jaxline import errors
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import base
-from jaxline.checkpoint import files
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import rules as rules_lib
+from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 from jaxline.compat import devices
 
@@ -29,6 +32,21 @@ class MismatchError(errors.UsageError):
 # Writing.
 
 
+@dataclasses.dataclass
+class Content:
+  """One checkpoint, in host memory.
+
+  Attributes:
+    arrays: by name; what this process writes of them.
+    manifest: what the manifest will hold, but for what is known later.
+    process: the entries that this process keeps for itself.
+  """
+
+  arrays: dict[str, arrays_lib.HostArray]
+  manifest: dict[str, Any]
+  process: dict[str, Any]
+
+
 def content(
   ckpt_series: str,
   state: Any,
@@ -37,7 +55,7 @@ def content(
   *,
   all_hosts: bool,
   allow_pickle: bool,
-) -> arrays_lib.Content:
+) -> Content:
   """Copies a live state to the host, and describes it.
 
   Args:
@@ -74,21 +92,17 @@ def content(
       whole[name] = value
   for name, described in _encode(whole, arrays, allow_pickle).items():
     saved[name] = {'structure': described}
-  stored, about = arrays_lib.store(arrays)
-  record = {
-    'format': files.FORMAT,
-    'series': ckpt_series,
+  manifest = {
+    'format': manager.FORMAT,
     'step': int(state['global_step']),
     'time': time.time(),
-    'processes': jax.process_count(),
-    'devices': jax.device_count(),
+    'devices': [jax.device_count(), jax.devices()[0].device_kind],
     'versions': _versions(),
     'config': recorded,
     'entries': entries,
     'module': saved,
-    'arrays': about,
   }
-  return arrays_lib.Content(stored, record, per_process)
+  return Content(arrays_lib.to_host(arrays), manifest, per_process)
 
 
 def check_storable(state: Any, module: base.Module) -> None:
@@ -111,10 +125,10 @@ def check_storable(state: Any, module: base.Module) -> None:
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
   """Returns what a best checkpoint has besides the evaluated one, as JSON."""
   saved = ('global_step', 'train_step_rng', 'experiment_module')
-  arrays: dict[str, Any] = {}
   more = {key: x for key, x in state.items() if key not in saved}
+  arrays: dict[str, Any] = {}
   entries = _encode(more, arrays, allow_pickle, 'run/')
-  return {'entries': entries, 'arrays': arrays_lib.to_json(arrays)}
+  return {'entries': entries, 'small': arrays_lib.to_json(arrays)}
 
 
 def _encode(
@@ -141,7 +155,7 @@ def _encode(
 
 @functools.cache  # To look them up takes milliseconds.
 def _versions() -> dict[str, str]:
-  names = ('jax', 'jaxlib', 'orbax-checkpoint', 'numpy', 'optax')
+  names = ('jax', 'jaxlib', 'numpy', 'optax')
   versions = {'jaxline': jaxline.__version__}
   versions['python'] = platform.python_version()
   for name in names:
@@ -150,26 +164,62 @@ def _versions() -> dict[str, str]:
   return versions
 
 
+@functools.cache
+def code() -> dict[str, str]:
+  """Returns where the code in the working directory comes from."""
+
+  def git(*args: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+      return subprocess.run(
+        ['git', *args], capture_output=True, check=True, timeout=10
+      ).stdout.decode(errors='replace')
+    return ''
+
+  changed = git('diff', 'HEAD')
+  return {
+    'host': platform.node(),
+    'revision': git('rev-parse', 'HEAD').strip(),
+    'changed': hashlib.sha256(changed.encode()).hexdigest() if changed else '',
+  }
+
+
 # Reading.
 
 
-class Checkpoint(arrays_lib.Reader):
-  """A checkpoint that is read, as what `content` and `added` got."""
+class Checkpoint:
+  """A checkpoint that is read, as what `content` and `added` got.
 
-  def __init__(self, path: pathlib.Path, allow_pickle: bool = False):
-    """Reads nothing yet."""
-    super().__init__(path)
+  Attributes:
+    name: the place of its manifest, for messages.
+    record: the manifest.
+    is_there: returns whether it still exists.
+    data: the store of its arrays.
+  """
+
+  def __init__(
+    self,
+    manifests: manager.Manifests,
+    series: str,
+    step: int,
+    allow_pickle: bool = False,
+  ):
+    """Reads the manifest: see `Manifests.read`."""
+    self.name = f'{manifests.store}/{series}/{step}'
+    self.is_there = lambda: step in manifests.steps(series)
+    self.record = manifests.read(series, step)
+    self.data = manifests.data(self.record)
     self._decode = functools.partial(
       structure.decode, allow_pickle=allow_pickle
     )
 
-  @functools.cached_property
-  def extra(self) -> dict[str, Any]:
-    """What a best checkpoint has besides: `entries` and their `arrays`."""
-    # Only as it was written: a file that is not listed is not ours.
-    if 'extra.json' not in self.sums:
-      return {'entries': {}, 'arrays': {}}
-    return files.read_json(self.path / 'extra.json')
+  @property
+  def described(self) -> dict[str, dict[str, Any]]:
+    """Name of each array -> its description, see `arrays`."""
+    return self.record['arrays']
+
+  def read(self, targets: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields name and array: see `arrays.read`."""
+    return arrays_lib.read(self.data, self.described, targets)
 
   def entries(self, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """Returns entries of the live state, besides the experiment's.
@@ -180,15 +230,15 @@ class Checkpoint(arrays_lib.Reader):
     Raises:
       ValueError: the checkpoint lacks one.
     """
-    described = self.record['entries'] | self.extra['entries']
+    described = self.record['entries']
     keys = list(described if keys is None else keys)
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
-        f'{self.path} lacks {missing}; it holds {sorted(described)}.'
+        f'{self.name} lacks {missing}; it holds {sorted(described)}.'
       )
     names = [n for key in keys for n in self._below(f'run/{key}')]
     arrays = dict(self.read(dict.fromkeys(names)))
-    arrays |= arrays_lib.from_json(self.extra['arrays'])
+    arrays |= arrays_lib.from_json(self.record.get('small', {}))
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: base.Module) -> dict[str, Any]:
@@ -240,7 +290,7 @@ class Checkpoint(arrays_lib.Reader):
       logging.info(
         'Skipped %s of %s, which %s does not name.',
         skipped,
-        self.path,
+        self.name,
         type(module.live).__name__,
       )
     return snapshot
@@ -262,14 +312,14 @@ class Checkpoint(arrays_lib.Reader):
       name: x
       for entry, tree in snapshot.items()
       for name, x in structure.named_leaves(
-        _without_schedules(tree), entry
+        rules_lib.without_schedules(tree), entry
       ).items()
       if structure.is_array(x)
       and not arrays_lib.is_key(x)
       and name not in module.NEVER_BY_RULES
     }
     where = 'config.restore_rules'
-    sources, unused = match_rules(live, rules, where)
+    sources, unused = rules_lib.match_rules(live, rules, where)
     if unused:
       near = errors.nearest(unused[0], live, n=8, cutoff=0)
       raise errors.UsageError(
@@ -303,7 +353,7 @@ class Checkpoint(arrays_lib.Reader):
     if absent := sorted(set(sources.values()) - set(self.described)):
       near = errors.nearest(absent[0], self.described, n=3, cutoff=0.3)
       raise errors.UsageError(
-        f'{where}: {self.path} has no arrays {absent}; the nearest to the first'
+        f'{where}: {self.name} has no arrays {absent}; the nearest to the first'
         f' are {near}.'
       )
     self._check_fit(
@@ -318,7 +368,8 @@ class Checkpoint(arrays_lib.Reader):
       )
       for name in sources
     }
-    return dict(self.read(targets, sources))
+    described = {n: self.described[s] for n, s in sources.items()}
+    return dict(arrays_lib.read(self.data, described, targets))
 
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""
@@ -341,36 +392,30 @@ class Checkpoint(arrays_lib.Reader):
     if wrong:
       lines = ''.join(f'\n  {line}' for line in wrong)
       raise MismatchError(
-        f'{self.path} does not fit the experiment; nothing was restored.'
-        ' Use the config it was trained with (checkpoint.json holds it), a new'
+        f'{self.name} does not fit the experiment; nothing was restored.'
+        ' Use the config it was trained with (the manifest holds it), a new'
         ' config.checkpoint_dir, or config.restore_from with'
         f' config.restore_rules for what fits.{lines}'
       )
 
-  def of_process(self, i: int) -> dict[str, Any]:
-    """Returns entry -> its `structure` and `arrays`, as process i has them."""
-    return files.read_json(self.path / f'process_{i}.json')
-
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
-    """Reads what each process has for itself.
+    """Returns what each process has for itself.
 
     Raises:
       ValueError: other processes saved it, and not all had the same.
     """
-    saved = self.record['processes']
-    if saved == jax.process_count():
-      mine = self.of_process(jax.process_index())
-    else:
-      mine, *others = map(self.of_process, range(saved))
-      if differing := sorted(
-        k for k in mine if any(other[k] != mine[k] for other in others)
-      ):
-        raise ValueError(
-          f'{saved} processes saved {differing}, each its own, and now there'
-          f' are {jax.process_count()}. Restore on {saved} processes, or begin'
-          ' anew from this run with config.restore_from and'
-          ' config.restore_rules.'
-        )
+    mine, *others = saved = self.record['processes']
+    if len(saved) == jax.process_count():
+      mine = saved[jax.process_index()]
+    elif differing := sorted(
+      k for k in mine if any(other[k] != mine[k] for other in others)
+    ):
+      raise ValueError(
+        f'{len(saved)} processes saved {differing}, each its own, and now there'
+        f' are {jax.process_count()}. Restore on {len(saved)} processes, or'
+        ' begin anew from this run with config.restore_from and'
+        ' config.restore_rules.'
+      )
     return {
       entry: self._decode(
         described['structure'], arrays_lib.from_json(described['arrays'])
@@ -380,138 +425,42 @@ class Checkpoint(arrays_lib.Reader):
     }
 
 
-def verified(
-  path: pathlib.Path, wants: Callable[[str], bool], allow_pickle: bool = False
-) -> Checkpoint:
-  """Verifies what a restore reads; the processes share the work.
-
-  Args:
-    path: the checkpoint.
-    wants: of an array's name, whether it is read. Those of the loop's own
-      entries, 'run/...', are.
-    allow_pickle: whether what is read may be unpickled.
-
-  Raises:
-    files.DamagedError: see `Checkpoint.require_arrays`.
-  """
-
-  def check() -> Checkpoint:
-    found = Checkpoint(path, allow_pickle)
-    found.require_arrays(
-      lambda name: name.startswith('run/') or wants(name),
-      slice(jax.process_index(), None, jax.process_count()),
-    )
-    return found
-
-  return arrays_lib.together(check)
-
-
 def read_whole(
-  path: pathlib.Path, trees: Mapping[str, Any], allow_pickle: bool
+  manifests: manager.Manifests,
+  series: str,
+  step: int,
+  trees: Mapping[str, Any],
+  allow_pickle: bool,
 ) -> dict[str, Any]:
   """Returns all entries of a checkpoint, as host arrays.
 
   No other process takes part.
 
   Args:
-    path: the checkpoint; where it has been removed, the newest of its series
-      is read.
+    manifests: the run's.
+    series: the series.
+    step: of the checkpoint; where it has been removed, the newest is read.
     trees: entry that is stored leaf by leaf -> tree of its shapes.
     allow_pickle: whether to unpickle.
 
   Raises:
-    files.DamagedError: it cannot be read.
+    DamagedError: it cannot be read.
   """
   while True:
     try:
-      with files.reading(path):
-        saved = Checkpoint(path, allow_pickle)
-        saved.require_arrays(lambda name: True)
-        everything = base.Module(
-          CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
-          snapshot_template=lambda: trees,
-        )
+      saved = Checkpoint(manifests, series, step, allow_pickle)
+      everything = base.Module(
+        CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
+        snapshot_template=lambda: trees,
+      )
+      with manager.naming(saved.name):
         snapshot = saved.snapshot(everything)
         return saved.entries() | {'experiment_module': snapshot}
-    except files.GoneError:
-      if not (steps := files.steps(path.parent)):
+    except store_lib.DamagedError:
+      steps = manifests.steps(series)
+      if step in steps or not steps:
         raise
-      path = path.parent / str(steps[-1])
-
-
-# Rules.
-
-
-def match_rules(
-  names: Iterable[str],
-  rules: Iterable[tuple[str, str | None]],
-  where: str,
-  matches: Callable[[str, str], re.Match[str] | None] = re.fullmatch,
-) -> tuple[dict[str, str], list[str]]:
-  """Returns which arrays get which, by the first rule that matches.
-
-  Args:
-    names: those of arrays.
-    rules: pairs of a regular expression and the name of the source in the
-      checkpoint; with None, the array has none.
-    where: what has the rules, for messages.
-    matches: `re.fullmatch`, or `re.match` for a regular expression that matches
-      a name's start.
-
-  Returns:
-    Name -> that of its source; and the expressions that are used for no name.
-
-  Raises:
-    UsageError: an expression or a source is none.
-  """
-  rules = list(rules)
-  used = set()
-  sources: dict[str, str] = {}
-  for name in names:
-    for pattern, source in rules:
-      try:
-        if match := matches(pattern, name):
-          used.add((pattern, source))  # To have one twice is no mistake.
-          if source is not None:
-            sources[name] = match.expand(source)
-          break
-      except (re.error, IndexError) as e:
-        raise errors.UsageError(
-          f'{where} has {(pattern, source)!r}: {e}.'
-        ) from e
-  return sources, [pair[0] for pair in rules if tuple(pair) not in used]
-
-
-# Optax's states of schedules: by name, since not all of them are public. Not
-# those of moments, such as Adam's, which are corrected by their own count.
-_SCHEDULES = (
-  'AddNoiseState',
-  'InjectHyperparamsState',
-  'InjectStatefulHyperparamsState',
-  'ScaleByScheduleState',
-  'WeightDecaySchedule',
-  'WrappedScheduleState',
-)
-
-
-def _without_schedules(tree: Any) -> Any:
-  """Returns a tree with None in place of all that a schedule is made of."""
-
-  def is_schedule(x: Any) -> bool:
-    return type(x).__name__ in _SCHEDULES and hasattr(x, '_fields')
-
-  def strip(x: Any) -> Any:
-    if not is_schedule(x):
-      return x
-    kept = dict.fromkeys(x._fields)
-    if 'inner_state' in kept:  # Of the optimizer that has the schedule.
-      kept['inner_state'] = _without_schedules(x.inner_state)
-    return x._replace(**kept)
-
-  return jax.tree.map(strip, tree, is_leaf=is_schedule)
-
-
-# Trees and names.
+      step = steps[-1]
 
 
 def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:

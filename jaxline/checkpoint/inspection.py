@@ -4,9 +4,9 @@
   inspection.find('runs/a:4000').arrays('state/params/.*')
   inspection.main(['verify', 'runs/a'])
 
-A place is the directory of a run, of a series (runs/a/checkpoints/best) or of
-one checkpoint. :STEP after one of the former two means that step, else it is
-the newest; of a run, that of `latest`, or of `best` if there is no other.
+A place is the directory of a run, or its gs:// or s3:// address, or a series in
+it (runs/a/checkpoints/best). :STEP after it means that step, else it is the
+newest; of a run, that of `latest`, or of `best` if there is no other.
 
 Nothing is changed, claimed or unpickled. A run may go on writing there, and
 remove what is looked at, which is an error that says so.
@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import datetime
 import functools
-import itertools
 import json
 import math
 import os
 import pathlib
 import re
 import sys
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 import zipfile
 
 import jax
@@ -38,7 +37,8 @@ from jaxline import base_config
 from jaxline import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import files
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import store as store_lib
 from jaxline.metrics import lines as lines_lib
 from jaxline.metrics import writers
 
@@ -54,55 +54,58 @@ _size = functools.partial(lines_lib.size, digits='.1f')
 # Finding checkpoints.
 
 
-def _locate(
-  where: Place,
-) -> tuple[pathlib.Path | None, dict[str, list[pathlib.Path]]]:
-  """Returns a run's directory, and series -> its checkpoints that are meant."""
-  text, step = os.fspath(where), None
-  disk.check_local(text, 'The place')
-  if not os.path.exists(text) and (match := re.fullmatch(r'(.+):(\d+)', text)):
-    text, step = match[1], int(match[2])
-  path = pathlib.Path(os.path.abspath(os.path.expanduser(text)))
-  near = (path / 'checkpoints', path, path.parent, path.parent.parent)
-  root = next((p for p in near if p.name == 'checkpoints' and p.is_dir()), None)
-  run = None if root is None else root.parent
-  if any((path / f).exists() for f in (files.RECORD, 'checksums_0.json')):
-    if step is not None:
-      raise ValueError(f'{path} is one checkpoint; leave :{step} out.')
-    if path.is_symlink():  # By which the user means the checkpoint.
-      path = path.resolve()
-    return run, {path.parent.name: [path]}
-  if root is not None and path in (run, root):
-    latest_first = sorted(root.iterdir(), key=lambda p: (p.name != 'latest', p))
-    # Evaluation keeps what it reads in a folder whose name begins with a dot.
-    folders = [p for p in latest_first if files.steps(p) and p.name[0] != '.']
-  elif path.is_dir() and (root == path.parent or files.steps(path)):
-    folders = [path]
-  else:
+class Found(NamedTuple):
+  """One checkpoint."""
+
+  manifests: manager.Manifests
+  series: str
+  step: int
+
+  @property
+  def name(self) -> str:
+    """The place of its manifest."""
+    return f'{self.manifests.store}/{self.series}/{self.step}'
+
+
+def _locate(where: Place) -> tuple[store_lib.Store, list[Found]]:
+  """Returns a run's store, and the checkpoints that are meant, by series."""
+  text = os.path.expanduser(os.fspath(where))
+  match = re.fullmatch(
+    r'(.+?)(?:/checkpoints(?:/(\w+))?)?/?(?:(?<=[^/]):(\d+))?', text
+  )
+  if match is None or os.path.isdir(text):  # Its own name may end in :STEP.
+    match = re.fullmatch(r'(.*?)(?:/checkpoints(?:/(\w+))?)?/?()', text)
+  assert match is not None
+  run = store_lib.at(match[1] or '/', 'restore_from')
+  manifests = manager.Manifests(run.below('checkpoints'))
+  series = [match[2]] if match[2] else ['latest', 'best']
+  steps = {name: manifests.steps(name) for name in series}
+  if not any(steps.values()) and not run.names('checkpoints'):
     raise ValueError(
-      f'{path} is no directory of a run (config.checkpoint_dir, which has'
-      ' checkpoints/), of a series in it (RUN/checkpoints/best) or of a'
-      ' checkpoint.'
+      f'{text} is no directory of a run (config.checkpoint_dir, which has'
+      ' checkpoints/) and no series in it (RUN/checkpoints/best).'
     )
-  there = {p.name: files.steps(p) for p in folders}
-  if step is not None and not any(step in steps for steps in there.values()):
-    raise ValueError(f'{path} has no step {step}. The steps are {there}.')
-  return run, {
-    p.name: [p / str(s) for s in there[p.name] if step in (None, s)]
-    for p in folders
-  }
+  step = int(match[3]) if match[3] else None
+  if step is not None and not any(step in x for x in steps.values()):
+    raise ValueError(f'{run} has no step {step}. The steps are {steps}.')
+  return run, [
+    Found(manifests, name, s)
+    for name in series
+    for s in steps[name]
+    if step in (None, s)
+  ]
 
 
-def newest(where: Place) -> pathlib.Path:
+def newest(where: Place) -> Found:
   """Returns one checkpoint, the newest where no step is named.
 
   Raises:
     ValueError: there is none; says which there are.
   """
-  paths = next(filter(None, _locate(where)[1].values()), None)
-  if paths is None:
+  _, found = _locate(where)
+  if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
-  return paths[-1]
+  return [x for x in found if x.series == found[0].series][-1]
 
 
 def find(where: Place) -> 'Checkpoint':
@@ -110,26 +113,15 @@ def find(where: Place) -> 'Checkpoint':
 
   Raises:
     ValueError: there is none; says which there are.
-    files.DamagedError: what it says of itself is not as it was written.
+    DamagedError: its manifest is not as it was written.
   """
   while True:
-    with contextlib.suppress(files.GoneError):  # There may be a newer one.
-      return Checkpoint(newest(where))
+    with contextlib.suppress(store_lib.GoneError):  # There may be a newer one.
+      return Checkpoint(*newest(where))
 
 
 class Checkpoint(contents.Checkpoint):
   """One checkpoint, to be read as NumPy arrays; errors name it."""
-
-  def __init__(self, path: pathlib.Path):
-    """Opens a checkpoint, and verifies all of it but the arrays.
-
-    Raises:
-      files.RefusedError: it has another format.
-      files.DamagedError: it is not as it was written.
-    """
-    with files.reading(path):
-      super().__init__(path)
-      self.require_arrays(lambda name: False)
 
   def names(self, select: str = '.*') -> list[str]:
     """Returns the names of the arrays that a pattern matches wholly.
@@ -140,7 +132,7 @@ class Checkpoint(contents.Checkpoint):
     names = [name for name in self.described if re.fullmatch(select, name)]
     if not names and select != '.*':
       raise ValueError(
-        f'{self.path} has no array whose whole name matches {select!r}; it has'
+        f'{self.name} has no array whose whole name matches {select!r}; it has'
         f' {list(self.described)[:8]}, ... (`show` lists them all; `export`'
         ' takes others by --select).'
       )
@@ -166,95 +158,86 @@ class Checkpoint(contents.Checkpoint):
 
     Raises:
       ValueError: it matches none.
-      files.DamagedError: they are not as they were written.
+      DamagedError: they are not as they were written.
     """
     return dict(self.verified(self.names(select)))
 
   def verified(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Verifies arrays, then yields name and array, few at a time in memory."""
+    """Yields name and array, verified, few at a time in memory."""
     wanted = dict.fromkeys(names)
-    with files.reading(self.path):
-      self.require_arrays(wanted.__contains__)
-      yield from self.read(wanted)
+    try:
+      with manager.naming(self.name):
+        yield from self.read(wanted)
+    except store_lib.DamagedError as e:
+      if self.is_there():
+        raise
+      raise store_lib.GoneError(f'{self.name} was removed meanwhile.') from e
 
 
 # What a run has.
 
 
-def list_run(where: Place) -> dict[str, Any]:
-  """Lists what a run, or a series, has.
+def list_run(where: Place) -> list[dict[str, Any]]:
+  """Describes the checkpoints of a run, or of a series.
 
   Returns:
-    `run`, a directory or None; `series`, name -> `step`, `path`, `time`
-    (seconds since 1970), `bytes`, `metrics` and `problem` of each checkpoint,
-    by step.
+    `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
+    `problem` of each, by series and step.
 
   Raises:
-    ValueError: it is no such directory.
+    ValueError: it is no such place.
   """
-  run, series = _locate(where)
-  listed = {
-    name: [row for row in map(_row, paths) if row is not None]
-    for name, paths in series.items()
+  run, found = _locate(where)
+  metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
+  for step, scalars in logged(run):
+    metrics[step] |= scalars
+  rows = []
+  for one in found:
+    with contextlib.suppress(store_lib.GoneError):
+      row = {'series': one.series, 'step': one.step, 'problem': None}
+      rows.append(row | _described(one, metrics[one.step]))
+  return rows
+
+
+def _described(found: Found, metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns time, size and metrics of a checkpoint, or its problem."""
+  try:
+    checkpoint = Checkpoint(*found)
+  except store_lib.GoneError:
+    raise
+  except ValueError as e:  # Damaged, or of another version.
+    return {'time': None, 'bytes': 0, 'metrics': {}, 'problem': str(e)}
+  best = {}
+  # As `metrics.jsonl` has it, since JSON has no infinity.
+  keys = ['best_model_eval_metric', 'best_eval_metric_value']
+  with contextlib.suppress(ValueError):  # Only a best one has them.
+    name, value = checkpoint.entries(keys).values()
+    best[f'best/{name}'] = value if math.isfinite(value) else str(value)
+  return {
+    'time': checkpoint.record['time'],
+    'bytes': sum(map(arrays_lib.num_bytes, checkpoint.described.values())),
+    'metrics': best | dict(metrics),
   }
-  if run is not None:
-    metrics = collections.defaultdict(list)
-    for row in itertools.chain.from_iterable(listed.values()):
-      metrics[row['step']].append(row['metrics'])
-    for step, scalars in logged(run):
-      for found in metrics.get(step, ()):
-        found |= scalars
-  return {'run': run, 'series': listed}
 
 
-def ended(run: pathlib.Path) -> int | None:
+def ended(run: store_lib.Store) -> int | None:
   """Returns the step at which a run's training has ended, or None."""
-  with contextlib.suppress(files.DamagedError):
-    return int(files.read_json(files.root(run) / 'ended.json')['step'])
-  return None
+  raw = run.read('checkpoints/ended.json')
+  return None if raw is None else int(json.loads(raw)['step'])
 
 
-def logged(run: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields step and scalars, by 'folder/name', of each record in a run's logs.
 
   The values are as in `metrics.jsonl`, where text stands for NaN and infinity.
   What is no record, such as half a last line, is left out.
   """
-  for path in sorted(run.glob('*/metrics.jsonl')):
-    folder = path.parent.name
-    with open(path, 'rb') as lines:
-      for record in map(writers.read_record, lines):
-        if record.get('kind') == 'scalars':
-          names = [name for name in record if name not in writers.JSONL_KEYS]
-          yield record['step'], {f'{folder}/{n}': record[n] for n in names}
-
-
-def _row(path: pathlib.Path) -> dict[str, Any] | None:
-  """Describes a checkpoint; None if it was removed meanwhile."""
-  try:
-    row: dict[str, Any] = {
-      'step': int(path.name) if path.name.isdecimal() else None,
-      'path': str(path),
-      'time': path.lstat().st_mtime,
-      'bytes': 0,
-      'metrics': {},
-      'problem': None,
-    }
-    row['bytes'] = files.size(path)
-    checkpoint = Checkpoint(path)
-    row['time'] = checkpoint.record['time']
-    # The best value so far, where it has one; as `metrics.jsonl` has it, since
-    # JSON has no infinity.
-    keys = ['best_model_eval_metric', 'best_eval_metric_value']
-    with contextlib.suppress(ValueError):
-      name, value = checkpoint.entries(keys).values()
-      shown = value if math.isfinite(value) else str(value)
-      row['metrics'] = {f'best/{name}': shown}
-  except (FileNotFoundError, files.GoneError):
-    return None
-  except ValueError as e:  # Damaged, or of another version.
-    row['problem'] = str(e)
-  return row
+  for folder in run.names():
+    raw = run.read(f'{folder}/metrics.jsonl')
+    for record in map(writers.read_record, (raw or b'').splitlines()):
+      if record.get('kind') == 'scalars':
+        names = [name for name in record if name not in writers.JSONL_KEYS]
+        yield record['step'], {f'{folder}/{n}': record[n] for n in names}
 
 
 # The command line.
@@ -288,22 +271,18 @@ def print_table(
 
 
 def _ls(args: argparse.Namespace) -> int:
-  listed = list_run(args.dir)
-  found = [(name, row) for name, x in listed['series'].items() for row in x]
-  if listed['run'] is not None:
-    print(f'run  {listed["run"]}\n')
-  header = ('series', 'step', 'size', 'saved', 'metrics')
   rows = [
     (
-      series,
-      pathlib.Path(row['path']).name,
+      row['series'],
+      str(row['step']),
       _size(row['bytes']),
-      _when(row['time']),
+      _when(row['time']) if row['time'] else '',
       row['problem'] or _metrics(row['metrics']),
     )
-    for series, row in found
+    for row in list_run(args.dir)
   ]
   if rows:
+    header = ('series', 'step', 'size', 'saved', 'metrics')
     print_table([header, *rows], right=(1, 2))
   else:
     print('No checkpoints yet.')
@@ -327,12 +306,14 @@ def _show(args: argparse.Namespace) -> int:
   )
   versions = ', '.join(f'{k} {v}' for k, v in record['versions'].items())
   rows = [
-    ('checkpoint', str(checkpoint.path)),
+    ('checkpoint', checkpoint.name),
     ('step', str(record['step'])),
     ('saved', _when(record['time'])),
     ('size', _size(sum(bytes_of.values()))),
-    ('processes', f'{record["processes"]}, with {record["devices"]} devices'),
+    ('processes', str(len(record['processes']))),
+    ('devices', ' '.join(map(str, record['devices']))),
     ('versions', versions),
+    ('code', ' '.join(filter(None, record['code'].values()))),
     ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
   ]
   print_table(rows)
@@ -340,11 +321,9 @@ def _show(args: argparse.Namespace) -> int:
     config = base_config.flat(record['config'])
     print_table([(key, repr(x)) for key, x in config.items()], 'config')
   parts = {f'run/{k}': x for k, x in record['entries'].items()}
-  parts |= {f'run/{k}': x for k, x in checkpoint.extra['entries'].items()}
   whole = {'': record['module']}
   whole |= {
-    f'process {i}/': checkpoint.of_process(i)
-    for i in range(record['processes'])
+    f'process {i}/': entries for i, entries in enumerate(record['processes'])
   }
   for prefix, entries in whole.items():
     for key, x in entries.items():
@@ -363,19 +342,20 @@ def _show(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
   damaged = num = 0
-  for path in itertools.chain.from_iterable(_locate(args.dir)[1].values()):
-    verdict = 'ok'
+  for found in _locate(args.dir)[1]:
     try:
-      found = contents.Checkpoint(path)
-      found.verify()
-      found.record  # noqa: B018
-    except (files.DamagedError, files.RefusedError) as e:
-      verdict = f'DAMAGED: {e}'
-    if not path.exists():
-      continue  # It was removed before all was read.
+      checkpoint = Checkpoint(*found)
+      problems = arrays_lib.verify(checkpoint.data, checkpoint.described)
+      if problems and not checkpoint.is_there():
+        continue  # It was removed before all was read.
+    except store_lib.GoneError:
+      continue
+    except ValueError as e:
+      problems = [str(e)]
     num += 1
-    damaged += verdict != 'ok'
-    print(f'{path.parent.name}/{path.name}  {verdict}', flush=True)
+    damaged += bool(problems)
+    verdict = f'DAMAGED: {"; ".join(problems)}' if problems else 'ok'
+    print(f'{found.series}/{found.step}  {verdict}', flush=True)
   print(f'{num} checkpoints, {damaged} damaged')
   return 1 if damaged else 0
 
@@ -440,7 +420,7 @@ def _write_safetensors(
 def _write_npz(
   file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-  # Not np.savez, which wants all arrays at once, and none called 'file'.
+  # np.savez could not save an array called 'file'.
   with zipfile.ZipFile(file, 'w') as archive:
     for name, x in arrays:
       # NumPy's own format has no name for the types of other packages.
@@ -482,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command
 
   where = (
-    'directory of a run, of a series (RUN/checkpoints/best) or of a checkpoint;'
+    'directory or address of a run, or a series in it (RUN/checkpoints/best);'
     ' with :STEP, else '
   )
   newest, everything = f'{where}the newest', f'{where}all of it'
@@ -490,7 +470,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add(_ls, about, dir='directory of a run or of a series')
   show = add(_show, 'what a checkpoint holds', dir=newest)
   show.add_argument('--config', action='store_true', help="the run's config")
-  about = 'is every file as it was written? exits with 1 if not'
+  about = 'is every part as it was written? exits with 1 if not'
   add(_verify, about, dir=everything)
   about = 'write parameters to one file'
   export = add(_export, about, dir=newest, out='file .safetensors or .npz')

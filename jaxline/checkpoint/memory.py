@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
-import os
-import pathlib
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -22,10 +20,11 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
+from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import base
-from jaxline.checkpoint import files
+from jaxline.checkpoint import store as store_lib
 from jaxline.compat import devices
 
 
@@ -244,7 +243,7 @@ class _Begun(NamedTuple):
 
 
 # The trainings of this process by their directories.
-_begun: dict[pathlib.Path, _Begun] = {}
+_begun: dict[str, _Begun] = {}
 
 
 def run_directory(
@@ -265,21 +264,21 @@ def run_directory(
   """
   training = Training.of(experiment_class, config)
   active, seeded = add_series('latest').active, seed('latest') is not None
-  first = pathlib.Path(os.path.abspath(config['checkpoint_dir']))
+  first = store_lib.at(config['checkpoint_dir']).url
   name, why = '', list[str]()  # Each process has a path of its own to `first`.
   for number in itertools.count(2):
-    place = first / name
+    place = f'{first}/{name}'.rstrip('/')
     begun, changes = _begun.get(place), []
     if begun is not None:
       changes = training.changes(begun.training)
       if begun.active is not active and not seeded:
         changes.append('utils.GLOBAL_CHECKPOINT_DICT was emptied')
-    if not (changes and files.steps(place / 'checkpoints' / 'latest')):
+    if not (changes and store_lib.at(place).names('checkpoints/latest')):
       break
     name, why = f'run_{number}', why or changes
   if not begins and begun is None:
     name = ''
-  place = first / distributed.of_chief(name)
+  place = f'{first}/{distributed.of_chief(name)}'.rstrip('/')
   if begins:
     _begun[place] = _Begun(training, active)
     if why and (begun is None or changes):
@@ -287,7 +286,7 @@ def run_directory(
         '%s has the checkpoints of another run of this process (%s). This one'
         ' begins anew in %s.', first, '; '.join(why), place,
       )  # fmt: skip
-  return str(place)
+  return place
 
 
 def step_of(snapshot: SnapshotNT) -> int:
@@ -490,10 +489,9 @@ class InMemoryCheckpointer(base.FullCheckpointer):
   def mark_begun(self, step: int) -> None:
     """Writes the run's config into its directory, if it shall."""
     if self._records_config and jax.process_index() == 0:
-      directory = pathlib.Path(self._config.checkpoint_dir)
-      directory.mkdir(parents=True, exist_ok=True)
-      recorded = base_config.recorded(self._config)
-      files.write_json(directory / 'config.json', recorded)
+      recorded = disk.to_json(base_config.recorded(self._config))
+      run = store_lib.at(self._config.checkpoint_dir)
+      run.write(base_config.RECORD, recorded)
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""

@@ -1,16 +1,19 @@
 """Small files that a run keeps beside its checkpoints:
 
     config.json                      the config that training goes on with
+    checkpoints/begun.json           the step from which it goes on
     checkpoints/ended.json           the step at which training has ended, why
-    checkpoints/evaluated/MODE.json  evaluations and their value for early stop
+    checkpoints/evaluated/MODE.json  evaluations, see `base.Evaluation`
 
 which are replaced whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import contextlib
+import json
 import math
-import pathlib
+import os
+import secrets
 import threading
 from typing import Any
 
@@ -18,17 +21,22 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import base_config
+from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import base
-from jaxline.checkpoint import files
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import spool
+from jaxline.checkpoint import store as store_lib
+
+BEGUN, _ENDED = 'begun.json', 'ended.json'
 
 # A training and an evaluation thread may change the same file.
 _noting = threading.Lock()
 
 
 class NotingCheckpointer(base.FullCheckpointer):
-  """The part of a checkpointer on disk that keeps the notes of its run."""
+  """The part of a durable checkpointer that keeps the notes of its run."""
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Reads the config; touches no file.
@@ -42,44 +50,63 @@ class NotingCheckpointer(base.FullCheckpointer):
     self._recorded = base_config.recorded(config)
     self._mode = mode
     self._follows = mode.startswith('eval')
-    self._root = files.root(config.checkpoint_dir)
+    # What the notes said at the last save: the training thread reads no files.
+    self._noted: tuple[Any, list[base.Evaluation]] | None = None
+    self._move(config.checkpoint_dir)
+
+  def _move(self, directory: str) -> None:
+    """Makes a directory that of the run."""
+    self._run = store_lib.at(directory)
+    self._manifests = manager.Manifests(self._run.below('checkpoints'))
+    self._store = self._manifests.store
 
   def steps(self, ckpt_series: str) -> list[int]:
     """Returns the steps of a series' checkpoints, ascending."""
-    return files.steps(self._root / ckpt_series)
+    return self._manifests.steps(ckpt_series)
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from a step, with this config.
 
     What was evaluated of later steps, which are no more, will be anew.
     """
-    if jax.process_index() != 0:
-      return
-    self._root.mkdir(parents=True, exist_ok=True)
-    files.write_json(self._root.parent / 'config.json', self._recorded)
-    (self._root / 'ended.json').unlink(missing_ok=True)
-    folder = self._root / 'evaluated'
-    with _noting:
-      for path in folder.glob('*.json'):
-        noted = _read_note(path)
-        if any(s > step for s, _, _ in noted):
-          _write_note(path, [x for x in noted if x[0] <= step])
+    if jax.process_index() == 0:
+      self._run.write(base_config.RECORD, disk.to_json(self._recorded))
+      # Also in a bucket where equal content has an equal version.
+      begun = {'step': step, 'nonce': secrets.token_hex(8)}
+      self._store.write(BEGUN, disk.to_json(begun))
+      self._store.delete(_ENDED)
+      with _noting:
+        for name in self._store.names('evaluated'):
+          noted = _read_note(self._store, key := f'evaluated/{name}')
+          if any(x.step > step for x in noted):
+            _write_note(self._store, key, [x for x in noted if x.step <= step])
+    self._read_notes()
 
   def mark_ended(self, step: int, why: str = '') -> None:
     """Notes that training has ended, for those who evaluate it."""
     if jax.process_index() == 0 and not self.reads_only:
-      self._root.mkdir(parents=True, exist_ok=True)
       # An evaluation beside it may have given a reason.
       note = {'step': int(step), 'why': why or self._end().get('why', '')}
-      files.write_json(self._root / 'ended.json', note)
+      self._store.write(_ENDED, disk.to_json(note))
+
+  def _read_notes(self) -> None:
+    """Reads what `stop_if_noted` tells the training thread."""
+    if jax.process_index() == 0 and not self._follows:
+      _, patience, _ = early_stop(self._config)
+      self._noted = self._end(), self._own_notes() if patience else []
 
   def stop_if_noted(self, step: int) -> None:
     """Raises StopTraining in all processes if the notes end it by a step."""
-    end = distributed.of_chief(self._end())
+    if self._noted is None:
+      self._read_notes()
+    end, evaluated = self._noted or ({}, [])
+    end = distributed.of_chief(end)
     if end.get('why') and end['step'] <= step:
-      raise errors.StopTraining(end['why'], f'remove {self._root}/ended.json')
+      place = f'{self._store}/{_ENDED}'
+      raise errors.StopTraining(end['why'], f'remove {place}')
     if early_stop(self._config)[1] is not None:
-      until = [x for x in self.evaluated() if x[0] <= step]
+      rows = distributed.of_chief([x[:3] for x in evaluated if x.step <= step])
+      until = [base.Evaluation(*row) for row in rows]
       stop_without_gain(self._config, until)
 
   def ended(self) -> int | None:
@@ -87,32 +114,70 @@ class NotingCheckpointer(base.FullCheckpointer):
     return distributed.of_chief(self._end().get('step'))
 
   def _end(self) -> Any:
-    """Returns this host's `ended.json`, or an empty dict."""
+    """Returns what this host reads in the note of the end, or an empty dict."""
     # Where it cannot be read it is asked again.
-    with contextlib.suppress(files.DamagedError, OSError):
-      return files.read_json(self._root / 'ended.json')
+    with contextlib.suppress(ValueError, OSError):
+      return json.loads(self._store.read(_ENDED) or '{}')
     return {}
 
   @property
-  def _note(self) -> pathlib.Path:
+  def _note(self) -> str:
     mode = self._mode if self._follows else 'eval'
-    return self._root / 'evaluated' / f'{mode}.json'
+    return f'evaluated/{mode}.json'
 
-  def evaluated(self) -> list[tuple[int, str, float | None]]:
+  def _own_notes(self) -> list[base.Evaluation]:
+    return _read_note(self._store, self._note)
+
+  def evaluated(self) -> list[base.Evaluation]:
     """Returns what `mark_evaluated` noted in this mode on the first host."""
     is_chief = jax.process_index() == 0
-    return distributed.of_chief(_read_note(self._note) if is_chief else [])
+    rows = distributed.of_chief(self._own_notes() if is_chief else [])
+    noted = [base.Evaluation(*row) for row in rows]
+    return [x._replace(lengths=self._local(x.lengths)) for x in noted]
 
-  def mark_evaluated(self, step: int, value: float | None = None) -> None:
+  def mark_evaluated(
+    self, step: int, value: float | None, lengths: Mapping[str, int]
+  ) -> None:
     """Notes that a step is evaluated and its results are safe."""
-    if jax.process_index() != 0 or self.reads_only:
+    if self.reads_only:
+      return
+    own = self._relative(lengths)
+    spool.upload(self._run.url, own)
+    lengths = distributed.decide(own, merged)
+    if jax.process_index() != 0:
       return
     with _noting:
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
       metric = '' if value is None else early_stop(self._config)[0]
-      noted = [*_read_note(self._note), [step, metric, value]]
-      _write_note(self._note, noted[-100_000:])
+      data = self._data_of(step)
+      row = base.Evaluation(step, metric, value, data, lengths)
+      noted = [*self._own_notes(), row]
+      _write_note(self._store, self._note, noted[-100_000:])
+
+  def _data_of(self, step: int) -> str:
+    """Returns the data of the checkpoint of an evaluated step, or ''."""
+    raise NotImplementedError
+
+  # Names of logs: relative in what is written, since a run may be moved.
+
+  def _relative(self, lengths: Mapping[str, int]) -> dict[str, int]:
+    top = spool.directory(self._run.url)
+    found = {os.path.relpath(path, top): n for path, n in lengths.items()}
+    return {x: n for x, n in found.items() if not x.startswith('..')}
+
+  def _local(self, lengths: Mapping[str, int]) -> dict[str, int]:
+    top = spool.directory(self._run.url)
+    return {
+      str(top / name): length
+      for name, length in lengths.items()
+      if '..' not in name.split('/')
+    }
+
+
+def merged(lengths: Iterable[Mapping[str, int]]) -> dict[str, int]:
+  """Returns the lengths of the logs of all processes."""
+  return {name: n for of_one in lengths for name, n in of_one.items()}
 
 
 def early_stop(config: Any) -> tuple[str, Any, float]:
@@ -122,13 +187,16 @@ def early_stop(config: Any) -> tuple[str, Any, float]:
   return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
-def stop_without_gain(config: Any, evaluated: Iterable[Any]) -> None:
+def stop_without_gain(
+  config: Any, evaluated: Iterable[base.Evaluation]
+) -> None:
   """Raises StopTraining if early stopping ends a run after evaluations."""
   metric, patience, min_delta = early_stop(config)
   sign = 1 if config.best_model_eval_metric_higher_is_better else -1
   best, at, since = -math.inf, None, 0
-  compared = (x for x in evaluated if patience and x[1] == metric)
-  for step, _, value in compared:
+  compared = (x for x in evaluated if patience and x.metric == metric)
+  for step, _, value, *_ in compared:
+    assert value is not None  # It has a metric.
     since += 1
     if sign * value > best + min_delta:  # A NaN is no gain.
       best, at, since = sign * value, step, 0
@@ -140,28 +208,26 @@ def stop_without_gain(config: Any, evaluated: Iterable[Any]) -> None:
       )
 
 
-def _read_note(path: pathlib.Path) -> list[Any]:
-  """Returns the noted evaluations as [step, metric, value]; [] without a note.
+def _read_note(store: store_lib.Store, key: str) -> list[base.Evaluation]:
+  """Returns the noted evaluations; none without a note.
 
   Raises:
-    files.RefusedError: it is not as it was written.
+    RefusedError: it is not as it was written.
   """
+  if (raw := store.read(key)) is None:
+    return []
   try:
-    if not path.exists():
-      return []
-    match files.read_json(path):
-      case {'evaluated': [*noted], 'crc': int(crc)} if crc == files.crc_of(
-        noted
-      ):
-        return noted
-  except files.DamagedError:
-    pass
-  raise files.RefusedError(
-    f'{path} is not as it was written. Remove it to evaluate the checkpoints'
-    ' that are kept again; their records in the log of evaluation are replaced.'
-  )
+    rows = manager.unpack(key, raw)['evaluated']
+    return [base.Evaluation(*row) for row in rows]
+  except (store_lib.DamagedError, LookupError, TypeError) as e:
+    raise store_lib.RefusedError(
+      f'{store}/{key} is not as it was written. Remove it to evaluate the'
+      ' checkpoints that are kept again; their records in the log of evaluation'
+      ' are replaced.'
+    ) from e
 
 
-def _write_note(path: pathlib.Path, noted: list[Any]) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  files.write_json(path, {'evaluated': noted, 'crc': files.crc_of(noted)})
+def _write_note(
+  store: store_lib.Store, key: str, noted: list[base.Evaluation]
+) -> None:
+  store.write(key, manager.pack({'evaluated': noted}))

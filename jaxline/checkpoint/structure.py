@@ -38,7 +38,7 @@ from jax._src import tree_util
 import numpy as np
 
 from jaxline.checkpoint import arrays as arrays_lib
-from jaxline.checkpoint import files
+from jaxline.checkpoint import store as store_lib
 from jaxline.partitioning import name_of
 
 
@@ -113,7 +113,7 @@ def decode(
       else it is one again, on the default device.
 
   Raises:
-    files.RefusedError: the structure is malformed, lacks an array, holds a
+    store_lib.RefusedError: the structure is malformed, lacks an array, holds a
       pickled value that may not be unpickled, or names a type that is not
       imported or is not of the kind that it says.
   """
@@ -148,7 +148,7 @@ def _find(address: str) -> Any:
     # Static, since a module's own __getattr__ may import others.
     found = inspect.getattr_static(found, part, None)
     if not isinstance(found, type):
-      raise files.RefusedError(
+      raise store_lib.RefusedError(
         f'The checkpoint holds {address!r}, but no module that is imported has'
         f" such a class: import {module_name!r} in the experiment's module, or"
         f' define {qualname!r} there'
@@ -282,7 +282,7 @@ class Encoding:
 
   def _address(self, x: Any) -> str:
     address = f'{type(x).__module__}:{type(x).__qualname__}'
-    with contextlib.suppress(files.RefusedError):
+    with contextlib.suppress(store_lib.RefusedError):
       if _find(address) is type(x):
         return address
     raise _RefusedError('its class cannot be found by its name')
@@ -355,7 +355,7 @@ class _Decoder:
       return self.items(structure)
     tags = list(structure) if isinstance(structure, dict) else []
     if len(tags) != 1 or tags[0] not in _KINDS:
-      raise files.RefusedError(
+      raise store_lib.RefusedError(
         f'The structure in the checkpoint has {str(structure)[:80]!r}; expected'
         f' an object with one tag of {[*_KINDS]}. It is damaged, or of a later'
         ' version'
@@ -364,9 +364,9 @@ class _Decoder:
     try:
       return _KINDS[tag].decode(self, body)
     except Exception as e:  # A node's own code may raise anything.
-      if isinstance(e, files.RefusedError | MemoryError | RecursionError):
+      if isinstance(e, store_lib.RefusedError | MemoryError | RecursionError):
         raise
-      raise files.RefusedError(
+      raise store_lib.RefusedError(
         f'The checkpoint holds a {tag!r} that cannot be restored from'
         f' {str(body)[:80]!r}: {type(e).__name__}: {str(e)!r}'
       ) from e
@@ -374,7 +374,7 @@ class _Decoder:
   def _class(self, address: str, tag: str) -> Any:
     cls = _find(address)
     if _tag_of(cls) != tag:
-      raise files.RefusedError(
+      raise store_lib.RefusedError(
         f'The checkpoint holds a {tag!r} of type {address!r}, but that is'
         f' none: the class has changed, or the file has'
       )
@@ -401,7 +401,7 @@ class _Decoder:
     cls = self._class(address, tag)
     expected = _field_names(cls)
     if sorted(values) != sorted(expected):
-      raise files.RefusedError(
+      raise store_lib.RefusedError(
         f'The checkpoint holds a {address!r} with the fields'
         f' {sorted(values)}; the class has {sorted(expected)}'
       )
@@ -425,7 +425,7 @@ class _Decoder:
   def pickle(self, body: list[str]) -> Any:
     name, data = body
     if not self._allow_pickle:
-      raise files.RefusedError(
+      raise store_lib.RefusedError(
         f'The checkpoint holds {name!r} pickled, and unpickling can run any'
         ' code. If you trust who wrote it, set'
         ' config.checkpoint_allow_pickle = True'

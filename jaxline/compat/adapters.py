@@ -180,9 +180,9 @@ class _ForeignWriter(writers.MetricWriter):
     if kind == 'scalars':
       self._writer.write_scalars(global_step, values)
 
-  def flush_async(self) -> Callable[[], None]:
+  def flush_async(self) -> Callable[[], dict[str, int]]:
     """Flushes nothing: the writer may not allow it on another thread."""
-    return lambda: None
+    return lambda: {}
 
   def __exit__(self, *unused: object) -> None:
     """Closes nothing: see the class."""

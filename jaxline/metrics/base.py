@@ -65,31 +65,41 @@ class MetricWriter(abc.ABC):
   ) -> None:
     """Writes what `write_<kind>` was called with."""
 
-  def resume(self, step: int) -> None:  # noqa: B027
-    """Voids what an earlier process wrote of later steps than `step`.
+  def resume(self, step: int, lengths: Mapping[str, int]) -> None:  # noqa: B027
+    """Removes what earlier processes wrote after the restored checkpoint.
 
-    A run calls it once, when it has restored and before it writes. It may read
-    all that was written, and blocks. A step of -1 voids everything. A writer
-    that keeps no records has nothing to void.
+    A run calls it once, after it has restored and before it writes.
+
+    Args:
+      step: the restored step; -1 if the run is new.
+      lengths: by absolute path, the length of each log file in bytes, as the
+        flush of the restored checkpoint returned it. This writer's other log
+        files become empty.
 
     Raises:
-      OSError: a file cannot be rewritten; it stands as it was.
+      OSError: a file cannot be cut.
     """
 
-  def flush(self) -> None:  # noqa: B027
-    """Returns once everything written so far has reached the disk.
+  def flush(self) -> dict[str, int]:
+    """Waits until everything written so far has reached the disk.
 
     Any thread may call it.
-    """
-
-  def flush_async(self) -> Callable[[], None]:
-    """Starts a flush, in the background where the writer has a thread.
 
     Returns:
-      A function that waits for it, or flushes where there is no thread. It
-      raises no error of a record that was written after this call.
+      The length in bytes of each local log file, by absolute path.
     """
-    return self.flush
+    return {}
+
+  def flush_async(self) -> Callable[[], dict[str, int]]:
+    """Starts a flush, in the background if the writer has a thread.
+
+    Returns:
+      A function that waits for the flush and returns the lengths of the log
+      files without the records that were written after this call. It raises no
+      error of such a record.
+    """
+    lengths = self.flush() or {}  # A program's own writer may return None.
+    return lambda: lengths
 
   def close(self) -> None:
     """Flushes and ends the writer; closing twice is allowed."""

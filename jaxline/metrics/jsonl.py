@@ -1,14 +1,12 @@
 """The scalars of a run as JSON lines."""
 
-from collections.abc import Iterator
 import json
 import math
 import os
 import time
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxline.metrics import files
-from jaxline.metrics import values as values_lib
 
 
 class JsonlWriter(files.FileBackend):
@@ -25,10 +23,7 @@ class JsonlWriter(files.FileBackend):
   - Images are recorded by their shape, [B, H, W, C].
   - A crash can leave a last line that is cut short. A new writer begins on a
     line of its own, so a reader loses that line and no other.
-  - `resume` takes out the records of later steps, and a last line that is cut
-    short. The file is replaced in one rename, or not touched where nothing is
-    to go. Lines that are no records (damaged ones) stay, and a warning
-    shows the first.
+  - `resume` cuts the file to the length that the checkpoint recorded.
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -55,25 +50,6 @@ class JsonlWriter(files.FileBackend):
       line = b'\n' + line
     self._append(line)
     self._has_begun = True
-
-  def _read(self, file: BinaryIO) -> Iterator[files.Piece]:
-    for line in file:
-      record = read_record(line)
-      is_whole = line.endswith(b'\n')
-      if is_whole and not record:
-        values_lib.warn_once(
-          ('line', self.path),
-          '%s: the line %.80r is no record, and stays as it is, as do others'
-          ' of that kind. Mend or remove them, or let what reads the file skip'
-          ' them.',
-          self.path,
-          line,
-        )
-      # One that is cut short goes; other damage stays.
-      step = record.get('step', None if is_whole else math.inf)
-      # A record may lack no more than the end of its line.
-      data = line if is_whole else line + b'\n'
-      yield files.Piece(data, step)
 
 
 KEYS = frozenset({'step', 'time', 'kind'})

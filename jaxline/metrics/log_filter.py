@@ -17,7 +17,7 @@ def _folders(package: str) -> list[str]:
 
 _QUIET = tuple(
   folder
-  for package in ('jaxline', 'jax', 'jaxlib', 'optax', 'orbax')
+  for package in ('jaxline', 'jax', 'jaxlib', 'optax')
   for folder in _folders(package)
 )
 # Files whose information is for the user: progress that takes minutes, and the

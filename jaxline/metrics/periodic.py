@@ -28,15 +28,18 @@ class Action:
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     """Is called after each step with its scalars, still on the devices."""
 
+  def share(self, executor: async_lib.SerialExecutor | None) -> None:
+    """Is given the log's thread, where asynchronous calls keep their order."""
+
   def update_time(self, t: float, step: int) -> None:
     """Is called before the first step."""
 
   def skip_time(self, seconds: float) -> None:
     """Is told of time in which no step could run."""
 
-  def flush_async(self) -> Callable[[], None]:
+  def flush_async(self) -> Callable[[], dict[str, int]]:
     """Returns a function that waits until all records so far are passed on."""
-    return lambda: None
+    return lambda: {}
 
   def wait_to_finish(self) -> None:
     """Is called after the last step; waits for its background work."""
@@ -128,6 +131,11 @@ class PeriodicAction(Action):
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
 
+  def share(self, executor: async_lib.SerialExecutor | None) -> None:
+    """Makes asynchronous calls on another thread, if there is one."""
+    if self._executor is not None and executor is not None:
+      self._executor = executor
+
   def update_time(self, t: float, step: int) -> None:
     """Starts the interval, and the measurement of the rate, anew."""
     self._prev_time = t
@@ -137,7 +145,7 @@ class PeriodicAction(Action):
     """Leaves seconds in which no step could run out of interval and rate."""
     self._prev_time += seconds
 
-  def flush_async(self) -> Callable[[], None]:
+  def flush_async(self) -> Callable[[], dict[str, int]]:
     """Hands on the records that wait for the action to be due (log_all_data).
 
     Call it on the thread that calls the action. The background thread does the
@@ -146,16 +154,17 @@ class PeriodicAction(Action):
     Returns:
       A function that any thread may call, meanwhile and once or more: it waits
       until the function has had every record handed on so far, and raises the
-      error because of which it has not.
+      error because of which it has not. It returns {}, as a writer without log
+      files does.
 
     Raises:
       BaseException: the error of an earlier asynchronous call.
     """
     self._hand_on()
     if self._executor is None:
-      return lambda: None
+      return lambda: {}
     self._executor.raise_error()
-    return self._executor.wait_async()
+    return self._executor.wait_async(dict)
 
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""

@@ -4,19 +4,23 @@ tensorboardX supplies the protocol buffers and the checksum. Its own writer is
 not used: it writes on a thread of its own, where an error is lost.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 import os
 import re
 import socket
 import struct
 import time
-from typing import Any, BinaryIO
+from typing import Any
 import uuid
 import zlib
 
 import numpy as np
 
 from jaxline.metrics import files
+
+_TIME = re.compile(r'events\.out\.tfevents\.(\d{10})')
+# TIME.HOST.PID.ID: TensorFlow and PyTorch give no such time and ID.
+_OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 
 
 class TensorBoardWriter(files.FileBackend):
@@ -25,11 +29,11 @@ class TensorBoardWriter(files.FileBackend):
   Scalars are stored as float32, as TensorBoard has it. A batch of images is one
   tag with B samples. Texts are shown verbatim (not as Markdown).
 
-  `resume` takes voided records out of the older event files, each replaced in
-  one rename, since not every reader heeds the mark that it also writes: a
-  SessionLog START event, by which a TensorBoard that has read them hides them.
-  What is damaged stays as it is. Of such a file TensorBoard shows at least what
-  stands before the damage, and then goes on with the next file.
+  `resume` cuts the older event files to the lengths that the checkpoint
+  recorded; a file that it does not name becomes empty. Event files of other
+  programs stay. TensorBoard may have a file open: it would show no more points
+  if that file were deleted, or cut and appended to. So the new file goes on
+  with SessionLog START events, which tell it to hide the points that were cut.
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -46,15 +50,13 @@ class TensorBoardWriter(files.FileBackend):
       OSError: the directory cannot be made or written to.
     """
     log_dir = os.fspath(log_dir)
-    # The last part keeps two writers apart that open in one second.
+    # The suffix distinguishes writers opened within the same second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
-    last = max(_event_files(log_dir), default='')
-    found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
-    # Or later than any file that another writer made in the same second.
-    times = [time.time(), int(found[1]) + 1 if found else 0]
-    names = [f'events.out.tfevents.{t:017.6f}.{owner}' for t in times]
-    # Or behind a name that is not of this kind.
-    name = next(x for x in [*names, f'{last}.{owner}'] if x > last)
+    names = os.listdir(log_dir) if os.path.isdir(log_dir) else []
+    found = map(_TIME.match, names)
+    # A later name than all others, also if the clock was set back.
+    now = max([time.time(), *(int(x[1]) + 1 for x in found if x)])
+    name = f'events.out.tfevents.{now:017.6f}.{owner}'
     super().__init__(os.path.join(log_dir, name))
     self._append_event(file_version='brain.Event:2')
 
@@ -65,42 +67,18 @@ class TensorBoardWriter(files.FileBackend):
     summary = [{'tag': k, **_summary(kind, x)} for k, x in values.items()]
     self._append_event(step=step, summary={'value': summary})
 
-  def _paths(self) -> list[str]:
+  def _logs(self) -> list[str]:
     directory = os.path.dirname(self.path)
-    return [os.path.join(directory, name) for name in _event_files(directory)]
+    names = filter(_OWN_NAME.fullmatch, os.listdir(directory))
+    return [os.path.join(directory, name) for name in names]
 
-  def _read(self, file: BinaryIO) -> Iterator[files.Piece]:
-    from google.protobuf import message
-    from tensorboardX.proto import event_pb2
-
-    while header := file.read(12):
-      if header[8:] != _checksum(header[:8]):
-        # Where the next record begins cannot be known.
-        yield files.Piece(header)
-        while rest := file.read(1 << 20):
-          yield files.Piece(rest)
-        return
-      data = file.read(struct.unpack('<Q', header[:8])[0])
-      checksum = file.read(4)
-      try:
-        event = event_pb2.Event.FromString(data)
-      except message.DecodeError:
-        event = event_pb2.Event()
-      step = event.step if event.HasField('summary') else None
-      yield files.Piece(header + data + checksum, step)
-
-  def resume(self, step: int) -> None:
-    super().resume(step)
+  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
+    own = {self.path: os.path.getsize(self.path)}
+    super().resume(step, {**lengths, **own})
     # Twice: TensorBoard takes the first that it finds in a directory for the
     # start of the run and hides nothing.
     for _ in range(2):
       self._append_event(step=step + 1, session_log={'status': 'START'})
-
-
-def _event_files(directory: str) -> list[str]:
-  """Returns the names of what TensorBoard takes for event files."""
-  names = os.listdir(directory) if os.path.isdir(directory) else []
-  return [name for name in names if 'tfevents' in name]
 
 
 def _record(wall_time: float, **fields: Any) -> bytes:

@@ -56,12 +56,12 @@ class MultiWriter(MetricWriter):
     """
     self._writers = tuple(writers)
 
-  def _each(self, method: str, *args: Any) -> None:
-    errors = []
+  def _each(self, method: str, *args: Any) -> list[Any]:
+    results, errors = [], []
     for writer in self._writers:
       try:
         if hasattr(writer, method):
-          getattr(writer, method)(*args)
+          results.append(getattr(writer, method)(*args))
         elif method.startswith('write_'):
           values_lib.warn_once(
             ('method', type(writer).__name__, method),
@@ -76,17 +76,22 @@ class MultiWriter(MetricWriter):
       raise errors[0]
     if errors:
       raise ExceptionGroup(f'{len(errors)} writers failed in {method}', errors)
+    return results
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any]
   ) -> None:
     self._each(f'write_{kind}', global_step, base.Record.of(values))
 
-  def resume(self, step: int) -> None:
-    self._each('resume', step)
+  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
+    self._each('resume', step, lengths)
 
-  def flush(self) -> None:
-    self._each('flush')
+  def flush(self) -> dict[str, int]:
+    lengths: dict[str, int] = {}
+    for found in self._each('flush'):
+      if isinstance(found, dict):  # A program's own writer may return None.
+        lengths |= found
+    return lengths
 
   def close(self) -> None:
     self._each('close')
@@ -187,13 +192,13 @@ class AsyncWriter(MetricWriter):
     method = getattr(self._writer, f'write_{kind}')
     method(to_step(step), on_host)
 
-  def resume(self, step: int) -> None:
-    self.executor.wait(lambda: self._writer.resume(step))
+  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
+    self.executor.wait(lambda: self._writer.resume(step, lengths))
 
-  def flush(self) -> None:
-    self.flush_async()()
+  def flush(self) -> dict[str, int]:
+    return self.flush_async()()
 
-  def flush_async(self) -> Callable[[], None]:
+  def flush_async(self) -> Callable[[], dict[str, int]]:
     return self.executor.wait_async(self._writer.flush)
 
   def close(self) -> None:

@@ -239,22 +239,6 @@ class Watch:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-  """Delays a notice until the end of code that must not be interrupted.
-
-  A call into Orbax, whose event loops run on this thread, may turn Preempted
-  into another error.
-
-  Raises:
-    Preempted: on leaving, if there was a notice that would have raised it.
-  """
-  with contextlib.ExitStack() as stack:
-    if _active is not None and _is_main_thread():
-      stack.enter_context(_active._deferring())
-    yield
-
-
-@contextlib.contextmanager
 def paused() -> Iterator[None]:
   """Restores the handlers from before the watch, for a prompt."""
   watch = _active

@@ -16,6 +16,7 @@ from absl import logging
 import jax
 
 from jaxline import errors
+from jaxline.checkpoint import spool
 from jaxline.metrics import periodic
 
 
@@ -73,7 +74,7 @@ class Profiler(periodic.Action):
       say: gets what the user is to know.
     """
     self._ranges = parse(config.profile_steps) if config.profile_steps else []
-    self._run_directory = pathlib.Path(config.checkpoint_dir).absolute()
+    self._run_directory = spool.directory(config.checkpoint_dir).absolute()
     self._directory = self._run_directory / 'train'
     if process := jax.process_index():
       self._directory /= f'host_{process}'

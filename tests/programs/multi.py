@@ -34,7 +34,7 @@ from jaxline import metrics
 from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
-from jaxline.checkpoint import files
+from jaxline.checkpoint import arrays
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.supervision import preemption
@@ -299,14 +299,16 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
 
 
 def fault_in_saves():
-  """Lets a fault come when a checkpoint is written and not yet visible."""
-  write = files.write_checksums
+  """Lets a fault come when the arrays are written and no manifest is."""
+  write = arrays.write
 
-  def write_checksums(checkpoint, process, processes):
-    fault('save', int(checkpoint.name.split('.')[0]))
-    write(checkpoint, process, processes)
+  def write_then_fault(store, content):
+    described = write(store, content)
+    data = store.url.rpartition('/')[2]
+    fault('save', int(data.partition('-')[0]))
+    return described
 
-  files.write_checksums = write_checksums
+  arrays.write = write_then_fault
 
 
 def put_snapshot(step):

@@ -5,8 +5,7 @@ shall go wrong is no part of the config, which a resumed run must not change;
 the environment's SURVIVOR says it, as JSON:
 
     width: as if the model's code had been changed.
-    step_secs, write_secs: how long a step, and the writing of a record, take
-      at least, in seconds.
+    step_secs: how long a step takes at least, in seconds.
     clock, clock_jump, clock_jump_at: seconds that the clock is off, from the
       beginning, and from a step on.
     input_at, evaluate_at: from there on, it raises.
@@ -32,7 +31,6 @@ if 'clock' in _FAULTS or 'clock_jump' in _FAULTS:
   _real_time = time.time
   time.time = lambda: _real_time() + _clock_off
 
-import events  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from ml_collections import config_dict  # noqa: E402
@@ -47,7 +45,7 @@ from jaxline import sharded  # noqa: E402
 from jaxline.inputs import base  # noqa: E402
 from jaxline.inputs import indexed  # noqa: E402
 from jaxline.metrics import log_filter  # noqa: E402
-from jaxline.metrics import writers  # noqa: E402
+from tests.programs import events  # noqa: E402
 
 FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
 
@@ -167,17 +165,7 @@ class Survivor(sharded.ShardedExperiment):
     return super().evaluate(global_step=global_step, rng=rng, writer=writer)
 
 
-class SlowJsonlWriter(writers.JsonlWriter):
-  """Writes as to a slow disk."""
-
-  def _emit(self, *args):
-    time.sleep(_FAULTS['write_secs'])
-    super()._emit(*args)
-
-
 if __name__ == '__main__':
-  if 'write_secs' in _FAULTS:
-    writers.JsonlWriter = SlowJsonlWriter
   events.install()
   # The tests read what the library says about itself.
   log_filter.quiet = contextlib.nullcontext

@@ -13,12 +13,12 @@ from typing import Any
 from etils import epath
 import numpy as np
 
+from examples.pax.inputs import c4
+from examples.pax.inputs import seqio
 from examples.pax.tasks.lm import records
 from jaxline import errors
 from jaxline.inputs import base as inputs
-from jaxline.inputs import c4
 from jaxline.inputs import grain as grain_input
-from jaxline.inputs import seqio
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 

@@ -13,8 +13,8 @@ import warnings
 import numpy as np
 import pytest
 
+from examples.pax.inputs import lingvo
 from jaxline.inputs import base
-from jaxline.inputs import lingvo
 
 
 class Tensor:

@@ -34,8 +34,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from examples.pax.inputs import seqio as seqio_input
 from jaxline import errors
-from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import tfdata
 
 # Lines that are parsed at once: each time costs a turn of Python's lock.

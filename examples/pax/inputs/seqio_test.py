@@ -9,8 +9,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
-from jaxline.inputs import c4
-from jaxline.inputs import seqio as seqio_input
+from examples.pax.inputs import c4
+from examples.pax.inputs import seqio as seqio_input
 from jaxline.inputs import tfdata
 
 tf = pytest.importorskip('tensorflow')

@@ -1,0 +1,288 @@
+"""Manifests: which checkpoints a run has, and which data they need.
+
+    checkpoints/latest/4000.json     exists if, and only if, the checkpoint does
+    checkpoints/best/3000.json       names the same data
+    checkpoints/readers/NAME.json    what a reader needs
+    checkpoints/data/4000-7f3a/      arrays, written before the manifest
+
+To retire a checkpoint is to delete its manifest. Data that neither a manifest
+nor a reader's mark names is collected.
+"""
+
+from collections.abc import Collection, Iterable
+import contextlib
+import json
+import re
+import secrets
+from typing import Any
+import zlib
+
+from jaxline.checkpoint import arrays
+from jaxline.checkpoint import owner
+from jaxline.checkpoint import store as store_lib
+
+# Of the manifest and all that it names. Another one is refused.
+FORMAT = 2
+_STEP = '0|[1-9][0-9]*'  # One name for each number.
+_DATA = re.compile(f'({_STEP})-[0-9a-f]+')
+
+
+def pack(value: Any) -> bytes:
+  """Returns the JSON of a dict, with its own checksum."""
+  return json.dumps({**value, 'crc': crc_of(value)}).encode() + b'\n'
+
+
+def unpack(name: str, raw: bytes) -> dict[str, Any]:
+  """Returns what `pack` got.
+
+  Raises:
+    DamagedError: it is not as it was written.
+  """
+  try:
+    value = json.loads(raw)
+    if value.pop('crc') == crc_of(value):
+      return value
+  except (ValueError, LookupError, AttributeError, TypeError):
+    pass
+  raise store_lib.DamagedError(f'{name} is not as it was written')
+
+
+def crc_of(value: Any) -> int:
+  """Returns the CRC-32 of the JSON of a value."""
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+class Manifests:
+  """The manifests of a run.
+
+  Attributes:
+    store: RUN/checkpoints.
+  """
+
+  def __init__(self, store: store_lib.Store):
+    self.store = store
+    self._ages = owner.Ages()
+    self._doomed: set[str] = set()
+
+  def steps(self, series: str) -> list[int]:
+    """Returns the steps of a series' checkpoints, ascending.
+
+    Raises:
+      RefusedError: they are of another format.
+    """
+    names = self.store.names(series)
+    if any(re.fullmatch(_STEP, name) for name in names):
+      raise store_lib.RefusedError(
+        f'{self.store}/{series} has checkpoints of another format; this jaxline'
+        f' reads format {FORMAT}. Use the jaxline that wrote them, or give this'
+        ' run another config.checkpoint_dir.'
+      )
+    return sorted(
+      int(match[1])
+      for name in names
+      if (match := re.fullmatch(rf'({_STEP})\.json', name))
+    )
+
+  def read(self, series: str, step: int) -> dict[str, Any]:
+    """Reads a manifest.
+
+    Raises:
+      GoneError: there is none.
+      DamagedError: it is not as it was written.
+      RefusedError: it has another format or step, or a name that leads away.
+    """
+    name = f'{self.store}/{series}/{step}.json'
+    raw = self.store.read(f'{series}/{step}.json')
+    if raw is None:
+      raise store_lib.GoneError(
+        f'{name} was removed meanwhile: the run that writes there keeps only as'
+        ' many as its config says. Try again.'
+      )
+    found = unpack(name, raw)
+    if found.get('format') != FORMAT:
+      raise store_lib.RefusedError(
+        f'{name} has format {found.get("format")}; this jaxline reads format'
+        f' {FORMAT}. Use the jaxline that wrote it, or give this run another'
+        ' config.checkpoint_dir.'
+      )
+    with naming(name):
+      if found['step'] != step:
+        raise store_lib.RefusedError(f'it is of step {found["step"]}')
+      if not _DATA.fullmatch(found['data']):
+        raise store_lib.RefusedError(f'its data is {found["data"]!r}')
+      arrays.check(found['arrays'])
+    return found
+
+  def data(self, manifest: dict[str, Any]) -> store_lib.Store:
+    """Returns the store of a manifest's data."""
+    return self.store.below(f'data/{manifest["data"]}')
+
+  def write(self, series: str, manifest: dict[str, Any]) -> None:
+    """Writes a manifest, by which the checkpoint exists.
+
+    Raises:
+      UsageError: another process has made a checkpoint of that step.
+    """
+    step = manifest['step']
+    expected = store_lib.NEW if series == 'latest' else None
+    key = f'{series}/{step}.json'
+    if series == 'best':  # It may replace one that names other data.
+      with contextlib.suppress(ValueError):
+        self._doomed.add(self.read(series, step)['data'])
+    if self.store.write(key, pack(manifest), expected) is None:
+      raise owner.ClaimedError(
+        f'{self.store}/{key} is there already: another run writes in this'
+        ' directory. Nothing was saved.'
+      )
+
+  def by_time(self, series: str) -> list[int]:
+    """Returns the steps, newest first; of `best` by the time of the save."""
+    steps = self.steps(series)[::-1]
+    if series != 'best':
+      return steps
+    times = {}
+    for step in steps:
+      with contextlib.suppress(ValueError):  # `read` will say what is wrong.
+        times[step] = self.read(series, step)['time']
+    return sorted(steps, key=lambda step: -times.get(step, 0.0))
+
+  def retire(self, series: str, steps: Iterable[int]) -> None:
+    """Deletes manifests; their data goes with the next `collect`."""
+    for step in steps:
+      with contextlib.suppress(ValueError):
+        self._doomed.add(self.read(series, step)['data'])
+      self.store.delete(f'{series}/{step}.json')
+
+  def doom(self, data: Collection[str]) -> None:
+    """Has the next `collect` look at data that may not be needed any more."""
+    self._doomed |= {*data}
+
+  def doom_all(self) -> None:
+    """Has the next `collect` look at all data, and what kills have left."""
+    self._doomed |= {*filter(_DATA.fullmatch, self.store.names('data'))}
+    # In other folders an evaluation may be writing.
+    self.store.sweep('latest')
+
+  def collect(self) -> None:
+    """Deletes data that was doomed and that nothing names.
+
+    The order matters. The data was listed first: whoever writes data marks it
+    before. Marks come before `best`, since an evaluation drops its mark when
+    `best` names the data. Where anything cannot be read, nothing is deleted.
+    """
+    if not self._doomed:
+      return
+    marked: set[str] = set()
+    for name in self.store.names('readers'):
+      key = f'readers/{name}'
+      if (raw := self.store.read(key)) is None:
+        continue
+      if self._ages.is_old(name, raw):
+        self.store.delete(key)
+        continue
+      try:
+        marked |= {*json.loads(raw)['data']}
+      except (ValueError, LookupError, TypeError):
+        return
+    named: set[str] = set()
+    doomed_steps = {int(data.partition('-')[0]) for data in self._doomed}
+    steps = {series: self.steps(series) for series in ('best', 'latest')}
+    # GCS lists nothing, without an error, where it refuses to list.
+    if not any(steps.values()):
+      return
+    for series, found in steps.items():
+      for step in doomed_steps.intersection(found):
+        try:
+          # Not what was there before: a restarted training makes steps anew.
+          named.add(self.read(series, step)['data'])
+        except store_lib.GoneError:
+          continue
+        except ValueError:
+          return
+    for data in self._doomed - marked - named:
+      self.store.delete_folder(f'data/{data}')
+    self._doomed &= marked
+
+
+def new_data(step: int) -> str:
+  """Returns a name for new data."""
+  return f'{step}-{secrets.token_hex(4)}'
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Any:
+  """Names the checkpoint in an error of reading it."""
+  try:
+    yield
+  except store_lib.DamagedError as e:
+    if isinstance(e, store_lib.GoneError) or str(e).startswith(name):
+      raise
+    raise store_lib.DamagedError(f'{name} is damaged: {e}.') from e
+  except store_lib.RefusedError as e:
+    if str(e).startswith(name):
+      raise
+    raise store_lib.RefusedError(f'{name} is refused: {e}.') from e
+
+
+def removable(
+  saved: Iterable[tuple[int, float]],
+  newest: int,
+  every_steps: int | None = None,
+  every_hours: float | None = None,
+) -> list[int]:
+  """Returns the steps to remove from a series.
+
+  Args:
+    saved: step and time in seconds of each checkpoint.
+    newest: how many of the newest stay.
+    every_steps: the first at or after each multiple of it stays for ever.
+    every_hours: one at least that long after the last such one, likewise.
+  """
+  ordered = sorted(saved)
+  forever = set()
+  last_multiple, last_time = 0, None
+  for step, when in ordered:
+    if every_steps and step // every_steps > last_multiple:
+      last_multiple = step // every_steps
+      forever.add(step)
+    # One from before the last: the clock was put back, so begin anew.
+    if every_hours and (
+      last_time is None or not 0 <= when - last_time < 3600 * every_hours
+    ):
+      last_time = when
+      forever.add(step)
+  return [step for step, _ in ordered[:-newest] if step not in forever]
+
+
+class Mark:
+  """Keeps data that this process reads, or writes and has not named yet.
+
+  Attributes:
+    data: the names of the data that is kept.
+  """
+
+  def __init__(self, store: store_lib.Store, mode: str):
+    """Marks nothing yet.
+
+    Args:
+      store: RUN/checkpoints.
+      mode: the run's.
+    """
+    self._store = store
+    self._key = f'readers/{mode}-{secrets.token_hex(4)}.json'
+    self._beat: owner.Beat | None = None
+    self.data: set[str] = set()
+
+  def keep(self, data: Collection[str]) -> None:
+    """Marks data, in place of what was marked before."""
+    if self._beat is None:
+      self._beat = owner.Beat(self._store, self._key)
+    self._beat.write(data=sorted(data))
+    self.data = {*data}
+
+  def drop(self) -> None:
+    """Marks nothing."""
+    if self._beat is not None:
+      self._beat.stop()
+      self._beat = None
+    self.data = set()

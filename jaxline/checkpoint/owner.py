@@ -1,0 +1,277 @@
+"""Who may write what in a run's directory.
+
+On a disk this is a lock of the operating system, which ends with the process.
+In a bucket it is an object that its owner rewrites now and then: a beat. The
+clocks of two machines are never compared: an object is old if this process has
+seen no change of it for `STALE_SECS` of its own.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import secrets
+import threading
+import time
+from typing import Any
+
+from absl import logging
+
+from jaxline import disk
+from jaxline import errors
+from jaxline.checkpoint import store as store_lib
+
+BEAT_SECS = 20.0
+STALE_SECS = 120.0
+_LOOK_SECS = 2.0
+
+# What `lockf` raises on a file system without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class ClaimedError(errors.UsageError):
+  """Another process writes to the same directory."""
+
+
+class Ages:
+  """How long this process has seen no change of values."""
+
+  def __init__(self) -> None:
+    self._seen: dict[str, tuple[Any, float]] = {}
+
+  def is_old(self, name: str, value: Any) -> bool:
+    """Returns whether a value is the same for STALE_SECS."""
+    now = time.monotonic()
+    before, since = self._seen.get(name, (None, now))
+    if before != value:
+      since = now
+    self._seen[name] = value, since
+    return now - since >= STALE_SECS
+
+
+class Beat:
+  """An object that is rewritten now and then as long as this process lives."""
+
+  def __init__(self, store: store_lib.Store, key: str, version: Any = None):
+    """Writes nothing yet.
+
+    Args:
+      store: where the object is.
+      key: its key.
+      version: what is there now, if the object shall only be rewritten while
+        nobody else does; None overwrites.
+    """
+    self._store, self._key, self._version = store, key, version
+    self._is_sole = version is not None
+    self._count = 0
+    self._value: dict[str, Any] = {}
+    self._lock = threading.Lock()
+    self._stopped = threading.Event()
+    self._thread = threading.Thread(target=self._run, daemon=True)
+    self.is_lost = False
+
+  def write(self, **value: Any) -> bool:
+    """Writes a value, or the last one again.
+
+    Returns:
+      Whether nobody else has written the object, where it has a sole writer.
+    """
+    with self._lock:
+      self._value = value or self._value
+      self._rewrite()
+    if self._thread.ident is None:
+      self._thread.start()
+    return not self.is_lost
+
+  def _rewrite(self) -> None:
+    if self.is_lost:
+      return
+    self._count += 1
+    raw = json.dumps({**self._value, 'beat': self._count}).encode()
+    expected = self._version if self._is_sole else None
+    self._version = self._store.write(self._key, raw, expected)
+    self.is_lost = self._version is None
+
+  def _run(self) -> None:
+    while not self._stopped.wait(BEAT_SECS):
+      with self._lock:
+        if not self._stopped.is_set():
+          try:
+            self._rewrite()
+          except OSError as e:  # The next beat may succeed.
+            logging.warning('%s/%s: %s', self._store, self._key, e)
+
+  def stop(self) -> None:
+    """Deletes the object, unless somebody else has it."""
+    self._stopped.set()
+    with self._lock, contextlib.suppress(OSError):
+      if not self.is_lost:
+        self._store.delete(self._key)
+
+
+# What this process has claimed: to the operating system it is one claimant, and
+# would get the right a second time. A forked child finds its parent's here.
+_claimed: dict[str, 'Claim'] = {}
+_claiming = threading.Lock()
+
+
+class Claim:
+  """The right to write something in a run's directory; one process has it."""
+
+  def __init__(self, directory: str | os.PathLike[str], what: str):
+    """Takes the right.
+
+    Args:
+      directory: the run's.
+      what: 'train', 'eval', 'best'.
+
+    Raises:
+      ClaimedError: it is taken.
+      OSError: nothing can be written there.
+    """
+    store = store_lib.at(directory).below('checkpoints')
+    self._name = f'{store}/claims/{what}'
+    self._process = os.getpid()
+    self._fd: int | None = None
+    self._beat: Beat | None = None
+    with _claiming:
+      # Before a file is opened: closing it would give the lock back that this
+      # process has on it.
+      has = _claimed.get(self._name)
+      is_taken = has is not None and has._process == os.getpid()
+      if not is_taken and store_lib.is_address(directory):
+        self._beat = _take_object(store, f'claims/{what}')
+        is_taken = self._beat is None
+      elif not is_taken:
+        self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
+        is_taken = self._fd is None
+      if not is_taken:
+        _claimed[self._name] = self
+    if is_taken:
+      key = 'another config.checkpoint_dir'
+      if what == 'best':  # It may be kept by one evaluation alone.
+        key = "config.best_model_eval_metric = ''"
+      raise ClaimedError(
+        f'{os.fspath(directory)} is in use: another run writes {what!r} there.'
+        f' Wait for its end, stop it, or give this run {key}.'
+      )
+
+  def __enter__(self) -> 'Claim':
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    self.release()
+
+  def check(self) -> None:
+    """Raises an error where the right is lost: another run may have begun.
+
+    Raises:
+      FileNotFoundError: the lock's file is gone, or is another one.
+      ClaimedError: another run has taken over.
+    """
+    if self._beat is not None and not self._beat.write():
+      raise ClaimedError(
+        f'{self._name}: another run has taken over; nothing was saved.'
+      )
+    if self._fd is not None:
+      path = f'{self._name}.lock'
+      with contextlib.suppress(*store_lib.MISSING):
+        if os.path.samestat(os.stat(path), os.fstat(self._fd)):
+          return
+      raise FileNotFoundError(
+        errno.ENOENT,
+        'This file was removed or replaced while this run held it, so that'
+        ' another one may be writing there; nothing was saved. Leave the'
+        ' directory in place while a run writes there',
+        path,
+      )
+
+  def release(self) -> None:
+    """Gives the right back."""
+    # Closed before another thread may claim: the operating system takes at
+    # any close of the file all locks that this process has on it.
+    with _claiming:
+      if self._fd is not None:
+        os.close(self._fd)
+        self._fd = None
+      if self._beat is not None:
+        self._beat.stop()
+        self._beat = None
+      _claimed.pop(self._name, None)
+
+
+def check(directory: str | os.PathLike[str]) -> None:
+  """Checks what this process has claimed in a directory: see `Claim.check`."""
+  prefix = f'{store_lib.at(directory)}/checkpoints/claims/'
+  for name, claim in list(_claimed.items()):
+    if name.startswith(prefix) and claim._process == os.getpid():
+      claim.check()
+
+
+def _lock_file(path: pathlib.Path) -> int | None:
+  """Returns the descriptor of a file that is locked now; None if it was."""
+  disk.make_directory(path.parent)
+  fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+  try:
+    # Not flock: a worker process forked from this one would hold it on.
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as e:
+    if e.errno in _NO_LOCKS:
+      logging.warning(
+        '%s: the file system has no locks (%s), so nothing keeps a second run'
+        ' from writing in this directory. Start no other one there.',
+        path,
+        e.strerror,
+      )
+      return fd
+    os.close(fd)
+    # POSIX has two errors for a taken lock.
+    if isinstance(e, BlockingIOError) or e.errno == errno.EACCES:
+      return None
+    raise
+  return fd
+
+
+_NONCE = secrets.token_hex(8)  # Of this process.
+_dead: set[str] = set()  # Nonces of processes that were seen to be dead.
+
+
+def _take_object(store: store_lib.Store, key: str) -> Beat | None:
+  """Returns the beat of an object that nobody else rewrites; None if one does.
+
+  It waits until the object of a killed process is old.
+  """
+  ages, first = Ages(), None
+  while True:
+    version = store.version(key)
+    raw = store.read(key)
+    if raw is None:
+      break
+    nonce = json.loads(raw)['nonce']
+    if nonce in _dead or ages.is_old(key, raw):
+      _dead.add(nonce)
+      break
+    if raw != (first := first or raw):
+      return None
+    logging.log_first_n(
+      logging.WARNING,
+      '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
+      ' for a sign of life. (If it has ended, delete this object.)',
+      1,
+      store,
+      key,
+      STALE_SECS,
+    )
+    time.sleep(_LOOK_SECS)
+  beat = Beat(store, key, version)
+  if not beat.write(nonce=_NONCE):
+    return None
+  # Without the right to list, GCS lists nothing and TensorStore says nothing.
+  if not store.names('claims'):
+    beat.stop()
+    raise PermissionError(
+      errno.EACCES, 'Its objects cannot be listed', str(store)
+    )
+  return beat

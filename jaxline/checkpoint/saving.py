@@ -1,0 +1,376 @@
+"""The saving half of the durable checkpointer.
+
+`save` copies the state to host memory (`contents`) and returns. A background
+thread waits until the logs are safe, writes the arrays into fresh data
+(`arrays`) and, as its last file, the manifest. Then it retires the checkpoints
+that need not be kept, and collects data that no manifest names (`manager`).
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
+import contextlib
+import functools
+import pathlib
+import threading
+import time
+from typing import Any
+
+from absl import logging
+import jax
+from ml_collections import config_dict
+
+from jaxline import async_lib
+from jaxline import disk
+from jaxline import distributed
+from jaxline.checkpoint import arrays
+from jaxline.checkpoint import base
+from jaxline.checkpoint import contents
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import memory
+from jaxline.checkpoint import notes
+from jaxline.checkpoint import owner
+from jaxline.checkpoint import spool
+from jaxline.checkpoint import store as store_lib
+
+
+class SavingCheckpointer(notes.NotingCheckpointer):
+  """The part of a durable checkpointer that saves.
+
+  On several hosts all call `save` at the same steps.
+  """
+
+  def __init__(self, config: config_dict.ConfigDict, mode: str):
+    """Reads the config; touches no file.
+
+    Args:
+      config: the run's, resolved.
+      mode: the run's mode, or its half's: 'train', 'eval'. One that begins
+        with 'eval' only reads the series `latest`.
+    """
+    super().__init__(config, mode)
+    self._allow_pickle = bool(config.checkpoint_allow_pickle)
+    self._live = threading.local()
+    # One thread for all series: on several hosts the processes meet while
+    # they write, and must do so in one order.
+    self._writer = async_lib.SerialExecutor('checkpoint')
+    self._saving: futures.Future[None] | None = None
+    # Of the series that are saved; only the first process has a claim on them.
+    self._claims: dict[str, owner.Claim | None] = {}
+    # Of `latest`: the manifest that was restored, and the step that is there,
+    # or is being saved.
+    self._restored: dict[str, Any] = {}
+    self._held_step: int | None = None
+    self._mark = manager.Mark(self._store, mode)
+    # Damaged manifests -> their versions. A step may be made anew.
+    self._damaged: dict[tuple[str, int], Any] = {}
+
+  # The protocol.
+
+  def get_experiment_state(self, ckpt_series: str) -> Any:
+    """Returns the calling thread's live state of the series."""
+    # Programs written against JAXline look at the series there.
+    memory.add_series(ckpt_series)
+    state = base.ExperimentState()
+    return vars(self._live).setdefault(ckpt_series, state)
+
+  def save(self, ckpt_series: str) -> None:
+    """Copies the live state to host memory, and has it written.
+
+    Raises:
+      TypeError: something in it can only be pickled.
+      Exception: what an earlier save failed with.
+    """
+    self.claim(ckpt_series)
+    if self._saving is not None:  # Host memory holds one copy of the state.
+      futures.wait([self._saving])
+    self.raise_error()
+    state = self.get_experiment_state(ckpt_series)
+    module = base.Module.of(state.get('experiment_module'))
+    config, step = self._config, int(state['global_step'])
+    content, added = None, {}
+    if ckpt_series == 'best':
+      added = contents.added(state, self._allow_pickle)
+    # The library's own evaluation changes nothing that a checkpoint holds.
+    if not (added and module.IS_SHARDED and step == self._held_step):
+      kind = 'best' if ckpt_series == 'best' else 'train'
+      content = contents.content(
+        ckpt_series,
+        state,
+        module,
+        self._recorded,
+        all_hosts=config[f'{kind}_checkpoint_all_hosts'],
+        allow_pickle=self._allow_pickle,
+      )
+    # Now: the flushes do not wait for what later steps log.
+    logs = self.logs if ckpt_series == 'latest' else ()
+    flushes = [log.flush_async() for log in logs]
+    published = self._published(ckpt_series, step, module)
+    if ckpt_series == 'latest':
+      self._held_step = step
+    self._saving = self._writer.submit(
+      self._write, ckpt_series, step, flushes, content, added, published
+    )
+    keep = base.num_to_keep(config, ckpt_series, module)
+    # A call of its own: the next save waits for the copy, not for removals.
+    self._writer.put(functools.partial(self._retire, ckpt_series, keep))
+
+  def wait_for_checkpointing_to_finish(self) -> None:
+    """Returns when everything saved is safe.
+
+    Raises:
+      Exception: what a save failed with.
+    """
+    self._writer.wait()
+
+  # What the loops ask for besides.
+
+  def when_saved(self, fn: Callable[[], None]) -> None:
+    """Calls a function, on the writing thread, once all so far is saved."""
+    self._writer.submit(fn)
+
+  def raise_error(self) -> None:
+    """Raises what a save in the background failed with; costs nothing."""
+    self._writer.raise_error()
+
+  def close(self) -> None:
+    """Waits for the saves, and gives back what was claimed."""
+    with contextlib.suppress(Exception):  # Raised where training sees it.
+      self._writer.wait()
+    self._keep_data(())
+    for claim in filter(None, self._claims.values()):
+      claim.release()
+    self._claims.clear()
+
+  def claim(self, ckpt_series: str) -> None:
+    """Takes the right to save a series.
+
+    The first use of a series that is saved calls it. A loop calls it earlier
+    where a series that is in use has to be an error before the first save.
+
+    Raises:
+      ClaimedError: another process has it.
+    """
+    if ckpt_series in self._claims:
+      return
+    is_chief = jax.process_index() == 0
+    claim = owner.Claim(self._run.url, ckpt_series) if is_chief else None
+    distributed.of_chief(None)  # The others look at what is there now.
+    self._claims[ckpt_series] = claim
+
+  def mark_begun(self, step: int) -> None:
+    """Notes that training goes on from a step, with this config.
+
+    Raises:
+      TypeError: a save could not store something in the live state.
+    """
+    state = self.get_experiment_state('latest')
+    module = base.Module.of(state.get('experiment_module'))
+    if not self._allow_pickle and module.live is not None:
+      contents.check_storable(state, module)
+    super().mark_begun(step)
+    if jax.process_index() == 0:
+      # Their steps are made anew.
+      self._manifests.retire('latest', self._damaged_steps('latest'))
+      self._writer.put(self._clean)
+
+  def _clean(self) -> None:
+    """Removes what kills have left, on the writing thread."""
+    contents.code()  # As it is now: it may be edited before the first save.
+    self._manifests.doom_all()
+    self._manifests.collect()
+
+  # On the writing thread.
+
+  def _write(
+    self,
+    series: str,
+    step: int,
+    flushes: Sequence[Callable[[], Any]],
+    content: contents.Content | None,
+    added: dict[str, Any],
+    published: memory.Published,
+  ) -> None:
+    """Writes a checkpoint.
+
+    Args:
+      series: the series.
+      step: the step.
+      flushes: wait until what was logged before it is safe, and return lengths.
+      content: a copy of the live state; None if that is `latest` of this step.
+      added: what the best one has besides.
+      published: what programs written against JAXline will look at.
+    """
+    lengths = self._relative(notes.merged(flush() or {} for flush in flushes))
+    spool.upload(self._run.url, lengths)
+    manifest = self._latest(step) if series == 'best' else {}
+    if content is not None:
+      data = distributed.decide(None, lambda _: manager.new_data(step))
+      if series == 'best':
+        self._keep_data({data, manifest.get('data', data)})
+      has_evaluated = series == 'best' and step == self._held_step
+      if not (has_evaluated and self._are_same(content, manifest)):
+        manifest = self._write_data(content, data, lengths)
+
+    def publish(unused: Any) -> None:
+      claim = self._claims[series]
+      assert claim is not None
+      claim.check()
+      more = {}
+      if series == 'best':
+        more = added | {'entries': manifest['entries'] | added['entries']}
+        # Later than any other best one, also if the clock is not.
+        steps = self._candidates('best')[:1]
+        times = [self._manifests.read('best', s)['time'] + 1 for s in steps]
+        more['time'] = max([time.time(), *times])
+      self._manifests.write(series, manifest | more)
+      logging.info('Saved %s/%s/%s.', self._store, series, step)
+
+    distributed.decide(None, publish)
+    if series == 'latest':
+      self.saved_step = step
+      self._read_notes()
+    memory.publish(series, published)
+
+  def _are_same(
+    self, content: contents.Content, manifest: dict[str, Any]
+  ) -> bool:
+    """Returns whether a manifest's checkpoint holds all of a content."""
+    process = jax.process_index()
+    is_same = bool(manifest) and (
+      manifest['module'] == content.manifest['module']
+      and manifest['entries'].items() <= content.manifest['entries'].items()
+      and manifest['processes'][process] == content.process
+      and arrays.are_same(content.arrays, manifest['arrays'])
+    )
+    return distributed.decide(is_same, all)
+
+  def _write_data(
+    self,
+    content: contents.Content,
+    data: str,
+    lengths: dict[str, int],
+  ) -> dict[str, Any]:
+    """Writes the arrays of a content; returns its manifest, in process 0.
+
+    Args:
+      content: what is written.
+      data: the name of the data.
+      lengths: of this process's logs.
+    """
+    error = None
+    try:
+      place = self._store.below(f'data/{data}')
+      described = arrays.write(place, content.arrays)
+    except Exception as e:
+      error, described = e, {}
+    mine = described, content.process, lengths
+    all_of: list[Any] = []  # In process 0.
+    try:
+      distributed.decide(mine, all_of.extend, error)
+    except Exception as e:
+      # On a full disk, the half of it is in the way.
+      with contextlib.suppress(OSError):
+        self._store.delete_folder(f'data/{data}')
+      if not isinstance(e, OSError):
+        raise
+      error = disk.failed_write(e, pathlib.Path(self._store.url))
+      error.strerror = (
+        f'{error.strerror}; what was written of the checkpoint was removed, and'
+        ' those before it are untouched'
+      )
+      raise error from None
+    for others, _, _ in all_of[1:]:
+      for name, about in others.items():
+        described[name]['parts'].update(about['parts'])
+    return content.manifest | {
+      'data': data,
+      'arrays': described,
+      'processes': [process for _, process, _ in all_of],
+      'logs': notes.merged(lengths for _, _, lengths in all_of),
+      'code': contents.code(),
+    }
+
+  def _retire(self, series: str, num_to_keep: int) -> None:
+    """Removes the checkpoints of a series that need not be kept."""
+    if jax.process_index() != 0 or self._writer.error is not None:
+      return
+    manifests = self._manifests
+    gone = self._damaged_steps(series)
+    whole = [s for s in manifests.by_time(series) if s not in gone]
+    if series == 'best':
+      # The best is the one that was saved last, of whichever step.
+      gone += whole[num_to_keep:]
+    else:
+      hours = self._config.keep_checkpoint_every_hours
+      gone += manager.removable(
+        [(s, manifests.read(series, s)['time'] if hours else 0) for s in whole],
+        num_to_keep,
+        self._config.keep_checkpoint_every_steps,
+        hours,
+      )
+    manifests.retire(series, gone)
+    manifests.collect()
+
+  # What is there.
+
+  def _keep_data(self, data: Collection[str]) -> None:
+    """Marks data, so that the training beside this evaluation keeps it."""
+    if jax.process_index() != 0 or self.reads_only or not self._follows:
+      return
+    # What was marked before may have been kept for the mark alone.
+    self._manifests.doom(self._mark.data - {*data})
+    if data:
+      self._mark.keep(data)
+    else:
+      self._mark.drop()
+    self._manifests.collect()
+
+  def _damaged_steps(self, series: str) -> list[int]:
+    """Returns the steps whose checkpoints were found to be damaged."""
+    return [
+      step
+      for (of, step), version in self._damaged.items()
+      if of == series and self._store.version(f'{of}/{step}.json') == version
+    ]
+
+  def _candidates(self, series: str) -> list[int]:
+    """Returns the steps to try, newest first."""
+    damaged = self._damaged_steps(series)
+    return [s for s in self._manifests.by_time(series) if s not in damaged]
+
+  def _latest(self, step: int) -> dict[str, Any]:
+    """Returns the manifest of `latest` of a step; {} if there is none."""
+    if self._follows:
+      return self._restored
+    with contextlib.suppress(store_lib.DamagedError):
+      return self._manifests.read('latest', step)
+    return {}
+
+  def _data_of(self, step: int) -> str:
+    return self._latest(step).get('data', '')
+
+  def _published(
+    self, series: str, step: int, module: base.Module
+  ) -> memory.Published:
+    """Returns a checkpoint as programs written against JAXline look at it.
+
+    Args:
+      series: the series.
+      step: of the checkpoint, which may not be there yet.
+      module: what is saved; not kept, since it holds the live arrays.
+    """
+    template = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+      dict(module.snapshot_template()),
+    )
+    attributes = dict(module.CHECKPOINT_ATTRS)
+    manifests, allow_pickle = self._manifests, self._allow_pickle
+
+    def read() -> Any:
+      # A client's signal handler may call it: it waits for no other process.
+      entries = contents.read_whole(
+        manifests, series, step, template, allow_pickle
+      )
+      return memory.nest_of(entries, attributes)
+
+    return memory.Published(step, read)

@@ -1,0 +1,350 @@
+"""Bytes by key below an address: a directory, `gs://BUCKET/PATH` or `s3://`.
+
+A key is a relative path. A value that can be read is whole: on a disk it is
+written beside its place, synced and renamed; a bucket has no other way.
+TensorStore, which talks to buckets, is imported for them only.
+"""
+
+import abc
+from collections.abc import Iterable, Iterator
+import contextlib
+import errno
+import os
+import pathlib
+import shutil
+from typing import Any
+
+from jaxline import disk
+from jaxline import errors
+
+_SCHEMES = ('gs', 's3')
+# Of requests that fail by a 503, a timeout or a lost connection; TensorStore
+# doubles its delay from a second up to 32. An address that does not exist would
+# be tried for minutes.
+_RETRIES = {'max_retries': 6, 'max_delay': '8s'}
+_REQUESTS = 64  # At once.
+_PARTIAL = '.partial'  # The end of the name of a file that is being written.
+NEW = object()  # The version of a value that is not there.
+# There is no file of that name.
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class DamagedError(ValueError):
+  """A checkpoint is not as it was written."""
+
+
+class GoneError(DamagedError):
+  """A checkpoint was removed while it was read."""
+
+
+class RefusedError(errors.UsageError):
+  """A checkpoint is as it was written, but this program cannot restore it."""
+
+
+def is_address(place: str | os.PathLike[str]) -> bool:
+  """Returns whether a place is the address of a bucket, not a local path."""
+  return '://' in os.fspath(place)
+
+
+def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
+  """Returns the store at a directory or an address; touches nothing.
+
+  Args:
+    place: the directory, or `gs://BUCKET/PATH`, or `s3://BUCKET/PATH`.
+    what: the key of the config that has it, for errors.
+
+  Raises:
+    UsageError: it is empty, or an address of another kind.
+  """
+  text = os.fspath(place)
+  if not text:
+    raise errors.UsageError(
+      f'config.{what} is {text!r}; expected a directory or an address.'
+    )
+  if not is_address(text):
+    return Disk(os.path.abspath(text))
+  scheme, _, path = text.partition('://')
+  if scheme not in _SCHEMES or not path.strip('/'):
+    raise errors.UsageError(
+      f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
+      ' s3://BUCKET/PATH.'
+    )
+  return Bucket(f'{scheme}://{path.strip("/")}')
+
+
+class Store(abc.ABC):
+  """Bytes by key.
+
+  Every method may raise OSError, which is never damage.
+
+  Attributes:
+    url: the directory, or the address.
+    threads: how many reads or writes at once are fastest.
+  """
+
+  threads = 16
+
+  def __init__(self, url: str):
+    self.url = url
+
+  def __str__(self) -> str:
+    return self.url
+
+  def below(self, folder: str) -> 'Store':
+    """Returns the store of a folder."""
+    return type(self)(f'{self.url}/{folder}')
+
+  @abc.abstractmethod
+  def names(self, folder: str = '') -> list[str]:
+    """Returns the names of files and folders directly in a folder, sorted."""
+
+  @abc.abstractmethod
+  def read(self, key: str) -> bytes | None:
+    """Returns a value; None if there is none."""
+
+  @abc.abstractmethod
+  def read_into(self, key: str, buffer: memoryview) -> None:
+    """Fills a buffer with a value.
+
+    Raises:
+      DamagedError: the value is not there, or has another size.
+    """
+
+  def size(self, key: str) -> int | None:
+    """Returns the size of a value, if it is known without a read."""
+    return None
+
+  @abc.abstractmethod
+  def write(self, key: str, value: Any, expected: Any = None) -> Any:
+    """Writes bytes that can be read whole, also after a power loss, or not.
+
+    Args:
+      key: the key.
+      value: the bytes, or a memoryview of them.
+      expected: the version that may be replaced, such as NEW; None is any. A
+        disk does not compare it: whoever writes there has a lock.
+
+    Returns:
+      The new version; None if another one than the expected was there.
+    """
+
+  @abc.abstractmethod
+  def version(self, key: str) -> Any:
+    """Returns what differs for each value that was written; NEW without one."""
+
+  @abc.abstractmethod
+  def write_part(self, key: str, value: memoryview) -> None:
+    """Writes a value under a new key; it is safe after the next `sync`."""
+
+  @abc.abstractmethod
+  def sync(self, folder: str) -> None:
+    """Returns when the names in a new folder, and its own, are safe."""
+
+  @abc.abstractmethod
+  def delete(self, key: str) -> None:
+    """Deletes a value, if it is there."""
+
+  @abc.abstractmethod
+  def delete_folder(self, folder: str) -> None:
+    """Deletes all values below a folder."""
+
+  @abc.abstractmethod
+  def sweep(self, folder: str) -> None:
+    """Deletes what killed writes have left directly in a folder."""
+
+
+class Disk(Store):
+  """Files below a directory."""
+
+  def _path(self, key: str) -> pathlib.Path:
+    return pathlib.Path(self.url, key)
+
+  def names(self, folder: str = '') -> list[str]:
+    return [n for n in self._all_names(folder) if not n.endswith(_PARTIAL)]
+
+  def _all_names(self, folder: str) -> list[str]:
+    try:
+      return sorted(os.listdir(self._path(folder)))
+    except MISSING:
+      return []
+
+  def sweep(self, folder: str) -> None:
+    for name in self._all_names(folder):
+      if name.endswith(_PARTIAL):
+        self.delete(f'{folder}/{name}')
+
+  def read(self, key: str) -> bytes | None:
+    try:
+      return self._path(key).read_bytes()
+    except MISSING:
+      return None
+
+  def read_into(self, key: str, buffer: memoryview) -> None:
+    try:
+      with open(self._path(key), 'rb', buffering=0) as f:
+        size = os.fstat(f.fileno()).st_size
+        if size != len(buffer):
+          raise DamagedError(
+            f'{key} has {size} bytes, {len(buffer)} were written'
+          )
+        while buffer:
+          if not (n := f.readinto(buffer)):
+            raise DamagedError(f'{key} ends early')
+          buffer = buffer[n:]
+    except MISSING as e:
+      raise DamagedError(f'{key} is missing') from e
+
+  def size(self, key: str) -> int | None:
+    with contextlib.suppress(*MISSING):
+      return self._path(key).stat().st_size
+    return None
+
+  def write(self, key: str, value: Any, expected: Any = None) -> Any:
+    path = self._path(key)
+    disk.make_directory(path.parent)
+    partial = path.with_name(f'.{path.name}.{os.getpid()}{_PARTIAL}')
+    with disk.replacing(path, partial) as f:
+      f.write(value)
+    return self.version(key)
+
+  def version(self, key: str) -> Any:
+    try:
+      found = self._path(key).stat()
+    except MISSING:
+      return NEW
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+  def write_part(self, key: str, value: memoryview) -> None:
+    path = self._path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'xb', buffering=0) as f:
+      while value:
+        value = value[f.write(value) :]
+      os.fsync(f.fileno())
+
+  def sync(self, folder: str) -> None:
+    top = self._path(folder)
+    for inner, _, _ in os.walk(top, topdown=False):
+      disk.sync_directory(pathlib.Path(inner))
+    disk.sync_directory(top.parent)
+
+  def delete(self, key: str) -> None:
+    with contextlib.suppress(*MISSING):
+      self._path(key).unlink()
+
+  def delete_folder(self, folder: str) -> None:
+    shutil.rmtree(self._path(folder), ignore_errors=True)
+
+
+class Bucket(Store):
+  """Objects in a bucket, by TensorStore's drivers."""
+
+  threads = _REQUESTS
+
+  def __init__(self, url: str):
+    super().__init__(url)
+    import tensorstore as ts
+
+    scheme, _, rest = url.partition('://')
+    bucket, _, path = rest.partition('/')
+    spec: dict[str, Any] = {
+      'bucket': bucket,
+      'path': f'{path}/' if path else '',
+    }
+    if scheme == 'gs':
+      spec['driver'] = 'gcs'
+    else:
+      spec['driver'] = 's3'
+      if endpoint := os.environ.get('AWS_ENDPOINT_URL'):
+        spec['endpoint'] = endpoint
+      if region := os.environ.get('AWS_REGION'):
+        spec['aws_region'] = region
+    context = {
+      f'{spec["driver"]}_request_retries': _RETRIES,
+      f'{spec["driver"]}_request_concurrency': {'limit': _REQUESTS},
+    }
+    self._range = ts.KvStore.KeyRange
+    try:  # It connects later.
+      self._kv = ts.KvStore.open(spec, context=ts.Context(context)).result()
+    except ValueError as e:
+      raise errors.UsageError(f'{url}: {str(e).partition(" [")[0]}') from e
+
+  @contextlib.contextmanager
+  def _os_errors(self, key: str) -> Iterator[None]:
+    """Makes an OSError of TensorStore's, which are all ValueErrors."""
+    try:
+      yield
+    except ValueError as e:
+      text = str(e).partition(' [')[0]
+      kinds = {
+        'PERMISSION_DENIED': errno.EACCES,
+        'UNAUTHENTICATED': errno.EACCES,
+        'NOT_FOUND': errno.ENOENT,
+      }
+      number = kinds.get(text.partition(':')[0], errno.EIO)
+      raise OSError(number, text, f'{self.url}/{key}') from e
+
+  def _keys(self, folder: str) -> list[str]:
+    prefix = f'{folder}/' if folder else ''
+    # '0' is the character after '/'.
+    wanted = self._range(prefix, f'{folder}0' if folder else '')
+    with self._os_errors(folder):
+      found: Iterable[bytes] = self._kv.list(wanted).result()
+    return [key.decode().removeprefix(prefix) for key in found]
+
+  def names(self, folder: str = '') -> list[str]:
+    return sorted({key.partition('/')[0] for key in self._keys(folder)})
+
+  def _read(self, key: str) -> Any:
+    with self._os_errors(key):
+      return self._kv.read(key).result()
+
+  def read(self, key: str) -> bytes | None:
+    found = self._read(key)
+    return found.value if found.state == 'value' else None
+
+  def read_into(self, key: str, buffer: memoryview) -> None:
+    value = self.read(key)
+    if value is None:
+      raise DamagedError(f'{key} is missing')
+    if len(value) != len(buffer):
+      raise DamagedError(
+        f'{key} has {len(value)} bytes, {len(buffer)} were written'
+      )
+    buffer[:] = value
+
+  def write(self, key: str, value: Any, expected: Any = None) -> Any:
+    if expected is NEW:
+      found = self._read(key)
+      if found.state == 'value':
+        return None
+      expected = found.stamp.generation
+    with self._os_errors(key):
+      stamp = self._kv.write(key, bytes(value), if_equal=expected).result()
+    if stamp.generation:
+      return stamp.generation
+    # Or it was written, the answer was lost, and the next attempt found it.
+    found = self._read(key)
+    is_ours = found.state == 'value' and found.value == bytes(value)
+    return found.stamp.generation if is_ours else None
+
+  def version(self, key: str) -> Any:
+    found = self._read(key)
+    return found.stamp.generation if found.state == 'value' else NEW
+
+  def write_part(self, key: str, value: memoryview) -> None:
+    self.write(key, value)
+
+  def sync(self, folder: str) -> None:
+    pass
+
+  def delete(self, key: str) -> None:
+    with self._os_errors(key):
+      self._kv.write(key, None).result()
+
+  def delete_folder(self, folder: str) -> None:
+    with self._os_errors(folder):
+      self._kv.delete_range(self._range(f'{folder}/', f'{folder}0')).result()
+
+  def sweep(self, folder: str) -> None:
+    pass

@@ -1,0 +1,249 @@
+"""Tests of jaxline.checkpoint.arrays: types, parts, shardings, damage."""
+
+import errno
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from jaxline.checkpoint import arrays
+from jaxline.checkpoint import store as store_lib
+from tests import checkpoints
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def write(store, live):
+  """Writes arrays, and returns their description as it is in a manifest."""
+  described = json.loads(json.dumps(arrays.write(store, arrays.to_host(live))))
+  arrays.check(described)
+  assert arrays.verify(store, described) == []
+  return described
+
+
+def read(store, described, targets=None):
+  targets = dict.fromkeys(described) if targets is None else targets
+  return dict(arrays.read(store, described, targets))
+
+
+def test_types(url):
+  store = store_lib.at(url)
+  values = checkpoints.numpy_values()
+  described = write(store, values)
+  checkpoints.assert_same(read(store, described), values)
+  # On a device.
+  names = (
+    'float', '0-d', 'bool', 'complex', 'empty', 'bfloat16', 'float8_e5m2',
+    'int4', 'uint4', 'int8', 'float16', 'empty bfloat16',
+  )  # fmt: skip
+  live = {name: jax.numpy.asarray(values[name]) for name in names}
+  live['key'] = jax.random.split(jax.random.key(0, impl='rbg'), 3)
+  live['raw key'] = jax.random.PRNGKey(1)
+  described = write(store.below('live'), live)
+  shapes = {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    for name, x in live.items()
+  }
+  got = read(store.below('live'), described, shapes)
+  checkpoints.assert_same(got, live)
+  data = jax.random.key_data(live['key'])
+  host = read(store.below('live'), described)['key']
+  checkpoints.assert_same(host, np.asarray(data))
+
+
+def test_other_programs_read_them(tmp_path):
+  store = store_lib.at(tmp_path)
+  values = checkpoints.numpy_values() | {'rows': np.arange(64).reshape(8, 8)}
+  num_read = 0
+  for name, about in write(store, values).items():
+    place = {'driver': 'file', 'path': f'{tmp_path}/{about["file"]}/'}
+    spec = {'driver': 'zarr3', 'kvstore': place}
+    try:
+      opened = ts.open(spec, open=True).result()
+    except ValueError:  # It lacks a few types.
+      continue
+    num_read += 1
+    want = np.asarray(values[name], order='C')
+    checkpoints.assert_same(np.asarray(opened.read().result()), want)
+  assert num_read > 20
+
+
+@pytest.mark.parametrize('x', [
+  np.array(['a']), np.array([None]), np.ones(2, '>i4'),
+  np.datetime64('2026-01-02', 'D'),
+])  # fmt: skip
+def test_types_that_cannot_be_stored(x):
+  with pytest.raises(TypeError, match='name of it'):
+    arrays.to_host({'name of it': x})
+
+
+# Parts.
+
+
+def test_parts(tmp_path, monkeypatch):
+  monkeypatch.setattr(arrays, '_PART_BYTES', 64)
+  store, sizes = store_lib.at(tmp_path), (0, 1, 2, 6, 12, 37)
+  values = {
+    str(shape): np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    for rank in range(4)
+    for shape in itertools.product(sizes, repeat=rank)
+    if math.prod(shape) < 500
+  }
+  described = write(store, values)
+  checkpoints.assert_same(read(store, described), values)
+  for name, about in described.items():
+    x, folder = values[name], tmp_path / about['file']
+    files = [p for p in folder.iterdir() if p.name[0] == 'c']
+    assert {p.name for p in files} == set(about['parts'])
+    sizes = [p.stat().st_size for p in files]
+    assert sum(sizes) == x.nbytes
+    # A row is not split, and parts are equal: 37 rows have no divisor.
+    if x.size and x.ndim and x.shape[0] != 37:
+      assert max(sizes) <= max(64, x[:1].nbytes)
+
+
+def test_each_part_is_read_once_and_few_at_a_time(tmp_path, monkeypatch):
+  monkeypatch.setattr(arrays, '_PART_BYTES', 64)
+  monkeypatch.setattr(arrays, '_READ_BYTES', 1)
+  store, keys = store_lib.at(tmp_path), []
+  x = np.arange(64)
+  described = write(store, {'a': x, 'b': x, 'c': np.ones(4)})
+  read_into = store.read_into
+  spy = lambda key, buffer: (keys.append(key), read_into(key, buffer))
+  monkeypatch.setattr(store, 'read_into', spy)
+  reader = arrays.read(store, described, {'b': None, 'a': None})
+  for name, number in (('b', 8), ('a', 16)):
+    assert next(reader)[0] == name
+    assert len(keys) == len(set(keys)) == number
+
+
+def check_shardings(directory) -> None:
+  """Saves with each sharding, and restores onto each other one."""
+  n = jax.device_count()
+  mesh = jax.make_mesh((2, n // 2), ('a', 'b'))
+  specs = [
+    P(), P('a'), P('b'), P(('a', 'b')), P(('b', 'a')), P(None, 'a'),
+    P('b', 'a'), P('a', 'b'), P(None, ('b', 'a')), P('a', None, 'b'),
+  ]  # fmt: skip
+  shardings = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+  x = np.random.default_rng(0).normal(size=(2 * n, 3 * n, n)).astype('f4')
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+  for i, sharding in enumerate(shardings):
+    live = jax.device_put(x, sharding)
+    for spans_hosts in (False, True):
+      store = store_lib.at(directory).below(f'{i}-{spans_hosts}')
+      with pytest.MonkeyPatch.context() as patch:
+        # Of an array on several hosts each writes its shards.
+        is_local = property(lambda y, x=live, s=spans_hosts: not (s and y is x))
+        patch.setattr(type(live), 'is_fully_addressable', is_local)
+        described = write(store, {'x': live})
+      shards = len({str(shard.index) for shard in live.addressable_shards})
+      parts = described['x']['parts']
+      assert len(parts) >= (shards if spans_hosts else 1)
+      for target in (None, one, *shardings):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
+        got = read(store, described, {'x': shape})['x']
+        assert getattr(got, 'sharding', None) == target
+        assert np.asarray(got).tobytes() == x.tobytes()
+
+
+def test_shardings(tmp_path, monkeypatch):
+  check_shardings(tmp_path / 'whole')
+  monkeypatch.setattr(arrays, '_PART_BYTES', 40)
+  check_shardings(tmp_path / 'parts')
+
+
+@pytest.mark.process
+def test_shardings_of_eight_devices(tmp_path):
+  program = (
+    'import sys; from tests import test_checkpoint_arrays as here;'
+    'assert here.jax.device_count() == 8; here.check_shardings(sys.argv[1]);'
+    'here.arrays._PART_BYTES = 2000; here.check_shardings(sys.argv[1] + "2")'
+  )
+  flags = '--xla_force_host_platform_device_count=8'
+  subprocess.run(
+    [sys.executable, '-c', program, tmp_path / 'x'],
+    env={**os.environ, 'XLA_FLAGS': flags, 'PYTHONPATH': str(ROOT)},
+    check=True,
+    timeout=300,
+  )
+
+
+# Damage.
+
+
+def test_every_bit_of_every_part_is_guarded(tmp_path, monkeypatch):
+  monkeypatch.setattr(arrays, '_PART_BYTES', 16)
+  store = store_lib.at(tmp_path)
+  live = {
+    'w': np.arange(8.0, dtype=np.float32).reshape(4, 2), 'n': np.int8(3),
+    'key': jax.random.key(0), 'empty': np.zeros([0, 2]),
+  }  # fmt: skip
+  described = write(store, live)
+  parts = [p for p in tmp_path.rglob('c*') if p.stat().st_size]
+  assert len(parts) == 4
+
+  def is_found(path, text):
+    key = str(path.relative_to(tmp_path))
+    problems = arrays.verify(store, described)
+    with pytest.raises(store_lib.DamagedError) as e:
+      read(store, described)
+    assert problems == [str(e.value)]
+    assert key in problems[0]
+    assert text in problems[0]
+
+  for path in parts:
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+      flipped = bytearray(whole)
+      flipped[bit // 8] ^= 1 << bit % 8
+      path.write_bytes(flipped)
+      is_found(path, 'CRC-32C')
+    for damaged in (whole[:-1], whole + b'\0', b''):
+      path.write_bytes(damaged)
+      is_found(path, f'{len(damaged)} bytes')
+    path.unlink()
+    is_found(path, 'missing')
+    path.write_bytes(whole)
+  # What is not asked for is not read, and nobody reads what Zarr has beside.
+  for path in tmp_path.rglob('*.json'):
+    path.unlink()
+  (tmp_path / described['w']['file'] / 'c.0.0').unlink()
+  got = read(store, described, {'n': None, 'empty': None})
+  checkpoints.assert_same(got['n'], np.array(3, np.int8))
+
+
+def test_an_error_of_the_system_is_no_damage(tmp_path, monkeypatch):
+  store = store_lib.at(tmp_path)
+  described = write(store, {'w': np.ones(3)})
+
+  def fails(*args, **kwargs):
+    raise OSError(errno.EIO, 'Input/output error')
+
+  monkeypatch.setattr(store, 'read_into', fails)
+  for use in (read, arrays.verify):
+    with pytest.raises(OSError, match='Input/output'):
+      use(store, described)
+
+
+def test_which_are_the_same(tmp_path):
+  live = {'w': np.arange(4.0), 'n': np.int32(1)}
+  described = write(store_lib.at(tmp_path), live)
+  for other in (
+    live | {'w': np.array([0.0, 1.0, 2.0, 4.0])},
+    live | {'w': np.arange(4.0).reshape(2, 2)},
+    live | {'n': np.uint32(1)},
+    live | {'more': np.int32(1)},
+    {'w': live['w']},
+  ):
+    assert not arrays.are_same(arrays.to_host(other), described)
+  assert arrays.are_same(arrays.to_host(live), described)

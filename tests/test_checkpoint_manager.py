@@ -1,0 +1,338 @@
+"""Tests of jaxline.checkpoint.manager: manifests, retention, collection."""
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import owner
+from jaxline.checkpoint import store as store_lib
+
+DAY = 24 * 3600.0
+
+
+def manifest(step, **values):
+  about = {'file': '0000.w', 'shape': [], 'dtype': 'int8', 'chunk': []}
+  return {
+    'format': 2, 'step': step, 'time': float(step), 'data': f'{step}-ab',
+    'arrays': {'w': about | {'parts': {'c': 1}}},
+  } | values  # fmt: skip
+
+
+def write(manifests, series, step, **values):
+  """Writes data and its manifest, as a save does."""
+  saved = manifest(step, **values)
+  store = manifests.store
+  store.write(f'data/{saved["data"]}/0000.w/c', b'1')
+  manifests.write(series, saved)
+
+
+@pytest.fixture
+def manifests(tmp_path) -> manager.Manifests:
+  return manager.Manifests(store_lib.at(tmp_path))
+
+
+# Which checkpoints there are.
+
+
+def test_only_numbers_are_steps(manifests):
+  for name in (
+    '0.json', '12.json', '3.json', '03.json', '-1.json', '4.5.json', '٣.json',
+    '.5.json.77.partial', '6.json.bak', 'x.json', '1_0.json', '9 .json',
+  ):  # fmt: skip
+    manifests.store.write(f'latest/{name}', b'')
+  assert manifests.steps('latest') == [0, 3, 12]
+  assert manifests.steps('absent') == []
+  manifests.store.write('latest/7/checkpoint.json', b'')  # As format 1 has it.
+  with pytest.raises(store_lib.RefusedError, match='another format'):
+    manifests.steps('latest')
+
+
+def test_every_bit_of_a_manifest_is_guarded(manifests):
+  write(manifests, 'latest', 5)
+  whole = manifests.store.read('latest/5.json')
+  want = manifests.read('latest', 5)
+  for bit in range(8 * len(whole)):
+    flipped = bytearray(whole)
+    flipped[bit // 8] ^= 1 << bit % 8
+    manifests.store.write('latest/5.json', flipped)
+    with pytest.raises(store_lib.DamagedError, match=r'latest/5\.json is not'):
+      manifests.read('latest', 5)
+  for damaged in (b'', whole[:-2], b'[]', b'null', b'{"crc": 1}'):
+    manifests.store.write('latest/5.json', damaged)
+    with pytest.raises(store_lib.DamagedError, match=r'latest/5\.json is not'):
+      manifests.read('latest', 5)
+  manifests.store.write('latest/5.json', whole)
+  assert manifests.read('latest', 5) == want == manifest(5)
+  manifests.store.delete('latest/5.json')
+  with pytest.raises(store_lib.GoneError, match=r'latest/5\.json'):
+    manifests.read('latest', 5)
+
+
+@pytest.mark.parametrize(
+  'values', [{'format': 1}, {'format': 3}, {'format': None}, {'step': 6}]
+)
+def test_another_manifest_is_refused(values, manifests):
+  changed = manager.pack(manifest(5) | values)
+  manifests.store.write('latest/5.json', changed)
+  with pytest.raises(store_lib.RefusedError, match=r'latest/5\.json') as e:
+    manifests.read('latest', 5)
+  assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('url', ['gs'], indirect=True)
+def test_a_step_is_created_once(url):
+  one, other = (manager.Manifests(store_lib.at(url)) for _ in range(2))
+  write(one, 'latest', 5)
+  before = one.store.read('latest/5.json')
+  with pytest.raises(owner.ClaimedError, match=r'latest/5\.json'):
+    write(other, 'latest', 5, data='5-cd')
+  assert one.store.read('latest/5.json') == before
+  one.retire('latest', [5])
+  write(other, 'latest', 5, data='5-cd')
+  write(one, 'best', 5)
+  write(one, 'best', 5, data='5-cd')  # The same step may be the best again.
+  assert one.read('best', 5)['data'] == '5-cd'
+
+
+def test_the_last_best_is_the_one_that_was_saved_last(manifests):
+  for step, when in ((3, 1.0), (1, 2.0), (2, 3.0)):
+    write(manifests, 'best', step, time=when)
+    write(manifests, 'latest', step, time=when)
+  assert manifests.by_time('best') == [2, 1, 3]
+  assert manifests.by_time('latest') == [3, 2, 1]
+
+
+# Which stay.
+
+
+@pytest.mark.parametrize(
+  ('keep', 'saved', 'stay'),
+  [
+    pytest.param({'newest': 2}, [], [], id='none'),
+    pytest.param({'newest': 2}, [(1, 0.0)], [1], id='fewer'),
+    pytest.param(
+      {'newest': 2}, [(30, 0.0), (10, 5.0), (20, 1.0)], [20, 30], id='by step'
+    ),
+    pytest.param(
+      {'newest': 1, 'every_steps': 10},
+      [(s, 0.0) for s in (0, 4, 8, 12, 16, 20, 24, 36, 38)],
+      [12, 20, 36, 38],
+      id='the first at or after each multiple',
+    ),
+    pytest.param(
+      {'newest': 1, 'every_hours': 24},
+      [(i, i * DAY / 4) for i in range(1, 12)],
+      [1, 5, 9, 11],
+      id='a day apart',
+    ),
+    pytest.param(
+      {'newest': 1, 'every_hours': 24},
+      [(1, 9 * DAY), (2, 1 * DAY), (3, 1.5 * DAY), (4, 2 * DAY), (5, 2 * DAY)],
+      [1, 2, 4, 5],
+      id='the clock was put back',
+    ),
+    pytest.param(
+      {'newest': 1, 'every_steps': 4, 'every_hours': 24},
+      [(2, 0.0), (4, 1.0), (6, DAY), (7, DAY), (9, DAY + 1)],
+      [2, 4, 6, 9],
+      id='both',
+    ),
+  ],
+)
+def test_which_stay(keep, saved, stay):
+  gone = manager.removable(saved, **keep)
+  assert sorted({step for step, _ in saved} - set(gone)) == stay
+
+
+# Collecting.
+
+
+def data(manifests):
+  return manifests.store.names('data')
+
+
+def test_what_nothing_names_is_collected(manifests):
+  for step in (1, 2, 3):
+    write(manifests, 'latest', step)
+  write(manifests, 'best', 1)  # The same data.
+  manifests.store.write('data/4-ab/0000.w/c', b'')  # Left by a kill.
+  manifests.store.write('latest/.4.json.77.partial', b'')
+  manifests.collect()
+  assert data(manifests) == ['1-ab', '2-ab', '3-ab', '4-ab']
+  manifests.retire('latest', [1, 2])
+  manifests.collect()
+  assert data(manifests) == ['1-ab', '3-ab', '4-ab']
+  manifests.doom_all()
+  manifests.collect()
+  assert data(manifests) == ['1-ab', '3-ab']
+  assert manifests.store.names('latest') == ['3.json']
+  # An evaluation, in another process, has the same step as the best again.
+  write(manager.Manifests(manifests.store), 'best', 1, data='1-cd')
+  manifests.doom_all()
+  manifests.collect()
+  assert data(manifests) == ['1-cd', '3-ab']
+  manifests.retire('best', [1])
+  manifests.collect()
+  assert data(manifests) == ['3-ab']
+
+
+@pytest.mark.parametrize('key', ['best/2.json', 'latest/3.json', 'readers/x'])
+@pytest.mark.parametrize('damage', [b'', b'{', b'[]'])
+def test_what_cannot_be_read_protects_all(key, damage, manifests):
+  for step in (1, 2, 3):
+    write(manifests, 'latest', step)
+  write(manifests, 'best', 2)
+  manifests.store.write(key, damage)
+  fresh = manager.Manifests(manifests.store)
+  fresh.retire('latest', [1])
+  fresh.doom_all()
+  fresh.collect()
+  assert data(fresh) == ['1-ab', '2-ab', '3-ab']
+  fresh.store.delete(key)
+  fresh.collect()
+  assert '1-ab' not in data(fresh)
+
+
+def test_where_nothing_is_listed_nothing_is_collected(manifests):
+  # GCS lists nothing, without an error, where listing is not permitted.
+  write(manifests, 'latest', 1)
+  manifests.doom_all()
+  manifests.store.delete('latest/1.json')
+  manifests.collect()
+  assert data(manifests) == ['1-ab']
+
+
+def test_an_error_of_the_system_deletes_nothing(manifests, monkeypatch):
+  for step in (1, 2):
+    write(manifests, 'latest', step)
+  fresh = manager.Manifests(manifests.store)
+  fresh.retire('latest', [1])
+  write(fresh, 'best', 1)
+
+  def fails(key):
+    raise OSError(5, 'Input/output error')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(fresh.store, 'read', fails)
+    with pytest.raises(OSError, match='Input/output'):
+      fresh.collect()
+  assert data(fresh) == ['1-ab', '2-ab']
+  fresh.retire('best', [1])
+  fresh.collect()
+  assert data(fresh) == ['2-ab']
+
+
+# Marks.
+
+
+class Clock:
+  """Takes the place of the module `time`."""
+
+  def __init__(self):
+    self.now = 1000.0
+
+  def monotonic(self):
+    return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  clock = Clock()
+  monkeypatch.setattr(owner, 'time', clock)
+  return clock
+
+
+def test_marked_data_stays_while_the_mark_changes(manifests, clock):
+  for step in (1, 2):
+    write(manifests, 'latest', step)
+  mark, other = (manager.Mark(manifests.store, 'eval') for _ in range(2))
+  mark.keep({'1-ab'})
+  other.keep({'2-ab'})  # Names of marks are unique.
+  names = manifests.store.names('readers')
+  assert [name.partition('-')[0] for name in names] == ['eval', 'eval']
+  manifests.retire('latest', [1])
+  for _ in range(4):  # As its thread does.
+    manifests.collect()
+    clock.now += owner.STALE_SECS - 1
+    mark._beat.write()
+  manifests.collect()
+  assert data(manifests) == ['1-ab', '2-ab']
+  clock.now += owner.STALE_SECS - 1
+  manifests.collect()  # Nobody has seen it that long without a change.
+  assert data(manifests) == ['1-ab', '2-ab']
+  clock.now += 1
+  manifests.collect()  # Its process was killed.
+  assert data(manifests) == ['2-ab']
+  assert manifests.store.names('readers') == []
+  for each in (mark, other):
+    each.drop()
+
+
+def test_a_mark_that_is_dropped(manifests):
+  for step in (1, 2, 3):
+    write(manifests, 'latest', step)
+  mark = manager.Mark(manifests.store, 'eval')
+  mark.keep({'1-ab', '2-ab'})
+  manifests.retire('latest', [1, 2])
+  manifests.collect()
+  assert data(manifests) == ['1-ab', '2-ab', '3-ab']
+  mark.keep({'2-ab'})  # In place of both.
+  manifests.collect()
+  assert data(manifests) == ['2-ab', '3-ab']
+  mark.drop()
+  mark.drop()
+  manifests.collect()
+  assert data(manifests) == ['3-ab']
+
+
+class Interleaved(store_lib.Disk):
+  """Calls each function before its n-th operation; n ascends."""
+
+  def __init__(self, url, calls):
+    super().__init__(url)
+    self.calls, self.count = calls, 0
+
+  def __getattribute__(self, name):
+    found = super().__getattribute__(name)
+    if name in ('names', 'read', 'delete', 'delete_folder'):
+      self.count += 1
+      while self.calls and self.calls[0][0] <= self.count:
+        self.calls.pop(0)[1]()
+    return found
+
+
+@hypothesis.settings(max_examples=150, deadline=None, database=None)
+@hypothesis.given(st.lists(st.integers(1, 25), min_size=4, max_size=4))
+def test_an_evaluation_at_any_instant_of_a_collection(tmp_path_factory, at):
+  folder = tmp_path_factory.mktemp('run')
+  theirs = manager.Manifests(store_lib.at(folder))
+  for step in (1, 2):
+    write(theirs, 'latest', step)
+  write(theirs, 'best', 2, data='2-cd')
+  mark, found = manager.Mark(theirs.store, 'eval'), []
+
+  def read_again():
+    if theirs.steps('latest')[0] == 1:
+      found.append(theirs.read('latest', 1))
+
+  def name():
+    if found:
+      theirs.write('best', found[0])
+
+  actions = (lambda: mark.keep({'1-ab'}), read_again, name, mark.drop)
+  calls = list(zip(sorted(at), actions, strict=True))
+  training = manager.Manifests(Interleaved(str(folder), calls))
+  training.doom_all()
+  training.retire('latest', [1])
+  training.collect()
+  for _, action in training.store.calls:
+    action()
+  assert bool(found) == (1 in theirs.steps('best'))
+  wanted = {'2-ab', '2-cd'} | ({'1-ab'} if found else set())
+  assert wanted <= set(data(theirs))
+  # What nobody needs goes with a later collection.
+  final = manager.Manifests(theirs.store)
+  final.doom_all()
+  final.collect()
+  assert set(data(theirs)) == wanted

@@ -1,0 +1,385 @@
+"""Training and evaluation on one directory, against a dictionary."""
+
+from concurrent import futures
+import math
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+from typing import Any
+
+import hypothesis
+from hypothesis import stateful
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from jaxline import base_config
+from jaxline.checkpoint import durable
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import memory
+from jaxline.checkpoint import store
+from tests import remains
+
+KEPT, EVERY = 2, 4  # The newest; and for ever, as `removable` says.
+
+
+class Experiment:
+  """One weight."""
+
+  value = -1.0
+
+  def snapshot_state(self) -> dict[str, Any]:
+    return {'w': np.float32([self.value] * 3)}
+
+  def restore_from_snapshot(self, snapshot: Any) -> None:
+    (self.value,) = {float(x) for x in snapshot['w']}
+
+
+def flip(path: pathlib.Path) -> None:
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.write_bytes(content)
+
+
+def truncate(path: pathlib.Path) -> None:
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def opened(
+  run_dir: pathlib.Path, mode: str, kept: int = KEPT, every: Any = EVERY
+) -> Any:
+  """Returns a checkpointer of a new process, with its live state."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(run_dir)
+  config.max_checkpoints_to_keep = kept
+  config.max_best_checkpoints_to_keep = 1
+  config.keep_checkpoint_every_steps = every
+  memory.forget_published()
+  made = durable.DurableCheckpointer(base_config.complete_config(config), mode)
+  state = made.get_experiment_state('latest')
+  state.global_step, state.experiment_module = 0, Experiment()
+  return made
+
+
+class Machine(stateful.RuleBasedStateMachine):
+  """What a run's directory should hold.
+
+  Attributes:
+    latest: step -> value, of the checkpoints that should be there.
+    damaged: those of them that are damaged.
+    protected: step -> data of a manifest that was damaged.
+    best: step and value of the best, None without one.
+    evaluated: the checkpoints that are evaluated, as (step, value).
+  """
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.run_dir = pathlib.Path(
+      tempfile.mkdtemp(dir=os.environ.get('PYTEST_DEBUG_TEMPROOT'))
+    )
+    self.patch = pytest.MonkeyPatch()
+    self.patch.setattr('jaxline.utils.GLOBAL_CHECKPOINT_DICT', {})
+    self.latest: dict[int, float] = {}
+    self.damaged: set[int] = set()
+    self.protected: dict[int, str] = {}
+    self.best: tuple[int, float] | None = None
+    self.is_best_damaged = False
+    self.evaluated: list[tuple[int, float]] = []
+    self.count = 0.0
+    self.training: Any = None
+    self.evaluation: Any = None
+    self.restart_training()
+    self.restart_evaluation()
+
+  def teardown(self) -> None:
+    self.training.close()
+    self.evaluation.close()
+    self.patch.undo()
+    shutil.rmtree(self.run_dir)
+
+  def _whole(self) -> list[int]:
+    return sorted(self.latest.keys() - self.damaged)
+
+  # Training.
+
+  @stateful.rule(leaves=st.booleans())
+  def restart_training(self, leaves: bool = False) -> None:
+    """Goes on from the newest whole checkpoint."""
+    if self.training is not None:
+      self.training.close()
+    if leaves:  # As a save that was killed.
+      place = store.at(self.run_dir / 'checkpoints')
+      data = f'data/{manager.new_data(99)}'
+      place.write_part(f'{data}/0000.w/c.0', memoryview(b'12'))
+      for name in (
+        'latest/.99.json.7.partial',
+        'evaluated/.eval.json.7.partial',
+      ):
+        place._path(name).parent.mkdir(exist_ok=True)
+        place._path(name).write_bytes(b'{')
+    self.training = opened(self.run_dir, 'train')
+    state = self.training.get_experiment_state('latest')
+    is_there = self.training.can_be_restored('latest')
+    assert is_there == bool(self.latest)
+    if is_there and not self._whole():
+      with pytest.raises(store.DamagedError):
+        self.training.restore('latest')
+      # The user removes what is damaged, and begins anew.
+      for step in self.latest:
+        (self.run_dir / f'checkpoints/latest/{step}.json').unlink()
+      self.latest, self.damaged = {}, set()
+      return self.restart_training()
+    if is_there:
+      self.training.restore('latest')
+      step = self._whole()[-1]
+      assert (state.global_step, state.experiment_module.value) == (
+        step, self.latest[step],
+      )  # fmt: skip
+      for newer in [s for s in self.latest if s > step]:
+        del self.latest[newer]
+        self.damaged.discard(newer)
+    begin = state.global_step
+    self.training.mark_begun(begin)
+    self.evaluated = [x for x in self.evaluated if x[0] <= begin]
+    self.training.wait_for_checkpointing_to_finish()
+
+  @stateful.rule(steps=st.integers(1, 3))
+  def save(self, steps: int) -> None:
+    state = self.training.get_experiment_state('latest')
+    state.global_step += steps
+    self.count += 1.0  # No two values are the same.
+    state.experiment_module.value = self.count
+    self.training.save('latest')
+    self.training.wait_for_checkpointing_to_finish()
+    self.latest[state.global_step] = self.count
+    last, forever = 0, set()
+    for step in sorted(self.latest):
+      if step // EVERY > last // EVERY:
+        last = step
+        forever.add(step)
+    for step in sorted(self.latest)[:-KEPT]:
+      if step not in forever:
+        del self.latest[step]
+        self.damaged.discard(step)
+
+  @stateful.rule(
+    data=st.data(),
+    harm=st.sampled_from([flip, truncate, os.unlink]),
+    is_part=st.booleans(),
+    restarts=st.booleans(),
+  )
+  def damage(self, data: Any, harm: Any, is_part: bool, restarts: bool) -> None:
+    if not (steps := self._whole()):
+      return
+    step = data.draw(st.sampled_from(steps[::-1]))
+    if is_part:
+      folder = remains.data_of(self.run_dir, step)
+      harm(max(folder.glob('*.w/c*')))
+      self.protected.pop(step, None)
+      if self.best and self.best[1] == self.latest[step]:
+        self.is_best_damaged = True
+    else:
+      path = self.run_dir / f'checkpoints/latest/{step}.json'
+      self.protected[step] = remains.record(self.run_dir, step)['data']
+      (truncate if harm is os.unlink else harm)(path)
+    self.damaged.add(step)
+    if restarts:
+      self.restart_training()
+
+  # Evaluation.
+
+  @stateful.rule()
+  def restart_evaluation(self) -> None:
+    if self.evaluation is not None:
+      self.evaluation.close()
+    self.evaluation = opened(self.run_dir, 'eval')
+    self.restore_next = self.evaluation.follow('latest')
+
+  @stateful.rule(is_best=st.booleans())
+  def evaluate(self, is_best: bool) -> None:
+    done = set(self.evaluated)
+    expected = [
+      (s, self.latest[s])
+      for s in self._whole()
+      if (s, self.latest[s]) not in done
+    ]
+    assert self.restore_next(()) == bool(expected)
+    if not expected:
+      return
+    state = self.evaluation.get_experiment_state('latest')
+    step, value = state.global_step, state.experiment_module.value
+    assert (step, value) == expected[0]
+    if is_best:
+      best = self.evaluation.get_experiment_state('best')
+      best.update(state, best_eval_metric_value=value)
+      self.evaluation.save('best')
+      self.best, self.is_best_damaged = (step, value), False
+    self.evaluation.wait_for_checkpointing_to_finish()
+    self.evaluation.mark_evaluated(step, math.pi, {})
+    self.evaluated.append(expected[0])
+
+  @stateful.invariant()
+  def holds(self) -> None:
+    """All that should be there is there, and whole; nothing else is."""
+    place = store.at(self.run_dir).below('checkpoints')
+    assert remains.steps(self.run_dir) == sorted(self.latest)
+    for step in self._whole():
+      assert remains.bits(self.run_dir, step)['step'] == step
+    named = {remains.record(self.run_dir, s)['data'] for s in self._whole()}
+    kept = remains.steps(self.run_dir, 'best')
+    assert kept == ([self.best[0]] if self.best else [])
+    if self.best and not self.is_best_damaged:
+      assert remains.newest(self.run_dir, 'best') == self.best[0]
+    named |= {remains.record(self.run_dir, s, 'best')['data'] for s in kept}
+    named |= {x for s, x in self.protected.items() if s in self.damaged}
+    assert named <= set(place.names('data'))
+    noted = [step for step, *_ in remains.evaluated(self.run_dir)]
+    assert noted == [step for step, _ in self.evaluated]
+    # Nothing is collected while a manifest cannot be read, or none is there.
+    if self.latest and not self.damaged:
+      assert set(place.names('data')) <= named | self.evaluation._mark.data
+
+
+Machine.TestCase.settings = hypothesis.settings(
+  max_examples=40, stateful_step_count=25, deadline=None, derandomize=True,
+  database=None,
+)  # fmt: skip
+TestModel = Machine.TestCase
+
+
+def test_steps_are_made_anew_beside_an_evaluation() -> None:
+  machine = Machine()
+  for _ in range(2):
+    machine.save(2)
+    machine.evaluate(True)
+  truncate(machine.run_dir / 'checkpoints' / 'latest' / '4.json')
+  machine.damaged.add(4)
+  machine.restart_training()
+  for step in (3, 4, 5):
+    machine.save(1)
+    # The best at 4 was earlier; of the new step 4 it knows other data.
+    machine.evaluate(is_best=step == 3)
+    machine.holds()
+  machine.teardown()
+
+
+# An evaluation that stops between any two operations of the store.
+
+
+def evaluate_beside(
+  run_dir: pathlib.Path, stop_at: int, pause_at: int = 0
+) -> tuple[int, int]:
+  """Evaluates; at one of its operations a training saves beside it.
+
+  Args:
+    run_dir: a new directory.
+    stop_at: the number of the evaluation's operation.
+    pause_at: that of the training's operation before which it waits until a
+      checkpoint is evaluated; 0 saves three times without waiting.
+
+  Returns:
+    How many operations of each there were.
+  """
+  counted, counts, best = '', {'evaluation': 0, 'training': 0}, [None]
+  paused, resumed = threading.Event(), threading.Event()
+  saving: list[futures.Future[None]] = []
+  training: Any = None
+
+  def save(times: int = 1) -> None:
+    nonlocal training
+    training = training or opened(run_dir, 'train', kept=1, every=None)
+    state = training.get_experiment_state('latest')
+    for _ in range(times):
+      state.global_step += 1
+      state.experiment_module.value = float(state.global_step)
+      training.save('latest')
+      training.wait_for_checkpointing_to_finish()
+    assert remains.newest(run_dir, 'best') in best[-2:]  # And it is whole.
+
+  def before_operation() -> None:
+    nonlocal counted
+    who = counted
+    if not who:
+      return
+    counts[who] += 1
+    if who == 'evaluation' and counts[who] == stop_at:
+      counted = 'training' if pause_at else ''
+      saving.append(thread.submit(save, 1 if pause_at else 3))
+      saving[0].add_done_callback(lambda _: paused.set())
+      assert paused.wait(60)
+      counted = ''
+    elif who == 'training' and counts[who] == pause_at:
+      paused.set()
+      assert resumed.wait(60)
+
+  def hooked(method: str) -> Any:
+    inner = getattr(store.Disk, method)
+
+    def outer(*args: Any) -> Any:
+      before_operation()
+      return inner(*args)
+
+    return outer
+
+  # Live states belong to threads.
+  with (
+    futures.ThreadPoolExecutor(1) as thread,
+    pytest.MonkeyPatch.context() as p,
+  ):
+    for method in store.Store.__abstractmethods__:
+      p.setattr(store.Disk, method, hooked(method))
+    thread.submit(save).result()
+    evaluation = opened(run_dir, 'eval')
+    restore_next = evaluation.follow('latest')
+    counted = 'evaluation'
+    for _ in range(2):
+      assert restore_next(())
+      state = evaluation.get_experiment_state('latest')
+      assert state.experiment_module.value == state.global_step
+      best.append(state.global_step)
+      evaluation.get_experiment_state('best').update(state)
+      evaluation.save('best')
+      evaluation.wait_for_checkpointing_to_finish()
+      evaluation.mark_evaluated(state.global_step, 1.0, {})
+      counted = ''
+      if pause_at and not resumed.is_set():
+        evaluation.close()  # It drops its mark.
+        evaluation = opened(run_dir, 'eval')
+        restore_next = evaluation.follow('latest')
+      resumed.set()
+      thread.submit(save).result()
+      counted = '' if saving else 'evaluation'
+    evaluation.close()
+    counted = ''
+    for future in saving:
+      future.result()
+    assert not evaluation._damaged
+    assert remains.newest(run_dir, 'best') == best[-1]
+    thread.submit(save).result()
+    training.close()
+  place = store.at(run_dir).below('checkpoints')
+  named = {remains.record(run_dir, best[-1], 'best')['data']}
+  named |= {remains.record(run_dir, s)['data'] for s in remains.steps(run_dir)}
+  assert set(place.names('data')) == named
+  assert place.names('readers') == []
+  return counts['evaluation'], counts['training']
+
+
+def test_training_beside_any_operation_of_an_evaluation(
+  tmp_path: pathlib.Path,
+) -> None:
+  count, _ = evaluate_beside(tmp_path / '0', 0)
+  assert count > 30
+  for stop_at in range(1, count + 1):
+    evaluate_beside(tmp_path / str(stop_at), stop_at)
+
+
+def test_both_stop_between_any_operations(tmp_path: pathlib.Path) -> None:
+  """The evaluation before it has read; the training before it has collected."""
+  _, count = evaluate_beside(tmp_path / '0', 1, 1 << 30)
+  assert count > 10
+  for stop_at in range(1, 13):
+    for pause_at in range(1, count + 1):
+      evaluate_beside(tmp_path / f'{stop_at}.{pause_at}', stop_at, pause_at)

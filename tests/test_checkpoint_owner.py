@@ -1,0 +1,288 @@
+"""Tests of jaxline.checkpoint.owner: who may write, on a disk and in a bucket.
+
+Of claims in a bucket the other process is played by this one, which forgets
+what it has claimed.
+"""
+
+import errno
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxline.checkpoint import owner
+from jaxline.checkpoint import store as store_lib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+_CLAIM = 'from jaxline.checkpoint import owner; import sys, time;'
+_CLAIM += 'owner.Claim(sys.argv[1], "train");'
+
+
+def start_elsewhere(directory, then='') -> subprocess.Popen:
+  return subprocess.Popen(
+    [sys.executable, '-c', _CLAIM + then, str(directory)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+  )
+
+
+def claim_elsewhere(directory) -> str:
+  """Returns the error of another process that claims a directory."""
+  return start_elsewhere(directory).communicate()[1]
+
+
+def test_one_claim_in_this_process_and_all_others(tmp_path):
+  claim = owner.Claim(tmp_path, 'train')
+  with pytest.raises(owner.ClaimedError, match='in use'):
+    owner.Claim(tmp_path / '.', 'train')
+  # The refusal did not give the lock back.
+  assert 'ClaimedError' in claim_elsewhere(tmp_path)
+  claim.check()
+  owner.Claim(tmp_path, 'eval').release()
+  claim.release()
+  claim.release()
+  assert claim_elsewhere(tmp_path) == ''
+  with owner.Claim(tmp_path, 'train'):
+    pass
+
+
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.ENOSYS])
+def test_a_claim_without_locks_warns(number, tmp_path, monkeypatch, caplog):
+  def lockf(*args):
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(owner.fcntl, 'lockf', lockf)
+  with owner.Claim(tmp_path, 'train') as claim:
+    assert f'has no locks ({os.strerror(number)})' in caplog.text
+    with pytest.raises(owner.ClaimedError):  # In one process it is known.
+      owner.Claim(tmp_path, 'train')
+    claim.check()
+  number = errno.EIO
+  with pytest.raises(OSError, match='Input/output'):
+    owner.Claim(tmp_path, 'train')
+
+
+def test_a_folder_of_another_user_is_not_in_use(tmp_path, monkeypatch):
+  def refuse(*args):
+    raise PermissionError(errno.EACCES, 'Permission denied')
+
+  owner.Claim(tmp_path, 'eval').release()  # Of a process that is gone.
+  with monkeypatch.context() as patched:
+    patched.setattr(owner.os, 'open', refuse)
+    with pytest.raises(PermissionError):
+      owner.Claim(tmp_path, 'eval')
+  # On some systems this is what a lock that is taken raises.
+  monkeypatch.setattr(owner.fcntl, 'lockf', refuse)
+  with pytest.raises(owner.ClaimedError):
+    owner.Claim(tmp_path, 'eval')
+  (tmp_path / 'file').touch()
+  with pytest.raises(OSError, match='file'):
+    owner.Claim(tmp_path / 'file', 'train')
+
+
+def test_a_claim_ends_with_its_process(tmp_path):
+  with start_elsewhere(tmp_path, 'print(flush=True); time.sleep(60)') as other:
+    try:
+      other.stdout.readline()
+      with pytest.raises(owner.ClaimedError):
+        owner.Claim(tmp_path, 'train')
+    finally:
+      other.send_signal(signal.SIGKILL)
+    other.wait()
+  owner.Claim(tmp_path, 'train').release()
+
+
+@pytest.mark.filterwarnings('ignore:.*fork.*')
+def test_a_forked_child_has_no_part_in_it(tmp_path):
+  claim, other = (owner.Claim(tmp_path, what) for what in ('train', 'eval'))
+  ours, theirs = multiprocessing.Pipe()
+  child = os.fork()
+  if not child:
+    for what in ('train', 'eval'):
+      try:
+        owner.Claim(tmp_path, what)
+        theirs.send('claimed')
+      except owner.ClaimedError:
+        theirs.send('in use')
+      claim.release()  # This process has nothing to give back.
+      theirs.recv()
+    os._exit(0)
+  assert ours.recv() == 'in use'
+  assert 'ClaimedError' in claim_elsewhere(tmp_path)
+  for mine in (claim, other):
+    mine.release()
+  owner.Claim(tmp_path, 'train').release()
+  assert claim_elsewhere(tmp_path) == ''
+  ours.send(None)
+  assert ours.recv() == 'claimed'
+  ours.send(None)
+  os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims', '.'])
+@pytest.mark.parametrize('is_made_anew', [False, True])
+def test_a_lock_that_is_removed_is_lost(removed, is_made_anew, tmp_path):
+  run = tmp_path / 'run'
+  with owner.Claim(run, 'train') as claim:
+    claim.check()
+    shutil.rmtree(run / removed)
+    if is_made_anew:  # As another run makes it.
+      lock = run / 'checkpoints' / 'claims' / 'train.lock'
+      lock.parent.mkdir(parents=True)
+      lock.touch()
+    with pytest.raises(FileNotFoundError, match=r'train\.lock'):
+      claim.check()
+
+
+# In a bucket.
+
+
+class Clock:
+  """Takes the place of the module `time`; whoever sleeps lets time pass."""
+
+  def __init__(self):
+    self.now, self.at_sleep = 1000.0, lambda: None
+
+  def monotonic(self):
+    return self.now
+
+  def sleep(self, secs):
+    self.now += secs
+    self.at_sleep()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  clock = Clock()
+  monkeypatch.setattr(owner, 'time', clock)
+  monkeypatch.setattr(owner, '_dead', set())
+  return clock
+
+
+@pytest.fixture
+def another(monkeypatch):
+  """Makes this process another one."""
+
+  def forget():
+    monkeypatch.setattr(owner, '_claimed', {})
+    monkeypatch.setattr(owner, '_NONCE', owner.secrets.token_hex(8))
+
+  return forget
+
+
+BUCKETS = pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
+
+
+@BUCKETS
+def test_who_gives_no_sign_of_life_loses_the_claim(url, clock, another):
+  older, start = owner.Claim(url, 'train'), clock.now
+  older.check()
+  with pytest.raises(owner.ClaimedError):
+    owner.Claim(url, 'train')
+  best = owner.Claim(url, 'best')
+  another()
+  newer = owner.Claim(url, 'train')
+  assert 0 <= clock.now - start - owner.STALE_SECS <= owner._LOOK_SECS
+  for _ in range(2):
+    with pytest.raises(owner.ClaimedError, match='taken over'):
+      older.check()
+    newer.check()
+  older.release()
+  newer.check()  # It is still there.
+  # That the process is dead is known: nobody waits for its other rights.
+  start = clock.now
+  owner.Claim(url, 'best').release()
+  assert clock.now == start
+  for claim in (best, newer):
+    claim.release()
+
+
+@BUCKETS
+def test_a_claim_that_was_taken_and_given_back_is_lost(url, clock, another):
+  older = owner.Claim(url, 'train')
+  another()
+  owner.Claim(url, 'train').release()
+  assert store_lib.at(url).names('checkpoints/claims') == []
+  with pytest.raises(owner.ClaimedError, match='taken over'):
+    older.check()
+  older.release()
+
+
+@BUCKETS
+def test_who_lives_keeps_the_claim(url, clock, another):
+  older, start, beats = owner.Claim(url, 'train'), clock.now, []
+
+  def beat():
+    if clock.now - start > owner.BEAT_SECS:
+      beats.append(older._beat.write())
+
+  clock.at_sleep = beat
+  another()
+  with pytest.raises(owner.ClaimedError, match='in use'):
+    owner.Claim(url, 'train')
+  assert beats == [True]
+  older.check()
+  older.release()
+  another()
+  owner.Claim(url, 'train').release()  # It was given back: nobody waits.
+
+
+@BUCKETS
+def test_one_of_two_gets_what_is_stale(url, clock, another, monkeypatch):
+  older = owner.Claim(url, 'train')
+  another()
+  store = store_lib.at(url).below('checkpoints')
+  write = owner.Beat.write
+
+  def late(beat, **value):
+    store.write('claims/train', b'{"nonce": "of a third"}')
+    return write(beat, **value)
+
+  monkeypatch.setattr(owner.Beat, 'write', late)
+  with pytest.raises(owner.ClaimedError):
+    owner.Claim(url, 'train')
+  assert b'third' in store.read('claims/train')
+  older.release()
+
+
+@pytest.mark.parametrize('url', ['gs'], indirect=True)
+def test_objects_that_cannot_be_listed(url, monkeypatch):
+  # TensorStore lists nothing where listing is not permitted.
+  monkeypatch.setattr(store_lib.Bucket, 'names', lambda self, folder='': [])
+  with pytest.raises(PermissionError, match='listed'):
+    owner.Claim(url, 'train')
+  assert store_lib.at(url).read('checkpoints/claims/train') is None
+
+
+def test_a_beat_goes_on_after_an_error(tmp_path, monkeypatch, caplog):
+  monkeypatch.setattr(owner, 'BEAT_SECS', 0.01)
+  store, happened = store_lib.at(tmp_path), threading.Semaphore(0)
+  write, fails = store.write, []
+
+  def slow(key, value, expected=None):
+    if len(fails) == 2:
+      fails.append(1)
+      raise OSError(errno.EIO, 'Input/output error')
+    fails.append(0)
+    happened.release()
+    return write(key, value, expected)
+
+  monkeypatch.setattr(store, 'write', slow)
+  beat, seen = owner.Beat(store, 'beat'), set()
+  beat.write(data=[1])
+  for _ in range(4):
+    assert happened.acquire(timeout=60)
+    seen.add(store.version('beat'))
+  assert sum(fails) == 1
+  assert 'Input/output' in caplog.text
+  beat.stop()
+  assert store.read('beat') is None
+  monkeypatch.setattr(store, 'write', pytest.fail)  # It has stopped.

@@ -1,0 +1,278 @@
+"""Tests of jaxline.checkpoint.store: bytes by key, on a disk and in buckets."""
+
+import contextlib
+import errno
+import os
+
+import pytest
+
+from jaxline import disk
+from jaxline import errors
+from jaxline.checkpoint import spool
+from jaxline.checkpoint import store as store_lib
+
+NEW = store_lib.NEW
+
+
+@pytest.fixture
+def store(url) -> store_lib.Store:
+  return store_lib.at(url)
+
+
+@pytest.mark.parametrize(
+  ('place', 'want'),
+  [
+    ('run', '{cwd}/run'),
+    ('{cwd}/a/../run/', '{cwd}/run'),
+    ('gs://bucket/a/run/', 'gs://bucket/a/run'),
+    ('s3://bucket/run', 's3://bucket/run'),
+    ('', None),
+    ('gs:///', None),
+    ('http://b/run', None),
+  ],
+)
+def test_places(place, want, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  place = place.format(cwd=tmp_path)
+  if want is None:
+    with pytest.raises(errors.UsageError, match='checkpoint_dir'):
+      store_lib.at(place)
+  else:
+    assert store_lib.at(place).url == want.format(cwd=tmp_path)
+  assert list(tmp_path.iterdir()) == []  # Nothing is touched.
+
+
+def test_values(store):
+  assert store.names() == store.names('b') == []
+  values = {
+    'a': b'1', 'b/c': b'', 'b/d.json': bytes(range(256)), 'b/e/f': b'x' * 70000,
+    'b-': b'2', 'b0': b'3', 'bb/c': b'4',
+  }  # fmt: skip
+  for key in values:
+    assert (store.read(key), store.version(key)) == (None, NEW)
+    assert store.write(key, memoryview(values[key])) == store.version(key)
+  assert {key: store.read(key) for key in values} == values
+  assert store.names() == ['a', 'b', 'b-', 'b0', 'bb']
+  assert store.names('b') == ['c', 'd.json', 'e']
+  assert store.below('b').names('e') == ['f']
+  assert store.below('b/e').read('f') == values['b/e/f']
+  assert store.read('b') is store.read('a/x') is None  # A folder, no folder.
+  for _ in range(2):  # Nothing there is nothing to do.
+    store.delete('a')
+    store.delete_folder('b')
+    assert store.names() == ['b-', 'b0', 'bb']
+
+
+def test_versions(store):
+  seen = {store.version('a')}
+  for value in (b'1', b'22', b'3'):
+    version = store.write('a', value)
+    assert version == store.version('a')
+    assert version not in seen
+    seen.add(version)
+  if isinstance(store, store_lib.Disk):
+    return  # Whoever writes there has a lock.
+  old = store.version('a')
+  assert store.write('a', b'other', NEW) is None
+  new = store.write('a', b'2', old)
+  assert store.write('a', b'3', old) is None
+  assert (store.version('a'), store.read('a')) == (new, b'2')
+  store.delete('a')
+  assert store.write('a', b'4', old) is None
+  assert store.write('a', b'4', NEW)
+  assert store.read('a') == b'4'
+
+
+def test_parts(store):
+  store.write_part('data/x/c.0', memoryview(b'abcd'))
+  store.write_part('data/x/c.1', memoryview(b''))
+  store.sync('data')
+  buffer = bytearray(4)
+  store.read_into('data/x/c.0', memoryview(buffer))
+  assert buffer == b'abcd'
+  store.read_into('data/x/c.1', memoryview(bytearray()))
+  for key, size in (('c.0', 3), ('c.0', 5), ('c.1', 1), ('c.2', 0), ('', 0)):
+    with pytest.raises(store_lib.DamagedError, match=f'data/x/{key}'):
+      store.read_into(f'data/x/{key}', memoryview(bytearray(size)))
+
+
+# An error of the system is never damage.
+
+
+def test_errors_of_a_disk(tmp_path, monkeypatch):
+  store = store_lib.at(tmp_path)
+  store.write('a', b'1')
+
+  def fails(*args, **kwargs):
+    raise OSError(errno.EIO, 'Input/output error')
+
+  with monkeypatch.context() as patch:
+    patch.setattr('builtins.open', fails)
+    patch.setattr('io.open', fails)
+    patch.setattr('os.listdir', fails)
+    patch.setattr('os.stat', fails)
+    for use in (
+      lambda: store.read('a'),
+      lambda: store.read_into('a', memoryview(bytearray(1))),
+      lambda: store.version('a'),
+      store.names,
+    ):
+      with pytest.raises(OSError, match='Input/output') as e:
+        use()
+      assert e.value.errno == errno.EIO
+
+
+REQUESTS = {
+  'read': lambda store: store.read('a'),
+  'read_into': lambda store: store.read_into('a', memoryview(bytearray(1))),
+  'version': lambda store: store.version('a'),
+  'write': lambda store: store.write('a', b'2'),
+  'create': lambda store: store.write('a', b'2', NEW),
+  'write_part': lambda store: store.write_part('a', memoryview(b'2')),
+  'delete': lambda store: store.delete('a'),
+}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+  retries = {'max_retries': 2, 'initial_delay': '10ms', 'max_delay': '10ms'}
+  monkeypatch.setattr(store_lib, '_RETRIES', retries)
+
+
+@pytest.mark.parametrize('url', ['gs'], indirect=True)
+@pytest.mark.parametrize('request_of', REQUESTS)
+def test_errors_of_a_bucket(request_of, url, gs, impatient):
+  store, use = store_lib.at(url), REQUESTS[request_of]
+  store.write('a', b'1')
+  for status, number in ((403, errno.EACCES), (401, errno.EACCES)):
+    gs.fail_next(1, status)
+    with pytest.raises(OSError, match='x/a') as e:
+      use(store)
+    assert e.value.errno == number
+  gs.fail_next(3, 503)  # As often as it is tried.
+  with pytest.raises(OSError, match='ABORTED'):
+    use(store)
+  assert store.read('a') == b'1'
+  gs.fail_next(1, 503)
+  use(store)
+
+
+@pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
+def test_a_bucket_that_is_not_there(url, impatient, monkeypatch):
+  absent = store_lib.at(url.replace('bucket-', 'absent-'))
+  with pytest.raises(OSError, match='absent-'):
+    absent.write('a', b'1')
+  for name in ('TENSORSTORE_GCS_HTTP_URL', 'AWS_ENDPOINT_URL'):
+    monkeypatch.setenv(name, 'http://127.0.0.1:9')
+  with pytest.raises(OSError, match='x/a'):
+    store_lib.at(url).read('a')
+
+
+@pytest.mark.parametrize('url', ['gs'], indirect=True)
+def test_an_answer_that_was_lost(url, gs, impatient):
+  store = store_lib.at(url)
+  # The request is carried out, fails, and is repeated.
+  store._read('a')
+  for value in (b'1', b'2'):
+    expected = store._read('a').stamp.generation
+    gs.fail_next(1, 503, applied=True)
+    assert store.write('a', value, expected) == store.version('a')
+    assert store.read('a') == value
+
+
+# A power loss.
+
+
+@pytest.fixture
+def happened(monkeypatch, tmp_path):
+  """What was synced and renamed, relative to `tmp_path`."""
+  happened = []
+
+  def fsync(fd, fsync=os.fsync):
+    path = os.readlink(f'/proc/self/fd/{fd}')
+    happened.append(('sync', os.path.relpath(path, tmp_path)))
+    fsync(fd)
+
+  def replace(a, b, replace=os.replace):
+    replace(a, b)
+    happened.append(('rename', os.path.relpath(b, tmp_path)))
+
+  monkeypatch.setattr(os, 'fsync', fsync)
+  monkeypatch.setattr(os, 'replace', replace)
+  return happened
+
+
+def test_a_value_is_on_the_disk_with_its_name(tmp_path, happened):
+  store = store_lib.at(tmp_path)
+  store.write('a/b/c', b'1')
+  partial = f'a/b/.c.{os.getpid()}.partial'
+  assert happened == [
+    ('sync', '.'), ('sync', 'a'),  # The names of new directories.
+    ('sync', partial), ('rename', 'a/b/c'), ('sync', 'a/b'),
+  ]  # fmt: skip
+
+
+def test_parts_are_on_the_disk_with_their_names(tmp_path, happened):
+  store = store_lib.at(tmp_path).below('data/5-a')
+  store.write_part('x/c.0', memoryview(b'1'))
+  store.sync('')
+  for name in ('data/5-a/x/c.0', 'data/5-a/x', 'data/5-a', 'data'):
+    assert ('sync', name) in happened
+
+
+def test_a_value_is_whole_or_as_before(tmp_path, monkeypatch):
+  store = store_lib.at(tmp_path)
+  store.write('a', b'1')
+
+  def full(fd):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(os, 'fsync', full)
+    with pytest.raises(OSError, match='MiB free') as e:
+      store.write('a', b'2')
+  assert e.value.errno == errno.ENOSPC
+  assert (store.names(), store.read('a')) == (['a'], b'1')
+
+
+@pytest.mark.parametrize('number', [errno.EINVAL, errno.EIO])
+def test_directories_that_cannot_be_synced(number, tmp_path, monkeypatch):
+  def fsync(fd):
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(os, 'fsync', fsync)
+  is_failing = number == errno.EIO  # Else the file system cannot do it.
+  expected = pytest.raises(OSError, match='I') if is_failing else None
+  with expected or contextlib.nullcontext():
+    disk.sync_directory(tmp_path)
+
+
+# Logs of a run in a bucket.
+
+
+def test_logs_are_spooled(store, monkeypatch):
+  run = store.url
+  top = spool.directory(run)
+  (top / 'train').mkdir(parents=True)
+  log, events = top / 'train' / 'metrics.jsonl', 'train/tfevents.1'
+  log.write_bytes(b'one\ntwo\n')
+  (top / events).write_bytes(b'abc')
+  spool.upload(run, {'train/metrics.jsonl': 4, 'train/absent': 1})
+  spool.upload(run)
+  if not store_lib.is_address(run):
+    assert str(top) == run  # They grow in their place.
+    return
+  assert store.read('train/metrics.jsonl') == b'one\ntwo\n'
+  # Another machine goes on with the first line, in new event files.
+  monkeypatch.setattr(spool, '_directories', {})
+  again = spool.directory(run)
+  assert again != top
+  (again / 'train').mkdir()  # A writer has made it.
+  lengths = {str(again / 'train' / 'metrics.jsonl'): 4}
+  spool.fetch(run, [str(again / 'train')], lengths)
+  assert (again / 'train' / 'metrics.jsonl').read_bytes() == b'one\n'
+  assert store.names('train') == ['metrics.jsonl']
+  with open(again / 'train' / 'metrics.jsonl', 'ab') as f:
+    f.write(b'three\n')
+  spool.upload(run)
+  assert store.read('train/metrics.jsonl') == b'one\nthree\n'
