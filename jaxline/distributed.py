@@ -271,8 +271,3 @@ def decide(
     # All have read the one before: they have taken part in this one.
     client.key_value_delete(f'jaxline/decision/{old}/')
   return chosen
-
-
-def barrier() -> None:
-  """Waits for all processes: see `decide`."""
-  decide(None, lambda values: None)
