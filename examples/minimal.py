@@ -68,16 +68,16 @@ class Experiment(sharded.ShardedExperiment):
   def make_optimizer(self):
     return optax.adam(self.config.learning_rate)
 
-  def train_input(self):  # Any iterator of dicts of arrays.
-    return self.read(is_training=True)
+  def train_input(self, shard=None):  # Any iterator of dicts of arrays.
+    return self.read(shard, is_training=True)
 
-  def eval_input(self):  # One epoch; the last batch may have fewer rows.
-    return self.read(reset_for_eval=True)
+  def eval_input(self, shard=None):  # The last batch may have fewer rows.
+    return self.read(shard, reset_for_eval=True)
 
-  def read(self, **kwargs):
-    c, rows = self.config, base.per_host(self.config.batch_size)
+  def read(self, shard, **kwargs):
+    c, rows = self.config, base.per_host(self.config.batch_size, shard)
     return text.TextInput(
-      files=c.files, batch_size=rows, length=c.length, **kwargs
+      files=c.files, batch_size=rows, length=c.length, shard=shard, **kwargs
     )
 
 

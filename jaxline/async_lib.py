@@ -6,7 +6,6 @@ import atexit
 from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 import functools
-import itertools
 import os
 import queue
 import threading
@@ -259,8 +258,9 @@ def py_prefetch(
   buffer_size: int = 5,
   *,
   thread_name: str | None = None,
+  depth_of: Callable[[T], int] | None = None,
   stall_secs: float | None = None,
-  on_stall: Callable[[float], None] = lambda waited: None,
+  on_stall: Callable[[], None] = lambda: None,
 ) -> Generator[T, None, None]:
   """Reads an iterable ahead on a thread of its own.
 
@@ -274,9 +274,13 @@ def py_prefetch(
     buffer_size: how many elements to hold at most: one that the thread waits to
       pass on, and the others in the queue.
     thread_name: name of the thread.
-    stall_secs: `on_stall` is called each time the caller has waited that long
-      for an element; None never calls it.
-    on_stall: called on the waiting thread with the seconds waited so far.
+    depth_of: returns, of the first element, how many to hold instead if that is
+      more. The thread is woken when half of them are used and reads the others
+      in one go: to wake it for each element costs the caller more than a small
+      element does.
+    stall_secs: `on_stall` is called when the caller has waited that long for an
+      element; None never calls it.
+    on_stall: called on the waiting thread.
 
   Returns:
     A generator of the iterable's elements. An error of the iterable is raised
@@ -296,23 +300,32 @@ def py_prefetch(
     # SimpleQueues: the garbage collector may close this generator inside of
     # their methods. A bounded Queue is also ten times as slow.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    room: queue.SimpleQueue[None] = queue.SimpleQueue()
-    for _ in range(buffer_size - 1):
-      room.put(None)
+    # How many more elements may be put.
+    room: queue.SimpleQueue[int] = queue.SimpleQueue()
+    room.put(buffer_size - 1)
+    # How many elements are used before the thread is told.
+    burst = [1]
     closed = threading.Event()
     errors: list[BaseException] = []
     end = object()
 
-    # The thread sees the five values above and not this generator, which would
+    # The thread sees the six values above and not this generator, which would
     # otherwise live as long as the thread does and never be closed.
     def produce() -> None:
       try:
         iterator = iter(iterable_function())
+        free = depth = 0
         try:
           for item in iterator:
-            room.get()
+            if depth_of and not depth:
+              depth = max(buffer_size, depth_of(item))
+              burst[0] = depth // 2
+              room.put(depth - buffer_size)
+            while not free:
+              free = room.get()
             if closed.is_set():
               break
+            free -= 1
             ready.put(item)
             del item
         finally:
@@ -326,22 +339,26 @@ def py_prefetch(
     thread.start()
 
     def take() -> Any:
-      for stalls in itertools.count(1):
-        try:
-          return ready.get(timeout=stall_secs)
-        except queue.Empty:
-          on_stall(stalls * (stall_secs or 0.0))
+      try:
+        return ready.get(timeout=stall_secs)
+      except queue.Empty:
+        on_stall()
+        return ready.get()
 
+    used = 0
     try:
       while (item := take()) is not end:
-        room.put(None)
+        used += 1
+        if used >= burst[0]:
+          room.put(used)
+          used = 0
         yield item
         del item  # Or it would stay in memory while the next one is awaited.
       if errors:
         raise errors.pop()
     finally:
       closed.set()
-      room.put(None)  # For the thread that waits for it.
+      room.put(1)  # For the thread that waits for it.
       # The garbage collector can close a generator on any thread.
       if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)

@@ -320,7 +320,8 @@ KEYS = (
       ' collectives can starve each other.'),
   Key('infeed_buffer_size', 3, number('integer [2, inf)'),
       'Sharded style: how many batches are read and put on the devices ahead of'
-      ' the step; those of an evaluation are only read ahead.', sharded=True),
+      ' the step, of small ones up to 32, of 16 MiB in all; those of an'
+      ' evaluation are only read ahead.', sharded=True),
   Key('infeed_stall_secs', 60.0, optional(_POSITIVE),
       'When a step waits for its batch this many seconds, the log says so, and'
       ' what the input is reading. None disables the warning.', sharded=True),

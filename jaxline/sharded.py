@@ -192,11 +192,16 @@ class ShardedExperiment(experiment.AbstractExperiment):
     Checkpoints hold the position of a `BaseInput`, and of an iterator with
     `get_state` and `set_state` whose state is a pytree of arrays and plain
     values.
+
+    It may take `shard`, an `inputs.Shard`: the rows that this process reads.
+    It must where processes hold the same rows of a batch.
     """
 
   @abc.abstractmethod
   def eval_input(self) -> Iterable[Batch] | Mapping[str, Iterable[Batch]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
+
+    It may take `shard`, as `train_input` does.
 
     Of several evaluation sets: a mapping name -> batches. The names of metrics
     are `<set>/<metric>` then.
@@ -512,10 +517,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     scalars['input_wait_fraction'] = self._infeed.wait_fraction
     return scalars
 
+  @property
+  def _shard(self) -> inputs.Shard:
+    return inputs.Shard(*self.partitioner.host)
+
   def _open_input(self, position: Any) -> Iterator[Batch]:
     """Returns `train_input`, set to a position unless that is None."""
-    with inputs.act_as_host(*self.partitioner.host):
-      source: Any = iter(self.train_input())
+    source: Any = iter(inputs.of_shard(self.train_input, self._shard))
     self._check_input(source, 'train_input', is_training=True)
     if infeed.saves_position(source):
       if position is not None:
@@ -545,7 +553,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       raise ValueError(
         f'{method} returned {source.name} with (is_training, infeed_host_index,'
         f' num_infeed_hosts) = {got}; expected {expected}. Set is_training, and'
-        ' leave the others None.'
+        f' give it the shard that {method}(shard) gets.'
       )
 
   def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
@@ -611,8 +619,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     earlier = self._rolling
     if earlier and None not in earlier.values():
       return dict(earlier)
-    with inputs.act_as_host(*self.partitioner.host):
-      found: Any = self.eval_input()
+    found: Any = inputs.of_shard(self.eval_input, self._shard)
     sources = dict(found) if isinstance(found, Mapping) else {'': found}
     if not sources:
       raise ValueError(

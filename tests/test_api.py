@@ -158,6 +158,7 @@ def heads(contract):
 
 OUR_ARGUMENTS = (
   'category',
+  'depth_of',
   'executor',
   'keep_last',
   'on_stall',

@@ -291,6 +291,26 @@ def test_py_prefetch_holds_at_most_buffer_size_elements():
   prefetched.close()
 
 
+def test_py_prefetch_reads_small_elements_in_bursts():
+  asked = threading.Semaphore(0)
+
+  def iterable():
+    for i in range(100):
+      asked.release()
+      yield i
+
+  prefetched = async_lib.py_prefetch(iterable, 3, depth_of=lambda first: 8)
+  # Eight are read; of those that are read, four are used until it goes on.
+  for taken, read in (1, 8), (3, 0), (4, 4), (7, 0), (8, 4):
+    while (last := next(prefetched)) < taken - 1:
+      pass
+    assert last == taken - 1
+    for _ in range(read):
+      assert asked.acquire(timeout=TIMEOUT)
+    assert not asked.acquire(timeout=0.05)
+  assert list(prefetched) == list(range(8, 100))
+
+
 def test_py_prefetch_error_comes_after_the_elements_and_shows_its_origin():
   def iterable():
     yield 1

@@ -92,15 +92,26 @@ def test_the_position_is_that_behind_the_batch(buffer_size):
     assert value(next(resumed)) == number + 1
 
 
-def test_no_more_than_the_buffer_is_read_ahead():
+@pytest.mark.parametrize(
+  ('num_bytes', 'expected'),
+  [
+    (2**25, 4),  # One is with us, three are ahead.
+    (2**20, 16),
+    (2**10, 32),
+  ],
+)
+def test_batches_read_ahead_are_bounded_by_number_and_bytes(
+  num_bytes, expected
+):
   source = counting()
-  feed = infeed.Infeed(source, lambda x: x, buffer_size=3)
-  assert value(next(feed)) == 0
+  row = np.broadcast_to(np.int8(0), num_bytes)  # Takes no memory.
+  feed = infeed.Infeed(source, lambda x: {'x': row}, buffer_size=3)
+  next(feed)
   deadline = time.monotonic() + 5
-  while source.number < 4 and time.monotonic() < deadline:
+  while source.number < expected and time.monotonic() < deadline:
     time.sleep(0.01)
   time.sleep(0.1)
-  assert source.number == 4  # One is with us, three are ahead.
+  assert source.number == expected
   feed.close()
 
 

@@ -138,34 +138,23 @@ def test_a_wrong_field_is_named(fields, message):
   ],
 )
 def test_hosts_are_filled_in(index, count, expected):
-  with base.act_as_host(2, 4):
-    source = Counting(
-      batch_size=3, infeed_host_index=index, num_infeed_hosts=count
-    )
+  source = Counting(
+    batch_size=3,
+    shard=base.Shard(2, 4),
+    infeed_host_index=index,
+    num_infeed_hosts=count,
+  )
   assert (source.infeed_host_index, source.num_infeed_hosts) == expected
   assert source.get_global_batch_size() == 3 * expected[1]
-  assert base.this_host() == (0, 1)
 
 
 def test_a_number_of_hosts_that_are_others_needs_an_index():
   assert Counting(batch_size=3, num_infeed_hosts=3).infeed_host_index == 0
-  with (
-    base.act_as_host(2, 4),
-    pytest.raises(ValueError, match=r'=3 and no infeed_host_index, .* are 4'),
+  shard = base.Shard(2, 4)
+  with pytest.raises(
+    ValueError, match=r'=3 and no infeed_host_index, .* are 4'
   ):
-    Counting(batch_size=3, num_infeed_hosts=3)
-
-
-def test_a_host_is_another_one_only_within():
-  with base.act_as_host(1, 2):
-    with base.act_as_host(2, 4):
-      assert base.this_host() == (2, 4)
-    assert base.this_host() == (1, 2)
-  with pytest.raises(KeyError), base.act_as_host(1, 2):
-    raise KeyError
-  assert base.this_host() == (0, 1)
-  with base.act_as_host(2, 2), pytest.raises(ValueError, match='infeed_host'):
-    Counting(batch_size=2)
+    Counting(batch_size=3, shard=shard, num_infeed_hosts=3)
 
 
 # Evaluation.
@@ -466,10 +455,12 @@ def test_no_seed_is_0_unless_training_data_would_come_again():
 def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(distributed, 'of_chief', lambda seed: 7)
-  with base.act_as_host(0, 1):
-    source = Counting(
-      batch_size=2, is_training=True, input_checkpointing_enabled=False
-    )
+  source = Counting(
+    batch_size=2,
+    shard=base.Shard(0, 1),
+    is_training=True,
+    input_checkpointing_enabled=False,
+  )
   assert source.seed() == 7
 
 
@@ -519,10 +510,9 @@ def test_a_generator_of_several_hosts_takes_which_it_is():
 
 def test_the_batch_of_each_host():
   assert base.per_host(12) == 12
-  with base.act_as_host(1, 4):
-    assert base.per_host(12) == 3
-    with pytest.raises(errors.UsageError, match=r'10 .* 4 .* 12'):
-      base.per_host(10)
+  assert base.per_host(12, base.Shard(1, 4)) == 3
+  with pytest.raises(errors.UsageError, match=r'10 .* 4 .* 12'):
+    base.per_host(10, base.Shard(1, 4))
 
 
 def test_a_failed_set_state_changes_nothing():

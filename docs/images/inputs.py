@@ -45,8 +45,9 @@ def read(num_hosts, **fields):
   """
   hosts = []
   for host in range(num_hosts):
-    with base.act_as_host(host, num_hosts):
-      source = Numbers(batch_size=base.per_host(GLOBAL_BATCH), **fields)
+    shard = base.Shard(host, num_hosts)
+    rows = base.per_host(GLOBAL_BATCH, shard)
+    source = Numbers(batch_size=rows, shard=shard, **fields)
     batches = []
     for number, batch in zip(range(BATCHES), source, strict=False):
       weights = batch.get('weights', np.ones(len(batch.record)))

@@ -143,16 +143,22 @@ class Experiment(sharded.ShardedExperiment):
     # Optax mixes the step with floats: under strict promotion it must be one.
     return optax.adam(lambda step: cosine(jnp.asarray(step, jnp.float32)))
 
-  def train_input(self) -> Iterator[sharded.Batch]:
+  def train_input(
+    self, shard: base.Shard | None = None
+  ) -> Iterator[sharded.Batch]:
     """Returns the training images, shuffled anew in each epoch."""
-    return self._images(is_training=True, input_random_seed=self.config.seed)
+    seed = self.config.seed
+    return self._images(shard, is_training=True, input_random_seed=seed)
 
-  def eval_input(self) -> Iterator[sharded.Batch]:
+  def eval_input(
+    self, shard: base.Shard | None = None
+  ) -> Iterator[sharded.Batch]:
     """Returns the images that are held out, once."""
-    return self._images(reset_for_eval=True)
+    return self._images(shard, reset_for_eval=True)
 
-  def _images(self, **kwargs: Any) -> Images:
-    return Images(batch_size=base.per_host(self.config.batch_size), **kwargs)
+  def _images(self, shard: base.Shard | None, **kwargs: Any) -> Images:
+    rows = base.per_host(self.config.batch_size, shard)
+    return Images(batch_size=rows, shard=shard, **kwargs)
 
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None

@@ -343,12 +343,13 @@ class Experiment(sharded.ShardedExperiment):
     """Returns the optimizer of the config."""
     return make_optimizer(self.config)
 
-  def train_input(self) -> text.TextInput:
+  def train_input(self, shard: inputs.Shard | None = None) -> text.TextInput:
     """Returns rows of the training documents, shuffled, for ever."""
     # The batch of two rows that suits a laptop shall start anywhere.
     given = self.config.batch_size
     parts = self.partitioner.batch_shards * self.accumulation_steps
-    parts = math.lcm(parts, inputs.this_host()[1])
+    if shard is not None:  # `inputs show` has more hosts than devices.
+      parts = math.lcm(parts, shard.count)
     self._rows = -(-given // parts) * parts
     if self._rows != given:
       logging.warning(
@@ -360,18 +361,20 @@ class Experiment(sharded.ShardedExperiment):
       )
     return text.TextInput(
       documents=self.corpus.train,
-      batch_size=inputs.per_host(self._rows),
+      batch_size=inputs.per_host(self._rows, shard),
+      shard=shard,
       length=self.config.length,
       packing=self.config.packing,
       input_random_seed=self.config.seed,
       is_training=True,
     )
 
-  def eval_input(self) -> text.TextInput:
+  def eval_input(self, shard: inputs.Shard | None = None) -> text.TextInput:
     """Returns the held-out documents, each token once."""
     return text.TextInput(
       documents=self.corpus.eval,
-      batch_size=inputs.per_host(self.config.eval_batch_size),
+      batch_size=inputs.per_host(self.config.eval_batch_size, shard),
+      shard=shard,
       length=self.config.length,
       packing=self.config.packing,
       max_batches=self.config.eval_batches,

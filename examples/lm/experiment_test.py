@@ -518,7 +518,6 @@ def test_compression_baselines():
         tokens=np.array([t for x in texts for t in (256, *x)], np.uint16),
         starts=np.cumsum([0, *(1 + len(x) for x in texts[:-1])]),
         sha256='',
-        num_files=len(texts),
         num_bytes=sum(map(len, texts)),
       )
     )

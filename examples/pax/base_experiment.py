@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import fiddle as fdl
 
 from jaxline import errors
+from jaxline.inputs import base as inputs
 from jaxline.inputs import tokenization
 
 # Constants that are keys of the run's config, and fields of `task.train` that
@@ -95,15 +96,17 @@ class BaseExperiment(abc.ABC):
   def __init__(self, num_devices: int):
     """Makes it for a mesh of `num_devices`, over all slices."""
     self.num_devices = num_devices
+    # Which rows `datasets` reads; None is those of this process.
+    self.shard: inputs.Shard | None = None
 
   @abc.abstractmethod
   def datasets(self) -> list[fdl.Config]:
     """Returns Fiddle configs of inputs, which are built when they are read.
 
-    Such as `fdl.Config(text.TextInput, batch_size=..., is_training=True)`: one
-    with `is_training`, and for evaluation any number without. Of several of
-    these, each has a `name`, with which the names of its metrics begin.
-    `batch_size` is a host's: `inputs.base.per_host(self.rows(...))`.
+    Such as `fdl.Config(text.TextInput, is_training=True, shard=self.shard,
+    batch_size=inputs.per_host(self.rows(...), self.shard))`: one with
+    `is_training`, and for evaluation any number without. Of several of these,
+    each has a `name`, with which the names of its metrics begin.
     """
 
   @abc.abstractmethod

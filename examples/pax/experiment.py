@@ -207,13 +207,13 @@ class Experiment(TaskExperiment):
 
   # Data.
 
-  def train_input(self) -> Any:
+  def train_input(self, shard: inputs.Shard | None = None) -> Any:
     """Returns the input for training.
 
     Raises:
       UsageError: there are several.
     """
-    dataset, *others = self._datasets(is_training=True)
+    dataset, *others = self._datasets(shard, is_training=True)
     if others:
       raise errors.UsageError(
         f'{type(self.experiment).__name__} has {1 + len(others)} inputs for'
@@ -226,13 +226,13 @@ class Experiment(TaskExperiment):
       self._counts['tokens_per_step'] = rows * math.prod(specs['ids'][0])
     return self._build(dataset)
 
-  def eval_input(self) -> Any:
+  def eval_input(self, shard: inputs.Shard | None = None) -> Any:
     """Returns the input for evaluation, or name -> input if it has several.
 
     Raises:
       UsageError: several inputs have the same name, or none.
     """
-    found = self._datasets(is_training=False)
+    found = self._datasets(shard, is_training=False)
     if len(found) == 1:
       return self._build(found[0])
     names = [d.__arguments__.get('name', '') for d in found]
@@ -243,7 +243,10 @@ class Experiment(TaskExperiment):
       )
     return {d.name: self._build(d) for d in found}
 
-  def _datasets(self, is_training: bool) -> list[fdl.Config]:
+  def _datasets(
+    self, shard: inputs.Shard | None, *, is_training: bool
+  ) -> list[fdl.Config]:
+    self.experiment.shard = shard
     datasets = self.experiment.datasets()
     found = [d for d in datasets if bool(d.is_training) == is_training]
     if not found:
@@ -265,6 +268,7 @@ class Experiment(TaskExperiment):
       spec=specs,
       batch_size=dataset.batch_size,
       is_training=bool(dataset.is_training),
+      shard=self.experiment.shard,
     )
 
   def abstract_batch(self, is_training: bool) -> sharded.Batch:

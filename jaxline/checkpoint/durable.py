@@ -17,7 +17,6 @@ from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
-from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
@@ -53,17 +52,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   collective = True
   is_resumable = True
-
-  def __init__(self, config: config_dict.ConfigDict, mode: str):
-    """Reads the config; touches no file.
-
-    Args:
-      config: the run's, resolved.
-      mode: the run's mode, or its half's: 'train', 'eval'. One that begins
-        with 'eval' only reads the series `latest`.
-    """
-    super().__init__(config, mode)
-    self._declared = base.Module()  # Of its config, by the experiment's class.
+  _declared = base.Module()  # Of its config, by the experiment's class.
 
   # The protocol.
 

@@ -32,7 +32,7 @@ _NUM_ROWS = 2  # Of which the text is printed.
 
 def input_maker(
   config: Any, split: str, eval_set: str | None = None
-) -> Callable[[], Any]:
+) -> Callable[..., Any]:
   """Returns a function that makes an experiment's input, as a run does.
 
   Args:
@@ -41,8 +41,9 @@ def input_maker(
     eval_set: which of several evaluation sets; None is the first.
 
   Returns:
-    A function without arguments. It makes the experiment, but no weights, on a
-    mesh of placeholders; the input is that of `base.this_host()`.
+    A function of a shard. It makes the experiment, but no weights, on a mesh of
+    placeholders. If the experiment's method takes no `shard`, neither does the
+    function.
 
   Raises:
     UsageError: the config names no experiment, or one without such a method.
@@ -57,12 +58,12 @@ def input_maker(
       ' have one.'
     )
 
-  def make() -> Any:
+  def make(shard: base.Shard) -> Any:
     rng = jax.random.PRNGKey(config.random_seed)
     # Data needs no devices, so those of the run need not be here.
     with mesh.on_devices(_fitting_devices):
       experiment = adapters.construct(experiment_class, split, rng, config)
-      found = getattr(experiment, method)()
+      found = base.of_shard(getattr(experiment, method), shard)
     sets = found if split == 'eval' and isinstance(found, Mapping) else {}
     if eval_set is not None:
       errors.check_names(
@@ -74,7 +75,9 @@ def input_maker(
       )
     return sets[eval_set or next(iter(sets))] if sets else found
 
-  return make
+  if show.takes_shard(getattr(experiment_class, method)):
+    return make
+  return lambda: make(base.process_shard())
 
 
 def _fitting_devices(sizes: Any) -> Sequence[mesh.AbstractDevice]:
@@ -162,11 +165,12 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
     )
   try:
     if not args.files:
-      print(_about(input_maker(platform.load_config(rest), 'train')()))
+      make_input = input_maker(platform.load_config(rest), 'train')
+      print(_about(base.of_shard(make_input, base.process_shard())))
       return 0
     corpus = text.load_corpus(args.files, **given)
     folder = given.get('cache_dir') or token_cache.default_cache_dir()
-    print(f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}')
+    print(f'{corpus.summary}, in {folder}')
   except (ValueError, OSError, ImportError) as e:
     raise platform.UsageError(str(e)) from e
   return 0

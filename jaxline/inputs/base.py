@@ -31,8 +31,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-import contextlib
-import contextvars
 import dataclasses
 import inspect
 import json
@@ -95,42 +93,37 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-_host = contextvars.ContextVar[tuple[int, int] | None]('host', default=None)
+@dataclasses.dataclass(frozen=True)
+class Shard:
+  """The part of every global batch that one host reads.
 
+  Processes that hold the same rows of a batch have the same shard.
 
-@contextlib.contextmanager
-def act_as_host(index: int, count: int) -> Iterator[None]:
-  """Makes the inputs that are built inside those of one host of several.
-
-  For processes that share the rows of a batch, which the inputs treat as one
-  host, and to look at the data of another host.
-
-  Args:
-    index: which host, from 0.
+  Attributes:
+    index: the number of the host, from 0.
     count: the number of hosts.
   """
-  token = _host.set((index, count))
-  try:
-    yield
-  finally:
-    _host.reset(token)
+
+  index: int
+  count: int
 
 
-def this_host() -> tuple[int, int]:
-  """Returns the index and the number of hosts that inputs are built for.
-
-  They are those of `act_as_host`, or else of JAX's process.
-  """
-  return _host.get() or (jax.process_index(), jax.process_count())
+def process_shard() -> Shard:
+  """Returns the shard of this process if every process reads other rows."""
+  return Shard(jax.process_index(), jax.process_count())
 
 
-def per_host(global_batch_size: int) -> int:
+def per_host(global_batch_size: int, shard: Shard | None = None) -> int:
   """Returns the `batch_size` of each host for a global one.
+
+  Args:
+    global_batch_size: rows of a batch over all hosts.
+    shard: the argument of `train_input`; None is that of this process.
 
   Raises:
     UsageError: the global one does not divide over the hosts.
   """
-  count = this_host()[1]
+  count = (shard or process_shard()).count
   if global_batch_size % count:
     following = -(-global_batch_size // count) * count
     raise errors.UsageError(
@@ -150,9 +143,10 @@ class BaseInput:
   Attributes:
     name: its name in messages; '' is the name of the class.
     batch_size: rows that each host reads a batch.
-    num_infeed_hosts: how many hosts share the data. None is
-      `jax.process_count()`, 0 means 1; afterwards it is the number.
-    infeed_host_index: which of them this is; None is `jax.process_index()`.
+    shard: which rows of a global batch to read; None is `process_shard()`.
+    num_infeed_hosts: how many hosts share the data. None is the shard's count,
+      0 means 1; afterwards it is the number.
+    infeed_host_index: which of them this is; None is the shard's index.
     input_random_seed: of the order of the data and of other random numbers in
       it. None is 0 if the position is saved or in evaluation; else another
       number at each start, which is drawn when the input is made: all hosts
@@ -167,6 +161,7 @@ class BaseInput:
 
   name: str = ''
   batch_size: int
+  shard: Shard | None = None
   num_infeed_hosts: int | None = None
   infeed_host_index: int | None = None
   input_random_seed: int | None = None
@@ -194,16 +189,16 @@ class BaseInput:
       self._default_seed = self._agree_on_seed()
 
   def _resolve_hosts(self) -> None:
-    here, hosts = this_host()
+    shard = self.shard or process_shard()
     count, index = self.num_infeed_hosts, self.infeed_host_index
-    count = hosts if count is None else count or 1
+    count = shard.count if count is None else count or 1
     if index is None:
-      if hosts != 1 and count not in (1, hosts):
+      if shard.count != 1 and count not in (1, shard.count):
         raise errors.UsageError(
           f'{self.name} has num_infeed_hosts={count} and no infeed_host_index,'
-          f' but there are {hosts} processes. Give both, or neither.'
+          f' but there are {shard.count} hosts. Give both, or neither.'
         )
-      index = 0 if count == 1 else here
+      index = 0 if count == 1 else shard.index
     if not (is_integer(index) and is_integer(count) and 0 <= index < count):
       raise errors.UsageError(
         f'infeed_host_index is {index!r} and num_infeed_hosts {count!r};'
@@ -349,7 +344,7 @@ class BaseInput:
   def _agree_on_seed(self) -> int:
     """Draws a seed, the same on all hosts: they share one order."""
     if self.num_infeed_hosts not in (1, jax.process_count()):
-      return 0  # Of `act_as_host`: there is no other process to agree with.
+      return 0  # Shards of one process: there is no other to agree with.
     return distributed.of_chief(secrets.randbits(31))
 
   def describe(self) -> str:
@@ -688,6 +683,11 @@ def choose_arguments(
   """Returns those of some arguments that a function takes, by their names."""
   names = inspect.signature(function).parameters
   return {name: value for name, value in values.items() if name in names}
+
+
+def of_shard(function: Callable[..., Any], shard: Shard) -> Any:
+  """Returns what `function` makes; it gets the shard if it takes `shard`."""
+  return function(**choose_arguments(function, {'shard': shard}))
 
 
 def is_end(e: Exception) -> bool:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Generator, Iterator
 import copy
-import functools
 import time
 from typing import Any
 
 from absl import logging
+import jax
 
 from jaxline import async_lib
 from jaxline import goodput
@@ -25,6 +25,9 @@ from jaxline.inputs import base
 _READY_SECS = 1e-4
 # What the wait is measured over.
 _WINDOW_STEPS = 100
+# Small batches are read in bursts: so many are held, of so many bytes in all.
+_MAX_HELD = 32
+_MAX_HELD_BYTES = 2**24
 
 
 class Infeed:
@@ -45,7 +48,8 @@ class Infeed:
         `get_state`, that is its position: a pytree of arrays and plain values.
       place: puts a batch of numpy arrays on the devices.
       buffer_size: how many batches are in memory besides that of the step: at
-        least 2, one being read and one that is ready.
+        least 2, one being read and one that is ready. Of small batches there
+        are up to 32, of 16 MiB in all.
       stall_secs: after a step has waited that long, the log says so and names
         the position of the source; None disables the warning.
     """
@@ -65,6 +69,7 @@ class Infeed:
       who='The step',
       thread_name='infeed',
       buffer_size=buffer_size,
+      depth_of=_depth,
       stall_secs=stall_secs,
     )
 
@@ -108,11 +113,10 @@ class Infeed:
     close(self.source)  # The thread may never have started.
 
 
-def _warn_of_stall(who: str, source: Iterator[Any], waited: float) -> None:
-  """Logs that a source stalls, and where."""
-  logging.warning(
-    '%s has waited %.0f s for a batch: %s.', who, waited, describe(source)
-  )
+def _depth(item: tuple[Any, Any]) -> int:
+  """Returns how many batches of the size of this one to hold."""
+  num_bytes = sum(x.nbytes for x in jax.tree.leaves(item[0]))
+  return min(_MAX_HELD, _MAX_HELD_BYTES // max(1, num_bytes))
 
 
 def read_ahead(
@@ -122,6 +126,7 @@ def read_ahead(
   who: str = 'The evaluation',
   thread_name: str = 'eval_infeed',
   buffer_size: int = 3,
+  depth_of: Callable[[Any], int] | None = None,
   stall_secs: float | None = None,
 ) -> Generator[Any, None, None]:
   """Reads batches ahead on a thread; those of an evaluation stay on the host.
@@ -132,17 +137,25 @@ def read_ahead(
     who: what waits for the batches, in messages.
     thread_name: of the thread.
     buffer_size: how many may be in memory, at least 2.
+    depth_of: of the first, how many instead; see `async_lib.py_prefetch`.
     stall_secs: as for `Infeed`.
 
   Returns:
     A generator of the batches; to close it ends the thread.
   """
+
+  def warn() -> None:
+    logging.warning(
+      '%s has waited %.0f s for a batch: %s.', who, stall_secs, describe(source)
+    )
+
   return async_lib.py_prefetch(
     lambda: batches,
     buffer_size,
     thread_name=thread_name,
+    depth_of=depth_of,
     stall_secs=stall_secs,
-    on_stall=functools.partial(_warn_of_stall, who, source),
+    on_stall=warn,
   )
 
 

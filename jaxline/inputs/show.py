@@ -5,14 +5,14 @@ notebooks:
 
   source = text.TextInput(batch_size=8, ...)
   print(show.describe(next(source)))
-  print(show.check(lambda: text.TextInput(batch_size=8, ...), num_hosts=4))
+  make_input = lambda shard: text.TextInput(batch_size=8, shard=shard, ...)
+  print(show.check(make_input, num_hosts=4))
 
-`make_input` below is always a function without arguments that returns a new
-input, a `BaseInput` or any iterable of dicts. It is called inside
-`base.act_as_host`, so that an input which does not name its host reads as each
-of several hosts. `check` tests each of `PROMISES`. Rows are compared by a hash
-of all entries except weights; rows of weight 0 are padding and are never
-counted.
+`make_input` below is always a function of a `base.Shard`, called `shard`, that
+returns a new input, a `BaseInput` or any iterable of dicts. Without `shard` it
+is checked as that of one host. `check` tests each of `PROMISES`. Rows are
+compared by a hash of all entries except weights; rows of weight 0 are padding
+and are never counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import infeed
 
-MakeInput = Callable[[], Iterable[Mapping[str, Any]]]
+MakeInput = Callable[..., Iterable[Mapping[str, Any]]]
 
 # The result of a check: correct; for a person to judge; wrong.
 OK = 'ok'
@@ -303,13 +303,22 @@ def opened(
   make_input: MakeInput, host: int, num_hosts: int
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
   """Yields a host's input and its iterator; both closed afterwards."""
-  with base.act_as_host(host, num_hosts):
-    source = make_input()
-    try:
-      yield source, iter(source)
-    finally:
-      if hasattr(source, 'close'):
-        source.close()  # Of its workers, some shared memory would stay.
+  if num_hosts > 1 and not takes_shard(make_input):
+    raise ValueError(
+      f'the input is of one host, and not of {num_hosts}, as the function that'
+      ' makes it takes no `shard`'
+    )
+  source: Any = base.of_shard(make_input, base.Shard(host, num_hosts))
+  try:
+    yield source, iter(source)
+  finally:
+    if hasattr(source, 'close'):
+      source.close()  # Of its workers, some shared memory would stay.
+
+
+def takes_shard(make_input: Callable[..., Any]) -> bool:
+  """Returns whether a function can make the inputs of several hosts."""
+  return 'shard' in base.choose_arguments(make_input, {'shard': None})
 
 
 class _Host:
@@ -451,11 +460,6 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
   if has_numbers:
     epoch, record = (across + within)[0]
     text += f'; such as {source.describe_record(record, epoch)}'
-  elif same and not isinstance(source, base.BaseInput):
-    return LOOK, (
-      f'{text}; this is no BaseInput, and reads as another host here only if it'
-      ' asks base.this_host()'
-    )
   elif not same:
     return LOOK, (
       f'{text}; either the data has them more than once, or came around to its'

@@ -124,15 +124,14 @@ def load_corpus(
     raise errors.UsageError(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
-  corpus = token_cache.Builder(
+  corpus = token_cache.load(
     _find(files),
     tokenization.load_tokenizer(tokenizer),
     documents,
     float(eval_fraction),
-  ).load(cache_dir)
-  logging.info(
-    'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
+    cache_dir,
   )
+  logging.info('Text from %s: %s.', files, corpus.summary)
   return corpus
 
 

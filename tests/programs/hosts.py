@@ -50,13 +50,13 @@ class Examples(indexed.IndexedInput):
 class Regression(regression.Regression):
   """The regression on an input that every host has its rows of."""
 
-  def train_input(self):
-    return Examples(batch_size=inputs.per_host(GLOBAL_BATCH), is_training=True)
+  def train_input(self, shard):
+    rows = inputs.per_host(GLOBAL_BATCH, shard)
+    return Examples(batch_size=rows, shard=shard, is_training=True)
 
-  def eval_input(self):
-    return Examples(
-      batch_size=inputs.per_host(GLOBAL_BATCH), reset_for_eval=True
-    )
+  def eval_input(self, shard):
+    rows = inputs.per_host(GLOBAL_BATCH, shard)
+    return Examples(batch_size=rows, shard=shard, reset_for_eval=True)
 
 
 def make(folder, sharding, mesh):
@@ -123,8 +123,7 @@ def run(folder, name, sharding, mesh):
   losses = train(live)
   config.checkpoint_dir = str(folder / name)
   save(config, live)
-  with inputs.act_as_host(*live.partitioner.host):
-    source = live.train_input()
+  source = live.train_input(inputs.Shard(*live.partitioner.host))
   records = next(source).record.tolist()
   source.close()
   w = live.state.params['w']

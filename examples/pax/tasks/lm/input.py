@@ -54,6 +54,7 @@ def text_input(
   tokenizer: str,
   is_training: bool,
   eval_batches: int | None = None,
+  shard: inputs.Shard | None = None,
 ) -> text.TextInput:
   """Makes rows of text files, packed.
 
@@ -65,6 +66,7 @@ def text_input(
     tokenizer: as for `tokenization.load_tokenizer`.
     is_training: whether of the training documents, for ever.
     eval_batches: of the held-out ones, at most so many, the same each time.
+    shard: which rows to read; None is those of this process.
   """
   check_vocabulary(tokenization.load_tokenizer(tokenizer), vocab_size)
   return text.TextInput(
@@ -72,6 +74,7 @@ def text_input(
     tokenizer=tokenizer,
     packing='packed',
     batch_size=batch_size,
+    shard=shard,
     length=length,
     is_training=is_training,
     input_random_seed=c4.SEED if is_training else None,
@@ -90,6 +93,7 @@ def c4_input(
   is_training: bool,
   eval_batches: int | None = None,
   append_eos: bool = True,
+  shard: inputs.Shard | None = None,
 ) -> inputs.BaseInput:
   """Makes rows of C4, packed.
 
@@ -107,6 +111,7 @@ def c4_input(
       epoch, of ArrayRecord not to be had.
     append_eos: whether a document ends with the end token, and the model reads
       `BOS_ID` before a row. False is Pax's rows, which have neither.
+    shard: which rows to read; None is those of this process.
 
   Raises:
     ValueError: no files or no vocabulary are given, or it is too large; or
@@ -133,6 +138,7 @@ def c4_input(
   fields: dict[str, Any] = {
     'batch_size': batch_size,
     'is_training': is_training,
+    'shard': shard,
   }
   if not is_training and eval_batches is not None:
     fields |= {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}

@@ -163,7 +163,9 @@ class LmExperiment(base_experiment.BaseExperiment):
         tokenizer=self._tokenizer,
         eval_batches=self.EVAL_LOOP_NUM_BATCHES,
       )
-    config.batch_size = inputs.per_host(self.rows(self.PERCORE_BATCH_SIZE))
+    rows = self.rows(self.PERCORE_BATCH_SIZE)
+    config.batch_size = inputs.per_host(rows, self.shard)
+    config.shard = self.shard
     config.length = self.MAX_SEQ_LEN
     config.vocab_size = self.VOCAB_SIZE
     return [

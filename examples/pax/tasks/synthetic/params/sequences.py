@@ -61,7 +61,8 @@ class ReverseEncoderDecoder(base_experiment.BaseExperiment):
     """Returns sequences to train on, and others to evaluate on."""
     config = fdl.Config(
       synthetic_input.SequenceInput,
-      batch_size=inputs.per_host(self.BATCH_SIZE),
+      batch_size=inputs.per_host(self.BATCH_SIZE, self.shard),
+      shard=self.shard,
       min_length=self.MIN_LENGTH,
       max_length=self.MAX_LENGTH,
       vocab_size=self.VOCAB_SIZE,

@@ -101,13 +101,13 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     return [
       self._dataset(
         'train',
-        batch_size=inputs.per_host(self.TRAIN_BATCH_SIZE),
+        batch_size=inputs.per_host(self.TRAIN_BATCH_SIZE, self.shard),
         is_training=True,
         input_random_seed=self.RANDOM_SEED,
       ),
       self._dataset(
         'validation',
-        batch_size=inputs.per_host(self.EVAL_BATCH_SIZE),
+        batch_size=inputs.per_host(self.EVAL_BATCH_SIZE, self.shard),
         reset_for_eval=True,
         eval_loop_num_batches=None,
       ),
@@ -116,6 +116,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   def _dataset(self, split: str, **kwargs: Any) -> fdl.Config:
     errors.check_names([self.DATA], _DATA, 'value', 'DATA')
     kwargs.update(split=split, name=split, num_threads=self.NUM_THREADS)
+    kwargs['shard'] = self.shard
     if self.DATA == 'digits':
       return fdl.Config(vision_input.DigitsInput, **kwargs)
     kwargs['num_classes'] = self.NUM_CLASSES
