@@ -415,7 +415,9 @@ def _resume_log(
   if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
       log.resume(-1 if last is None else last, lengths)
-  if not lengths or not run.checkpointer.is_resumable:
+  # Of a writer without files nothing is void.
+  is_empty = last is None or (not lengths and bool(log.flush()))
+  if is_empty or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)
     text = json.dumps(recorded, indent=2, sort_keys=True)
     log.write_texts(0, {'config': text})

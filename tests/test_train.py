@@ -1846,3 +1846,16 @@ def test_a_run_that_begins_anew_has_none_of_the_old_log(tmp_path):
     assert process.run(2) == [1, 2]
     assert process.curve() == [(1, 0), (2, 1)]
     assert process.texts() == [(0, True)]
+
+
+def test_a_writer_without_files_gets_the_config_once(tmp_path, monkeypatch):
+  class Texts(writers.MetricWriter):
+    def _write(self, kind, global_step, values):
+      if kind == 'texts':
+        got.append((global_step, *values))
+
+  got = []
+  monkeypatch.setattr(platform, 'create_writer', lambda *unused: Texts())
+  for steps in (2, 4):
+    Process(tmp_path, 'train').run(steps)
+  assert got == [(0, 'config')]
