@@ -182,8 +182,12 @@ BUCKETS = pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
 
 
 @BUCKETS
-def test_who_gives_no_sign_of_life_loses_the_claim(url, clock, another):
-  older, start = owner.Claim(url, 'train'), clock.now
+def test_who_gives_no_sign_of_life_loses_the_claim(
+  url, clock, another, monkeypatch
+):
+  older, start, signs = owner.Claim(url, 'train'), clock.now, []
+  sign = lambda: signs.append(clock.now)
+  monkeypatch.setattr(owner.watchdog, 'give_sign_of_life', sign)
   older.check()
   with pytest.raises(owner.ClaimedError):
     owner.Claim(url, 'train')
@@ -191,6 +195,7 @@ def test_who_gives_no_sign_of_life_loses_the_claim(url, clock, another):
   another()
   newer = owner.Claim(url, 'train')
   assert 0 <= clock.now - start - owner.STALE_SECS <= owner._LOOK_SECS
+  assert len(signs) >= owner.STALE_SECS / owner._LOOK_SECS
   for _ in range(2):
     with pytest.raises(owner.ClaimedError, match='taken over'):
       older.check()

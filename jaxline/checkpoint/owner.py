@@ -22,6 +22,7 @@ from absl import logging
 from jaxline import disk
 from jaxline import errors
 from jaxline.checkpoint import store as store_lib
+from jaxline.supervision import watchdog
 
 BEAT_SECS = 20.0
 STALE_SECS = 120.0
@@ -265,6 +266,7 @@ def _take_object(store: store_lib.Store, key: str) -> Beat | None:
       key,
       STALE_SECS,
     )
+    watchdog.give_sign_of_life()  # It may end a run sooner than that.
     time.sleep(_LOOK_SECS)
   beat = Beat(store, key, version)
   if not beat.write(nonce=_NONCE):
