@@ -46,8 +46,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
   """Keeps checkpoints below `config.checkpoint_dir`.
 
   On several hosts all must see that directory, and all call `save` and
-  `restore` at the same steps. With `reads_only` a checkpoint may vanish while
-  it is read, and then the next is tried.
+  `restore` at the same steps. Where a checkpoint is removed while it is read,
+  the next one is tried.
   """
 
   collective = True

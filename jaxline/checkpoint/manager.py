@@ -246,7 +246,8 @@ def removable(
     saved: step and time in seconds of each checkpoint.
     newest: how many of the newest stay.
     every_steps: the first at or after each multiple of it stays for ever.
-    every_hours: one at least that long after the last such one, likewise.
+    every_hours: so does the first that is this much later than the one that
+      stayed for ever before it.
   """
   ordered = sorted(saved)
   forever = set()

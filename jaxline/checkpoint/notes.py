@@ -5,7 +5,7 @@
     checkpoints/ended.json           the step at which training has ended, why
     checkpoints/evaluated/MODE.json  evaluations, see `base.Evaluation`
 
-which are replaced whole.
+Each of them is replaced whole.
 """
 
 from collections.abc import Iterable, Mapping

@@ -274,7 +274,7 @@ class Bucket(Store):
 
   @contextlib.contextmanager
   def _os_errors(self, key: str) -> Iterator[None]:
-    """Makes an OSError of TensorStore's, which are all ValueErrors."""
+    """Turns the errors of TensorStore, all ValueErrors, into OSErrors."""
     try:
       yield
     except ValueError as e:
