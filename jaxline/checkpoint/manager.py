@@ -17,6 +17,8 @@ import secrets
 from typing import Any
 import zlib
 
+from absl import logging
+
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import owner
 from jaxline.checkpoint import store as store_lib
@@ -207,7 +209,8 @@ class Manifests:
           named.add(self.read(series, step)['data'])
         except store_lib.GoneError:
           continue
-        except ValueError:
+        except ValueError as e:
+          logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
           return
     for data in self._doomed - marked - named:
       self.store.delete_folder(f'data/{data}')

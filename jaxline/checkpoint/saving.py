@@ -213,6 +213,10 @@ class SavingCheckpointer(notes.NotingCheckpointer):
         manifest = self._write_data(content, data, lengths)
 
     def publish(unused: Any) -> None:
+      if not manifest:
+        raise store_lib.DamagedError(
+          f'{self._store}/latest/{step} is damaged, and so cannot be the best.'
+        )
       claim = self._claims[series]
       assert claim is not None
       claim.check()

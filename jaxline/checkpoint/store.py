@@ -23,7 +23,7 @@ _SCHEMES = ('gs', 's3')
 # doubles its delay from a second up to 32. An address that does not exist would
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
-_REQUESTS = 64  # At once.
+_REQUESTS = 16  # At once; each may have a copy of a part.
 _PARTIAL = '.partial'  # The end of the name of a file that is being written.
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
