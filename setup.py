@@ -43,11 +43,13 @@ _TEST = [
   *_PAX,
   *_TEXT,
   'equinox>=0.13',
+  'flask>=3',  # Of moto's server, and the next; its own extra has 30 more.
+  'flask-cors>=5',
   'flax>=0.12',
   'hypothesis>=6.100',
   'ipykernel>=6.29',
   'matplotlib>=3.9',  # In the notebooks of docs/.
-  'moto[server]>=5',  # The S3 of tests/buckets.py.
+  'moto[s3]>=5',  # A bucket of S3.
   'mypy>=1.15',
   'nbclient>=0.10',  # Runs the notebooks of docs/.
   'orbax-checkpoint>=0.11.20',  # benchmarks/checkpoint.py compares with it.
