@@ -30,7 +30,7 @@ _BASE = [
   'protobuf>=4.25',  # Of the records of tensorboardX.
   'sentencepiece>=0.2',
   'tensorboardX>=2.6.2',
-  'tensorstore>=0.1.71',  # Talks to buckets.
+  'tensorstore>=0.1.80',  # Talks to buckets.
 ]
 _DOCS = ['rich>=13']  # Draws the terminal in docs/images.
 _IMAGE = ['scikit-learn>=1.4']
