@@ -22,7 +22,6 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
-from jaxline.checkpoint import structure
 from tests import checkpoints as lib
 
 
@@ -214,20 +213,15 @@ def test_what_can_only_be_pickled_is_refused_before_the_first_step(
   assert checkpointer.steps('latest') == [5]
 
 
-def test_pickles_are_permitted_and_announced(open_run, caplog):
-  structure._announce.cache_clear()
+def test_pickles_need_permission(open_run):
   allowed = {'checkpoint_allow_pickle': True}
   lib.save(open_run(**allowed), lib.PerDevice({}, {'thing': Opaque(3), 'n': 1}))
-  assert "'thing'" in caplog.text
-  assert 'Pickled' in caplog.text
   live = lib.PerDevice({}, {'thing': None, 'n': 2})
   with pytest.raises(ValueError, match=r"'thing' pickled.*_pickle = True"):
     lib.restore(open_run('eval'), live)
   assert live.held() == {'thing': None, 'n': 2}
-  caplog.clear()
   lib.restore(open_run('eval', **allowed), live)
   assert live.held() == {'thing': Opaque(3), 'n': 1}
-  assert "Unpickling 'thing'" in caplog.text
 
 
 # Nothing aliases.
