@@ -77,19 +77,16 @@ class SnapshotNT(NamedTuple):
   pickle_nest: Any
 
 
-class Published(SnapshotNT):
+class Published:
   """A snapshot that a run saved, read when `pickle_nest` is first used.
 
-  Copies and pickles of it are plain `SnapshotNT`s: a program that puts one into
-  the dictionary starts a run from it.
+  Copies and pickles of it are `SnapshotNT`s: a program that puts one into the
+  dictionary starts a run from it.
   """
 
-  _read: Callable[[], Any]
-  of: Training | None
-
-  def __new__(
-    cls, id: int, read: Callable[[], Any], of: Training | None = None
-  ) -> 'Published':
+  def __init__(
+    self, id: int, read: Callable[[], Any], of: Training | None = None
+  ):
     """Makes a snapshot.
 
     Args:
@@ -98,29 +95,19 @@ class Published(SnapshotNT):
       of: the training that saved it; None if only its own checkpointer restores
         it.
     """
-    self = super().__new__(cls, id, None)
-    self._read, self.of = read, of
-    return self
+    self.id, self._read, self.of = id, read, of
 
   @functools.cached_property
-  def pickle_nest(self) -> Any:  # type: ignore[override]
+  def pickle_nest(self) -> Any:
     """What was saved; read once (twice if two threads begin at once)."""
     return self._read()
 
-  def _plain(self) -> SnapshotNT:
-    return SnapshotNT(self.id, self.pickle_nest)
-
   def __iter__(self) -> Iterator[Any]:
-    return iter(self._plain())
+    yield self.id
+    yield self.pickle_nest
 
-  def __getitem__(self, key: Any) -> Any:
-    return self._plain()[key]
-
-  def __repr__(self) -> str:
-    return f'{type(self).__name__}(id={self.id})'  # Reads nothing.
-
-  def _replace(self, /, **kwargs: Any) -> Any:  # type: ignore[override]
-    return self._plain()._replace(**kwargs)
+  def _replace(self, /, **kwargs: Any) -> SnapshotNT:
+    return SnapshotNT(*self)._replace(**kwargs)
 
   def __reduce__(self) -> Any:
     return SnapshotNT, tuple(self)
@@ -130,7 +117,7 @@ class CheckpointNT(NamedTuple):
   """One series: a thread-local holding its live `state`, and its snapshots."""
 
   active: threading.local
-  history: list[SnapshotNT]
+  history: list[SnapshotNT | Published]
 
 
 # All checkpoints of the process by series, so that a training and an
@@ -289,22 +276,14 @@ def run_directory(
   return place
 
 
-def step_of(snapshot: SnapshotNT) -> int:
+def step_of(snapshot: SnapshotNT | Published) -> int:
   """Returns the step of a snapshot; -1 if it does not say."""
-  return _entries(snapshot).get('global_step', -1)
-
-
-def _entries(snapshot: SnapshotNT) -> dict[str, Any]:
-  nest = snapshot.pickle_nest
-  entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
-  if 'global_step' in entries:
-    # JAXline's first versions kept one for each device.
-    entries['global_step'] = int(np.ravel(entries['global_step'])[0])
-  return entries
+  step = snapshot.pickle_nest.get('global_step', -1)
+  return int(np.ravel(step)[0])  # JAXline's first versions have one per device.
 
 
 def entries_of(
-  snapshot: SnapshotNT, ckpt_series: str, keys: Iterable[str]
+  snapshot: SnapshotNT | Published, ckpt_series: str, keys: Iterable[str]
 ) -> dict[str, Any]:
   """Returns what a snapshot holds, as plain dicts and as a copy.
 
@@ -318,7 +297,10 @@ def entries_of(
   Raises:
     ValueError: it lacks one.
   """
-  entries = _entries(snapshot)
+  nest = snapshot.pickle_nest
+  entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
+  if 'global_step' in entries:
+    entries['global_step'] = step_of(snapshot)
   module: Any = entries.get('experiment_module')
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
@@ -413,12 +395,22 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, as the newest checkpoint."""
-    state = self.get_experiment_state(ckpt_series)
-    entries = dict(state)
-    module = base.Module.of(entries.get('experiment_module'))
-    if module.live is not None:
-      entries['experiment_module'] = dict(module.snapshot_state())
+    entries = dict(self.get_experiment_state(ckpt_series))
+    module = base.Module.of(entries.pop('experiment_module', None))
     entries = jax.tree.map(devices.freeze, entries)
+    # The library's own evaluation changes nothing that a checkpoint holds.
+    same = [
+      snapshot for snapshot in _history('latest')
+      if ckpt_series == 'best' and module.IS_SHARDED
+      and isinstance(snapshot, Published)
+      and step_of(snapshot) == entries['global_step']
+    ]  # fmt: skip
+    if same:
+      snapshot = same[-1].pickle_nest['experiment_module']
+      entries['experiment_module'] = snapshot
+    elif module.live is not None:
+      snapshot = dict(module.snapshot_state())
+      entries['experiment_module'] = jax.tree.map(devices.freeze, snapshot)
     nest = nest_of(entries, module.CHECKPOINT_ATTRS)
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
@@ -502,12 +494,12 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     """Returns at once: `save` has finished when it returns."""
 
 
-def _newest(ckpt_series: str) -> SnapshotNT | None:
+def _newest(ckpt_series: str) -> SnapshotNT | Published | None:
   history = _history(ckpt_series)
   return history[-1] if history else None
 
 
-def _history(ckpt_series: str) -> list[SnapshotNT]:
+def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
   """Returns the snapshots of a series, oldest first."""
   with _lock:
     series = _checkpoints().get(ckpt_series)

@@ -254,7 +254,7 @@ class Encoding:
     self.arrays[name] = x
     return name
 
-  def key(self, x: jax.Array, name: str) -> list[str]:
+  def key(self, x: jax.Array, name: str) -> list[Any]:
     data = self.array(jax.random.key_data(x), name)
     return [data, jax.random.key_impl(x)]
 
