@@ -216,11 +216,7 @@ class Checkpoint:
     return arrays_lib.read(self.data, self.described, targets)
 
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
-    """Returns entries of the live state, besides the experiment's.
-
-    Raises:
-      ValueError: the checkpoint lacks one.
-    """
+    """Returns entries of the live state; raises ValueError if one is absent."""
     described, keys = self.record['entries'], list(keys)
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(

@@ -125,9 +125,6 @@ class CheckpointNT(NamedTuple):
 # and rebind this name on `jaxline.utils`: `_checkpoints` looks it up there.
 GLOBAL_CHECKPOINT_DICT: dict[str, CheckpointNT] = {}
 
-# Guards the histories: one thread saves while another restores.
-_lock = threading.RLock()
-
 
 def _checkpoints() -> dict[str, CheckpointNT]:
   # Nobody can have rebound the name where that module was not imported.
@@ -180,26 +177,17 @@ def nest_of(
 
 
 def publish(ckpt_series: str, snapshot: Published, keep: int = 1) -> None:
-  """Makes a snapshot the newest of a series in the dictionary.
-
-  Args:
-    ckpt_series: the series.
-    snapshot: of what a run saved.
-    keep: how many snapshots the series has at most.
-  """
-  with _lock:
-    series = add_series(ckpt_series)
-    history = [*series.history, snapshot][-keep:]
-    _checkpoints()[ckpt_series] = series._replace(history=history)
+  """Makes a snapshot the newest of a series; keeps that many."""
+  series = add_series(ckpt_series)
+  history = [*series.history, snapshot][-keep:]
+  _checkpoints()[ckpt_series] = series._replace(history=history)
 
 
 def add_series(ckpt_series: str) -> CheckpointNT:
   """Returns a series of the dictionary; adds it where it is not there."""
-  with _lock:
-    checkpoints = _checkpoints()
-    if ckpt_series not in checkpoints:
-      checkpoints[ckpt_series] = CheckpointNT(threading.local(), [])
-    return checkpoints[ckpt_series]
+  # In one step: training and evaluation threads may both be the first.
+  new = CheckpointNT(threading.local(), [])
+  return _checkpoints().setdefault(ckpt_series, new)
 
 
 def seed(ckpt_series: str) -> SnapshotNT | None:
@@ -214,14 +202,13 @@ def forget_published() -> None:
   And what was there before, which those runs have taken already. What the
   program has put in since then stays.
   """
-  with _lock:
-    checkpoints = _checkpoints()
-    for name, series in list(checkpoints.items()):
-      newest_first = reversed(series.history)
-      newer = itertools.takewhile(
-        lambda snapshot: not isinstance(snapshot, Published), newest_first
-      )
-      checkpoints[name] = series._replace(history=[*newer][::-1])
+  checkpoints = _checkpoints()
+  for name, series in list(checkpoints.items()):
+    newest_first = reversed(series.history)
+    newer = itertools.takewhile(
+      lambda snapshot: not isinstance(snapshot, Published), newest_first
+    )
+    checkpoints[name] = series._replace(history=[*newer][::-1])
 
 
 class _Begun(NamedTuple):
@@ -416,10 +403,9 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     if ckpt_series == 'best' and self._config is not None:
       keep = base.num_to_keep(self._config, ckpt_series, module)
     of = self._training or Training.of(type(module.live))
-    with _lock:
-      history = add_series(ckpt_series).history
-      id_ = history[-1].id + 1 if history else 0
-      publish(ckpt_series, Published(id_, lambda: nest, of), keep)
+    newest = _newest(ckpt_series)
+    id_ = newest.id + 1 if newest else 0
+    publish(ckpt_series, Published(id_, lambda: nest, of), keep)
     logging.info('Saved checkpoint %d of series %s.', id_, ckpt_series)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -472,10 +458,8 @@ class InMemoryCheckpointer(base.FullCheckpointer):
       raise errors.UsageError(
         "There is no checkpoint of 'latest': config.checkpointer is 'memory',"
         ' which keeps them in the process that trains. Train with'
-        " config.checkpointer = 'durable'; evaluate in that process, by"
-        ' --jaxline_mode=train_and_eval; or evaluate untrained weights, by'
-        ' --config.one_off_evaluate=True and'
-        ' --config.eval_initial_weights=True.'
+        " config.checkpointer = 'durable', or evaluate in that process, by"
+        ' --jaxline_mode=train_and_eval.'
       )
 
   def mark_begun(self, step: int) -> None:
@@ -487,8 +471,8 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""
-    history = _history(ckpt_series)
-    return history[-1].id if history else None
+    newest = _newest(ckpt_series)
+    return newest.id if newest else None
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns at once: `save` has finished when it returns."""
@@ -501,6 +485,5 @@ def _newest(ckpt_series: str) -> SnapshotNT | Published | None:
 
 def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
   """Returns the snapshots of a series, oldest first."""
-  with _lock:
-    series = _checkpoints().get(ckpt_series)
-    return list(series.history) if series else []
+  series = _checkpoints().get(ckpt_series)
+  return list(series.history) if series else []
