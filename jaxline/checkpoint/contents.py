@@ -266,11 +266,10 @@ class Checkpoint:
     for entry, about in saved.items():
       if entry in trees:
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
-        continue
-      own = {n: arrays[n] for n in self._below(entry) if n in arrays}
-      snapshot[entry] = self._decode(
-        about['structure'], own, on_host=entry in placed
-      )
+      else:
+        snapshot[entry] = self._decode(
+          about['structure'], arrays, on_host=entry in placed
+        )
     snapshot.update(self._per_process(lambda e: is_named(e) and wants(e)))
     return snapshot
 
@@ -339,15 +338,8 @@ class Checkpoint:
       (f'{name} from {source}', self._shape(source), _shape_of(live[name]))
       for name, source in sources.items()
     )
-    targets = {
-      name: jax.ShapeDtypeStruct(
-        live[name].shape,
-        live[name].dtype,
-        sharding=getattr(live[name], 'sharding', None),
-      )
-      for name in sources
-    }
     described = {n: self.described[s] for n, s in sources.items()}
+    targets = {name: live[name] for name in sources}
     return dict(arrays_lib.read(self.data, described, targets))
 
   def _below(self, entry: str) -> list[str]:
