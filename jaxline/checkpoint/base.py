@@ -220,9 +220,6 @@ class FullCheckpointer(Checkpointer):
     """Leaves the checkpoints of another training of this process alone.
 
     Called before a training looks for checkpoints; all hosts call it together.
-
-    Args:
-      experiment_class: constructs the experiment.
     """
 
   def check_shared(self) -> None:

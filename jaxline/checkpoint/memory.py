@@ -166,7 +166,7 @@ def nest_of(
   """Returns the `pickle_nest` of entries that nothing else changes.
 
   Args:
-    entries: of the experiment state; 'experiment_module' is a snapshot.
+    entries: of the experiment state, with a snapshot of the experiment.
     attributes: the experiment's CHECKPOINT_ATTRS.
   """
   nest = _nest(dict(entries))
@@ -308,12 +308,7 @@ def entries_of(
 
 
 def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
-  """Restores the entries of the live state, or changes nothing.
-
-  Args:
-    state: the live state; what it has and `entries` has not stays as it is.
-    entries: what was read; 'experiment_module' is a snapshot.
-  """
+  """Restores the entries that a live state has, or changes nothing."""
   found = {key: entries[key] for key in state if key in entries}
   # First, since it may refuse; then nothing else has changed yet.
   if 'experiment_module' in state:
@@ -341,7 +336,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     *,
     records_config: bool = False,
   ):
-    """Reads how many to keep; all modes share the series.
+    """Makes a checkpointer; all of them share the series.
 
     Args:
       config: the run's.
@@ -418,10 +413,6 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
-
-    Args:
-      ckpt_series: the series.
-      step: of the checkpoint; None is the newest.
 
     Raises:
       ValueError: the series has no such checkpoint, or the checkpoint lacks an

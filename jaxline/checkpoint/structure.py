@@ -190,7 +190,7 @@ class Encoding:
   """A value as a checkpoint stores it.
 
   Attributes:
-    structure: see the module; equal to `json.loads(json.dumps(structure))`.
+    structure: see the module; JSON gives it back as it is.
     arrays: name -> array, uncopied; PRNG keys as their uint32 data.
     refused: the values that cannot be stored, and why.
   """
