@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from unittest import mock
 
 from absl.testing import flagsaver
@@ -557,14 +556,7 @@ def test_the_directory_goes_before_the_programs_own_file(
   assert f'Restored {tmp_path}/run/checkpoints/latest/42.' in caplog.text
 
 
-@pytest.mark.parametrize(
-  'wrap',
-  [
-    config_dict.ConfigDict,
-    dict,
-    lambda d: types.SimpleNamespace(to_dict=lambda: d),
-  ],
-)
+@pytest.mark.parametrize('wrap', [config_dict.ConfigDict, dict])
 def test_a_whole_dictionary_may_be_bound_anew(wrap, client):
   key = utils.bcast_local_devices(jax.random.PRNGKey(9))
   nest = wrap({
@@ -734,20 +726,13 @@ class LessInEvaluation(Client):
 
 
 @pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
-def test_an_evaluation_may_name_less_than_training(
-  checkpointer, client, caplog
-):
-  caplog.set_level('INFO')
+def test_an_evaluation_may_name_less_than_training(checkpointer, client):
   client(cls=LessInEvaluation, checkpointer=checkpointer)
   client(
     'eval', cls=LessInEvaluation, checkpointer=checkpointer,
     one_off_evaluate=True,
   )  # fmt: skip
   assert Client.evaluated == [(3, 3.0)]
-  if checkpointer == 'durable':
-    (line,) = [r for r in caplog.messages if 'Skipped' in r]
-    assert "Skipped ['opt_state'] of " in line
-    assert 'which LessInEvaluation does not name' in line
 
 
 class ChangesItsStructure(Client):

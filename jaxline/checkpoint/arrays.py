@@ -416,8 +416,8 @@ def read(
   Args:
     store: the folder.
     described: name -> description.
-    targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
-      None, the array comes as NumPy's.
+    targets: name -> jax.ShapeDtypeStruct or array with a sharding; without
+      one, or None, the array comes as NumPy's.
 
   Raises:
     DamagedError: a part is not as it was written.

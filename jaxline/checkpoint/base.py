@@ -179,9 +179,8 @@ class FullCheckpointer(Checkpointer):
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
 
-    The function gets the steps that are evaluated, restores a checkpoint of
-    another step, and returns whether there was one. By default it looks at the
-    newest checkpoint only.
+    The function gets the evaluated steps, restores another, if there is one,
+    and returns whether. By default it looks at the newest checkpoint only.
     """
     restored: Any = None
 
@@ -213,18 +212,14 @@ class FullCheckpointer(Checkpointer):
       errors.UsageError: the checkpointer does not know them.
     """
     raise errors.UsageError(
-      f'{type(self).__name__} does not say of which steps it has checkpoints of'
-      f' {ckpt_series!r}, so none can be chosen by its step. Leave the step'
-      " None, or set config.checkpointer = 'durable'."
+      f'{type(self).__name__} does not list the steps of {ckpt_series!r}, so'
+      ' none can be chosen. Leave the step None.'
     )
 
   def begin_training(self, experiment_class: Any) -> None:
     """Leaves the checkpoints of another training of this process alone.
 
     Called before a training looks for checkpoints; all hosts call it together.
-
-    Args:
-      experiment_class: constructs the experiment.
     """
 
   def check_shared(self) -> None:
@@ -272,13 +267,7 @@ class FullCheckpointer(Checkpointer):
 
 
 def num_to_keep(config: Any, ckpt_series: str, module: Module) -> int:
-  """Returns how many of the newest checkpoints of a series are kept.
-
-  Args:
-    config: the run's.
-    ckpt_series: the series.
-    module: what is saved.
-  """
+  """Returns how many of the newest checkpoints of a series are kept."""
   if ckpt_series != 'best':
     return config.max_checkpoints_to_keep
   if config.max_best_checkpoints_to_keep is not None:
@@ -292,14 +281,7 @@ def new_state(
   rng: Any = None,
   series: str = 'latest',
 ) -> Any:
-  """Returns the live state of a series, as before the first step.
-
-  Args:
-    checkpointer: the checkpointer, which restores into this state.
-    experiment: the experiment.
-    rng: the key of the training steps.
-    series: the series.
-  """
+  """Returns the live state of a series, as before the first step."""
   state = checkpointer.get_experiment_state(series)
   state.global_step = 0
   state.experiment_module = experiment

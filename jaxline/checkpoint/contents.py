@@ -11,7 +11,6 @@ import subprocess
 import time
 from typing import Any
 
-from absl import logging
 import jax
 
 import jaxline
@@ -48,7 +47,6 @@ class Content:
 
 
 def content(
-  ckpt_series: str,
   state: Any,
   module: base.Module,
   recorded: Any,
@@ -59,7 +57,6 @@ def content(
   """Copies a live state to the host, and describes it.
 
   Args:
-    ckpt_series: the series.
     state: the live state.
     module: what the state's experiment says of itself.
     recorded: the run's config, as JSON.
@@ -192,6 +189,7 @@ class Checkpoint:
   Attributes:
     name: the place of its manifest, for messages.
     record: the manifest.
+    described: name of each array -> its description, see `arrays`.
     is_there: returns whether it still exists.
     data: the store of its arrays.
   """
@@ -207,31 +205,19 @@ class Checkpoint:
     self.name = f'{manifests.store}/{series}/{step}'
     self.is_there = lambda: step in manifests.steps(series)
     self.record = manifests.read(series, step)
+    self.described = self.record['arrays']
     self.data = manifests.data(self.record)
     self._decode = functools.partial(
       structure.decode, allow_pickle=allow_pickle
     )
 
-  @property
-  def described(self) -> dict[str, dict[str, Any]]:
-    """Name of each array -> its description, see `arrays`."""
-    return self.record['arrays']
-
   def read(self, targets: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields name and array: see `arrays.read`."""
     return arrays_lib.read(self.data, self.described, targets)
 
-  def entries(self, keys: Iterable[str] | None = None) -> dict[str, Any]:
-    """Returns entries of the live state, besides the experiment's.
-
-    Args:
-      keys: which; None is all.
-
-    Raises:
-      ValueError: the checkpoint lacks one.
-    """
-    described = self.record['entries']
-    keys = list(described if keys is None else keys)
+  def entries(self, keys: Iterable[str]) -> dict[str, Any]:
+    """Returns entries of the live state; raises ValueError if one is absent."""
+    described, keys = self.record['entries'], list(keys)
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
         f'{self.name} lacks {missing}; it holds {sorted(described)}.'
@@ -280,19 +266,11 @@ class Checkpoint:
     for entry, about in saved.items():
       if entry in trees:
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
-        continue
-      own = {n: arrays[n] for n in self._below(entry) if n in arrays}
-      snapshot[entry] = self._decode(
-        about['structure'], own, on_host=entry in placed
-      )
+      else:
+        snapshot[entry] = self._decode(
+          about['structure'], arrays, on_host=entry in placed
+        )
     snapshot.update(self._per_process(lambda e: is_named(e) and wants(e)))
-    if skipped := [e for e in self.record['module'] if e not in saved]:
-      logging.info(
-        'Skipped %s of %s, which %s does not name.',
-        skipped,
-        self.name,
-        type(module.live).__name__,
-      )
     return snapshot
 
   def by_rules(
@@ -360,15 +338,8 @@ class Checkpoint:
       (f'{name} from {source}', self._shape(source), _shape_of(live[name]))
       for name, source in sources.items()
     )
-    targets = {
-      name: jax.ShapeDtypeStruct(
-        live[name].shape,
-        live[name].dtype,
-        sharding=getattr(live[name], 'sharding', None),
-      )
-      for name in sources
-    }
     described = {n: self.described[s] for n, s in sources.items()}
+    targets = {name: live[name] for name in sources}
     return dict(arrays_lib.read(self.data, described, targets))
 
   def _below(self, entry: str) -> list[str]:
@@ -455,7 +426,8 @@ def read_whole(
       )
       with manager.naming(saved.name):
         snapshot = saved.snapshot(everything)
-        return saved.entries() | {'experiment_module': snapshot}
+        entries = saved.entries(saved.record['entries'])
+        return entries | {'experiment_module': snapshot}
     except store_lib.DamagedError:
       steps = manifests.steps(series)
       if step in steps or not steps:

@@ -77,19 +77,16 @@ class SnapshotNT(NamedTuple):
   pickle_nest: Any
 
 
-class Published(SnapshotNT):
+class Published:
   """A snapshot that a run saved, read when `pickle_nest` is first used.
 
-  Copies and pickles of it are plain `SnapshotNT`s: a program that puts one into
-  the dictionary starts a run from it.
+  Copies and pickles of it are `SnapshotNT`s: a program that puts one into the
+  dictionary starts a run from it.
   """
 
-  _read: Callable[[], Any]
-  of: Training | None
-
-  def __new__(
-    cls, id: int, read: Callable[[], Any], of: Training | None = None
-  ) -> 'Published':
+  def __init__(
+    self, id: int, read: Callable[[], Any], of: Training | None = None
+  ):
     """Makes a snapshot.
 
     Args:
@@ -98,29 +95,19 @@ class Published(SnapshotNT):
       of: the training that saved it; None if only its own checkpointer restores
         it.
     """
-    self = super().__new__(cls, id, None)
-    self._read, self.of = read, of
-    return self
+    self.id, self._read, self.of = id, read, of
 
   @functools.cached_property
-  def pickle_nest(self) -> Any:  # type: ignore[override]
+  def pickle_nest(self) -> Any:
     """What was saved; read once (twice if two threads begin at once)."""
     return self._read()
 
-  def _plain(self) -> SnapshotNT:
-    return SnapshotNT(self.id, self.pickle_nest)
-
   def __iter__(self) -> Iterator[Any]:
-    return iter(self._plain())
+    yield self.id
+    yield self.pickle_nest
 
-  def __getitem__(self, key: Any) -> Any:
-    return self._plain()[key]
-
-  def __repr__(self) -> str:
-    return f'{type(self).__name__}(id={self.id})'  # Reads nothing.
-
-  def _replace(self, /, **kwargs: Any) -> Any:  # type: ignore[override]
-    return self._plain()._replace(**kwargs)
+  def _replace(self, /, **kwargs: Any) -> SnapshotNT:
+    return SnapshotNT(*self)._replace(**kwargs)
 
   def __reduce__(self) -> Any:
     return SnapshotNT, tuple(self)
@@ -130,16 +117,13 @@ class CheckpointNT(NamedTuple):
   """One series: a thread-local holding its live `state`, and its snapshots."""
 
   active: threading.local
-  history: list[SnapshotNT]
+  history: list[SnapshotNT | Published]
 
 
 # All checkpoints of the process by series, so that a training and an
 # evaluation thread share them. Experiments written against JAXline read, write
 # and rebind this name on `jaxline.utils`: `_checkpoints` looks it up there.
 GLOBAL_CHECKPOINT_DICT: dict[str, CheckpointNT] = {}
-
-# Guards the histories: one thread saves while another restores.
-_lock = threading.RLock()
 
 
 def _checkpoints() -> dict[str, CheckpointNT]:
@@ -182,7 +166,7 @@ def nest_of(
   """Returns the `pickle_nest` of entries that nothing else changes.
 
   Args:
-    entries: of the experiment state; 'experiment_module' is a snapshot.
+    entries: of the experiment state, with a snapshot of the experiment.
     attributes: the experiment's CHECKPOINT_ATTRS.
   """
   nest = _nest(dict(entries))
@@ -193,26 +177,17 @@ def nest_of(
 
 
 def publish(ckpt_series: str, snapshot: Published, keep: int = 1) -> None:
-  """Makes a snapshot the newest of a series in the dictionary.
-
-  Args:
-    ckpt_series: the series.
-    snapshot: of what a run saved.
-    keep: how many snapshots the series has at most.
-  """
-  with _lock:
-    series = add_series(ckpt_series)
-    history = [*series.history, snapshot][-keep:]
-    _checkpoints()[ckpt_series] = series._replace(history=history)
+  """Makes a snapshot the newest of a series; keeps that many."""
+  series = add_series(ckpt_series)
+  history = [*series.history, snapshot][-keep:]
+  _checkpoints()[ckpt_series] = series._replace(history=history)
 
 
 def add_series(ckpt_series: str) -> CheckpointNT:
   """Returns a series of the dictionary; adds it where it is not there."""
-  with _lock:
-    checkpoints = _checkpoints()
-    if ckpt_series not in checkpoints:
-      checkpoints[ckpt_series] = CheckpointNT(threading.local(), [])
-    return checkpoints[ckpt_series]
+  # In one step: training and evaluation threads may both be the first.
+  new = CheckpointNT(threading.local(), [])
+  return _checkpoints().setdefault(ckpt_series, new)
 
 
 def seed(ckpt_series: str) -> SnapshotNT | None:
@@ -227,14 +202,13 @@ def forget_published() -> None:
   And what was there before, which those runs have taken already. What the
   program has put in since then stays.
   """
-  with _lock:
-    checkpoints = _checkpoints()
-    for name, series in list(checkpoints.items()):
-      newest_first = reversed(series.history)
-      newer = itertools.takewhile(
-        lambda snapshot: not isinstance(snapshot, Published), newest_first
-      )
-      checkpoints[name] = series._replace(history=[*newer][::-1])
+  checkpoints = _checkpoints()
+  for name, series in list(checkpoints.items()):
+    newest_first = reversed(series.history)
+    newer = itertools.takewhile(
+      lambda snapshot: not isinstance(snapshot, Published), newest_first
+    )
+    checkpoints[name] = series._replace(history=[*newer][::-1])
 
 
 class _Begun(NamedTuple):
@@ -289,22 +263,14 @@ def run_directory(
   return place
 
 
-def step_of(snapshot: SnapshotNT) -> int:
+def step_of(snapshot: SnapshotNT | Published) -> int:
   """Returns the step of a snapshot; -1 if it does not say."""
-  return _entries(snapshot).get('global_step', -1)
-
-
-def _entries(snapshot: SnapshotNT) -> dict[str, Any]:
-  nest = snapshot.pickle_nest
-  entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
-  if 'global_step' in entries:
-    # JAXline's first versions kept one for each device.
-    entries['global_step'] = int(np.ravel(entries['global_step'])[0])
-  return entries
+  step = snapshot.pickle_nest.get('global_step', -1)
+  return int(np.ravel(step)[0])  # JAXline's first versions have one per device.
 
 
 def entries_of(
-  snapshot: SnapshotNT, ckpt_series: str, keys: Iterable[str]
+  snapshot: SnapshotNT | Published, ckpt_series: str, keys: Iterable[str]
 ) -> dict[str, Any]:
   """Returns what a snapshot holds, as plain dicts and as a copy.
 
@@ -318,7 +284,10 @@ def entries_of(
   Raises:
     ValueError: it lacks one.
   """
-  entries = _entries(snapshot)
+  nest = snapshot.pickle_nest
+  entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
+  if 'global_step' in entries:
+    entries['global_step'] = step_of(snapshot)
   module: Any = entries.get('experiment_module')
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
@@ -339,12 +308,7 @@ def entries_of(
 
 
 def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
-  """Restores the entries of the live state, or changes nothing.
-
-  Args:
-    state: the live state; what it has and `entries` has not stays as it is.
-    entries: what was read; 'experiment_module' is a snapshot.
-  """
+  """Restores the entries that a live state has, or changes nothing."""
   found = {key: entries[key] for key in state if key in entries}
   # First, since it may refuse; then nothing else has changed yet.
   if 'experiment_module' in state:
@@ -372,7 +336,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     *,
     records_config: bool = False,
   ):
-    """Reads how many to keep; all modes share the series.
+    """Makes a checkpointer; all of them share the series.
 
     Args:
       config: the run's.
@@ -413,21 +377,30 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, as the newest checkpoint."""
-    state = self.get_experiment_state(ckpt_series)
-    entries = dict(state)
-    module = base.Module.of(entries.get('experiment_module'))
-    if module.live is not None:
-      entries['experiment_module'] = dict(module.snapshot_state())
+    entries = dict(self.get_experiment_state(ckpt_series))
+    module = base.Module.of(entries.pop('experiment_module', None))
     entries = jax.tree.map(devices.freeze, entries)
+    # The library's own evaluation changes nothing that a checkpoint holds.
+    same = [
+      snapshot for snapshot in _history('latest')
+      if ckpt_series == 'best' and module.IS_SHARDED
+      and isinstance(snapshot, Published)
+      and step_of(snapshot) == entries['global_step']
+    ]  # fmt: skip
+    if same:
+      snapshot = same[-1].pickle_nest['experiment_module']
+      entries['experiment_module'] = snapshot
+    elif module.live is not None:
+      snapshot = dict(module.snapshot_state())
+      entries['experiment_module'] = jax.tree.map(devices.freeze, snapshot)
     nest = nest_of(entries, module.CHECKPOINT_ATTRS)
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
       keep = base.num_to_keep(self._config, ckpt_series, module)
     of = self._training or Training.of(type(module.live))
-    with _lock:
-      history = add_series(ckpt_series).history
-      id_ = history[-1].id + 1 if history else 0
-      publish(ckpt_series, Published(id_, lambda: nest, of), keep)
+    newest = _newest(ckpt_series)
+    id_ = newest.id + 1 if newest else 0
+    publish(ckpt_series, Published(id_, lambda: nest, of), keep)
     logging.info('Saved checkpoint %d of series %s.', id_, ckpt_series)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -440,10 +413,6 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
-
-    Args:
-      ckpt_series: the series.
-      step: of the checkpoint; None is the newest.
 
     Raises:
       ValueError: the series has no such checkpoint, or the checkpoint lacks an
@@ -480,10 +449,8 @@ class InMemoryCheckpointer(base.FullCheckpointer):
       raise errors.UsageError(
         "There is no checkpoint of 'latest': config.checkpointer is 'memory',"
         ' which keeps them in the process that trains. Train with'
-        " config.checkpointer = 'durable'; evaluate in that process, by"
-        ' --jaxline_mode=train_and_eval; or evaluate untrained weights, by'
-        ' --config.one_off_evaluate=True and'
-        ' --config.eval_initial_weights=True.'
+        " config.checkpointer = 'durable', or evaluate in that process, by"
+        ' --jaxline_mode=train_and_eval.'
       )
 
   def mark_begun(self, step: int) -> None:
@@ -495,20 +462,19 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""
-    history = _history(ckpt_series)
-    return history[-1].id if history else None
+    newest = _newest(ckpt_series)
+    return newest.id if newest else None
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns at once: `save` has finished when it returns."""
 
 
-def _newest(ckpt_series: str) -> SnapshotNT | None:
+def _newest(ckpt_series: str) -> SnapshotNT | Published | None:
   history = _history(ckpt_series)
   return history[-1] if history else None
 
 
-def _history(ckpt_series: str) -> list[SnapshotNT]:
+def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
   """Returns the snapshots of a series, oldest first."""
-  with _lock:
-    series = _checkpoints().get(ckpt_series)
-    return list(series.history) if series else []
+  series = _checkpoints().get(ckpt_series)
+  return list(series.history) if series else []

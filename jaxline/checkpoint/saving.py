@@ -94,7 +94,6 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     if not (added and module.IS_SHARDED and step == self._held_step):
       kind = 'best' if ckpt_series == 'best' else 'train'
       content = contents.content(
-        ckpt_series,
         state,
         module,
         self._recorded,

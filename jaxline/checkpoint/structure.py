@@ -1,38 +1,31 @@
 """How a checkpoint describes a tree: arrays by name, the rest as JSON.
 
 `encode` splits a value into its arrays and a structure that `json.dumps`
-writes; `decode` puts them together again. None, bool, str, float, int of 64
-bits and lists are themselves in the structure. Each other kind of value is
-{tag: body}, and a row of the table `_KINDS` at the end of this file. A class in
-a body is "module:qualname".
+writes; `decode` puts them together again. None, bool, str, int, float and lists
+are themselves in the structure. Each other kind of value is {tag: body}, and a
+row of the table `_KINDS` at the end of this file. A class in a body is
+"module:qualname".
 
 A structure comes from a file, and files can be edited. So `decode` never looks
 up a function. It imports nothing, finds types only in modules that the program
 has imported, and checks that each is of the kind that the tag says. It calls no
 class that the structure names. The code that runs belongs to those types: the
-function that a type registered with JAX to build its nodes, and the hash of a
-dict's keys. `encode` and `decode` refuse types with a `__del__`, which would
-run with the fields that the file gives, and subclasses of functools.partial,
-such as jax.tree_util.Partial.
+function that a type registered with JAX to build its nodes, setters, finalizers
+and the hash of a dict's keys.
 
 An object that occurs twice is stored, and restored, as two.
 """
 
 import base64
-import collections
 from collections.abc import Callable, Iterable, Mapping
 import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 import pickle
-import struct
 import sys
-import types
 from typing import Any, NamedTuple
 
-from absl import logging
 import jax
 from jax._src import tree_util
 import numpy as np
@@ -156,20 +149,8 @@ def _find(address: str) -> Any:
   return found
 
 
-def _is_json(x: Any) -> bool:
-  """Returns whether a value is the same in JSON."""
-  if type(x) is str:  # JSON would join lone surrogates to a character.
-    return x == x.encode(errors='ignore').decode()
-  if type(x) is int:
-    return -(2**63) <= x < 2**63
-  return x is None or type(x) is bool or (type(x) is float and math.isfinite(x))
-
-
 def _base64(data: bytes) -> str:
   return base64.b64encode(data).decode('ascii')
-
-
-_unbase64 = functools.partial(base64.b64decode, validate=True)
 
 
 # What recognises a class.
@@ -179,34 +160,16 @@ def _is_a(base: type) -> Callable[[type], bool]:
   return lambda cls: issubclass(cls, base)
 
 
-def _may_be_made(cls: type) -> bool:
-  has_finalizer = any('__del__' in vars(c) for c in cls.__mro__)
-  return not has_finalizer and not issubclass(cls, functools.partial)
-
-
 def _is_namedtuple(cls: type) -> bool:
-  if not issubclass(cls, tuple) or not _may_be_made(cls):
-    return False
-  return isinstance(inspect.getattr_static(cls, '_fields', None), tuple)
+  return issubclass(cls, tuple) and hasattr(cls, '_fields')
 
 
-def _is_node(cls: type) -> bool:
-  # JSON has the first two; the last would call what the file names.
-  if cls in (list, type(None), collections.defaultdict):
-    return False
-  return cls in tree_util._registry and _may_be_made(cls)
-
-
-def _is_dataclass(cls: Any) -> bool:
-  bases = cls.__mro__
-  if not _may_be_made(cls) or not dataclasses.is_dataclass(cls):
-    return False
-  fields = [inspect.getattr_static(cls, f, None) for f in _field_names(cls)]
+def _is_dataclass(cls: type) -> bool:
   # A base written in C (dict, Exception) holds more than the fields: 1 << 9 is
-  # HEAPTYPE. A property in place of a field would run code.
-  return all(c is object or c.__flags__ & 1 << 9 for c in bases) and all(
-    isinstance(x, types.MemberDescriptorType) or not hasattr(type(x), '__set__')
-    for x in fields
+  # HEAPTYPE.
+  bases = cls.__mro__[:-1]
+  return dataclasses.is_dataclass(cls) and all(
+    base.__flags__ & 1 << 9 for base in bases
   )
 
 
@@ -223,19 +186,11 @@ class _RefusedError(Exception):
   """A value cannot be described; says why."""
 
 
-@functools.cache  # Once is enough.
-def _announce(name: str) -> None:
-  logging.warning(
-    'Pickled %r into the checkpoint, as config.checkpoint_allow_pickle'
-    ' permits.', name,
-  )  # fmt: skip
-
-
 class Encoding:
   """A value as a checkpoint stores it.
 
   Attributes:
-    structure: see the module; equal to `json.loads(json.dumps(structure))`.
+    structure: see the module; JSON gives it back as it is.
     arrays: name -> array, uncopied; PRNG keys as their uint32 data.
     refused: the values that cannot be stored, and why.
   """
@@ -248,7 +203,7 @@ class Encoding:
 
   def walk(self, x: Any, name: str) -> Any:
     """Returns the structure of a value."""
-    if _is_json(x):
+    if x is None or type(x) in (bool, int, float, str):
       return x
     if type(x) is list:
       return self.items(x, name)
@@ -256,27 +211,21 @@ class Encoding:
     if tag == 'jax' and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
       tag = 'key'
     if tag is None:
-      has_finalizer = hasattr(type(x), '__del__')
-      return self._refuse(x, name, 'its class has a __del__' * has_finalizer)
+      return self._refuse(x, name)
     try:
       return {tag: _KINDS[tag].encode(self, x, name)}
     except _RefusedError as e:
       return self._refuse(x, name, str(e))
 
-  def _refuse(self, x: Any, name: str, why: str) -> Any:
+  def _refuse(self, x: Any, name: str, why: str = '') -> Any:
     """Pickles a value where that is allowed; else it is an error."""
     if self._allow_pickle:
       try:
-        data = pickle.dumps(x)
+        return {'pickle': [name, _base64(pickle.dumps(x))]}
       except Exception as e:  # An object's own code may raise anything.
         why = f'it cannot be pickled: {type(e).__name__}: {e}'
-      else:
-        _announce(name)
-        return {'pickle': [name, _base64(data)]}
     cls = type(x)
     what = f'{name!r}, a {cls.__module__}.{cls.__qualname__}'
-    if callable(x) and hasattr(x, '__qualname__'):
-      what += f' {x.__qualname__!r}'
     self.refused.append(f'{what} ({why})' if why else what)
     return None
 
@@ -305,15 +254,12 @@ class Encoding:
     self.arrays[name] = x
     return name
 
-  def key(self, x: jax.Array, name: str) -> list[str]:
-    impl = jax.random.key_impl(x)
-    if not isinstance(impl, str):
-      raise _RefusedError('keys of an unregistered implementation')
-    return [self.array(jax.random.key_data(x), name), impl]
+  def key(self, x: jax.Array, name: str) -> list[Any]:
+    data = self.array(jax.random.key_data(x), name)
+    return [data, jax.random.key_impl(x)]
 
   def fields(self, x: Any, name: str) -> list[Any]:
     address, fields = self._address(x), _field_names(type(x))
-    unset = [field for field in fields if not hasattr(x, field)]
     # What a cached property holds is computed again.
     extra = [
       key for key in getattr(x, '__dict__', {}) if key not in fields
@@ -321,10 +267,8 @@ class Encoding:
         inspect.getattr_static(type(x), key, None), functools.cached_property
       )
     ]  # fmt: skip
-    if unset or extra:
-      raise _RefusedError(
-        f'fields without a value: {unset}; attributes beside: {extra}'
-      )
+    if extra:
+      raise _RefusedError(f'attributes beside its fields: {extra}')
     values = {f: self.walk(getattr(x, f), f'{name}/{f}') for f in fields}
     return [address, values]
 
@@ -430,10 +374,7 @@ class _Decoder:
         ' code. If you trust who wrote it, set'
         ' config.checkpoint_allow_pickle = True'
       )
-    logging.warning(
-      'Unpickling %r, as config.checkpoint_allow_pickle permits.', name
-    )
-    return pickle.loads(_unbase64(data))
+    return pickle.loads(base64.b64decode(data))
 
 
 # The table.
@@ -460,15 +401,10 @@ _no_class = lambda cls: False
 # The JSON is {tag: body}. The first row that recognises a class counts.
 # fmt: off
 _KINDS: dict[str, _Kind] = {
-  'int': _Kind(int, lambda e, x, n: hex(x), lambda d, b: int(b, 16)),
-  # Bytes, since a NaN has a sign and a payload.
-  'float': _Kind(float, lambda e, x, n: struct.pack('>d', x).hex(),
-                 lambda d, b: struct.unpack('>d', bytes.fromhex(b))[0]),
   'complex': _Kind(complex, lambda e, x, n: e.items((x.real, x.imag), n),
                    lambda d, b: complex(*d.items(b))),
-  'str': _Kind(str, lambda e, x, n: _base64(x.encode(errors='surrogatepass')),
-               lambda d, b: _unbase64(b).decode(errors='surrogatepass')),
-  'bytes': _Kind(bytes, lambda e, x, n: _base64(x), lambda d, b: _unbase64(b)),
+  'bytes': _Kind(bytes, lambda e, x, n: _base64(x),
+                 lambda d, b: base64.b64decode(b)),
   'tuple': _Kind(tuple, Encoding.items, lambda d, b: tuple(d.items(b))),
   'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs),  # [[key, value]]
   # A copy where NumPy only looks into memory of JAX: experiments count in
@@ -481,7 +417,8 @@ _KINDS: dict[str, _Kind] = {
   'key': _Kind(_no_class, Encoding.key, _Decoder.key),
   'namedtuple': _Kind(_is_namedtuple, Encoding.fields,
                       lambda d, b: d.fields(b, 'namedtuple')),
-  'node': _Kind(_is_node, Encoding.node, _Decoder.node),
+  'node': _Kind(lambda cls: cls in tree_util._registry, Encoding.node,
+                _Decoder.node),
   'dataclass': _Kind(_is_dataclass, Encoding.fields,
                      lambda d, b: d.fields(b, 'dataclass')),
   'pickle': _Kind(_no_class, None, _Decoder.pickle),
