@@ -206,7 +206,7 @@ def happened(monkeypatch, tmp_path):
 
 def test_a_value_is_on_the_disk_with_its_name(tmp_path, happened, monkeypatch):
   store = store_lib.at(tmp_path)
-  monkeypatch.setattr(store_lib.secrets, 'token_hex', lambda size: '0')
+  monkeypatch.setattr(disk.secrets, 'token_hex', lambda size: '0')
   store.write('a/b/c', b'1')
   partial = 'a/b/.c.0.partial'
   assert happened == [

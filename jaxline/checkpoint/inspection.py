@@ -381,8 +381,7 @@ def _export(args: argparse.Namespace) -> int:
     (name.removeprefix(prefix), _converted(name, x, args.dtype))
     for name, x in checkpoint.verified(names)
   )
-  partial = out.with_name(f'.{out.name}.{os.getpid()}.partial')
-  with disk.replacing(out, partial) as file:
+  with disk.replacing(out) as file:
     write(file, arrays)
   size = _size(out.stat().st_size)
   print(f'{len(names)} arrays, {size}, in {args.out}')

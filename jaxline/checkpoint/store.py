@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import pathlib
-import secrets
 import shutil
 from typing import Any
 
@@ -24,7 +23,6 @@ _SCHEMES = ('gs', 's3')
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
 _REQUESTS = 16  # At once; each may have a copy of a part.
-_PARTIAL = '.partial'  # The end of the name of a file that is being written.
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -161,7 +159,7 @@ class Disk(Store):
     return pathlib.Path(self.url, key)
 
   def names(self, folder: str = '') -> list[str]:
-    return [n for n in self._all_names(folder) if not n.endswith(_PARTIAL)]
+    return [n for n in self._all_names(folder) if not n.endswith(disk.PARTIAL)]
 
   def _all_names(self, folder: str) -> list[str]:
     try:
@@ -171,7 +169,7 @@ class Disk(Store):
 
   def sweep(self, folder: str) -> None:
     for name in self._all_names(folder):
-      if name.endswith(_PARTIAL):
+      if name.endswith(disk.PARTIAL):
         self.delete(f'{folder}/{name}')
 
   def read(self, key: str) -> bytes | None:
@@ -203,10 +201,7 @@ class Disk(Store):
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
-    # Two threads, or machines, may write the same note.
-    unique = secrets.token_hex(4)
-    partial = path.with_name(f'.{path.name}.{unique}{_PARTIAL}')
-    with disk.replacing(path, partial) as f:
+    with disk.replacing(path) as f:
       f.write(value)
     return self.version(key)
 
