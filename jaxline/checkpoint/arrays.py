@@ -316,20 +316,11 @@ class _Reading:
   ) -> list[futures.Future[None]]:
     """Starts to read the parts that this process needs."""
     pending = []
-    for part, crc in self._about['parts'].items():
+    for part in self._about['parts']:
       places = self._places(part)
       if places:
-        key = f'{self._about["file"]}/{part}'
         pending.append(
-          pool.submit(
-            _read_part,
-            store,
-            key,
-            crc,
-            places,
-            self._about['chunk'],
-            self._dtype,
-          )
+          pool.submit(_read_part, store, self._about, part, places)
         )
     return pending
 
@@ -385,25 +376,25 @@ def _shape(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _read_part(
   store: store_lib.Store,
-  key: str,
-  crc: int,
-  places: Sequence[tuple[np.ndarray, Any]],
-  chunk: Sequence[int],
-  dtype: Any,
+  about: Mapping[str, Any],
+  part: str,
+  places: Sequence[tuple[np.ndarray, Any]] = (),
 ) -> None:
   """Reads a part, verifies it and copies it to its places."""
-  part = places[0][0]
-  is_direct = len(places) == 1 and part.shape == tuple(chunk)
-  is_direct = is_direct and part.flags.c_contiguous
-  if not is_direct:
-    part = np.empty(chunk, dtype)
-  raw = _bytes(part)
+  key, chunk = f'{about["file"]}/{part}', tuple(about['chunk'])
+  direct = [
+    view
+    for view, _ in places
+    if view.shape == chunk and view.flags.c_contiguous
+  ]
+  values = direct[0] if direct else np.empty(chunk, jnp.dtype(about['dtype']))
+  raw = _bytes(values)
   store.read_into(key, raw)
-  if crc32c.crc32c(raw) != crc:
+  if crc32c.crc32c(raw) != about['parts'][part]:
     raise store_lib.DamagedError(f'{key} is not as it was written (CRC-32C)')
-  if not is_direct:
-    for view, of in places:
-      view[...] = part[of]
+  for view, of in places:
+    if view is not values:
+      view[...] = values[of]
 
 
 def read(
@@ -430,7 +421,8 @@ def read(
       for name in targets:
         while left and (left[0] == name or on_their_way < _READ_BYTES):
           soon = left.popleft()
-          _check_size(store, described[soon])
+          for part in itertools.islice(described[soon]['parts'], 1):
+            _check_size(store, described[soon], part)  # All have one size.
           reading = _Reading(described[soon], targets[soon])
           started[soon] = reading, reading.start(store, pool)
           on_their_way += reading.size
@@ -444,15 +436,16 @@ def read(
       pool.shutdown(cancel_futures=True)
 
 
-def _check_size(store: store_lib.Store, about: Mapping[str, Any]) -> None:
+def _check_size(
+  store: store_lib.Store, about: Mapping[str, Any], part: str
+) -> None:
   """Compares a part with its description before memory is taken."""
   size = math.prod(about['chunk']) * jnp.dtype(about['dtype']).itemsize
-  for part in itertools.islice(about['parts'], 1):  # All have one size.
-    found = store.size(f'{about["file"]}/{part}')
-    if found not in (None, size):
-      raise store_lib.DamagedError(
-        f'{about["file"]}/{part} has {found} bytes, {size} were written'
-      )
+  found = store.size(key := f'{about["file"]}/{part}')
+  if found not in (None, size):
+    raise store_lib.DamagedError(
+      f'{key} has {found} bytes, {size} were written'
+    )
 
 
 def verify(
@@ -464,20 +457,16 @@ def verify(
     OSError: a part cannot be read.
   """
 
-  def problem(task: tuple[Mapping[str, Any], str, int]) -> str | None:
-    about, part, crc = task
-    places = [(np.empty(about['chunk'], jnp.dtype(about['dtype'])), ())]
+  def problem(task: tuple[Mapping[str, Any], str]) -> str | None:
     try:
-      key = f'{about["file"]}/{part}'
-      _read_part(store, key, crc, places, about['chunk'], about['dtype'])
+      _check_size(store, *task)
+      _read_part(store, *task)
     except store_lib.DamagedError as e:
       return str(e)
     return None
 
   tasks = [
-    (about, part, crc)
-    for about in described.values()
-    for part, crc in about['parts'].items()
+    (about, part) for about in described.values() for part in about['parts']
   ]
   with futures.ThreadPoolExecutor(store.threads) as pool:
     return [x for x in pool.map(problem, tasks) if x is not None]
