@@ -301,14 +301,12 @@ class _Reading:
       indices: Iterable[Index] = [(slice(None),) * len(shape)]
     else:
       indices = self._sharding.addressable_devices_indices_map(shape).values()
+    self._buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
     # Several devices may have the same part. (Slices have no hash.)
-    self._buffers = {
-      str(index): (
-        [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)],
-        _empty(_shape(index, shape), self._dtype),
-      )
-      for index in {str(i): i for i in indices}.values()
-    }
+    for index in {str(i): i for i in indices}.values():
+      bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+      buffer = _empty([high - low for low, high in bounds], self._dtype)
+      self._buffers[str(index)] = bounds, buffer
     self.size = sum(x.nbytes for _, x in self._buffers.values())
 
   def start(
@@ -349,15 +347,17 @@ class _Reading:
   def result(self) -> Any:
     """Returns the array once all parts are read."""
     buffers = {key: buffer for key, (_, buffer) in self._buffers.items()}
-    shape = tuple(self._about['shape'])
-    x: Any
-    if self._sharding is None:
-      (x,) = buffers.values()
-    else:
-      x = jax.make_array_from_callback(
+    if self._sharding is not None:
+      shape = tuple(self._about['shape'])
+      return jax.make_array_from_callback(
         shape, self._sharding, lambda index: buffers[str(index)]
       )
-    return _as_saved(x, self._about, self._target)
+    x: Any
+    (x,) = buffers.values()
+    if 'key' in self._about and is_key(self._target):
+      x = jax.random.wrap_key_data(jnp.asarray(x), impl=self._about['key'])
+    sharding = getattr(self._target, 'sharding', None)
+    return x if sharding is None else jax.device_put(x, sharding)
 
 
 def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -366,12 +366,6 @@ def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
   raw = np.empty(size + _ALIGNMENT, np.uint8)
   start = -raw.ctypes.data % _ALIGNMENT
   return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _shape(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
-  return tuple(
-    len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)
-  )
 
 
 def _read_part(
@@ -470,16 +464,6 @@ def verify(
   ]
   with futures.ThreadPoolExecutor(store.threads) as pool:
     return [x for x in pool.map(problem, tasks) if x is not None]
-
-
-def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
-  """Makes of what was read what was saved."""
-  if 'key' in about and is_key(target):
-    x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
-  sharding = getattr(target, 'sharding', None)
-  if sharding is None or getattr(x, 'sharding', None) == sharding:
-    return x
-  return jax.device_put(x, sharding)
 
 
 # Small arrays in JSON.

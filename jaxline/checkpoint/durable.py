@@ -84,7 +84,6 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     )
 
   def restore_path(self, ckpt_series: str) -> str | None:
-    """Returns the place of the newest checkpoint, or None."""
     found = self._candidates(ckpt_series)
     return f'{self._store}/{ckpt_series}/{found[0]}' if found else None
 
@@ -202,7 +201,6 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     return restore_next
 
   def is_new(self) -> bool:
-    """Returns whether the run has no checkpoint of its own yet."""
     return not self._has_any('latest')
 
   # What the loops ask for besides.

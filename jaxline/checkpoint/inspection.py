@@ -248,10 +248,6 @@ def _when(seconds: float) -> str:
   return local.isoformat(' ', 'seconds')
 
 
-def _number(value: Any) -> str:
-  return f'{value:.6g}' if isinstance(value, float) else str(value)
-
-
 def print_table(
   rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
 ) -> None:
@@ -281,11 +277,8 @@ def _ls(args: argparse.Namespace) -> int:
     )
     for row in list_run(args.dir)
   ]
-  if rows:
-    header = ('series', 'step', 'size', 'saved', 'metrics')
-    print_table([header, *rows], right=(1, 2))
-  else:
-    print('No checkpoints yet.')
+  header = ('series', 'step', 'size', 'saved', 'metrics')
+  print_table([header, *rows], right=(1, 2))
   return 0
 
 
@@ -294,7 +287,11 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
   names = sorted(
     metrics, key=lambda n: (not n.startswith('best/'), 'loss' not in n, n)
   )
-  return ', '.join(f'{n} {_number(metrics[n])}' for n in names[:_METRICS_SHOWN])
+  shown = {n: metrics[n] for n in names[:_METRICS_SHOWN]}
+  return ', '.join(
+    f'{n} {x:.6g}' if isinstance(x, float) else f'{n} {x}'
+    for n, x in shown.items()
+  )
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -135,8 +135,7 @@ class Store(abc.ABC):
   def write_part(self, key: str, value: memoryview) -> None:
     """Writes a value under a new key; it is safe after the next `sync`."""
 
-  @abc.abstractmethod
-  def sync(self, folder: str) -> None:
+  def sync(self, folder: str) -> None:  # noqa: B027
     """Returns when the names in a new folder, and its own, are safe."""
 
   @abc.abstractmethod
@@ -147,8 +146,7 @@ class Store(abc.ABC):
   def delete_folder(self, folder: str) -> None:
     """Deletes all values below a folder."""
 
-  @abc.abstractmethod
-  def sweep(self, folder: str) -> None:
+  def sweep(self, folder: str) -> None:  # noqa: B027
     """Deletes what killed writes have left directly in a folder."""
 
 
@@ -245,21 +243,16 @@ class Bucket(Store):
 
     scheme, _, rest = url.partition('://')
     bucket, _, path = rest.partition('/')
-    spec: dict[str, Any] = {
-      'bucket': bucket,
-      'path': f'{path}/' if path else '',
-    }
-    if scheme == 'gs':
-      spec['driver'] = 'gcs'
-    else:
-      spec['driver'] = 's3'
+    driver = {'gs': 'gcs', 's3': 's3'}[scheme]
+    spec = {'driver': driver, 'bucket': bucket, 'path': f'{path}/'}
+    if driver == 's3':
       if endpoint := os.environ.get('AWS_ENDPOINT_URL'):
         spec['endpoint'] = endpoint
       if region := os.environ.get('AWS_REGION'):
         spec['aws_region'] = region
     context = {
-      f'{spec["driver"]}_request_retries': _RETRIES,
-      f'{spec["driver"]}_request_concurrency': {'limit': _REQUESTS},
+      f'{driver}_request_retries': _RETRIES,
+      f'{driver}_request_concurrency': {'limit': _REQUESTS},
     }
     self._range = ts.KvStore.KeyRange
     try:  # It connects later.
@@ -333,9 +326,6 @@ class Bucket(Store):
   def write_part(self, key: str, value: memoryview) -> None:
     self.write(key, value)
 
-  def sync(self, folder: str) -> None:
-    pass
-
   def delete(self, key: str) -> None:
     with self._os_errors(key):
       self._kv.write(key, None).result()
@@ -343,6 +333,3 @@ class Bucket(Store):
   def delete_folder(self, folder: str) -> None:
     with self._os_errors(folder):
       self._kv.delete_range(self._range(f'{folder}/', f'{folder}0')).result()
-
-  def sweep(self, folder: str) -> None:
-    pass
