@@ -137,23 +137,6 @@ def test_each_checkpoint_is_evaluated_once(url, open_run, monkeypatch):
   assert follow() == [(7, 7)]
 
 
-def test_a_damaged_step_that_is_made_again_is_evaluated(open_run, two):
-  lib.flip(lib.manifest_of(two))
-  evaluation, live = open_run('eval'), lib.weights()
-  restore_next = evaluation.follow('latest')
-  state = lib.fill(evaluation, live)
-  assert restore_next(())
-  assert state.global_step == 3
-  assert not restore_next({3})
-  training = open_run()
-  lib.restore(training, lib.weights())
-  training.mark_begun(3)
-  assert training.steps('latest') == [3]
-  lib.save(training, lib.weights(4), 5)
-  assert restore_next({3})
-  assert live.held()['n'] == 4
-
-
 # The best.
 
 
@@ -339,23 +322,6 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   lib.save(second, lib.weights(3), 7)
   # What was left has gone.
   assert len(data(tmp_path / 'run')) == len(second.steps('latest'))
-
-
-@pytest.mark.parametrize('series', ['latest', 'best'])
-def test_a_right_that_is_lost_is_an_error_at_the_next_save(
-  series, open_run, tmp_path
-):
-  first, live, run = open_run(), lib.weights(1), tmp_path / 'run'
-  lib.save(first, live, 3)
-  if series == 'best':
-    first = open_run('eval')
-    lib.restore(first, live, 3)
-    first.claim('best')
-  (run / 'checkpoints' / 'claims' / f'{series}.lock').unlink()
-  before = first.steps(series)
-  with pytest.raises(FileNotFoundError, match=rf'{series}\.lock'):
-    lib.save(first, live, 5, series=series)
-  assert first.steps(series) == before
 
 
 @pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)

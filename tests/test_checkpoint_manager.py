@@ -96,14 +96,6 @@ def test_a_step_is_created_once(url):
   assert one.read('best', 5)['data'] == '5-cd'
 
 
-def test_the_last_best_is_the_one_that_was_saved_last(manifests):
-  for step, when in ((3, 1.0), (1, 2.0), (2, 3.0)):
-    write(manifests, 'best', step, time=when)
-    write(manifests, 'latest', step, time=when)
-  assert manifests.by_time('best') == [2, 1, 3]
-  assert manifests.by_time('latest') == [3, 2, 1]
-
-
 # Which stay.
 
 
