@@ -24,6 +24,7 @@ from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.checkpoint import durable
+from jaxline.checkpoint import owner
 from jaxline.compat import devices
 
 # What is compared: bits, dtypes, types, and where arrays are.
@@ -302,6 +303,29 @@ def assert_refused(
   assert all(state[name] is before[name] for name in before)
   assert tree_of(tmp_path) == there
   return str(e.value)
+
+
+class Clock:
+  """Takes the place of the module `time`; whoever sleeps lets time pass."""
+
+  def __init__(self):
+    self.now, self.at_sleep = 1000.0, lambda: None
+
+  def monotonic(self):
+    return self.now
+
+  def sleep(self, secs):
+    self.now += secs
+    self.at_sleep()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+  """The clock of claims and marks."""
+  clock = Clock()
+  monkeypatch.setattr(owner, 'time', clock)
+  monkeypatch.setattr(owner, '_dead', set())
+  return clock
 
 
 # Files.

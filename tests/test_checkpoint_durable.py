@@ -296,11 +296,8 @@ def test_where_a_save_failed_nothing_is_removed(open_run, tmp_path):
   ('series', 'values', 'stay'),
   [
     ('latest', {'max_checkpoints_to_keep': 2}, [5, 6]),
-    ('best', {'max_best_checkpoints_to_keep': 1}, [6]),
     ('best', {'max_best_checkpoints_to_keep': 3,
               'keep_checkpoint_every_steps': 1}, [4, 5, 6]),
-    # As many as of the others, in JAXline's style.
-    ('best', {'max_checkpoints_to_keep': 2}, [5, 6]),
     ('latest', {'max_checkpoints_to_keep': 1,
                 'keep_checkpoint_every_steps': 3}, [3, 6]),
     ('latest', {'max_checkpoints_to_keep': 1,

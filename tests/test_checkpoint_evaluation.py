@@ -34,31 +34,6 @@ def verify(run, step=5, series='latest') -> None:
 # What is read beside a training that removes it.
 
 
-def test_what_is_evaluated_stays_while_it_is_read(open_run, tmp_path):
-  training = open_run(max_checkpoints_to_keep=1)
-  evaluation = open_run('eval')
-  lib.save(training, lib.weights(1), 1)
-  live = lib.weights()
-  restored = live.restore_from_snapshot
-
-  def slow_restore(snapshot):
-    lib.save(training, lib.weights(2), 2)  # Removes what is being read.
-    restored(snapshot)
-
-  live.restore_from_snapshot = slow_restore
-  state = lib.restore(evaluation, live, 1)
-  assert (state.global_step, live.held()['n']) == (1, 1)
-  assert training.steps('latest') == [2]
-  # It can become the best although training has removed it.
-  lib.save_best(evaluation, live, 1, 0.5)
-  assert evaluation.steps('best') == [1]
-  evaluation.close()
-  assert os.listdir(tmp_path / 'run' / 'checkpoints' / 'readers') == []
-  lib.save(training, lib.weights(3), 3)
-  assert len(data(tmp_path / 'run')) == 2
-  verify(tmp_path / 'run', 1, 'best')
-
-
 @pytest.mark.parametrize('mode', ['eval', 'eval_decode'])
 @pytest.mark.parametrize('series', ['latest', 'best'])
 @pytest.mark.parametrize('when', ['manifest', 'parts'])

@@ -191,23 +191,6 @@ def test_where_nothing_is_listed_nothing_is_collected(manifests):
 # Marks.
 
 
-class Clock:
-  """Takes the place of the module `time`."""
-
-  def __init__(self):
-    self.now = 1000.0
-
-  def monotonic(self):
-    return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-  clock = Clock()
-  monkeypatch.setattr(owner, 'time', clock)
-  return clock
-
-
 def test_marked_data_stays_while_the_mark_changes(manifests, clock):
   for step in (1, 2):
     write(manifests, 'latest', step)

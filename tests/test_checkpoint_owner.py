@@ -127,28 +127,6 @@ def test_a_lock_that_is_removed_is_lost(removed, is_made_anew, tmp_path):
 # In a bucket.
 
 
-class Clock:
-  """Takes the place of the module `time`; whoever sleeps lets time pass."""
-
-  def __init__(self):
-    self.now, self.at_sleep = 1000.0, lambda: None
-
-  def monotonic(self):
-    return self.now
-
-  def sleep(self, secs):
-    self.now += secs
-    self.at_sleep()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-  clock = Clock()
-  monkeypatch.setattr(owner, 'time', clock)
-  monkeypatch.setattr(owner, '_dead', set())
-  return clock
-
-
 @pytest.fixture
 def another(monkeypatch):
   """Makes this process another one."""

@@ -4,13 +4,11 @@ from concurrent import futures
 import contextlib
 import errno
 import os
-import pathlib
 
 import pytest
 
 from jaxline import disk
 from jaxline import errors
-from jaxline.checkpoint import spool
 from jaxline.checkpoint import store as store_lib
 
 NEW = store_lib.NEW
@@ -220,34 +218,3 @@ def test_two_threads_may_write_the_same_note(tmp_path):
     for _ in pool.map(lambda i: store.write('a', b'%d' % i), range(200)):
       pass
   assert os.listdir(tmp_path) == ['a']
-
-
-# Logs of a run in a bucket.
-
-
-def test_logs_are_spooled(store, monkeypatch):
-  run = store.url
-  top = spool.directory(run)
-  (top / 'train' / 'host_1').mkdir(parents=True)
-  log, events = top / 'train' / 'metrics.jsonl', 'train/tfevents.1'
-  log.write_bytes(b'one\ntwo\n')
-  for name in (events, 'train/host_1/metrics.jsonl'):
-    (top / name).write_bytes(b'abc')
-  spool.upload(run, {'train/metrics.jsonl': 4, 'train/absent': 1})
-  if not store_lib.is_address(run):
-    # They grow in their place.
-    assert str(spool.fetch(run, 'train')) == f'{run}/train'
-    return
-  assert store.read('train/metrics.jsonl') == b'one\n'
-  spool.upload(run)
-  assert store.read('train/metrics.jsonl') == b'one\ntwo\n'
-  # Another machine appends to them.
-  monkeypatch.setattr(spool, '_directories', {})
-  folder = spool.fetch(run, 'train')
-  assert folder not in (top / 'train', pathlib.Path(run, 'train'))
-  assert sorted(os.listdir(folder)) == ['metrics.jsonl', 'tfevents.1']
-  with open(folder / 'metrics.jsonl', 'ab') as f:
-    f.write(b'three\n')
-  spool.upload(run)
-  assert store.read('train/metrics.jsonl') == b'one\ntwo\nthree\n'
-  assert store.names('train') == ['host_1', 'metrics.jsonl', 'tfevents.1']
