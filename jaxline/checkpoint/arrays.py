@@ -223,8 +223,11 @@ def _parts_of(array: HostArray) -> Iterator[tuple[str, np.ndarray]]:
       first = [x // c for x, c in zip(start, chunk, strict=True)]
       if chunk:
         first[0] += row // rows
-      name = '.'.join(['c', *map(str, first)])
-      yield name, block[row : row + rows] if rows else block
+      yield _part(first), block[row : row + rows] if rows else block
+
+
+def _part(at: Iterable[int]) -> str:
+  return '.'.join(['c', *map(str, at)])
 
 
 def _bytes(x: np.ndarray) -> memoryview:
@@ -271,16 +274,12 @@ def check(described: Mapping[str, Any]) -> None:
       or not _TYPES.fullmatch(about['dtype'])
       or any(c and n % c for n, c in zip(shape, chunk, strict=True))
       or len(about['parts']) != math.prod(grid)
-      or about['parts'].keys() != set(_part_names(grid))
+      or set(about['parts'])
+      != {*map(_part, itertools.product(*map(range, grid)))}
     ):
       raise store_lib.RefusedError(
         f'its manifest describes the array {name!r} as {str(about)[:200]}'
       )
-
-
-def _part_names(grid: Sequence[int]) -> Iterator[str]:
-  for at in itertools.product(*map(range, grid)):
-    yield '.'.join(['c', *map(str, at)])
 
 
 class _Reading:

@@ -17,12 +17,11 @@ from typing import Any
 from jaxline import disk
 from jaxline import errors
 
-_SCHEMES = ('gs', 's3')
+_DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # Of requests that fail by a 503, a timeout or a lost connection; TensorStore
 # doubles its delay from a second up to 32. An address that does not exist would
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
-_REQUESTS = 16  # At once; each may have a copy of a part.
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -56,19 +55,15 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
     UsageError: it is empty, or an address of another kind.
   """
   text = os.fspath(place)
-  if not text:
-    raise errors.UsageError(
-      f'config.{what} is {text!r}; expected a directory or an address.'
-    )
-  if not is_address(text):
-    return Disk(os.path.abspath(text))
   scheme, _, path = text.partition('://')
-  if scheme not in _SCHEMES or not path.strip('/'):
-    raise errors.UsageError(
-      f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
-      ' s3://BUCKET/PATH.'
-    )
-  return Bucket(f'{scheme}://{path.strip("/")}')
+  if text and not is_address(text):
+    return Disk(os.path.abspath(text))
+  if scheme in _DRIVERS and path.strip('/'):
+    return Bucket(f'{scheme}://{path.strip("/")}')
+  raise errors.UsageError(
+    f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
+    ' s3://BUCKET/PATH.'
+  )
 
 
 class Store(abc.ABC):
@@ -81,7 +76,7 @@ class Store(abc.ABC):
     threads: how many reads or writes at once are fastest.
   """
 
-  threads = 16
+  threads = 16  # In a bucket each may have a copy of a part.
 
   def __init__(self, url: str):
     self.url = url
@@ -235,15 +230,13 @@ class Disk(Store):
 class Bucket(Store):
   """Objects in a bucket, by TensorStore's drivers."""
 
-  threads = _REQUESTS
-
   def __init__(self, url: str):
     super().__init__(url)
     import tensorstore as ts
 
     scheme, _, rest = url.partition('://')
     bucket, _, path = rest.partition('/')
-    driver = {'gs': 'gcs', 's3': 's3'}[scheme]
+    driver = _DRIVERS[scheme]
     spec = {'driver': driver, 'bucket': bucket, 'path': f'{path}/'}
     if driver == 's3':
       if endpoint := os.environ.get('AWS_ENDPOINT_URL'):
@@ -252,7 +245,7 @@ class Bucket(Store):
         spec['aws_region'] = region
     context = {
       f'{driver}_request_retries': _RETRIES,
-      f'{driver}_request_concurrency': {'limit': _REQUESTS},
+      f'{driver}_request_concurrency': {'limit': self.threads},
     }
     self._range = ts.KvStore.KeyRange
     try:  # It connects later.
