@@ -315,33 +315,6 @@ def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   assert live.held()['n'] == 2
 
 
-def test_all_names_are_on_the_disk(open_run, tmp_path, monkeypatch):
-  safe = set()
-
-  def fsync(fd, fsync=os.fsync):
-    path = os.readlink(f'/proc/self/fd/{fd}')
-    safe.add(path)
-    if os.path.isdir(path):  # It knows the names that it has now.
-      safe.update(f'{path}/{name}/' for name in os.listdir(path))
-    fsync(fd)
-
-  monkeypatch.setattr(os, 'fsync', fsync)
-  checkpointer, run = open_run(directory=tmp_path / 'a' / 'run'), tmp_path / 'a'
-  lib.fill(checkpointer, lib.weights(1))
-  checkpointer.claim('latest')
-  checkpointer.mark_begun(0)
-  lib.save(checkpointer, lib.weights(1))
-  needed = [run, *run.rglob('*')]
-  assert len(needed) > 10
-  assert [
-    p for p in needed if f'{p}/' not in safe and p.suffix != '.lock'
-  ] == []
-  files = [
-    p for p in needed if p.is_file() and p.suffix not in ('.lock', '.json')
-  ]
-  assert [p for p in files if str(p) not in safe] == []
-
-
 PAGE = 4096  # Bytes; what a file on a tmpfs takes is a multiple of it.
 
 

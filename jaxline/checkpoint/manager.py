@@ -106,8 +106,8 @@ class Manifests:
     with naming(name):
       if (of := found.get('format')) != FORMAT:
         raise store_lib.RefusedError(
-          f'it has format {of}, and this jaxline reads {FORMAT}: use the one that'
-          ' wrote it'
+          f'it has format {of}, and this jaxline reads {FORMAT}: use the one'
+          ' that wrote it'
         )
       if found['step'] != step:
         raise store_lib.RefusedError(f'it is of step {found["step"]}')
