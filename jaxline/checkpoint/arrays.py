@@ -77,7 +77,7 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
     blocks = [_blocks(x, pool) for x in data.values()]
   return {
     name: HostArray(
-      _described(live[name], x, _file(i, name)),
+      _described(live[name], x, i, name),
       [(index, future.result()) for index, future in own],
     )
     for i, ((name, x), own) in enumerate(zip(data.items(), blocks, strict=True))
@@ -120,15 +120,11 @@ def _fill(copy: np.ndarray, source: np.ndarray) -> np.ndarray:
   return copy
 
 
-def _file(i: int, name: str) -> str:
-  tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
-  return f'{i:04d}.{tail}'.rstrip('.')
-
-
-def _described(live: Any, x: Any, file: str) -> dict[str, Any]:
+def _described(live: Any, x: Any, i: int, name: str) -> dict[str, Any]:
   """Returns the description of an array without parts."""
+  tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
   about: dict[str, Any] = {
-    'file': file,
+    'file': f'{i:04d}.{tail}'.rstrip('.'),
     'shape': list(x.shape),
     'dtype': x.dtype.name,
     'parts': {},
@@ -167,7 +163,6 @@ def write(
   Returns:
     Name -> description, with the parts that this process has written.
   """
-  is_chief = jax.process_index() == 0
 
   def write_part(task: tuple[HostArray, str, np.ndarray]) -> None:
     array, part, values = task
@@ -184,7 +179,7 @@ def write(
     # The largest first: what is left at the end is short.
     tasks.sort(key=lambda task: -task[2].nbytes)
     pending = [pool.submit(write_part, task) for task in tasks]
-    if is_chief:
+    if jax.process_index() == 0:
       pending += [pool.submit(write_meta, a.about) for a in arrays.values()]
     try:
       for future in pending:
@@ -289,12 +284,19 @@ class _Reading:
     size: how many bytes this process reads.
   """
 
-  def __init__(self, about: Mapping[str, Any], target: Any):
+  def __init__(
+    self,
+    store: store_lib.Store,
+    pool: futures.Executor,
+    about: Mapping[str, Any],
+    target: Any,
+  ):
+    """Starts to read the parts that this process needs."""
+    for part in itertools.islice(about['parts'], 1):  # All have one size.
+      _check_size(store, about, part)
     self._about, self._target = about, target
-    self._dtype = jnp.dtype(about['dtype'])
-    self._sharding = getattr(target, 'sharding', None)
-    if is_key(target):
-      self._sharding = None
+    sharding = getattr(target, 'sharding', None)
+    self._sharding = None if is_key(target) else sharding
     shape = tuple(about['shape'])
     if self._sharding is None:
       indices: Iterable[Index] = [(slice(None),) * len(shape)]
@@ -304,47 +306,38 @@ class _Reading:
     # Several devices may have the same part. (Slices have no hash.)
     for index in {str(i): i for i in indices}.values():
       bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-      buffer = _empty([high - low for low, high in bounds], self._dtype)
+      buffer = _empty(
+        [high - low for low, high in bounds], jnp.dtype(about['dtype'])
+      )
       self._buffers[str(index)] = bounds, buffer
     self.size = sum(x.nbytes for _, x in self._buffers.values())
-
-  def start(
-    self, store: store_lib.Store, pool: futures.Executor
-  ) -> list[futures.Future[None]]:
-    """Starts to read the parts that this process needs."""
-    pending = []
-    for part in self._about['parts']:
-      places = self._places(part)
-      if places:
-        pending.append(
-          pool.submit(_read_part, store, self._about, part, places)
-        )
-    return pending
+    self._pending = [
+      pool.submit(_read_part, store, about, part, places)
+      for part in about['parts']
+      if (places := self._places(part))
+    ]
 
   def _places(self, part: str) -> list[tuple[np.ndarray, Any]]:
     """Returns where a part goes: views of buffers, and which values."""
-    at = [
-      int(i) * c
-      for i, c in zip(part.split('.')[1:], self._about['chunk'], strict=True)
-    ]
+    chunk = self._about['chunk']
+    at = [int(i) * c for i, c in zip(part.split('.')[1:], chunk, strict=True)]
     places: list[tuple[np.ndarray, Any]] = []
     for bounds, buffer in self._buffers.values():
-      into: list[slice] = []
-      of: list[slice] = []
-      for first, n, (low, high) in zip(
-        at, self._about['chunk'], bounds, strict=True
-      ):
-        begin, end = max(first, low), min(first + n, high)
-        into.append(slice(begin - low, end - low))
-        of.append(slice(begin - first, end - first))
-      if all(s.stop > s.start for s in into):
+      axes = [
+        (first, low, max(first, low), min(first + n, high))
+        for first, n, (low, high) in zip(at, chunk, bounds, strict=True)
+      ]
+      if all(begin < end for *_, begin, end in axes):
         # With the ellipsis a view, also where there are no axes.
-        view: Any = (..., *into)
-        places.append((buffer[view], (..., *of)))
+        into: Any = (..., *(slice(b - low, e - low) for _, low, b, e in axes))
+        of = (..., *(slice(b - first, e - first) for first, _, b, e in axes))
+        places.append((buffer[into], of))
     return places
 
   def result(self) -> Any:
     """Returns the array once all parts are read."""
+    for future in self._pending:
+      future.result()
     buffers = {key: buffer for key, (_, buffer) in self._buffers.items()}
     if self._sharding is not None:
       shape = tuple(self._about['shape'])
@@ -408,23 +401,20 @@ def read(
     OSError: a part cannot be read.
   """
   left, on_their_way = collections.deque(targets), 0
-  started: dict[str, tuple[_Reading, list[futures.Future[None]]]] = {}
+  started: dict[str, _Reading] = {}
   with futures.ThreadPoolExecutor(store.threads) as pool:
     try:
       for name in targets:
         while left and (left[0] == name or on_their_way < _READ_BYTES):
           soon = left.popleft()
-          for part in itertools.islice(described[soon]['parts'], 1):
-            _check_size(store, described[soon], part)  # All have one size.
-          reading = _Reading(described[soon], targets[soon])
-          started[soon] = reading, reading.start(store, pool)
+          reading = _Reading(store, pool, described[soon], targets[soon])
+          started[soon] = reading
           on_their_way += reading.size
-        reading, pending = started.pop(name)
-        for future in pending:
-          future.result()
+        reading = started.pop(name)
+        x = reading.result()
         on_their_way -= reading.size
-        yield name, reading.result()
-        del reading, pending
+        yield name, x
+        del reading, x
     finally:
       pool.shutdown(cancel_futures=True)
 
