@@ -158,11 +158,8 @@ def test_verify_names_the_damaged_part_and_changes_nothing(call, run):
   status, out, _ = call('verify', run)
   assert status == 1
   lines = out.splitlines()
-  assert [line.split()[:2] for line in lines[:3]] == [
-    ['latest/2', 'ok'],
-    ['latest/4', 'DAMAGED:'],
-    ['best/2', 'ok'],
-  ]
+  verdicts = [line.split()[1] for line in lines[:3]]
+  assert verdicts == ['ok', 'DAMAGED:', 'ok']
   assert f'{path.parent.name}/{path.name} is not as it was' in lines[1]
   assert lib.tree_of(run) == before
   assert call('verify', f'{run}:2')[0] == 0
@@ -274,13 +271,11 @@ def test_errors_are_one_line(call, saved, tmp_path, argv, message):
 
 def test_a_damaged_manifest_is_an_error(call, run):
   lib.manifest_of(run, 4).write_text('[]')
-  for argv in (['show', run], ['export', run, 'w.npz']):
-    status, _, err = call(*argv)
-    assert status == 2
-    assert 'latest/4.json is not as it was written' in err
-    assert err.count('\n') == 1
-  status, out, _ = call('ls', run)
-  assert (status, '4.json is not as it was written' in out) == (0, True)
+  for argv, status in (['show'], 2), (['export', 'w.npz'], 2), (['ls'], 0):
+    got, out, err = call(argv[0], run, *argv[1:])
+    assert got == status
+    assert 'latest/4.json is not as it was written' in out + err
+    assert err.count('\n') == bool(status)
 
 
 @pytest.fixture
