@@ -359,11 +359,3 @@ def flip(path: pathlib.Path) -> None:
   data = bytearray(path.read_bytes())
   data[len(data) // 2] ^= 1
   path.write_bytes(data)
-
-
-DAMAGES = {
-  'flip': flip,
-  'truncate': lambda path: os.truncate(path, path.stat().st_size - 2),
-  'empty': lambda path: os.truncate(path, 0),
-  'delete': lambda path: path.unlink(),
-}
