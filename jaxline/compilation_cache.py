@@ -177,9 +177,8 @@ class Files:
   def put(self, key: str, value: bytes) -> None:
     """Writes an entry, after removing old ones that leave no space for it."""
     self._remove_oldest(MAX_BYTES - len(value))
-    partial = self._file(f'partial-{os.urandom(8).hex()}')
     # The step would wait for the disk. The checksum finds a cut entry.
-    with disk.replacing(self._file(key), partial, sync=False) as file:
+    with disk.replacing(self._file(key), sync=False) as file:
       file.write(hashlib.sha256(value).digest() + value)
 
   def _file(self, key: str) -> pathlib.Path:
@@ -188,7 +187,7 @@ class Files:
   def _remove_oldest(self, limit: int) -> None:
     """Removes the least recently used files until all fit into `limit`."""
     found = []
-    for path in self._path.glob(f'*{_SUFFIX}'):
+    for path in self._path.glob(f'*{_SUFFIX}*'):  # And what kills left.
       with contextlib.suppress(OSError):  # Another process removes it.
         status = path.stat()
         found.append((status.st_mtime_ns, status.st_size, path))

@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import pathlib
+import secrets
 import shutil
 from typing import Any, BinaryIO
 
 from jaxline import errors
 
+PARTIAL = '.partial'  # The end of the name of a file that is being written.
 # The errno values for a full file system or quota.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -44,19 +46,18 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(
-  path: pathlib.Path, partial: pathlib.Path, *, sync: bool = True
-) -> Iterator[BinaryIO]:
+def replacing(path: pathlib.Path, *, sync: bool = True) -> Iterator[BinaryIO]:
   """Opens a temporary file, and renames it once it is complete and synced.
 
   Args:
     path: the file to replace. It keeps its old content if the block raises.
-    partial: the temporary file, in the same directory.
     sync: whether to wait for the disk; else a power failure may cut the file.
 
   Raises:
     OSError: the file cannot be written; says how much room there is.
   """
+  # Two threads, or machines, may write the same file.
+  partial = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{PARTIAL}')
   try:
     with open(partial, 'wb') as file:
       yield file
@@ -89,8 +90,7 @@ def to_json(value: Any) -> bytes:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a file that is whole, and on the disk, or not there."""
-  partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
-  with replacing(path, partial) as f:
+  with replacing(path) as f:
     f.write(to_json(value))
 
 

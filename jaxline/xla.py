@@ -230,8 +230,7 @@ class ProfileSteps(periodic.Action):
         ' profiler beside this one (Nsight Systems), gives no durations.'
       )
     self._path.parent.mkdir(parents=True, exist_ok=True)
-    partial = self._path.with_name(f'{self._path.name}.{os.getpid()}.partial')
-    with disk.replacing(self._path, partial) as file:
+    with disk.replacing(self._path) as file:
       file.write(profile)
     logging.info(
       'Wrote the profile of %d bytes; the next run compiles with it by'

@@ -24,6 +24,7 @@ from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.checkpoint import durable
+from jaxline.checkpoint import owner
 from jaxline.compat import devices
 
 # What is compared: bits, dtypes, types, and where arrays are.
@@ -304,6 +305,29 @@ def assert_refused(
   return str(e.value)
 
 
+class Clock:
+  """Takes the place of the module `time`; whoever sleeps lets time pass."""
+
+  def __init__(self):
+    self.now, self.at_sleep = 1000.0, lambda: None
+
+  def monotonic(self):
+    return self.now
+
+  def sleep(self, secs):
+    self.now += secs
+    self.at_sleep()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+  """The clock of claims and marks."""
+  clock = Clock()
+  monkeypatch.setattr(owner, 'time', clock)
+  monkeypatch.setattr(owner, '_dead', set())
+  return clock
+
+
 # Files.
 
 
@@ -335,11 +359,3 @@ def flip(path: pathlib.Path) -> None:
   data = bytearray(path.read_bytes())
   data[len(data) // 2] ^= 1
   path.write_bytes(data)
-
-
-DAMAGES = {
-  'flip': flip,
-  'truncate': lambda path: os.truncate(path, path.stat().st_size - 2),
-  'empty': lambda path: os.truncate(path, 0),
-  'delete': lambda path: path.unlink(),
-}

@@ -1,6 +1,5 @@
 """Tests of jaxline.checkpoint.arrays: types, parts, shardings, damage."""
 
-import errno
 import itertools
 import json
 import math
@@ -220,19 +219,6 @@ def test_every_bit_of_every_part_is_guarded(tmp_path, monkeypatch):
   (tmp_path / described['w']['file'] / 'c.0.0').unlink()
   got = read(store, described, {'n': None, 'empty': None})
   checkpoints.assert_same(got['n'], np.array(3, np.int8))
-
-
-def test_an_error_of_the_system_is_no_damage(tmp_path, monkeypatch):
-  store = store_lib.at(tmp_path)
-  described = write(store, {'w': np.ones(3)})
-
-  def fails(*args, **kwargs):
-    raise OSError(errno.EIO, 'Input/output error')
-
-  monkeypatch.setattr(store, 'read_into', fails)
-  for use in (read, arrays.verify):
-    with pytest.raises(OSError, match='Input/output'):
-      use(store, described)
 
 
 def test_which_are_the_same(tmp_path):

@@ -34,31 +34,6 @@ def verify(run, step=5, series='latest') -> None:
 # What is read beside a training that removes it.
 
 
-def test_what_is_evaluated_stays_while_it_is_read(open_run, tmp_path):
-  training = open_run(max_checkpoints_to_keep=1)
-  evaluation = open_run('eval')
-  lib.save(training, lib.weights(1), 1)
-  live = lib.weights()
-  restored = live.restore_from_snapshot
-
-  def slow_restore(snapshot):
-    lib.save(training, lib.weights(2), 2)  # Removes what is being read.
-    restored(snapshot)
-
-  live.restore_from_snapshot = slow_restore
-  state = lib.restore(evaluation, live, 1)
-  assert (state.global_step, live.held()['n']) == (1, 1)
-  assert training.steps('latest') == [2]
-  # It can become the best although training has removed it.
-  lib.save_best(evaluation, live, 1, 0.5)
-  assert evaluation.steps('best') == [1]
-  evaluation.close()
-  assert os.listdir(tmp_path / 'run' / 'checkpoints' / 'readers') == []
-  lib.save(training, lib.weights(3), 3)
-  assert len(data(tmp_path / 'run')) == 2
-  verify(tmp_path / 'run', 1, 'best')
-
-
 @pytest.mark.parametrize('mode', ['eval', 'eval_decode'])
 @pytest.mark.parametrize('series', ['latest', 'best'])
 @pytest.mark.parametrize('when', ['manifest', 'parts'])
@@ -135,23 +110,6 @@ def test_each_checkpoint_is_evaluated_once(url, open_run, monkeypatch):
   assert follow() == []
   lib.save(again, lib.weights(7), 7)
   assert follow() == [(7, 7)]
-
-
-def test_a_damaged_step_that_is_made_again_is_evaluated(open_run, two):
-  lib.flip(lib.manifest_of(two))
-  evaluation, live = open_run('eval'), lib.weights()
-  restore_next = evaluation.follow('latest')
-  state = lib.fill(evaluation, live)
-  assert restore_next(())
-  assert state.global_step == 3
-  assert not restore_next({3})
-  training = open_run()
-  lib.restore(training, lib.weights())
-  training.mark_begun(3)
-  assert training.steps('latest') == [3]
-  lib.save(training, lib.weights(4), 5)
-  assert restore_next({3})
-  assert live.held()['n'] == 4
 
 
 # The best.
@@ -341,23 +299,6 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   assert len(data(tmp_path / 'run')) == len(second.steps('latest'))
 
 
-@pytest.mark.parametrize('series', ['latest', 'best'])
-def test_a_right_that_is_lost_is_an_error_at_the_next_save(
-  series, open_run, tmp_path
-):
-  first, live, run = open_run(), lib.weights(1), tmp_path / 'run'
-  lib.save(first, live, 3)
-  if series == 'best':
-    first = open_run('eval')
-    lib.restore(first, live, 3)
-    first.claim('best')
-  (run / 'checkpoints' / 'claims' / f'{series}.lock').unlink()
-  before = first.steps(series)
-  with pytest.raises(FileNotFoundError, match=rf'{series}\.lock'):
-    lib.save(first, live, 5, series=series)
-  assert first.steps(series) == before
-
-
 @pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
 def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   older = open_run(directory=url)
@@ -372,33 +313,6 @@ def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   lib.save(newer, lib.weights(2), 5)
   lib.restore(open_run('eval', url), live)
   assert live.held()['n'] == 2
-
-
-def test_all_names_are_on_the_disk(open_run, tmp_path, monkeypatch):
-  safe = set()
-
-  def fsync(fd, fsync=os.fsync):
-    path = os.readlink(f'/proc/self/fd/{fd}')
-    safe.add(path)
-    if os.path.isdir(path):  # It knows the names that it has now.
-      safe.update(f'{path}/{name}/' for name in os.listdir(path))
-    fsync(fd)
-
-  monkeypatch.setattr(os, 'fsync', fsync)
-  checkpointer, run = open_run(directory=tmp_path / 'a' / 'run'), tmp_path / 'a'
-  lib.fill(checkpointer, lib.weights(1))
-  checkpointer.claim('latest')
-  checkpointer.mark_begun(0)
-  lib.save(checkpointer, lib.weights(1))
-  needed = [run, *run.rglob('*')]
-  assert len(needed) > 10
-  assert [
-    p for p in needed if f'{p}/' not in safe and p.suffix != '.lock'
-  ] == []
-  files = [
-    p for p in needed if p.is_file() and p.suffix not in ('.lock', '.json')
-  ]
-  assert [p for p in files if str(p) not in safe] == []
 
 
 PAGE = 4096  # Bytes; what a file on a tmpfs takes is a multiple of it.

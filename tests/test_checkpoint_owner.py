@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -20,23 +19,18 @@ from jaxline.checkpoint import owner
 from jaxline.checkpoint import store as store_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-_CLAIM = 'from jaxline.checkpoint import owner; import sys, time;'
+_CLAIM = 'from jaxline.checkpoint import owner; import sys;'
 _CLAIM += 'owner.Claim(sys.argv[1], "train");'
-
-
-def start_elsewhere(directory, then='') -> subprocess.Popen:
-  return subprocess.Popen(
-    [sys.executable, '-c', _CLAIM + then, str(directory)],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    env={**os.environ, 'PYTHONPATH': str(ROOT)},
-  )
 
 
 def claim_elsewhere(directory) -> str:
   """Returns the error of another process that claims a directory."""
-  return start_elsewhere(directory).communicate()[1]
+  return subprocess.run(
+    [sys.executable, '-c', _CLAIM, str(directory)],
+    capture_output=True,
+    text=True,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+  ).stderr
 
 
 def test_one_claim_in_this_process_and_all_others(tmp_path):
@@ -88,18 +82,6 @@ def test_a_folder_of_another_user_is_not_in_use(tmp_path, monkeypatch):
     owner.Claim(tmp_path / 'file', 'train')
 
 
-def test_a_claim_ends_with_its_process(tmp_path):
-  with start_elsewhere(tmp_path, 'print(flush=True); time.sleep(60)') as other:
-    try:
-      other.stdout.readline()
-      with pytest.raises(owner.ClaimedError):
-        owner.Claim(tmp_path, 'train')
-    finally:
-      other.send_signal(signal.SIGKILL)
-    other.wait()
-  owner.Claim(tmp_path, 'train').release()
-
-
 @pytest.mark.filterwarnings('ignore:.*fork.*')
 def test_a_forked_child_has_no_part_in_it(tmp_path):
   claim, other = (owner.Claim(tmp_path, what) for what in ('train', 'eval'))
@@ -143,28 +125,6 @@ def test_a_lock_that_is_removed_is_lost(removed, is_made_anew, tmp_path):
 
 
 # In a bucket.
-
-
-class Clock:
-  """Takes the place of the module `time`; whoever sleeps lets time pass."""
-
-  def __init__(self):
-    self.now, self.at_sleep = 1000.0, lambda: None
-
-  def monotonic(self):
-    return self.now
-
-  def sleep(self, secs):
-    self.now += secs
-    self.at_sleep()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-  clock = Clock()
-  monkeypatch.setattr(owner, 'time', clock)
-  monkeypatch.setattr(owner, '_dead', set())
-  return clock
 
 
 @pytest.fixture

@@ -125,19 +125,17 @@ def test_a_key_that_is_new_has_its_default(open_run):
     'decode': {'method': 'greedy', 'top_k': 40},
     'best': {'method': 'beam', 'top_k': 40},
   }
-  old, new = {}, defaults
   live = Declares({'w': np.ones(3)}, {})
-  first = open_run(**_own(**old))
+  first = open_run(**_own())
   lib.save(first, live)
   first.close()
-  open_run(**_own(**new)).check_config(Declares)
+  open_run(**_own(**defaults)).check_config(Declares)
   with pytest.raises(durable.ConfigChangedError) as e:
-    open_run(**_own(**new | {'sizes': (1, 3)})).check_config(Declares)
+    open_run(**_own(**defaults | {'sizes': (1, 3)})).check_config(Declares)
   assert [x for x in str(e.value).splitlines() if x[:2] == '  '] == [
     '  config.experiment_kwargs.config.sizes: [1, 2] then, [1, 3] now'
   ]
-  other = open_run(**_own(**new))
-  lib.restore(other, live)
+  lib.restore(open_run(**_own(**defaults)), live)
 
 
 def test_another_config_is_refused_by_its_keys(open_run, tmp_path):
@@ -223,10 +221,7 @@ def test_the_newest_save_is_read_when_it_is_looked_at(
   lib.save(checkpointer, live, 5, extra={'a': np.ones(2)})
   first = newest()
   assert (first.id, reads) == (5, [])
-  live._a0, live._b0 = (
-    lib.rows({'other': np.zeros(1)}),
-    9,
-  )  # Not the live state.
+  live._a0, live._b0 = lib.rows({'other': np.zeros(1)}), 9
   nest = first.pickle_nest
   assert nest.global_step == 5
   assert nest.experiment_module.n == 1
@@ -309,9 +304,7 @@ def test_a_copy_of_a_save_is_a_plain_snapshot(
 @pytest.mark.parametrize(
   ('where', 'step'),
   [
-    ('', 5), (':3', 3), ('/checkpoints', 5), ('/checkpoints/latest', 5),
-    ('/checkpoints/latest:3', 3),
-    ('/checkpoints/best', 4), ('/checkpoints/best:4', 4),
+    ('', 5), ('/checkpoints/latest:3', 3), ('/checkpoints/best', 4),
   ],
 )  # fmt: skip
 def test_restore_from(where, step, open_run, tmp_path, monkeypatch):
@@ -370,11 +363,9 @@ def test_restore_from_what_is_damaged_or_does_not_fit(open_run, tmp_path):
   assert lib.tree_of(tmp_path / 'other') == before
 
 
-def test_rules(kept, open_run, tmp_path):
-  source, live = (
-    lib.Sharded(),
-    lib.Sharded(seed=2, params={'head': jnp.zeros([4])}),
-  )
+def test_rules(kept, open_run):
+  source = lib.Sharded()
+  live = lib.Sharded(seed=2, params={'head': jnp.zeros([4])})
   lib.advance(source, 1)
   before = live.state
   rules = [
@@ -382,12 +373,8 @@ def test_rules(kept, open_run, tmp_path):
     (r'state/(params)/(w|layer/b)', r'state/\1/\2'),
     ('state/params/head', 'state/params/w'),
   ]
-  lib.advance(live, 0)
-  state = lib.fill(open_run(), live, 0, key=(key := jax.random.key(8)))
-  checkpointer = open_run(
-    directory=tmp_path / 'rules', restore_from=str(kept), restore_rules=rules
-  )
-  state = lib.fill(checkpointer, live, 0, key=key)
+  checkpointer = open_run(restore_from=str(kept), restore_rules=rules)
+  state = lib.fill(checkpointer, live, 0, key=(key := jax.random.key(8)))
   checkpointer.restore('latest')
   assert state.global_step == 0
   assert state.train_step_rng is key
@@ -446,14 +433,7 @@ def test_rules_for_all_of_the_state_begin_a_new_run(open_run, tmp_path):
   lib.assert_same(got.model_state['key'], before.model_state['key'])
   adam = lambda x: x.opt_state[1].inner_state[0]
   lib.assert_same(adam(got), adam(taken))
-  assert _counts(taken.opt_state) == {
-    '0/count': 6,
-    '1/count': 6,
-    '1/hyperparams_states/learning_rate/count': 6,
-    '1/inner_state/0/count': 6,
-    '2/count': 6,
-    '3/count': 6,
-  }
+  assert list(_counts(taken.opt_state).values()) == [6] * 6
   counts = _counts(got.opt_state)
   assert counts.pop('1/inner_state/0/count') == 6  # Of Adam's moments.
   assert set(counts.values()) == {0}
@@ -473,21 +453,15 @@ def test_rules_for_all_of_the_state_begin_a_new_run(open_run, tmp_path):
       other.restore('latest')
 
 
-@pytest.mark.parametrize(
-  ('rules', 'match'),
-  [
-    ([('state/params/w', None), ('nothing/.*', None)],
-     r"\['nothing/\.\*'\] match none .*state/params/w"),
-    ([('state/params/.*', None), ('state/params/w', 'state/params/w')],
-     r"\['state/params/w'\] match none.*an earlier rule"),
-    ([('state/params/w', 'state/params/v')],
-     r"no arrays \['state/params/v'\]; the nearest .*'state/params/w'"),
-    ([('state/params/w', 'state/params/layer/b')],
-     r'state/params/w from state/params/layer/b: the checkpoint has'
-     r' float32\[2, 3\], the experiment expects float32\[4\]'),
-    ([('params/w', 'state/params/w')], r"\['params/w'\] match none"),
-  ],
-)  # fmt: skip
+@pytest.mark.parametrize(('rules', 'match'), [
+  ([('state/params/w', None), ('nothing/.*', None)],
+   r"\['nothing/\.\*'\] match none .*state/params/w"),
+  ([('state/params/.*', None), ('state/params/w', 'state/params/w')],
+   r"\['state/params/w'\] match none.*an earlier rule"),
+  ([('state/params/w', 'state/params/v')],
+   r"no arrays \['state/params/v'\]; the nearest .*'state/params/w'"),
+  ([('state/params/w', 'state/params/layer/b')], 'w from state/params/layer/b'),
+])  # fmt: skip
 def test_rules_that_cannot_be_followed(rules, match, kept, open_run, tmp_path):
   checkpointer = open_run(restore_from=str(kept), restore_rules=rules)
   key = jax.random.key(0)

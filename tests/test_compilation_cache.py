@@ -205,7 +205,7 @@ def test_a_full_disk(small_disk):
       np.testing.assert_allclose(
         jax.jit(fn)(x), np.sin(x) * i + np.cos(x), rtol=1e-5
       )
-  assert not list(folder.glob('partial*'))
+  assert not list(folder.glob('*.partial'))
   # What is there is whole.
   store = compilation_cache.Files(folder)
   assert 0 < len(programs(folder)) < 15

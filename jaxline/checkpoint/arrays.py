@@ -77,7 +77,7 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
     blocks = [_blocks(x, pool) for x in data.values()]
   return {
     name: HostArray(
-      _described(live[name], x, _file(i, name)),
+      _described(live[name], x, i, name),
       [(index, future.result()) for index, future in own],
     )
     for i, ((name, x), own) in enumerate(zip(data.items(), blocks, strict=True))
@@ -120,15 +120,11 @@ def _fill(copy: np.ndarray, source: np.ndarray) -> np.ndarray:
   return copy
 
 
-def _file(i: int, name: str) -> str:
-  tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
-  return f'{i:04d}.{tail}'.rstrip('.')
-
-
-def _described(live: Any, x: Any, file: str) -> dict[str, Any]:
+def _described(live: Any, x: Any, i: int, name: str) -> dict[str, Any]:
   """Returns the description of an array without parts."""
+  tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
   about: dict[str, Any] = {
-    'file': file,
+    'file': f'{i:04d}.{tail}'.rstrip('.'),
     'shape': list(x.shape),
     'dtype': x.dtype.name,
     'parts': {},
@@ -167,7 +163,6 @@ def write(
   Returns:
     Name -> description, with the parts that this process has written.
   """
-  is_chief = jax.process_index() == 0
 
   def write_part(task: tuple[HostArray, str, np.ndarray]) -> None:
     array, part, values = task
@@ -184,7 +179,7 @@ def write(
     # The largest first: what is left at the end is short.
     tasks.sort(key=lambda task: -task[2].nbytes)
     pending = [pool.submit(write_part, task) for task in tasks]
-    if is_chief:
+    if jax.process_index() == 0:
       pending += [pool.submit(write_meta, a.about) for a in arrays.values()]
     try:
       for future in pending:
@@ -223,8 +218,11 @@ def _parts_of(array: HostArray) -> Iterator[tuple[str, np.ndarray]]:
       first = [x // c for x, c in zip(start, chunk, strict=True)]
       if chunk:
         first[0] += row // rows
-      name = '.'.join(['c', *map(str, first)])
-      yield name, block[row : row + rows] if rows else block
+      yield _part(first), block[row : row + rows] if rows else block
+
+
+def _part(at: Iterable[int]) -> str:
+  return '.'.join(['c', *map(str, at)])
 
 
 def _bytes(x: np.ndarray) -> memoryview:
@@ -271,16 +269,12 @@ def check(described: Mapping[str, Any]) -> None:
       or not _TYPES.fullmatch(about['dtype'])
       or any(c and n % c for n, c in zip(shape, chunk, strict=True))
       or len(about['parts']) != math.prod(grid)
-      or about['parts'].keys() != set(_part_names(grid))
+      or set(about['parts'])
+      != {*map(_part, itertools.product(*map(range, grid)))}
     ):
       raise store_lib.RefusedError(
         f'its manifest describes the array {name!r} as {str(about)[:200]}'
       )
-
-
-def _part_names(grid: Sequence[int]) -> Iterator[str]:
-  for at in itertools.product(*map(range, grid)):
-    yield '.'.join(['c', *map(str, at)])
 
 
 class _Reading:
@@ -290,83 +284,72 @@ class _Reading:
     size: how many bytes this process reads.
   """
 
-  def __init__(self, about: Mapping[str, Any], target: Any):
+  def __init__(
+    self,
+    store: store_lib.Store,
+    pool: futures.Executor,
+    about: Mapping[str, Any],
+    target: Any,
+  ):
+    """Starts to read the parts that this process needs."""
+    for part in itertools.islice(about['parts'], 1):  # All have one size.
+      _check_size(store, about, part)
     self._about, self._target = about, target
-    self._dtype = jnp.dtype(about['dtype'])
-    self._sharding = getattr(target, 'sharding', None)
-    if is_key(target):
-      self._sharding = None
+    sharding = getattr(target, 'sharding', None)
+    self._sharding = None if is_key(target) else sharding
     shape = tuple(about['shape'])
     if self._sharding is None:
       indices: Iterable[Index] = [(slice(None),) * len(shape)]
     else:
       indices = self._sharding.addressable_devices_indices_map(shape).values()
+    self._buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
     # Several devices may have the same part. (Slices have no hash.)
-    self._buffers = {
-      str(index): (
-        [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)],
-        _empty(_shape(index, shape), self._dtype),
+    for index in {str(i): i for i in indices}.values():
+      bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+      buffer = _empty(
+        [high - low for low, high in bounds], jnp.dtype(about['dtype'])
       )
-      for index in {str(i): i for i in indices}.values()
-    }
+      self._buffers[str(index)] = bounds, buffer
     self.size = sum(x.nbytes for _, x in self._buffers.values())
-
-  def start(
-    self, store: store_lib.Store, pool: futures.Executor
-  ) -> list[futures.Future[None]]:
-    """Starts to read the parts that this process needs."""
-    pending = []
-    for part, crc in self._about['parts'].items():
-      places = self._places(part)
-      if places:
-        key = f'{self._about["file"]}/{part}'
-        pending.append(
-          pool.submit(
-            _read_part,
-            store,
-            key,
-            crc,
-            places,
-            self._about['chunk'],
-            self._dtype,
-          )
-        )
-    return pending
+    self._pending = [
+      pool.submit(_read_part, store, about, part, places)
+      for part in about['parts']
+      if (places := self._places(part))
+    ]
 
   def _places(self, part: str) -> list[tuple[np.ndarray, Any]]:
     """Returns where a part goes: views of buffers, and which values."""
-    at = [
-      int(i) * c
-      for i, c in zip(part.split('.')[1:], self._about['chunk'], strict=True)
-    ]
+    chunk = self._about['chunk']
+    at = [int(i) * c for i, c in zip(part.split('.')[1:], chunk, strict=True)]
     places: list[tuple[np.ndarray, Any]] = []
     for bounds, buffer in self._buffers.values():
-      into: list[slice] = []
-      of: list[slice] = []
-      for first, n, (low, high) in zip(
-        at, self._about['chunk'], bounds, strict=True
-      ):
-        begin, end = max(first, low), min(first + n, high)
-        into.append(slice(begin - low, end - low))
-        of.append(slice(begin - first, end - first))
-      if all(s.stop > s.start for s in into):
+      axes = [
+        (first, low, max(first, low), min(first + n, high))
+        for first, n, (low, high) in zip(at, chunk, bounds, strict=True)
+      ]
+      if all(begin < end for *_, begin, end in axes):
         # With the ellipsis a view, also where there are no axes.
-        view: Any = (..., *into)
-        places.append((buffer[view], (..., *of)))
+        into: Any = (..., *(slice(b - low, e - low) for _, low, b, e in axes))
+        of = (..., *(slice(b - first, e - first) for first, _, b, e in axes))
+        places.append((buffer[into], of))
     return places
 
   def result(self) -> Any:
     """Returns the array once all parts are read."""
+    for future in self._pending:
+      future.result()
     buffers = {key: buffer for key, (_, buffer) in self._buffers.items()}
-    shape = tuple(self._about['shape'])
-    x: Any
-    if self._sharding is None:
-      (x,) = buffers.values()
-    else:
-      x = jax.make_array_from_callback(
+    if self._sharding is not None:
+      shape = tuple(self._about['shape'])
+      return jax.make_array_from_callback(
         shape, self._sharding, lambda index: buffers[str(index)]
       )
-    return _as_saved(x, self._about, self._target)
+    x: Any
+    (x,) = buffers.values()
+    if 'key' in self._about and is_key(self._target):
+      x = jax.random.wrap_key_data(jnp.asarray(x), impl=self._about['key'])
+    sharding = getattr(self._target, 'sharding', None)
+    return x if sharding is None else jax.device_put(x, sharding)
 
 
 def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -377,33 +360,27 @@ def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
   return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _shape(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
-  return tuple(
-    len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)
-  )
-
-
 def _read_part(
   store: store_lib.Store,
-  key: str,
-  crc: int,
-  places: Sequence[tuple[np.ndarray, Any]],
-  chunk: Sequence[int],
-  dtype: Any,
+  about: Mapping[str, Any],
+  part: str,
+  places: Sequence[tuple[np.ndarray, Any]] = (),
 ) -> None:
   """Reads a part, verifies it and copies it to its places."""
-  part = places[0][0]
-  is_direct = len(places) == 1 and part.shape == tuple(chunk)
-  is_direct = is_direct and part.flags.c_contiguous
-  if not is_direct:
-    part = np.empty(chunk, dtype)
-  raw = _bytes(part)
+  key, chunk = f'{about["file"]}/{part}', tuple(about['chunk'])
+  direct = [
+    view
+    for view, _ in places
+    if view.shape == chunk and view.flags.c_contiguous
+  ]
+  values = direct[0] if direct else np.empty(chunk, jnp.dtype(about['dtype']))
+  raw = _bytes(values)
   store.read_into(key, raw)
-  if crc32c.crc32c(raw) != crc:
+  if crc32c.crc32c(raw) != about['parts'][part]:
     raise store_lib.DamagedError(f'{key} is not as it was written (CRC-32C)')
-  if not is_direct:
-    for view, of in places:
-      view[...] = part[of]
+  for view, of in places:
+    if view is not values:
+      view[...] = values[of]
 
 
 def read(
@@ -424,35 +401,34 @@ def read(
     OSError: a part cannot be read.
   """
   left, on_their_way = collections.deque(targets), 0
-  started: dict[str, tuple[_Reading, list[futures.Future[None]]]] = {}
+  started: dict[str, _Reading] = {}
   with futures.ThreadPoolExecutor(store.threads) as pool:
     try:
       for name in targets:
         while left and (left[0] == name or on_their_way < _READ_BYTES):
           soon = left.popleft()
-          _check_size(store, described[soon])
-          reading = _Reading(described[soon], targets[soon])
-          started[soon] = reading, reading.start(store, pool)
+          reading = _Reading(store, pool, described[soon], targets[soon])
+          started[soon] = reading
           on_their_way += reading.size
-        reading, pending = started.pop(name)
-        for future in pending:
-          future.result()
+        reading = started.pop(name)
+        x = reading.result()
         on_their_way -= reading.size
-        yield name, reading.result()
-        del reading, pending
+        yield name, x
+        del reading, x
     finally:
       pool.shutdown(cancel_futures=True)
 
 
-def _check_size(store: store_lib.Store, about: Mapping[str, Any]) -> None:
+def _check_size(
+  store: store_lib.Store, about: Mapping[str, Any], part: str
+) -> None:
   """Compares a part with its description before memory is taken."""
   size = math.prod(about['chunk']) * jnp.dtype(about['dtype']).itemsize
-  for part in itertools.islice(about['parts'], 1):  # All have one size.
-    found = store.size(f'{about["file"]}/{part}')
-    if found not in (None, size):
-      raise store_lib.DamagedError(
-        f'{about["file"]}/{part} has {found} bytes, {size} were written'
-      )
+  found = store.size(key := f'{about["file"]}/{part}')
+  if found not in (None, size):
+    raise store_lib.DamagedError(
+      f'{key} has {found} bytes, {size} were written'
+    )
 
 
 def verify(
@@ -464,33 +440,19 @@ def verify(
     OSError: a part cannot be read.
   """
 
-  def problem(task: tuple[Mapping[str, Any], str, int]) -> str | None:
-    about, part, crc = task
-    places = [(np.empty(about['chunk'], jnp.dtype(about['dtype'])), ())]
+  def problem(task: tuple[Mapping[str, Any], str]) -> str | None:
     try:
-      key = f'{about["file"]}/{part}'
-      _read_part(store, key, crc, places, about['chunk'], about['dtype'])
+      _check_size(store, *task)
+      _read_part(store, *task)
     except store_lib.DamagedError as e:
       return str(e)
     return None
 
   tasks = [
-    (about, part, crc)
-    for about in described.values()
-    for part, crc in about['parts'].items()
+    (about, part) for about in described.values() for part in about['parts']
   ]
   with futures.ThreadPoolExecutor(store.threads) as pool:
     return [x for x in pool.map(problem, tasks) if x is not None]
-
-
-def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
-  """Makes of what was read what was saved."""
-  if 'key' in about and is_key(target):
-    x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
-  sharding = getattr(target, 'sharding', None)
-  if sharding is None or getattr(x, 'sharding', None) == sharding:
-    return x
-  return jax.device_put(x, sharding)
 
 
 # Small arrays in JSON.

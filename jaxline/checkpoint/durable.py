@@ -84,7 +84,6 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     )
 
   def restore_path(self, ckpt_series: str) -> str | None:
-    """Returns the place of the newest checkpoint, or None."""
     found = self._candidates(ckpt_series)
     return f'{self._store}/{ckpt_series}/{found[0]}' if found else None
 
@@ -202,7 +201,6 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     return restore_next
 
   def is_new(self) -> bool:
-    """Returns whether the run has no checkpoint of its own yet."""
     return not self._has_any('latest')
 
   # What the loops ask for besides.
@@ -320,6 +318,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           self._keep_data([found.record['data']])
           # The mark counts if it is there.
           found = self._checkpoint(series, at)
+        self._check_config(found)
         return found, self._read(found, state, module)
 
       try:
@@ -344,7 +343,10 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
       def read(at: inspection.Found = at) -> dict[str, Any]:
         found = contents.Checkpoint(*at, self._allow_pickle)
-        return self._read(found, state, module, True)
+        if self._config.restore_rules:
+          rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
+          return {'experiment_module': found.by_rules(module, rules)}
+        return self._read(found, state, module)
 
       try:
         with manager.naming(at.name):
@@ -356,18 +358,9 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         at = newer
 
   def _read(
-    self,
-    found: contents.Checkpoint,
-    state: Any,
-    module: base.Module,
-    is_foreign: bool = False,
+    self, found: contents.Checkpoint, state: Any, module: base.Module
   ) -> dict[str, Any]:
     """Returns what a checkpoint has for the entries of the live state."""
-    if not is_foreign:
-      self._check_config(found)
-    if is_foreign and self._config.restore_rules:
-      rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-      return {'experiment_module': found.by_rules(module, rules)}
     entries = found.entries([k for k in state if k != 'experiment_module'])
     entries = {key: _placed(key, entries, state) for key in entries}
     if module.live is not None:

@@ -248,10 +248,6 @@ def _when(seconds: float) -> str:
   return local.isoformat(' ', 'seconds')
 
 
-def _number(value: Any) -> str:
-  return f'{value:.6g}' if isinstance(value, float) else str(value)
-
-
 def print_table(
   rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
 ) -> None:
@@ -281,11 +277,8 @@ def _ls(args: argparse.Namespace) -> int:
     )
     for row in list_run(args.dir)
   ]
-  if rows:
-    header = ('series', 'step', 'size', 'saved', 'metrics')
-    print_table([header, *rows], right=(1, 2))
-  else:
-    print('No checkpoints yet.')
+  header = ('series', 'step', 'size', 'saved', 'metrics')
+  print_table([header, *rows], right=(1, 2))
   return 0
 
 
@@ -294,7 +287,11 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
   names = sorted(
     metrics, key=lambda n: (not n.startswith('best/'), 'loss' not in n, n)
   )
-  return ', '.join(f'{n} {_number(metrics[n])}' for n in names[:_METRICS_SHOWN])
+  shown = {n: metrics[n] for n in names[:_METRICS_SHOWN]}
+  return ', '.join(
+    f'{n} {x:.6g}' if isinstance(x, float) else f'{n} {x}'
+    for n, x in shown.items()
+  )
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -381,8 +378,7 @@ def _export(args: argparse.Namespace) -> int:
     (name.removeprefix(prefix), _converted(name, x, args.dtype))
     for name, x in checkpoint.verified(names)
   )
-  partial = out.with_name(f'.{out.name}.{os.getpid()}.partial')
-  with disk.replacing(out, partial) as file:
+  with disk.replacing(out) as file:
     write(file, arrays)
   size = _size(out.stat().st_size)
   print(f'{len(names)} arrays, {size}, in {args.out}')

@@ -103,13 +103,12 @@ class Manifests:
         ' many as its config says. Try again.'
       )
     found = unpack(name, raw)
-    if found.get('format') != FORMAT:
-      raise store_lib.RefusedError(
-        f'{name} has format {found.get("format")}; this jaxline reads format'
-        f' {FORMAT}. Use the jaxline that wrote it, or give this run another'
-        ' config.checkpoint_dir.'
-      )
     with naming(name):
+      if (of := found.get('format')) != FORMAT:
+        raise store_lib.RefusedError(
+          f'it has format {of}, and this jaxline reads {FORMAT}: use the one'
+          ' that wrote it'
+        )
       if found['step'] != step:
         raise store_lib.RefusedError(f'it is of step {found["step"]}')
       # `collect` looks for the names of data in manifests of the same step.

@@ -61,7 +61,6 @@ class NotingCheckpointer(base.FullCheckpointer):
     self._store = self._manifests.store
 
   def steps(self, ckpt_series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending."""
     return self._manifests.steps(ckpt_series)
 
   def mark_begun(self, step: int) -> None:
@@ -83,7 +82,6 @@ class NotingCheckpointer(base.FullCheckpointer):
     self._read_notes()
 
   def mark_ended(self, step: int, why: str = '') -> None:
-    """Notes that training has ended, for those who evaluate it."""
     if jax.process_index() == 0 and not self.reads_only:
       # An evaluation beside it may have given a reason.
       note = {'step': int(step), 'why': why or self._end().get('why', '')}
@@ -96,7 +94,6 @@ class NotingCheckpointer(base.FullCheckpointer):
       self._noted = self._end(), self._own_notes() if patience else []
 
   def stop_if_noted(self, step: int) -> None:
-    """Raises StopTraining in all processes if the notes end it by a step."""
     if self._noted is None:
       self._read_notes()
     end, evaluated = self._noted or ({}, [])
@@ -110,7 +107,6 @@ class NotingCheckpointer(base.FullCheckpointer):
       stop_without_gain(self._config, until)
 
   def ended(self) -> int | None:
-    """Returns the step at which training has ended, or None."""
     return distributed.of_chief(self._end().get('step'))
 
   def _end(self) -> Any:

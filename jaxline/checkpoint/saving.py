@@ -67,7 +67,6 @@ class SavingCheckpointer(notes.NotingCheckpointer):
   # The protocol.
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
-    """Returns the calling thread's live state of the series."""
     # Programs written against JAXline look at the series there.
     memory.add_series(ckpt_series)
     state = base.ExperimentState()
@@ -114,25 +113,17 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     self._writer.put(functools.partial(self._retire, ckpt_series, keep))
 
   def wait_for_checkpointing_to_finish(self) -> None:
-    """Returns when everything saved is safe.
-
-    Raises:
-      Exception: what a save failed with.
-    """
     self._writer.wait()
 
   # What the loops ask for besides.
 
   def when_saved(self, fn: Callable[[], None]) -> None:
-    """Calls a function, on the writing thread, once all so far is saved."""
     self._writer.submit(fn)
 
   def raise_error(self) -> None:
-    """Raises what a save in the background failed with; costs nothing."""
     self._writer.raise_error()
 
   def close(self) -> None:
-    """Waits for the saves, and gives back what was claimed."""
     with contextlib.suppress(Exception):  # Raised where training sees it.
       self._writer.wait()
     with contextlib.suppress(OSError):  # What is left goes at the next start.

@@ -11,20 +11,17 @@ import contextlib
 import errno
 import os
 import pathlib
-import secrets
 import shutil
 from typing import Any
 
 from jaxline import disk
 from jaxline import errors
 
-_SCHEMES = ('gs', 's3')
+_DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # Of requests that fail by a 503, a timeout or a lost connection; TensorStore
 # doubles its delay from a second up to 32. An address that does not exist would
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
-_REQUESTS = 16  # At once; each may have a copy of a part.
-_PARTIAL = '.partial'  # The end of the name of a file that is being written.
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -58,19 +55,15 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
     UsageError: it is empty, or an address of another kind.
   """
   text = os.fspath(place)
-  if not text:
-    raise errors.UsageError(
-      f'config.{what} is {text!r}; expected a directory or an address.'
-    )
-  if not is_address(text):
-    return Disk(os.path.abspath(text))
   scheme, _, path = text.partition('://')
-  if scheme not in _SCHEMES or not path.strip('/'):
-    raise errors.UsageError(
-      f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
-      ' s3://BUCKET/PATH.'
-    )
-  return Bucket(f'{scheme}://{path.strip("/")}')
+  if text and not is_address(text):
+    return Disk(os.path.abspath(text))
+  if scheme in _DRIVERS and path.strip('/'):
+    return Bucket(f'{scheme}://{path.strip("/")}')
+  raise errors.UsageError(
+    f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
+    ' s3://BUCKET/PATH.'
+  )
 
 
 class Store(abc.ABC):
@@ -83,7 +76,7 @@ class Store(abc.ABC):
     threads: how many reads or writes at once are fastest.
   """
 
-  threads = 16
+  threads = 16  # In a bucket each may have a copy of a part.
 
   def __init__(self, url: str):
     self.url = url
@@ -137,8 +130,7 @@ class Store(abc.ABC):
   def write_part(self, key: str, value: memoryview) -> None:
     """Writes a value under a new key; it is safe after the next `sync`."""
 
-  @abc.abstractmethod
-  def sync(self, folder: str) -> None:
+  def sync(self, folder: str) -> None:  # noqa: B027
     """Returns when the names in a new folder, and its own, are safe."""
 
   @abc.abstractmethod
@@ -149,8 +141,7 @@ class Store(abc.ABC):
   def delete_folder(self, folder: str) -> None:
     """Deletes all values below a folder."""
 
-  @abc.abstractmethod
-  def sweep(self, folder: str) -> None:
+  def sweep(self, folder: str) -> None:  # noqa: B027
     """Deletes what killed writes have left directly in a folder."""
 
 
@@ -161,7 +152,7 @@ class Disk(Store):
     return pathlib.Path(self.url, key)
 
   def names(self, folder: str = '') -> list[str]:
-    return [n for n in self._all_names(folder) if not n.endswith(_PARTIAL)]
+    return [n for n in self._all_names(folder) if not n.endswith(disk.PARTIAL)]
 
   def _all_names(self, folder: str) -> list[str]:
     try:
@@ -171,7 +162,7 @@ class Disk(Store):
 
   def sweep(self, folder: str) -> None:
     for name in self._all_names(folder):
-      if name.endswith(_PARTIAL):
+      if name.endswith(disk.PARTIAL):
         self.delete(f'{folder}/{name}')
 
   def read(self, key: str) -> bytes | None:
@@ -203,10 +194,7 @@ class Disk(Store):
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
-    # Two threads, or machines, may write the same note.
-    unique = secrets.token_hex(4)
-    partial = path.with_name(f'.{path.name}.{unique}{_PARTIAL}')
-    with disk.replacing(path, partial) as f:
+    with disk.replacing(path) as f:
       f.write(value)
     return self.version(key)
 
@@ -242,29 +230,22 @@ class Disk(Store):
 class Bucket(Store):
   """Objects in a bucket, by TensorStore's drivers."""
 
-  threads = _REQUESTS
-
   def __init__(self, url: str):
     super().__init__(url)
     import tensorstore as ts
 
     scheme, _, rest = url.partition('://')
     bucket, _, path = rest.partition('/')
-    spec: dict[str, Any] = {
-      'bucket': bucket,
-      'path': f'{path}/' if path else '',
-    }
-    if scheme == 'gs':
-      spec['driver'] = 'gcs'
-    else:
-      spec['driver'] = 's3'
+    driver = _DRIVERS[scheme]
+    spec = {'driver': driver, 'bucket': bucket, 'path': f'{path}/'}
+    if driver == 's3':
       if endpoint := os.environ.get('AWS_ENDPOINT_URL'):
         spec['endpoint'] = endpoint
       if region := os.environ.get('AWS_REGION'):
         spec['aws_region'] = region
     context = {
-      f'{spec["driver"]}_request_retries': _RETRIES,
-      f'{spec["driver"]}_request_concurrency': {'limit': _REQUESTS},
+      f'{driver}_request_retries': _RETRIES,
+      f'{driver}_request_concurrency': {'limit': self.threads},
     }
     self._range = ts.KvStore.KeyRange
     try:  # It connects later.
@@ -338,9 +319,6 @@ class Bucket(Store):
   def write_part(self, key: str, value: memoryview) -> None:
     self.write(key, value)
 
-  def sync(self, folder: str) -> None:
-    pass
-
   def delete(self, key: str) -> None:
     with self._os_errors(key):
       self._kv.write(key, None).result()
@@ -348,6 +326,3 @@ class Bucket(Store):
   def delete_folder(self, folder: str) -> None:
     with self._os_errors(folder):
       self._kv.delete_range(self._range(f'{folder}/', f'{folder}0')).result()
-
-  def sweep(self, folder: str) -> None:
-    pass

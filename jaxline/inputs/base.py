@@ -482,9 +482,7 @@ class BaseInput:
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the state to a file; an existing one is replaced whole."""
-    path = pathlib.Path(path)
-    part = path.with_name(f'{path.name}.{secrets.token_hex(4)}.part')
-    with disk.replacing(path, part) as file:
+    with disk.replacing(pathlib.Path(path)) as file:
       file.write(self.get_state())
 
   def restore(self, path: str | os.PathLike[str]) -> None:

@@ -28,7 +28,6 @@ import itertools
 import json
 import os
 import pathlib
-import secrets
 import shutil
 import tempfile
 import time
@@ -307,8 +306,7 @@ def _make(
     }
     encoded = json.dumps(header).encode()
     encoded += b' ' * (-len(encoded) % 8)
-    partial = path.with_suffix(f'.{secrets.token_hex(8)}.part')
-    with disk.replacing(path, partial) as out:
+    with disk.replacing(path) as out:
       out.write(len(encoded).to_bytes(8, 'little') + encoded)
       for part in parts:
         part.seek(0)
