@@ -7,7 +7,6 @@ it: shape, type, shape of the parts and CRC-32C of each. A part is read once,
 and verified while it is read.
 """
 
-import base64
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -453,36 +452,6 @@ def verify(
   ]
   with futures.ThreadPoolExecutor(store.threads) as pool:
     return [x for x in pool.map(problem, tasks) if x is not None]
-
-
-# Small arrays in JSON.
-
-
-def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Makes JSON of small arrays of this process."""
-  return {
-    name: {
-      'shape': list(x.shape),
-      'dtype': x.dtype.name,
-      'base64': base64.b64encode(np.asarray(x).tobytes()).decode('ascii'),
-    }
-    for name, x in arrays.items()
-  }
-
-
-def from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns what `to_json` got.
-
-  Raises:
-    RefusedError: an array has not the bytes of its shape.
-  """
-  arrays = {}
-  for name, about in described.items():
-    data = bytearray(base64.b64decode(about['base64']))
-    if len(data) != num_bytes(about):
-      raise store_lib.RefusedError(f'{name} has {len(data)} bytes')
-    arrays[name] = np.ndarray(about['shape'], jnp.dtype(about['dtype']), data)
-  return arrays
 
 
 # What descriptions and arrays are.

@@ -1,5 +1,6 @@
 """A live state as a checkpoint holds it: arrays and JSON, and back."""
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
@@ -12,6 +13,8 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import jaxline
 from jaxline import errors
@@ -83,7 +86,7 @@ def content(
       small: dict[str, Any] = {}
       per_process[name] = {
         'structure': _encode({name: value}, small, allow_pickle)[name],
-        'arrays': arrays_lib.to_json(small),
+        'arrays': _to_json(small),
       }
     else:
       whole[name] = value
@@ -125,7 +128,7 @@ def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
   more = {key: x for key, x in state.items() if key not in saved}
   arrays: dict[str, Any] = {}
   entries = _encode(more, arrays, allow_pickle, 'run/')
-  return {'entries': entries, 'small': arrays_lib.to_json(arrays)}
+  return {'entries': entries, 'small': _to_json(arrays)}
 
 
 def _encode(
@@ -224,7 +227,7 @@ class Checkpoint:
       )
     names = [n for key in keys for n in self._below(f'run/{key}')]
     arrays = dict(self.read(dict.fromkeys(names)))
-    arrays |= arrays_lib.from_json(self.record.get('small', {}))
+    arrays |= _from_json(self.record.get('small', {}))
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: base.Module) -> dict[str, Any]:
@@ -389,7 +392,7 @@ class Checkpoint:
       )
     return {
       entry: self._decode(
-        described['structure'], arrays_lib.from_json(described['arrays'])
+        described['structure'], _from_json(described['arrays'])
       )
       for entry, described in mine.items()
       if wants(entry)
@@ -433,6 +436,33 @@ def read_whole(
       if step in steps or not steps:
         raise
       step = steps[-1]
+
+
+def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Makes JSON of small arrays of this process."""
+  return {
+    name: {
+      'shape': list(x.shape),
+      'dtype': x.dtype.name,
+      'base64': base64.b64encode(np.asarray(x).tobytes()).decode('ascii'),
+    }
+    for name, x in arrays.items()
+  }
+
+
+def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns what `_to_json` got.
+
+  Raises:
+    RefusedError: an array has not the bytes of its shape.
+  """
+  arrays = {}
+  for name, about in described.items():
+    data = bytearray(base64.b64decode(about['base64']))
+    if len(data) != arrays_lib.num_bytes(about):
+      raise store_lib.RefusedError(f'{name} has {len(data)} bytes')
+    arrays[name] = np.ndarray(about['shape'], jnp.dtype(about['dtype']), data)
+  return arrays
 
 
 def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
