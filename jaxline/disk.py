@@ -27,6 +27,11 @@ class FullDiskError(OSError):
     )
 
 
+def is_address(place: str | os.PathLike[str]) -> bool:
+  """Returns whether a place is the address of a bucket, not a local path."""
+  return '://' in os.fspath(place)
+
+
 def check_local(path: str | os.PathLike[str], what: str) -> None:
   """Refuses the address of a bucket.
 
@@ -37,7 +42,7 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
   Raises:
     errors.UsageError: it is an address; says how to mount it.
   """
-  if '://' in os.fspath(path):
+  if is_address(path):
     raise errors.UsageError(
       f'{what} is {os.fspath(path)!r}; expected a path of this machine. Mount'
       ' the bucket, for instance with gcsfuse (gs://) or mountpoint-s3 (s3://),'

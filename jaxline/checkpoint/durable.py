@@ -102,7 +102,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     Raises:
       ValueError: there is none, or the run has another config.
       MismatchError: it does not fit the experiment.
-      DamagedError: it is damaged, and there is none before it.
+      DamagedError: it is damaged, and no earlier checkpoint is whole.
     """
     state = self.get_experiment_state(ckpt_series)
     module = base.Module.of(state.get('experiment_module'))
@@ -131,16 +131,16 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     logging.info('%s %s.', what, source)
     if unused:
       logging.warning('%s is not used: there is %s.', unused, source)
+    own = {} if begin is not None else found.record
     if ckpt_series == 'latest':
-      self._restored = {} if begin is not None else found.record
-      self._held_step = self._restored.get('step')
-    if begin is not None:
+      self._restored, self._held_step = own, own.get('step')
+    if not own:
       return
     if ckpt_series == 'latest':
-      self.saved_step = self._held_step
-      self.lengths = self._local(found.record['logs'])
+      self.saved_step = own['step']
+      self.lengths = self._local(own['logs'])
     if module.live is not None and not self._follows:
-      published = self._published(ckpt_series, found.record['step'], module)
+      published = self._published(ckpt_series, own['step'], module)
       memory.publish(ckpt_series, published)
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:

@@ -226,14 +226,11 @@ def naming(name: str) -> Any:
   """Names the checkpoint in an error of reading it."""
   try:
     yield
-  except store_lib.DamagedError as e:
+  except (store_lib.DamagedError, store_lib.RefusedError) as e:
     if isinstance(e, store_lib.GoneError) or str(e).startswith(name):
       raise
-    raise store_lib.DamagedError(f'{name} is damaged: {e}.') from e
-  except store_lib.RefusedError as e:
-    if str(e).startswith(name):
-      raise
-    raise store_lib.RefusedError(f'{name} is refused: {e}.') from e
+    how = 'damaged' if isinstance(e, store_lib.DamagedError) else 'refused'
+    raise type(e)(f'{name} is {how}: {e}.') from e
 
 
 def removable(

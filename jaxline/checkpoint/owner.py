@@ -143,7 +143,7 @@ class Claim:
       # process has on it.
       has = _claimed.get(self._name)
       is_taken = has is not None and has._process == os.getpid()
-      if not is_taken and store_lib.is_address(directory):
+      if not is_taken and disk.is_address(directory):
         self._beat = _take_object(store, f'claims/{what}')
         is_taken = self._beat is None
       elif not is_taken:
@@ -204,9 +204,9 @@ class Claim:
       _claimed.pop(self._name, None)
 
 
-def check(directory: str | os.PathLike[str]) -> None:
-  """Checks what this process has claimed in a directory: see `Claim.check`."""
-  prefix = f'{store_lib.at(directory)}/checkpoints/claims/'
+def check(run: store_lib.Store) -> None:
+  """Checks what this process has claimed of a run: see `Claim.check`."""
+  prefix = f'{run}/checkpoints/claims/'
   for name, claim in list(_claimed.items()):
     if name.startswith(prefix) and claim._process == os.getpid():
       claim.check()
@@ -274,7 +274,5 @@ def _take_object(store: store_lib.Store, key: str) -> Beat | None:
   # Without the right to list, GCS lists nothing and TensorStore says nothing.
   if not store.names('claims'):
     beat.stop()
-    raise PermissionError(
-      errno.EACCES, 'Its objects cannot be listed', str(store)
-    )
+    raise PermissionError(errno.EACCES, 'It cannot be listed', str(store))
   return beat

@@ -213,10 +213,9 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       more = {}
       if series == 'best':
         more = added | {'entries': manifest['entries'] | added['entries']}
-        # Later than any other best one, also if the clock is not.
-        steps = self._candidates('best')[:1]
-        times = [self._manifests.read('best', s)['time'] + 1 for s in steps]
-        more['time'] = max([time.time(), *times])
+        # Later than any other best one, also if the clock was put back.
+        times = self._manifests.times('best').values()
+        more['time'] = max([time.time(), *(t + 1 for t in times)])
       self._manifests.write(series, manifest | more)
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 

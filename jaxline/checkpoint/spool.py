@@ -10,6 +10,7 @@ import os
 import pathlib
 import tempfile
 
+from jaxline import disk
 from jaxline.checkpoint import owner
 from jaxline.checkpoint import store as store_lib
 
@@ -23,7 +24,7 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
     run: the run's directory, which is returned, or its address.
   """
   place = os.fspath(run)
-  if not store_lib.is_address(place):
+  if not disk.is_address(place):
     return pathlib.Path(place)
   if place not in _directories:
     _directories[place] = pathlib.Path(tempfile.mkdtemp(prefix='jaxline_logs_'))
@@ -38,7 +39,7 @@ def fetch(run: str, folder: str) -> pathlib.Path:
     folder: path of the log in it.
   """
   path = directory(run) / folder
-  if store_lib.is_address(run):
+  if disk.is_address(run):
     store = store_lib.at(run)
     path.mkdir(parents=True, exist_ok=True)
     for name in store.names(folder):
@@ -59,10 +60,10 @@ def upload(
   Raises:
     ClaimedError: another run has taken over.
   """
-  if not store_lib.is_address(run):
+  if not disk.is_address(run):
     return
-  owner.check(run)  # Else these may be the files of a run that took over.
   store, top = store_lib.at(run), directory(run)
+  owner.check(store)  # Else these may be the files of a run that took over.
   if names is None:
     files = (p for p in top.rglob('*') if p.is_file())
     names = {str(p.relative_to(top)): p.stat().st_size for p in files}

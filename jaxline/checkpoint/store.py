@@ -8,6 +8,7 @@ TensorStore, which talks to buckets, is imported for them only.
 import abc
 from collections.abc import Iterable, Iterator
 import contextlib
+import copy
 import errno
 import os
 import pathlib
@@ -39,11 +40,6 @@ class RefusedError(errors.UsageError):
   """A checkpoint is as it was written, but this program cannot restore it."""
 
 
-def is_address(place: str | os.PathLike[str]) -> bool:
-  """Returns whether a place is the address of a bucket, not a local path."""
-  return '://' in os.fspath(place)
-
-
 def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   """Returns the store at a directory or an address; touches nothing.
 
@@ -56,7 +52,7 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   """
   text = os.fspath(place)
   scheme, _, path = text.partition('://')
-  if text and not is_address(text):
+  if text and not disk.is_address(text):
     return Disk(os.path.abspath(text))
   if scheme in _DRIVERS and path.strip('/'):
     return Bucket(f'{scheme}://{path.strip("/")}')
@@ -64,6 +60,14 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
     f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
     ' s3://BUCKET/PATH.'
   )
+
+
+def check_size(key: str, found: int | None, written: int) -> None:
+  """Raises DamagedError unless a value has the size that was written."""
+  if found is None:
+    raise DamagedError(f'{key} is missing')
+  if found != written:
+    raise DamagedError(f'{key} has {found} bytes, {written} were written')
 
 
 class Store(abc.ABC):
@@ -174,11 +178,7 @@ class Disk(Store):
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
       with open(self._path(key), 'rb', buffering=0) as f:
-        size = os.fstat(f.fileno()).st_size
-        if size != len(buffer):
-          raise DamagedError(
-            f'{key} has {size} bytes, {len(buffer)} were written'
-          )
+        check_size(key, os.fstat(f.fileno()).st_size, len(buffer))
         while buffer:
           if not (n := f.readinto(buffer)):
             raise DamagedError(f'{key} ends early')
@@ -253,6 +253,13 @@ class Bucket(Store):
     except ValueError as e:
       raise errors.UsageError(f'{url}: {str(e).partition(" [")[0]}') from e
 
+  def below(self, folder: str) -> 'Bucket':
+    # The same connection: each one that opens looks for credentials anew.
+    below = copy.copy(self)
+    below.url = f'{self.url}/{folder}'
+    below._kv = self._kv + f'{folder}/'
+    return below
+
   @contextlib.contextmanager
   def _os_errors(self, key: str) -> Iterator[None]:
     """Turns the errors of TensorStore, all ValueErrors, into OSErrors."""
@@ -288,14 +295,10 @@ class Bucket(Store):
     return found.value if found.state == 'value' else None
 
   def read_into(self, key: str, buffer: memoryview) -> None:
-    value = self.read(key)
-    if value is None:
-      raise DamagedError(f'{key} is missing')
-    if len(value) != len(buffer):
-      raise DamagedError(
-        f'{key} has {len(value)} bytes, {len(buffer)} were written'
-      )
-    buffer[:] = value
+    found = self._read(key)
+    size = len(found.value) if found.state == 'value' else None
+    check_size(key, size, len(buffer))
+    buffer[:] = found.value
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     if expected is NEW:
