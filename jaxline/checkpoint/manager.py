@@ -91,7 +91,7 @@ class Manifests:
     """Reads a manifest.
 
     Raises:
-      GoneError: there is none.
+      GoneError: the series has no manifest of that step.
       DamagedError: it is not as it was written.
       RefusedError: it has another format or step, or a name that leads away.
     """
