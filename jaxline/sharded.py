@@ -33,6 +33,7 @@ from jaxline.checkpoint import base
 from jaxline.compat import prng
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
+from jaxline.inputs import iterable
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 
@@ -140,14 +141,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
     }
     self._init_rng = init_rng
     self._state: TrainState | None = None
-    # The training data on the devices, and the position behind the batch that
-    # was taken last.
+    # The training data on the devices, and what returns its state behind the
+    # batch that was taken last.
     self._infeed: infeed.Infeed | None = None
-    self._position: Any = None
-    # Evaluation set -> its input, if it goes on between evaluations, and the
-    # number of evaluations that this has fed.
-    self._rolling: dict[str, inputs.BaseInput | None] = {}
-    self._num_fed: dict[str, int] = {}
+    self._input_state: Callable[[], Any] | None = None
+    # Evaluation set -> its input, and the number of evaluations that it has fed
+    # if it is not reset for each.
+    self._eval_inputs: dict[str, inputs.BaseInput] = {}
+    self._evaluations_fed: dict[str, int] = {}
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -185,16 +186,15 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   @abc.abstractmethod
   def train_input(self) -> Iterator[Batch]:
-    """Returns an endless input: a `BaseInput`, or any iterator of dicts.
+    """Returns an endless input: anything that `iterable.as_input` takes.
 
-    Each process reads its own rows, global batch / processes of them, as numpy
-    arrays. These arrays must not change afterwards: another thread reads them.
-    Checkpoints hold the position of a `BaseInput`, and of an iterator with
-    `get_state` and `set_state` whose state is a pytree of arrays and plain
-    values.
+    Each process reads its own rows of every global batch, as numpy arrays.
+    These must not change afterwards: another thread reads them. Checkpoints
+    hold the position of a `BaseInput`, and of an iterator with `get_state` and
+    `set_state` whose state is a pytree of arrays and plain values.
 
     It may take `shard`, an `inputs.Shard`: the rows that this process reads.
-    It must where processes hold the same rows of a batch.
+    It must take it if processes hold the same rows of a batch.
     """
 
   @abc.abstractmethod
@@ -206,8 +206,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     Of several evaluation sets: a mapping name -> batches. The names of metrics
     are `<set>/<metric>` then.
 
-    Called for each evaluation, unless all sets are `BaseInput`s that are not
-    reset for each. Such an input is kept, and goes on from its place.
+    Called once per evaluation. If every set is a `BaseInput` with
+    `reset_for_eval=False`, it is called only once, and later evaluations
+    continue where the last one stopped.
     """
 
   def step_scalars(
@@ -438,18 +439,18 @@ class ShardedExperiment(experiment.AbstractExperiment):
         devices are not those of this process, it stands for all hosts and reads
         all rows.
     """
-    sources: dict[str, Any] = (
-      {'': self._open_input(None)} if is_training else self._open_eval_inputs()
+    sources = (
+      {'': self._open_input()} if is_training else self._open_eval_inputs()
     )
     name, source = next(iter(sources.items()))
     try:
-      batches = iter(source) if is_training else self._batches_of(name, source)
+      batches = source if is_training else self._batches_of(name, source)
       if (batch := next(batches, None)) is None:
-        raise ValueError(f'{infeed.name_of(source)} gave no batch.')
+        raise ValueError(f'{source.name} gave no batch.')
     finally:
       for source in sources.values():
-        infeed.close(source)
-      self._rolling, self._num_fed = {}, {}
+        source.close()
+      self._eval_inputs, self._evaluations_fed = {}, {}
     rows = inputs.num_rows(batch)
     num_hosts = self.partitioner.host[1]
     if is_training:
@@ -506,13 +507,18 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Trains on the next batch; returns the scalars of `train_step`."""
     del global_step, writer  # The state has its own count, on the devices.
     if self._infeed is None:
-      self._infeed = self._read_ahead(self._open_input(self._position))
+      self._infeed = self._read_ahead(self._open_input(self._input_state))
     if (batch := next(self._infeed, None)) is None:
       # Not a StopIteration, which could end a loop silently.
       raise ValueError(
         'train_input ended; training needs an endless iterator (repeat it).'
       )
-    self._position = self._infeed.position
+    mark = self._infeed.mark
+    self._input_state = (
+      None
+      if mark is None
+      else functools.partial(self._infeed.source.state_of, mark)
+    )
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
     scalars['input_wait_fraction'] = self._infeed.wait_fraction
     return scalars
@@ -521,51 +527,53 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _shard(self) -> inputs.Shard:
     return inputs.Shard(*self.partitioner.host)
 
-  def _open_input(self, position: Any) -> Iterator[Batch]:
-    """Returns `train_input`, set to a position unless that is None."""
-    source: Any = iter(inputs.of_shard(self.train_input, self._shard))
-    self._check_input(source, 'train_input', is_training=True)
-    if infeed.saves_position(source):
-      if position is not None:
-        source.set_state(position)
-    elif position is not None:
+  def _as_input(self, source: Any, is_training: bool) -> inputs.BaseInput:
+    """Returns what a method gave, and refuses an input for anything else."""
+    source = iterable.as_input(
+      source, is_training=is_training, shard=self._shard
+    )
+    got = source.is_training, source.infeed_host_index, source.num_infeed_hosts
+    expected = is_training, *self.partitioner.host
+    if got != expected:
+      method = 'train_input' if is_training else 'eval_input'
+      raise ValueError(
+        f'{method} returned {source.name} with (is_training, infeed_host_index,'
+        f' num_infeed_hosts) = {got}; expected {expected}. Set is_training, and'
+        f' give it the shard that {method}(shard) gets.'
+      )
+    return source
+
+  def _open_input(
+    self, state: Callable[[], Any] | None = None
+  ) -> inputs.BaseInput:
+    """Returns `train_input`, set to a state if there is one."""
+    given = inputs.of_shard(self.train_input, self._shard)
+    source = self._as_input(given, is_training=True)
+    if source.saves_position:
+      if state is not None:
+        source.set_state(state())
+    elif state is not None:
       raise ValueError(
         'The checkpoint holds the position of the data, but train_input'
-        f' returned {infeed.describe(source)}, whose position cannot be set.'
-        ' Use the input that the run was trained with (in a BaseInput with'
+        f' returned {source.name}, whose position cannot be set. Use the input'
+        ' that the run was trained with (in a BaseInput with'
         ' input_checkpointing_enabled=True), or start a new run.'
       )
     else:
       logging.warning(
         'The position of %s is not saved: a run that is resumed begins its'
         ' data anew.',
-        infeed.name_of(source),
+        source.name,
       )
     return source
 
-  def _check_input(self, source: Any, method: str, is_training: bool) -> None:
-    """Refuses an input that is of another host or for another purpose."""
-    if not isinstance(source, inputs.BaseInput):
-      return
-    got = source.is_training, source.infeed_host_index, source.num_infeed_hosts
-    expected = is_training, *self.partitioner.host
-    if got != expected:
-      raise ValueError(
-        f'{method} returned {source.name} with (is_training, infeed_host_index,'
-        f' num_infeed_hosts) = {got}; expected {expected}. Set is_training, and'
-        f' give it the shard that {method}(shard) gets.'
-      )
-
-  def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
+  def _read_ahead(self, source: inputs.BaseInput) -> infeed.Infeed:
     """Returns a source's batches on the devices, read ahead of the step."""
-    # Without `self`: the thread would keep the experiment and its arrays alive.
-    partitioner = self.partitioner
-
-    def place(batch: Batch) -> Batch:
-      batch = inputs.pad_rows(batch, inputs.num_rows(batch))
-      return partitioner.put_batch(batch)
-
-    return infeed.Infeed(source, place, **self._infeed_options)
+    # Not a method of `self`: the thread would keep the experiment and its
+    # arrays alive.
+    return infeed.Infeed(
+      source, self.partitioner.put_batch, **self._infeed_options
+    )
 
   def _close_input(self) -> None:
     if self._infeed is not None:
@@ -614,11 +622,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
       scalars |= {f'{prefix}{key}': float(x) for key, x in means.items()}
     return scalars
 
-  def _open_eval_inputs(self) -> dict[str, Any]:
+  def _open_eval_inputs(self) -> dict[str, inputs.BaseInput]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
-    earlier = self._rolling
-    if earlier and None not in earlier.values():
-      return dict(earlier)
+    earlier = self._eval_inputs
+    if earlier and not any(x.reset_for_eval for x in earlier.values()):
+      return earlier
     found: Any = inputs.of_shard(self.eval_input, self._shard)
     sources = dict(found) if isinstance(found, Mapping) else {'': found}
     if not sources:
@@ -626,33 +634,33 @@ class ShardedExperiment(experiment.AbstractExperiment):
         f'{type(self).__name__}.eval_input returned an empty mapping; expected'
         ' name -> input of at least one evaluation set.'
       )
-    self._rolling = dict.fromkeys(sources)
-    for name, source in sources.items():
-      self._check_input(source, 'eval_input', is_training=False)
-      if isinstance(source, inputs.BaseInput) and not source.reset_for_eval:
-        if (before := earlier.get(name)) is not None:
-          infeed.close(source)
-          source = sources[name] = before
-        self._rolling[name] = source
+    for name, given in sources.items():
+      source = self._as_input(given, is_training=False)
+      if not source.reset_for_eval and name in earlier:
+        source.close()
+        source = earlier[name]
+      sources[name] = source
+    self._eval_inputs = sources
     return sources
 
-  def _batches_of(self, name: str, source: Any) -> Iterator[Batch]:
+  def _batches_of(
+    self, name: str, source: inputs.BaseInput
+  ) -> Iterator[Batch]:
     """Returns this process's batches of one evaluation of a set."""
-    if not isinstance(source, inputs.BaseInput):
-      return iter(source)
     if not source.reset_for_eval:
-      if self._num_fed.get(name, 0) != self.num_evaluated:
+      if self._evaluations_fed.get(name, 0) != self.num_evaluated:
         # A resumed run continues with the batches that it would have had
-        # without the interruption.
-        assert source.eval_loop_num_batches is not None
+        # without the interruption: those before are read and dropped.
         source.reset()
         for _ in range(self.num_evaluated):
-          for _ in source.eval_batches():  # Read and dropped.
+          for _ in source.eval_batches():
             pass
-      self._num_fed[name] = self.num_evaluated + 1
+      self._evaluations_fed[name] = self.num_evaluated + 1
     return source.eval_batches()
 
-  def _eval_batches(self, name: str, source: Any) -> Iterator[Batch]:
+  def _eval_batches(
+    self, name: str, source: inputs.BaseInput
+  ) -> Iterator[Batch]:
     """Yields global batches of one shape.
 
     A process whose batches end before those of the others adds padding.
@@ -687,7 +695,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         yield self.partitioner.put_batch(padded)
     finally:
       batches.close()
-      infeed.close(source)
+      source.close()
 
   def _padded(self, rows: int) -> int:
     """Returns the rows of a host, rounded up to divide over its devices."""
@@ -699,8 +707,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the state and the position of the data."""
     snapshot: dict[str, Any] = {'state': self.state}
-    if self._position is not None:
-      snapshot['input'] = self._position
+    if self._input_state is not None:
+      snapshot['input'] = self._input_state()
     return snapshot
 
   def snapshot_template(self) -> dict[str, Any]:
@@ -715,7 +723,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     if self.mode == 'train':
       return True
-    return name.split('/')[:2] != ['state', 'opt_state'] and name != 'input'
+    parts = name.split('/')
+    return parts[:2] != ['state', 'opt_state'] and parts[0] != 'input'
 
   def make_room(self) -> None:
     """Drops the state; a later use would make the initial one."""
@@ -742,18 +751,20 @@ class ShardedExperiment(experiment.AbstractExperiment):
         'The checkpoint does not fit the model; nothing was restored. Use the'
         ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
       )
-    position = snapshot_state.get('input')
+    state = None
+    if (position := snapshot_state.get('input')) is not None:
+      state = lambda: position  # noqa: E731
     if is_training:
-      if position is None and saved.step > 0:
+      if state is None and saved.step > 0:
         logging.warning(
           'The checkpoint holds no position of the data, which begins anew: if'
           ' its order does not change, the run sees the same again.'
         )
-      source = self._open_input(position)
+      source = self._open_input(state)
       self._close_input()
       self._infeed = self._read_ahead(source)
     # An evaluation keeps it for the case that this is the best checkpoint.
-    self._position = position
+    self._input_state = state
     # The old arrays are freed first, so that memory need not hold both.
     self._state = None
     # An evaluation keeps the optimizer's state on the host, likewise for the
@@ -771,7 +782,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Takes over the live state of the experiment in training."""
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
-    self._position = trained._position
+    self._input_state = trained._input_state
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:

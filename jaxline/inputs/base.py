@@ -7,14 +7,14 @@ dimension first. To write one, override `get_next`:
     def get_next(self):
       return {'x': np.arange(self.batch_size)}
 
-or give a generator function to `from_generator`. If `position` and
-`set_position` are overridden too, every checkpoint holds the position in the
-data, and a resumed run neither repeats nor skips a record.
+If it overrides `position` and `set_position` too, every checkpoint holds the
+position in the data, and a resumed run neither repeats nor skips a record.
+`iterable.as_input` makes an input of anything else that gives batches.
 
-Each process has its own input, and reads `batch_size` rows of a global batch of
-`batch_size * num_infeed_hosts`. In training no two processes give the same
-record; a finite pass ends on all of them after the same number of batches,
-padded with rows of weight 0.
+Each process has its own input and reads `batch_size` rows of a global batch of
+`batch_size * num_infeed_hosts`. In training no two processes read the same
+record. One epoch ends on all processes after the same number of batches, padded
+with rows of weight 0.
 
 How evaluation reads (`eval_batches`):
 
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
 import dataclasses
 import inspect
 import json
@@ -54,12 +55,12 @@ PADDINGS = 'paddings'
 
 
 class Batch(dict[str, Any]):
-  """A dict whose entries are attributes too: `batch.ids` is `batch['ids']`.
+  """A dict whose entries are also attributes: `batch.ids` is `batch['ids']`.
 
   Inputs give plain dicts; `Batch(batch)` is for code written for Pax's
-  `NestedMap`. Dicts inside become `Batch` as well. As a pytree it has a dict's
-  leaves and paths, but is another kind of node: `jax.tree.map` over both at
-  once refuses.
+  `NestedMap`. Nested dicts become `Batch` too. As a pytree it has the leaves
+  and paths of a dict, but is a node of another type: `jax.tree.map` over a
+  `Batch` and a dict raises.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
@@ -118,10 +119,10 @@ def per_host(global_batch_size: int, shard: Shard | None = None) -> int:
 
   Args:
     global_batch_size: rows of a batch over all hosts.
-    shard: the argument of `train_input`; None is that of this process.
+    shard: the argument of `train_input`; None is `process_shard()`.
 
   Raises:
-    UsageError: the global one does not divide over the hosts.
+    UsageError: the rows do not divide over the hosts.
   """
   count = (shard or process_shard()).count
   if global_batch_size % count:
@@ -141,21 +142,18 @@ class BaseInput:
   `__post_init__` after calling that of this class.
 
   Attributes:
-    name: its name in messages; '' is the name of the class.
-    batch_size: rows that each host reads a batch.
+    name: the name in messages; '' is the name of the class.
+    batch_size: rows that each host reads per batch.
     shard: which rows of a global batch to read; None is `process_shard()`.
     num_infeed_hosts: how many hosts share the data. None is the shard's count,
       0 means 1; afterwards it is the number.
-    infeed_host_index: which of them this is; None is the shard's index.
-    input_random_seed: of the order of the data and of other random numbers in
-      it. None is 0 if the position is saved or in evaluation; else another
-      number at each start, which is drawn when the input is made: all hosts
-      make it together.
+    infeed_host_index: the index of this host; None is the shard's index.
+    input_random_seed: the seed of the order of the data and of its other random
+      numbers. None is 0 if the position is saved or in evaluation; else another
+      number at each start, drawn by all hosts together when the input is made.
     is_training: whether it feeds training.
     reset_for_eval: whether each evaluation is one epoch from its beginning.
-    eval_loop_num_batches: batches an evaluation; see the top of this module.
-    batch_padding_size: rows of weight 0 that `get_next_padded` adds to each
-      batch, for a `batch_size` that does not divide over the devices.
+    eval_loop_num_batches: batches per evaluation; see the top of this module.
     input_checkpointing_enabled: whether checkpoints hold the position.
   """
 
@@ -168,7 +166,6 @@ class BaseInput:
   is_training: bool = False
   reset_for_eval: bool = False
   eval_loop_num_batches: int | None = 1
-  batch_padding_size: int = 0
   input_checkpointing_enabled: bool = True
 
   # Whether positions are the same on every host and fit any number of them.
@@ -181,12 +178,8 @@ class BaseInput:
     self._ended = False
     self._num_read = 0
     self._default_seed = 0
-    if (
-      self.is_training
-      and self.input_random_seed is None
-      and not self.saves_position
-    ):
-      self._default_seed = self._agree_on_seed()
+    if self.is_training and self.input_random_seed is None:
+      self._default_seed = self._draw_seed()
 
   def _resolve_hosts(self) -> None:
     shard = self.shard or process_shard()
@@ -208,7 +201,6 @@ class BaseInput:
 
   def _check_fields(self) -> None:
     self._check_batch_size()
-    self.check_integer('batch_padding_size', 0)
     n = self.eval_loop_num_batches
     if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
       self.refuse(
@@ -233,7 +225,7 @@ class BaseInput:
     seed = self.input_random_seed
     if self.is_training and seed is not None and not self.saves_position:
       raise errors.UsageError(
-        f'{self.name} feeds training with input_random_seed={seed} but its'
+        f'{self.name} feeds training with input_random_seed={seed}, but its'
         ' position is not saved: after a preemption the run would see the same'
         ' data again. Save it (input_checkpointing_enabled=True and methods'
         ' position() and set_position()), or leave input_random_seed None,'
@@ -252,7 +244,7 @@ class BaseInput:
   def check_integer(
     self, key: str, least: int = 1, or_none: bool = False
   ) -> None:
-    """Refuses a field below `least` or no integer; None only with `or_none`."""
+    """Refuses a field that is not an integer of at least `least`."""
     value = getattr(self, key)
     is_fine = or_none if value is None else is_integer(value) and value >= least
     if not is_fine:
@@ -262,7 +254,7 @@ class BaseInput:
   # What a subclass overrides.
 
   def get_next(self) -> dict[str, Any]:
-    """Returns the next batch: arrays [batch_size, ...].
+    """Returns the next batch: arrays [b, ...], b at most `batch_size`.
 
     Raises:
       StopIteration: (or `tf.errors.OutOfRangeError`) at the end of the data.
@@ -275,9 +267,9 @@ class BaseInput:
     self._num_read = 0
 
   def position(self) -> Any:
-    """Returns where the next `get_next` reads: plain values, as JSON has them.
+    """Returns where the next `get_next` reads, as a value that JSON can hold.
 
-    Small, and quick to make: it is asked for with every batch.
+    It is called, and the value copied, with every batch: keep it small.
     """
     raise self._not_overridden('position() and set_position()')
 
@@ -293,8 +285,8 @@ class BaseInput:
   def identity(self) -> dict[str, Any]:
     """Returns the plain values on which the meaning of a position depends.
 
-    A subclass adds its data and its order. If a position is one in the global
-    order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it.
+    A subclass adds its data and its order. A position in the global order
+    (`ANY_NUMBER_OF_HOSTS`) does not depend on the hosts.
     """
     if self.ANY_NUMBER_OF_HOSTS:
       return {}
@@ -305,7 +297,7 @@ class BaseInput:
     }
 
   def where(self) -> str:
-    """Returns the file and record being read, if known, for messages."""
+    """Returns the file and record that are being read, for messages."""
     return f'batch {self._num_read}'
 
   def ids_to_strings(
@@ -316,7 +308,8 @@ class BaseInput:
     Args:
       ids: integers [B, L].
       lengths: integers [B], how many of each row to take.
-      key: which entry of the batch they are, where entries differ in tokens.
+      key: the entry of the batch that they are from, where entries have
+        different vocabularies.
     """
     raise self._not_overridden('ids_to_strings(), as it has no tokens')
 
@@ -327,7 +320,7 @@ class BaseInput:
 
   @property
   def saves_position(self) -> bool:
-    """Whether `get_state` can be called, and checkpoints hold the position."""
+    """Whether checkpoints hold the position."""
     overridden = type(self).position is not BaseInput.position
     return self.input_checkpointing_enabled and overridden
 
@@ -341,26 +334,23 @@ class BaseInput:
     seed = self.input_random_seed
     return self._default_seed if seed is None else int(seed)
 
-  def _agree_on_seed(self) -> int:
-    """Draws a seed, the same on all hosts: they share one order."""
+  def _draw_seed(self) -> int:
+    """Returns the default seed of training, the same on all hosts."""
+    if self.saves_position:
+      return 0
     if self.num_infeed_hosts not in (1, jax.process_count()):
       return 0  # Shards of one process: there is no other to agree with.
     return distributed.of_chief(secrets.randbits(31))
 
   def describe(self) -> str:
-    """Returns the name and, if known, what is being read."""
-    try:
-      return f'{self.name}, reading {self.where()}'
-    except Exception as e:  # What it was asked for is more important.
-      return f'{self.name}, which cannot say where it stands ({e!r})'
+    """Returns the name and what is being read."""
+    return f'{self.name}, reading {self.where()}'
 
   def get_next_padded(self) -> dict[str, Any]:
-    """Returns the next batch, filled up.
+    """Returns the next batch: arrays [batch_size, ...], one of them `weights`.
 
-    Returns:
-      Arrays [batch_size + batch_padding_size, ...]. Padding rows are zeros;
-      where there are such rows, `weights` marks them, as [rows] of 1 and 0 if
-      the batch has none of its own.
+    A short batch is filled up with zeros. A batch without `weights` gets them,
+    [batch_size], 1 for its rows and 0 for padding.
 
     Raises:
       StopIteration: at the end of the data, again and again until `reset` or
@@ -369,15 +359,15 @@ class BaseInput:
     if self._ended:
       raise StopIteration
     try:
-      batch = _as_dict(self.get_next())
+      batch = self.get_next()
       have = num_rows(batch)
-      want = self.batch_size + self.batch_padding_size
-      if have > self.batch_size:
+      want = self.batch_size or have
+      if have > want:
         raise ValueError(
           f'get_next() returned {have} rows; expected at most batch_size ='
           f' {self.batch_size}.'
         )
-      if have < want:
+      if have < want or WEIGHTS not in batch:
         batch = pad_rows(batch, want)
     except Exception as e:
       if is_end(e):
@@ -421,39 +411,41 @@ class BaseInput:
         )
       yield batch
 
-  def get_state(self) -> bytes:
-    """Returns the position, for `set_state`.
+  # States. A mark is made with every batch, a state with every checkpoint.
 
-    It counts the batches that were taken from this object: one that reads
-    ahead of the training step keeps a state with each batch.
+  def mark(self) -> Any:
+    """Returns a copy of the position, or None if it is not saved."""
+    return copy.deepcopy(self.position()) if self.saves_position else None
 
-    Raises:
-      ValueError: the position is not saved (`input_checkpointing_enabled`).
-      NotImplementedError: it cannot be saved.
-    """
-    if not self.input_checkpointing_enabled:
-      raise ValueError(
-        f'{self.name} has input_checkpointing_enabled=False; set it to True to'
-        ' save its position.'
-      )
+  def state_of(self, mark: Any) -> Any:
+    """Returns the state of a checkpoint: a mark, and what it depends on."""
     state = {
       'input': type(self).__name__,
-      'ended': self._ended,
-      'num_read': self._num_read,
       'identity': self.identity(),
-      'position': self.position(),
+      'position': mark,
     }
     return json.dumps(state, sort_keys=True, default=_plain).encode()
 
-  def set_state(self, state: bytes) -> None:
+  def get_state(self) -> Any:
+    """Returns the position for `set_state`, as bytes.
+
+    It counts the batches taken from this object: code that reads ahead of the
+    training step keeps a `mark` with each batch.
+
+    Raises:
+      NotImplementedError: the class has no position.
+    """
+    return self.state_of(self.position())
+
+  def set_state(self, state: Any) -> None:
     """Continues where `get_state` was called, in this or another process.
 
     Args:
       state: the value that it returned.
 
     Raises:
-      ValueError: it is the state of another input, other data, another order
-        or, where the input depends on them, of other hosts.
+      ValueError: the state is that of another input, of other data, of another
+        order or, where the input depends on them, of other hosts.
     """
     here = {'input': type(self).__name__}
     try:
@@ -461,7 +453,7 @@ class BaseInput:
       there = {'input': values['input']} | values['identity']
     except (LookupError, TypeError, ValueError) as e:
       raise ValueError(
-        f'{self.name}.set_state got {state!r:.80}, which is no state of such an'
+        f'{self.name}.set_state got {state!r:.80}, which is not the state of an'
         ' input. Give what get_state() returned.'
       ) from e
     here = json.loads(json.dumps(here | self.identity(), default=_plain))
@@ -476,9 +468,8 @@ class BaseInput:
         ' Use the data and the settings of the run that saved it, or start'
         ' anew.'
       )
-    self.set_position(values['position'])  # First: it may refuse.
-    self._ended = values['ended']
-    self._num_read = values['num_read']
+    self.set_position(values['position'])
+    self._ended = False
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the state to a file; an existing one is replaced whole."""
@@ -496,14 +487,12 @@ class ResumableInput(BaseInput, abc.ABC):
 
   Attributes:
     repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
-      If not, the end is padded with rows of weight 0, so that all hosts give
-      the same number of batches, and every batch has `weights`.
   """
 
   repeat: bool | None = None
 
-  # Where the first batch is read.
-  _first: ClassVar[Mapping[str, Any]]
+  # The position of the first batch.
+  FIRST: ClassVar[Any] = 0
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -514,36 +503,35 @@ class ResumableInput(BaseInput, abc.ABC):
       )
     if self.repeat is None:
       self.repeat = not self.reset_for_eval
-    self._at: Any = dict(self._first)
-    self._iterator: Any = None
+    self._at: Any = self.FIRST
+    self._iterator: Iterator[tuple[dict[str, Any], Any]] | None = None
 
   @abc.abstractmethod
-  def _start(self) -> Any:
-    """Returns an iterator that begins at the position `_at`."""
+  def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yields the batches from a position on, each with the position behind it.
 
-  def _take(self) -> tuple[dict[str, Any], Any]:
-    """Returns the next batch of the iterator, and the position behind it."""
-    return next(self._iterator)
+    A generator, which ends its threads and workers when it is closed.
+    """
 
   def get_next(self) -> dict[str, Any]:
-    """Returns the next batch, arrays [batch_size, ...]."""
+    """Returns the next batch, arrays [b, ...]."""
     try:
       if self._iterator is None:
-        self._iterator = self._start()
-      batch, self._at = self._take()
+        self._iterator = self.read_from(self._at)
+      batch, self._at = next(self._iterator)
       return batch
     except StopIteration:
       raise
     except BaseException:
-      # More was read than the batches that were given: another try must begin
-      # at the same batch.
+      # It has read further than the batch that failed: another try must begin
+      # at that batch.
       self.close()
       raise
 
   def reset(self) -> None:
-    """Goes back to the first record."""
+    """Goes back to the first batch."""
     super().reset()
-    self.set_position(dict(self._first))
+    self.set_position(self.FIRST)
 
   def position(self) -> Any:
     """Returns where the next batch begins."""
@@ -555,7 +543,8 @@ class ResumableInput(BaseInput, abc.ABC):
     self._at = position
 
   def close(self) -> None:
-    """Ends the iterator."""
+    """Ends the threads and workers that read ahead."""
+    # Not `close()`, which refuses while another thread reads.
     self._iterator = None
 
 
@@ -564,25 +553,24 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
   Raises:
     ValueError: its arrays differ in their first dimension, or one has none.
-    TypeError: it is no dict.
+    TypeError: it is not a dict.
   """
-  rows = {np.shape(x)[:1] for x in jax.tree.leaves(_as_dict(batch))}
+  if not isinstance(batch, Mapping):
+    raise TypeError(
+      f'A batch is a {type(batch).__name__}; expected a dict of arrays by name,'
+      " such as {'x': x}."
+    )
+  rows = {np.shape(x)[:1] for x in _leaves(batch)}
   if len(rows) != 1 or () in rows:
-    shapes = jax.tree.map(np.shape, batch)
+    shapes = jax.tree.map(np.shape, dict(batch))
     raise ValueError(
       f'The arrays of a batch must share their first dimension; got {shapes}.'
     )
   return rows.pop()[0]
 
 
-def _as_dict(batch: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a batch as a pytree: a `Batch` as it is, others as plain dicts."""
-  if not isinstance(batch, Mapping):
-    raise TypeError(
-      f'A batch is a {type(batch).__name__}; expected a dict of arrays, with'
-      " the names of what a row has: {'x': x}."
-    )
-  return batch if isinstance(batch, Batch) else dict(batch)
+def _leaves(batch: Mapping[str, Any]) -> list[Any]:
+  return jax.tree.leaves(batch if isinstance(batch, dict) else dict(batch))
 
 
 def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -590,16 +578,17 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
   Args:
     batch: arrays [b, ...] with b <= rows.
-    rows: how many it shall have.
+    rows: the number of rows of the result.
 
   Returns:
-    Arrays [rows, ...], the new ones zeros, or ones in `paddings`, which mark
-    padding; with `weights`, 1 for the rows that were there, if it had none.
+    Arrays [rows, ...]. The new rows are zeros, or ones in `paddings`, which
+    marks padding. A batch without `weights` gets them, 1 for its own rows.
   """
-  batch = _as_dict(batch)
-  have = len(jax.tree.leaves(batch)[0])
-  if WEIGHTS not in batch:
-    batch = type(batch)(batch, **{WEIGHTS: np.ones(have, np.float32)})
+  have = len(_leaves(batch)[0])
+  # Of the same type: a `Batch` stays one.
+  kind = type(batch) if isinstance(batch, Batch) else dict
+  batch = kind(batch)
+  batch.setdefault(WEIGHTS, np.ones(have, np.float32))
   if have == rows:
     return batch
 
@@ -614,65 +603,6 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return np.concatenate([x, padding])
 
   return jax.tree_util.tree_map_with_path(fill, batch)
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class GeneratorInput(BaseInput):
-  """The batches of a generator function.
-
-  Its position cannot be saved: a run that is resumed reads from the beginning
-  again, and logs so. This does not matter for random data without a fixed
-  seed. A run that resumes exactly needs a subclass of `BaseInput` with
-  `position` and `set_position`.
-
-  Attributes:
-    function: returns an iterator of batches, each a dict of arrays
-      [batch_size, ...]; the last may have fewer rows. It may take `host_index`
-      and `num_hosts`, by these names, and must take the first where there are
-      several hosts.
-  """
-
-  function: Callable[..., Iterable[Mapping[str, Any]]]
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    hosts = {
-      'host_index': self.infeed_host_index,
-      'num_hosts': self.num_infeed_hosts,
-    }
-    self._arguments = choose_arguments(self.function, hosts)
-    if self.num_infeed_hosts != 1 and 'host_index' not in self._arguments:
-      raise ValueError(
-        f'{self.name} has {self.num_infeed_hosts} hosts, and its function does'
-        ' not take host_index: all hosts would read the same. Let it take'
-        ' (host_index, num_hosts) and give host_index its own part.'
-      )
-    self._iterator: Any = None
-
-  def _agree_on_seed(self) -> int:
-    """Returns 0: nothing needs a seed, so no process waits for the others."""
-    return 0
-
-  def get_next(self) -> dict[str, Any]:
-    """Returns the generator's next batch."""
-    if self._iterator is None:
-      self._iterator = iter(self.function(**self._arguments))
-    return next(self._iterator)
-
-  def reset(self) -> None:
-    """Calls the function again."""
-    super().reset()
-    self._iterator = None
-
-
-def from_generator(
-  function: Callable[..., Iterable[Mapping[str, Any]]],
-  *,
-  batch_size: int,
-  **fields: Any,
-) -> GeneratorInput:
-  """Returns a `GeneratorInput` of a function; `fields` are of `BaseInput`."""
-  return GeneratorInput(function=function, batch_size=batch_size, **fields)
 
 
 def choose_arguments(

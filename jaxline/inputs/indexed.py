@@ -1,12 +1,11 @@
-"""Records that have numbers: shuffled, divided among hosts, padded, counted.
+"""Records that have numbers: shuffled, divided among hosts, counted.
 
-Text, arrays and Grain's `MapDataset` share this. There is one global order of
-the records, epoch after epoch (Grain's shuffle). With G = batch_size *
-num_infeed_hosts, global batch n is the positions [n * G, (n + 1) * G) of it,
-and host h reads the rows [h * batch_size, (h + 1) * batch_size) of each. So all
-hosts together see the same batches for any number of hosts, and a position is
-one number: how many records of the global order were given. It fits any number
-of hosts, any batch size and any number of workers.
+There is one global order of the records, epoch after epoch (Grain's shuffle).
+With G = batch_size * num_infeed_hosts, global batch n is the positions [n * G,
+(n + 1) * G) of this order, and host h reads the rows [h * batch_size, (h + 1) *
+batch_size) of it. So all hosts together see the same batches for any number of
+hosts. A position is one integer, the rows of the global order that were given:
+it fits any number of hosts, any batch size and any number of workers.
 
 Shapes: b rows, N records of an epoch.
 """
@@ -14,7 +13,7 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 import dataclasses
 import functools
 import multiprocessing
@@ -32,11 +31,11 @@ import numpy as np
 
 from jaxline.inputs import base
 
-# Below so many records, Grain's shuffle takes up to a millisecond a record: it
-# shuffles 2**16 numbers and skips those that are too large. The order of an
-# epoch is held instead. Another limit would be another order.
+# Below this many records, Grain's shuffle takes up to a millisecond per record:
+# it shuffles 2**16 numbers and skips those that are too large. The order of an
+# epoch is held in memory instead. Another limit would be another order.
 _SMALL = 2**16
-# How long `close` waits for workers.
+# How long to wait for workers to end.
 _MAX_CLOSE_SECS = 30
 # What a terminal or a scheduler sends to all processes of a job at once.
 _SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
@@ -46,8 +45,8 @@ _SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
 def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
   """Returns the order of an epoch of a small dataset, int64 [size].
 
-  From a stream of numbers that NumPy promises never to change, unlike its
-  permutations.
+  It sorts raw random numbers, since NumPy promises never to change these,
+  unlike its permutations.
   """
   key = np.array([seed % 2**64, epoch], np.uint64)
   draws = np.random.Philox(key=key).random_raw(size)
@@ -70,10 +69,10 @@ class IndexedInput(base.ResumableInput):
   shuffle: bool | None = None
   num_threads: int = 0
   num_workers: int = 0
+  # What reads ahead, which `close` ends.
+  _reader: Any = dataclasses.field(default=None, init=False, repr=False)
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = True
-  # Of the global order, how many records were given.
-  _first: ClassVar[Mapping[str, Any]] = {'records': 0}
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -91,12 +90,12 @@ class IndexedInput(base.ResumableInput):
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns some records: arrays [b, ...].
 
-    Called in threads and worker processes: it must depend on nothing but its
-    arguments and the fields.
+    It is called in threads and worker processes, and must depend on nothing but
+    its arguments and the fields.
 
     Args:
       records: their numbers, int64 [b], each in [0, N).
-      epochs: of each, which epoch it is read in, int64 [b].
+      epochs: the epoch in which each is read, int64 [b].
     """
 
   def describe_record(self, record: int, epoch: int) -> str:
@@ -107,8 +106,7 @@ class IndexedInput(base.ResumableInput):
   def data_identity(self) -> dict[str, Any]:
     """Returns plain values that identify the data, such as a hash of it.
 
-    It is called with every batch. `identity` adds the number of records, the
-    seed, `shuffle` and `repeat`.
+    `identity` adds the number of records, the seed, `shuffle` and `repeat`.
     """
     return {}
 
@@ -121,17 +119,16 @@ class IndexedInput(base.ResumableInput):
     Returns:
       int64 [b], each in [0, N).
     """
-    epochs, within = np.divmod(positions, self._size)
+    epochs, records = np.divmod(positions, self._size)
     if not self.shuffle:
-      return within
-    if self._size < _SMALL:
-      records = [
-        _epoch_order(self.seed(), epoch, self._size)[i]
-        for epoch, i in zip(epochs.tolist(), within.tolist(), strict=True)
-      ]
-    else:
-      records = [self._ids[i] for i in positions.tolist()]
-    return np.array(records, np.int64)
+      return records
+    if self._size >= _SMALL:
+      return np.array([self._ids[i] for i in positions.tolist()], np.int64)
+    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+      chosen = epochs == epoch
+      order = _epoch_order(self.seed(), epoch, self._size)
+      records[chosen] = order[records[chosen]]
+    return records
 
   @functools.cached_property
   def _ids(self) -> Any:
@@ -151,79 +148,74 @@ class IndexedInput(base.ResumableInput):
 
   # The contract of `BaseInput`.
 
-  def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the next batch of the iterator, and the position behind it."""
-    batch = next(self._iterator)
-    given = self._at['records'] + self.get_global_batch_size()
-    return own_arrays(batch) if self.num_workers else batch, {'records': given}
-
-  def _start(self) -> Any:
-    """Starts to read at the position."""
-    num_batches = self._batches_left()
-    batch = functools.partial(self._batch, self._at['records'])
+  def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields this host's batches from a position on; see `ResumableInput`."""
+    rows = self.get_global_batch_size()
+    end = sys.maxsize - rows if self.repeat else self._size
+    positions = range(position, end, rows)
+    # Grain's iterator would cost as much as copying eight rows of a thousand
+    # tokens.
     if not self.num_threads and not self.num_workers:
-      # Grain's iterator would cost as much as copying eight rows of a thousand
-      # tokens.
-      return map(batch, range(num_batches))
+      for start in positions:
+        yield self.batch_at(start), start + rows
+      return
     import grain
 
     options = grain.ReadOptions(
       num_threads=self.num_threads, prefetch_buffer_size=self.num_threads
     )
-    dataset = grain.MapDataset.range(num_batches).map(batch)
-    return start_iterator(dataset.to_iter_dataset(options), self.num_workers)
+    starts = grain.MapDataset.range(position, end, rows)
+    dataset = starts.map(self.batch_at).to_iter_dataset(options)
+    for start, batch in zip(positions, self.reader(dataset), strict=True):
+      yield own_arrays(batch) if self.num_workers else batch, start + rows
 
-  def _batches_left(self) -> int:
-    """Returns how many batches there are from the position on."""
-    rows = self.get_global_batch_size()
-    left = sys.maxsize - rows
-    if not self.repeat:
-      left = max(0, self._size - self._at['records'])
-    return -(-left // rows)
+  def reader(self, dataset: Any) -> Any:
+    """Returns the iterator of a `grain.IterDataset`; `close` ends it."""
+    self._reader = start_iterator(dataset, self.num_workers)
+    return self._reader
 
-  def _batch(self, given: int, number: int) -> dict[str, Any]:
-    """Returns the rows of a batch, so many batches behind a position."""
+  def batch_at(self, position: int) -> dict[str, Any]:
+    """Returns this host's rows of the global batch that begins at a position.
+
+    Without `repeat` they are less than `batch_size` at the end of the epoch,
+    maybe none.
+    """
     assert self.infeed_host_index is not None
-    first = given + number * self.get_global_batch_size()
-    first += self.infeed_host_index * self.batch_size
+    first = position + self.infeed_host_index * self.batch_size
     positions = np.arange(first, first + self.batch_size)
-    if self.repeat:
+    if not self.repeat:
+      positions = positions[positions < self._size]
+    if positions.size:
       return self.read_at(positions)
-    real = positions[positions < self._size]
     # A host without rows still needs their shapes and types.
-    batch = self.read_at(real if real.size else np.zeros(1, np.int64))
-    if not real.size:
-      batch = jax.tree.map(lambda x: x[:0], batch)
-    return base.pad_rows(batch, self.batch_size)
+    return jax.tree.map(lambda x: x[:0], self.read_at(np.zeros(1, np.int64)))
 
   def read_at(self, positions: np.ndarray) -> dict[str, Any]:
     """Returns the records at some positions of the global order, [b, ...].
 
     Args:
-      positions: int64 [b], counted over all epochs.
+      positions: int64 [b], counted over all epochs, in ascending order.
     """
     records, epochs = self.order(positions), positions // self._size
     try:
       return call_without_end(self._read_all, records, epochs)
     except Exception as e:
-      e.add_note(f'While {self.name} read {self._describe(records, epochs)}.')
+      e.add_note(f'While {self.name} read {self._blame(records, epochs)}.')
       raise
 
   def _read_all(
     self, records: np.ndarray, epochs: np.ndarray
   ) -> dict[str, Any]:
-    return self._checked(self.read(records, epochs), len(records))
-
-  def _checked(self, batch: dict[str, Any], expected: int) -> dict[str, Any]:
-    """Returns a batch unless it lost records, or has some twice."""
-    if (got := base.num_rows(batch)) != expected:
+    """Reads records, and refuses a batch that lost some or has some twice."""
+    batch = self.read(records, epochs)
+    if (got := base.num_rows(batch)) != len(records):
       raise ValueError(
-        f'{self.name} made {got} rows of {expected} records; expected a row of'
-        ' each.'
+        f'{self.name} made {got} rows of {len(records)} records; expected a row'
+        ' of each.'
       )
     return batch
 
-  def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
+  def _blame(self, records: np.ndarray, epochs: np.ndarray) -> str:
     """Returns which of some records cannot be read, or else the first."""
     for i in range(len(records)):
       try:
@@ -246,7 +238,7 @@ class IndexedInput(base.ResumableInput):
   def where(self) -> str:
     """Returns the first record of the next batch."""
     assert self.infeed_host_index is not None
-    position = self._at['records'] + self.infeed_host_index * self.batch_size
+    position = self._at + self.infeed_host_index * self.batch_size
     epoch, within = divmod(position, self._size)
     if epoch and not self.repeat:
       return 'the rows that fill up the end of the epoch'
@@ -262,11 +254,12 @@ class IndexedInput(base.ResumableInput):
 
   def close(self) -> None:
     """Ends threads and workers."""
-    iterator, self._iterator = self._iterator, None
-    if not hasattr(iterator, 'close'):
+    super().close()
+    reader, self._reader = self._reader, None
+    if not hasattr(reader, 'close'):
       return
     # Grain waits until its workers have read their batches, for any time.
-    closing = threading.Thread(target=iterator.close, daemon=True)
+    closing = threading.Thread(target=reader.close, daemon=True)
     closing.start()
     closing.join(_MAX_CLOSE_SECS)
     if closing.is_alive():
@@ -278,7 +271,7 @@ class IndexedInput(base.ResumableInput):
       )
 
   def __getstate__(self) -> dict[str, Any]:
-    return {**self.__dict__, '_iterator': None}
+    return {**self.__dict__, '_iterator': None, '_reader': None}
 
 
 # What Grain 0.2.18 lacks.

@@ -1,16 +1,14 @@
 """Reads batches and puts them on the devices ahead of the step, on a thread.
 
 The training thread only takes batches that are ready, and measures how long it
-waits for them. Messages name a source that stalls or fails, and its position.
-Each batch comes with the position after it, since the source itself has been
-read further by then.
+waits for them. Each batch comes with the mark behind it (see `BaseInput.mark`),
+since the source has been read further by then.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Generator, Iterator
-import copy
 import time
 from typing import Any
 
@@ -35,7 +33,7 @@ class Infeed:
 
   def __init__(
     self,
-    source: Iterator[Any],
+    source: base.BaseInput,
     place: Callable[[Any], Any],
     *,
     buffer_size: int = 3,
@@ -44,8 +42,7 @@ class Infeed:
     """Starts to read at the first `next`.
 
     Args:
-      source: a `BaseInput`, or any iterator. Where another iterator has
-        `get_state`, that is its position: a pytree of arrays and plain values.
+      source: the input.
       place: puts a batch of numpy arrays on the devices.
       buffer_size: how many batches are in memory besides that of the step: at
         least 2, one being read and one that is ready. Of small batches there
@@ -55,7 +52,7 @@ class Infeed:
     """
     goodput.listen()
     self.source = source
-    self.position: Any = None
+    self.mark: Any = None
     self._error: Exception | None = None
     self._waited = 0.0
     # For each batch when it was given and how long all were waited for, without
@@ -77,12 +74,12 @@ class Infeed:
     return self
 
   def __next__(self) -> Any:
-    """Returns the next batch, and sets `position` to the one after it."""
+    """Returns the next batch, and sets `mark` to the one behind it."""
     if self._error is not None:
       raise self._error
     began = time.perf_counter()
     try:
-      batch, self.position = next(self._batches)
+      batch, self.mark = next(self._batches)
     except StopIteration:
       raise
     except Exception as e:
@@ -110,7 +107,7 @@ class Infeed:
   def close(self) -> None:
     """Stops to read, and closes the source."""
     self._batches.close()
-    close(self.source)  # The thread may never have started.
+    self.source.close()  # The thread may never have started.
 
 
 def _depth(item: tuple[Any, Any]) -> int:
@@ -120,7 +117,7 @@ def _depth(item: tuple[Any, Any]) -> int:
 
 
 def read_ahead(
-  source: Any,
+  source: base.BaseInput,
   batches: Iterator[Any],
   *,
   who: str = 'The evaluation',
@@ -146,7 +143,7 @@ def read_ahead(
 
   def warn() -> None:
     logging.warning(
-      '%s has waited %.0f s for a batch: %s.', who, stall_secs, describe(source)
+      '%s has waited %.0f s for a batch: %s.', who, stall_secs, source.describe()
     )
 
   return async_lib.py_prefetch(
@@ -160,47 +157,18 @@ def read_ahead(
 
 
 def _read(
-  source: Any, place: Callable[[Any], Any]
+  source: base.BaseInput, place: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, Any]]:
-  """Yields batches on the devices, each with the position behind it."""
-  is_saved = saves_position(source)
+  """Yields batches on the devices, each with the mark behind it."""
   try:
     for batch in source:
-      # A copy, since this runs ahead: an iterator may change its own.
-      position = copy.deepcopy(source.get_state()) if is_saved else None
+      mark = source.mark()
       try:
         placed = place(batch)
       except Exception as e:
-        e.add_note(f'The batch is the last that {describe(source)} has given.')
+        e.add_note(f'It is the last batch of {source.describe()}.')
         raise
-      yield placed, position
+      yield placed, mark
   finally:
     # Also here: whoever closes from outside may come while it still starts.
-    close(source)
-
-
-def saves_position(source: Iterator[Any]) -> bool:
-  """Returns whether a source can be set to where another one stood."""
-  if isinstance(source, base.BaseInput):
-    return source.saves_position
-  return hasattr(source, 'get_state') and hasattr(source, 'set_state')
-
-
-def describe(source: Iterator[Any]) -> str:
-  """Returns the source's name and, if it can say it, what it is reading."""
-  if isinstance(source, base.BaseInput):
-    return source.describe()
-  return name_of(source)
-
-
-def name_of(source: Iterator[Any]) -> str:
-  """Returns what messages call a source."""
-  if isinstance(source, base.BaseInput):
-    return source.name
-  return f'a {type(source).__name__}'
-
-
-def close(source: Iterator[Any]) -> None:
-  """Ends the workers of a source, if it has any."""
-  if isinstance(source, base.BaseInput):
     source.close()

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
@@ -24,52 +25,48 @@ from jaxline.inputs import indexed
 class MixtureInput(indexed.IndexedInput):
   """A mixture of inputs whose records have numbers, in exact proportions.
 
-  Each row comes from one child. Nothing is drawn: which child it is follows
-  from the weights and the row's position in the global order, so that after any
-  number n of rows each of k children has given n * weight of them, at most one
-  more and fewer than k less. A position is the number of rows given: it fits
-  any number of hosts, any batch size and any number of workers.
+  Each row comes from one child, which follows from the weights and the row's
+  position in the global order alone: after any number n of rows, each of k
+  children has given n * weight of them, at most one more and fewer than k less.
+  (Grain's `MapDataset.mix` rounds the weights to a hundredth of the smallest.)
 
-  Children must repeat, since a mixture has no epoch. Their batch sizes are not
-  used. Their rows must have the same entries, of the same dtypes and shapes.
-  Their tokens are taken to be the same.
-
-  Its host is that of its children, and so is what is random.
+  Children repeat, since a mixture has no epoch. Their rows must have the same
+  entries, of the same dtypes and shapes, and tokens of the same vocabulary. The
+  mixture calls their `read_at`: their batch sizes and workers are not used.
 
   Attributes:
     inputs: the children by name, all of one host.
-    weights: of each child, a positive number; 1 and 3 are a quarter and three
+    weights: a positive number for each child; 1 and 3 are a quarter and three
       quarters. Decimals are taken as they are written: 0.1 is a tenth.
-    shuffle: leave it None; set it of the children.
   """
 
   inputs: Mapping[str, base.BaseInput]
   weights: Mapping[str, float]
 
   def __post_init__(self) -> None:
-    # The schedule shall not depend on how the dict was written.
+    # The schedule does not depend on the order of the dict.
     self.inputs = dict(sorted(self.inputs.items()))
-    first = next(iter(self.inputs.values()))
-    if self.infeed_host_index is None:
-      self.infeed_host_index = first.infeed_host_index
-    if self.num_infeed_hosts is None:
-      self.num_infeed_hosts = first.num_infeed_hosts
-    # Of the schedule; the children's are their own.
-    shuffle, self.shuffle = self.shuffle, False
-    super().__post_init__()
-    if self.input_random_seed is not None:
-      self.refuse('input_random_seed', 'None: set the seeds of the inputs')
-    self._check_children()
-    if shuffle or not self.repeat:
-      raise ValueError(
-        f'{self.name} has reset_for_eval={self.reset_for_eval}, repeat='
-        f'{self.repeat}, shuffle={shuffle}; leave them out: a mixture has no'
-        ' epoch. Evaluate on each of its inputs, or on eval_loop_num_batches'
-        ' batches.'
+    self._children: list[Any] = list(self.inputs.values())
+    if self.infeed_host_index is None and self.num_infeed_hosts is None:
+      self.infeed_host_index = self._children[0].infeed_host_index
+      self.num_infeed_hosts = self._children[0].num_infeed_hosts
+    if self.shuffle or self.input_random_seed is not None:
+      raise errors.UsageError(
+        f'{self.name or type(self).__name__} has shuffle={self.shuffle} and'
+        f' input_random_seed={self.input_random_seed}; set them of its inputs.'
       )
+    self.shuffle = False
+    super().__post_init__()
+    if not self.repeat:
+      self.refuse(
+        'repeat',
+        'True: a mixture has no epoch. Evaluate on each of its inputs, or on'
+        ' eval_loop_num_batches batches',
+      )
+    for name, child in self.inputs.items():
+      self._check_child(name, child)
     if set(self.weights) != set(self.inputs):
       self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
-    self._children: list[Any] = list(self.inputs.values())
     # Integers, so that nothing is rounded after 1e15 rows.
     exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
     if min(exact) <= 0:
@@ -78,39 +75,32 @@ class MixtureInput(indexed.IndexedInput):
     shares = [int(x * scale) for x in exact]
     self._shares = [x // math.gcd(*shares) for x in shares]
 
-  def _check_children(self) -> None:
-    shared = (
+  def _check_child(self, name: str, child: base.BaseInput) -> None:
+    if not (
+      isinstance(child, indexed.IndexedInput)
+      and child.ANY_NUMBER_OF_HOSTS
+      and child.repeat
+    ):
+      raise errors.UsageError(
+        f'The input {name} of {self.name}, a {type(child).__name__}, cannot'
+        ' give any record by its number without end; expected an IndexedInput'
+        ' with repeat=True. Mix streams inside tf.data, SeqIO or'
+        ' grain.IterDataset.mix.'
+      )
+    for key in (
       'is_training',
       'infeed_host_index',
       'num_infeed_hosts',
       'input_checkpointing_enabled',
-    )
-    for name, child in self.inputs.items():
-      for key in shared:
-        if (got := getattr(child, key)) != (expected := getattr(self, key)):
-          raise ValueError(
-            f'The input {name} of {self.name} has {key}={got}; expected'
-            f' {expected}, as {self.name} has.'
-          )
-      if (
-        not isinstance(child, indexed.IndexedInput)
-        or not child.ANY_NUMBER_OF_HOSTS
-        # A method of its own would not be called.
-        or type(child).get_next is not indexed.IndexedInput.get_next
-        or not child.repeat
-        or child.num_threads
-        or child.num_workers
-      ):
-        raise ValueError(
-          f'The input {name} of {self.name}, a {type(child).__name__}, cannot'
-          ' give any record by its number; expected an IndexedInput with'
-          ' repeat=True, and without num_threads, num_workers and a get_next of'
-          ' its own. Mix streams inside tf.data, SeqIO or'
-          ' grain.IterDataset.mix.'
+    ):
+      if (got := getattr(child, key)) != (expected := getattr(self, key)):
+        raise errors.UsageError(
+          f'The input {name} of {self.name} has {key}={got}; expected'
+          f' {expected}, as {self.name} has.'
         )
 
   def num_records(self) -> int:
-    """Returns that of one child's epochs, which are endless together."""
+    """Returns the most there can be: a mixture has one endless epoch."""
     return sys.maxsize
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
@@ -136,11 +126,7 @@ class MixtureInput(indexed.IndexedInput):
     return jax.tree.map(join, self._no_rows, *parts)
 
   def _choose(self, k: int) -> tuple[int, int]:
-    """Returns whose row k is, and which of its rows.
-
-    Grain's `MapDataset.mix` does it like this, but rounds the proportions to a
-    hundredth of the smallest.
-    """
+    """Returns the child whose row k is, and the position of the row in it."""
     left = sum(self._shares)
     now, then = k, k + 1
     for i, share in enumerate(self._shares):
@@ -160,8 +146,7 @@ class MixtureInput(indexed.IndexedInput):
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the child, and where its record comes from."""
     i, position = self._choose(record)
-    name, child = list(self.inputs)[i], self._children[i]
-    return f'{name}: {child.describe_at(position)}'
+    return f'{list(self.inputs)[i]}: {self._children[i].describe_at(position)}'
 
   def identity(self) -> dict[str, Any]:
     """Returns the proportions, and what the children's orders depend on."""
@@ -174,7 +159,7 @@ class MixtureInput(indexed.IndexedInput):
     return {'weights': shares, **children}
 
   def close(self) -> None:
-    """Closes the children."""
+    """Closes the children too."""
     super().close()
     for child in self.inputs.values():
       child.close()
@@ -182,5 +167,5 @@ class MixtureInput(indexed.IndexedInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids, as the child has it that sorts first."""
+    """Returns the text of token ids, as the first child by name has it."""
     return self._children[0].ids_to_strings(ids, lengths, key)

@@ -1,0 +1,162 @@
+"""Inputs from anything else that gives batches: iterables, generators, datasets.
+
+`as_input` is the entrance of the training loop: behind it, everything that
+gives batches is a `base.BaseInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+import itertools
+from typing import Any
+
+from jaxline import errors
+from jaxline.inputs import base
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class IterableInput(base.BaseInput):
+  """The batches of any iterable.
+
+  Its position is that of the iterator, if this has `get_state` and `set_state`:
+  a pytree of arrays and plain values. Otherwise a resumed run reads from the
+  beginning again, and logs so.
+
+  Attributes:
+    function: returns an iterable of batches, each a dict of arrays
+      [batch_size, ...]; the last may have fewer rows. It may take `host_index`
+      and `num_hosts`, by these names.
+    batch_size: rows per batch; None is as many as each batch has.
+  """
+
+  function: Callable[..., Iterable[Mapping[str, Any]]]
+  batch_size: int | None = None  # type: ignore[assignment]
+
+  _iterator: Any = dataclasses.field(default=None, init=False, repr=False)
+
+  def _check_batch_size(self) -> None:
+    self.check_integer('batch_size', or_none=True)
+
+  def _draw_seed(self) -> int:
+    """Returns 0: nothing needs a seed, so no process waits for the others."""
+    return 0
+
+  def _open(self) -> Any:
+    if self._iterator is None:
+      hosts = {
+        'host_index': self.infeed_host_index,
+        'num_hosts': self.num_infeed_hosts,
+      }
+      arguments = base.choose_arguments(self.function, hosts)
+      self._iterator = iter(self.function(**arguments))
+    return self._iterator
+
+  def get_next(self) -> dict[str, Any]:
+    """Returns the next batch of the iterator."""
+    return next(self._open())
+
+  def reset(self) -> None:
+    """Calls the function again."""
+    super().reset()
+    self._iterator = None
+
+  @property
+  def saves_position(self) -> bool:
+    """Whether the iterator has `get_state` and `set_state`."""
+    return self.input_checkpointing_enabled and all(
+      hasattr(self._open(), method) for method in ('get_state', 'set_state')
+    )
+
+  def position(self) -> Any:
+    """Returns the state of the iterator."""
+    return self._open().get_state()
+
+  def state_of(self, mark: Any) -> Any:
+    """Returns the state of the iterator as it is."""
+    return mark
+
+  def set_state(self, state: Any) -> None:
+    """Sets the state of the iterator."""
+    self._open().set_state(state)
+    self._ended = False
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _SkippingInput(base.ResumableInput):
+  """The batches of a `tf.data.Dataset`, counted.
+
+  Attributes:
+    dataset: the dataset. A resumed run reads it up to the position again.
+  """
+
+  dataset: Any
+  batch_size: int | None = None  # type: ignore[assignment]
+
+  def _check_batch_size(self) -> None:
+    """Accepts None: the dataset has the batch size."""
+
+  def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields its batches as arrays."""
+    batches = self.dataset.skip(position).as_numpy_iterator()
+    yield from zip(batches, itertools.count(position + 1), strict=False)
+
+
+def from_generator(
+  function: Callable[..., Iterable[Mapping[str, Any]]],
+  *,
+  batch_size: int,
+  **fields: Any,
+) -> IterableInput:
+  """Returns the batches of a generator function as an input.
+
+  Args:
+    function: called without arguments, or with those of `host_index` and
+      `num_hosts` that it takes.
+    batch_size: rows per batch.
+    **fields: further fields of `base.BaseInput`.
+
+  Raises:
+    UsageError: there are several hosts, and the function does not take
+      `host_index`.
+  """
+  source = IterableInput(function=function, batch_size=batch_size, **fields)
+  if source.num_infeed_hosts != 1 and not base.choose_arguments(
+    function, {'host_index': 0}
+  ):
+    raise errors.UsageError(
+      f'{source.name} has {source.num_infeed_hosts} hosts, and its function'
+      ' does not take host_index: all hosts would read the same. Let it take'
+      ' (host_index, num_hosts) and give host_index its own part.'
+    )
+  return source
+
+
+def as_input(
+  source: Any, *, is_training: bool, shard: base.Shard | None = None
+) -> base.BaseInput:
+  """Returns anything that gives batches as an input.
+
+  Args:
+    source: an input, which is returned as it is; an iterable or iterator of
+      dicts of arrays [B, ...], such as a Grain dataset or data loader; a
+      function that returns one; a `tf.data.Dataset` of batches that is the same
+      each time it is read.
+    is_training: whether it feeds training; otherwise each evaluation reads all
+      of it.
+    shard: the shard that the source was made for.
+  """
+  if isinstance(source, base.BaseInput):
+    return source
+  fields: dict[str, Any] = {
+    'name': f'a {type(source).__name__}',
+    'is_training': is_training,
+    'reset_for_eval': not is_training,
+    'shard': shard,
+  }
+  if hasattr(source, 'as_numpy_iterator'):
+    return _SkippingInput(dataset=source, repeat=False, **fields)
+  function = source
+  if not callable(source) or hasattr(source, '__iter__'):
+    function = lambda: source  # noqa: E731
+  return IterableInput(function=function, **fields)
