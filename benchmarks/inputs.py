@@ -52,7 +52,7 @@ from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import grain as grain_input
 from jaxline.inputs import infeed
-from jaxline.inputs import multi
+from jaxline.inputs import mixture
 from jaxline.inputs import synthetic
 from jaxline.inputs import text
 from jaxline.inputs import tfdata
@@ -142,7 +142,7 @@ def _text_sides(
       'targets': {'memmap': target, 'view': None},
     }
 
-  mixture = multi.MixtureInput(
+  mixed = mixture.MixtureInput(
     inputs={'one': read('stream', 1), 'two': read('stream', 2)},
     weights={'one': 2, 'two': 1},
     batch_size=rows,
@@ -160,7 +160,7 @@ def _text_sides(
         ('padded', None),
       )
     ),
-    _Side('MixtureInput of two', **against(mixture, None)),
+    _Side('MixtureInput of two', **against(mixed, None)),
     *(
       _Side(
         f'SyntheticInput, {kind}',

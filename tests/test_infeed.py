@@ -16,6 +16,7 @@ from jaxline import goodput
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import infeed
+from jaxline.inputs import iterable
 from tests.experiments import regression
 
 KEY = np.array([0, 7], np.uint32)
@@ -116,7 +117,7 @@ def test_batches_read_ahead_are_bounded_by_number_and_bytes(
 
 
 def test_an_input_without_a_position():
-  source = base.from_generator(
+  source = iterable.from_generator(
     lambda: iter([{'x': np.ones(2)}] * 3), batch_size=2, is_training=True
   )
   feed = infeed.Infeed(source, lambda x: x)

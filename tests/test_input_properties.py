@@ -28,7 +28,8 @@ from examples.pax.inputs import seqio as seqio_input
 from jaxline.inputs import base
 from jaxline.inputs import grain
 from jaxline.inputs import indexed
-from jaxline.inputs import multi
+from jaxline.inputs import iterable
+from jaxline.inputs import mixture
 from jaxline.inputs import show
 from jaxline.inputs import synthetic
 from jaxline.inputs import text
@@ -174,7 +175,7 @@ def make_generator(size, **fields):
     fields['batch_size'],
     not fields.get('reset_for_eval', False),
   )
-  return base.from_generator(
+  return iterable.from_generator(
     lambda host_index, num_hosts: function(host_index, num_hosts), **fields
   )
 
@@ -250,7 +251,7 @@ def make_children(names, sizes, fields):
 def make_mixture(size, **fields):
   children = make_children('abc', [(size + i, i + 2) for i in range(3)], fields)
   weights = {'a': 0.5, 'b': 0.2, 'c': 0.3}
-  return multi.MixtureInput(inputs=children, weights=weights, **fields)
+  return mixture.MixtureInput(inputs=children, weights=weights, **fields)
 
 
 def make_tensors(size, **fields):

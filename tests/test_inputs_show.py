@@ -13,6 +13,7 @@ import pytest
 
 from jaxline.inputs import base
 from jaxline.inputs import indexed
+from jaxline.inputs import iterable
 from jaxline.inputs import show
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -269,7 +270,7 @@ def test_some_identical_rows_are_for_people_to_judge():
       yield {'x': np.array([i, 100 * (host_index + 1) + i])}
 
   found = rows_of(
-    lambda shard: base.from_generator(
+    lambda shard: iterable.from_generator(
       half, shard=shard, batch_size=2, is_training=True
     ),
     2,
@@ -300,7 +301,7 @@ def test_weights_and_padding_rows_do_not_count():
     yield {'x': np.array([1, 1, 0]), 'weights': weights}
 
   found = rows_of(
-    lambda shard: base.from_generator(rows, shard=shard, batch_size=3), 2, 1
+    lambda shard: iterable.from_generator(rows, shard=shard, batch_size=3), 2, 1
   )
   assert 'of 4 rows of 2 hosts, 1 different ones are on several' in found.text
 
@@ -505,7 +506,7 @@ def test_an_order_that_depends_on_the_number_of_hosts_is_found():
 
 def test_hosts_that_are_refused():
   report = check(
-    lambda shard: base.from_generator(
+    lambda shard: iterable.from_generator(
       lambda: ({'x': np.arange(2) + 2 * i} for i in range(100)),
       batch_size=2,
       shard=shard,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxline.inputs import base
 from jaxline.inputs import indexed
-from jaxline.inputs import multi
+from jaxline.inputs import mixture as mixture_lib
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -69,7 +69,7 @@ def assert_same(actual, expected):
 
 def mixture(sizes, weights, *, batch_size=5, host=None, **fields):
   children = numbers(sizes, **(host or {}), **fields)
-  return multi.MixtureInput(
+  return mixture_lib.MixtureInput(
     inputs=children,
     weights=dict(zip(children, weights, strict=True)),
     batch_size=batch_size,
@@ -83,7 +83,7 @@ def sources(parent, num_batches):
 
 def test_errors_name_the_child():
   children = {'a': Numbers(batch_size=2), 'b': Numbers(batch_size=2, source=-1)}
-  parent = multi.MixtureInput(
+  parent = mixture_lib.MixtureInput(
     inputs=children, weights={'a': 1, 'b': 1}, batch_size=2
   )
   with pytest.raises(OSError, match='the disk is gone') as caught:
@@ -140,7 +140,7 @@ def test_decimals_are_what_they_say():
 def test_proportions_do_not_drift():
   parent = mixture([2, 2], [1.0, 1e-9], size=10)
   period = 10**9 + 1
-  parent.set_position({'records': 10**6 * period - 1})
+  parent.set_position(10**6 * period - 1)
   batch = next(parent)
   assert np.bincount(batch['source'], minlength=2).tolist() == [4, 1]
   epochs = dict(zip(batch['source'].tolist(), batch['x'][:, 1], strict=True))
@@ -163,8 +163,8 @@ def test_one_child_is_a_mixture():
 def test_order_in_which_children_are_written_does_not_matter():
   children = numbers([3, 3, 3])
   weights = {'a': 1, 'b': 1, 'c': 1}
-  one = multi.MixtureInput(inputs=children, weights=weights, batch_size=6)
-  other = multi.MixtureInput(
+  one = mixture_lib.MixtureInput(inputs=children, weights=weights, batch_size=6)
+  other = mixture_lib.MixtureInput(
     inputs=dict(reversed(numbers([3, 3, 3]).items())),
     weights=weights,
     batch_size=6,
@@ -183,7 +183,7 @@ def test_mixture_refuses_other_proportions_and_children():
 
 def test_a_mixture_can_be_part_of_a_mixture():
   inner = mixture([4, 4], [1, 1])
-  parent = multi.MixtureInput(
+  parent = mixture_lib.MixtureInput(
     inputs={'inner': inner, 'other': Numbers(batch_size=4, source=2)},
     weights={'inner': 1, 'other': 1},
     batch_size=8,
@@ -225,7 +225,7 @@ class Late(Numbers):
 )
 def test_children_that_cannot_be_mixed_are_refused(child, message):
   with pytest.raises(ValueError, match=message):
-    multi.MixtureInput(
+    mixture_lib.MixtureInput(
       inputs={'a': Numbers(batch_size=4), 'b': child},
       weights={'a': 1, 'b': 1},
       batch_size=4,
@@ -243,7 +243,7 @@ def test_children_that_cannot_be_mixed_are_refused(child, message):
   ],
 )
 def test_children_that_differ_are_refused(change, error):
-  parent = multi.MixtureInput(
+  parent = mixture_lib.MixtureInput(
     inputs={'a': Numbers(batch_size=4), 'b': changed(change, batch_size=4)},
     weights={'a': 1, 'b': 1},
     batch_size=4,
@@ -257,7 +257,7 @@ def test_nested_batches_are_mixed():
   def nest(batch):
     return {'src': batch, 'source': batch['source']}
 
-  parent = multi.MixtureInput(
+  parent = mixture_lib.MixtureInput(
     inputs={
       n: changed(nest, batch_size=3, source=i) for i, n in enumerate('ab')
     },
@@ -295,4 +295,4 @@ def test_mixture_refuses(fields, message):
     'batch_size': 2,
   }
   with pytest.raises(ValueError, match=message):
-    multi.MixtureInput(**(defaults | fields))
+    mixture_lib.MixtureInput(**(defaults | fields))

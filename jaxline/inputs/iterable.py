@@ -1,4 +1,4 @@
-"""Inputs from anything else that gives batches: iterables, generators, datasets.
+"""Inputs of anything that gives batches: iterables, generators, datasets.
 
 `as_input` is the entrance of the training loop: behind it, everything that
 gives batches is a `base.BaseInput`.
@@ -158,5 +158,5 @@ def as_input(
     return _SkippingInput(dataset=source, repeat=False, **fields)
   function = source
   if not callable(source) or hasattr(source, '__iter__'):
-    function = lambda: source  # noqa: E731
+    function = lambda: source
   return IterableInput(function=function, **fields)
