@@ -313,7 +313,7 @@ def test_save_and_restore(tmp_path):
 @pytest.mark.parametrize('state', [b'', b'{}', b'[1]', b'\xff', {'next': 3}])
 def test_what_is_no_state_is_refused(state):
   """Such as the position of another iterator that the run had before."""
-  with pytest.raises(ValueError, match='Counting.set_state'):
+  with pytest.raises(ValueError, match='set_state'):
     Counting(batch_size=2).set_state(state)
 
 

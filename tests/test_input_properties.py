@@ -537,11 +537,7 @@ def test_one_epoch_is_the_dataset_once(
     for batch in (batch for part in batches for batch in part):
       records = np.asarray(SOURCES[name].records(batch))
       assert records.shape == (batch_size,)
-      assert 'weights' in batch or not isinstance(
-        inputs[0], base.ResumableInput
-      )
-      weights = batch.get('weights', np.ones(batch_size, np.float32))
-      weights = weights.reshape(batch_size, -1).max(1)  # Of rows.
+      weights = batch['weights'].reshape(batch_size, -1).max(1)  # Of rows.
       seen += records[weights > 0].tolist()
       weight += float(weights.sum())
     assert sorted(seen) == list(range(size))

@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxline.inputs import base
 from jaxline.inputs import indexed
-from jaxline.inputs import infeed
+from jaxline.inputs import iterable
 
 MakeInput = Callable[..., Iterable[Mapping[str, Any]]]
 
@@ -308,7 +308,10 @@ def opened(
       f'the input is of one host, and not of {num_hosts}, as the function that'
       ' makes it takes no `shard`'
     )
-  source: Any = base.of_shard(make_input, base.Shard(host, num_hosts))
+  shard = base.Shard(host, num_hosts)
+  source = iterable.as_input(
+    base.of_shard(make_input, shard), is_training=True, shard=shard
+  )
   try:
     yield source, iter(source)
   finally:
@@ -387,7 +390,7 @@ class _Host:
           data = _serialized(arrays)
           total.update(data)
           self.digests.append(hashlib.sha256(data).hexdigest()[:16])
-          if infeed.saves_position(source):
+          if source.saves_position:
             # No bytes, where it is no `BaseInput`: it may change afterwards.
             self.states.append(copy.deepcopy(source.get_state()))
         self.rows.append(_row_hashes(arrays))
