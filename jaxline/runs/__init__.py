@@ -1,15 +1,10 @@
-"""`python -m jaxline.runs ls|compare`: runs in a table, side by side.
+"""Reads the directories of runs; `python -m jaxline.runs` is the command.
 
-  python -m jaxline.runs ls runs
-  python -m jaxline.runs compare runs/lr_*
-
-A run is a directory with a `config.json`. What is shown comes from that file,
+A run is a directory with a `config.json`. What is read comes from that file,
 from `metrics.jsonl` of training and evaluation, and from the note of its end;
-of checkpoints only the steps count. The exit status is 0; 2 where
-there is no run or no such metric, in one line on stderr.
+of checkpoints only the steps count.
 """
 
-import argparse
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
@@ -25,10 +20,8 @@ from jaxline import errors
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
-from jaxline.metrics import lines
 
 CONFIG = base_config.RECORD
-_MAX_SHOWN = 3  # Metrics of a run in `ls`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,49 +146,6 @@ def _below(store: store_lib.Store) -> Iterator[str]:
     yield from _below(store.below(name))
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-  """Returns the shortest paths that tell the runs apart."""
-  if len(runs) == 1:
-    return [os.path.basename(runs[0].path)]
-  paths = [run.path for run in runs]
-  try:
-    common = os.path.commonpath(paths)
-  except ValueError:  # Of a directory and an address.
-    return paths
-  return [os.path.relpath(path, common) for path in paths]
-
-
-def _metrics(values: Mapping[str, float]) -> str:
-  shown = list(values.items())[:_MAX_SHOWN]
-  return ', '.join(f'{name} {value:.5g}' for name, value in shown)
-
-
-def _of_steps(run: Run) -> str:
-  steps = run.recorded.get('training_steps')
-  return str(run.step) if steps is None else f'{run.step} of {steps}'
-
-
-def _state(run: Run) -> str:
-  return 'ended' if run.has_ended else 'not ended'
-
-
-def _ls(args: argparse.Namespace) -> None:
-  runs = find(args.dir)
-  header = ('run', 'state', 'step', 'time', 'best', 'last')
-  rows = [
-    (
-      name,
-      _state(run),
-      _of_steps(run),
-      lines.duration(run.seconds),
-      _metrics(run.best),
-      _metrics(run.last),
-    )
-    for name, run in zip(_names(runs), runs, strict=True)
-  ]
-  inspection.print_table([header, *rows], right=(2, 3))
-
-
 def differences(runs: Sequence[Run]) -> list[str]:
   """Returns the keys whose values differ, except the runs' directories."""
   keys = {key for run in runs for key in run.recorded} - {'checkpoint_dir'}
@@ -204,61 +154,3 @@ def differences(runs: Sequence[Run]) -> list[str]:
     for key in sorted(keys)
     if len({json.dumps(run.recorded.get(key)) for run in runs}) > 1
   ]
-
-
-def _compare(args: argparse.Namespace) -> None:
-  runs = find(args.dir)
-  metrics = args.metrics.split(',') if args.metrics else _common(runs)
-  known = sorted({name for run in runs for name in run.curves})
-  errors.check_names(metrics, known, 'metric', '--metrics')
-  rows: list[tuple[str, ...]] = [('', *_names(runs))]
-  for key in differences(runs):
-    rows.append((key, *(str(run.recorded.get(key, '')) for run in runs)))
-  rows.append(('state', *map(_state, runs)))
-  rows.append(('step', *map(_of_steps, runs)))
-  rows.append(('time', *(lines.duration(run.seconds) for run in runs)))
-  for what in ('best', 'last'):
-    values = [getattr(run, what) for run in runs]
-    for name in dict.fromkeys(name for of in values for name in of):
-      if name in metrics:
-        cells = (f'{of[name]:.5g}' if name in of else '' for of in values)
-        rows.append((f'{what} {name}', *cells))
-  inspection.print_table(rows, right=range(1, len(runs) + 1))
-
-
-def _common(runs: Sequence[Run]) -> list[str]:
-  """Returns the scalars of evaluation, and the losses of training."""
-  names = dict.fromkeys(name for run in runs for name in run.last)
-  return [name for name in names if name.startswith('eval') or 'loss' in name]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line; returns the exit status."""
-  parser = argparse.ArgumentParser(
-    prog='python -m jaxline.runs', description='Looks at several runs at once.'
-  )
-  commands = parser.add_subparsers(required=True, metavar='COMMAND')
-  command = commands.add_parser('ls', help='a line for each run')
-  command.add_argument('dir', nargs='+', help='a run, or what has runs below')
-  command.set_defaults(run=_ls)
-  command = commands.add_parser(
-    'compare', help='a column for each run: how they differ, what they reached'
-  )
-  command.add_argument('dir', nargs='+', help='a run, or what has runs below')
-  command.add_argument(
-    '--metrics',
-    help='such as eval/loss,train/loss; by default all of evaluation and the'
-    ' losses of training',
-  )
-  command.set_defaults(run=_compare)
-  args = parser.parse_args(argv)
-  try:
-    args.run(args)
-  except errors.UsageError as e:
-    print(e, file=sys.stderr)
-    return 2
-  return 0
-
-
-if __name__ == '__main__':
-  sys.exit(main())
