@@ -313,6 +313,9 @@ KEYS = (
       'Log on all hosts instead of only the first.'),
   Key('log_all_train_data', False, _BOOLEAN,
       'Keep the scalars of every step, and log them together at the interval.'),
+  Key('fingerprint', True, _BOOLEAN,
+      'Write a number of the scalars and the batch of every step, for'
+      ' `runs replay` and `runs bisect`.'),
 
   Key('max_steps_in_flight', None, optional(_COUNT),
       'How many training steps may be queued on the devices: 2 keeps them busy,'

@@ -61,6 +61,7 @@ class AbstractExperiment(abc.ABC):
     num_evaluated: the number of earlier steps that were evaluated, in this
       process or before the run was resumed; set before each `evaluate`.
     data_summary: what the data is, in a line for the terminal.
+    last_batch: the batch of the last step on the devices; None if unknown.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
@@ -73,6 +74,7 @@ class AbstractExperiment(abc.ABC):
   SKIPS_NONFINITE: bool = False
   num_evaluated: int = 0
   data_summary: str = ''
+  last_batch: Any = None
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):

@@ -43,6 +43,7 @@ from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
+from jaxline.metrics import fingerprints
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
@@ -79,7 +80,11 @@ class TensorBoardLogger(writers.AsyncWriter):
     host = jax.process_index()
     folder = f'{mode}/host_{host}' if host else mode
     directory = spool.fetch(config.checkpoint_dir, folder)
-    made = (writers.make(x, config, mode, directory) for x in config.writers)
+    made = [writers.make(x, config, mode, directory) for x in config.writers]
+    if config.fingerprint and mode == 'train':
+      path = os.fspath(directory / fingerprints.FILE)
+      self.fingerprints = fingerprints.FingerprintWriter(path)
+      made.append(self.fingerprints)
     super().__init__(writers.MultiWriter(made))
 
 

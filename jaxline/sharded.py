@@ -519,6 +519,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       if mark is None
       else functools.partial(self._infeed.source.state_of, mark)
     )
+    self.last_batch = batch
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
     scalars['input_wait_fraction'] = self._infeed.wait_fraction
     return scalars

@@ -35,6 +35,7 @@ from jaxline.compat import devices
 from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import console as console_lib
+from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
@@ -518,6 +519,11 @@ class _Training:
           end_step_to_action=config.training_steps,
         )
       )
+    if config.fingerprint:
+      file = log.fingerprints if is_logged else None
+      action = fingerprints.Fingerprints(self.experiment, file and file.append)
+      action.share(log.executor)
+      actions.append(action)
     # After the writing: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(

@@ -34,9 +34,11 @@ class MetricWriter(abc.ABC):
   Attributes:
     executor: runs what writes on its thread, and lets others share the thread;
       None where calls write themselves.
+    fingerprints: the file of the steps' fingerprints, if there is one.
   """
 
   executor: async_lib.SerialExecutor | None = None
+  fingerprints: Any = None
 
   def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
     """Writes named numbers, as `to_scalars` accepts them."""

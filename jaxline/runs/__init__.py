@@ -6,7 +6,7 @@ of checkpoints only the steps count.
 """
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import json

@@ -6,6 +6,7 @@ On the devices and versions of the run it gives the run's numbers bit for bit.
 """
 
 import argparse
+import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import copy
@@ -29,11 +30,9 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
+from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.metrics import writers
-
-# Scalars that depend on the clock, not on the step.
-_CLOCKED = frozenset({'input_wait_fraction'})
 
 # Files whose lines do not say which operation of the model it was.
 _LIBRARIES = re.compile(r'(site|dist)-packages|/jaxline/|lib/python3')
@@ -159,23 +158,26 @@ def compare(
   Returns:
     Whether every compared value is equal to the bit.
   """
-  run = runs.read(replay.directory)
-  logged = {
-    name.removeprefix('train/'): curve
-    for name, curve in run.curves.items()
-    if name.startswith('train/')
-  }
+  logged: dict[int, dict[str, Any]] = collections.defaultdict(dict)
+  for name, curve in runs.read(replay.directory).curves.items():
+    for step, value in curve.items():
+      logged[step][name] = value
+  raw = store_lib.at(replay.directory).read(f'train/{fingerprints.FILE}')
+  for step, value in fingerprints.read(raw).items():
+    logged[step]['train/fingerprint'] = value
   counts = {True: 0, False: 0}
 
   def check(step: int, scalars: Mapping[str, Any]) -> None:
     if step < first:
       return
     found = writers.to_scalars(scalars)
+    batch = replay.experiment.last_batch
+    found['fingerprint'] = int(fingerprints.of_step(scalars, batch))
     for name, value in found.items():
-      if name in _CLOCKED or step not in logged.get(name, {}):
+      before = logged[step].get(f'train/{name}')
+      if name in fingerprints.CLOCKED or before is None:
         continue
-      before = logged[name][step]
-      # Also of two NaN.
+      # Two NaN are equal, too.
       is_equal = before == value or (before != before and value != value)
       counts[is_equal] += 1
       if not is_equal:

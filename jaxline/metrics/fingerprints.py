@@ -1,0 +1,131 @@
+"""A number for each training step that tells whether two runs are the same.
+
+The fingerprint of a step is a uint32 of its scalars and its batch, computed by
+a program of its own: the program of the step, and so its bits, stay as they
+are. Sums of integers make it independent of how arrays are sharded. They are
+kept in a file of little-endian uint32: the step before the first one, then one
+number per step.
+"""
+
+from collections.abc import Callable, Mapping
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxline import async_lib
+from jaxline.metrics import files
+from jaxline.metrics import periodic
+
+FILE = 'fingerprints.bin'
+_DTYPE = np.dtype('<u4')
+# How many steps are fetched and written together.
+_STEPS = 64
+# Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
+_MULTIPLIER = np.uint32(2654435769)
+# Scalars that depend on the clock, not on the step.
+CLOCKED = frozenset({'input_wait_fraction'})
+
+
+class FingerprintWriter(files.FileBackend):
+  """Appends fingerprints to a file, which a resume cuts like a log."""
+
+  def append(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Appends the fingerprint of a step; steps come in order."""
+    if not os.path.getsize(self.path):
+      self._append(np.array(step - 1, _DTYPE).tobytes())
+    self._append(np.asarray(scalars['fingerprint'], _DTYPE).tobytes())
+
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any]
+  ) -> None:
+    """Takes no records: `append` is called instead."""
+
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    raise NotImplementedError
+
+
+def read(raw: bytes | None) -> dict[int, int]:
+  """Returns step -> fingerprint of a file's bytes."""
+  numbers = np.frombuffer((raw or b'')[: len(raw or b'') // 4 * 4], _DTYPE)
+  first = int(numbers[0]) + 1 if numbers.size else 0
+  return dict(enumerate(map(int, numbers[1:]), first))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  """Returns an array's bits as uint32, of any shape."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    x = jax.random.key_data(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([x.real, x.imag])
+  if x.dtype == bool:
+    return x.astype(jnp.uint32)
+  width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+  bits = jax.lax.bitcast_convert_type(x, width[x.dtype.itemsize])
+  return bits.astype(jnp.uint32)
+
+
+@jax.jit
+def fingerprint(tree: Any) -> jax.Array:
+  """Returns a uint32 of all bits of a tree of arrays."""
+  total = jnp.uint32(0)
+  for x in jax.tree.leaves(tree):
+    bits = _bits(jnp.asarray(x))
+    # The place of each number counts, in the global array.
+    place = jnp.zeros((), jnp.uint32)
+    for axis, size in enumerate(bits.shape):
+      index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+      place = place * jnp.uint32(size) + index
+    mixed = (bits ^ (bits >> 15)) * (2 * place + 1) * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> 13)) * _MULTIPLIER
+    total = (total ^ mixed.sum(dtype=jnp.uint32)) * _MULTIPLIER
+  return total
+
+
+class Fingerprints(periodic.Action):
+  """Computes the fingerprint of each step, and hands it on to be written.
+
+  All processes compute it together; some write it.
+  """
+
+  def __init__(self, experiment: Any, write: Callable[..., Any] | None):
+    """Sets the experiment in training, whose `last_batch` counts.
+
+    Args:
+      experiment: the experiment.
+      write: called as `write(step, {'fingerprint': value})`; None writes none.
+    """
+    self._experiment = experiment
+    self._action: periodic.Action = periodic.Action()
+    if write is not None:
+      self._action = periodic.PeriodicAction(
+        write, 'steps', _STEPS, log_all_data=True
+      )
+
+  def __call__(
+    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
+  ) -> None:
+    """Queues the fingerprint of a step, which the devices compute meanwhile."""
+    value = of_step(scalar_outputs or {}, self._experiment.last_batch)
+    self._action(t, step, {'fingerprint': value})
+
+  def share(self, executor: async_lib.SerialExecutor | None) -> None:
+    """Writes on the log's thread."""
+    self._action.share(executor)
+
+  def flush_async(self) -> Callable[[], dict[str, int]]:
+    """Hands on what waits."""
+    return self._action.flush_async()
+
+  def wait_to_finish(self) -> None:
+    """Hands on what waits, and waits for it."""
+    self._action.wait_to_finish()
+
+
+def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
+  """Returns the fingerprint of a step's scalars and its batch."""
+  kept = {name: x for name, x in scalars.items() if name not in CLOCKED}
+  arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
+  return fingerprint((arrays, batch))
