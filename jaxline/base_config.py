@@ -136,6 +136,11 @@ _PROFILED = Check(
   lambda x: isinstance(x, str) and bool(profiling.parse(x)),
   str,
 )
+_SKIPPED = Check(
+  "numbers of batches such as '7310-7312', or ''",
+  lambda x: isinstance(x, str) and profiling.parse(x) is not None,
+  str,
+)
 _FILE = optional(text('the name of a file', is_path=True))
 # XLA silently ignores a file without this suffix.
 _PROFILE = optional(
@@ -427,6 +432,10 @@ KEYS = (
   Key('decode.step', None, optional(number('integer [0, inf)')),
       'The step of the checkpoint. None is the newest.'),
 
+  Key('skip_batches', '', _SKIPPED,
+      'Batches to leave out, counted from 1: the step that would have had the'
+      ' first of a range takes the batch after the last. In the sharded style.',
+      RUN),
   Key('random_seed', 42, _SEED,
       'The seed of all random numbers: split into the step key and the init'
       ' key.', RUN),

@@ -36,6 +36,7 @@ from jaxline.inputs import infeed
 from jaxline.inputs import iterable
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
+from jaxline.supervision import profiling
 
 # The names of `train_step` that experiments use.
 Batch = step_lib.Batch
@@ -139,12 +140,18 @@ class ShardedExperiment(experiment.AbstractExperiment):
       'buffer_size': config.infeed_buffer_size,
       'stall_secs': config.infeed_stall_secs,
     }
+    self._skipped = frozenset(
+      number
+      for first, last in profiling.parse(config.skip_batches)
+      for number in range(first, last + 1)
+    )
     self._init_rng = init_rng
     self._state: TrainState | None = None
-    # The training data on the devices, and what returns its state behind the
-    # batch that was taken last.
+    # The training data on the devices; what returns its state behind the batch
+    # that was taken last; the number of that batch, from 1.
     self._infeed: infeed.Infeed | None = None
     self._input_state: Callable[[], Any] | None = None
+    self._num_read = 0
     # Evaluation set -> its input, and the number of evaluations that it has fed
     # if it is not reset for each.
     self._eval_inputs: dict[str, inputs.BaseInput] = {}
@@ -513,7 +520,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       raise ValueError(
         'train_input ended; training needs an endless iterator (repeat it).'
       )
-    mark = self._infeed.mark
+    mark, self._num_read = self._infeed.mark, self._infeed.num_read
     self._input_state = (
       None
       if mark is None
@@ -573,8 +580,26 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # Not a method of `self`: the thread would keep the experiment and its
     # arrays alive.
     return infeed.Infeed(
-      source, self.partitioner.put_batch, **self._infeed_options
+      source,
+      self.partitioner.put_batch,
+      num_read=self._num_read,
+      skipped=self._skipped,
+      **self._infeed_options,
     )
+
+  def peek(self) -> tuple[inputs.BaseInput, Batch, list[str]]:
+    """Reads the batch of the next step, which stays the next one.
+
+    Returns:
+      The input, to be closed; this process's rows; where each row comes from.
+    """
+    source = self._open_input(self._input_state)
+    number = self._num_read + 1
+    while number in self._skipped:
+      next(source)
+      number += 1
+    where = source.where_rows()
+    return source, next(source), where
 
   def _close_input(self) -> None:
     if self._infeed is not None:
@@ -708,6 +733,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     snapshot: dict[str, Any] = {'state': self.state}
     if self._input_state is not None:
       snapshot['input'] = self._input_state()
+    # Unless batches were skipped, it is the step's number.
+    if self._skipped:
+      snapshot['batches'] = self._num_read
     return snapshot
 
   def snapshot_template(self) -> dict[str, Any]:
@@ -750,6 +778,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         'The checkpoint does not fit the model; nothing was restored. Use the'
         ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
       )
+    num_read = int(snapshot_state.get('batches', saved.step))
     state = None
     if (position := snapshot_state.get('input')) is not None:
       state = lambda: position
@@ -761,9 +790,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
         )
       source = self._open_input(state)
       self._close_input()
+    # An evaluation keeps them for the case that this is the best checkpoint.
+    self._input_state, self._num_read = state, num_read
+    if is_training:
       self._infeed = self._read_ahead(source)
-    # An evaluation keeps it for the case that this is the best checkpoint.
-    self._input_state = state
     # The old arrays are freed first, so that memory need not hold both.
     self._state = None
     # An evaluation keeps the optimizer's state on the host, likewise for the
@@ -782,6 +812,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
     self._input_state = trained._input_state
+    self._num_read = trained._num_read
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:

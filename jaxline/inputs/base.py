@@ -300,6 +300,10 @@ class BaseInput:
     """Returns the file and record that are being read, for messages."""
     return f'batch {self._num_read}'
 
+  def where_rows(self) -> list[str]:
+    """Returns where each row of the next batch comes from, if known."""
+    return []
+
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:

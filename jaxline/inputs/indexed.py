@@ -247,6 +247,12 @@ class IndexedInput(base.ResumableInput):
       f' ({self.describe_at(position)})'
     )
 
+  def where_rows(self) -> list[str]:
+    """Returns the record of each row of the next batch."""
+    assert self.infeed_host_index is not None
+    first = self._at + self.infeed_host_index * self.batch_size
+    return [self.describe_at(first + i) for i in range(self.batch_size)]
+
   def describe_at(self, position: int) -> str:
     """Returns where the record at a position of the global order is from."""
     record = self.order(np.array([position]))[0]

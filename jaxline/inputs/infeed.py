@@ -8,7 +8,7 @@ since the source has been read further by then.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 import time
 from typing import Any
 
@@ -38,6 +38,8 @@ class Infeed:
     *,
     buffer_size: int = 3,
     stall_secs: float | None = None,
+    num_read: int = 0,
+    skipped: Container[int] = (),
   ):
     """Starts to read at the first `next`.
 
@@ -49,10 +51,13 @@ class Infeed:
         are up to 32, of 16 MiB in all.
       stall_secs: after a step has waited that long, the log says so and names
         the position of the source; None disables the warning.
+      num_read: how many batches of the run's data were read before.
+      skipped: numbers of batches, counted from 1, that are read and dropped.
     """
     goodput.listen()
     self.source = source
     self.mark: Any = None
+    self.num_read = num_read
     self._error: Exception | None = None
     self._waited = 0.0
     # For each batch when it was given and how long all were waited for, without
@@ -62,7 +67,7 @@ class Infeed:
     )
     self._batches = read_ahead(
       source,
-      _read(source, place),
+      _read(source, place, num_read, skipped),
       who='The step',
       thread_name='infeed',
       buffer_size=buffer_size,
@@ -74,12 +79,12 @@ class Infeed:
     return self
 
   def __next__(self) -> Any:
-    """Returns the next batch, and sets `mark` to the one behind it."""
+    """Returns the next batch, and sets `mark` and `num_read` to those behind it."""
     if self._error is not None:
       raise self._error
     began = time.perf_counter()
     try:
-      batch, self.mark = next(self._batches)
+      batch, self.mark, self.num_read = next(self._batches)
     except StopIteration:
       raise
     except Exception as e:
@@ -110,7 +115,7 @@ class Infeed:
     self.source.close()  # The thread may never have started.
 
 
-def _depth(item: tuple[Any, Any]) -> int:
+def _depth(item: tuple[Any, ...]) -> int:
   """Returns how many batches of the size of this one to hold."""
   num_bytes = sum(x.nbytes for x in jax.tree.leaves(item[0]))
   return min(_MAX_HELD, _MAX_HELD_BYTES // max(1, num_bytes))
@@ -160,18 +165,23 @@ def read_ahead(
 
 
 def _read(
-  source: base.BaseInput, place: Callable[[Any], Any]
-) -> Iterator[tuple[Any, Any]]:
-  """Yields batches on the devices, each with the mark behind it."""
+  source: base.BaseInput,
+  place: Callable[[Any], Any],
+  num_read: int,
+  skipped: Container[int],
+) -> Iterator[tuple[Any, Any, int]]:
+  """Yields batches on the devices, each with mark and number behind it."""
   try:
-    for batch in source:
+    for number, batch in enumerate(source, num_read + 1):
+      if number in skipped:
+        continue
       mark = source.mark()
       try:
         placed = place(batch)
       except Exception as e:
         e.add_note(f'It is the last batch of {source.describe()}.')
         raise
-      yield placed, mark
+      yield placed, mark, number
   finally:
     # Also here: whoever closes from outside may come while it still starts.
     source.close()

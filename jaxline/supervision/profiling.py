@@ -23,11 +23,13 @@ from jaxline.metrics import periodic
 def parse(text: str) -> list[tuple[int, int]]:
   """Returns the (first, last) steps of ranges such as '10-15,1000-1005'.
 
+  '' has none.
+
   Raises:
     errors.UsageError: the text is something else, or not in order.
   """
   found: list[tuple[int, int]] = []
-  for part in text.split(','):
+  for part in text.split(',') if text else ():
     match = re.fullmatch(r'\s*(\d+)(?:\s*-\s*(\d+))?\s*', part, re.ASCII)
     first, last = (
       map(int, (match[1], match[2] or match[1])) if match else (0, 0)
