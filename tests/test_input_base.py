@@ -385,6 +385,16 @@ def test_anything_that_gives_batches_is_an_input(make, is_saved):
     assert numbers(other) == [1, 2, 3, 4, 5]
 
 
+def test_the_state_of_an_iterator_is_that_of_its_host():
+  one, other = (
+    iterable.as_input(Counted(), is_training=True, shard=base.Shard(0, count))
+    for count in (1, 2)
+  )
+  for state in (one.get_state(), b'{}', None):
+    with pytest.raises(ValueError, match='number of hosts'):
+      other.set_state(state)
+
+
 def test_an_evaluation_reads_an_iterable_from_its_beginning():
   source = iterable.as_input(counted, is_training=False)
   for _ in range(2):

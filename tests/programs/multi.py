@@ -178,7 +178,7 @@ class Sharded(Reporting, regression.Regression):
         what,
         step=int(self.state.step),
         digest=digest(self.state),
-        position=jax.tree.map(int, self._input_state()),
+        position=jax.tree.map(int, self._input_state()['state']),
         shards=[list(s.data.shape) for s in
                 self.state.params['w'].addressable_shards],
       )  # fmt: skip
