@@ -79,7 +79,7 @@ class Infeed:
     return self
 
   def __next__(self) -> Any:
-    """Returns the next batch, and sets `mark` and `num_read` to those behind it."""
+    """Returns the next batch, and sets `mark` and `num_read` behind it."""
     if self._error is not None:
       raise self._error
     began = time.perf_counter()

@@ -219,7 +219,9 @@ def save(replay: Replay, directory: str) -> None:
   """Saves the replayed state as the checkpoint of a run of its own."""
   config = copy.deepcopy(replay.config)
   config.checkpoint_dir = store_lib.at(directory).url
-  checkpointer = platform.create_checkpointer(config, 'train')
+  checkpointer = adapters.full_checkpointer(
+    platform.create_checkpointer(config, 'train')
+  )
   with contextlib.closing(checkpointer):
     checkpointer.begin_training(type(replay.experiment))
     checkpointer.get_experiment_state('latest').update(replay.state)
