@@ -15,6 +15,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from absl import logging
@@ -594,12 +595,16 @@ class ShardedExperiment(experiment.AbstractExperiment):
       The input, to be closed; this process's rows; where each row comes from.
     """
     source = self._open_input(self._input_state)
-    number = self._num_read + 1
-    while number in self._skipped:
+    for _ in range(self._num_read + 1, self.next_batch_number):
       next(source)
-      number += 1
     where = source.where_rows()
     return source, next(source), where
+
+  @property
+  def next_batch_number(self) -> int:
+    """The number of the batch of the next step, from 1."""
+    numbers = itertools.count(self._num_read + 1)
+    return next(x for x in numbers if x not in self._skipped)
 
   def _close_input(self) -> None:
     if self._infeed is not None:

@@ -1,0 +1,203 @@
+"""Explains a step of a run by the rows of its batch, the worst first."""
+
+import argparse
+from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxline import errors
+from jaxline import runs
+from jaxline import sharded
+from jaxline import train_step
+from jaxline.checkpoint import inspection
+from jaxline.inputs import show
+from jaxline.runs import replay as replay_lib
+
+# A value is a spike if it is this many median absolute deviations above the
+# median of the values before it.
+_DEVIATIONS = 8
+_WINDOW = 50
+_MIN_BEFORE = 8
+_JUDGED = ('train/loss', 'train/grad_norm')
+_MAX_TEXT = 70
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A row of a batch.
+
+  Attributes:
+    number: its place in the rows of this process.
+    loss: the loss of this row alone, as if it were the batch.
+    weight: the sum of its weights.
+    grad_norm: the norm of the gradient of this loss; None if not asked for.
+    where: where it comes from, if known.
+    text: the beginning of its text, if it has one.
+  """
+
+  number: int
+  loss: float
+  weight: float
+  grad_norm: float | None
+  where: str
+  text: str
+
+
+def spikes(curve: Mapping[int, float]) -> list[int]:
+  """Returns the steps of a curve whose value stands out.
+
+  A step does if its value is not finite, or is more than 8 median absolute
+  deviations above the median of the 50 values before it (at least 8).
+  """
+  found: list[int] = []
+  before: list[float] = []
+  for step, value in sorted(curve.items()):
+    if not math.isfinite(value):
+      found.append(step)
+      continue
+    if len(before) >= _MIN_BEFORE:
+      median = statistics.median(before)
+      deviation = statistics.median(abs(x - median) for x in before)
+      if value > median + _DEVIATIONS * max(deviation, 1e-3 * abs(median)):
+        found.append(step)
+    before = [*before, value][-_WINDOW:]
+  return found
+
+
+def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
+  """Returns the rows of the batch of the next step, the worst first.
+
+  Args:
+    replay: a replay before the step; its experiment is in the sharded style.
+    with_grads: whether to compute the norms of the rows' gradients.
+  """
+  experiment = replay.experiment
+  if not isinstance(experiment, sharded.ShardedExperiment):
+    raise errors.UsageError(
+      f'{type(experiment).__name__} is not a ShardedExperiment: only its style'
+      ' has a loss that can be computed for each row.'
+    )
+  source, on_host, where = experiment.peek()
+  try:
+    num_rows = len(jax.tree.leaves(on_host)[0])
+    texts = show.texts(source, on_host, num_rows)
+  finally:
+    source.close()
+  batch = experiment.partitioner.put_batch(on_host)
+  compute = jax.jit(
+    experiment.in_mesh(functools.partial(_row_loss, experiment, with_grads))
+  )
+  # As `train_step` derives the key of the step.
+  rng = jax.random.fold_in(replay.state.train_step_rng, experiment.state.step)
+  first = experiment.partitioner.host[0] * num_rows
+  rows = []
+  for i in range(num_rows):
+    loss, weight, norm = compute(experiment.state, batch, rng, first + i)
+    rows.append(
+      Row(
+        number=i,
+        loss=float(loss),
+        weight=float(weight),
+        grad_norm=float(norm) if with_grads else None,
+        where=where[i] if where else '',
+        text=' | '.join(repr(text[i]) for text in texts.values()),
+      )
+    )
+  return sorted(rows, key=lambda row: -_badness(row.loss))
+
+
+def _badness(loss: float) -> float:
+  return loss if math.isfinite(loss) else math.inf
+
+
+def _row_loss(
+  experiment: Any, with_grads: bool, state: Any, batch: Any, rng: Any, row: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns a row's loss, its weight and the norm of the loss's gradient."""
+  weights = batch[train_step.WEIGHTS]
+  chosen = jnp.arange(len(weights)) == row
+  chosen = chosen.reshape(-1, *[1] * (weights.ndim - 1))
+  alone = {**batch, train_step.WEIGHTS: jnp.where(chosen, weights, 0)}
+
+  def loss_fn(params: Any) -> jax.Array:
+    return experiment.loss_fn(params, state.model_state, alone, rng, True)[0]
+
+  norm = jnp.float32(0)
+  loss = loss_fn(state.params)
+  if with_grads:
+    norm = optax.tree.norm(jax.grad(loss_fn)(state.params))
+  return loss, alone[train_step.WEIGHTS].sum(dtype=jnp.float32), norm
+
+
+def add_command(commands: Any) -> None:
+  """Adds `explain` to the commands of `python -m jaxline.runs`."""
+  command = commands.add_parser('explain', help=__doc__)
+  command.add_argument('dir', help='the run')
+  command.add_argument(
+    'step', type=int, nargs='?', help='the step; the default is the worst spike'
+  )
+  command.add_argument(
+    '--grads', action='store_true', help="also the norms of the rows' gradients"
+  )
+  command.set_defaults(run=_explain)
+
+
+def _find(run: runs.Run) -> int:
+  """Prints the spikes of a run, and returns the step of the worst one."""
+  found: dict[int, float] = {}
+  for name in _JUDGED:
+    curve = run.curves.get(name, {})
+    for step in spikes(curve):
+      print(f'Step {step}: {name} is {curve[step]:.5g}.')
+      median = statistics.median(curve.values())
+      found[step] = max(found.get(step, 0.0), _badness(curve[step] / median))
+  if not found:
+    raise errors.UsageError(
+      f'No logged step of {run.path} stands out: none is more than'
+      f' {_DEVIATIONS} median absolute deviations above the {_WINDOW} before'
+      ' it. Give a step.'
+    )
+  return max(found, key=lambda step: found[step])
+
+
+def _explain(args: argparse.Namespace) -> int:
+  run = runs.read(args.dir)
+  step = _find(run) if args.step is None else args.step
+  with replay_lib.opened(args.dir, step) as replay:
+    replay.run(step - 1)
+    rows = explain(replay, args.grads)
+    number = replay.experiment.next_batch_number
+  losses = run.curves.get('train/loss', {})
+  near = [x for s, x in losses.items() if s != step and abs(s - step) <= 1000]
+  around = f'; around it the loss is {np.median(near):.5g}' if near else ''
+  print(f'Step {step} trains on batch {number}{around}:')
+  table = [('row', 'loss', 'weight', 'grad norm', 'from', 'text')]
+  for row in rows:
+    norm = '' if row.grad_norm is None else f'{row.grad_norm:.4g}'
+    table.append(
+      (
+        str(row.number),
+        f'{row.loss:.4f}',
+        f'{row.weight:g}',
+        norm,
+        row.where,
+        show.shorten(row.text, _MAX_TEXT),
+      )
+    )
+  inspection.print_table(table, right=(0, 1, 2, 3))
+  kept = replay.start
+  print(
+    f'To train on without it: --config.restore_from={run.path}:{kept}'
+    f' --config.skip_batches={number}'
+    if kept
+    else f'To train anew without it: --config.skip_batches={number}'
+  )
+  return 0
