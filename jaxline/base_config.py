@@ -318,6 +318,10 @@ KEYS = (
       'Log on all hosts instead of only the first.'),
   Key('log_all_train_data', False, _BOOLEAN,
       'Keep the scalars of every step, and log them together at the interval.'),
+  Key('recompute_interval', None, optional(_COUNT),
+      'Every so many steps, a step is computed twice and the results compared'
+      ' to the bit; a difference ends the run. In the sharded style. It costs a'
+      ' step and a copy of the state.'),
   Key('fingerprint', True, _BOOLEAN,
       'Write a number of the scalars and the batch of every step, for'
       ' `runs replay` and `runs bisect`.'),

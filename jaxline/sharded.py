@@ -38,6 +38,7 @@ from jaxline.inputs import iterable
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import profiling
+from jaxline.supervision import recompute
 
 # The names of `train_step` that experiments use.
 Batch = step_lib.Batch
@@ -137,6 +138,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     self.accumulation_steps: int = config.gradient_accumulation_steps
     self.on_nonfinite: str | None = config.on_nonfinite
+    self._recompute_interval: int | None = config.recompute_interval
     self._infeed_options = {
       'buffer_size': config.infeed_buffer_size,
       'stall_secs': config.infeed_stall_secs,
@@ -265,27 +267,44 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
       self._warn_of_another_shape(batch)
-      return train_step(
-        self.loss_fn,
-        self._optimizer,
-        self.step_scalars,
-        state,
-        batch,
-        rng,
-        after_update=self.after_update,
-        on_nonfinite=self.on_nonfinite or 'raise',
-        accumulation_steps=self.accumulation_steps,
-        # Like the weights, so that no device ever holds them whole.
-        place_grads=lambda grads: jax.lax.with_sharding_constraint(
-          grads, self.trained(self._state_shardings.params)
-        ),
-        trainable_rules=self.trainable_rules,
-      )
+      return self.pure_step(state, batch, rng)
 
     return jax.jit(
       self.in_mesh(step),
       donate_argnums=0,
       out_shardings=(self._state_shardings, self.partitioner.replicated),
+    )
+
+  def pure_step(
+    self,
+    state: TrainState,
+    batch: Batch,
+    rng: jax.Array,
+    step_scalars: Callable[..., Any] | None = None,
+  ) -> tuple[TrainState, dict[str, Any]]:
+    """Runs `train_step` with all that the experiment gives it.
+
+    Args:
+      state: the state before the step.
+      batch: a global batch.
+      rng: the run's step key.
+      step_scalars: None is the method of this name.
+    """
+    return train_step(
+      self.loss_fn,
+      self._optimizer,
+      step_scalars or self.step_scalars,
+      state,
+      batch,
+      rng,
+      after_update=self.after_update,
+      on_nonfinite=self.on_nonfinite or 'raise',
+      accumulation_steps=self.accumulation_steps,
+      # Like the weights, so that no device ever holds them whole.
+      place_grads=lambda grads: jax.lax.with_sharding_constraint(
+        grads, self.trained(self._state_shardings.params)
+      ),
+      trainable_rules=self.trainable_rules,
     )
 
   def _warn_of_another_shape(self, batch: Batch) -> None:
@@ -513,7 +532,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
     """Trains on the next batch; returns the scalars of `train_step`."""
-    del global_step, writer  # The state has its own count, on the devices.
+    del writer
     if self._infeed is None:
       self._infeed = self._read_ahead(self._open_input(self._input_state))
     if (batch := next(self._infeed, None)) is None:
@@ -528,7 +547,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
       else functools.partial(self._infeed.source.state_of, mark)
     )
     self.last_batch = batch
-    self._state, scalars = self.compiled_train_step(self.state, batch, rng)
+    step = self.compiled_train_step
+    if self._recompute_interval and not (
+      (int(global_step) + 1) % self._recompute_interval
+    ):
+      step = functools.partial(recompute.twice, step)
+    self._state, scalars = step(self.state, batch, rng)
     scalars['input_wait_fraction'] = self._infeed.wait_fraction
     return scalars
 

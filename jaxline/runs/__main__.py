@@ -17,6 +17,7 @@ from jaxline import errors
 from jaxline import runs as runs_lib
 from jaxline.checkpoint import inspection
 from jaxline.metrics import lines
+from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
 
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   command.set_defaults(run=_compare)
   replay.add_command(commands)
   explain.add_command(commands)
+  bisect.add_command(commands)
   args = parser.parse_args(argv)
   try:
     return args.run(args) or 0

@@ -37,6 +37,11 @@ from jaxline.metrics import writers
 # Files whose lines do not say which operation of the model it was.
 _LIBRARIES = re.compile(r'(site|dist)-packages|/jaxline/|lib/python3')
 
+# Scalars that depend on the clock or the machine.
+_CLOCKED = re.compile(
+  r'.*/(input_wait_fraction|\w+_per_sec|mfu|device_memory_gib)'
+)
+
 OnStep = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -144,6 +149,24 @@ def opened(
     )
 
 
+def logged(directory: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
+  """Returns step -> scalars that a run has logged, with its fingerprints."""
+  found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
+  for name, curve in runs.read(directory).curves.items():
+    for step, value in curve.items():
+      found[step][name] = value
+  raw = store_lib.at(directory).read(f'train/{fingerprints.FILE}')
+  for step, value in fingerprints.read(raw).items():
+    found[step]['train/fingerprint'] = value
+  return found
+
+
+def is_same(name: str, one: Any, other: Any) -> bool:
+  """Returns whether two logged values are equal, or depend on the clock."""
+  clocked = _CLOCKED.fullmatch(name)
+  return bool(clocked) or one == other or (one != one and other != other)
+
+
 def compare(
   replay: Replay, first: int, until: int, say: Callable[[str], None] = print
 ) -> bool:
@@ -158,13 +181,7 @@ def compare(
   Returns:
     Whether every compared value is equal to the bit.
   """
-  logged: dict[int, dict[str, Any]] = collections.defaultdict(dict)
-  for name, curve in runs.read(replay.directory).curves.items():
-    for step, value in curve.items():
-      logged[step][name] = value
-  raw = store_lib.at(replay.directory).read(f'train/{fingerprints.FILE}')
-  for step, value in fingerprints.read(raw).items():
-    logged[step]['train/fingerprint'] = value
+  before = logged(replay.directory)
   counts = {True: 0, False: 0}
 
   def check(step: int, scalars: Mapping[str, Any]) -> None:
@@ -174,14 +191,13 @@ def compare(
     batch = replay.experiment.last_batch
     found['fingerprint'] = int(fingerprints.of_step(scalars, batch))
     for name, value in found.items():
-      before = logged[step].get(f'train/{name}')
-      if name in fingerprints.CLOCKED or before is None:
+      name = f'train/{name}'
+      if name not in before[step] or _CLOCKED.fullmatch(name):
         continue
-      # Two NaN are equal, too.
-      is_equal = before == value or (before != before and value != value)
+      is_equal = is_same(name, was := before[step][name], value)
       counts[is_equal] += 1
       if not is_equal:
-        say(f'step {step}: {name} was {before!r} and is {value!r}')
+        say(f'step {step}: {name} was {was!r} and is {value!r}')
 
   replay.run(until, check)
   total = sum(counts.values())

@@ -1,0 +1,214 @@
+"""Finds the first step at which two runs part, and the array that parts."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxline import errors
+from jaxline import runs
+from jaxline import sharded
+from jaxline.checkpoint import contents
+from jaxline.checkpoint import manager
+from jaxline.checkpoint import store as store_lib
+from jaxline.checkpoint import structure
+from jaxline.metrics import fingerprints
+from jaxline.runs import replay as replay_lib
+
+_MAX_SHOWN = 5  # Arrays.
+# What a step has, in the order in which a difference spreads.
+_BEFORE = ('weights', 'model state', 'optimizer state')
+
+Arrays = dict[str, np.ndarray]
+
+
+def _records(path: str) -> dict[int, dict[str, Any]]:
+  """Returns the record of each kept checkpoint of a run, by its step."""
+  manifests = manager.Manifests(store_lib.at(path).below('checkpoints'))
+  return {
+    step: contents.Checkpoint(manifests, 'latest', step, False).record
+    for step in manifests.steps('latest')
+  }
+
+
+def _made_with(records: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+  """Returns the versions, the code and the devices of a run."""
+  if not records:
+    return {}
+  last = records[max(records)]
+  return {
+    **{f'version of {k}': str(x) for k, x in last['versions'].items()},
+    'code': ' '.join(filter(None, last['code'].values())),
+    'devices': ' '.join(map(str, last['devices'])),
+  }
+
+
+def _first_checkpoint(
+  a: Mapping[int, Any], b: Mapping[int, Any]
+) -> tuple[int | None, list[str]]:
+  """Returns the first step whose checkpoints differ, and which arrays."""
+  for step in sorted(a.keys() & b.keys()):
+    one, other = a[step]['arrays'], b[step]['arrays']
+    differing = [
+      name
+      for name in sorted(one.keys() | other.keys())
+      # The checksums of the parts; other parts say nothing.
+      if (x := one.get(name, {}).get('parts'))
+      != (y := other.get(name, {}).get('parts'))
+      and (x or {}).keys() == (y or {}).keys()
+    ]
+    if differing:
+      return step, differing
+  return None, []
+
+
+def _first_logged(a: Any, b: Any) -> tuple[int | None, list[str], int]:
+  """Returns the first step whose values differ, which, and the last equal."""
+  last = 0
+  for step in sorted(a.keys() & b.keys()):
+    names = [
+      name
+      for name in sorted(a[step].keys() & b[step].keys())
+      if not replay_lib.is_same(name, a[step][name], b[step][name])
+    ]
+    if names:
+      return step, names, last
+    last = step
+  return None, [], last
+
+
+def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
+  """Returns the arrays of a step by their kind, and the step before it."""
+  with replay_lib.opened(path, step) as replay:
+    experiment = replay.experiment
+    if not isinstance(experiment, sharded.ShardedExperiment):
+      raise errors.UsageError(
+        f'{type(experiment).__name__} is not a ShardedExperiment: only its'
+        ' style has a step that can be looked into.'
+      )
+    replay.run(step - 1)
+    source, batch, _ = experiment.peek()
+    source.close()
+    state, rng = experiment.state, replay.state.train_step_rng
+    found = {
+      'batch': batch,
+      'random key': jax.random.key_data(rng),
+      'weights': state.params,
+      'model state': state.model_state,
+      'optimizer state': state.opt_state,
+    }
+    # Fetched before the step donates them.
+    found = {kind: _named(x) for kind, x in found.items()}
+    keep = lambda state, grads, updates: {'grads': grads, 'updates': updates}
+    run = jax.jit(
+      experiment.in_mesh(lambda *args: experiment.pure_step(*args, keep))
+    )
+    _, scalars = run(state, experiment.partitioner.put_batch(batch), rng)
+    grads, updates = scalars.pop('grads'), scalars.pop('updates')
+    after = {'loss': scalars, 'gradients': grads, 'updates': updates}
+    return found | {k: _named(x) for k, x in after.items()}, replay.start
+
+
+def _named(tree: Any) -> Arrays:
+  on_host = jax.device_get(tree)
+  return {n: np.asarray(x) for n, x in structure.named_leaves(on_host).items()}
+
+
+def _differing(one: Arrays, other: Arrays) -> dict[str, float]:
+  """Returns the largest difference of each array that differs, by name."""
+  found = {}
+  for name in one.keys() | other.keys():
+    x, y = one.get(name), other.get(name)
+    if x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+      found[name] = np.inf
+    elif x.tobytes() != y.tobytes():
+      with np.errstate(invalid='ignore'):
+        found[name] = float(
+          np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
+        )
+  return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _fingerprints(path: str, logged: Any, lower: int, upper: int) -> Any:
+  """Returns the fingerprints of steps: those of the run, or of a replay."""
+  key = 'train/fingerprint'
+  wanted = range(lower + 1, upper + 1)
+  if all(key in logged.get(step, {}) for step in wanted):
+    return {step: logged[step][key] for step in wanted}
+  found = {}
+  with replay_lib.opened(path, lower + 1) as replay:
+
+    def keep(step: int, scalars: Mapping[str, Any]) -> None:
+      batch = replay.experiment.last_batch
+      found[step] = int(fingerprints.of_step(scalars, batch))
+
+    replay.run(upper, keep)
+  return found
+
+
+def bisect(a: str, b: str) -> bool:
+  """Prints where two runs part; returns whether they do."""
+  one, other = runs.read(a), runs.read(b)
+  for key in runs.differences([one, other]):
+    print(f'{key}: {one.recorded.get(key)!r} and {other.recorded.get(key)!r}')
+  kept = [_records(path) for path in (a, b)]
+  made = [_made_with(records) for records in kept]
+  for key in made[0].keys() & made[1].keys():
+    if made[0][key] != made[1][key]:
+      print(f'{key}: {made[0][key]} and {made[1][key]}')
+  logged = [replay_lib.logged(path) for path in (a, b)]
+  step, names, last = _first_logged(*logged)
+  if step is not None:
+    print(f'First logged step that differs: {step}, in {", ".join(names)}.')
+  saved, arrays = _first_checkpoint(*kept)
+  if saved is not None:
+    shown = ', '.join(arrays[:_MAX_SHOWN])
+    print(f'First kept checkpoint that differs: {saved}, in {shown}.')
+  found = [x for x in (step, saved) if x is not None]
+  if not found:
+    print(f'No difference up to step {last}.')
+    return False
+  upper = min(found)
+  prints = [
+    _fingerprints(path, of, min(last, upper - 1), upper)
+    for path, of in zip((a, b), logged, strict=True)
+  ]
+  common = sorted(prints[0].keys() & prints[1].keys())
+  step = next((s for s in common if prints[0][s] != prints[1][s]), upper)
+  _look_into(a, b, step)
+  return True
+
+
+def _look_into(a: str, b: str, step: int) -> None:
+  """Prints the first thing that differs in a step, or in one before it."""
+  (one, start), (other, _) = _inside(a, step), _inside(b, step)
+  for kind in one:
+    differing = _differing(one[kind], other[kind])
+    if not differing:
+      continue
+    if kind in _BEFORE and step - 1 > start:
+      return _look_into(a, b, step - 1)
+    print(f'The runs part in step {step}, in the {kind}:')
+    for name, size in list(differing.items())[:_MAX_SHOWN]:
+      print(f'  {name or kind}: largest difference {size:.3g}')
+    return None
+  print(
+    f'The replays of step {step} are equal, though the runs were not: what'
+    ' parted them is neither in the code nor in the data. Replay each run to'
+    ' see which one is not as it was logged.'
+  )
+  return None
+
+
+def add_command(commands: Any) -> None:
+  """Adds `bisect` to the commands of `python -m jaxline.runs`."""
+  command = commands.add_parser('bisect', help=__doc__)
+  command.add_argument('a', help='a run')
+  command.add_argument('b', help='another run')
+  command.set_defaults(run=_bisect)
+
+
+def _bisect(args: argparse.Namespace) -> int:
+  return int(bisect(args.a, args.b))
