@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
@@ -102,9 +103,8 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     # Fetched before the step donates them.
     found = {kind: _named(x) for kind, x in found.items()}
     keep = lambda state, grads, updates: {'grads': grads, 'updates': updates}
-    run = jax.jit(
-      experiment.in_mesh(lambda *args: experiment.pure_step(*args, keep))
-    )
+    step_fn = functools.partial(experiment.pure_step, step_scalars=keep)
+    run = jax.jit(experiment.in_mesh(step_fn))
     _, scalars = run(state, experiment.partitioner.put_batch(batch), rng)
     grads, updates = scalars.pop('grads'), scalars.pop('updates')
     after = {'loss': scalars, 'gradients': grads, 'updates': updates}

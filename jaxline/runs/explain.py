@@ -24,7 +24,7 @@ from jaxline.runs import replay as replay_lib
 # A value is a spike if it is this many median absolute deviations above the
 # median of the values before it.
 _DEVIATIONS = 8
-_WINDOW = 50
+_WINDOW = 20
 _MIN_BEFORE = 8
 _JUDGED = ('train/loss', 'train/grad_norm')
 _MAX_TEXT = 70
@@ -55,7 +55,7 @@ def spikes(curve: Mapping[int, float]) -> list[int]:
   """Returns the steps of a curve whose value stands out.
 
   A step does if its value is not finite, or is more than 8 median absolute
-  deviations above the median of the 50 values before it (at least 8).
+  deviations above the median of the 20 values before it (at least 8).
   """
   found: list[int] = []
   before: list[float] = []

@@ -16,6 +16,7 @@ import re
 import tempfile
 import traceback
 from typing import Any
+from unittest import mock
 
 import jax
 
@@ -217,18 +218,22 @@ def find_nonfinite(replay: Replay) -> str | None:
     The operation and the line of the model that called it; None if all results
     are finite.
   """
-  debug.settings.disable_pmap_jit = True
-  step = debug.disable_pmap_jit(replay.run)
-  # A mask of minus infinity is meant, and no NaN: those count first.
+  run = debug.disable_pmap_jit(replay.run)
+  op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', True)
+  found = None
+  # A mask of minus infinity is meant, and no NaN: those count first. But the
+  # line of a gradient is not known, and its cause may be an infinity before.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
-      with switch(True):
-        step(replay.state.global_step + 1)
+      with op_by_op, switch(True):
+        run(replay.state.global_step + 1)
     except FloatingPointError as e:
       frames = traceback.extract_tb(e.__traceback__)
-      own = [f for f in frames if not _LIBRARIES.search(f.filename)] or frames
-      return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
-  return None
+      own = [f for f in frames if not _LIBRARIES.search(f.filename)]
+      if own:
+        return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
+      found = found or f'{e}, in a gradient'
+  return found
 
 
 def save(replay: Replay, directory: str) -> None:

@@ -1,0 +1,131 @@
+"""A sharded experiment with faults that a test plants: see `Travels`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxline import base_config
+from jaxline import metrics
+from jaxline import sharded
+from jaxline.inputs import indexed
+
+ROWS = 4
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Records(indexed.IndexedInput):
+  """Rows of a linear regression; one record may be poisoned, some may lack."""
+
+  size: int = 64
+  poisoned: int = -1
+  missing: tuple[int, ...] = ()
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.kept = [i for i in range(self.size) if i not in self.missing]
+
+  def num_records(self):
+    return len(self.kept)
+
+  def read(self, records, epochs):
+    numbers = np.array(self.kept)[records]
+    x = np.stack([np.random.default_rng(i).normal(size=3) for i in numbers])
+    y = x.sum(1) + 100.0 * (numbers == self.poisoned)
+    return {'x': x.astype(np.float32), 'y': y.astype(np.float32)}
+
+  def describe_record(self, record, epoch):
+    return f'record {self.kept[record]}'
+
+
+class Travels(sharded.ShardedExperiment):
+  """Linear regression.
+
+  Its config:
+    poisoned: a record that is far off.
+    missing: records that the data lacks.
+    perturbed: a step whose loss is computed a little differently.
+    root: whether the loss is that of the root of the error, which has no
+      gradient where the error is 0.
+    flips: whether a device's second computation of a step has a flipped bit.
+  """
+
+  def __init__(self, mode, init_rng, config, run_config=None):
+    super().__init__(mode, init_rng, run_config=run_config)
+    self.config = config
+    self.computed = 0
+
+  def init_fn(self, rng):
+    del rng
+    return {'w': jnp.zeros(3), 'b': jnp.zeros(())}, {'step': jnp.int32(0)}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    del rng
+    error = batch['x'] @ params['w'] + params['b'] - batch['y']
+    here = model_state['step'] == self.config.perturbed - 1
+    error = jnp.where(here, error * 1.001, error)
+    if self.config.root:
+      # The first record is all that is needed to have an error of 0.
+      error = jnp.log(jnp.maximum(error, 0.0) * 0.0)
+    loss = metrics.Mean.of(jnp.square(error), batch['weights'])
+    new = {'step': model_state['step'] + jnp.int32(is_training)}
+    return loss.compute(), {'loss': loss}, new
+
+  def step_scalars(self, state, grads, updates):
+    return {'grad_norm': optax.tree.norm(grads)}
+
+  def after_update(self, before, after):
+    if not self.config.flips:
+      return after.model_state
+    step = jax.pure_callback(
+      self._flip, jax.ShapeDtypeStruct((), 'int32'), after.model_state['step']
+    )
+    return {'step': step}
+
+  def _flip(self, step):
+    self.computed += 1
+    return np.int32(step) ^ np.int32(4 if self.computed == 3 else 0)
+
+  def make_optimizer(self):
+    return optax.adam(0.1)
+
+  def train_input(self, shard):
+    rows = ROWS // shard.count
+    return Records(
+      batch_size=rows,
+      shard=shard,
+      is_training=True,
+      shuffle=not self.config.missing and self.config.shuffled,
+      poisoned=self.config.poisoned,
+      missing=tuple(self.config.missing),
+    )
+
+  def eval_input(self, shard):
+    return Records(
+      batch_size=ROWS // shard.count, shard=shard, reset_for_eval=True
+    )
+
+
+def get_config(directory, **kwargs):
+  """Returns a config that logs every step and saves every fourth."""
+  config = base_config.get_base_config()
+  config.experiment_class = 'tests.experiments.travels:Travels'
+  config.checkpoint_dir = str(directory)
+  config.training_steps = 12
+  config.interval_type = 'steps'
+  config.log_train_data_interval = 1
+  config.save_checkpoint_interval = 4
+  config.eval_interval = -1
+  config.console = 'off'
+  config.experiment_kwargs.config = {
+    'poisoned': -1,
+    'missing': (),
+    'perturbed': -1,
+    'root': False,
+    'flips': False,
+    'shuffled': True,
+  }
+  config.experiment_kwargs.config.update(kwargs)
+  return config

@@ -1,0 +1,221 @@
+"""Replays, explanations, bisections, skipped batches, fingerprints."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+import jaxline
+from jaxline.metrics import fingerprints
+from jaxline.runs import __main__ as cli
+from jaxline.runs import bisect
+from jaxline.runs import explain
+from jaxline.runs import replay
+from jaxline.supervision import recompute
+from tests.experiments import travels
+
+
+def run(directory, overrides=None, **kwargs):
+  """Trains, and returns the run's directory."""
+  config = travels.get_config(directory, **kwargs)
+  config.update(overrides or {})
+  jaxline.fit(None, config, mode='train')
+  return pathlib.Path(directory)
+
+
+@pytest.fixture(scope='module')
+def shared(tmp_path_factory):
+  """A run of 12 steps with checkpoints of 4, 8 and 12; not to be changed."""
+  return run(tmp_path_factory.mktemp('travels') / 'run')
+
+
+def losses(directory):
+  records = map(
+    json.loads, (directory / 'train/metrics.jsonl').read_text().splitlines()
+  )
+  return {r['step']: r['loss'] for r in records if 'loss' in r}
+
+
+def prints(directory):
+  return fingerprints.read((directory / 'train/fingerprints.bin').read_bytes())
+
+
+# Fingerprints.
+
+
+def test_a_fingerprint_depends_on_every_bit_and_not_on_the_sharding():
+  mesh = jax.make_mesh((2,), ('a',))
+  x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+  y = np.arange(8, dtype=np.int8)
+
+  def of(x, y, *spec):
+    sharding = jax.sharding.NamedSharding(mesh, P(*spec))
+    return int(fingerprints.fingerprint([jax.device_put(x, sharding), y]))
+
+  assert of(x, y) == of(x, y, 'a') == of(x, y, None, 'a')
+  changed = [x.copy() for _ in range(64)]
+  for i, other in enumerate(changed):
+    other.view(np.uint32).flat[2 * i] ^= np.uint32(1) << (i % 32)
+  others = [of(other, y) for other in changed]
+  others += [of(x[::-1], y), of(x, y[::-1]), of(-x, y), of(x[:, ::-1], y)]
+  assert len({of(x, y), *others}) == 1 + len(others)
+
+
+def test_a_resumed_run_has_the_fingerprints_of_an_uninterrupted_one(
+  shared, tmp_path
+):
+  assert list(prints(shared)) == list(range(1, 13))
+  part = run(tmp_path / 'part', {'training_steps': 7})
+  assert len(prints(part)) == 7
+  # As if it had been killed behind step 7: the checkpoint is that of step 4.
+  (part / 'checkpoints/latest/7.json').unlink()
+  run(part, {'on_config_change': 'continue'})
+  assert prints(part) == prints(shared)
+  assert losses(part) == losses(shared)
+
+
+# Replays.
+
+
+@pytest.mark.parametrize(('step', 'more'), [(6, 4), (3, 0), (12, 0)])
+def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more):
+  before = {p: p.stat().st_mtime_ns for p in shared.rglob('*')}
+  argv = ['replay', str(shared), str(step), f'--steps={more}']
+  assert cli.main(argv) == 0
+  out = capsys.readouterr().out
+  assert f'All {3 * (more + 1)} logged values are equal' in out
+  assert {p: p.stat().st_mtime_ns for p in shared.rglob('*')} == before
+
+
+def test_a_replay_that_differs_says_in_what(shared, tmp_path, capsys):
+  other = shutil.copytree(shared, tmp_path / 'other')
+  raw = bytearray((other / 'train/fingerprints.bin').read_bytes())
+  raw[4 * 6] ^= 1
+  (other / 'train/fingerprints.bin').write_bytes(raw)
+  assert cli.main(['replay', str(other), '6', '--steps=1']) == 1
+  assert 'step 6: train/fingerprint' in capsys.readouterr().out
+
+
+def test_a_replay_saves_the_checkpoint_of_its_step(shared, tmp_path):
+  place = str(tmp_path / 'saved')
+  assert (
+    cli.main(['replay', str(shared), '6', '--steps=2', '--save', place]) == 0
+  )
+  want = jaxline.load_weights(shared, step=8)
+  got = jaxline.load_weights(place, step=8)
+  assert all(np.array_equal(got[key], want[key]) for key in want)
+
+
+def test_a_replay_names_the_first_operation_that_is_not_finite(
+  tmp_path, capsys
+):
+  fields = {'on_nonfinite': 'warn', 'training_steps': 2}
+  directory = run(tmp_path / 'run', fields, root=True)
+  assert cli.main(['replay', str(directory), '1', '--nan']) == 0
+  out = capsys.readouterr().out
+  assert 'log' in out
+  assert 'travels.py' in out
+
+
+# Explanations.
+
+
+def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
+  directory = run(tmp_path / 'run', poisoned=33)
+  curve = losses(directory)
+  step = max(curve, key=curve.get)
+  with replay.opened(directory, step) as found:
+    found.run(step - 1)
+    rows = explain.explain(found, with_grads=True)
+    # The loss of the step is the mean of the rows'.
+    assert np.mean([r.loss for r in rows]) == pytest.approx(curve[step], 1e-5)
+  assert rows[0].where == 'record 33'
+  assert rows[0].loss > 1000 * rows[1].loss
+  assert rows[0].grad_norm > rows[1].grad_norm
+  assert cli.main(['explain', str(directory), str(step)]) == 0
+  assert f'--config.skip_batches={step}' in capsys.readouterr().out
+
+
+def test_spikes_are_found_by_the_rule():
+  rng = np.random.default_rng(0)
+  curve = {i: 2 - i / 100 + 0.01 * rng.normal() for i in range(1, 100)}
+  assert explain.spikes(curve) == []
+  curve |= {40: 2.5, 70: float('nan'), 71: float('inf')}
+  assert explain.spikes(curve) == [40, 70, 71]
+
+
+# Skipped batches.
+
+
+def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
+  rows = travels.ROWS
+  skips = run(tmp_path / 'skips', {'skip_batches': '3-4,7'}, shuffled=False)
+  missing = [*range(2 * rows, 4 * rows), *range(6 * rows, 7 * rows)]
+  lacks = run(tmp_path / 'lacks', missing=missing, shuffled=False)
+  assert prints(skips) == prints(lacks)
+  # Also if it is resumed, behind the first and before the second.
+  part = tmp_path / 'part'
+  skipped = {'skip_batches': '3-4,7', 'training_steps': 4}
+  run(part, skipped, shuffled=False)
+  skipped |= {'training_steps': 12, 'on_config_change': 'continue'}
+  run(part, skipped, shuffled=False)
+  assert prints(part) == prints(lacks)
+  with replay.opened(part, 9) as found:
+    assert found.experiment.next_batch_number == 12
+
+
+def test_a_fork_around_a_batch(shared, tmp_path):
+  fork = run(
+    tmp_path / 'fork', {'restore_from': f'{shared}:4', 'skip_batches': '6'}
+  )
+  before, after = prints(shared), prints(fork)
+  assert after[5] == before[5]
+  assert after[6] != before[6]
+
+
+# Where runs part.
+
+
+def test_two_equal_runs_have_no_difference(shared, tmp_path, capsys):
+  same = run(tmp_path / 'same')
+  assert cli.main(['bisect', str(shared), str(same)]) == 0
+  assert 'No difference' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('has_prints', [True, False])
+def test_a_bisection_finds_the_step_and_the_array(
+  shared, tmp_path, capsys, has_prints
+):
+  other = run(tmp_path / 'other', perturbed=6)
+  one = shared
+  if not has_prints:  # Nor is each step logged.
+    one = shutil.copytree(shared, tmp_path / 'one')
+    for directory in (one, other):
+      (directory / 'train/fingerprints.bin').unlink()
+      (directory / 'train/metrics.jsonl').write_text('')
+  assert bisect.bisect(str(one), str(other))
+  out = capsys.readouterr().out
+  assert 'experiment_kwargs.config.perturbed: -1 and 6' in out
+  assert 'part in step 6, in the loss' in out
+
+
+def test_a_bisection_finds_other_data(shared, tmp_path, capsys):
+  other = run(tmp_path / 'other', poisoned=33)
+  assert cli.main(['bisect', str(shared), str(other)]) == 1
+  assert 'in the batch:\n  y: largest difference 100' in capsys.readouterr().out
+
+
+# Computing twice.
+
+
+def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path):
+  fields = {'recompute_interval': 2, 'save_checkpoint_interval': 1}
+  assert run(tmp_path / 'fine', fields)
+  with pytest.raises(recompute.RecomputeError, match='model_state/step on'):
+    run(tmp_path / 'flips', fields, flips=True)
+  saved = (tmp_path / 'flips').glob('checkpoints/latest/*')
+  assert {p.stem for p in saved} == {'1'}
