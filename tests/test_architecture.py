@@ -56,6 +56,9 @@ STEPS = (
   ('decode', 'runs', 'sharded', 'train'),
   ('aot',),
   ('platform',),
+  ('runs.replay',),
+  ('runs.bisect', 'runs.explain'),
+  ('runs.__main__',),
   ('api', 'utils'),
 )
 UNITS = {name: step for step, names in enumerate(STEPS) for name in names}

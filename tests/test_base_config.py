@@ -81,6 +81,7 @@ def test_the_effects_of_a_change():
     'legacy_random_seed_behavior',
     'random_mode_train',
     'random_seed',
+    'skip_batches',
   }
   assert {
     name

@@ -6,6 +6,7 @@ import pytest
 
 from jaxline import base_config
 from jaxline import runs
+from jaxline.runs import __main__ as cli
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def table(text):
 
 
 def test_ls_has_a_line_for_each_run(sweep, capsys):
-  assert runs.main(['ls', str(sweep)]) == 0
+  assert cli.main(['ls', str(sweep)]) == 0
   # 10 steps at 2 a second, 10 at 0.1 and 10 at 1: 115 seconds.
   assert table(capsys.readouterr().out) == {
     'run': ['state', 'step', 'time', 'best', 'last'],
@@ -94,7 +95,7 @@ def test_ls_has_a_line_for_each_run(sweep, capsys):
 
 
 def test_compare_has_a_column_for_each_run(sweep, capsys):
-  assert runs.main(['compare', str(sweep / 'a'), str(sweep / 'b')]) == 0
+  assert cli.main(['compare', str(sweep / 'a'), str(sweep / 'b')]) == 0
   rows = table(capsys.readouterr().out)
   assert rows == {
     'a': ['b'],
@@ -110,7 +111,7 @@ def test_compare_has_a_column_for_each_run(sweep, capsys):
 
 def test_a_metric_can_be_chosen(sweep, capsys):
   argv = ['compare', str(sweep), '--metrics=train/steps_per_sec']
-  assert runs.main(argv) == 0
+  assert cli.main(argv) == 0
   rows = table(capsys.readouterr().out)
   assert rows['last train/steps_per_sec'] == ['1', '0.1']
   assert 'last train/loss' not in rows
@@ -158,7 +159,7 @@ def test_a_run_is_listed_once(make_run, monkeypatch):
 def test_a_broken_run_does_not_hide_the_others(make_run, capsys):
   folder = make_run('a')
   (make_run('b') / 'config.json').write_text('[1]')
-  assert runs.main(['ls', str(folder.parent)]) == 0
+  assert cli.main(['ls', str(folder.parent)]) == 0
   said = capsys.readouterr()
   assert 'Left out: ' in said.err
   assert [line.split()[0] for line in said.out.splitlines()] == ['run', 'a']
@@ -174,7 +175,7 @@ def test_all_steps_in_memory_are_an_end(make_run):
 def test_a_config_that_is_none_is_refused(make_run, capsys, config):
   folder = make_run('a')
   (folder / 'config.json').write_text(config)
-  assert runs.main(['ls', str(folder)]) == 2
+  assert cli.main(['ls', str(folder)]) == 2
   assert 'config.json' in capsys.readouterr().err
 
 
@@ -189,7 +190,7 @@ def test_a_config_that_is_none_is_refused(make_run, capsys, config):
 )
 def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
   monkeypatch.chdir(sweep)
-  assert runs.main(argv) == 2
+  assert cli.main(argv) == 2
   error = capsys.readouterr().err
   assert said in error
   assert error.count('\n') == 1
