@@ -1,10 +1,13 @@
 """Tests of inputs on several real processes: who reads what, and resumes."""
 
+import importlib
 import json
 import shutil
 
 import pytest
 
+from jaxline.runs import explain
+from jaxline.runs import replay
 from tests import test_durable_multiprocess as multi
 
 pytestmark = pytest.mark.process
@@ -64,6 +67,14 @@ def test_any_number_of_processes_goes_on_with_the_same_rows(
   monkeypatch.setenv('MULTI_WORKERS', '0')
   run(directory, 1, 12)
   assert seen(directory) == seen(straight)
+  # A step of four processes is explained by one, which has all rows.
+  monkeypatch.syspath_prepend(multi.PROGRAM.parent)
+  experiment_class = importlib.import_module('multi').Fed
+  with replay.opened(directory, 6, None, experiment_class) as found:
+    found.run(5)
+    rows = explain.explain(found)
+  numbers = [int(row.where.removeprefix('record ')) for row in rows]
+  assert sum(n * n for n in numbers) == seen(straight)[6]['squares']
 
 
 @pytest.mark.parametrize('processes', [1, 2, 4])

@@ -3,6 +3,9 @@
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
+import time
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -219,3 +222,36 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path):
     run(tmp_path / 'flips', fields, flips=True)
   saved = (tmp_path / 'flips').glob('checkpoints/latest/*')
   assert {p.stem for p in saved} == {'1'}
+
+
+# Real kills.
+
+
+@pytest.mark.process
+def test_a_run_that_was_killed_twice_is_replayed_and_explained(tmp_path):
+  directory = tmp_path / 'run'
+  fields = f'str({str(directory)!r}), poisoned=33'
+  program = (
+    'import jaxline; from tests.experiments import travels;'
+    f' config = travels.get_config({fields}); config.training_steps = 10**6;'
+    " jaxline.fit(None, config, mode='train')"
+  )
+  file, length = directory / 'train/fingerprints.bin', 0
+  for _ in range(2):
+    with subprocess.Popen([sys.executable, '-c', program]) as process:
+      deadline = time.monotonic() + 100
+      while not file.exists() or file.stat().st_size < length + 4 * 200:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+      process.kill()
+    length = file.stat().st_size
+  last = max(prints(directory))
+  source = travels.Records(batch_size=travels.ROWS, is_training=True)
+  where = [(source.where_rows(), next(source))[0] for _ in range(last)]
+  # The last step that trained on it; an epoch is 16 steps.
+  step = max(i for i, rows in enumerate(where, 1) if 'record 33' in rows)
+  with replay.opened(directory, step) as found:
+    found.run(step - 1)
+    assert explain.explain(found)[0].where == 'record 33'
+  assert cli.main(['replay', str(directory), str(step)]) == 0
