@@ -189,7 +189,7 @@ def _explain(args: argparse.Namespace) -> int:
         f'{row.weight:g}',
         norm,
         row.where,
-        show.shorten(row.text, _MAX_TEXT),
+        row.text[:_MAX_TEXT],
       )
     )
   inspection.print_table(table, right=(0, 1, 2, 3))
