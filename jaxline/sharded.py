@@ -540,12 +540,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
       raise ValueError(
         'train_input ended; training needs an endless iterator (repeat it).'
       )
-    mark, self._num_read = self._infeed.mark, self._infeed.num_read
-    self._input_state = (
-      None
-      if mark is None
-      else functools.partial(self._infeed.source.state_of, mark)
-    )
     self.last_batch = batch
     step = self.compiled_train_step
     if self._recompute_interval and not (
@@ -553,6 +547,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     ):
       step = functools.partial(recompute.twice, step)
     self._state, scalars = step(self.state, batch, rng)
+    # Not before: a step that fails has not had its batch.
+    mark, self._num_read = self._infeed.mark, self._infeed.num_read
+    self._input_state = (
+      None
+      if mark is None
+      else functools.partial(self._infeed.source.state_of, mark)
+    )
     scalars['input_wait_fraction'] = self._infeed.wait_fraction
     return scalars
 
