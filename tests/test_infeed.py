@@ -394,7 +394,7 @@ def test_a_config_sets_buffer_and_patience():
 
   class Spy(infeed.Infeed):
     def __init__(self, *args, **kwargs):
-      made.append(kwargs)
+      made.append({key: kwargs[key] for key in ('buffer_size', 'stall_secs')})
       super().__init__(*args, **kwargs)
 
   with mock.patch.object(infeed, 'Infeed', Spy):
