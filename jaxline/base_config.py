@@ -320,8 +320,8 @@ KEYS = (
       'Keep the scalars of every step, and log them together at the interval.'),
   Key('recompute_interval', None, optional(_COUNT),
       'Every so many steps, a step is computed twice and the results compared'
-      ' to the bit; a difference ends the run. In the sharded style. It costs a'
-      ' step and a copy of the state.'),
+      ' to the bit; a difference ends the run. It costs a step and a copy of'
+      ' the state.', sharded=True),
   Key('fingerprint', True, _BOOLEAN,
       'Write a number of the scalars and the batch of every step, for'
       ' `runs replay` and `runs bisect`.'),
@@ -438,8 +438,7 @@ KEYS = (
 
   Key('skip_batches', '', _SKIPPED,
       'Batches to leave out, counted from 1: the step that would have had the'
-      ' first of a range takes the batch after the last. In the sharded style.',
-      RUN),
+      ' first of a range takes the batch after the last.', RUN, sharded=True),
   Key('random_seed', 42, _SEED,
       'The seed of all random numbers: split into the step key and the init'
       ' key.', RUN),

@@ -8,7 +8,6 @@ number per step.
 """
 
 from collections.abc import Callable, Mapping
-import os
 from typing import Any
 
 import jax
@@ -33,10 +32,8 @@ class FingerprintWriter(files.FileBackend):
   """Appends fingerprints to a file, which a resume cuts like a log."""
 
   def append(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Appends the fingerprint of a step; steps come in order."""
-    if not os.path.getsize(self.path):
-      self._append(np.array(step - 1, _DTYPE).tobytes())
-    self._append(np.asarray(scalars['fingerprint'], _DTYPE).tobytes())
+    """Appends the fingerprint of a step."""
+    self._append(np.array([step, scalars['fingerprint']], _DTYPE).tobytes())
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any]
@@ -49,9 +46,8 @@ class FingerprintWriter(files.FileBackend):
 
 def read(raw: bytes | None) -> dict[int, int]:
   """Returns step -> fingerprint of a file's bytes."""
-  numbers = np.frombuffer((raw or b'')[: len(raw or b'') // 4 * 4], _DTYPE)
-  first = int(numbers[0]) + 1 if numbers.size else 0
-  return dict(enumerate(map(int, numbers[1:]), first))
+  numbers = np.frombuffer(raw or b'', _DTYPE, len(raw or b'') // 8 * 2)
+  return dict(numbers.reshape(-1, 2).tolist())
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -127,5 +123,9 @@ class Fingerprints(periodic.Action):
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
   kept = {name: x for name, x in scalars.items() if name not in CLOCKED}
-  arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
-  return fingerprint((arrays, batch))
+  arrays = [
+    x for x in jax.tree.leaves((batch, kept)) if isinstance(x, jax.Array)
+  ]
+  # Of the per-device style, scalars may lie on one device or on all; a program
+  # takes those of the same devices.
+  return fingerprint([x for x in arrays if x.devices() == arrays[0].devices()])
