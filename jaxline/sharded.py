@@ -619,6 +619,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
     Returns:
       The input, to be closed; this process's rows; where each row comes from.
     """
+    if self._input_state is None and self._num_read:
+      raise errors.UsageError(
+        'The position of train_input is not saved, so its next batch is not'
+        ' known here. Use a BaseInput, or an iterator with get_state and'
+        ' set_state.'
+      )
     source = self._open_input(self._input_state)
     for _ in range(self._num_read + 1, self.next_batch_number):
       next(source)
@@ -760,12 +766,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the state and the position of the data."""
-    snapshot: dict[str, Any] = {'state': self.state}
+    # With `skip_batches`, of this run or of one it began from, the number of
+    # batches is not that of the step.
+    snapshot = {'state': self.state, 'batches': self._num_read}
     if self._input_state is not None:
       snapshot['input'] = self._input_state()
-    # Unless batches were skipped, it is the step's number.
-    if self._skipped:
-      snapshot['batches'] = self._num_read
     return snapshot
 
   def snapshot_template(self) -> dict[str, Any]:

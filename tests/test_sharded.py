@@ -1010,7 +1010,7 @@ def test_a_position_without_set_state_is_refused_and_changes_nothing():
 def test_a_checkpoint_without_a_position_starts_the_data_anew():
   experiment = make()
   initial = save(experiment)
-  assert set(initial) == {'state'}
+  assert 'input' not in initial
   regression.train_steps(experiment, 2)
   experiment.restore_from_snapshot(initial)
   regression.train_steps(experiment, 2)

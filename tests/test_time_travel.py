@@ -8,11 +8,14 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 import jaxline
+from jaxline import errors
+from jaxline import experiment
 from jaxline.metrics import fingerprints
 from jaxline.runs import __main__ as cli
 from jaxline.runs import bisect
@@ -81,7 +84,49 @@ def test_a_resumed_run_has_the_fingerprints_of_an_uninterrupted_one(
   assert losses(part) == losses(shared)
 
 
+def test_steps_keep_their_numbers_in_a_file_that_lost_some(shared, tmp_path):
+  part = run(tmp_path / 'part', {'training_steps': 6})
+  file = part / 'train/fingerprints.bin'
+  file.write_bytes(file.read_bytes()[:-16])
+  run(part, {'on_config_change': 'continue'})
+  want = prints(shared)
+  assert prints(part) == {s: x for s, x in want.items() if s not in (5, 6)}
+
+
+class OfDevices(experiment.AbstractExperiment):
+  """Per-device; its scalars lie on all devices, on one, or nowhere."""
+
+  def __init__(self, mode, init_rng=None):
+    super().__init__(mode, init_rng)
+
+  def step(self, **unused):
+    loss = jax.pmap(jnp.square)(jnp.ones(jax.local_device_count()))
+    last = jax.device_put(jnp.float32(2), jax.local_devices()[-1])
+    return {'loss': loss, 'last': last, 'rate': 0.1}
+
+  def evaluate(self, **unused):
+    return {}
+
+
+def test_scalars_may_lie_on_different_devices(tmp_path):
+  config = travels.get_config(tmp_path)
+  config.experiment_kwargs = {}
+  jaxline.fit(OfDevices, config, mode='train')
+  assert len(prints(tmp_path)) == 12
+  config.skip_batches = '3'
+  with pytest.raises(errors.UsageError, match='skip_batches'):
+    jaxline.fit(OfDevices, config, mode='train')
+
+
 # Replays.
+
+
+def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
+  source = run(tmp_path / 'source', {'training_steps': 4, 'random_seed': 7})
+  fork = run(tmp_path / 'fork', {'restore_from': str(source)})
+  run(source, {'random_seed': 7, 'on_config_change': 'continue'})
+  assert cli.main(['replay', str(fork), '6']) == 0
+  assert 'checkpoint of step 4' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(('step', 'more'), [(6, 4), (3, 0), (12, 0)])
@@ -97,7 +142,7 @@ def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more):
 def test_a_replay_that_differs_says_in_what(shared, tmp_path, capsys):
   other = shutil.copytree(shared, tmp_path / 'other')
   raw = bytearray((other / 'train/fingerprints.bin').read_bytes())
-  raw[4 * 6] ^= 1
+  raw[8 * 5 + 4] ^= 1
   (other / 'train/fingerprints.bin').write_bytes(raw)
   assert cli.main(['replay', str(other), '6', '--steps=1']) == 1
   assert 'step 6: train/fingerprint' in capsys.readouterr().out
@@ -167,8 +212,10 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
   skipped |= {'training_steps': 12, 'on_config_change': 'continue'}
   run(part, skipped, shuffled=False)
   assert prints(part) == prints(lacks)
-  with replay.opened(part, 9) as found:
-    assert found.experiment.next_batch_number == 12
+  # The numbers go on in a run that begins from it and skips none.
+  fork = run(tmp_path / 'fork', {'restore_from': f'{part}:8'}, shuffled=False)
+  with replay.opened(fork, 13) as found:
+    assert found.experiment.next_batch_number == 16
 
 
 def test_a_fork_around_a_batch(shared, tmp_path):
@@ -240,7 +287,7 @@ def test_a_run_that_was_killed_twice_is_replayed_and_explained(tmp_path):
   for _ in range(2):
     with subprocess.Popen([sys.executable, '-c', program]) as process:
       deadline = time.monotonic() + 100
-      while not file.exists() or file.stat().st_size < length + 4 * 200:
+      while not file.exists() or file.stat().st_size < length + 8 * 100:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -128,26 +128,40 @@ def opened(
   record = None
   with contextlib.ExitStack() as stack:
     config.checkpoint_dir = store.url
-    if start is None:  # Of the run's own checkpoints, none may be restored.
+    # By its name it only reads `latest`.
+    mode = 'eval_replay'
+    if start is None:
+      # None of the run's own checkpoints: it begins as the run did.
       folder = tempfile.TemporaryDirectory(prefix='jaxline_replay_')
       config.checkpoint_dir = stack.enter_context(folder)
+      mode = 'train'
+      first = min(_fingerprints(store), default=1)
+      if first > 1 and not re.search(r':\d+$', config.restore_from):
+        # That run may have gone on since.
+        config.restore_from += f':{first - 1}'
     else:
       record = contents.Checkpoint(manifests, 'latest', start, False).record
-    # By its name it only reads `latest`.
     full = adapters.full_checkpointer(
-      platform.create_checkpointer(config, 'eval_replay')
+      platform.create_checkpointer(config, mode)
     )
-    full.reads_only = True
+    full.reads_only = start is not None
     stack.callback(full.close)
     experiment, rng = train.build_for_training(experiment_class, config)
     rng = experiment.initialize_train_step_rng(rng)
     state = base.new_state(full, experiment, rng)
     if full.can_be_restored('latest'):
       full.restore('latest', step=start)
-    state.global_step = int(state.global_step)
-    yield Replay(
-      store.url, config, experiment, state, state.global_step, record
-    )
+    state.global_step = at = int(state.global_step)
+    if at >= before:
+      raise errors.UsageError(
+        f'{store.url} began at step {at}, so step {before} cannot be replayed;'
+        f' the first one is {at + 1}.'
+      )
+    yield Replay(store.url, config, experiment, state, at, record)
+
+
+def _fingerprints(store: store_lib.Store) -> dict[int, int]:
+  return fingerprints.read(store.read(f'train/{fingerprints.FILE}'))
 
 
 def logged(directory: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
@@ -156,8 +170,7 @@ def logged(directory: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
   for name, curve in runs.read(directory).curves.items():
     for step, value in curve.items():
       found[step][name] = value
-  raw = store_lib.at(directory).read(f'train/{fingerprints.FILE}')
-  for step, value in fingerprints.read(raw).items():
+  for step, value in _fingerprints(store_lib.at(directory)).items():
     found[step]['train/fingerprint'] = value
   return found
 
