@@ -519,8 +519,9 @@ class _Training:
           end_step_to_action=config.training_steps,
         )
       )
-    if config.fingerprint:
-      file = log.fingerprints if is_logged else None
+    file = log.fingerprints if is_logged else None
+    # Another process may have a file, and all compute it together.
+    if config.fingerprint and (file or jax.process_count() > 1):
       action = fingerprints.Fingerprints(self.experiment, file and file.append)
       action.share(log.executor)
       actions.append(action)

@@ -191,9 +191,10 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
 def test_spikes_are_found_by_the_rule():
   rng = np.random.default_rng(0)
   curve = {i: 2 - i / 100 + 0.01 * rng.normal() for i in range(1, 100)}
-  assert explain.spikes(curve) == []
+  assert not explain.spikes(curve)
   curve |= {40: 2.5, 70: float('nan'), 71: float('inf')}
-  assert explain.spikes(curve) == [40, 70, 71]
+  assert list(explain.spikes(curve)) == [40, 70, 71]
+  assert list(explain.spikes(dict.fromkeys(range(9), 0.0) | {9: 1.0})) == [9]
 
 
 # Skipped batches.

@@ -47,7 +47,7 @@ class FingerprintWriter(files.FileBackend):
 def read(raw: bytes | None) -> dict[int, int]:
   """Returns step -> fingerprint of a file's bytes."""
   numbers = np.frombuffer(raw or b'', _DTYPE, len(raw or b'') // 8 * 2)
-  return dict(numbers.reshape(-1, 2).tolist())
+  return {int(step): int(x) for step, x in numbers.reshape(-1, 2)}
 
 
 def _bits(x: jax.Array) -> jax.Array:

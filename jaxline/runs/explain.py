@@ -20,6 +20,7 @@ from jaxline import train_step
 from jaxline.checkpoint import inspection
 from jaxline.inputs import show
 from jaxline.runs import replay as replay_lib
+from jaxline.supervision import profiling
 
 # A value is a spike if it is this many median absolute deviations above the
 # median of the values before it.
@@ -51,23 +52,24 @@ class Row:
   text: str
 
 
-def spikes(curve: Mapping[int, float]) -> list[int]:
-  """Returns the steps of a curve whose value stands out.
+def spikes(curve: Mapping[int, float]) -> dict[int, float]:
+  """Returns the steps of a curve whose value stands out, and how far it does.
 
   A step does if its value is not finite, or is more than 8 median absolute
   deviations above the median of the 20 values before it (at least 8).
   """
-  found: list[int] = []
+  found: dict[int, float] = {}
   before: list[float] = []
   for step, value in sorted(curve.items()):
     if not math.isfinite(value):
-      found.append(step)
+      found[step] = math.inf
       continue
     if len(before) >= _MIN_BEFORE:
       median = statistics.median(before)
       deviation = statistics.median(abs(x - median) for x in before)
-      if value > median + _DEVIATIONS * max(deviation, 1e-3 * abs(median)):
-        found.append(step)
+      above = (value - median) / max(deviation, 1e-3 * abs(median), 1e-30)
+      if above > _DEVIATIONS:
+        found[step] = above
     before = [*before, value][-_WINDOW:]
   return found
 
@@ -111,11 +113,14 @@ def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
         text=' | '.join(repr(text[i]) for text in texts.values()),
       )
     )
-  return sorted(rows, key=lambda row: -_badness(row.loss))
+  return sorted(rows, key=_badness, reverse=True)
 
 
-def _badness(loss: float) -> float:
-  return loss if math.isfinite(loss) else math.inf
+def _badness(row: Row) -> float:
+  # The mean loss of a row of weight 0 is NaN, which means nothing.
+  if not row.weight:
+    return -math.inf
+  return row.loss if math.isfinite(row.loss) else math.inf
 
 
 def _row_loss(
@@ -155,10 +160,9 @@ def _find(run: runs.Run) -> int:
   found: dict[int, float] = {}
   for name in _JUDGED:
     curve = run.curves.get(name, {})
-    for step in spikes(curve):
+    for step, above in spikes(curve).items():
       print(f'Step {step}: {name} is {curve[step]:.5g}.')
-      median = statistics.median(curve.values())
-      found[step] = max(found.get(step, 0.0), _badness(curve[step] / median))
+      found[step] = max(found.get(step, 0.0), above)
   if not found:
     raise errors.UsageError(
       f'No logged step of {run.path} stands out: none is more than'
@@ -176,7 +180,11 @@ def _explain(args: argparse.Namespace) -> int:
     rows = explain(replay, args.grads)
     number = replay.experiment.next_batch_number
   losses = run.curves.get('train/loss', {})
-  near = [x for s, x in losses.items() if s != step and abs(s - step) <= 1000]
+  near = [
+    x
+    for s, x in losses.items()
+    if s != step and abs(s - step) <= 1000 and math.isfinite(x)
+  ]
   around = f'; around it the loss is {np.median(near):.5g}' if near else ''
   print(f'Step {step} trains on batch {number}{around}:')
   table = [('row', 'loss', 'weight', 'grad norm', 'from', 'text')]
@@ -193,11 +201,15 @@ def _explain(args: argparse.Namespace) -> int:
       )
     )
   inspection.print_table(table, right=(0, 1, 2, 3))
-  kept = replay.start
+  # With those that the run itself leaves out, which a fork must as well.
+  ranges = sorted(
+    [*profiling.parse(replay.config.skip_batches), (number, number)]
+  )
+  skip = ','.join(f'{a}-{b}' if a < b else str(a) for a, b in ranges)
   print(
-    f'To train on without it: --config.restore_from={run.path}:{kept}'
-    f' --config.skip_batches={number}'
-    if kept
-    else f'To train anew without it: --config.skip_batches={number}'
+    f'To train on without it: --config.restore_from={run.path}:{replay.start}'
+    f' --config.skip_batches={skip}'
+    if replay.record
+    else f'To train anew without it: --config.skip_batches={skip}'
   )
   return 0
