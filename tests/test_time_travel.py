@@ -237,6 +237,20 @@ def test_two_equal_runs_have_no_difference(shared, tmp_path, capsys):
   assert 'No difference' in capsys.readouterr().out
 
 
+def test_another_evaluation_is_no_difference_in_training(
+  shared, tmp_path, capsys
+):
+  runs = [shutil.copytree(shared, tmp_path / name) for name in 'ab']
+  for loss, directory in enumerate(runs):
+    (directory / 'eval').mkdir(exist_ok=True)
+    record = json.dumps({'step': 4, 'loss': loss})
+    (directory / 'eval/metrics.jsonl').write_text(record + '\n')
+  assert cli.main(['bisect', *map(str, runs)]) == 1
+  out = capsys.readouterr().out
+  assert 'evaluation that differs: 4, in eval/loss' in out
+  assert 'No difference in training up to step 12' in out
+
+
 @pytest.mark.parametrize('has_prints', [True, False])
 def test_a_bisection_finds_the_step_and_the_array(
   shared, tmp_path, capsys, has_prints

@@ -11,8 +11,6 @@ import numpy as np
 from jaxline import errors
 from jaxline import runs
 from jaxline import sharded
-from jaxline.checkpoint import contents
-from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 from jaxline.metrics import fingerprints
@@ -23,15 +21,6 @@ _MAX_SHOWN = 5  # Arrays.
 _BEFORE = ('weights', 'model state', 'optimizer state')
 
 Arrays = dict[str, np.ndarray]
-
-
-def _records(path: str) -> dict[int, dict[str, Any]]:
-  """Returns the record of each kept checkpoint of a run, by its step."""
-  manifests = manager.Manifests(store_lib.at(path).below('checkpoints'))
-  return {
-    step: contents.Checkpoint(manifests, 'latest', step, False).record
-    for step in manifests.steps('latest')
-  }
 
 
 def _made_with(records: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
@@ -65,18 +54,21 @@ def _first_checkpoint(
   return None, []
 
 
-def _first_logged(a: Any, b: Any) -> tuple[int | None, list[str], int]:
+def _first_logged(
+  log: str, a: Any, b: Any
+) -> tuple[int | None, list[str], int]:
   """Returns the first step whose values differ, which, and the last equal."""
   last = 0
   for step in sorted(a.keys() & b.keys()):
-    names = [
+    both = [
       name
       for name in sorted(a[step].keys() & b[step].keys())
-      if not replay_lib.is_same(name, a[step][name], b[step][name])
+      if name.startswith(log) and not replay_lib.is_clocked(name)
     ]
+    names = [n for n in both if not replay_lib.is_same(a[step][n], b[step][n])]
     if names:
       return step, names, last
-    last = step
+    last = step if both else last
   return None, [], last
 
 
@@ -153,23 +145,31 @@ def bisect(a: str, b: str) -> bool:
   one, other = runs.read(a), runs.read(b)
   for key in runs.differences([one, other]):
     print(f'{key}: {one.recorded.get(key)!r} and {other.recorded.get(key)!r}')
-  kept = [_records(path) for path in (a, b)]
+  kept = [replay_lib.records(store_lib.at(path)) for path in (a, b)]
   made = [_made_with(records) for records in kept]
   for key in made[0].keys() & made[1].keys():
     if made[0][key] != made[1][key]:
       print(f'{key}: {made[0][key]} and {made[1][key]}')
   logged = [replay_lib.logged(path) for path in (a, b)]
-  step, names, last = _first_logged(*logged)
+  step, names, last = _first_logged('train/', *logged)
   if step is not None:
     print(f'First logged step that differs: {step}, in {", ".join(names)}.')
+  evaluated, names, _ = _first_logged('eval/', *logged)
+  if evaluated is not None:
+    print(f'First evaluation that differs: {evaluated}, in {", ".join(names)}.')
   saved, arrays = _first_checkpoint(*kept)
   if saved is not None:
     shown = ', '.join(arrays[:_MAX_SHOWN])
     print(f'First kept checkpoint that differs: {saved}, in {shown}.')
   found = [x for x in (step, saved) if x is not None]
   if not found:
-    print(f'No difference up to step {last}.')
-    return False
+    last = max([last, *(kept[0].keys() & kept[1].keys())])
+    if not last:
+      raise errors.UsageError(
+        f'{a} and {b} have no step in common that both have logged or saved.'
+      )
+    print(f'No difference in training up to step {last}.')
+    return evaluated is not None
   upper = min(found)
   prints = [
     _fingerprints(path, of, min(last, upper - 1), upper)
@@ -177,7 +177,11 @@ def bisect(a: str, b: str) -> bool:
   ]
   common = sorted(prints[0].keys() & prints[1].keys())
   step = next((s for s in common if prints[0][s] != prints[1][s]), upper)
-  _look_into(a, b, step)
+  print(f'The first step that differs is {step}.')
+  try:
+    _look_into(a, b, step)
+  except errors.UsageError as e:
+    print(f'It cannot be looked into: {e}')
   return True
 
 

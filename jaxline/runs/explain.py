@@ -209,7 +209,7 @@ def _explain(args: argparse.Namespace) -> int:
   print(
     f'To train on without it: --config.restore_from={run.path}:{replay.start}'
     f' --config.skip_batches={skip}'
-    if replay.record
+    if replay.from_own
     else f'To train anew without it: --config.skip_batches={skip}'
   )
   return 0
