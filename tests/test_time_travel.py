@@ -243,7 +243,7 @@ def test_another_evaluation_is_no_difference_in_training(
   runs = [shutil.copytree(shared, tmp_path / name) for name in 'ab']
   for loss, directory in enumerate(runs):
     (directory / 'eval').mkdir(exist_ok=True)
-    record = json.dumps({'step': 4, 'loss': loss})
+    record = json.dumps({'step': 4, 'kind': 'scalars', 'loss': loss})
     (directory / 'eval/metrics.jsonl').write_text(record + '\n')
   assert cli.main(['bisect', *map(str, runs)]) == 1
   out = capsys.readouterr().out

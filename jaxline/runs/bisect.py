@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 
 from jaxline import errors
@@ -86,7 +87,7 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     source.close()
     state, rng = experiment.state, replay.state.train_step_rng
     found = {
-      'batch': batch,
+      'batch': (batch := experiment.partitioner.put_batch(batch)),
       'random key': jax.random.key_data(rng),
       'weights': state.params,
       'model state': state.model_state,
@@ -97,14 +98,15 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     keep = lambda state, grads, updates: {'grads': grads, 'updates': updates}
     step_fn = functools.partial(experiment.pure_step, step_scalars=keep)
     run = jax.jit(experiment.in_mesh(step_fn))
-    _, scalars = run(state, experiment.partitioner.put_batch(batch), rng)
+    _, scalars = run(state, batch, rng)
     grads, updates = scalars.pop('grads'), scalars.pop('updates')
     after = {'loss': scalars, 'gradients': grads, 'updates': updates}
     return found | {k: _named(x) for k, x in after.items()}, replay.start
 
 
 def _named(tree: Any) -> Arrays:
-  on_host = jax.device_get(tree)
+  # Also of arrays that lie on several processes.
+  on_host = multihost_utils.process_allgather(tree, tiled=True)
   return {n: np.asarray(x) for n, x in structure.named_leaves(on_host).items()}
 
 
@@ -215,4 +217,5 @@ def add_command(commands: Any) -> None:
 
 
 def _bisect(args: argparse.Namespace) -> int:
+  replay_lib.start_jax(args.a)
   return int(bisect(args.a, args.b))

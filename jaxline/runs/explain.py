@@ -95,14 +95,19 @@ def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
     source.close()
   batch = experiment.partitioner.put_batch(on_host)
   compute = jax.jit(
-    experiment.in_mesh(functools.partial(_row_loss, experiment, with_grads))
+    experiment.in_mesh(functools.partial(_row_loss, experiment, with_grads)),
+    out_shardings=experiment.partitioner.replicated,
   )
   # As `train_step` derives the key of the step.
   rng = jax.random.fold_in(replay.state.train_step_rng, experiment.state.step)
-  first = experiment.partitioner.host[0] * num_rows
+  host, num_hosts = experiment.partitioner.host
   rows = []
-  for i in range(num_rows):
-    loss, weight, norm = compute(experiment.state, batch, rng, first + i)
+  # All processes compute all rows together; each lists its own.
+  for row in range(num_rows * num_hosts):
+    loss, weight, norm = compute(experiment.state, batch, rng, row)
+    if row // num_rows != host:
+      continue
+    i = row % num_rows
     rows.append(
       Row(
         number=i,
@@ -173,6 +178,7 @@ def _find(run: runs.Run) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
+  replay_lib.start_jax(args.dir)
   run = runs.read(args.dir)
   step = _find(run) if args.step is None else args.step
   with replay_lib.opened(args.dir, step) as replay:

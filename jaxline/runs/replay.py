@@ -23,10 +23,12 @@ import jax
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import distributed
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
 from jaxline import train
+from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
@@ -295,6 +297,13 @@ def save(replay: Replay, directory: str) -> None:
     checkpointer.wait_for_checkpointing_to_finish()
 
 
+def start_jax(directory: str) -> None:
+  """Sets XLA's flags as a run had them, and meets the other processes."""
+  for line in xla.apply(base_config.recorded_config(directory).xla):
+    print(line)
+  distributed.initialize('auto')
+
+
 def add_command(commands: Any) -> None:
   """Adds `replay` to the commands of `python -m jaxline.runs`."""
   command = commands.add_parser('replay', help=__doc__.splitlines()[0])
@@ -315,6 +324,7 @@ def add_command(commands: Any) -> None:
 
 def _replay(args: argparse.Namespace) -> int:
   last = args.step + (args.steps or 0)
+  start_jax(args.dir)
   with opened(args.dir, args.step) as replay:
     before, rates = replay.start, runs.read(args.dir).curves
     num_steps = last - before
