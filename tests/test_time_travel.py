@@ -286,6 +286,26 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path):
   assert {p.stem for p in saved} == {'1'}
 
 
+def test_each_copy_of_an_array_is_compared():
+  mesh = jax.make_mesh((2,), ('a',))
+  whole = jax.sharding.NamedSharding(mesh, P())
+  values = iter([(0.0, 0.0), (0.0, 1e-30)])  # Of each device.
+
+  def step(state):
+    parts = [
+      jax.device_put(np.float32(x), device)
+      for x, device in zip(next(values), mesh.devices.flat, strict=True)
+    ]
+    w = jax.make_array_from_single_device_arrays((), whole, parts)
+    return {'w': w, 'kept': state}
+
+  state = jax.device_put(
+    jnp.arange(4.0), jax.sharding.NamedSharding(mesh, P('a'))
+  )
+  with pytest.raises(recompute.RecomputeError, match=r'w on .*:1\.'):
+    recompute.twice(step, state)
+
+
 # Real kills.
 
 
