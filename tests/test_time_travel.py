@@ -169,6 +169,22 @@ def test_a_replay_names_the_first_operation_that_is_not_finite(
   assert 'travels.py' in out
 
 
+class Masked(travels.Travels):
+  """Its loss has an infinity that is meant, as in a mask."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    mask = jnp.where(batch['x'] > 0, 0.0, -jnp.inf)
+    loss, *rest = super().loss_fn(params, model_state, batch, rng, is_training)
+    return loss + 0 * jnp.exp(mask).sum(), *rest
+
+
+def test_a_replay_finds_nothing_in_a_finite_step(tmp_path):
+  config = travels.get_config(tmp_path)
+  jaxline.fit(Masked, config, mode='train')
+  with replay.opened(tmp_path, 6, experiment_class=Masked) as found:
+    assert replay.find_nonfinite(found) is None
+
+
 # Explanations.
 
 

@@ -33,6 +33,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
+from jaxline.compat import devices
 from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.metrics import writers
@@ -266,20 +267,31 @@ def find_nonfinite(replay: Replay) -> str | None:
     are finite.
   """
   run = debug.disable_pmap_jit(replay.run)
-  op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', True)
+  op_by_op = mock.patch.multiple(
+    debug.settings, disable_pmap_jit=True, log_tracebacks=False
+  )
+  experiment, state = replay.experiment, replay.state
+  step, rng = state.global_step, state.train_step_rng
+  before = jax.tree.map(devices.freeze, experiment.snapshot_state())
+  scalars: dict[str, Any] = {}
   found = None
   # A mask of minus infinity is meant, and no NaN: those count first. But the
   # line of a gradient is not known, and its cause may be an infinity before.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
       with op_by_op, switch(True):
-        run(replay.state.global_step + 1)
+        run(step + 1, lambda step, x: scalars.update(writers.to_scalars(x)))
     except FloatingPointError as e:
       frames = traceback.extract_tb(e.__traceback__)
       own = [f for f in frames if not _LIBRARIES.search(f.filename)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
       found = found or f'{e}, in a gradient'
+    else:
+      if all(map(math.isfinite, scalars.values())):
+        return found
+    experiment.restore_from_snapshot(before)
+    state.global_step, state.train_step_rng = step, rng
   return found
 
 
