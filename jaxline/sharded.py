@@ -527,6 +527,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     finally:
       # The thread would keep the experiment and its arrays alive.
       self._close_input()
+      self.last_batch = None
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None

@@ -101,6 +101,11 @@ class Replay:
     action = adapters.full_action(act)
     with contextlib.suppress(_Enough):
       self.experiment.train_loop(self.config, self.state, [action], log)
+    if self.state.global_step < until:
+      raise errors.UsageError(
+        f'{self.directory} ends at step {self.state.global_step}, so step'
+        f' {until} cannot be replayed.'
+      )
 
 
 @contextlib.contextmanager
@@ -139,11 +144,12 @@ def opened(
       # None of the run's own checkpoints: it begins as the run did.
       folder = tempfile.TemporaryDirectory(prefix='jaxline_replay_')
       config.checkpoint_dir = stack.enter_context(folder)
-      mode = 'train'
-      first = min(_fingerprints(store), default=1)
-      if first > 1 and not re.search(r':\d+$', config.restore_from):
-        # That run may have gone on since.
-        config.restore_from += f':{first - 1}'
+      if where := config.restore_from:
+        mode = 'train'
+        first = min(_fingerprints(store), default=1)
+        if first > 1 and not re.search(r':\d+$', where):
+          # That run may have gone on since.
+          config.restore_from = f'{where}:{first - 1}'
     full = adapters.full_checkpointer(
       platform.create_checkpointer(config, mode)
     )
