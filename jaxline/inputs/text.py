@@ -359,9 +359,10 @@ def _walk(
   folder: str, folders: re.Pattern[str], files: re.Pattern[str]
 ) -> Iterator[str]:
   """Yields the files below a folder whose names match, or raises OSError."""
-  for entry in os.scandir(folder):
-    if not entry.is_dir():
-      if files.fullmatch(entry.name):
-        yield entry.path
-    elif folders.fullmatch(entry.name) and not entry.is_symlink():
-      yield from _walk(entry.path, folders, files)
+  with os.scandir(folder) as entries:
+    for entry in entries:
+      if not entry.is_dir():
+        if files.fullmatch(entry.name):
+          yield entry.path
+      elif folders.fullmatch(entry.name) and not entry.is_symlink():
+        yield from _walk(entry.path, folders, files)
