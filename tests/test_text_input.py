@@ -215,19 +215,12 @@ def test_the_command(tmp_path, capsys):
   files = write(tmp_path / 'text', {f'{i}.txt': b'text' * 99 for i in range(9)})
   config = pathlib.Path(__file__).parents[1] / 'configs' / 'lm.py'
   key = '--config.experiment_kwargs.config'
-  for cache, arguments in (
-    ('a', [str(files), '--documents=line', f'--cache_dir={tmp_path / "a"}']),
-    (
-      'b',
-      [
-        f'--config={config}',
-        f'{key}.files={files}',
-        f'{key}.cache_dir={tmp_path / "b"}',
-      ],
-    ),
-  ):
-    assert program.main(['tokenize', *arguments]) == 0
-    assert len([*(tmp_path / cache).iterdir()]) == 1
+  given = [str(files), '--documents=line', f'--cache_dir={tmp_path / "a"}']
+  assert program.main(['tokenize', *given]) == 0
+  assert len([*(tmp_path / 'a').iterdir()]) == 1
+  given = [f'{key}.files={files}', f'{key}.cache_dir={tmp_path / "b"}']
+  assert program.main(['tokenize', f'--config={config}', *given]) == 0
+  assert len([*(tmp_path / 'b').iterdir()]) == 1
   capsys.readouterr()
   for wrong, message in (
     ([str(tmp_path / 'no')], 'no'),
@@ -276,20 +269,17 @@ def test_a_text_of_one_window():
   assert {*map(tuple, joined.tolist())} == windows
 
 
-@pytest.mark.parametrize(
-  ('key', 'change'),
-  [
+def test_a_foreign_state_is_refused():
+  state = make(is_training=True).get_state()
+  for key, change in (
     ('seed', {'input_random_seed': 8}),
     ('length', {'length': 9}),
     ('packing', {'packing': 'padded'}),
     ('is_training', {'is_training': False, 'shuffle': True}),
     ('corpus_sha256', {'docs': documents(b'x' * 100, b'y' * 100)}),
-  ],
-)
-def test_a_foreign_state_is_refused(key, change):
-  state = make(is_training=True).get_state()
-  with pytest.raises(ValueError, match=key):
-    make(**{'is_training': True} | change).set_state(state)
+  ):
+    with pytest.raises(ValueError, match=key):
+      make(**{'is_training': True} | change).set_state(state)
 
 
 def test_too_little_text():
@@ -482,6 +472,7 @@ def test_the_standard_library():
   assert {'argparse.py', 'json/decoder.py'} <= {*names}
   for name in names:
     assert name.endswith('.py')
+    assert 'sysconfigdata' not in name  # Differs between machines.
     folders = {*name.split('/')[:-1]}
     assert not folders & {'test', 'tests', 'idle_test', 'site-packages'}
   size = corpus.train.num_bytes + corpus.eval.num_bytes

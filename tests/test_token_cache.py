@@ -47,7 +47,10 @@ def test_made_once(files, cache, monkeypatch):
   (name,) = names_in(cache)
   assert name.endswith('.tokens')
   assert_same(first, again)
-  assert not again.train.tokens.flags.writeable
+  for split in again.train, again.eval:
+    for array in split.tokens, split.starts:
+      assert not array.flags.writeable
+      assert array.flags.aligned
 
 
 def test_the_default_folder(files, tmp_path, monkeypatch):

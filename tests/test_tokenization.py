@@ -73,11 +73,6 @@ def train_huggingface(path: pathlib.Path, *special: str) -> pathlib.Path:
 
 
 @pytest.fixture(scope='module')
-def sentencepiece_model(tmp_path_factory):
-  return train_sentencepiece(tmp_path_factory.mktemp('sp') / 'a.model')
-
-
-@pytest.fixture(scope='module')
 def huggingface_model(tmp_path_factory):
   return train_huggingface(
     tmp_path_factory.mktemp('hf') / 'tokenizer.json',
@@ -87,11 +82,11 @@ def huggingface_model(tmp_path_factory):
   )
 
 
-@pytest.fixture(params=['bytes', 'stdlib', 'sentencepiece', 'huggingface'])
+@pytest.fixture(params=['bytes', 'stdlib', 'huggingface'])
 def spec(request):
-  if request.param in ('bytes', 'stdlib'):
-    return request.param
-  return request.getfixturevalue(f'{request.param}_model')
+  if request.param == 'huggingface':
+    return request.getfixturevalue('huggingface_model')
+  return request.param
 
 
 def test_text_comes_back(spec):
@@ -168,20 +163,21 @@ def test_pickled_and_in_threads(spec):
       np.testing.assert_array_equal(ids, expected)
 
 
-def test_document_token_of_sentencepiece(sentencepiece_model, tmp_path):
-  model = tokenization.load_tokenizer(sentencepiece_model)
-  assert model.document_id == 1  # <s>
-  end = tokenization.load_tokenizer(f'{sentencepiece_model}#</s>')
-  assert end.document_id == 2
+def test_document_token_of_sentencepiece(tmp_path):
+  path = train_sentencepiece(tmp_path / 'a.model')
+  model, end = (
+    tokenization.load_tokenizer(f'{path}{x}') for x in ('', '#</s>')
+  )
+  assert (model.document_id, end.document_id) == (1, 2)  # <s>, </s>
   assert end.identity != model.identity
   path = train_sentencepiece(tmp_path / 'eos.model', bos_id=-1)
-  assert tokenization.load_tokenizer(path).document_id == 2  # </s>
+  assert tokenization.load_tokenizer(path).document_id == 2
   path = train_sentencepiece(
     tmp_path / 'own.model', bos_id=-1, eos_id=-1, control_symbols=['<doc>']
   )
   own = tokenization.load_tokenizer(f'{path}#<doc>')
   assert own.document_id not in own.encode('<doc>')
-  for spec in path, f'{path}#the':  # Which text is encoded to.
+  for spec in path, f'{path}#the':  # Text is encoded to 'the'.
     with pytest.raises(ValueError, match='<doc>'):
       tokenization.load_tokenizer(spec)
 
@@ -212,15 +208,14 @@ def test_wrong_specs(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('library', 'name'),
-  [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')],
+  ('library', 'name'), [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')]
 )
-@pytest.mark.parametrize('data', [b'', b'nonsense', b'{}'])
-def test_files_that_are_no_models(tmp_path, library, name, data):
+def test_files_that_are_no_models(tmp_path, library, name):
   pytest.importorskip(library)
-  (tmp_path / name).write_bytes(data)
-  with pytest.raises(ValueError, match=name):
-    tokenization.load_tokenizer(tmp_path / name)
+  for data in b'', b'nonsense', b'{}':
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=name):
+      tokenization.load_tokenizer(tmp_path / name)
 
 
 def test_a_corpus(spec, tmp_path):

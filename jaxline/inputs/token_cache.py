@@ -116,11 +116,8 @@ class Documents:
     if isinstance(self.tokenizer, tokenization.ByteTokenizer):
       is_byte = self.tokens != self.tokenizer.document_id
       return self.tokens[is_byte].astype(np.uint8).tobytes()
-    bounds = itertools.pairwise([*self.starts.tolist(), len(self.tokens)])
-    return b''.join(
-      self.tokenizer.decode(self.tokens[start:end]).encode()
-      for start, end in bounds
-    )
+    documents = np.split(self.tokens, self.starts[1:])
+    return b''.join(self.tokenizer.decode(ids).encode() for ids in documents)
 
   def __reduce__(self) -> Any:
     # A worker process maps the file itself: pickle would copy the tokens.
