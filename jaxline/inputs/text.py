@@ -240,8 +240,10 @@ class TextInput(indexed.IndexedInput):
     }
     if self.packing == 'stream':
       return batch
-    ids_BL, places_L = batch['ids'], np.arange(length, dtype=np.int32)
-    is_filler_BL = places_L >= (length if sizes is None else sizes[:, None])
+    ids_BL = batch['ids']
+    is_filler_BL = np.arange(length) >= (
+      length if sizes is None else sizes[:, None]
+    )
     # No label follows the last token, so that it need not be read.
     np.copyto(ids_BL, filler, where=is_filler_BL)
     if self.packing == 'padded':
@@ -249,10 +251,13 @@ class TextInput(indexed.IndexedInput):
       return batch
     is_first_BL = ids_BL == filler
     is_first_BL[:, 0] = True
-    segment_ids_BL = np.cumsum(is_first_BL, axis=1, dtype=np.int32)
-    first_BL = np.maximum.accumulate(is_first_BL * places_L, axis=1)
-    batch['segment_ids'] = np.where(is_filler_BL, 0, segment_ids_BL)
-    batch['segment_pos'] = np.where(is_filler_BL, 0, places_L - first_BL)
+    batch['segment_ids'] = np.cumsum(is_first_BL, axis=1, dtype=np.int32)
+    firsts = np.flatnonzero(is_first_BL).astype(np.int32)
+    first = np.repeat(firsts, np.diff(firsts, append=ids_BL.size))
+    place = np.arange(ids_BL.size, dtype=np.int32) - first
+    batch['segment_pos'] = place.reshape(ids_BL.shape)
+    for key in 'segment_ids', 'segment_pos':
+      np.copyto(batch[key], 0, where=is_filler_BL)
     return batch
 
   def _spans(
