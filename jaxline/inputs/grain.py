@@ -4,11 +4,11 @@
   GrainInput(dataset=grain.MapDataset.source(records).map(f), ...)
   GrainInput(dataset=lambda host_index, num_hosts: stream(...), ...)
 
-Records that have numbers (files, a `grain.MapDataset`, anything with `__len__`
-and `__getitem__`) are shuffled, divided among hosts and counted by
-`IndexedInput`. A `grain.IterDataset` is a stream: the code that makes it
-divides it among the hosts, and a position is that of Grain's iterator, for the
-same host of the same number of hosts.
+`IndexedInput` shuffles, divides among hosts and counts records that have
+numbers: files, a `grain.MapDataset`, anything with `__len__` and `__getitem__`.
+A `grain.IterDataset` is a stream: the code that makes it divides it among the
+hosts, and a position is that of Grain's iterator, for the same host of the same
+number of hosts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from jaxline.inputs import indexed
 class GrainInput(indexed.IndexedInput):
   """Records that Grain can read, each a dict of arrays, as batches of them.
 
-  Of an `IterDataset`, `shuffle` and `num_threads` mean nothing (see
-  `to_iter_dataset`); one-epoch evaluation needs one host, since nobody knows
-  how many records a stream has. With `repeat` it begins again at its end: in
-  the same order, unless it is made by a function that takes `epoch`.
+  A stream ignores `shuffle` and `num_threads` (see `to_iter_dataset`), and has
+  one-epoch evaluation on one host only, since nobody knows how many records it
+  has. With `repeat` it begins again at its end: in the same order, unless it is
+  made by a function that takes `epoch`.
 
   Attributes:
     dataset: one of
@@ -51,18 +51,18 @@ class GrainInput(indexed.IndexedInput):
       - a `grain.IterDataset` of records, not batched, for one host; it ends
         where it raises `StopIteration`, even if a function of its own does;
       - a function that returns one of these. It is called with those of
-        `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments;
-        the first two it must have if it returns an `IterDataset` and there are
-        several hosts, and then return the part of that host.
+        `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments.
+        A stream of several hosts needs the first two: the function returns the
+        part of that host.
     files: ArrayRecord files instead: a path, a glob, or several, also of what
-      `etils.epath` can read ('gs://...'), where a glob has no '**'. Each file
-      is read once an epoch, even if several globs match it.
+      `etils.epath` can read ('gs://...'), where a glob has no '**'. A file that
+      is named twice is read once.
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
       depends on the seed, the record and the epoch alone. For a stream, all
       that `IterDataset.apply` accepts, except batches.
     collate: makes the batch, a dict of arrays [b, ...], of a list of b records;
-      None stacks the entries of (nested) dicts, which have equal shapes.
+      None stacks arrays of equal shapes, in dicts of any depth.
     data_name: identifies the data: a state that was saved with another name is
       refused. Files are also identified by names, sizes and numbers of records;
       other datasets without a name only by their number of records.
@@ -71,7 +71,7 @@ class GrainInput(indexed.IndexedInput):
   dataset: Any = None
   files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
   transformations: Sequence[Any] = ()
-  collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
+  collate: Callable[[list[Any]], dict[str, Any]] | None = None
   data_name: str = ''
 
   def __post_init__(self) -> None:
@@ -80,32 +80,33 @@ class GrainInput(indexed.IndexedInput):
       self.refuse('files', 'some without a dataset, or none with one')
     import grain  # Takes a second to import.
 
-    # Cumulative record counts: file i holds records [ends[i - 1], ends[i]).
-    self._paths: list[str] = []
-    self._ends: list[int] = []
-    self._files_hash = ''
     self._arguments: dict[str, Any] = {}
-    if self.files:
-      self._paths = _find_files(self.files)
-      self._ends, self._files_hash = _count_records(self._paths)
-      self._records = grain.sources.ArrayRecordDataSource(self._paths)
-    else:
-      self._records = self._make(epoch=0)
+    self._records: Any = (
+      _Files(_find_files(self.files)) if self.files else self._make(epoch=0)
+    )
+    self._collate = self.collate or _stack
     self._is_map_dataset = isinstance(self._records, grain.MapDataset)
     self._is_stream = isinstance(self._records, grain.IterDataset)
+    taken = {*self._arguments}
     if self._is_stream:
-      self._check_stream()
+      self._check_stream(taken)
       # Of this host alone; see `BaseInput`.
       self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
-      # Epoch, record and the text of the iterator's state.
+      # Epoch, record, and the iterator's state as text.
       self.FIRST = self._at = 0, 0, None  # type: ignore[misc]
-    else:
-      self._check_records()
-
-  # The dataset and its transformations.
+      return
+    if taken & {'host_index', 'num_hosts', 'epoch'}:
+      raise ValueError(
+        f'{self.name}.dataset takes {sorted(taken)} and returns records with'
+        ' numbers, which the input divides among hosts and shuffles itself. Let'
+        ' it return all records.'
+      )
+    self._length = len(self._records)
+    if self._length == sys.maxsize:
+      raise ValueError(f'{self.name}.dataset has no end: omit .repeat().')
 
   def _make(self, epoch: int) -> Any:
-    """Returns the dataset; where it is a function, that of an epoch."""
+    """Returns the dataset, or what a function returns for an epoch."""
     if not callable(self.dataset) or hasattr(self.dataset, '__getitem__'):
       return self.dataset
     arguments = {
@@ -117,31 +118,15 @@ class GrainInput(indexed.IndexedInput):
     self._arguments = base.choose_arguments(self.dataset, arguments)
     return self.dataset(**self._arguments)
 
-  def _check_records(self) -> None:
-    dealt = {'host_index', 'num_hosts', 'epoch'} & set(self._arguments)
-    if dealt:
-      raise ValueError(
-        f'{self.name}.dataset takes {sorted(dealt)} and returns records with'
-        ' numbers, which the input deals out and shuffles itself: each host'
-        ' would read a part of its part. Let it return all of them.'
-      )
-    self._length = len(self._records)
-    if self._length == sys.maxsize:
-      raise ValueError(
-        f'{self.name}.dataset repeats without end, so that it has no epochs.'
-        ' Leave out .repeat().'
-      )
-
-  def _check_stream(self) -> None:
+  def _check_stream(self, taken: set[str]) -> None:
     if self.num_infeed_hosts != 1 and not (
-      self.repeat and {'host_index', 'num_hosts'} <= set(self._arguments)
+      self.repeat and {'host_index', 'num_hosts'} <= taken
     ):
       raise ValueError(
-        f'{self.name} has {self.num_infeed_hosts} hosts, and its IterDataset'
-        ' would be the same on all of them, or (repeat=False) end after'
-        ' different numbers of batches. Give a function that takes host_index'
-        ' and num_hosts and returns the part of that host, and set repeat=True;'
-        ' or give a grain.MapDataset.'
+        f'{self.name} has {self.num_infeed_hosts} hosts, which would read the'
+        ' same stream, or (repeat=False) end after other numbers of batches.'
+        ' Give a function that takes host_index and num_hosts and returns the'
+        ' part of that host, and set repeat=True; or give a grain.MapDataset.'
       )
 
   # Records with numbers: the methods of `IndexedInput`.
@@ -175,31 +160,25 @@ class GrainInput(indexed.IndexedInput):
         element = getattr(t, 'map', t)(element)
     return element
 
-  def _collate(self, elements: list[Any]) -> Any:
-    return (self.collate or _stack)(elements)
-
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it, where there are files."""
-    if not self._paths:
+    if not self.files:
       return super().describe_record(record, epoch)
-    file = bisect.bisect_right(self._ends, record)
-    first = self._ends[file - 1] if file else 0
-    return f'{self._paths[file]}, record {record - first}'
+    path, number = self._records.locate(record)
+    return f'{path}, record {number}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns the identity of the data."""
-    return {'data_name': self.data_name, 'files': self._files_hash}
+    """Returns the name of the data, and a hash of the files."""
+    files = self._records.hash if self.files else ''
+    return {'data_name': self.data_name, 'files': files}
 
   # Streams.
 
   def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yields batches from a position on; see `ResumableInput`."""
-    read = self._read_stream if self._is_stream else super().read_from
-    return read(position)
-
-  def _read_stream(
-    self, position: Sequence[Any]
-  ) -> Iterator[tuple[dict[str, Any], Any]]:
+    if not self._is_stream:
+      yield from super().read_from(position)
+      return
     epoch, record, text = position
     elements: list[Any] = []
     while self.repeat or not epoch:
@@ -208,11 +187,9 @@ class GrainInput(indexed.IndexedInput):
         elements.append(element)
         record += 1
         if len(elements) == self.batch_size:
-          # The state as text, since Grain may change the dict that it gave.
-          state = repr(iterator.get_state())
-          if text is None and self.saves_position:
-            _from_text(state)
-          text = state
+          is_first, text = text is None, repr(iterator.get_state())
+          if is_first and self.saves_position:
+            _from_text(text)  # Refuses it before it is needed.
           yield self._collate(elements), (epoch, record, text)
           elements = []
       if not record:
@@ -258,45 +235,38 @@ class GrainInput(indexed.IndexedInput):
     """Returns the first record of the next batch; of files, in which one."""
     if not self._is_stream:
       return super().where()
-    epoch, record, _ = self._at
     return (
-      f'a batch from record {record} of epoch {epoch} on, of the stream of host'
-      f' {self.infeed_host_index}/{self.num_infeed_hosts}'
+      f'a batch from record {self._at[1]} of epoch {self._at[0]} on, of the'
+      f' stream of host {self.infeed_host_index}/{self.num_infeed_hosts}'
     )
 
 
-def _stack(elements: Sequence[Any]) -> Any:
+def _stack(elements: Sequence[Any], name: str = '') -> Any:
   """Returns arrays [b, ...] of b records."""
   first = elements[0]
-  if not isinstance(first, dict):
-    return np.array(elements)  # Half the time of `np.stack`.
-  if any(x.keys() != first.keys() for x in elements):
-    raise ValueError(
-      f'The records of a batch have different entries: {sorted(first)} and'
-      ' others. Give each the same, or a `collate` function.'
-    )
-  batch = {}
-  for key in first:
-    try:
-      batch[key] = _stack([x[key] for x in elements])
-    except ValueError as e:
-      e.add_note(f'It was the entry {key!r} of a batch.')
-      raise
-  return batch
+  try:
+    if not isinstance(first, Mapping):
+      return np.array(elements)  # Faster than `np.stack`.
+    if len(set(map(len, elements))) > 1:
+      raise ValueError(f'Some records have other entries than {[*first]}.')
+    return {key: _stack([x[key] for x in elements], key) for key in first}
+  except ValueError as e:
+    e.add_note(f'It was the entry {name!r} of a batch.')
+    raise
 
 
 def _from_text(text: str) -> Any:
-  """Returns an iterator's state from its `repr`.
+  """Returns the state of an iterator from its `repr`.
 
-  Unlike JSON, it keeps tuples: Grain compares with some, and would resume at
+  Unlike JSON, this keeps tuples: Grain compares with some, and would go on at
   another record.
   """
   try:
     return ast.literal_eval(text)
   except (SyntaxError, ValueError) as e:
     raise TypeError(
-      f"The state of Grain's iterator is {text:.200}; expected plain values of"
-      ' Python. Or set input_checkpointing_enabled=False where that is no loss.'
+      f"The state of Grain's iterator is {text:.200}; expected plain values. Or"
+      ' set input_checkpointing_enabled=False where that is no loss.'
     ) from e
 
 
@@ -325,22 +295,61 @@ def _find_files(
   return list(dict.fromkeys(paths))
 
 
-def _count_records(paths: list[str]) -> tuple[list[int], str]:
-  """Returns how many records files have up to the end of each, and a hash.
+class _Files:
+  """The records of ArrayRecord files, each file read with one call a batch.
 
-  The hash is that of names, sizes and numbers of records.
+  Grain's source starts threads for every batch, which takes longer than to read
+  a small one.
   """
-  import grain
 
-  def examine(path: str) -> tuple[str, int, int]:
-    try:
-      number = len(grain.sources.ArrayRecordDataSource(path))
-    except Exception as e:
-      e.add_note(f'While {path} was opened as an ArrayRecord file.')
-      raise
-    return os.path.basename(path), epath.Path(path).stat().length, number
+  def __init__(self, paths: list[str]):
+    self._paths = paths
+    with futures.ThreadPoolExecutor() as pool:
+      readers = list(pool.map(_open_file, paths))
+      sizes = list(pool.map(lambda x: epath.Path(x).stat().length, paths))
+    self._readers = dict(zip(paths, readers, strict=True))
+    counts = [reader.num_records() for reader in readers]
+    # File i holds the records [ends[i - 1], ends[i]).
+    self._ends = list(itertools.accumulate(counts))
+    facts = [list(map(os.path.basename, paths)), sizes, counts]
+    self.hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
-  with futures.ThreadPoolExecutor() as pool:
-    facts = list(pool.map(examine, paths))
-  ends = list(itertools.accumulate(number for *_, number in facts))
-  return ends, hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+  def __reduce__(self) -> Any:
+    return _Files, (self._paths,)  # Readers cannot be pickled.
+
+  def __len__(self) -> int:
+    return self._ends[-1]
+
+  def locate(self, record: int) -> tuple[str, int]:
+    """Returns the file of a record, and its number there."""
+    file = bisect.bisect_right(self._ends, record)
+    return self._paths[file], record - (self._ends[file - 1] if file else 0)
+
+  def __getitems__(self, records: list[int]) -> list[bytes]:
+    places = [self.locate(record) for record in records]
+    wanted: dict[str, list[int]] = {}
+    for path, number in places:
+      wanted.setdefault(path, []).append(number)
+    found = {
+      path: iter(self._readers[path].read(numbers))
+      for path, numbers in wanted.items()
+    }
+    return [next(found[path]) for path, _ in places]
+
+
+def _open_file(path: str) -> Any:
+  from array_record.python import array_record_module
+
+  try:
+    reader = array_record_module.ArrayRecordReader(
+      path,
+      # For random access.
+      options='readahead_buffer_size:0,max_parallelism:0',
+      file_reader_buffer_size=2**15,
+    )
+    if not reader.ok():
+      reader.close()  # Raises the error.
+    return reader
+  except Exception as e:
+    e.add_note(f'While {path} was opened as an ArrayRecord file.')
+    raise
