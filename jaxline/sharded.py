@@ -643,9 +643,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._eval_inputs = sources
     return sources
 
-  def _batches_of(
-    self, name: str, source: inputs.BaseInput
-  ) -> Iterator[Batch]:
+  def _batches_of(self, name: str, source: inputs.BaseInput) -> Iterator[Batch]:
     """Returns this process's batches of one evaluation of a set."""
     if not source.reset_for_eval:
       if self._evaluations_fed.get(name, 0) != self.num_evaluated:
@@ -753,7 +751,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     state = None
     if (position := snapshot_state.get('input')) is not None:
-      state = lambda: position  # noqa: E731
+      state = lambda: position
     if is_training:
       if state is None and saved.step > 0:
         logging.warning(

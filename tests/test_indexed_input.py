@@ -1,7 +1,6 @@
 """Records addressed by number: their order, the hosts, positions, workers."""
 
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import pathlib
@@ -129,16 +128,6 @@ def test_without_shuffling_the_order_is_that_of_the_data():
 # The hosts.
 
 
-def test_every_batch_of_one_epoch_has_weights():
-  batches = list(Numbers(batch_size=4, **ONE_EPOCH))
-  assert [b['weights'].tolist() for b in batches] == [
-    [1, 1, 1, 1],
-    [1, 1, 1, 1],
-    [1, 1, 0, 0],
-  ]
-  assert 'weights' not in next(Numbers(batch_size=4))
-
-
 def test_no_records_are_an_error_and_no_endless_loop():
   for fields in ({}, ONE_EPOCH, {'is_training': True}, {'num_threads': 1}):
     with pytest.raises(ValueError, match='Numbers has no records'):
@@ -179,7 +168,7 @@ def test_a_wrong_field_is_named(fields, message):
 def test_a_pickled_input_is_small_and_goes_on_where_it_stood():
   source = Numbers(batch_size=5, size=50_000, is_training=True, num_threads=1)
   expected = take(source, 4)[3]
-  source.set_position({'records': 0})
+  source.set_position(0)
   take(source, 3)
   data = cloudpickle.dumps(source)
   assert len(data) < 5_000  # No order.
@@ -190,27 +179,6 @@ def test_a_pickled_input_is_small_and_goes_on_where_it_stood():
   assert other.get_state() == source.get_state()
   source.close()
   other.close()
-
-
-def test_threads_share_a_fresh_seed(monkeypatch):
-  draws = itertools.count()
-
-  def draw(self):
-    number = next(draws)
-    time.sleep(0.1)  # So that all threads would draw one.
-    return number
-
-  monkeypatch.setattr(Numbers, '_agree_on_seed', draw)
-  source = Numbers(
-    batch_size=5,
-    size=100,
-    is_training=True,
-    input_checkpointing_enabled=False,
-    num_threads=4,
-  )
-  assert sorted(rows(take(source, 20))) == list(range(100))
-  assert next(draws) == 1
-  source.close()
 
 
 # Errors.
@@ -224,7 +192,7 @@ def test_an_error_names_the_record_and_loses_nothing(threads):
     with pytest.raises(ValueError, match='broken') as caught:
       next(source)
     assert 'While mine read file f1, row 2.' in caught.value.__notes__
-    assert source.position() == {'records': 4}
+    assert source.position() == 4
   source.fail = ''
   assert take(source, 2) == [[4, 5, 6, 7], [8, 9, 0, 1]]
   source.close()
@@ -293,7 +261,7 @@ def test_workers_give_the_same_batches_and_end_with_the_input():
   # From two positions on, one of them with more workers than batches.
   for position in (1, 5):
     source.reset()
-    source.set_position({'records': 4 * position})
+    source.set_position(4 * position)
     batches = list(source)
     assert [batch['x'].tolist() for batch in batches] == expected[position:]
     # Not in the memory that is shared with the worker.
@@ -319,7 +287,7 @@ def test_an_error_in_a_worker_comes_up_and_loses_nothing():
     ('odd', RuntimeError, 'OddError: broken'),
   ):
     source.fail = fail
-    take(source, 1 - source.position()['records'] // 4)
+    take(source, 1 - source.position() // 4)
     with pytest.raises(kind, match=message) as caught:
       next(source)
     notes = caught.value.__notes__

@@ -1,13 +1,9 @@
 """The contract of inputs: batches, fields, padding, states, ends."""
 
-import copy
 import dataclasses
-import functools
-import gc
 import itertools
-import pickle
 
-import cloudpickle
+import grain
 import jax
 import numpy as np
 import pytest
@@ -15,8 +11,7 @@ import pytest
 from jaxline import distributed
 from jaxline import errors
 from jaxline.inputs import base
-from jaxline.inputs import synthetic
-from tests.experiments import regression
+from jaxline.inputs import iterable
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -52,6 +47,9 @@ class Counting(base.BaseInput):
     self.number = position
 
 
+UNSAVED = {'input_checkpointing_enabled': False}
+
+
 def numbers(batches):
   return [int(batch['x'][0]) for batch in batches]
 
@@ -61,6 +59,7 @@ def numbers(batches):
 
 def test_entries_are_attributes_of_nested_dicts_too():
   batch = base.Batch({'ids': 1}, tgt={'ids': 2, 'deep': {'labels': 3}})
+  assert type(jax.tree.map(lambda x: x, batch).tgt) is base.Batch
   assert batch.ids == batch['ids'] == 1
   assert batch.tgt.deep.labels == 3
   batch.new = 4
@@ -69,42 +68,6 @@ def test_entries_are_attributes_of_nested_dicts_too():
   assert not hasattr(batch, 'ids')
   with pytest.raises(AttributeError, match=r"'id'; the batch has \['new', 't"):
     _ = batch.id
-
-
-def test_a_batch_goes_through_jax_and_stays_one():
-  batch = base.Batch(b=np.arange(3.0), a={'c': np.ones((3, 2))})
-  doubled = jax.jit(lambda b: jax.tree.map(lambda x: x * 2, b))(batch)
-  assert isinstance(doubled, base.Batch)
-  assert isinstance(doubled.a, base.Batch)
-  np.testing.assert_array_equal(doubled.b, [0, 2, 4])
-  # The order and the paths of the leaves are those of a dict.
-  plain = {'b': 1, 'a': {'c': 2}}
-  paths = jax.tree.leaves_with_path(plain)
-  assert jax.tree.leaves_with_path(base.Batch(plain)) == paths
-  with pytest.raises(ValueError, match='different types'):
-    jax.tree.map(max, plain, base.Batch(plain))
-  # JAX puts things of its own in the place of leaves.
-  none = jax.tree.map(lambda x: None, batch)
-  assert none.a.c is None
-
-
-@pytest.mark.parametrize(
-  'duplicate',
-  [
-    copy.copy,
-    copy.deepcopy,
-    base.Batch,
-    lambda b: pickle.loads(pickle.dumps(b)),
-    lambda b: cloudpickle.loads(cloudpickle.dumps(b)),
-  ],
-)
-def test_a_copy_of_a_batch_is_a_batch(duplicate):
-  batch = base.Batch(a={'b': 1}, items=2)
-  other = duplicate(batch)
-  assert type(other) is base.Batch
-  assert other == batch
-  assert other is not batch
-  assert type(other.a) is base.Batch
 
 
 # The fields.
@@ -116,7 +79,6 @@ def test_a_copy_of_a_batch_is_a_batch(duplicate):
     ({'batch_size': 0}, 'batch_size'),
     ({'num_infeed_hosts': -1}, 'num_infeed_hosts'),
     ({'num_infeed_hosts': 2, 'infeed_host_index': 2}, 'infeed_host_index'),
-    ({'batch_padding_size': -1}, 'batch_padding_size'),
     ({'eval_loop_num_batches': 0}, 'eval_loop_num_batches'),
   ],
 )
@@ -148,13 +110,34 @@ def test_hosts_are_filled_in(index, count, expected):
   assert source.get_global_batch_size() == 3 * expected[1]
 
 
-def test_a_number_of_hosts_that_are_others_needs_an_index():
-  assert Counting(batch_size=3, num_infeed_hosts=3).infeed_host_index == 0
-  shard = base.Shard(2, 4)
-  with pytest.raises(
-    ValueError, match=r'=3 and no infeed_host_index, .* are 4'
-  ):
-    Counting(batch_size=3, shard=shard, num_infeed_hosts=3)
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'shard': base.Shard(2, 4), 'num_infeed_hosts': 3},
+    {'is_training': True, 'input_random_seed': 3, **UNSAVED},
+  ],
+)
+def test_fields_that_contradict_are_refused(fields):
+  with pytest.raises(errors.UsageError, match=list(fields)[1]):
+    Counting(batch_size=2, **fields)
+
+
+def test_no_seed_is_0_unless_training_data_would_come_again():
+  assert Counting(batch_size=2).seed() == 0
+  assert Counting(batch_size=2, is_training=True).seed() == 0
+  fresh = [Counting(batch_size=2, is_training=True, **UNSAVED) for _ in 'abc']
+  seeds = [source.seed() for source in fresh]
+  assert len(set(seeds)) == 3
+  assert [source.seed() for source in fresh] == seeds
+
+
+def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(distributed, 'of_chief', lambda seed: 7)
+  fields = {'batch_size': 2, 'shard': base.Shard(0, 1), 'is_training': True}
+  assert Counting(**fields, **UNSAVED).seed() == 7
+  # Nothing needs the seed of an iterable, so that no process waits for others.
+  assert iterable.from_generator(list, **fields).seed() == 0
 
 
 # Evaluation.
@@ -185,42 +168,20 @@ def test_reset_for_eval_sees_one_epoch_each_time(count):
 
 
 def test_without_reset_an_evaluation_has_the_next_batches():
-  source = Counting(batch_size=2, eval_loop_num_batches=2)
-  assert numbers(source.eval_batches()) == [0, 1]
-  assert numbers(source.eval_batches()) == [2, 3]
-  with pytest.raises(ValueError, match='after 0 of eval_loop_num_batches=2'):
-    list(source.eval_batches())
   source = Counting(batch_size=2, eval_loop_num_batches=3)
-  list(source.eval_batches())
-  with pytest.raises(ValueError, match=r'after 1 of.*repeat=True'):
+  assert numbers(source.eval_batches()) == [0, 1, 2]
+  with pytest.raises(ValueError, match=r'after 1 of eval_loop_num_batches=3'):
     list(source.eval_batches())
-
-
-def test_an_evaluation_without_data_is_an_error():
-  source = Counting(batch_size=2, reset_for_eval=True, end=0)
-  with pytest.raises(ValueError, match='no data'):
-    list(source.eval_batches())
-
-
-def test_repeat_follows_reset_for_eval():
-  make = functools.partial(synthetic.SyntheticInput, batch_size=2, length=2)
-  assert make().repeat
-  assert not make(repeat=False).repeat
-  assert not make(reset_for_eval=True).repeat
-  with pytest.raises(ValueError, match='would never end'):
-    make(reset_for_eval=True, repeat=True)
 
 
 # Padding.
 
 
-def test_short_batches_and_padding_are_filled_with_weight_0():
-  source = Counting(batch_size=3, batch_padding_size=2, end=2, last_rows=1)
-  first, last = source
-  np.testing.assert_array_equal(first['x'], [0, 0, 0, 0, 0])
-  np.testing.assert_array_equal(first['weights'], [1, 1, 1, 0, 0])
-  np.testing.assert_array_equal(last['x'], [1, 0, 0, 0, 0])
-  np.testing.assert_array_equal(last['weights'], [1, 0, 0, 0, 0])
+def test_every_batch_has_all_rows_and_weights():
+  first, last = Counting(batch_size=3, end=2, last_rows=1)
+  np.testing.assert_array_equal(first['weights'], [1, 1, 1])
+  np.testing.assert_array_equal(last['x'], [1, 0, 0])
+  np.testing.assert_array_equal(last['weights'], [1, 0, 0])
   assert first['weights'].dtype == np.float32
   assert last['x'].dtype == np.int32
 
@@ -276,26 +237,17 @@ def test_the_end_comes_again_and_reads_no_more():
     with pytest.raises(StopIteration):
       source.get_next_padded()
   assert source.num_reads == 2
-  ended = source.get_state()
   source.reset()
   assert numbers(source) == [0]
-  # An ended input stays ended when it is restored.
-  other = Counting(batch_size=2, end=1)
-  other.set_state(ended)
-  assert list(other) == []
-  assert other.num_reads == 0
-
-
-def out_of_range_error():
-  kind = type('OutOfRangeError', (RuntimeError,), {})
-  kind.__module__ = 'tensorflow.python.framework.errors_impl'
-  return kind('End of sequence')
 
 
 def test_tensorflows_end_is_an_end():
+  kind = type('OutOfRangeError', (RuntimeError,), {})
+  kind.__module__ = 'tensorflow.python.framework.errors_impl'
+
   class Ending(base.BaseInput):
     def get_next(self):
-      raise out_of_range_error()
+      raise kind('End of sequence')
 
   assert list(Ending(batch_size=2)) == []
 
@@ -317,15 +269,6 @@ def test_other_errors_say_where_and_do_not_end_the_data():
 
 
 # States.
-
-
-def test_resumed_is_uninterrupted_at_every_position():
-  for position in range(5):
-    source = Counting(batch_size=2)
-    list(itertools.islice(source, position))
-    other = Counting(batch_size=2)
-    other.set_state(source.get_state())
-    assert numbers(other) == list(range(position, 4))
 
 
 @pytest.mark.parametrize(
@@ -352,44 +295,6 @@ def test_the_state_of_another_input_is_refused(other, message):
   assert int(next(other)['x'][0]) == 1  # It stands where it stood.
 
 
-@pytest.mark.parametrize('state', [b'', b'{}', b'[1]', b'\xff', {'next': 3}])
-def test_what_is_no_state_is_refused(state):
-  """Such as the position of another iterator that the run had before."""
-  with pytest.raises(ValueError, match='no state of such an input'):
-    Counting(batch_size=2).set_state(state)
-
-
-def test_an_input_that_was_opened_to_be_resumed_is_closed():
-  """Also where the start of the run fails, and no training loop closes it."""
-  closed = []
-
-  class Examples(Counting):
-    def get_next(self):
-      return regression.examples(0, self.batch_size)
-
-    def close(self):
-      closed.append(self)
-
-  class Experiment(regression.Regression):
-    def train_input(self):
-      return Examples(batch_size=self.batch_size, is_training=True)
-
-  rng = np.array([0, 7], np.uint32)
-  first = Experiment('train', rng)
-  first.step(global_step=0, rng=rng, writer=None)
-  saved = jax.device_get(first.snapshot_state())
-  first._close_input()
-  closed.clear()
-  second = Experiment('train', rng)
-  second.restore_from_snapshot(saved)
-  for step in range(2):
-    second.step(global_step=step, rng=rng, writer=None)
-  assert not closed
-  del second
-  gc.collect()
-  assert closed
-
-
 def test_save_and_restore(tmp_path):
   source = Counting(batch_size=2)
   path = tmp_path / 'state'
@@ -402,93 +307,98 @@ def test_save_and_restore(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['state']
 
 
-def test_a_position_that_is_not_saved_says_so():
-  source = Counting(batch_size=2, input_checkpointing_enabled=False)
-  assert not source.saves_position
-  with pytest.raises(ValueError, match='input_checkpointing_enabled=False'):
-    source.get_state()
-
-  class Bare(base.BaseInput):
-    pass
-
-  bare = Bare(batch_size=2)
-  assert not bare.saves_position
-  for call in (
-    bare.get_state,
-    lambda: bare.set_position(0),
-    bare.get_next,
-    lambda: bare.ids_to_strings(np.ones((1, 1), int), np.ones(1, int)),
-  ):
-    with pytest.raises(NotImplementedError, match='Bare'):
-      call()
+@pytest.mark.parametrize('state', [b'', b'{}', b'[1]', b'\xff', {'next': 3}])
+def test_what_is_no_state_is_refused(state):
+  """Such as the position of another iterator that the run had before."""
+  with pytest.raises(ValueError, match='set_state'):
+    Counting(batch_size=2).set_state(state)
 
 
-# Seeds.
+# Other things that give batches.
 
 
-def test_seeds_that_would_repeat_data_are_refused():
-  fields = {'batch_size': 2, 'is_training': True, 'input_random_seed': 3}
-  assert Counting(**fields).seed() == 3
-  with pytest.raises(
-    ValueError, match=r'Save it .input_checkpointing_enabled=True'
-  ):
-    Counting(**fields, input_checkpointing_enabled=False)
-  with pytest.raises(ValueError, match=r'methods position\(\)'):
-    base.from_generator(lambda: iter(()), **fields)
-  # In evaluation the same data again is what is wanted.
-  fields['is_training'] = False
-  assert base.from_generator(lambda: iter(()), **fields).seed() == 3
+class Counted:
+  """An iterator whose state is a pytree that it changes in place."""
+
+  def __init__(self):
+    self.state = {'next': np.zeros(1, int)}
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self.state['next'] += 1
+    if self.state['next'] > 6:
+      raise StopIteration
+    return {'x': np.full(2, self.state['next'] - 1)}
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state = state
 
 
-def test_no_seed_is_0_unless_training_data_would_come_again():
-  assert Counting(batch_size=2).seed() == 0
-  assert Counting(batch_size=2, is_training=True).seed() == 0
-  fresh = [
-    Counting(batch_size=2, is_training=True, input_checkpointing_enabled=False)
-    for _ in range(3)
-  ]
-  seeds = [source.seed() for source in fresh]
-  assert len(set(seeds)) == 3
-  assert [source.seed() for source in fresh] == seeds
+def counted():
+  for i in range(6):
+    yield {'x': np.full(2, i)}
 
 
-def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(distributed, 'of_chief', lambda seed: 7)
-  source = Counting(
-    batch_size=2,
-    shard=base.Shard(0, 1),
-    is_training=True,
-    input_checkpointing_enabled=False,
+def grain_dataset():
+  records = [{'x': i // 2} for i in range(12)]
+  return grain.MapDataset.source(records).batch(2)
+
+
+def tf_dataset():
+  tensorflow = pytest.importorskip('tensorflow')
+  numbers = tensorflow.data.Dataset.range(12)
+  return numbers.map(lambda x: {'x': x // 2}).batch(2)
+
+
+@pytest.mark.parametrize(
+  ('make', 'is_saved'),
+  [
+    (lambda: Counting(batch_size=2, end=6, is_training=True), True),
+    (Counted, True),
+    (counted, False),
+    (lambda: counted, False),
+    (lambda: list(counted()), False),
+    (grain_dataset, True),
+    (lambda: grain_dataset().to_iter_dataset(), True),
+    (tf_dataset, True),
+  ],
+)
+def test_anything_that_gives_batches_is_an_input(make, is_saved):
+  def as_input():
+    return iterable.as_input(make(), is_training=True, shard=base.Shard(0, 1))
+
+  assert numbers(as_input()) == list(range(6))
+  source = as_input()
+  assert source.saves_position == is_saved
+  assert sorted(next(source)) == ['weights', 'x']
+  mark = source.mark()
+  list(source)
+  assert (mark is not None) == is_saved
+  if is_saved:
+    other = as_input()
+    other.set_state(source.state_of(mark))
+    assert numbers(other) == [1, 2, 3, 4, 5]
+
+
+def test_the_state_of_an_iterator_is_that_of_its_host():
+  one, other = (
+    iterable.as_input(Counted(), is_training=True, shard=base.Shard(0, count))
+    for count in (1, 2)
   )
-  assert source.seed() == 7
+  for state in (one.get_state(), b'{}', None):
+    with pytest.raises(ValueError, match='number of hosts'):
+      other.set_state(state)
 
 
-def test_a_generator_waits_for_no_other_process(monkeypatch):
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(distributed, 'of_chief', None)
-  source = base.from_generator(
-    lambda host_index: iter([]), batch_size=2, is_training=True
-  )
-  assert source.seed() == 0
-
-
-# Generators.
-
-
-def test_a_generator_function_is_an_input():
-  source = base.from_generator(
-    lambda: ({'x': np.full(2, i)} for i in range(3)), batch_size=2, name='gen'
-  )
-  assert numbers(source) == [0, 1, 2]
-  assert list(source) == []
-  source.reset()
-  assert numbers(source) == [0, 1, 2]
-  assert not source.saves_position
-  with pytest.raises(
-    NotImplementedError, match=r'gen: GeneratorInput does not override pos'
-  ):
-    source.get_state()
+def test_an_evaluation_reads_an_iterable_from_its_beginning():
+  source = iterable.as_input(counted, is_training=False)
+  for _ in range(2):
+    assert numbers(source.eval_batches()) == list(range(6))
 
 
 def test_a_generator_of_several_hosts_takes_which_it_is():
@@ -496,16 +406,14 @@ def test_a_generator_of_several_hosts_takes_which_it_is():
     for i in range(host_index, 6, num_hosts):
       yield {'x': np.full(2, i)}
 
-  def read(host):
-    return numbers(
-      base.from_generator(
-        batches, batch_size=2, infeed_host_index=host, num_infeed_hosts=3
-      )
-    )
-
-  assert [read(host) for host in range(3)] == [[0, 3], [1, 4], [2, 5]]
+  fields = [{'batch_size': 2, 'shard': base.Shard(i, 3)} for i in range(3)]
+  assert [numbers(iterable.from_generator(batches, **x)) for x in fields] == [
+    [0, 3],
+    [1, 4],
+    [2, 5],
+  ]
   with pytest.raises(ValueError, match='all hosts would read the same'):
-    base.from_generator(lambda: iter(()), batch_size=2, num_infeed_hosts=3)
+    iterable.from_generator(counted, **fields[0])
 
 
 def test_the_batch_of_each_host():
@@ -513,16 +421,3 @@ def test_the_batch_of_each_host():
   assert base.per_host(12, base.Shard(1, 4)) == 3
   with pytest.raises(errors.UsageError, match=r'10 .* 4 .* 12'):
     base.per_host(10, base.Shard(1, 4))
-
-
-def test_a_failed_set_state_changes_nothing():
-  class Refusing(Counting):
-    def set_position(self, position):
-      raise ValueError('no such place')
-
-  source = Refusing(batch_size=1)
-  state = source.get_state()
-  next(source)
-  with pytest.raises(ValueError, match='no such place'):
-    source.set_state(state)
-  assert numbers(source) == [1, 2, 3]

@@ -107,19 +107,3 @@ def test_state_of_other_values_is_refused():
   state = make(kind='random', vocab_size=10).get_state()
   with pytest.raises(ValueError, match='vocab_size is 10 in the state and 11'):
     make(kind='random', vocab_size=11).set_state(state)
-
-
-@pytest.mark.process
-def test_workers_read_the_same():
-  fields = {'kind': 'random', 'batch_size': 2}
-  expected, other = make(**fields), make(num_workers=1, **fields)
-  try:
-    for _ in range(3):
-      assert_same(next(other), next(expected))
-  finally:
-    other.close()
-
-
-def test_another_kind_is_refused():
-  with pytest.raises(ValueError, match='kind'):
-    make(kind='zeros')

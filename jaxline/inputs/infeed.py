@@ -143,7 +143,10 @@ def read_ahead(
 
   def warn() -> None:
     logging.warning(
-      '%s has waited %.0f s for a batch: %s.', who, stall_secs, source.describe()
+      '%s has waited %.0f s for a batch: %s.',
+      who,
+      stall_secs,
+      source.describe(),
     )
 
   return async_lib.py_prefetch(

@@ -1,4 +1,4 @@
-"""Inputs from anything else that gives batches: iterables, generators, datasets.
+"""Inputs of anything that gives batches: iterables, generators, datasets.
 
 `as_input` is the entrance of the training loop: behind it, everything that
 gives batches is a `base.BaseInput`.
@@ -73,12 +73,28 @@ class IterableInput(base.BaseInput):
     return self._open().get_state()
 
   def state_of(self, mark: Any) -> Any:
-    """Returns the state of the iterator as it is."""
-    return mark
+    """Returns the state of the iterator, with the host that it is of."""
+    return {
+      'host': self.infeed_host_index,
+      'hosts': self.num_infeed_hosts,
+      'state': mark,
+    }
 
   def set_state(self, state: Any) -> None:
-    """Sets the state of the iterator."""
-    self._open().set_state(state)
+    """Sets the state of the iterator.
+
+    Raises:
+      ValueError: the state is that of another host, or of no iterable.
+    """
+    expected = self.state_of(None)
+    got = state if isinstance(state, Mapping) else {}
+    if any(got.get(key) != expected[key] for key in ('host', 'hosts')):
+      raise ValueError(
+        f'{self.name} got the state {state!r:.200}; expected that of host'
+        f' {self.infeed_host_index} of {self.num_infeed_hosts}. The position of'
+        ' an iterator does not fit another number of hosts.'
+      )
+    self._open().set_state(state['state'])
     self._ended = False
 
 
@@ -158,5 +174,5 @@ def as_input(
     return _SkippingInput(dataset=source, repeat=False, **fields)
   function = source
   if not callable(source) or hasattr(source, '__iter__'):
-    function = lambda: source  # noqa: E731
+    function = lambda: source
   return IterableInput(function=function, **fields)
