@@ -46,8 +46,9 @@ class GrainInput(indexed.IndexedInput):
   Attributes:
     dataset: one of
       - a `grain.MapDataset`, finite, neither filtered nor batched;
-      - anything with `__len__` and `__getitem__`; its `__getitems__`, if there
-        is one, gets the numbers of a whole batch, as a list;
+      - anything with `__len__` and `__getitem__` (which is faster than the same
+        in a `MapDataset.source`); its `__getitems__`, if there is one, gets the
+        numbers of a whole batch, as a list;
       - a `grain.IterDataset` of records, not batched, for one host; it ends
         where it raises `StopIteration`, even if a function of its own does;
       - a function that returns one of these. It is called with those of
@@ -157,7 +158,7 @@ class GrainInput(indexed.IndexedInput):
         numbers = indexed.record_generator(self.seed(), stage, epoch, record)
         element = t.random_map(element, numbers)
       else:
-        element = getattr(t, 'map', t)(element)
+        element = (t if callable(t) else t.map)(element)
     return element
 
   def describe_record(self, record: int, epoch: int) -> str:
@@ -209,10 +210,8 @@ class GrainInput(indexed.IndexedInput):
     seed = np.random.SeedSequence(entropy).generate_state(1)[0]
     stream = self._make(epoch).seed(int(seed))
     for t in self.transformations:
-      if callable(t):
-        stream = stream.map(functools.partial(indexed.call_without_end, t))
-      else:
-        stream = stream.apply(t)
+      function = functools.partial(indexed.call_without_end, t)
+      stream = stream.map(function) if callable(t) else stream.apply(t)
     iterator = self.reader(stream)
     if text is not None:
       iterator.set_state(_from_text(text))
@@ -256,11 +255,9 @@ def _stack(elements: Sequence[Any], name: str = '') -> Any:
 
 
 def _from_text(text: str) -> Any:
-  """Returns the state of an iterator from its `repr`.
-
-  Unlike JSON, this keeps tuples: Grain compares with some, and would go on at
-  another record.
-  """
+  """Returns the state of an iterator from its `repr`."""
+  # Not JSON, which has no tuples: Grain compares with some, and would go on at
+  # another record.
   try:
     return ast.literal_eval(text)
   except (SyntaxError, ValueError) as e:
@@ -288,8 +285,8 @@ def _find_files(
       found = sorted(glob.glob(path, recursive=True))
     if not found:
       raise errors.MissingFileError(
-        f'No files found: {path!r} names none. Give the path of an ArrayRecord'
-        ' file, a glob, or a list of these.'
+        f'No files found: {path!r} names none. Give paths or globs of'
+        ' ArrayRecord files.'
       )
     paths += found
   return list(dict.fromkeys(paths))
