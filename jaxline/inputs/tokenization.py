@@ -229,7 +229,7 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
 
   Raises:
     UsageError: it is none of these, or has no document token.
-    FileNotFoundError: the file does not exist.
+    MissingFileError: the file does not exist.
     ImportError: the library that reads it is not installed.
   """
   if isinstance(spec, Tokenizer):
@@ -244,6 +244,8 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
       " '.model' or a '.json', maybe with '#' and the document token behind it."
     )
   path = pathlib.Path(match['path']).expanduser()
+  if not path.is_file():
+    raise errors.MissingFileError(f'The tokenizer is {spec!r}: no file.')
   kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
   return kinds[match['kind']](path.read_bytes(), str(path), match['token'])
 
