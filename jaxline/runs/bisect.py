@@ -183,12 +183,12 @@ def bisect(a: str, b: str) -> bool:
 
 def _look_into(a: str, b: str, step: int) -> None:
   """Prints the first thing that differs in a step, or in one before it."""
-  (one, start), (other, _) = _inside(a, step), _inside(b, step)
+  (one, start), (other, start_b) = _inside(a, step), _inside(b, step)
   for kind in one:
     differing = _differing(one[kind], other[kind])
     if not differing:
       continue
-    if kind in _BEFORE and step - 1 > start:
+    if kind in _BEFORE and step - 1 > max(start, start_b):
       return _look_into(a, b, step - 1)
     print(f'The runs part in step {step}, in the {kind}:')
     for name, size in list(differing.items())[:_MAX_SHOWN]:
