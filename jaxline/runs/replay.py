@@ -282,7 +282,7 @@ def add_command(commands: Any) -> None:
   command.add_argument('dir', help='the run')
   command.add_argument('step', type=positive, help='the first step to compare')
   for flag, kind, what in (
-    ('--steps', positive, 'how many steps to run after it'),
+    ('--steps', int, 'how many steps to run after it'),
     ('--save', str, 'a new directory for the checkpoint of the last step'),
   ):
     command.add_argument(flag, type=kind, help=what)
@@ -295,7 +295,7 @@ def add_command(commands: Any) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-  last = args.step + (args.steps or 0)
+  last = args.step + max(args.steps or 0, 0)
   if args.save and store_lib.at(args.save).names():
     raise errors.UsageError(
       f'--save: {args.save} is not empty; give a new directory.'
