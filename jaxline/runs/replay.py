@@ -243,6 +243,9 @@ def find_nonfinite(replay: Replay) -> str | None:
         run(step, lambda _, found: scalars.update(writers.to_scalars(found)))
     except FloatingPointError as e:
       frames = traceback.extract_tb(e.__traceback__)
+      # An experiment's own `step` is above the model.
+      outside = [f.filename.endswith('/train_step.py') for f in frames]
+      frames = frames[outside.index(True) if any(outside) else 0 :]
       own = [f for f in frames if not _LIBRARIES.search(f.filename)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
