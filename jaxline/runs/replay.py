@@ -242,7 +242,7 @@ def find_nonfinite(replay: Replay) -> str | None:
       with op_by_op, switch(True):
         run(step, lambda _, found: scalars.update(writers.to_scalars(found)))
     except FloatingPointError as e:
-      frames = traceback.extract_tb(e.__traceback__)
+      frames = list(traceback.extract_tb(e.__traceback__))
       # An experiment's own `step` is above the model.
       outside = [f.filename.endswith('/train_step.py') for f in frames]
       frames = frames[outside.index(True) if any(outside) else 0 :]
