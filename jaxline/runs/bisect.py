@@ -178,6 +178,11 @@ def bisect(a: str, b: str) -> bool:
     print(f'First kept checkpoint that differs: {saved}, in {shown}.')
   found = [x for x in (step, saved) if x is not None]
   if not found:
+    last = max([last, *(kept[0].keys() & kept[1].keys())])
+    if not last:
+      raise errors.UsageError(
+        f'{a} and {b} have no logged step and no checkpoint in common.'
+      )
     print(f'No difference up to step {last}.')
     return False
   upper = min(found)
