@@ -20,6 +20,7 @@ from jaxline import train_step
 from jaxline.checkpoint import inspection
 from jaxline.inputs import show
 from jaxline.runs import replay as replay_lib
+from jaxline.supervision import profiling
 
 # A value is a spike if it is this many median absolute deviations above the
 # median of the values before it.
@@ -142,7 +143,10 @@ def add_command(commands: Any) -> None:
   command = commands.add_parser('explain', help=__doc__)
   command.add_argument('dir', help='the run')
   command.add_argument(
-    'step', type=int, nargs='?', help='the step; the default is the worst spike'
+    'step',
+    type=replay_lib.positive,
+    nargs='?',
+    help='the step; the default is the worst spike',
   )
   command.add_argument(
     '--grads', action='store_true', help="also the norms of the rows' gradients"
@@ -193,11 +197,12 @@ def _explain(args: argparse.Namespace) -> int:
       )
     )
   inspection.print_table(table, right=(0, 1, 2, 3))
-  kept = replay.start
+  skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
+  skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
   print(
-    f'To train on without it: --config.restore_from={run.path}:{kept}'
-    f' --config.skip_batches={number}'
-    if kept
-    else f'To train anew without it: --config.skip_batches={number}'
+    f'To train on without it: --config.restore_from={run.path}:{replay.start}'
+    f' --config.skip_batches={skip}'
+    if replay.record
+    else f'To train anew without it: --config.skip_batches={skip}'
   )
   return 0

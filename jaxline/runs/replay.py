@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
@@ -79,9 +80,17 @@ class Replay:
       until: the number of the last one; steps are counted from 1.
       on_step: called after each step with its number and its scalars, which
         may still be on the devices.
+
+    Raises:
+      errors.UsageError: the replay is behind that step.
     """
-    if self.state.global_step >= until:
+    if self.state.global_step == until:
       return
+    if self.state.global_step > until:
+      raise errors.UsageError(
+        f'{self.directory} has no step {until + 1} to replay: it began at step'
+        f' {self.state.global_step + 1}.'
+      )
 
     def act(t: float, step: int, scalars: Mapping[str, Any]) -> None:
       del t
@@ -133,9 +142,10 @@ def opened(
       config.checkpoint_dir = stack.enter_context(folder)
     else:
       record = contents.Checkpoint(manifests, 'latest', start, False).record
-    # By its name it only reads `latest`.
+    # By the name 'eval' it only reads `latest`; 'train' follows `restore_from`.
+    mode = 'train' if start is None else 'eval_replay'
     full = adapters.full_checkpointer(
-      platform.create_checkpointer(config, 'eval_replay')
+      platform.create_checkpointer(config, mode)
     )
     full.reads_only = True
     stack.callback(full.close)
@@ -219,20 +229,32 @@ def find_nonfinite(replay: Replay) -> str | None:
     are finite.
   """
   run = debug.disable_pmap_jit(replay.run)
-  op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', True)
-  found = None
+  op_by_op = mock.patch.multiple(
+    debug.settings, disable_pmap_jit=True, log_tracebacks=False
+  )
+  step, found = replay.state.global_step + 1, None
+  before = replay.experiment.snapshot_state()
+  scalars: dict[str, Any] = {}
   # A mask of minus infinity is meant, and no NaN: those count first. But the
   # line of a gradient is not known, and its cause may be an infinity before.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
       with op_by_op, switch(True):
-        run(replay.state.global_step + 1)
+        run(step, lambda _, found: scalars.update(writers.to_scalars(found)))
     except FloatingPointError as e:
-      frames = traceback.extract_tb(e.__traceback__)
+      frames = list(traceback.extract_tb(e.__traceback__))
+      # An experiment's own `step` is above the model.
+      outside = [f.filename.endswith('/train_step.py') for f in frames]
+      frames = frames[outside.index(True) if any(outside) else 0 :]
       own = [f for f in frames if not _LIBRARIES.search(f.filename)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
       found = found or f'{e}, in a gradient'
+    else:
+      if all(np.all(np.isfinite(x)) for x in scalars.values()):
+        break
+      replay.experiment.restore_from_snapshot(before)
+      replay.state.global_step = step - 1
   return found
 
 
@@ -250,11 +272,18 @@ def save(replay: Replay, directory: str) -> None:
     checkpointer.wait_for_checkpointing_to_finish()
 
 
+def positive(text: str) -> int:
+  """Returns the number of a step on the command line, from 1."""
+  if not text.isdecimal() or not int(text):
+    raise argparse.ArgumentTypeError(f'{text} is not a number from 1')
+  return int(text)
+
+
 def add_command(commands: Any) -> None:
   """Adds `replay` to the commands of `python -m jaxline.runs`."""
   command = commands.add_parser('replay', help=__doc__.splitlines()[0])
   command.add_argument('dir', help='the run')
-  command.add_argument('step', type=int, help='the first step to compare')
+  command.add_argument('step', type=positive, help='the first step to compare')
   for flag, kind, what in (
     ('--steps', int, 'how many steps to run after it'),
     ('--save', str, 'a new directory for the checkpoint of the last step'),
@@ -269,10 +298,14 @@ def add_command(commands: Any) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-  last = args.step + (args.steps or 0)
+  last = args.step + max(args.steps or 0, 0)
+  if args.save and store_lib.at(args.save).names():
+    raise errors.UsageError(
+      f'--save: {args.save} is not empty; give a new directory.'
+    )
   with opened(args.dir, args.step) as replay:
     before, rates = replay.start, runs.read(args.dir).curves
-    num_steps = last - before
+    num_steps = max(last - before, 0)
     rate = max(rates.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration(num_steps / rate)}' if rate else ''
     print(
