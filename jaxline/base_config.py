@@ -138,7 +138,9 @@ _PROFILED = Check(
 )
 _SKIPPED = Check(
   "numbers of batches such as '7310-7312', or ''",
-  lambda x: isinstance(x, str) and profiling.parse(x) is not None,
+  lambda x: (
+    isinstance(x, str) and profiling.parse(x, 'skip_batches') is not None
+  ),
   str,
 )
 _FILE = optional(text('the name of a file', is_path=True))

@@ -386,7 +386,7 @@ def test_rules(kept, open_run):
   assert got.params['w'].sharding == before.params['w'].sharding
   assert 'input' not in live.snapshot_state()
   lib.advance(live, 1)  # Nothing shares a buffer that a step gives away.
-  assert live.snapshot_state()['input']['index'] == 1
+  assert live.snapshot_state()['input']['state']['index'] == 1
 
 
 class Scheduled(lib.Sharded):

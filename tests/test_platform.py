@@ -1025,8 +1025,8 @@ def test_the_config_names_the_writers(tmp_path, registered):
   with platform.create_writer(config, 'train') as writer:
     writer.write_scalars(1, {'a': 1.0})
   assert written == [('train', tmp_path / 'train'), (1, {'a': 1.0})]
-  files_there = [path.name for path in (tmp_path / 'train').iterdir()]
-  assert files_there == ['metrics.jsonl']
+  files_there = {path.name for path in (tmp_path / 'train').iterdir()}
+  assert files_there == {'metrics.jsonl', 'fingerprints.bin'}
 
 
 @pytest.mark.parametrize(

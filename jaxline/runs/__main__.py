@@ -16,6 +16,7 @@ import sys
 from jaxline import errors
 from jaxline import runs as runs_lib
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import store
 from jaxline.metrics import lines
 from jaxline.runs import bisect
 from jaxline.runs import explain
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   try:
     return args.run(args) or 0
-  except errors.UsageError as e:
+  except (errors.UsageError, store.DamagedError) as e:
     print(e, file=sys.stderr)
     return 2
 

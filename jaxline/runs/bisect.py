@@ -98,9 +98,16 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     keep = lambda state, grads, updates: {'grads': grads, 'updates': updates}
     step_fn = functools.partial(experiment.pure_step, step_scalars=keep)
     run = jax.jit(experiment.in_mesh(step_fn))
-    _, scalars = run(state, batch, rng)
+    new, scalars = run(state, batch, rng)
     grads, updates = scalars.pop('grads'), scalars.pop('updates')
-    after = {'loss': scalars, 'gradients': grads, 'updates': updates}
+    after = {
+      'loss': scalars,
+      'gradients': grads,
+      'updates': updates,
+      'new optimizer state': new.opt_state,
+      'new weights': new.params,
+      'new model state': new.model_state,
+    }
     return found | {k: _named(x) for k, x in after.items()}, replay.start
 
 
@@ -110,19 +117,22 @@ def _named(tree: Any) -> Arrays:
   return {n: np.asarray(x) for n, x in structure.named_leaves(on_host).items()}
 
 
-def _differing(one: Arrays, other: Arrays) -> dict[str, float]:
-  """Returns the largest difference of each array that differs, by name."""
-  found = {}
+def _differing(one: Arrays, other: Arrays) -> dict[str, str]:
+  """Returns how each array differs that does, the largest difference first."""
+  found = []
   for name in one.keys() | other.keys():
     x, y = one.get(name), other.get(name)
-    if x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
-      found[name] = np.inf
+    if x is None or y is None:
+      found.append((np.inf, name, 'in only one of the runs'))
+    elif x.shape != y.shape or x.dtype != y.dtype:
+      kinds = [f'{z.dtype}{list(z.shape)}' for z in (x, y)]
+      found.append((np.inf, name, ' and '.join(kinds)))
     elif x.tobytes() != y.tobytes():
       with np.errstate(invalid='ignore'):
-        found[name] = float(
-          np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
-        )
-  return dict(sorted(found.items(), key=lambda item: -item[1]))
+        size = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
+      found.append((float(size), name, f'largest difference {size:.3g}'))
+  found.sort(key=lambda item: -item[0])
+  return {name: what for _, name, what in found}
 
 
 def _fingerprints(path: str, logged: Any, lower: int, upper: int) -> Any:
@@ -168,37 +178,37 @@ def bisect(a: str, b: str) -> bool:
     last = max([last, *(kept[0].keys() & kept[1].keys())])
     if not last:
       raise errors.UsageError(
-        f'{a} and {b} have no step in common that both have logged or saved.'
+        f'{a} and {b} have no logged step and no checkpoint in common.'
       )
     print(f'No difference in training up to step {last}.')
     return evaluated is not None
   upper = min(found)
-  prints = [
-    _fingerprints(path, of, min(last, upper - 1), upper)
-    for path, of in zip((a, b), logged, strict=True)
-  ]
-  common = sorted(prints[0].keys() & prints[1].keys())
-  step = next((s for s in common if prints[0][s] != prints[1][s]), upper)
-  print(f'The first step that differs is {step}.')
   try:
+    prints = [
+      _fingerprints(path, of, min(last, upper - 1), upper)
+      for path, of in zip((a, b), logged, strict=True)
+    ]
+    common = sorted(prints[0].keys() & prints[1].keys())
+    step = next((s for s in common if prints[0][s] != prints[1][s]), upper)
+    print(f'The first step that differs is {step}.')
     _look_into(a, b, step)
   except errors.UsageError as e:
-    print(f'It cannot be looked into: {e}')
+    print(f'The steps up to {upper} cannot be compared further: {e}')
   return True
 
 
 def _look_into(a: str, b: str, step: int) -> None:
   """Prints the first thing that differs in a step, or in one before it."""
-  (one, start), (other, _) = _inside(a, step), _inside(b, step)
+  (one, start), (other, start_b) = _inside(a, step), _inside(b, step)
   for kind in one:
     differing = _differing(one[kind], other[kind])
     if not differing:
       continue
-    if kind in _BEFORE and step - 1 > start:
+    if kind in _BEFORE and step - 1 > max(start, start_b):
       return _look_into(a, b, step - 1)
     print(f'The runs part in step {step}, in the {kind}:')
-    for name, size in list(differing.items())[:_MAX_SHOWN]:
-      print(f'  {name or kind}: largest difference {size:.3g}')
+    for name, what in list(differing.items())[:_MAX_SHOWN]:
+      print(f'  {name or kind}: {what}')
     return None
   print(
     f'The replays of step {step} are equal, though the runs were not: what'

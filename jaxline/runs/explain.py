@@ -152,7 +152,10 @@ def add_command(commands: Any) -> None:
   command = commands.add_parser('explain', help=__doc__)
   command.add_argument('dir', help='the run')
   command.add_argument(
-    'step', type=int, nargs='?', help='the step; the default is the worst spike'
+    'step',
+    type=replay_lib.positive,
+    nargs='?',
+    help='the step; the default is the worst spike',
   )
   command.add_argument(
     '--grads', action='store_true', help="also the norms of the rows' gradients"
@@ -207,11 +210,8 @@ def _explain(args: argparse.Namespace) -> int:
       )
     )
   inspection.print_table(table, right=(0, 1, 2, 3))
-  # With those that the run itself leaves out, which a fork must as well.
-  ranges = sorted(
-    [*profiling.parse(replay.config.skip_batches), (number, number)]
-  )
-  skip = ','.join(f'{a}-{b}' if a < b else str(a) for a, b in ranges)
+  skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
+  skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
   print(
     f'To train on without it: --config.restore_from={run.path}:{replay.start}'
     f' --config.skip_batches={skip}'

@@ -87,6 +87,9 @@ class Replay:
       until: the number of the last one; steps are counted from 1.
       on_step: called after each step with its number and its scalars, which
         may still be on the devices.
+
+    Raises:
+      errors.UsageError: the run ends before that step.
     """
     if self.state.global_step >= until:
       return
@@ -124,7 +127,7 @@ def opened(
     experiment_class: None is the class that the config names.
 
   Raises:
-    errors.UsageError: the directory is not that of a run.
+    errors.UsageError: the directory is not that of a run, or that began later.
   """
   config = base_config.recorded_config(directory)
   config.update_from_flattened_dict(dict(overrides or {}))
@@ -288,7 +291,10 @@ def find_nonfinite(replay: Replay) -> str | None:
       with op_by_op, switch(True):
         run(step + 1, lambda step, x: scalars.update(writers.to_scalars(x)))
     except FloatingPointError as e:
-      frames = traceback.extract_tb(e.__traceback__)
+      frames = list(traceback.extract_tb(e.__traceback__))
+      # An experiment's own `step` is above the model.
+      outside = [f.filename.endswith('/train_step.py') for f in frames]
+      frames = frames[outside.index(True) if any(outside) else 0 :]
       own = [f for f in frames if not _LIBRARIES.search(f.filename)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
@@ -322,11 +328,18 @@ def start_jax(directory: str) -> None:
   distributed.initialize('auto')
 
 
+def positive(text: str) -> int:
+  """Returns the number of a step on the command line, from 1."""
+  if not text.isdecimal() or not int(text):
+    raise argparse.ArgumentTypeError(f'{text} is not a number from 1')
+  return int(text)
+
+
 def add_command(commands: Any) -> None:
   """Adds `replay` to the commands of `python -m jaxline.runs`."""
   command = commands.add_parser('replay', help=__doc__.splitlines()[0])
   command.add_argument('dir', help='the run')
-  command.add_argument('step', type=int, help='the first step to compare')
+  command.add_argument('step', type=positive, help='the first step to compare')
   for flag, kind, what in (
     ('--steps', int, 'how many steps to run after it'),
     ('--save', str, 'a new directory for the checkpoint of the last step'),
@@ -341,7 +354,11 @@ def add_command(commands: Any) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-  last = args.step + (args.steps or 0)
+  last = args.step + max(args.steps or 0, 0)
+  if args.save and store_lib.at(args.save).names():
+    raise errors.UsageError(
+      f'--save: {args.save} is not empty; give a new directory.'
+    )
   start_jax(args.dir)
   with opened(args.dir, args.step) as replay:
     before, rates = replay.start, runs.read(args.dir).curves

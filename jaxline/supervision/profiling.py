@@ -20,7 +20,7 @@ from jaxline.checkpoint import spool
 from jaxline.metrics import periodic
 
 
-def parse(text: str) -> list[tuple[int, int]]:
+def parse(text: str, key: str = 'profile_steps') -> list[tuple[int, int]]:
   """Returns the (first, last) steps of ranges such as '10-15,1000-1005'.
 
   '' has none.
@@ -36,7 +36,7 @@ def parse(text: str) -> list[tuple[int, int]]:
     )
     if not max([0, *(x for _, x in found)]) < first <= last:
       raise errors.UsageError(
-        f'config.profile_steps is {text!r}, where {part.strip()!r} is wrong;'
+        f'config.{key} is {text!r}, where {part.strip()!r} is wrong;'
         " expected steps such as '12', '10-15' or '10-15,1000-1005', counted"
         ' from 1 and in increasing order.'
       )

@@ -89,7 +89,7 @@ class Input(indexed.IndexedInput):
     return base.Batch({name: x[records] for name, x in self.data.items()})
 
   def get_next(self):
-    number = self.position()['records'] // self.batch_size
+    number = self.position() // self.batch_size
     if self.is_training and number >= _FAULTS.get('input_at', _NEVER):
       raise RuntimeError(f'The input fails at batch {number}.')
     batch = super().get_next()
