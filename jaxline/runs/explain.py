@@ -212,10 +212,12 @@ def _explain(args: argparse.Namespace) -> int:
   inspection.print_table(table, right=(0, 1, 2, 3))
   skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
+  place = f'{run.path}:{replay.start}'
+  if not replay.from_own:
+    place = replay.config.restore_from
+  begin = f'on without it: --config.restore_from={place}'
   print(
-    f'To train on without it: --config.restore_from={run.path}:{replay.start}'
+    f'To train {begin if place else "anew without it:"}'
     f' --config.skip_batches={skip}'
-    if replay.from_own
-    else f'To train anew without it: --config.skip_batches={skip}'
   )
   return 0
