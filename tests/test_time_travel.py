@@ -16,6 +16,7 @@ import pytest
 import jaxline
 from jaxline import errors
 from jaxline import experiment
+from jaxline.checkpoint import manager
 from jaxline.metrics import fingerprints
 from jaxline.runs import __main__ as cli
 from jaxline.runs import bisect
@@ -267,6 +268,18 @@ def test_another_evaluation_is_no_difference_in_training(
   out = capsys.readouterr().out
   assert 'evaluation that differs: 4, in eval/loss' in out
   assert 'No difference in training up to step 12' in out
+
+
+def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
+  other = shutil.copytree(shared, tmp_path / 'other')
+  file = other / 'checkpoints/latest/12.json'
+  record = json.loads(file.read_text())
+  del record['crc']
+  record['code']['revision'] = 'f' * 40
+  file.write_text(json.dumps(record | {'crc': manager.crc_of(record)}))
+  for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
+    assert cli.main(['compare', *map(str, runs)]) == 0
+    assert ('ffffffffffff' in capsys.readouterr().out) == is_shown
 
 
 @pytest.mark.parametrize('has_prints', [True, False])

@@ -37,6 +37,8 @@ class Run:
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
     has_ended: whether training has ended.
+    code: the git revision of the newest checkpoint, with `+` and a hash of what
+      was changed since it; '' if unknown.
   """
 
   path: str
@@ -45,6 +47,7 @@ class Run:
   saved: int
   seconds: float
   has_ended: bool
+  code: str = ''
 
   @property
   def step(self) -> int:
@@ -105,7 +108,12 @@ def read(path: str | os.PathLike[str]) -> Run:
   manifests = manager.Manifests(store.below('checkpoints'))
   saved = max(manifests.steps('latest'), default=0)
   has_ended = inspection.ended(store) is not None
-  run = Run(store.url, recorded, curves, saved, seconds, has_ended)
+  code: dict[str, str] = {}
+  with contextlib.suppress(store_lib.DamagedError):
+    code = manifests.read('latest', saved)['code'] if saved else {}
+  parts = code.get('revision', '')[:12], code.get('changed', '')[:6]
+  text = '+'.join(filter(None, parts))
+  run = Run(store.url, recorded, curves, saved, seconds, has_ended, text)
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and run.step >= steps

@@ -76,6 +76,8 @@ def _compare(args: argparse.Namespace) -> None:
   rows: list[tuple[str, ...]] = [('', *_names(runs))]
   for key in runs_lib.differences(runs):
     rows.append((key, *(str(run.recorded.get(key, '')) for run in runs)))
+  if len({run.code for run in runs}) > 1:
+    rows.append(('code', *(run.code for run in runs)))
   rows.append(('state', *map(_state, runs)))
   rows.append(('step', *map(_of_steps, runs)))
   rows.append(('time', *(lines.duration(run.seconds) for run in runs)))
