@@ -100,8 +100,10 @@ def test_the_effects_of_a_change():
     'infeed_buffer_size',
     'infeed_stall_secs',
     'mesh',
+    'recompute_interval',
     'sharding',
     'sharding_rules',
+    'skip_batches',
   }
 
 
