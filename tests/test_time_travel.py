@@ -299,6 +299,30 @@ def test_a_bisection_finds_the_step_and_the_array(
   assert 'part in step 6, in the loss' in out
 
 
+class Averaging(travels.Travels):
+  """Keeps a sum that no scalar depends on."""
+
+  def init_fn(self, rng):
+    params, model_state = super().init_fn(rng)
+    return params, model_state | {'sum': jnp.float32(0)}
+
+  def loss_fn(self, params, model_state, *args):
+    loss, scalars, new = super().loss_fn(params, model_state, *args)
+    return loss, scalars, model_state | new
+
+  def after_update(self, before, after):
+    more = jnp.where(before.step + 1 == self.config.get('at', -1), 1.0, 0.5)
+    return after.model_state | {'sum': before.model_state['sum'] + more}
+
+
+def test_a_bisection_finds_what_no_scalar_shows(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(travels, 'Travels', Averaging)
+  fields = {'save_checkpoint_interval': 12}
+  one, other = (run(tmp_path / f'{at}', fields, at=at) for at in (-1, 5))
+  assert bisect.bisect(str(one), str(other))
+  assert 'step 5, in the new model state' in capsys.readouterr().out
+
+
 def test_a_bisection_finds_other_data(shared, tmp_path, capsys):
   other = run(tmp_path / 'other', poisoned=33)
   assert cli.main(['bisect', str(shared), str(other)]) == 1

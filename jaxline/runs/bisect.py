@@ -87,11 +87,11 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     source.close()
     state, rng = experiment.state, replay.state.train_step_rng
     found = {
-      'batch': (batch := experiment.partitioner.put_batch(batch)),
-      'random key': jax.random.key_data(rng),
       'weights': state.params,
       'model state': state.model_state,
       'optimizer state': state.opt_state,
+      'batch': (batch := experiment.partitioner.put_batch(batch)),
+      'random key': jax.random.key_data(rng),
     }
     # Fetched before the step donates them.
     found = {kind: _named(x) for kind, x in found.items()}
@@ -190,32 +190,49 @@ def bisect(a: str, b: str) -> bool:
     ]
     common = sorted(prints[0].keys() & prints[1].keys())
     step = next((s for s in common if prints[0][s] != prints[1][s]), upper)
-    print(f'The first step that differs is {step}.')
+    print(f'The first step whose numbers differ is {step}.')
     _look_into(a, b, step)
   except errors.UsageError as e:
     print(f'The steps up to {upper} cannot be compared further: {e}')
   return True
 
 
-def _look_into(a: str, b: str, step: int) -> None:
-  """Prints the first thing that differs in a step, or in one before it."""
+def _parting(
+  a: str, b: str, step: int
+) -> tuple[str | None, dict[str, str], int]:
+  """Returns the first kind that differs in a step, its arrays, the start."""
   (one, start), (other, start_b) = _inside(a, step), _inside(b, step)
   for kind in one:
-    differing = _differing(one[kind], other[kind])
-    if not differing:
-      continue
-    if kind in _BEFORE and step - 1 > max(start, start_b):
-      return _look_into(a, b, step - 1)
-    print(f'The runs part in step {step}, in the {kind}:')
-    for name, what in list(differing.items())[:_MAX_SHOWN]:
-      print(f'  {name or kind}: {what}')
-    return None
-  print(
-    f'The replays of step {step} are equal, though the runs were not: what'
-    ' parted them is neither in the code nor in the data. Replay each run to'
-    ' see which one is not as it was logged.'
-  )
-  return None
+    if differing := _differing(one[kind], other[kind]):
+      return kind, differing, max(start, start_b)
+  return None, {}, max(start, start_b)
+
+
+def _look_into(a: str, b: str, step: int) -> None:
+  """Prints the first thing that differs in a step, or in one before it."""
+  kind, differing, start = _parting(a, b, step)
+  # The state may differ long before a scalar does, such as an average of the
+  # weights; it stays so.
+  low, high = start + 1, step
+  while kind in _BEFORE and low < high:
+    step = (low + high) // 2
+    kind, differing, _ = _parting(a, b, step)
+    if kind in _BEFORE:
+      high = step
+    elif kind is None:
+      low, kind = step + 1, _BEFORE[0]
+  if kind in _BEFORE and step != high:
+    kind, differing, _ = _parting(a, b, step := high)
+  if kind is None:
+    print(
+      f'The replays of step {step} are equal, though the runs were not: what'
+      ' parted them is neither in the code nor in the data. Replay each run to'
+      ' see which one is not as it was logged.'
+    )
+    return
+  print(f'The runs part in step {step}, in the {kind}:')
+  for name, what in list(differing.items())[:_MAX_SHOWN]:
+    print(f'  {name or kind}: {what}')
 
 
 def add_command(commands: Any) -> None:
