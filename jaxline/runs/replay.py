@@ -115,7 +115,6 @@ class Replay:
 def opened(
   directory: str | os.PathLike[str],
   before: int,
-  overrides: Mapping[str, Any] | None = None,
   experiment_class: Any = None,
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
@@ -123,18 +122,16 @@ def opened(
   Args:
     directory: the run's, or its address.
     before: the checkpoint's step is less than this.
-    overrides: dotted key -> value, over the recorded config.
     experiment_class: None is the class that the config names.
 
   Raises:
     errors.UsageError: the directory is not that of a run, or that began later.
   """
   config = base_config.recorded_config(directory)
-  config.update_from_flattened_dict(dict(overrides or {}))
   config.checkpointer = 'durable'
   if experiment_class is None:
     experiment_class = adapters.resolve_experiment_class(
-      config, is_recorded='experiment_class' not in (overrides or {})
+      config, is_recorded=True
     )
   store = store_lib.at(directory)
   kept = records(store)
