@@ -357,7 +357,7 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
       that NumPy takes).
 
   Raises:
-    TypeError: an entry is no dense tensor, or there is none of numbers.
+    TypeError: it makes no batch.
   """
   keep_strings = not source.is_training and source.num_infeed_hosts == 1
 
@@ -379,9 +379,11 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
       )
     return array if keep_strings else None
 
-  if (batch := convert(given, '')) is None:
+  batch = convert(given, '')
+  if not isinstance(batch, dict):
     raise TypeError(
-      f'The data of {source.name} has only strings, which no device holds.'
-      ' Tokenize them.'
+      f'The data of {source.name} is {type(given).__name__}; expected dicts (of'
+      ' dicts) of dense tensors, at least one of them of numbers. Name, pad or'
+      ' tokenize them.'
     )
   return batch

@@ -384,13 +384,10 @@ class SeqIOInput(tfdata.EpochInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids, a line for each document in a row.
+    """Returns the text of each row, a line for each document in it.
 
-    Args:
-      ids: integers [B, L].
-      lengths: integers [B], how many of each row to take.
-      key: a feature of the task, or 'src' for 'inputs'. All else, and None, is
-        'targets'.
+    `key` is a feature of the task, or 'src' for 'inputs'. All else, and None,
+    is 'targets'.
     """
     features = self._provider.output_features
     key = 'inputs' if key == 'src' else key
