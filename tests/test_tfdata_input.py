@@ -181,13 +181,7 @@ def slowly(x, stateful=True):
   return tf.ensure_shape(x, [])
 
 
-def unseeded(seed):
-  del seed
-  noise = lambda: tf.random.uniform([], 0, 1000, tf.int64)
-  return tf.data.Dataset.range(64).shuffle(64).map(lambda x: {'x': x + noise()})
-
-
-def parallel_map(seed):
+def ordered(seed):
   del seed
   options = tf.data.Options()
   options.deterministic = False
@@ -200,50 +194,26 @@ def parallel_map(seed):
   )
 
 
-def parallel_interleave(seed):
-  del seed
-  return (
-    tf.data.Dataset.range(8)
-    .interleave(
-      lambda k: tf.data.Dataset.range(8 * k, 8 * k + 8).map(
-        lambda x: slowly(x // 8 + x % 8, stateful=False) * 0 + x
-      ),
-      cycle_length=8,
-      num_parallel_calls=8,
-      deterministic=False,
-    )
-    .map(lambda x: {'x': x})
-  )
-
-
-def parallel_draws(seed):
+def drawn(seed):
   del seed
   generator = tf.random.Generator.from_seed(1)
 
   def draw(x):
     x = slowly(x, stateful=False)
     a = tf.random.uniform([], 0, 1000, tf.int64)
-    return {
-      'x': 10**6 * x + 1000 * a + generator.uniform([], 0, 1000, tf.int64)
-    }
+    b = generator.uniform([], 0, 1000, tf.int64)
+    return {'x': 10**6 * x + 1000 * a + b}
 
-  return tf.data.Dataset.range(64).map(draw, num_parallel_calls=8)
+  dataset = tf.data.Dataset.range(64).shuffle(64)
+  return dataset.map(draw, num_parallel_calls=8)
 
 
-@pytest.mark.parametrize(
-  ('dataset', 'expected'),
-  [
-    (unseeded, None),
-    (parallel_map, list(range(64))),
-    (parallel_interleave, [8 * k + i for i in range(8) for k in range(8)]),
-    (parallel_draws, None),
-  ],
-)
-def test_an_epoch_is_the_same_each_time(dataset, expected):
+@pytest.mark.parametrize('dataset', [ordered, drawn])
+def test_an_epoch_is_the_same_each_time(dataset):
   inputs = train(dataset=dataset, batch_size=8)
   whole = read([inputs], 8)
-  if expected:
-    assert list(itertools.chain(*whole)) == expected
+  if dataset is ordered:
+    assert list(itertools.chain(*whole)) == list(range(64))
   for done in (0, 3):
     before = train(dataset=dataset, batch_size=8)
     assert read([before], done) == whole[:done]

@@ -258,13 +258,6 @@ def test_tensorflows_tensors():
   assert batch.x.tolist() == [0, 1, 2, 3]
   assert batch.half.dtype.name == 'bfloat16'
   assert batch.text.tolist() == [b'0', b'1', b'2', b'3']
-  for make, kind in (
-    (lambda x: tf.sparse.from_dense(x), 'SparseTensor'),
-    (lambda x: tf.ragged.range(x), 'RaggedTensor'),
-  ):
-    source = adaptor(extra={'y': make}, wrap=lambda x: x)
-    with pytest.raises(TypeError, match=f'entry y is {kind}'):
-      next(source)
 
 
 def test_custom_processing_of_batches():

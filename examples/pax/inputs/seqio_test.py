@@ -187,26 +187,6 @@ def test_a_padded_row_with_a_prefix(fields, weights):
   )
 
 
-def test_a_packed_row_with_prefixes():
-  (row,) = rows_of(
-    seqio_input.LanguageModelFeatures(pack=True),
-    [{'inputs': [8, 9], 'targets': [4, 1]}, {'inputs': [6], 'targets': [5, 1]}],
-    {'inputs': 4, 'targets': 4},
-  )
-  check_row(
-    row,
-    {
-      'ids': [0, 8, 9, 4, 0, 6, 5, 0],
-      'labels': [8, 9, 4, 1, 6, 5, 1, 0],
-      'weights': [1, 1, 1, 1, 1, 1, 1, 0],
-      'paddings': [0, 0, 0, 0, 0, 0, 0, 1],
-      'segment_ids': [1, 1, 1, 1, 2, 2, 2, 0],
-      'segment_pos': [0, 1, 2, 3, 0, 1, 2, 0],
-      'inputs_indicator': [1, 1, 1, 0, 1, 1, 0, 0],
-    },
-  )
-
-
 def test_a_row_without_a_begin_token():
   # What Pax's converter made of the same examples; versions as above.
   (row,) = rows_of(
@@ -229,53 +209,42 @@ def test_a_row_without_a_begin_token():
   )
 
 
-@pytest.mark.parametrize('pack', [True, False])
-def test_rows_of_an_encoder_and_a_decoder(pack):
-  rows = rows_of(
-    seqio_input.EncoderDecoderFeatures(pack=pack),
-    [
-      {'inputs': [7, 8, 1], 'targets': [3, 1]},
-      {'inputs': [6, 1], 'targets': [4, 1]},
-    ],
-    {'inputs': 6, 'targets': 5},
-  )
-  assert len(rows) == (1 if pack else 2)
+def test_rows_of_an_encoder_and_a_decoder():
+  def rows(pack):
+    return rows_of(
+      seqio_input.EncoderDecoderFeatures(pack=pack, bos_id=9),
+      [
+        {'inputs': [7, 8, 1], 'targets': [3, 1]},
+        {'inputs': [6, 1], 'targets': [4, 1]},
+      ],
+      {'inputs': 6, 'targets': 5},
+    )
+
+  (row,) = rows(pack=True)
   check_row(
-    rows[-1]['src'],
+    row['src'],
     {
       'ids': [7, 8, 1, 6, 1, 0],
       'paddings': [0, 0, 0, 0, 0, 1],
       'segment_ids': [1, 1, 1, 2, 2, 0],
       'segment_pos': [0, 1, 2, 0, 1, 0],
-    }
-    if pack
-    else {
-      'ids': [6, 1, 0, 0, 0, 0],
-      'paddings': [0, 0, 1, 1, 1, 1],
-      'segment_ids': [1, 1, 0, 0, 0, 0],
-      'segment_pos': [0, 1, 0, 0, 0, 0],
     },
   )
   check_row(
-    rows[-1]['tgt'],
+    row['tgt'],
     {
-      'ids': [0, 3, 0, 4, 0],
+      'ids': [9, 3, 9, 4, 0],
       'labels': [3, 1, 4, 1, 0],
       'weights': [1, 1, 1, 1, 0],
       'paddings': [0, 0, 0, 0, 1],
       'segment_ids': [1, 1, 2, 2, 0],
       'segment_pos': [0, 1, 0, 1, 0],
-    }
-    if pack
-    else {
-      'ids': [0, 4, 0, 0, 0],
-      'labels': [4, 1, 0, 0, 0],
-      'weights': [1, 1, 0, 0, 0],
-      'paddings': [0, 0, 1, 1, 1],
-      'segment_ids': [1, 1, 0, 0, 0],
-      'segment_pos': [0, 1, 0, 0, 0],
     },
   )
+  first, second = rows(pack=False)
+  assert first['src']['ids'].tolist() == [7, 8, 1, 0, 0, 0]
+  assert second['tgt']['ids'].tolist() == [9, 4, 0, 0, 0]
+  assert second['tgt']['segment_ids'].tolist() == [1, 1, 0, 0, 0]
 
 
 def test_ids_are_text_again():
@@ -627,48 +596,37 @@ def test_c4_is_each_token_once(tmp_path, kind, count):
   assert sorted(tokens) == sorted(expected)
 
 
-def test_c4_puts_documents_one_after_the_other(tmp_path):
-  task = c4.c4_task(
-    eval_files=c4_files(tmp_path, 'json.gz'), vocabulary=seqio.ByteVocabulary()
-  )
-  inputs = c4.c4_input(task, batch_size=1, length=64, is_training=False)
-  batches = list(inputs.eval_batches())
-  # All rows are full, but what is left behind the last document.
-  assert all(b['weights'].all() for b in batches[:-1])
-  ids = np.concatenate([b['labels'][0][b['weights'][0] == 1] for b in batches])
-  text = (np.where(ids == 1, 10 + 3, ids) - 3).astype(np.uint8)
-  text = text.tobytes().decode()
-  assert sorted(text.splitlines()) == sorted(DOCUMENTS)
-  first = batches[0]
-  assert first['ids'][0, 1:].tolist() == first['labels'][0, :-1].tolist()
-  assert inputs.ids_to_strings(first['labels'], [64]) == [text[:64].strip()]
-
-
-def test_c4_as_pax_cuts_it(tmp_path):
+@pytest.mark.parametrize('as_pax', [False, True])
+def test_c4_puts_documents_one_after_the_other(tmp_path, as_pax):
   task = c4.c4_task(
     eval_files=c4_files(tmp_path, 'json.gz'),
     vocabulary=seqio.ByteVocabulary(),
-    append_eos=False,
+    append_eos=not as_pax,
   )
-  converter = seqio_input.LanguageModelFeatures(
-    pack=True, reverse_bos_padding=True
-  )
-  inputs = c4.c4_input(
-    task,
-    batch_size=1,
-    length=64,
-    is_training=False,
-    feature_converter=converter,
-  )
+  fields = {'batch_size': 1, 'length': 64, 'is_training': False}
+  if as_pax:
+    fields['feature_converter'] = seqio_input.LanguageModelFeatures(
+      pack=True, reverse_bos_padding=True
+    )
+  inputs = c4.c4_input(task, **fields)
   batches = list(inputs.eval_batches())
-  ids = np.concatenate([b['ids'][0][b['segment_ids'][0] > 0] for b in batches])
-  text = (ids - 3).astype(np.uint8).tobytes().decode()
-  assert sorted(text.replace('document', '\ndocument').split('\n')[1:]) == (
-    sorted(DOCUMENTS)
-  )
-  first = batches[0]
-  assert first['labels'][0].tolist() == [*first['ids'][0, 1:].tolist(), 1]
-  assert first['weights'][0].tolist() == [1] * 63 + [0]
+  # All rows are full, but what is left behind the last document.
+  assert all(b['segment_ids'].all() for b in batches[:-1])
+  key = 'ids' if as_pax else 'labels'
+  ids = np.concatenate([b[key][0][b['segment_ids'][0] > 0] for b in batches])
+  text = (np.where(ids == 1, ord('\n') + 3, ids) - 3).astype(np.uint8)
+  text = text.tobytes().decode()
+  if as_pax:
+    text = text.replace('document', '\ndocument')[1:]
+  assert sorted(text.splitlines()) == sorted(DOCUMENTS)
+  first = {key: x[0].tolist() for key, x in batches[0].items()}
+  assert first['ids'][1:] == first['labels'][:-1]
+  if as_pax:
+    assert first['labels'][-1] == 1
+    assert first['weights'] == [1] * 63 + [0]
+  else:
+    (decoded,) = inputs.ids_to_strings([first['labels']], [64])
+    assert decoded == text[:64].strip()
 
 
 def test_a_state_of_c4_in_another_order_is_refused(tmp_path):
@@ -716,13 +674,10 @@ def test_c4_with_a_sentencepiece_model(tmp_path):
   path.write_bytes(model.getvalue())
   task = c4.c4_task(eval_files=c4_files(tmp_path, 'json.gz'), vocabulary=path)
   inputs = c4.c4_input(task, batch_size=4, length=32, is_training=False)
-  text = []
-  for batch in inputs.eval_batches():
-    text += inputs.ids_to_strings(
-      batch['labels'], batch['weights'].sum(1).astype(int)
-    )
-  joined = ' '.join(text).replace('\n', ' ')
-  assert set(joined.split()) >= {'document', 'and', 'more'}
+  batch = next(inputs)
+  lengths = batch['weights'].sum(1).astype(int)
+  text = ' '.join(inputs.ids_to_strings(batch['labels'], lengths))
+  assert set(text.split()) >= {'document', 'and', 'more'}
 
 
 def test_c4_names_the_file_and_the_line(tmp_path):
