@@ -127,10 +127,9 @@ class EpochInput(base.ResumableInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.drop_remainder and self.reset_for_eval:
-      raise errors.UsageError(
-        f'{self.name} has reset_for_eval=True and drop_remainder=True: an'
-        ' evaluation on one epoch would not see all of it. Set'
-        ' drop_remainder=False.'
+      self.refuse(
+        'drop_remainder',
+        'False with reset_for_eval=True: an evaluation sees all of an epoch',
       )
     import_tensorflow()
 
@@ -158,16 +157,15 @@ class EpochInput(base.ResumableInput):
     self, position: dict[str, int]
   ) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     """Yields this host's batches from a position on; see `ResumableInput`."""
-    assert self.num_infeed_hosts is not None
     is_global = self.ANY_NUMBER_OF_HOSTS
     rows = self.get_global_batch_size() if is_global else self.batch_size
-    # Whether the other hosts have another number of records.
-    is_part = not is_global and self.num_infeed_hosts > 1 and not self.repeat
+    # Whether other hosts may have more or fewer records.
+    is_part = not (is_global or self.repeat or self.num_infeed_hosts == 1)
     for part in rebatch(self._records(position, rows), rows):
       if self.drop_remainder and not self.repeat:
         number = position['record'] // rows
-        is_whole = base.num_rows(part) == rows
-        if not is_whole or (is_part and number == self._num_batches):
+        is_done = is_part and number == self._num_batches
+        if is_done or base.num_rows(part) < rows:
           return
       position = {key: int(part[key][-1]) for key in self.FIRST}
       batch = part['batch']
@@ -180,10 +178,9 @@ class EpochInput(base.ResumableInput):
     self, position: dict[str, int], rows: int
   ) -> Iterator[dict[str, Any]]:
     """Yields records, at most `rows` at once, and the position behind each."""
-    assert self.infeed_host_index is not None
     epoch, record = position['epoch'], position['record']
     while True:
-      dataset = self._build(epoch, self.infeed_host_index)
+      dataset = self._build(epoch, self.infeed_host_index or 0)
       for batch in self._batched(dataset.skip(record), rows):
         records = np.arange(record + 1, record + base.num_rows(batch) + 1)
         epochs = np.full_like(records, epoch)
@@ -223,19 +220,17 @@ class EpochInput(base.ResumableInput):
     records = dataset.with_options(options).as_numpy_iterator()
     return map(functools.partial(to_batch, self), records)
 
-  # The parts of all hosts, for an epoch that ends on all of them together.
+  # For an epoch of several parts, which ends on all hosts together.
 
   def _parts(self) -> Iterator[Any]:
-    assert self.num_infeed_hosts is not None
-    return (self._build(0, host) for host in range(self.num_infeed_hosts))
+    return (self._build(0, host) for host in range(self.num_infeed_hosts or 1))
 
   @functools.cached_property
   def _num_batches(self) -> int:
-    """The number of batches that each host gives."""
+    """The number of batches of each host; counted where tf.data cannot tell."""
     sizes = []
     for part in self._parts():
-      size = int(part.cardinality())
-      if size < 0:  # Unknown.
+      if (size := int(part.cardinality())) < 0:
         size = int(part.reduce(np.int64(0), lambda count, _: count + 1))
       sizes.append(size)
     if self.drop_remainder:
@@ -244,8 +239,10 @@ class EpochInput(base.ResumableInput):
 
   @functools.cached_property
   def _no_rows(self) -> dict[str, Any]:
-    """A batch without rows: this host's part may have none to take it from."""
-    rows = (row for part in self._parts() for row in self._batched(part, 1))
+    """A batch without rows; this host's part may have none to take it from."""
+    rows = (
+      row for part in self._parts() for row in self._batched(part.take(1), 1)
+    )
     return choose(next(rows), slice(0))
 
   def identity(self) -> dict[str, Any]:
