@@ -16,6 +16,7 @@ def _version() -> str:
 # What the library and the language model need. No TensorFlow, no torch.
 _BASE = [
   'absl-py>=2.1',
+  'array_record>=0.8.1; sys_platform != "win32"',  # As Grain.
   'chex>=0.1.90',
   'crc32c>=2.7',  # With it tensorboardX takes a 50th of the time for checksums.
   'dm-haiku>=0.0.16',

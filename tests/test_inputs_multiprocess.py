@@ -38,7 +38,7 @@ def straight(tmp_path_factory):
   """A run of one process and twelve steps: three epochs and a half."""
   directory = tmp_path_factory.mktemp('fed') / 'straight'
   (result,) = run(directory, 1, 12)
-  assert result.the('trained')['position'] == {'records': 144}
+  assert result.the('trained')['position'] == 144
   return directory
 
 
@@ -58,7 +58,7 @@ def test_any_number_of_processes_goes_on_with_the_same_rows(
   directory = tmp_path / 'run'
   run(directory, 2, 3)
   for result in run(directory, 4, 6):
-    assert result.the('restored')['position'] == {'records': 36}
+    assert result.the('restored')['position'] == 36
   monkeypatch.setenv('MULTI_WORKERS', '1')
   run(directory, 2, 9)
   monkeypatch.setenv('MULTI_WORKERS', '0')

@@ -1,16 +1,20 @@
 """Looking at data: known answers, inputs that are wrong, the command."""
 
+import collections
 import dataclasses
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxline import sharded
+from jaxline.inputs import __main__ as program
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import iterable
@@ -23,20 +27,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 class Numbers(indexed.IndexedInput):
   """Record r of N is the tokens r, r + 1, r + 2, which letters stand for."""
 
+  batch_size: int = 2
   n: int = 10
   is_training: bool = True
-  same: bool = False  # All records hold the same.
 
   def num_records(self):
     return self.n
 
   def read(self, records, epochs):
-    records = 0 * records if self.same else records
     ids = (records[:, None] + np.arange(3)).astype(np.int32)
     return {'ids': ids, 'weights': np.ones(ids.shape, np.float32)}
 
   def describe_record(self, record, epoch):
-    return f'line {record}'
+    return f'line {record} in epoch {epoch}'
 
   def ids_to_strings(self, ids, lengths, key=None):
     assert key is None
@@ -50,9 +53,11 @@ class Numbers(indexed.IndexedInput):
 class Counting(base.BaseInput):
   """Numbers 0, 1, 2 ... of each host's own, or the same on all."""
 
+  batch_size: int = 2
+  is_training: bool = True
   own: bool = True
   end: int = 10**6  # How many numbers there are, of each host.
-  lies: bool = False  # Its position is one too far.
+  skip: int = 0  # How far a position is wrong.
 
   def __post_init__(self):
     super().__post_init__()
@@ -66,28 +71,199 @@ class Counting(base.BaseInput):
     return base.Batch(x=x + 10**6 * self.infeed_host_index * self.own)
 
   def position(self):
-    return self.count + self.lies
+    return self.count + self.skip
 
   def set_position(self, position):
     self.count = position
 
 
-def train(**fields):
-  return lambda shard: Counting(
-    shard=shard, batch_size=2, is_training=True, **fields
+class Iterator:
+  """No `BaseInput`, but with a position; it changes the state that it gave."""
+
+  def __init__(self, skip):
+    self.state = {'count': np.zeros([], np.int64)}
+    self.skip = skip
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self.state['count'] += 2
+    return {'x': np.arange(2) + self.state['count']}
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state = {'count': state['count'] + self.skip}
+
+
+def divided(shard):
+  for i in range(0, 8, 2):
+    yield {'x': (np.arange(2) + i) * shard.count + shard.index}
+
+
+def padded(shard):
+  # The first row is on both hosts, in different company.
+  weights = np.float32([1, shard.index, 0])
+  yield {'x': np.array([1, 2, 1]), 'weights': weights}
+
+
+def unsharded(shard):
+  return iterable.from_generator(lambda: [], shard=shard, batch_size=2)
+
+
+def uneven(shard):
+  return Counting(shard=shard, end=4 + 6 * shard.index, **EPOCH)
+
+
+def weightless(self, records, epochs):
+  batch = Numbers.read(self, records, epochs)
+  return batch | {'weights': batch['weights'] * (records > 0)[:, None]}
+
+
+def constant(self):
+  return {'x': np.zeros(self.batch_size)}
+
+
+def move_end(by):
+  return lambda self, at: vars(self).update(count=at, end=self.end + by)
+
+
+def only_forward(self, position):
+  self.count = max(self.count, position)
+
+
+def make(cls, **fields):
+  """Returns a function of a shard; of a class with other methods, if given."""
+  methods = {key: fields.pop(key) for key in [*fields] if callable(fields[key])}
+  cls = type(cls.__name__, (cls,), methods)
+  return lambda shard: cls(shard=shard, **fields)
+
+
+EPOCH = {'is_training': False, 'reset_for_eval': True}
+TEN = {'end': 10, **EPOCH}
+UNSAVED = {'input_checkpointing_enabled': False}
+# How a finding that is not ok is marked.
+MARKS = {show.OK: '', show.LOOK: '?', show.WRONG: '!'}
+
+
+def case(make_input, verdicts, *words, marks=(), **options):
+  return pytest.param(make_input, verdicts, words, options, marks=marks)
+
+
+@pytest.mark.parametrize(
+  ('make_input', 'verdicts', 'words', 'options'),
+  [
+    # Over two epochs and more, rows come again; records of an epoch do not.
+    case(make(Numbers), 'rows resume position', 'no record of 20 rows of 2 '),
+    case(
+      make(Numbers, num_workers=1),
+      'rows resume position',
+      'no record of 20 ',
+      marks=pytest.mark.process,
+    ),
+    case(make(Counting), 'rows resume'),
+    case(divided, 'rows epoch resume?'),
+    case(
+      make(Numbers, read=weightless, n=3, batch_size=1, **EPOCH),
+      'rows epoch resume position',
+      ' 2 rows of 4, ',
+      ' 3 records, of which 0 ',
+    ),
+    # Hosts: a record, or else a row, that is read twice.
+    case(
+      lambda shard: Numbers(num_infeed_hosts=1),
+      'rows! resume position!',
+      ' 30 rows of 3 hosts, 10 ',
+      'host 0, 1, 2: line ',
+      num_hosts=3,
+    ),
+    case(
+      make(Numbers, order=lambda self, at: at // 2, **EPOCH),
+      'rows! epoch! resume position',
+      ' 10 rows of 2 hosts, 5 ',
+      'host 0: line 0 in epoch 0',
+      ' 10 records, of which 5 ',
+    ),
+    case(make(Counting, own=False), 'rows! resume', ' 10 ', 'host 0, 1'),
+    case(make(Counting, get_next=constant), 'rows? resume?', ' 1 '),
+    case(
+      padded,
+      'rows? epoch resume',
+      ' 3 rows of 2 hosts, 1 ',
+      ' 3 rows of 6, and weights of 3',
+      is_training=False,
+    ),
+    case(lambda: Iterator(0), 'hosts? rows resume', '`shard`'),
+    case(unsharded, 'hosts? rows epoch! resume?', 'host_index'),
+    # Epochs: other numbers of batches, the limit, no data.
+    case(uneven, 'rows epoch! resume', ' 2, 5 batches'),
+    case(uneven, 'rows epoch! resume', ' 2, 2 or more ', max_batches=2),
+    case(uneven, 'rows epoch? resume?', max_batches=1),
+    case(make(Counting, end=8), 'rows epoch resume'),
+    case(make(Counting, end=0), 'rows epoch! resume?'),
+    # Positions: wrong, refused, with another end, not saved; nothing to see.
+    case(make(Counting, skip=2), 'rows resume!', 'after 3 batches'),
+    case(lambda: Iterator(2), 'hosts? rows resume!', 'after 3 batches'),
+    case(make(Counting, set_position=only_forward), 'rows resume!', 'after 1 '),
+    case(
+      make(Counting, identity=lambda self: {'data': id(self)}),
+      'rows resume!',
+      'after 3 batches: Counting ',
+    ),
+    case(make(Counting, set_position=move_end(2), **TEN), 'rows epoch resume!'),
+    case(
+      make(Counting, set_position=move_end(-2), **TEN), 'rows epoch resume!'
+    ),
+    case(make(Counting, **UNSAVED), 'rows resume?'),
+    case(make(Counting, **UNSAVED, **TEN), 'rows epoch resume'),
+    case(
+      make(Numbers, n=1000, order=lambda self, at: 0 * at),
+      'rows! resume? position',
+    ),
+    # Positions of each host's own, or of this number of hosts.
+    case(
+      make(Numbers, position=lambda self: self._at - self.infeed_host_index),
+      'rows resume! position!',
+      'ANY_NUMBER_OF_HOSTS',
+    ),
+    case(
+      make(Numbers, order=lambda self, at: (at + self.num_infeed_hosts) % 10),
+      'rows resume position!',
+    ),
+    case(
+      make(Numbers, identity=lambda self: {'hosts': self.num_infeed_hosts}),
+      'rows resume position!',
+      'hosts is 2',
+    ),
+  ],
+)
+def test_verdicts(make_input, verdicts, words, options):
+  options = {'num_batches': 5, 'seconds': 0.0} | options
+  report = show.check(make_input, **options)
+  found = [f.name + MARKS[f.verdict] for f in report.findings if f.verdict]
+  assert ' '.join(found) == verdicts, report
+  assert report.ok == ('!' not in verdicts)
+  assert max(map(len, str(report).splitlines())) <= show.WIDTH
+  text = ' '.join(str(report).split())
+  assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize('n', [1, 7, 8, 10])
+@pytest.mark.parametrize('num_hosts', [1, 3])
+def test_one_epoch_is_counted(n, num_hosts):
+  make_input = make(Numbers, n=n, **EPOCH)
+  report = show.check(make_input, num_hosts=num_hosts, seconds=0.0)
+  assert report.ok, report
+  batches = -(-n // (2 * num_hosts))
+  rows = batches * 2 * num_hosts
+  text = {f.name: f.text for f in report.findings}
+  assert text['epoch'] == (
+    f'{batches} batches on each host; in all, {n} rows of {rows}, and weights'
+    f' of {3 * n}; {n} records, of which 0 are not read'
   )
-
-
-def verdicts(report):
-  return {finding.name: finding.verdict for finding in report.findings}
-
-
-def said(report):
-  return ' '.join(str(report).split())
-
-
-def check(make_input, **kwargs):
-  return show.check(make_input, seconds=0.0, **{'num_batches': 5} | kwargs)
+  assert text['padding'].startswith(f'{(rows - n) / rows:.1%} ')
 
 
 # One batch.
@@ -95,10 +271,10 @@ def check(make_input, **kwargs):
 
 PADDED = base.Batch(
   ids=np.int32([[5, 6, 7, 0], [8, 0, 0, 0], [0, 0, 0, 0]]),
-  # The last row fills up the batch: zeros, as `base.pad_rows` makes them.
-  paddings=np.float32([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0]]),
+  paddings=np.float32([[0, 0, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]),
   weights=np.float32([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
 )
+SEGMENTS = {'ids': PADDED.ids, 'segment_ids': PADDED.ids}
 
 
 @pytest.mark.parametrize(
@@ -106,40 +282,33 @@ PADDED = base.Batch(
   [
     (PADDED, 4, 8 / 12, 2),
     # By the first of these that there is: paddings, segments, weights, none.
-    ({k: PADDED[k] for k in ('ids', 'weights')}, 3, 9 / 12, 2),
-    ({'ids': PADDED.ids}, 12, 0.0, 3),
-    ({'ids': PADDED.ids, 'segment_ids': PADDED.ids}, 4, 8 / 12, 3),
-    ({'src': PADDED, 'tgt': {'ids': PADDED.ids}}, 4 + 8, 12 / 24, 2),
-    # An entry may have several rows in each row.
+    ({'ids': PADDED.ids, 'weights': PADDED.weights}, 3, 9 / 12, 2),
+    ({'ids': PADDED.ids, 'weights': np.ones(3)}, 12, 0.0, 3),
+    ({**SEGMENTS, 'weights': np.ones(3)}, 4, 8 / 12, 3),
+    # The last row of `tgt` is padding, which only the weights of rows tell.
     (
-      {
-        'a': {k: x[None] for k, x in PADDED.items()},
-        'b': {'ids': PADDED.ids[:1], 'weights': PADDED.weights[:1]},
-      },
-      4 + 2,
-      10 / 16,
-      1,
+      {'src': PADDED, 'tgt': {'ids': PADDED.ids}, 'weights': [1, 1, 0]},
+      4 + 8,
+      12 / 24,
+      2,
     ),
     # No tokens: rows.
-    (
-      {'x': np.ones([4, 2]), 'weights': np.float32([1, 1, 1, 0])},
-      None,
-      1 / 4,
-      3,
-    ),
-    ({'x': np.ones([0, 2])}, None, 0.0, 0),
+    ({'x': np.ones([4, 2]), 'weights': [1, 1, 1, 0]}, None, 1 / 4, 3),
   ],
 )
-def test_tokens_padding_and_rows(batch, tokens, share, rows):
-  assert show.tokens(batch) == tokens
-  assert show.padding_share(batch) == pytest.approx(share)
-  assert show.rows(batch) == rows
+def test_counts(batch, tokens, share, rows):
+  batch = {k: np.array(x) if k == 'weights' else x for k, x in batch.items()}
+  found = show.counts(batch)
+  assert found.get('tokens') == tokens
+  assert found['padding'] == pytest.approx(share)
+  assert found['rows'] == rows
+  assert found['weights'] == batch['weights'].sum()
 
 
 def test_describe():
   batch = {
     'ids': np.int32([[3, 5], [0, 0]]),
-    'image': np.zeros([2, 4, 4, 3], ml_dtypes.bfloat16) + ml_dtypes.bfloat16(2),
+    'image': np.ones([2, 4, 100], ml_dtypes.bfloat16),
     'is_new': np.array([True, False]),
     'nested': {'key': np.array([b'abc', b'd'])},
     'none': np.ones([0, 2]),
@@ -148,23 +317,19 @@ def test_describe():
   assert table == [
     ['entry', 'shape', 'dtype', 'min', 'max', 'mean'],
     ['ids', '2', 'x', '2', 'int32', '0', '5', '2'],
-    ['image', '2', 'x', '4', 'x', '4', 'x', '3', 'bfloat16', '2', '2', '2'],
-    ['is_new', '2', 'bool', 'False', 'True', '0.5'],
-    ['nested.key', '2', 'bytes24', 'first', "np.bytes_(b'abc')"],
+    ['image', '2', 'x', '4', 'x', '100', 'bfloat16', '1', '1', '1'],
+    ['is_new', '2', 'bool', '0', '1', '0.5'],
+    ['nested.key', '2', 'bytes24'],
     ['none', '0', 'x', '2', 'float64'],
   ]
 
 
-def test_texts_have_no_filler():
+def test_texts_have_no_padding():
   source = Numbers(batch_size=3)
   assert show.texts(source, PADDED) == {'ids': ['fgh', 'i']}
   assert show.texts(source, PADDED, 3) == {'ids': ['fgh', 'i', '']}
-  assert show.texts(source, {'x': np.ones(3)}) == {}
-  assert show.texts(Counting(batch_size=3), PADDED) == {}
-  assert show.texts(iter([PADDED]), PADDED) == {}
-
-
-# Several batches.
+  assert show.texts(source, {'weights': np.ones(3)}) == {}
+  assert show.texts(Counting(), PADDED) == {}
 
 
 def test_a_digest_never_changes():
@@ -172,11 +337,14 @@ def test_a_digest_never_changes():
   batch = {'b': np.float32([[1, 2]]), 'a': np.int32([7])}
   assert show.digest([batch]) == 'b7699075867a52cc'
   assert show.digest([dict(reversed(batch.items()))]) == 'b7699075867a52cc'
+  report = show.check(make(Numbers), num_hosts=4, num_batches=5, seconds=0.0)
+  source = Numbers(shard=base.Shard(3, 4))
+  assert show.digest(next(source) for _ in range(5)) == report.digests[3]
 
 
 def test_a_digest_sees_everything():
   x = np.int32([1, 2, 3, 4])
-  strings = np.array(['ab', 'c'], object)
+  strings = [np.array([x * 2, 'c'], object) for x in ('a', 'a', 'b')]
   different = [
     [],
     [{'x': x}],
@@ -187,352 +355,47 @@ def test_a_digest_sees_everything():
     [{'x': x}, {'x': x}],
     [{'x': x, 'y': x}],
     [{'x': {'y': x}}],
-    [{'x': strings}],
-    [{'x': strings[::-1]}],
+    [{'x': strings[0]}],
+    [{'x': strings[0][::-1]}],
+    [{'x': strings[2]}],
   ]
   assert len({show.digest(batches) for batches in different}) == len(different)
-  assert show.digest([{'x': strings.copy()}]) == show.digest([{'x': strings}])
-
-
-def test_throughput_counts_what_it_reads():
-  batches = [PADDED] * 5
-  found = show.throughput(batches, seconds=1e9)
-  # The first one is not counted.
-  assert (found.batches, found.rows, found.tokens) == (4, 8, 16)
-  found = show.throughput([{'x': np.ones(3)}] * 100, seconds=1e9)
-  assert (found.batches, found.rows, found.tokens) == (99, 297, None)
-  assert 'tokens' not in str(found)
-  found = show.throughput([PADDED], seconds=1e9)
-  assert found.batches == 0
-  assert 'no second batch was read' in str(found)
-
-
-# Several hosts.
-
-
-def rows_of(make_input, num_hosts, num_batches):
-  """Returns what is found about rows."""
-  report = check(make_input, num_hosts=num_hosts, num_batches=num_batches)
-  return next(f for f in report.findings if f.name == 'rows')
+  assert show.digest([{'x': strings[1]}]) == show.digest([{'x': strings[0]}])
 
 
 @pytest.mark.parametrize(
-  ('num_hosts', 'workers'),
+  ('batches', 'expected'),
   [
-    *((n, threads) for n in (1, 2, 4) for threads in ({}, {'num_threads': 2})),
-    pytest.param(2, {'num_workers': 1}, marks=pytest.mark.process),
+    ([PADDED] * 5, '4 tokens/s, 2 rows/s, 1 batches/s; '),
+    ([{'x': np.ones(3)}] * 5, '3 rows/s, 1 batches/s; '),
+    ([PADDED], 'not measured; '),  # The first one is not timed.
   ],
 )
-def test_records_of_a_right_input_are_read_once(num_hosts, workers):
-  # Over two epochs and more, rows come again; records of an epoch do not.
-  found = rows_of(
-    lambda shard: Numbers(shard=shard, batch_size=2, **workers), num_hosts, 10
-  )
-  assert found.verdict == show.OK
-  assert f'no record of {20 * num_hosts} rows of' in found.text
+def test_speed(batches, expected, monkeypatch):
+  monkeypatch.setattr(time, 'perf_counter', iter(range(100)).__next__)
+  report = show.check(lambda: iter(batches), num_hosts=1)
+  speed = report.findings[-1]
+  assert speed.name == 'speed'
+  assert speed.text == f'{expected}the first batch after 1.00 s'
 
 
-def test_hosts_that_share_records_are_found():
-  found = rows_of(lambda shard: Numbers(batch_size=2, num_infeed_hosts=1), 3, 4)
-  assert found.verdict == show.WRONG
-  assert found.text.startswith(
-    'of 24 rows of 3 hosts, 8 different ones are on several hosts and 0 again'
-    ' on the same host; hosts 0, 1, 2 read the same rows; such as line '
-  )
+def test_inputs_are_closed():
+  found = collections.Counter()
+  make_input = make(Counting, close=lambda self: found.update(['closed']))
 
+  def made(shard):
+    found['made'] += 1
+    return make_input(shard)
 
-def test_records_read_twice_by_one_host_are_found():
-  class Twice(Numbers):
-    def order(self, positions):
-      return positions // 2 % self.n
+  assert show.check(made, seconds=0.0).ok
+  assert found['closed'] == found['made'] > 2
 
-  found = rows_of(lambda shard: Twice(shard=shard, batch_size=2), 2, 2)
-  assert found.verdict == show.WRONG
-  assert '0 different ones are on several hosts and 4 again' in found.text
-  assert found.text.endswith('such as line 0')
 
-
-def test_rows_tell_where_records_have_no_numbers():
-  right = rows_of(train(), 3, 4)
-  assert right.verdict == show.OK
-  assert right.text == 'no two of 24 rows of 3 hosts are identical'
-
-  wrong = rows_of(train(own=False), 3, 4)
-  assert wrong.verdict == show.WRONG
-  assert '8 different ones are on several hosts and 0 again' in wrong.text
-  assert 'hosts 0, 1, 2 read the same rows' in wrong.text
-
-
-def test_some_identical_rows_are_for_people_to_judge():
-  def half(host_index, num_hosts):
-    del num_hosts
-    for i in range(4):
-      yield {'x': np.array([i, 100 * (host_index + 1) + i])}
-
-  found = rows_of(
-    lambda shard: iterable.from_generator(
-      half, shard=shard, batch_size=2, is_training=True
-    ),
-    2,
-    4,
-  )
-  assert found.verdict == show.LOOK
-  assert '4 different ones are on several hosts and 0 again' in found.text
-
-
-def test_a_plain_iterator_may_not_know_its_host():
-  def same():
-    return iter([{'x': np.arange(2) + i} for i in range(0, 8, 2)])
-
-  def own(shard):
-    for i in range(0, 8, 2):
-      yield {'x': (np.arange(2) + i) * shard.count + shard.index}
-
-  report = check(same, num_hosts=2)
-  assert len(report.digests) == 1
-  assert 'takes no `shard`' in said(report)
-  assert rows_of(own, 2, 4).verdict == show.OK
-
-
-def test_weights_and_padding_rows_do_not_count():
-  def rows(host_index):
-    # The same row twice, in different company; then one that fills.
-    weights = np.float32([1, 1 + host_index, 0])
-    yield {'x': np.array([1, 1, 0]), 'weights': weights}
-
-  found = rows_of(
-    lambda shard: iterable.from_generator(rows, shard=shard, batch_size=3), 2, 1
-  )
-  assert 'of 4 rows of 2 hosts, 1 different ones are on several' in found.text
-
-
-# All checks.
-
-
-def test_a_right_input_passes():
-  report = check(
-    lambda shard: Numbers(shard=shard, batch_size=2, n=1000), num_hosts=4
-  )
-  assert report.ok
-  assert verdicts(report) == {'rows': 'ok', 'resume': 'ok', 'position': 'ok'}
-  assert len(set(report.digests)) == 4
-  assert max(map(len, str(report).splitlines())) <= show.WIDTH
-  source = Numbers(batch_size=2, n=1000, shard=base.Shard(3, 4))
-  assert show.digest(next(source) for _ in range(5)) == report.digests[3]
-
-
-@pytest.mark.parametrize('n', [1, 7, 8, 10])
-@pytest.mark.parametrize('num_hosts', [1, 3])
-def test_one_epoch_is_counted(n, num_hosts):
-  report = check(
-    lambda shard: Numbers(
-      shard=shard,
-      batch_size=2,
-      n=n,
-      is_training=False,
-      reset_for_eval=True,
-      eval_loop_num_batches=None,
-    ),
-    num_hosts=num_hosts,
-    num_batches=1,
-  )
-  assert report.ok, report
-  batches = -(-n // (2 * num_hosts))
-  text = next(f.text for f in report.findings if f.name == 'epoch')
-  assert text == (
-    f'{batches} batches on each host; in all, {n} rows of'
-    f' {batches * 2 * num_hosts}, and weights of {3 * n};'
-    f' {n} records, of which 0 are not read'
-  )
-  rows = batches * 2 * num_hosts
-  assert report.padding_share == pytest.approx((rows - n) / rows)
-
-
-def test_records_that_are_left_out_are_found():
-  class Less(Numbers):
-    def order(self, positions):
-      return positions // 2
-
-  report = check(
-    lambda shard: Less(
-      shard=shard,
-      batch_size=2,
-      is_training=False,
-      reset_for_eval=True,
-      eval_loop_num_batches=None,
-    )
-  )
-  assert verdicts(report)['epoch'] == show.WRONG
-  assert '10 records, of which 5 are not read' in said(report)
-
-
-def test_unequal_numbers_of_batches_are_found():
-  def make(shard):
-    end = 8 + 2 * shard.index * (shard.count > 1)
-    return Counting(batch_size=2, shard=shard, reset_for_eval=True, end=end)
-
-  assert check(make, num_hosts=1).ok
-  report = check(make, num_batches=1)
-  assert verdicts(report)['epoch'] == show.WRONG
-  assert 'have 4, 5 batches' in said(report)
-  # Also where only one of them ends within what is read.
-  report = check(make, num_batches=1, max_batches=4)
-  assert 'have 4, 4 or more batches' in said(report)
-  report = check(make, num_batches=1, max_batches=3)
-  assert verdicts(report)['epoch'] == show.LOOK
-  # And in training, where nobody asked for an end.
-  report = check(lambda shard: train(end=4 + 6 * shard.index)(shard))
-  assert 'have 2, 5 or more batches' in said(report)
-
-
-def test_no_data_is_found():
-  report = check(train(end=0))
-  assert report.num_batches == 0
-  assert verdicts(report)['epoch'] == show.WRONG
-  assert 'there is no data' in said(report)
-
-
-def test_a_position_that_lies_is_found():
-  assert check(train()).ok
-  report = check(train(lies=True))
-  assert verdicts(report)['resume'] == show.WRONG
-  assert 'after 3 batches gave another batch number 3' in said(report)
-
-
-def test_a_state_that_is_refused_is_found():
-  class Random(Counting):
-    def identity(self):
-      return {**super().identity(), 'data': os.urandom(4).hex()}
-
-  report = check(
-    lambda shard: Random(shard=shard, batch_size=2, is_training=True)
-  )
-  assert verdicts(report)['resume'] == show.WRONG
-  assert 'refuses the state after 3 batches: Random cannot go on' in said(
-    report
-  )
-
-
-def test_resuming_that_cannot_be_judged():
-  report = check(
-    lambda shard: Counting(
-      shard=shard,
-      batch_size=2,
-      is_training=True,
-      input_checkpointing_enabled=False,
-    )
-  )
-  assert verdicts(report)['resume'] == show.LOOK
-  report = check(lambda shard: Numbers(shard=shard, batch_size=2, same=True))
-  assert verdicts(report)['resume'] == show.LOOK
-  assert 'all batches are the same' in said(report)
-
-
-@pytest.mark.parametrize('num_hosts', [1, 2])
-def test_a_record_without_weight_is_read_all_the_same(num_hosts):
-  class Empty(Numbers):
-    def read(self, records, epochs):
-      batch = super().read(records, epochs)
-      return batch | {'weights': batch['weights'] * (records > 0)[:, None]}
-
-  report = check(
-    lambda shard: Empty(
-      shard=shard,
-      batch_size=2,
-      n=3,
-      shuffle=False,
-      is_training=False,
-      reset_for_eval=True,
-      eval_loop_num_batches=None,
-    ),
-    num_hosts=num_hosts,
-  )
-  assert report.ok
-  assert '2 rows of' in said(report)
-  assert '3 records, of which 0 are not read' in said(report)
-
-
-def test_a_plain_iterator_that_saves_its_position():
-  class Plain:
-    def __init__(self, step):
-      self.state = {'count': np.zeros([], np.int64)}
-      self.step = step
-
-    def __iter__(self):
-      return self
-
-    def __next__(self):
-      self.state['count'] += 2
-      return {'x': np.arange(2) + self.state['count']}
-
-    def get_state(self):
-      return self.state
-
-    def set_state(self, state):
-      self.state = {'count': state['count'] + self.step}
-
-  assert verdicts(check(lambda: Plain(0)))['resume'] == show.OK
-  assert verdicts(check(lambda: Plain(2)))['resume'] == show.WRONG
-
-
-def test_positions_that_differ_are_found():
-  class Own(Numbers):
-    def position(self):
-      given = super().position()['records']
-      return {'records': given // (1 + self.infeed_host_index)}
-
-  report = check(lambda shard: Own(shard=shard, batch_size=2))
-  assert verdicts(report)['position'] == show.WRONG
-  assert 'not the same on all hosts' in said(report)
-
-
-def test_an_order_that_depends_on_the_number_of_hosts_is_found():
-  class Own(Numbers):
-    def order(self, positions):
-      return (positions + self.num_infeed_hosts) % self.n
-
-  report = check(lambda shard: Own(shard=shard, batch_size=2))
-  assert verdicts(report)['position'] == show.WRONG
-  assert 'reads other rows' in said(report)
-  # And a position that only this number of hosts takes.
-
-  class Strict(Numbers):
-    def identity(self):
-      return super().identity() | {'hosts': self.num_infeed_hosts}
-
-  report = check(lambda shard: Strict(shard=shard, batch_size=2))
-  assert 'one host refuses the state of 2' in said(report)
-
-
-def test_hosts_that_are_refused():
-  report = check(
-    lambda shard: iterable.from_generator(
-      lambda: ({'x': np.arange(2) + 2 * i} for i in range(100)),
-      batch_size=2,
-      shard=shard,
-      is_training=True,
-    )
-  )
-  assert report.ok
-  assert report.findings[0].verdict == show.LOOK
-  assert 'all hosts would read the same' in report.findings[0].text
-  assert len(report.digests) == 1
-
-
-# The command, as a process.
-
-
-EXPERIMENT = '''
-import dataclasses
-
-import numpy as np
-
-from jaxline import sharded
-from jaxline.inputs import base
-from tests import test_inputs_show
+# The command.
 
 
 class Experiment(sharded.ShardedExperiment):
+  """Has inputs, but no weights."""
 
   def __init__(self, mode, init_rng, batch_size, fault, mesh, run_config=None):
     super().__init__(mode, init_rng, run_config=run_config, mesh=mesh)
@@ -544,18 +407,12 @@ class Experiment(sharded.ShardedExperiment):
   make_optimizer = loss_fn = init_fn
 
   def train_input(self, shard):
-    index, count = shard.index, shard.count
-    if self.batch_size % count:
-      raise ValueError(f'batch_size is {self.batch_size}, for {count} hosts.')
-    if self.fault == 'read':
-      raise KeyError('in code of the user')
-    return test_inputs_show.Numbers(
+    return Numbers(
       name='numbers',
-      batch_size=self.batch_size // count,
+      batch_size=base.per_host(self.batch_size, shard),
       shuffle=False,
       n=20,
-      infeed_host_index=0 if self.fault == 'hosts' else index,
-      num_infeed_hosts=1 if self.fault == 'hosts' else count,
+      shard=base.Shard(0, 1) if self.fault == 'hosts' else shard,
     )
 
   def eval_input(self, shard):
@@ -566,83 +423,40 @@ class Experiment(sharded.ShardedExperiment):
     return batches
 
 
-class Old:
-  """Has no inputs."""
-'''
-
-CONFIG = """
+@pytest.fixture
+def config(tmp_path):
+  path = tmp_path / 'config.py'
+  path.write_text("""
 from jaxline import base_config
-
 
 def get_config():
   config = base_config.get_base_config()
-  config.experiment_class = 'looked_at:Experiment'
-  config.experiment_kwargs.batch_size = 8
-  config.experiment_kwargs.fault = ''
-  config.experiment_kwargs.mesh = {'data': 2}
+  config.experiment_class = 'tests.test_inputs_show:Experiment'
+  config.experiment_kwargs = dict(batch_size=8, fault='', mesh=dict(data=2))
   return config
-"""
+""")
+  return f'--config={path}'
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  path = tmp_path_factory.mktemp('show')
-  (path / 'looked_at.py').write_text(EXPERIMENT)
-  (path / 'config.py').write_text(CONFIG)
-  return path
-
-
-def command(folder, *args):
-  # conftest has put two CPU devices into XLA_FLAGS.
-  return subprocess.run(
-    [sys.executable, '-m', 'jaxline.inputs', *args],
-    cwd=folder,
-    env=os.environ | {'PYTHONPATH': f'{ROOT}{os.pathsep}{folder}'},
+@pytest.mark.process
+@pytest.mark.parametrize('split', ['train', 'eval'])
+def test_command(split, tmp_path):
+  args = f'--config={ROOT}/configs/lm.py', f'--split={split}', '--host=1/2'
+  result = subprocess.run(
+    [sys.executable, '-m', 'jaxline.inputs', 'show', '-n1', *args],
+    cwd=tmp_path,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
     capture_output=True,
     text=True,
     timeout=120,
     stdin=subprocess.DEVNULL,
   )
-
-
-def shown(folder, *args):
-  return command(
-    folder, 'show', '--config=config.py', '--seconds=0.01', '--batches=3', *args
-  )
-
-
-@pytest.mark.process
-def test_command(folder):
-  result = shown(folder, '-n', '1')
   assert (result.returncode, result.stderr) == (0, '')
-  lines = result.stdout.splitlines()
-  first = "Numbers 'numbers': 8 rows a batch, 8 over all hosts, for host 0 of 1"
-  assert lines[0] == first
-  assert lines[2:8] == [
-    'batch 0',
-    'entry    shape  dtype    min  max  mean',
-    'ids      8 x 3  int32      0    9   4.5',
-    'weights  8 x 3  float32    1    1     1',
-    "row 0 of ids: 'abc'",
-    "row 1 of ids: 'bcd'",
-  ]
-  assert 'batch 1' not in lines
-  assert 'digest of the first 3 batches' in lines
-  assert sum('  host ' in line for line in lines) == 2
-  assert 'no record of 24 rows of 2 hosts is read twice' in result.stdout
-  assert 'tokens/s' in lines[-1]
-  assert 'WRONG' not in result.stdout
-  assert max(map(len, lines)) <= show.WIDTH
-  assert not list(folder.glob('**/checkpoints'))
-
-
-@pytest.mark.process
-def test_command_on_evaluation(folder):
-  result = shown(folder, '--split=eval', '--hosts', '3')
-  assert (result.returncode, result.stderr) == (0, '')
-  assert 'list, no BaseInput, for host 0 of 3' in result.stdout
-  assert '1 batches on each host; in all, 9 rows of 9' in result.stdout
-  assert 'begins anew with each evaluation' in result.stdout
+  assert 'row 0 of ids: ' in result.stdout
+  found = re.findall(r'^ok     (\w+)', result.stdout, re.MULTILINE)
+  epoch = ['epoch'] * (split == 'eval')
+  assert found == ['rows', *epoch, 'resume', 'position']
+  assert not list(tmp_path.iterdir())
 
 
 # ml_collections loads the config file in a way that Python will drop.
@@ -650,77 +464,53 @@ loads_config = pytest.mark.filterwarnings('ignore:the load_module')
 
 
 @loads_config
-@pytest.mark.parametrize(('name', 'batches'), [(None, 1), ('long', 2)])
-def test_command_on_one_of_several_evaluation_sets(
-  folder, name, batches, monkeypatch, capsys
-):
-  from jaxline.inputs import __main__ as program
-
-  monkeypatch.chdir(folder)
-  monkeypatch.syspath_prepend(str(folder))
-  args = ['--split=eval', '--config.experiment_kwargs.fault=sets']
-  if name:
-    args.append(f'--set={name}')
-  program.main(['show', '--config=config.py', '--seconds=0.01', '-n0', *args])
-  assert f'{batches} batches on each host' in capsys.readouterr().out
-
-
-@pytest.mark.process
-@pytest.mark.parametrize('split', ['train', 'eval'])
-def test_command_on_the_language_model(split):
-  result = command(
-    ROOT,
-    'show',
-    '--config=configs/lm.py',
-    f'--split={split}',
-    '--host=1/2',
-    '--seconds=0.01',
-    '-n1',
-  )
-  assert (result.returncode, result.stderr) == (0, '')
-  assert 'row 0 of ids: ' in result.stdout
-  for line in (
-    '^ok     rows     no record of .* rows of 2 hosts is read twice$',
-    '^ok     resume   a new input goes on exactly',
-    '^ok     position the same on all hosts, and one host goes on from it$',
-  ):
-    assert re.search(line, result.stdout, re.MULTILINE)
-  assert ('of which 0 are not read' in said(result.stdout)) == (split == 'eval')
+def test_output(config, capsys):
+  args = '-n1', '--batches=3', '--seconds=0.01'
+  assert program.main(['show', config, *args]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[:9] == [
+    "Numbers 'numbers': 8 rows a batch, 8 over all hosts, for host 0 of 1",
+    '',
+    'batch 0',
+    'entry    shape  dtype    min  max  mean',
+    'ids      8 x 3  int32      0    9   4.5',
+    'weights  8 x 3  float32    1    1     1',
+    "row 0 of ids: 'abc'",
+    "row 1 of ids: 'bcd'",
+    '',
+  ]
+  assert lines[9] == 'digest of the first 3 batches'
+  assert sum('  host ' in line for line in lines) == 2
+  assert 'tokens/s' in lines[-1]
 
 
-@pytest.mark.process
-def test_command_finds_hosts_that_read_the_same(folder):
-  result = shown(folder, '-n0', '--config.experiment_kwargs.fault=hosts')
-  assert (result.returncode, result.stderr) == (1, '')
-  assert 'WRONG  rows     of 24 rows of 2 hosts, 12 different' in result.stdout
+FAULT = '--config.experiment_kwargs.fault='
 
 
 @loads_config
 @pytest.mark.parametrize(
-  ('args', 'words'),
+  ('args', 'status', 'words'),
   [
-    ([], '--config'),
-    (['--config=config.py', '--hots=3'], 'hots'),
-    (['--config=config.py', '--config.interval_type=days'], 'interval_type'),
-    (
-      ['--config=config.py', '--config.experiment_class=looked_at:Old'],
-      'train_input',
-    ),
-    (['--config=config.py', '--hosts=3'], 'batch_size is 8'),
-    (['--config=config.py', '--host=0/2', '--hosts=4'], '--hosts'),
-    (['--config=config.py', '--split=eval', '--set=long'], '--set'),
+    ('--host=1/4 -n1', 0, "row 0 of ids: 'cde'"),
+    ('--split=eval --hosts=3', 0, "'a list', for host 0 of 3"),
+    ('--split=eval --hosts=3', 0, 'in all, 9 rows of 9'),
+    (f'--split=eval {FAULT}sets', 0, ' 1 batches on each host'),
+    (f'--split=eval {FAULT}sets --set=long', 0, ' 2 batches on each host'),
+    (f'{FAULT}hosts', 1, 'WRONG  rows '),
+    ('--hots=3', 2, 'hots'),
+    ('--config.interval_type=days', 2, 'interval_type'),
+    ('--config.experiment_class=builtins:dict', 2, 'train_input'),
+    ('--hosts=3', 2, 'global batch of 8 rows'),
+    ('--host=0/2 --hosts=4', 2, '--hosts'),
+    ('--split=eval --set=long', 2, '--set'),
+    (f'--split=eval {FAULT}sets --set=longer', 2, "'long'"),
   ],
-  ids=str,
 )
-def test_wrong_usage(folder, args, words, monkeypatch, capsys):
-  # In this process, for the time's sake: another one takes seconds.
-  from jaxline.inputs import __main__ as program
-
-  monkeypatch.chdir(folder)
-  monkeypatch.syspath_prepend(str(folder))
+def test_status(config, args, status, words, capsys):
   try:
-    status = program.main(['show', *args])
+    found = program.main(['show', config, '-n0', '--seconds=0', *args.split()])
   except SystemExit as e:
-    status = e.code  # How argparse leaves.
-  assert status == 2
-  assert words in capsys.readouterr().err
+    found = e.code  # How argparse leaves.
+  out, err = capsys.readouterr()
+  assert found == status, (out, err)
+  assert words in (err if status == 2 else out)

@@ -895,7 +895,7 @@ def test_restore_is_exact_with_batches_in_flight(sharding):
     wait_until(lambda: int(opened[0].state['next']) > 4)
   snapshot = save(experiment)
   # Not the position of the thread that reads ahead.
-  assert int(snapshot['input']['next']) == 3
+  assert int(snapshot['input']['state']['next']) == 3
   for step in range(3, 5):  # What comes after does not reach the snapshot.
     experiment.step(global_step=step, rng=rng, writer=None)
   assert_same(snapshot, save_after(sharding, 3))

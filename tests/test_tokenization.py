@@ -1,11 +1,11 @@
 """Tests of tokenizers, with models that are trained here on Python's source."""
 
+from concurrent import futures
 import hashlib
 import io
 import pathlib
 import pickle
 import sysconfig
-import threading
 
 import numpy as np
 import pytest
@@ -73,11 +73,6 @@ def train_huggingface(path: pathlib.Path, *special: str) -> pathlib.Path:
 
 
 @pytest.fixture(scope='module')
-def sentencepiece_model(tmp_path_factory):
-  return train_sentencepiece(tmp_path_factory.mktemp('sp') / 'a.model')
-
-
-@pytest.fixture(scope='module')
 def huggingface_model(tmp_path_factory):
   return train_huggingface(
     tmp_path_factory.mktemp('hf') / 'tokenizer.json',
@@ -87,11 +82,11 @@ def huggingface_model(tmp_path_factory):
   )
 
 
-@pytest.fixture(params=['bytes', 'stdlib', 'sentencepiece', 'huggingface'])
+@pytest.fixture(params=['bytes', 'stdlib', 'huggingface'])
 def spec(request):
-  if request.param in ('bytes', 'stdlib'):
-    return request.param
-  return request.getfixturevalue(f'{request.param}_model')
+  if request.param == 'huggingface':
+    return request.getfixturevalue('huggingface_model')
+  return request.param
 
 
 def test_text_comes_back(spec):
@@ -117,9 +112,9 @@ def test_batches_are_the_texts_one_by_one(spec):
   assert len(batch) == len(texts)
   for ids, example in zip(batch[:50], texts, strict=False):
     np.testing.assert_array_equal(ids, tokenizer.encode(example))
-  ids, sizes = np.concatenate(batch), [*map(len, batch)]
+  sizes = [*map(len, batch)]
   if spec != 'bytes':
-    assert len(ids) < 0.8 * sum(map(len, texts))
+    assert sum(sizes) < 0.8 * sum(map(len, texts))
     # Longer than the file's own limit, not filled up to its own length.
     assert max(sizes) > 6
     assert 1 in sizes
@@ -158,45 +153,33 @@ def test_pickled_and_in_threads(spec):
   tokenizer = tokenization.load_tokenizer(spec)
   other = pickle.loads(pickle.dumps(tokenizer))
   assert other.identity == tokenizer.identity
-  texts = list(lines())
-  expected = np.concatenate(tokenizer.encode_batch(texts))
-  results = {}
 
-  def run(number, tokenizer):
-    results[number] = np.concatenate(tokenizer.encode_batch(texts))
+  def encode(tokenizer):
+    return np.concatenate(tokenizer.encode_batch([*lines()]))
 
-  threads = [
-    threading.Thread(target=run, args=(i, t))
-    for i, t in enumerate([tokenizer, tokenizer, other])
-  ]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  for i in range(3):
-    np.testing.assert_array_equal(results[i], expected)
+  expected = encode(tokenizer)
+  with futures.ThreadPoolExecutor(3) as pool:
+    for ids in pool.map(encode, [tokenizer, tokenizer, other]):
+      np.testing.assert_array_equal(ids, expected)
 
 
-def test_document_token_of_sentencepiece(sentencepiece_model, tmp_path):
-  model = tokenization.load_tokenizer(sentencepiece_model)
-  assert model.document_id == 1  # <s>
-  end = tokenization.load_tokenizer(f'{sentencepiece_model}#</s>')
-  assert end.document_id == 2
+def test_document_token_of_sentencepiece(tmp_path):
+  path = train_sentencepiece(tmp_path / 'a.model')
+  model, end = (
+    tokenization.load_tokenizer(f'{path}{x}') for x in ('', '#</s>')
+  )
+  assert (model.document_id, end.document_id) == (1, 2)  # <s>, </s>
   assert end.identity != model.identity
-  with pytest.raises(ValueError, match=r"token the,.*\['<s>', '</s>'\]"):
-    tokenization.load_tokenizer(f'{sentencepiece_model}#the')
   path = train_sentencepiece(tmp_path / 'eos.model', bos_id=-1)
-  assert tokenization.load_tokenizer(path).document_id == 2  # </s>
-  path = train_sentencepiece(tmp_path / 'neither.model', bos_id=-1, eos_id=-1)
-  with pytest.raises(ValueError, match=r'\[\]'):
-    tokenization.load_tokenizer(path)
+  assert tokenization.load_tokenizer(path).document_id == 2
   path = train_sentencepiece(
     tmp_path / 'own.model', bos_id=-1, eos_id=-1, control_symbols=['<doc>']
   )
-  with pytest.raises(ValueError, match='<doc>'):
-    tokenization.load_tokenizer(path)
   own = tokenization.load_tokenizer(f'{path}#<doc>')
   assert own.document_id not in own.encode('<doc>')
+  for spec in path, f'{path}#the':  # Text is encoded to 'the'.
+    with pytest.raises(ValueError, match='<doc>'):
+      tokenization.load_tokenizer(spec)
 
 
 def test_document_token_of_huggingface(huggingface_model, tmp_path):
@@ -206,75 +189,48 @@ def test_document_token_of_huggingface(huggingface_model, tmp_path):
   assert named.document_id == 1
   assert named.decode([1, 2]) == '<s>'
   path = train_huggingface(tmp_path / 'a.json', '<#one#>', '<two>')
-  with pytest.raises(ValueError, match=r"token <s> or .*'<two>'\]"):
-    tokenization.load_tokenizer(path)
   assert tokenization.load_tokenizer(f'{path}#<#one#>').document_id == 0
-  with pytest.raises(ValueError, match='has no special token e,'):
-    tokenization.load_tokenizer(f'{path}#e')
-  # A token that text is encoded to is none, whatever it is called.
   tokenizers = pytest.importorskip('tokenizers')
   model = tokenizers.Tokenizer.from_file(str(path))
-  model.add_tokens(['<s>'])
+  model.add_tokens(['<s>'])  # Not special: text is encoded to it.
   model.save(str(path))
-  with pytest.raises(ValueError, match='no special token <s> or <bos>'):
-    tokenization.load_tokenizer(path)
-  path = train_huggingface(tmp_path / 'b.json')
-  with pytest.raises(ValueError, match=r'\[\]'):
-    tokenization.load_tokenizer(path)
+  for spec in path, f'{path}#e', f'{path}#<s>':
+    with pytest.raises(ValueError, match='<two>'):
+      tokenization.load_tokenizer(spec)
 
 
 def test_wrong_specs(tmp_path):
   for spec in 'byte', 'my.txt', '', str(tmp_path):
-    with pytest.raises(ValueError, match="'bytes', 'stdlib', the path"):
+    with pytest.raises(ValueError, match="'bytes', 'stdlib'"):
       tokenization.load_tokenizer(spec)
-  with pytest.raises(FileNotFoundError, match=r'there is no file .*no\.model'):
+  with pytest.raises(FileNotFoundError, match=r'no\.model'):
     tokenization.load_tokenizer(tmp_path / 'no.model#<s>')
 
 
 @pytest.mark.parametrize(
-  ('library', 'name'),
-  [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')],
+  ('library', 'name'), [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')]
 )
-@pytest.mark.parametrize('data', [b'', b'nonsense', b'{}'])
-def test_files_that_are_no_models(tmp_path, library, name, data):
+def test_files_that_are_no_models(tmp_path, library, name):
   pytest.importorskip(library)
-  (tmp_path / name).write_bytes(data)
-  with pytest.raises(ValueError, match=f'{name} is no .* tokenizer'):
-    tokenization.load_tokenizer(tmp_path / name)
+  for data in b'', b'nonsense', b'{}':
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=name):
+      tokenization.load_tokenizer(tmp_path / name)
 
 
-@pytest.mark.parametrize('kind', ['file', 'line'])
-def test_a_corpus(spec, kind, tmp_path):
-  contents = {name: (STDLIB / name).read_bytes() for name in FILES}
-  for name, content in contents.items():
-    (tmp_path / name).write_bytes(content)
+def test_a_corpus(spec, tmp_path):
   corpus = text.load_corpus(
-    tmp_path, tokenizer=spec, documents=kind, cache_dir=tmp_path / 'cache'
+    [STDLIB / name for name in FILES], tokenizer=spec, cache_dir=tmp_path
   )
-  if kind == 'line':
-    contents = {
-      f'{name}:{i}': line
-      for name, content in contents.items()
-      for i, line in enumerate(content.split(b'\n'), 1)
-      if line
-    }
-  assert {*corpus.train.names, *corpus.eval.names} == set(contents)
   tokenizer = tokenization.load_tokenizer(spec)
   for split in corpus.train, corpus.eval:
+    contents = [
+      (STDLIB / name.split('/')[-1]).read_bytes() for name in split.names
+    ]
+    expected = [
+      [tokenizer.document_id, *tokenizer.encode(content)]
+      for content in contents
+    ]
+    np.testing.assert_array_equal(split.tokens, np.concatenate(expected))
     assert split.tokens.dtype == np.uint16
-    expected = []
-    for name in split.names:
-      expected += [tokenizer.document_id, *tokenizer.encode(contents[name])]
-    np.testing.assert_array_equal(split.tokens, expected)
-    data = text.TextInput(
-      documents=split,
-      batch_size=8,
-      length=64,
-      reset_for_eval=True,
-      eval_loop_num_batches=None,
-    )
-    batches = list(data.eval_batches())
-    total = sum(int(b['weights'].sum()) for b in batches)
-    assert total == len(split.tokens) - split.num_documents
-    assert split.data() == b''.join(contents[name] for name in split.names)
-    assert split.num_bytes == len(split.data())
+    assert split.data() == b''.join(contents)

@@ -50,10 +50,9 @@ def read(num_hosts, **fields):
     source = Numbers(batch_size=rows, shard=shard, **fields)
     batches = []
     for number, batch in zip(range(BATCHES), source, strict=False):
-      weights = batch.get('weights', np.ones(len(batch.record)))
-      batches.append((batch.record, batch.epoch, weights))
+      batches.append([batch[key] for key in ('record', 'epoch', 'weights')])
       if number + 1 == CHECKPOINT:
-        assert source.position() == {'records': CHECKPOINT * GLOBAL_BATCH}
+        assert source.position() == CHECKPOINT * GLOBAL_BATCH
     if source.reset_for_eval:
       assert next(source, None) is None
     hosts.append(batches)
@@ -154,8 +153,8 @@ def draw():
     text(
       x,
       y + 8,
-      f'checkpoint: {{"records": {CHECKPOINT * GLOBAL_BATCH}}} on every host,'
-      ' and for any number of hosts',
+      f'checkpoint: position {CHECKPOINT * GLOBAL_BATCH} on every host, for any'
+      ' number of hosts',
       13,
       '#a40e26',
       anchor='end' if x > WIDTH / 2 else 'start',

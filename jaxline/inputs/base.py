@@ -389,14 +389,10 @@ class BaseInput:
     """Yields the batches of one evaluation: see the top of this module.
 
     Raises:
-      ValueError: the data has not as many batches as were asked for, or none.
+      ValueError: the data ends before `eval_loop_num_batches`.
     """
     if self.reset_for_eval:
       self.reset()
-      first = next(self, None)
-      if first is None:
-        raise ValueError(f'{self.name} has no data to evaluate on.')
-      yield first
       yield from self
       return
     assert self.eval_loop_num_batches is not None

@@ -1,31 +1,27 @@
-"""Any Grain dataset, any random-access data source, ArrayRecord files.
+"""Reads Grain datasets, random-access data sources and ArrayRecord files.
 
   GrainInput(files='/data/train-*.array_record', transformations=[decode], ...)
   GrainInput(dataset=grain.MapDataset.source(records).map(f), ...)
   GrainInput(dataset=lambda host_index, num_hosts: stream(...), ...)
 
-Records that have numbers (files, a `grain.MapDataset`, anything with `__len__`
-and `__getitem__`) are shuffled, divided among hosts and counted by
-`IndexedInput`: any number of hosts, one-epoch evaluation, exact positions. A
-`grain.IterDataset` is a stream: the code that makes it divides it among the
-hosts, and the position is that of Grain's iterator, for the same host of the
-same number of hosts.
-
-The records of a batch are read in one call where the source can do that
-(`__getitems__`, as ArrayRecord files can), which Grain's nodes do not use.
+`IndexedInput` shuffles, divides among hosts and counts records that have
+numbers: files, a `grain.MapDataset`, anything with `__len__` and `__getitem__`.
+A `grain.IterDataset` is a stream: the code that makes it divides it among the
+hosts, and a position is that of Grain's iterator, for the same host of the same
+number of hosts.
 """
 
 from __future__ import annotations
 
+import ast
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import functools
 import glob
 import hashlib
 import itertools
-import json
 import os
 import sys
 from typing import Any
@@ -37,37 +33,37 @@ from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
-_TUPLE = '__tuple__'  # The key of what is one, in JSON.
-
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GrainInput(indexed.IndexedInput):
   """Records that Grain can read, each a dict of arrays, as batches of them.
 
-  Of an `IterDataset`, `shuffle` and `num_threads` mean nothing (see
-  `to_iter_dataset`); one-epoch evaluation needs one host, since nobody knows
-  how many records a stream has. With `repeat` it begins again at its end: in
-  the same order, unless it is made by a function that takes `epoch`.
+  A stream ignores `shuffle` and `num_threads` (see `to_iter_dataset`), and has
+  one-epoch evaluation on one host only, since nobody knows how many records it
+  has. With `repeat` it begins again at its end: in the same order, unless it is
+  made by a function that takes `epoch`.
 
   Attributes:
     dataset: one of
       - a `grain.MapDataset`, finite, neither filtered nor batched;
-      - anything with `__len__` and `__getitem__`; its `__getitems__`, if there
-        is one, gets the numbers of a whole batch, as a list;
+      - anything with `__len__` and `__getitem__` (which is faster than the same
+        in a `MapDataset.source`); its `__getitems__`, if there is one, gets the
+        numbers of a whole batch, as a list;
       - a `grain.IterDataset` of records, not batched, for one host; it ends
         where it raises `StopIteration`, even if a function of its own does;
       - a function that returns one of these. It is called with those of
-        `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments;
-        the first two it must have if it returns an `IterDataset` and there are
-        several hosts, and then return the part of that host.
+        `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments.
+        A stream of several hosts needs the first two: the function returns the
+        part of that host.
     files: ArrayRecord files instead: a path, a glob, or several, also of what
-      `etils.epath` can read ('gs://...'), where a glob has no '**'.
+      `etils.epath` can read ('gs://...'), where a glob has no '**'. A file that
+      is named twice is read once.
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
       depends on the seed, the record and the epoch alone. For a stream, all
       that `IterDataset.apply` accepts, except batches.
     collate: makes the batch, a dict of arrays [b, ...], of a list of b records;
-      None stacks arrays of equal shapes.
+      None stacks arrays of equal shapes, in dicts of any depth.
     data_name: identifies the data: a state that was saved with another name is
       refused. Files are also identified by names, sizes and numbers of records;
       other datasets without a name only by their number of records.
@@ -76,7 +72,7 @@ class GrainInput(indexed.IndexedInput):
   dataset: Any = None
   files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
   transformations: Sequence[Any] = ()
-  collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
+  collate: Callable[[list[Any]], dict[str, Any]] | None = None
   data_name: str = ''
 
   def __post_init__(self) -> None:
@@ -85,34 +81,35 @@ class GrainInput(indexed.IndexedInput):
       self.refuse('files', 'some without a dataset, or none with one')
     import grain  # Takes a second to import.
 
-    # Of files: where each ends in the numbering of the records.
-    self._paths: list[str] = []
-    self._ends: list[int] = []
-    self._files_hash = ''
     self._arguments: dict[str, Any] = {}
-    self._records: Any = self.dataset
-    if self.files:
-      self._paths = _find_files(self.files)
-      self._ends = _find_ends(self._paths)
-      self._files_hash = _hash_files(self._paths, self._ends)
-      self._records = grain.sources.ArrayRecordDataSource(self._paths)
-    elif callable(self.dataset) and not hasattr(self.dataset, '__getitem__'):
-      self._records = self._make(epoch=0)
+    self._records: Any = (
+      _Files(_find_files(self.files)) if self.files else self._make(epoch=0)
+    )
+    self._collate = self.collate or _stack
+    self._is_map_dataset = isinstance(self._records, grain.MapDataset)
     self._is_stream = isinstance(self._records, grain.IterDataset)
+    taken = {*self._arguments}
     if self._is_stream:
-      self._check_stream()
+      self._check_stream(taken)
       # Of this host alone; see `BaseInput`.
       self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
-      first = {'epoch': 0, 'record': 0, 'grain': None, 'ended': False}
-      self._at = self._first = first  # type: ignore[misc]
-      self._reading = 0, 0  # The epoch and number of the record.
-    else:
-      self._check_records()
-
-  # The dataset and its transformations.
+      # Epoch, record, and the iterator's state as text.
+      self.FIRST = self._at = 0, 0, None  # type: ignore[misc]
+      return
+    if taken & {'host_index', 'num_hosts', 'epoch'}:
+      raise ValueError(
+        f'{self.name}.dataset takes {sorted(taken)} and returns records with'
+        ' numbers, which the input divides among hosts and shuffles itself. Let'
+        ' it return all records.'
+      )
+    self._length = len(self._records)
+    if self._length == sys.maxsize:
+      raise ValueError(f'{self.name}.dataset has no end: omit .repeat().')
 
   def _make(self, epoch: int) -> Any:
-    """Returns what the function makes, where the dataset is one."""
+    """Returns the dataset, or what a function returns for an epoch."""
+    if not callable(self.dataset) or hasattr(self.dataset, '__getitem__'):
+      return self.dataset
     arguments = {
       'host_index': self.infeed_host_index,
       'num_hosts': self.num_infeed_hosts,
@@ -120,171 +117,104 @@ class GrainInput(indexed.IndexedInput):
       'epoch': epoch,
     }
     self._arguments = base.choose_arguments(self.dataset, arguments)
-    make = functools.partial(self.dataset, **self._arguments)
-    return indexed.call_without_end(make)
+    return self.dataset(**self._arguments)
 
-  def _check_records(self) -> None:
-    import grain
-
-    dealt = {'host_index', 'num_hosts', 'epoch'} & set(self._arguments)
-    if dealt:
-      raise ValueError(
-        f'{self.name}.dataset takes {sorted(dealt)} and returns records with'
-        ' numbers, which the input deals out and shuffles itself: each host'
-        ' would read a part of its part. Let it return all of them.'
-      )
-    if len(self._records) == sys.maxsize:
-      raise ValueError(
-        f'{self.name}.dataset repeats without end, so that it has no epochs.'
-        ' Leave out .repeat().'
-      )
-    # Functions of a record, and whether they take a generator.
-    self._steps: list[tuple[Callable[..., Any], bool]] = []
-    for t in self.transformations:
-      is_random = isinstance(t, grain.transforms.RandomMap)
-      function = t.map if isinstance(t, grain.transforms.Map) else t
-      function = t.random_map if is_random else function
-      self._steps.append((function, is_random))
-
-  def _check_stream(self) -> None:
+  def _check_stream(self, taken: set[str]) -> None:
     if self.num_infeed_hosts != 1 and not (
-      self.repeat and {'host_index', 'num_hosts'} <= set(self._arguments)
+      self.repeat and {'host_index', 'num_hosts'} <= taken
     ):
       raise ValueError(
-        f'{self.name} has {self.num_infeed_hosts} hosts, and its IterDataset'
-        ' would be the same on all of them, or (repeat=False) end after'
-        ' different numbers of batches. Give a function that takes host_index'
-        ' and num_hosts and returns the part of that host, and set repeat=True;'
-        ' or give a grain.MapDataset.'
+        f'{self.name} has {self.num_infeed_hosts} hosts, which would read the'
+        ' same stream, or (repeat=False) end after other numbers of batches.'
+        ' Give a function that takes host_index and num_hosts and returns the'
+        ' part of that host, and set repeat=True; or give a grain.MapDataset.'
       )
-
-  def _collate(self, records: list[Any]) -> Any:
-    import grain
-
-    if self.collate is not None:
-      return self.collate(records)
-    return grain.experimental.batch_and_pad(records, batch_size=len(records))
 
   # Records with numbers: the methods of `IndexedInput`.
 
   def num_records(self) -> int:
-    """Returns how many records the dataset has; none may be told of streams."""
-    return len(self._records)
+    """Returns how many records the dataset has."""
+    return self._length
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns the records with these numbers, transformed and stacked."""
-    import grain
-
     numbers = records.tolist()
-    if isinstance(self._records, grain.MapDataset):
+    if self._is_map_dataset:
       # Grain's own numbering over epochs: its random nodes differ in each.
-      indices = (epochs * len(self._records) + records).tolist()
+      indices = (epochs * self._length + records).tolist()
       elements = [self._records[i] for i in indices]
     elif hasattr(self._records, '__getitems__'):
-      elements = list(self._records.__getitems__(numbers))
+      elements = self._records.__getitems__(numbers)
     else:
-      elements = [self._records[number] for number in numbers]
-    for i, element in enumerate(elements):
-      elements[i] = self._transform(element, int(epochs[i]), numbers[i])
+      elements = [self._records[i] for i in numbers]
+    if self.transformations:
+      numbered = zip(elements, epochs.tolist(), numbers, strict=True)
+      elements = [self._transform(*x) for x in numbered]
     return self._collate(elements)
 
   def _transform(self, element: Any, epoch: int, record: int) -> Any:
-    for stage, (function, is_random) in enumerate(self._steps):
-      if is_random:
+    for stage, t in enumerate(self.transformations):
+      if hasattr(t, 'random_map'):
         numbers = indexed.record_generator(self.seed(), stage, epoch, record)
-        element = function(element, numbers)
+        element = t.random_map(element, numbers)
       else:
-        element = function(element)
+        element = (t if callable(t) else t.map)(element)
     return element
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it, where there are files."""
-    if not self._paths:
+    if not self.files:
       return super().describe_record(record, epoch)
-    file = bisect.bisect_right(self._ends, record)
-    first = self._ends[file - 1] if file else 0
-    return f'{self._paths[file]}, record {record - first}'
+    path, number = self._records.locate(record)
+    return f'{path}, record {number}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns the identity of the data."""
-    return {'data_name': self.data_name, 'files': self._files_hash}
+    """Returns the name of the data, and a hash of the files."""
+    files = self._records.hash if self.files else ''
+    return {'data_name': self.data_name, 'files': files}
 
   # Streams.
 
-  def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the next batch, and the position behind it."""
+  def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yields batches from a position on; see `ResumableInput`."""
     if not self._is_stream:
-      return super()._take()
-    epoch, record = self._at['epoch'], self._at['record']
-    ended = self._at['ended']
-    records: list[Any] = []
-    while len(records) < self.batch_size and not ended:
-      self._reading = epoch, record
-      try:
-        records.append(next(self._iterator))
+      yield from super().read_from(position)
+      return
+    epoch, record, text = position
+    elements: list[Any] = []
+    while self.repeat or not epoch:
+      iterator = self._open(epoch, text)
+      for element in iterator:
+        elements.append(element)
         record += 1
-      except StopIteration:
-        ended = not self.repeat
-        if self.repeat and not record:
-          raise ValueError(
-            f'{self.name} has no records: epoch {epoch} of its stream is empty.'
-          ) from None
-        if self.repeat:
-          self.close()
-          epoch, record = epoch + 1, 0
-          self._iterator = self._start_epoch(epoch, None)
-    if not records:
-      raise StopIteration
-    if self.num_workers:
-      records = indexed.own_arrays(records)
-    batch = indexed.call_without_end(self._collate, records)
-    batch = self._checked(batch, len(records))
-    text = None  # The state as text, since Grain changes the dict that it gave.
-    if self.saves_position:
-      state = self._iterator.get_state()
-      text = _to_json(state)
-      # JSON would turn keys that are numbers into text.
-      if self._at['grain'] is None and _from_json(text) != state:
-        raise TypeError(
-          f'The position of {self.name} cannot be saved: the state of its'
-          f' iterator is {state!r}; expected plain values, as JSON has them. Or'
-          ' set input_checkpointing_enabled=False where that is no loss.'
+        if len(elements) == self.batch_size:
+          is_first, text = text is None, repr(iterator.get_state())
+          if is_first and self.saves_position:
+            _from_text(text)  # Refuses it before it is needed.
+          yield self._collate(elements), (epoch, record, text)
+          elements = []
+      if not record:
+        raise ValueError(
+          f'{self.name} has no records: epoch {epoch} of its stream is empty.'
         )
-    # It is not asked again: an iterator that ends by mistake may give more.
-    self._ended = ended
-    if not self.repeat:
-      batch = base.pad_rows(batch, self.batch_size)
-    position = {'epoch': epoch, 'record': record, 'grain': text, 'ended': ended}
-    return batch, position
+      iterator.close()
+      epoch, record, text = epoch + 1, 0, None
+    if elements:
+      yield self._collate(elements), (epoch, record, text)
 
-  def _start(self) -> Any:
-    """Starts to read at the position."""
-    if not self._is_stream:
-      return super()._start()
-    epoch, record = self._reading = self._at['epoch'], self._at['record']
-    if record and self._at['grain'] is None:
-      raise RuntimeError(
-        f'{self.name} was closed behind record {record} of epoch {epoch} of its'
-        ' stream, and cannot go on there, since its position is not saved. Call'
-        ' reset() to begin anew, or set input_checkpointing_enabled=True.'
-      )
-    return self._start_epoch(epoch, self._at['grain'])
-
-  def _start_epoch(self, epoch: int, state: str | None) -> Any:
-    stream = self._make(epoch) if self._arguments else self._records
+  def _open(self, epoch: int, text: str | None) -> Any:
+    """Returns the iterator of an epoch of the stream, at a state."""
     # Hosts number the records of their streams alike.
     assert self.infeed_host_index is not None
     entropy = [self.seed() % 2**64, epoch, self.infeed_host_index]
     seed = np.random.SeedSequence(entropy).generate_state(1)[0]
-    stream = stream.seed(int(seed))
+    stream = self._make(epoch).seed(int(seed))
     for t in self.transformations:
-      if callable(t):
-        stream = stream.map(functools.partial(indexed.call_without_end, t))
-      else:
-        stream = stream.apply(t)
-    iterator = indexed.start_iterator(stream, self.num_workers)
-    if state is not None:
-      iterator.set_state(_from_json(state))
+      function = functools.partial(indexed.call_without_end, t)
+      stream = stream.map(function) if callable(t) else stream.apply(t)
+    iterator = self.reader(stream)
+    if text is not None:
+      iterator.set_state(_from_text(text))
     return iterator
 
   def identity(self) -> dict[str, Any]:
@@ -301,14 +231,40 @@ class GrainInput(indexed.IndexedInput):
     }
 
   def where(self) -> str:
-    """Returns which record is being read; of files, in which one."""
+    """Returns the first record of the next batch; of files, in which one."""
     if not self._is_stream:
       return super().where()
-    epoch, record = self._reading
     return (
-      f'record {record} of epoch {epoch} of the stream of host'
-      f' {self.infeed_host_index}/{self.num_infeed_hosts}'
+      f'a batch from record {self._at[1]} of epoch {self._at[0]} on, of the'
+      f' stream of host {self.infeed_host_index}/{self.num_infeed_hosts}'
     )
+
+
+def _stack(elements: Sequence[Any], name: str = '') -> Any:
+  """Returns arrays [b, ...] of b records."""
+  first = elements[0]
+  try:
+    if not isinstance(first, Mapping):
+      return np.array(elements)  # Faster than `np.stack`.
+    if len(set(map(len, elements))) > 1:
+      raise ValueError(f'Some records have other entries than {[*first]}.')
+    return {key: _stack([x[key] for x in elements], key) for key in first}
+  except ValueError as e:
+    e.add_note(f'It was the entry {name!r} of a batch.')
+    raise
+
+
+def _from_text(text: str) -> Any:
+  """Returns the state of an iterator from its `repr`."""
+  # Not JSON, which has no tuples: Grain compares with some, and would go on at
+  # another record.
+  try:
+    return ast.literal_eval(text)
+  except (SyntaxError, ValueError) as e:
+    raise TypeError(
+      f"The state of Grain's iterator is {text:.200}; expected plain values. Or"
+      ' set input_checkpointing_enabled=False where that is no loss.'
+    ) from e
 
 
 def _find_files(
@@ -321,70 +277,76 @@ def _find_files(
   for entry in files:
     path = os.path.expanduser(os.fspath(entry))
     place = epath.Path(path)
-    found = [path]
-    if not place.exists():
-      if '://' in path:
-        places = place.parent.glob(place.name)
-        found = [os.fspath(x) for x in places if not x.is_dir()]
-      else:  # Of which epath refuses '**'.
-        found = list(filter(os.path.isfile, glob.glob(path, recursive=True)))
-      found.sort()
+    if place.exists():
+      found = [path]
+    elif '://' in path:
+      found = sorted(map(os.fspath, place.parent.glob(place.name)))
+    else:  # Of which epath refuses '**'.
+      found = sorted(glob.glob(path, recursive=True))
     if not found:
       raise errors.MissingFileError(
-        f'No files found: {path!r} names none. Give the path of an ArrayRecord'
-        ' file, a glob, or a list of these.'
+        f'No files found: {path!r} names none. Give paths or globs of'
+        ' ArrayRecord files.'
       )
     paths += found
-  if len(set(map(os.path.realpath, paths))) < len(paths):
-    raise ValueError(
-      f'{files} names a file twice, whose records would be read as often an'
-      ' epoch. Give each file once.'
-    )
-  return paths
+  return list(dict.fromkeys(paths))
 
 
-def _find_ends(paths: list[str]) -> list[int]:
-  """Returns how many records the files have up to the end of each."""
-  import grain
+class _Files:
+  """The records of ArrayRecord files, each file read with one call a batch.
 
-  def count(path: str) -> int:
-    try:
-      return len(grain.sources.ArrayRecordDataSource(path))
-    except Exception as e:
-      e.add_note(f'While {path} was opened as an ArrayRecord file.')
-      raise
-
-  with futures.ThreadPoolExecutor() as pool:
-    return list(itertools.accumulate(pool.map(count, paths)))
-
-
-def _hash_files(paths: list[str], ends: list[int]) -> str:
-  """Returns a hash of the files' names, sizes and numbers of records."""
-  facts = [
-    [os.path.basename(path), epath.Path(path).stat().length, end]
-    for path, end in zip(paths, ends, strict=True)
-  ]
-  return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _to_json(state: Any) -> str:
-  """Returns the state of an iterator as text.
-
-  Tuples stay tuples: Grain compares with some, and would resume elsewhere.
+  Grain's source starts threads for every batch, which takes longer than to read
+  a small one.
   """
 
-  def mark(x: Any) -> Any:
-    if isinstance(x, dict):
-      return {key: mark(value) for key, value in x.items()}
-    if isinstance(x, list):
-      return list(map(mark, x))
-    return {_TUPLE: list(map(mark, x))} if isinstance(x, tuple) else x
+  def __init__(self, paths: list[str]):
+    self._paths = paths
+    with futures.ThreadPoolExecutor() as pool:
+      readers = list(pool.map(_open_file, paths))
+      sizes = list(pool.map(lambda x: epath.Path(x).stat().length, paths))
+    self._readers = dict(zip(paths, readers, strict=True))
+    counts = [reader.num_records() for reader in readers]
+    # File i holds the records [ends[i - 1], ends[i]).
+    self._ends = list(itertools.accumulate(counts))
+    facts = [list(map(os.path.basename, paths)), sizes, counts]
+    self.hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
-  return json.dumps(mark(state))
+  def __reduce__(self) -> Any:
+    return _Files, (self._paths,)  # Readers cannot be pickled.
+
+  def __len__(self) -> int:
+    return self._ends[-1]
+
+  def locate(self, record: int) -> tuple[str, int]:
+    """Returns the file of a record, and its number there."""
+    file = bisect.bisect_right(self._ends, record)
+    return self._paths[file], record - (self._ends[file - 1] if file else 0)
+
+  def __getitems__(self, records: list[int]) -> list[bytes]:
+    places = [self.locate(record) for record in records]
+    wanted: dict[str, list[int]] = {}
+    for path, number in places:
+      wanted.setdefault(path, []).append(number)
+    found = {
+      path: iter(self._readers[path].read(numbers))
+      for path, numbers in wanted.items()
+    }
+    return [next(found[path]) for path, _ in places]
 
 
-def _from_json(text: str) -> Any:
-  """Returns the state of which `_to_json` made a text."""
-  return json.loads(
-    text, object_hook=lambda x: tuple(x[_TUPLE]) if _TUPLE in x else x
-  )
+def _open_file(path: str) -> Any:
+  from array_record.python import array_record_module
+
+  try:
+    reader = array_record_module.ArrayRecordReader(
+      path,
+      # For random access.
+      options='readahead_buffer_size:0,max_parallelism:0',
+      file_reader_buffer_size=2**15,
+    )
+    if not reader.ok():
+      reader.close()  # Raises the error.
+    return reader
+  except Exception as e:
+    e.add_note(f'While {path} was opened as an ArrayRecord file.')
+    raise

@@ -23,6 +23,8 @@ from jaxline.inputs import base
 _READY_SECS = 1e-4
 # What the wait is measured over.
 _WINDOW_STEPS = 100
+# Beyond this share of the time the log says once that the input is slow.
+_SLOW_FRACTION = 0.5
 # Small batches are read in bursts: so many are held, of so many bytes in all.
 _MAX_HELD = 32
 _MAX_HELD_BYTES = 2**24
@@ -55,6 +57,7 @@ class Infeed:
     self.mark: Any = None
     self._error: Exception | None = None
     self._waited = 0.0
+    self._is_slow = False
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
     self._times: collections.deque[tuple[float, float]] = collections.deque(
@@ -90,6 +93,17 @@ class Infeed:
     if now - began > _READY_SECS:
       goodput.add('input wait', now - began)
     self._times.append((now - goodput.compiled_secs(), self._waited))
+    if not self._is_slow and len(self._times) > _WINDOW_STEPS:
+      if (share := self.wait_fraction) > _SLOW_FRACTION:
+        self._is_slow = True
+        logging.warning(
+          'The input limits the speed: of the last %d steps, %.0f%% of the time'
+          ' was a wait for %s. `python -m jaxline.inputs show` measures the'
+          ' input alone.',
+          _WINDOW_STEPS,
+          100 * share,
+          self.source.name,
+        )
     return batch
 
   @property

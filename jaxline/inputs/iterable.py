@@ -73,12 +73,28 @@ class IterableInput(base.BaseInput):
     return self._open().get_state()
 
   def state_of(self, mark: Any) -> Any:
-    """Returns the state of the iterator as it is."""
-    return mark
+    """Returns the state of the iterator, with the host that it is of."""
+    return {
+      'host': self.infeed_host_index,
+      'hosts': self.num_infeed_hosts,
+      'state': mark,
+    }
 
   def set_state(self, state: Any) -> None:
-    """Sets the state of the iterator."""
-    self._open().set_state(state)
+    """Sets the state of the iterator.
+
+    Raises:
+      ValueError: the state is that of another host, or of no iterable.
+    """
+    expected = self.state_of(None)
+    got = state if isinstance(state, Mapping) else {}
+    if any(got.get(key) != expected[key] for key in ('host', 'hosts')):
+      raise ValueError(
+        f'{self.name} got the state {state!r:.200}; expected that of host'
+        f' {self.infeed_host_index} of {self.num_infeed_hosts}. The position of'
+        ' an iterator does not fit another number of hosts.'
+      )
+    self._open().set_state(state['state'])
     self._ended = False
 
 

@@ -1,44 +1,41 @@
 """Text files as batches of tokens for a language model.
 
-Two lines are enough to look at the data:
-
   data = text.TextInput(files='stdlib', batch_size=8, length=256)
   print(*data.ids_to_strings(next(data)['ids'], [256] * 8), sep='\n---\n')
 
-A document is a file, or a line of one. Its tokens are the document token and
-then those of its text; the documents of a split, in the order of their names,
-are one stream. Whole documents are held out for evaluation. The tokens are made
-once and kept on disk: see `token_cache`.
+A document is a file, or a line of a file. Its tokens are the document token and
+those of its text; the documents of a split, sorted by name, form one stream.
+Whole documents are held out for evaluation. The tokens are made once and kept
+on disk: see `token_cache`.
 
-`packing` says what a row is:
+`packing` defines a row:
 
   stream  the next L tokens of the stream, across documents
-  packed  the same, with `segment_ids` and `segment_pos`, which tell documents
-          apart
+  packed  the same, with `segment_ids` and `segment_pos` to separate documents
   padded  one document from its beginning; a long one continues in another row
 
-A batch has, each of shape [B, L]:
+A batch has these arrays, each of shape [B, L]:
 
   ids          int32    the tokens that the model reads
   labels       int32    the tokens that it predicts: the stream, shifted by one
-  weights      float32  1 where the label is text, 0 where it is not
+  weights      float32  1 where the label is text, else 0
   segment_ids  int32    packed: the documents of a row, 1, 2, ...; 0 for padding
-  segment_pos  int32    packed: the position, from 0, within the part of the
-                        document that is in this row
+  segment_pos  int32    packed: the position, from 0, within the document's part
+                        in this row
   paddings     float32  padded: 1 for padding, else 0
 
 so that, for bytes, `sum(weights * nats) / sum(weights) / log(2)` is the bits
-per byte. The model reads the document token and never predicts it: a compressor
+per byte. The model reads the document token but never predicts it: a compressor
 does not encode the boundaries between files either.
 
 Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
-row, b rows that are read.
+row, b rows to read.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import glob
@@ -48,7 +45,6 @@ import re
 import sysconfig
 from typing import Any
 
-from absl import logging
 import numpy as np
 
 from jaxline import errors
@@ -59,112 +55,99 @@ from jaxline.inputs import tokenization
 # Of the tokenizer 'bytes'.
 DOCUMENT_TOKEN = tokenization.DOCUMENT_TOKEN
 VOCABULARY_SIZE = tokenization.VOCABULARY_SIZE
-encode = tokenization.BYTES.encode
 decode = tokenization.BYTES.decode
 
 Corpus = token_cache.Corpus
 Documents = token_cache.Documents
 Path = token_cache.Path
 
-_EVAL_FRACTION = 0.05
 PACKINGS = ('stream', 'packed', 'padded')
 
-# Tests would be more text than the library itself, much of it tables; packages
-# are not the standard library; `config-*` and `_sysconfigdata*` are written
-# when Python is built: two machines with the same Python differ in them.
-_STDLIB_SKIPPED_FOLDERS = re.compile(
-  r'tests?|idle_test|(site|dist)-packages|__pycache__|config-.*'
+_NOT_HIDDEN = re.compile(r'[^.].*', re.DOTALL)
+# The tests are larger than the library and mostly tables. Python's build writes
+# `config-*` and `_sysconfigdata*`, which differ between machines.
+_STDLIB_FOLDERS = re.compile(
+  r'(?!(tests?|idle_test|(site|dist)-packages|__pycache__|config-.*)$).*'
 )
-_STDLIB_FILES = re.compile(r'(?!_sysconfigdata).*\.py')
+_STDLIB_FILES = re.compile(r'(?!_sysconfigdata)[^.].*\.py')
 
 
 def load_corpus(
   files: Path | Sequence[Path] = 'stdlib',
   *,
-  eval_fraction: float = _EVAL_FRACTION,
+  eval_fraction: float = 0.05,
   tokenizer: Path | tokenization.Tokenizer = 'bytes',
   documents: str = 'file',
   cache_dir: Path | None = None,
 ) -> Corpus:
-  """Splits text files, and makes tokens of them unless that was done before.
+  """Returns the tokens of text files, split; makes them if they are not cached.
 
-  Which documents are held out depends on nothing but their names, the relative
-  paths: it is the same on every machine, and stays when other files are added.
-  Where the fraction of a handful of documents would be none (or all), it is one
-  (or all but one).
+  The hash of a document's name alone decides whether it is held out: the split
+  is the same on every machine and does not change when files are added. If the
+  fraction of a few documents would be none or all, it is one, or all but one.
 
   Args:
-    files: 'stdlib', the source text of the standard library of the running
-      Python without its tests; or a folder, for all text files below it but
-      hidden ones; or a glob such as 'notes/**/*.md'; or a list of these. Bytes
-      need not be UTF-8. Empty files are left out. Those whose name ends in
-      '.gz' are unpacked.
-    eval_fraction: how much of the documents to hold out, between 0 and 1.
-    tokenizer: 'bytes', 'stdlib', the path of a SentencePiece '.model', or that
-      of a Hugging Face 'tokenizer.json'; see `tokenization.load_tokenizer`.
+    files: 'stdlib', the source text of the running Python's standard library
+      without its tests; or a folder, for all text files below it that are not
+      hidden; or a glob such as 'notes/**/*.md'; or a list of these. Bytes need
+      not be UTF-8. Empty files are left out. Files that end in '.gz' are
+      unpacked.
+    eval_fraction: the fraction of the documents to hold out, between 0 and 1.
+    tokenizer: 'bytes', 'stdlib', or the path of a SentencePiece '.model' or of
+      a Hugging Face 'tokenizer.json'; see `tokenization.load_tokenizer`.
     documents: what a document is: 'file'; 'line', each line that is not empty,
-      called 'path:line'; or 'jsonl', the entry 'text' of each line.
+      with the name 'path:line'; or 'jsonl', the entry 'text' of each line.
     cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
-      below XDG_CACHE_HOME where that is set.
+      below XDG_CACHE_HOME if that is set.
 
   Returns:
-    The two splits, both with at least one document.
+    The two splits, each with at least one document.
 
   Raises:
-    ValueError: where an entry of `files` matches nothing, or where there are
-      fewer than two documents that are not empty, or a line is not as
-      `documents` says.
+    UsageError: an entry of `files` matches nothing, fewer than two documents
+      have text, or a line is not what `documents` says.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(
-      f'eval_fraction is {eval_fraction}; expected a number between 0 and 1, '
-      'both excluded, such as 0.05.'
+      f'eval_fraction is {eval_fraction}; expected a number between 0 and 1.'
     )
   if documents not in token_cache.KINDS:
     raise errors.UsageError(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
-  corpus = token_cache.load(
-    _find(files),
-    tokenization.load_tokenizer(tokenizer),
-    documents,
-    float(eval_fraction),
-    cache_dir,
+  loaded = tokenization.load_tokenizer(tokenizer)
+  return token_cache.load(
+    _find(files), loaded, documents, float(eval_fraction), cache_dir
   )
-  logging.info('Text from %s: %s.', files, corpus.summary)
-  return corpus
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class TextInput(indexed.IndexedInput):
   """Rows of tokens of text files; see the top of this module.
 
-  Training ('stream' and 'packed'): in each epoch the stream is cut into windows
-  anew, beginning at another place. The windows follow one another without
-  overlap; the last N mod L tokens of the circle that the stream is here are
-  left out until another epoch.
+  Training ('stream' and 'packed'): each epoch cuts the stream, as a circle,
+  into consecutive windows from another offset, and leaves out the last N mod L
+  tokens.
 
   Evaluation: the windows begin with the stream. Each token of text is a label
-  once, read from the token before it on; the end of the last window is filled
-  with document tokens of weight 0.
+  once, read from the token before it on; document tokens of weight 0 fill the
+  last window.
 
-  'padded' rows are the same in every epoch: of a document of T tokens of text,
-  ceil(T / L) rows, each of which reads from the token before its first label
-  on. Filler is document tokens of weight 0.
+  'padded' rows are the same in every epoch: a document of T tokens of text has
+  ceil(T / L) rows. Each reads from the token before its first label on, and
+  document tokens of weight 0 fill it.
 
   Attributes:
-    documents: a split of `load_corpus`; or, with `files`, what a document is,
-      as `load_corpus` has it. Afterwards the documents.
-    files: which files to read, as `load_corpus` has it, where `documents` does
-      not hold them.
+    documents: a split of `load_corpus`; or, with `files`, what a document is.
+      Afterwards the documents.
+    files, eval_fraction, tokenizer, cache_dir: the arguments of `load_corpus`;
+      None is its default. All None if `documents` is a split. Afterwards
+      `tokenizer` is the tokenizer.
     split: of the files, 'train' or 'eval'; None goes by `is_training`.
-    eval_fraction: of the files, how much belongs to 'eval'; None is 0.05.
-    tokenizer: of the files; None is 'bytes'. Afterwards the tokenizer.
     length: L, tokens of a row.
     packing: what a row is: 'stream', 'packed' or 'padded'.
-    max_batches: of an epoch of evaluation, at most so many global batches,
-      always the same: rows at equal distances from all of it. None is all.
-    cache_dir: where tokens of files are kept, as `load_corpus` has it.
+    max_batches: global batches of an evaluation epoch at most: always the same
+      rows, at equal distances over the whole split. None is all.
   """
 
   documents: Documents | str = 'file'
@@ -187,19 +170,19 @@ class TextInput(indexed.IndexedInput):
       self.refuse('max_batches', 'None, since training sees all of the text')
     self._documents = self.documents = self._load()
     self.tokenizer = self._documents.tokenizer
-    self._num_rows = self._num_records = self._count_rows()
+    num_tokens = self._documents.tokens.size
+    if self.packing == 'padded':
+      self._num_rows = int(self._first_rows[-1])
+    elif self.is_training:
+      self._num_rows = num_tokens // self.length
+    else:
+      self._num_rows = -((1 - num_tokens) // self.length)
+    self._num_records = self._num_rows
     if self.max_batches is not None:
-      self._num_records = min(
-        self._num_rows, self.max_batches * self.get_global_batch_size()
-      )
+      most = self.max_batches * self.get_global_batch_size()
+      self._num_records = min(self._num_rows, most)
 
   def _load(self) -> Documents:
-    if self.files is None and not isinstance(self.documents, Documents):
-      self.refuse(
-        'files',
-        "'stdlib', a folder, a glob or a list of these; or documents, a split"
-        ' of load_corpus()',
-      )
     given = {
       key: value
       for key in ('files', 'split', 'eval_fraction', 'tokenizer', 'cache_dir')
@@ -209,27 +192,20 @@ class TextInput(indexed.IndexedInput):
       for key in given:
         self.refuse(key, 'None, since documents are tokens of some files')
       return self.documents
+    if self.files is None:
+      self.refuse('files', 'files, or documents: a split of load_corpus()')
     split = given.pop('split', 'train' if self.is_training else 'eval')
     if split not in token_cache.SPLITS:
       self.refuse('split', f'one of {token_cache.SPLITS}, or None')
     return getattr(load_corpus(documents=self.documents, **given), split)
 
-  def _count_rows(self) -> int:
-    """Returns how many rows an epoch has."""
-    num_tokens = self._documents.tokens.size
-    if self.packing == 'padded':
-      return int(self._row_ends[-1])
-    if self.is_training:
-      return num_tokens // self.length
-    return -((1 - num_tokens) // self.length)
-
   @functools.cached_property
-  def _row_ends(self) -> np.ndarray:
-    """Of 'padded', the rows up to the end of each document, int64 [D]."""
+  def _first_rows(self) -> np.ndarray:
+    """For 'padded': documents[i] has rows [first[i], first[i + 1]); [D + 1]."""
     documents = self._documents
     sizes = np.diff(documents.starts, append=documents.tokens.size)
     # The first token of a document is no label.
-    return np.cumsum(-((1 - sizes) // self.length))
+    return np.append(0, np.cumsum(-((1 - sizes) // self.length)))
 
   def num_records(self) -> int:
     """Returns how many rows an epoch has, or `max_batches` have."""
@@ -240,65 +216,69 @@ class TextInput(indexed.IndexedInput):
     tokens, length = self._documents.tokens, self.length
     filler = self._documents.tokenizer.document_id
     starts, sizes = self._spans(records, epochs)
-    window = np.empty((len(starts), length + 1), tokens.dtype)
-    for row, start, size in zip(
-      window, starts.tolist(), sizes.tolist(), strict=True
-    ):
-      piece = tokens[start : start + size + 1]
-      if len(piece) <= size:  # Over the end of the circle.
-        piece = tokens.take(range(start, start + size + 1), mode='wrap')
-      row[: size + 1] = piece
-      row[size + 1 :] = filler
-    ids_BL = window[:, :-1].astype(np.int32)
+    # All windows of the stream as a view: NumPy gathers the rows at once, three
+    # times as fast as a loop over slices.
+    shape = max(0, tokens.size - length), length + 1
+    windows = np.ndarray(
+      shape, tokens.dtype, tokens, strides=tokens.strides * 2
+    )
+    try:
+      window = windows[starts]
+    except IndexError:  # A row crosses the end of the stream.
+      places = starts[:, None] + np.arange(length + 1)
+      window = tokens.take(places, mode='wrap')
+    if isinstance(sizes, np.ndarray):
+      window[np.arange(length + 1) > sizes] = filler
+    labels_BL = window[:, 1:].astype(np.int32)
     batch = {
-      'ids': ids_BL,
-      'labels': window[:, 1:].astype(np.int32),
-      'weights': (window[:, 1:] != filler).astype(np.float32),
+      'ids': window[:, :-1].astype(np.int32),
+      'labels': labels_BL,
+      'weights': (labels_BL != filler).astype(np.float32),
     }
     if self.packing == 'stream':
       return batch
-    places_L = np.arange(length, dtype=np.int32)
-    is_filler_BL = places_L >= sizes[:, None]
-    ids_BL[is_filler_BL] = filler  # The last token would be read for nothing.
+    ids_BL = batch['ids']
+    is_filler_BL = np.arange(length) >= sizes
+    # No label follows the last token, so that it need not be read.
+    np.copyto(ids_BL, filler, where=is_filler_BL)
     if self.packing == 'padded':
       batch['paddings'] = is_filler_BL.astype(np.float32)
       return batch
     is_first_BL = ids_BL == filler
     is_first_BL[:, 0] = True
-    segment_ids_BL = np.cumsum(is_first_BL, axis=1, dtype=np.int32)
-    first_BL = np.maximum.accumulate(is_first_BL * places_L, axis=1)
-    batch['segment_ids'] = np.where(is_filler_BL, 0, segment_ids_BL)
-    batch['segment_pos'] = np.where(is_filler_BL, 0, places_L - first_BL)
+    batch['segment_ids'] = np.cumsum(is_first_BL, axis=1, dtype=np.int32)
+    firsts = np.flatnonzero(is_first_BL).astype(np.int32)
+    first = np.repeat(firsts, np.diff(firsts, append=ids_BL.size))
+    place = np.arange(ids_BL.size, dtype=np.int32) - first
+    batch['segment_pos'] = place.reshape(ids_BL.shape)
+    for key in 'segment_ids', 'segment_pos':
+      np.copyto(batch[key], 0, where=is_filler_BL)
     return batch
 
   def _spans(
     self, records: np.ndarray, epochs: np.ndarray
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where rows begin, and how many tokens they predict: [b]."""
-    # As integers of Python: the product may be too large for NumPy's.
-    rows = np.array(
-      [r * self._num_rows // self._num_records for r in records.tolist()],
-      np.int64,
-    )
-    num_tokens = self._documents.tokens.size
+  ) -> tuple[np.ndarray, np.ndarray | int]:
+    """Returns where rows begin, [b], and how many labels they have: [b, 1]."""
+    documents, rows = self._documents, records
+    if self._num_records < self._num_rows:
+      rows = records * self._num_rows // self._num_records
+    num_tokens = documents.tokens.size
     if self.packing == 'padded':
-      firsts = self._documents.starts
-      documents = np.searchsorted(self._row_ends, rows, side='right')
-      before = np.where(documents > 0, self._row_ends[documents - 1], 0)
-      starts = firsts[documents] + (rows - before) * self.length
-      last = len(firsts) - 1
-      following = firsts[np.minimum(documents + 1, last)]
-      stops = np.where(documents == last, num_tokens, following)
+      firsts, first_rows = documents.starts, self._first_rows
+      document = np.searchsorted(first_rows, rows, side='right') - 1
+      starts = firsts[document] + (rows - first_rows[document]) * self.length
+      following = np.minimum(document + 1, len(firsts) - 1)
+      stops = np.where(following > document, firsts[following], num_tokens)
     elif self.is_training:
-      offsets = [
-        _epoch_offset(self.seed(), e, num_tokens) for e in epochs.tolist()
-      ]
-      starts = (rows * self.length + np.array(offsets)) % num_tokens
-      return starts, np.full(len(rows), self.length)
+      numbers = epochs.tolist()
+      offsets = {
+        e: _epoch_offset(self.seed(), e, num_tokens) for e in set(numbers)
+      }
+      starts = rows * self.length + [offsets[e] for e in numbers]
+      return starts % num_tokens, self.length
     else:
-      starts = rows * self.length
-      stops = np.full(len(rows), num_tokens)
-    return starts, np.minimum(stops - starts - 1, self.length)
+      starts, stops = rows * self.length, np.array(num_tokens)
+    return starts, np.minimum(stops - starts - 1, self.length)[:, None]
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns which document a row begins in, and how far in its text."""
@@ -306,10 +286,8 @@ class TextInput(indexed.IndexedInput):
     (start,), _ = self._spans(np.array([record]), np.array([epoch]))
     # NumPy's search would copy this column of a map.
     document = bisect.bisect_right(starts, start) - 1
-    is_bytes = isinstance(self._documents.tokenizer, tokenization.ByteTokenizer)
-    unit = 'byte' if is_bytes else 'token'
     place = max(0, start - starts[document] - 1)
-    return f'{self._documents.names[document]}, from {unit} {place} on'
+    return f'{self._documents.names[document]}, from token {place} on'
 
   def data_identity(self) -> dict[str, Any]:
     """Returns what the rows depend on."""
@@ -332,7 +310,9 @@ class TextInput(indexed.IndexedInput):
 
   def __getstate__(self) -> dict[str, Any]:
     # As large as the text has documents, and quickly made again.
-    return {k: v for k, v in super().__getstate__().items() if k != '_row_ends'}
+    return {
+      k: v for k, v in super().__getstate__().items() if k != '_first_rows'
+    }
 
 
 @functools.lru_cache(maxsize=64)
@@ -343,55 +323,46 @@ def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
 
 def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:
   """Returns all files, sorted by name."""
-  entries = [files] if isinstance(files, str | os.PathLike) else list(files)
+  entries = [files] if isinstance(files, str | os.PathLike) else files
   sources: dict[str, token_cache.Source] = {}
   for number, entry in enumerate(entries):
-    root, paths, text_only = _match(os.fspath(entry))
-    for path in sorted(paths):
+    root, is_folder = os.path.expanduser(entry), False
+    if os.fspath(entry) == 'stdlib':
+      root = sysconfig.get_path('stdlib')
+      paths = [*_walk(root, _STDLIB_FOLDERS, _STDLIB_FILES)]
+    elif is_folder := os.path.isdir(root):
+      paths = [*_walk(root, _NOT_HIDDEN, _NOT_HIDDEN)]
+    else:
+      paths = glob.glob(root, recursive=True)
+      root = os.path.dirname(root)
+      while re.search(r'[*?[]', root):
+        root = os.path.dirname(root)
+    if not (paths := sorted(filter(os.path.isfile, paths))):
+      raise errors.UsageError(
+        f'No files found: looked for {entry}; expected "stdlib", a folder, a'
+        ' glob, or a list of these.'
+      )
+    for path in paths:
       name = pathlib.Path(os.path.relpath(path, root)).as_posix()
-      # Of two folders with a file of the same name both are read; a second
-      # folder leaves the names of the first, and so its split, as they were.
+      # Two folders may contain the same file name. The names of the first, and
+      # so its split, do not depend on the others.
       name = f'../{number}/{name}' if number else name
-      # A second name of a file could be on the other side of the split.
+      # Read a file that has two names once: its second name could be on the
+      # other side of the split.
       sources.setdefault(
-        os.path.realpath(path), token_cache.Source(name, path, text_only)
+        os.path.realpath(path), token_cache.Source(name, path, is_folder)
       )
   return sorted(sources.values())
 
 
-def _match(entry: str) -> tuple[str, list[str], bool]:
-  """Returns the root, the paths, and whether binary files may be among them."""
-  root = os.path.expanduser(entry)
-  paths: Iterable[str]
-  is_folder = entry != 'stdlib' and os.path.isdir(root)
-  if entry == 'stdlib':
-    root = sysconfig.get_path('stdlib')
-    paths = (
-      path
-      for path in _walk(root, _STDLIB_SKIPPED_FOLDERS)
-      if _STDLIB_FILES.fullmatch(os.path.basename(path))
-    )
-  elif is_folder:
-    paths = _walk(root, re.compile(r'\..*'))
-  else:
-    paths = glob.glob(root, recursive=True)
-    root = os.path.dirname(root)
-    while re.search(r'[*?[]', root):
-      root = os.path.dirname(root)
-  if not (found := [path for path in paths if os.path.isfile(path)]):
-    raise errors.UsageError(
-      f'No files found: looked for {entry}. Give "stdlib", a folder, a glob, or'
-      ' a list of these.'
-    )
-  return root, found, is_folder
-
-
-def _walk(root: str, skipped_folders: re.Pattern[str]) -> Iterable[str]:
-  def fail(error: OSError) -> None:
-    raise error  # os.walk by itself leaves out what it may not read.
-
-  for folder, folders, names in os.walk(root, onerror=fail):
-    folders[:] = [f for f in folders if not skipped_folders.fullmatch(f)]
-    for name in names:
-      if not name.startswith('.'):
-        yield os.path.join(folder, name)
+def _walk(
+  folder: str, folders: re.Pattern[str], files: re.Pattern[str]
+) -> Iterator[str]:
+  """Yields the files below a folder whose names match, or raises OSError."""
+  with os.scandir(folder) as entries:
+    for entry in entries:
+      if not entry.is_dir():
+        if files.fullmatch(entry.name):
+          yield entry.path
+      elif folders.fullmatch(entry.name) and not entry.is_symlink():
+        yield from _walk(entry.path, folders, files)

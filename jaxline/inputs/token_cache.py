@@ -7,11 +7,11 @@ All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
   documents of 'train', then of 'eval'   start, file, line: int64 [D, 3]
   tokens of 'train', then of 'eval'      uint16 or uint32 [N]
 
-`key` is a hash of the tokenizer, of what a document is, of the fraction that is
-held out, and of the names, paths, sizes and times of the text files. Changed
-text has another key. The file is renamed into place when it is complete.
-Processes that build it at the same time each write their own and rename it:
-their content is equal.
+`key` is a hash of the tokenizer, the kind of documents, the fraction that is
+held out, and the names, paths, sizes and times of the text files: changed text
+has another key. The file is renamed into place once it is complete. Processes
+that build it at the same time each write and rename their own, with equal
+content.
 
 Shapes: N tokens of a split, D documents.
 """
@@ -30,7 +30,6 @@ import os
 import pathlib
 import shutil
 import tempfile
-import time
 from typing import Any, Literal, NamedTuple
 import zlib
 
@@ -49,39 +48,21 @@ SPLITS: tuple[Split, Split] = ('train', 'eval')
 KINDS = ('file', 'line', 'jsonl')
 
 _FORMAT = 6
-# Git looks at as many bytes to tell a binary file from a text.
+# Git reads as many bytes to tell a binary file from a text.
 _BINARY_PROBE_BYTES = 8000
 # Text to tokenize at once: the libraries divide it over their threads.
 _BATCH_BYTES = 2**24
 _BUFFER_BYTES = 2**16
-# What gzip and JSON raise where a file is damaged.
-_UNREADABLE = (
-  gzip.BadGzipFile,
-  zlib.error,
-  EOFError,
-  LookupError,
-  RecursionError,
-  TypeError,
-  ValueError,
-)
+# Raised for damaged JSON and gzip files, besides gzip.BadGzipFile.
+_DAMAGED = (EOFError, LookupError, TypeError, ValueError, zlib.error)
 
 
 class Source(NamedTuple):
-  """A file of a corpus.
-
-  Attributes:
-    name: its name in the corpus.
-    path: its path.
-    text_only: whether to skip it if its content does not look like text.
-  """
+  """A file of a corpus: its name there, its path, whether to skip binaries."""
 
   name: str
   path: str
   text_only: bool
-
-
-# The file, the line or 0 if it is all of the file, and the text.
-_Document = tuple[int, int, bytes]
 
 
 class _Names(Sequence[str]):
@@ -101,12 +82,11 @@ class _Names(Sequence[str]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-  """Documents as one stream of tokens.
+  """Documents, sorted by name, as one stream of tokens.
 
   Attributes:
     names: the name of each document: the path of its file relative to the
-      folder that was read, and ':' and the line number if it is a line. Both
-      the names and the tokens are in the order of the sorted paths.
+      folder that was read; a line has ':' and its number behind it.
     tokens: each document's document token and its text, uint16 or uint32 [N].
     starts: the place of each document token, int64 [D].
     sha256: the hash of the tokens.
@@ -120,10 +100,8 @@ class Documents:
   sha256: str
   num_bytes: int
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
-  # The file and the split of mapped tokens.
-  _origin: tuple[pathlib.Path, Split] | None = dataclasses.field(
-    default=None, repr=False
-  )
+  # The arguments of `_open` for tokens that are mapped.
+  _origin: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
   @property
   def num_documents(self) -> int:
@@ -138,28 +116,17 @@ class Documents:
     if isinstance(self.tokenizer, tokenization.ByteTokenizer):
       is_byte = self.tokens != self.tokenizer.document_id
       return self.tokens[is_byte].astype(np.uint8).tobytes()
-    bounds = itertools.pairwise([*self.starts.tolist(), len(self.tokens)])
-    return b''.join(
-      self.tokenizer.decode(self.tokens[start:end]).encode()
-      for start, end in bounds
-    )
+    documents = np.split(self.tokens, self.starts[1:])
+    return b''.join(self.tokenizer.decode(ids).encode() for ids in documents)
 
   def __reduce__(self) -> Any:
-    # Pickle would copy mapped tokens, so a worker process maps the file itself.
-    if self._origin:
-      return _reopen, (*self._origin, self.tokenizer)
-    fields = dataclasses.fields(self)
-    return type(self), tuple(getattr(self, f.name) for f in fields)
+    # A worker process maps the file itself: pickle would copy the tokens.
+    return (_open, self._origin) if self._origin else object.__reduce__(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-  """Text for training and, from other documents, text for evaluation.
-
-  Attributes:
-    train: the documents to train on.
-    eval: the documents that are held out.
-  """
+  """The documents to train on, and those that are held out."""
 
   train: Documents
   eval: Documents
@@ -192,20 +159,7 @@ def load(
   eval_fraction: float,
   cache_dir: Path | None = None,
 ) -> Corpus:
-  """Returns the tokens of some files, and makes them if they are not cached.
-
-  Args:
-    sources: the files, sorted by name.
-    tokenizer: what makes the tokens.
-    kind: what a document is, one of `KINDS`.
-    eval_fraction: the fraction of the documents to hold out, by the hash of
-      their names.
-    cache_dir: where the tokens are kept; None is `default_cache_dir()`.
-
-  Raises:
-    UsageError: there are fewer than two documents, or a file does not hold
-      what `kind` says.
-  """
+  """Returns the tokens of files, sorted by name; see `text.load_corpus`."""
   request: list[Any] = [_FORMAT, tokenizer.identity, kind, eval_fraction]
   for name, path, text_only in sources:
     status = os.stat(path)
@@ -216,40 +170,31 @@ def load(
   folder = pathlib.Path(cache_dir or default_cache_dir()).expanduser()
   file = folder.absolute() / f'{key}.tokens'
   if not file.exists():
-    began = time.monotonic()
+    logging.info('Tokenizing %d files for %s.', len(sources), folder)
     folder.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
-    _make(file, sources, tokenizer, kind, eval_fraction)
-    secs = time.monotonic() - began
-    logging.info('Tokenized %d files in %.1f s.', len(sources), secs)
-  return _open(file, tokenizer)
+    _make(file, sources, tokenizer, kind, eval_fraction * 2**64)
+  return Corpus(*(_open(file, tokenizer, split) for split in SPLITS))
 
 
-def _open(path: pathlib.Path, tokenizer: tokenization.Tokenizer) -> Corpus:
+def _open(
+  path: pathlib.Path, tokenizer: tokenization.Tokenizer, split: Split
+) -> Documents:
   # As an array: slicing `np.memmap` is slow.
   data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
   end = 8 + int(data[:8].view('<i8')[0])
   header = json.loads(data[8:end].tobytes())
   parts = np.split(data[end:], np.cumsum(header['sizes']))
-  splits: dict[Split, Documents] = {}
-  for i, split in enumerate(SPLITS):
-    table = parts[i].view('<i8').reshape(-1, 3)
-    splits[split] = Documents(
-      names=_Names(header['files'], table),
-      tokens=parts[i + 2].view(_dtype(tokenizer)),
-      starts=table[:, 0],
-      sha256=header['sha256'][i],
-      num_bytes=header['num_bytes'][i],
-      tokenizer=tokenizer,
-      _origin=(path, split),
-    )
-  return Corpus(**splits)
-
-
-def _reopen(
-  path: pathlib.Path, split: Split, tokenizer: tokenization.Tokenizer
-) -> Documents:
-  documents: Documents = getattr(_open(path, tokenizer), split)
-  return documents
+  i = SPLITS.index(split)
+  table = parts[i].view('<i8').reshape(-1, 3)
+  return Documents(
+    names=_Names(header['files'], table),
+    tokens=parts[i + 2].view(_dtype(tokenizer)),
+    starts=table[:, 0],
+    sha256=header['sha256'][i],
+    num_bytes=header['num_bytes'][i],
+    tokenizer=tokenizer,
+    _origin=(path, tokenizer, split),
+  )
 
 
 def _make(
@@ -257,52 +202,48 @@ def _make(
   sources: Sequence[Source],
   tokenizer: tokenization.Tokenizer,
   kind: str,
-  eval_fraction: float,
+  threshold: float,
 ) -> None:
+  """Writes a corpus; holds out the documents with a hash below a threshold."""
   files = [source.name for source in sources]
-  threshold = eval_fraction * 2**64
+  num_bytes, digests = [0, 0], [hashlib.sha256(), hashlib.sha256()]
+  least, most = 2**64, -1
   with contextlib.ExitStack() as stack:
-    while True:
-      parts: list[Any] = [
-        stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
-        for _ in range(4)
-      ]
-      num_bytes, least, most = [0, 0], 2**64, -1
-      for batch in _batches(sources, kind):
-        names = [_name(files[file], line) for file, line, _ in batch]
-        hashes = [stable_hash(f'eval/{name}') for name in names]
-        least, most = min(least, *hashes), max(most, *hashes)
-        for i in range(2):
-          chosen = [
-            document
-            for document, value in zip(batch, hashes, strict=True)
-            if (value < threshold) == i
-          ]
-          if chosen:
-            _append(chosen, tokenizer, parts[i], parts[i + 2])
-            num_bytes[i] += sum(len(text) for *_, text in chosen)
-      if least < threshold <= most:
-        break
-      if least >= most:
-        raise errors.UsageError(
-          f'{len(files)} files hold {int(most >= 0)} documents with text; at'
-          ' least 2 are needed, since some are held out for evaluation. Split a'
-          ' single file into parts (`split -C 100k FILE`), make its lines the'
-          " documents (documents='line'), or give more files."
-        )
-      # The fraction of a handful of documents may be none or all of them. Hold
-      # out one, or all but one.
+    parts: list[Any] = [
+      stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
+      for _ in range(4)
+    ]
+    for places, texts in _batches(sources, kind):
+      names = [_name(files[file], line) for file, line in places]
+      hashes = [stable_hash(f'eval/{name}') for name in names]
+      least, most = min(least, *hashes), max(most, *hashes)
+      is_held_out = np.array([value < threshold for value in hashes])
+      stream, lengths = _encode(texts, tokenizer)
+      for i in range(2):
+        table, tokens, chosen = parts[i], parts[i + 2], is_held_out == i
+        starts = np.cumsum(lengths[chosen]) - lengths[chosen]
+        starts += tokens.tell() // stream.itemsize
+        rows = np.column_stack([starts, np.array(places)[chosen]])
+        table.write(rows.astype('<i8').data)
+        data = stream[np.repeat(chosen, lengths)].data
+        tokens.write(data)
+        digests[i].update(data)
+        num_bytes[i] += sum(map(len, itertools.compress(texts, chosen)))
+    if least >= most:
+      raise errors.UsageError(
+        f'{len(files)} files hold {int(most >= 0)} documents with text, and 2'
+        " are needed. Give more files, or documents='line'."
+      )
+    if not least < threshold <= most:
+      # The fraction of a few documents may be none or all of them. Hold out
+      # one, or all but one.
       threshold = most if least < threshold else least + 1
-    sizes = [part.tell() for part in parts]
-    for part in parts:
-      part.seek(0)
+      return _make(path, sources, tokenizer, kind, threshold)
     header = {
       'files': files,
       'num_bytes': num_bytes,
-      'sizes': sizes,
-      'sha256': [
-        hashlib.file_digest(part, 'sha256').hexdigest() for part in parts[2:]
-      ],
+      'sizes': [part.tell() for part in parts],
+      'sha256': [digest.hexdigest() for digest in digests],
     }
     encoded = json.dumps(header).encode()
     encoded += b' ' * (-len(encoded) % 8)
@@ -313,41 +254,36 @@ def _make(
         shutil.copyfileobj(part, out)
 
 
-def _append(
-  documents: Sequence[_Document],
-  tokenizer: tokenization.Tokenizer,
-  table: Any,
-  tokens: Any,
-) -> None:
-  """Tokenizes documents and writes them to the files of a split."""
-  encoded = tokenizer.encode_batch([text for *_, text in documents])
-  ids, token = np.concatenate(encoded), tokenizer.document_id
+def _encode(
+  texts: Sequence[bytes], tokenizer: tokenization.Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the tokens of documents as one stream, and their lengths."""
+  encoded, token = tokenizer.encode_batch(texts), tokenizer.document_id
+  ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
   if (ids == token).any():
     raise errors.UsageError(
-      f'The tokenizer {tokenizer.identity} encodes text to the document token,'
-      f' {token}. Use one that never does.'
+      f'The tokenizer {tokenizer.identity} encodes text to its document token,'
+      f' {token}. Use a token that no text has.'
     )
-  ids = ids.astype(_dtype(tokenizer))
   sizes = np.array([*map(len, encoded)])
-  starts = np.cumsum(sizes) - sizes
-  # Each start moves by the document tokens before it.
-  places = tokens.tell() // ids.itemsize + starts + np.arange(len(starts))
-  rows = np.array([document[:2] for document in documents])
-  table.write(np.column_stack([places, rows]).astype('<i8').data)
-  tokens.write(np.insert(ids, starts, token).data)
+  return np.insert(ids, np.cumsum(sizes) - sizes, token), sizes + 1
 
 
-def _batches(sources: Sequence[Source], kind: str) -> Iterator[list[_Document]]:
-  batch, size = [], 0
+def _batches(
+  sources: Sequence[Source], kind: str
+) -> Iterator[tuple[list[tuple[int, int]], list[bytes]]]:
+  """Yields documents: the file and the line, or 0 for all of it; the text."""
+  places, texts, size = [], [], 0
   for i, (_, path, text_only) in enumerate(sources):
     for line, text in _texts(path, text_only, kind):
-      batch.append((i, line, text))
+      places.append((i, line))
+      texts.append(text)
       size += len(text)
       if size >= _BATCH_BYTES:
-        yield batch
-        batch, size = [], 0
-  if batch:
-    yield batch
+        yield places, texts
+        places, texts, size = [], [], 0
+  if texts:
+    yield places, texts
 
 
 def _texts(
@@ -355,8 +291,10 @@ def _texts(
 ) -> Iterator[tuple[int, bytes]]:
   """Yields the line and the text of each document of a file."""
   line, row = 0, b''
+  raw: Any = gzip.GzipFile(path) if path.endswith('.gz') else io.FileIO(path)
   try:
-    with _open_text(path) as file:
+    # GzipFile's own buffer is too small for `peek`, and slow to read lines.
+    with io.BufferedReader(raw, _BUFFER_BYTES) as file:
       head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
       if not head or (text_only and b'\0' in head):
         return
@@ -370,18 +308,11 @@ def _texts(
           text = str.encode(json.loads(text)['text'], errors='replace')
         if text:
           yield line, text
-  except _UNREADABLE as e:
+  except (gzip.BadGzipFile, *_DAMAGED) as e:
     raise errors.UsageError(
-      f'{path}:{line} cannot be read as {kind!r} ({type(e).__name__}: {e}):'
-      f" {row[:80]!r}. A line of 'jsonl' is an object with a string 'text'."
+      f'{path}:{line} cannot be read as {kind!r} ({e!r}): {row[:80]!r}. A line'
+      " of 'jsonl' is an object with a string 'text'."
     ) from e
-
-
-def _open_text(path: str) -> Any:
-  if path.endswith('.gz'):
-    # The buffer of GzipFile is too small for `peek` and slow to read lines of.
-    return io.BufferedReader(gzip.GzipFile(path), _BUFFER_BYTES)
-  return open(path, 'rb', _BUFFER_BYTES)
 
 
 def _name(file: str, line: int) -> str:

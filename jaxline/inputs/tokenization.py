@@ -4,7 +4,7 @@
   tokenizer.encode('naïve')  # 110, 97, 195, 175, 118, 101
   load_tokenizer('stdlib')  # 2,048 tokens
 
-Each kind has a document token, which is put before every document. No text is
+Each kind has a document token, which stands before every document. No text is
 encoded to it.
 """
 
@@ -26,8 +26,8 @@ Text = str | bytes
 DOCUMENT_TOKEN = 256
 VOCABULARY_SIZE = 257
 
-# What the special tokens that begin or end a text are called: the beginning
-# before the end, as for SentencePiece.
+# Names of special tokens that begin or end a text. Those that begin one come
+# first, as for SentencePiece.
 WELL_KNOWN_TOKENS = (
   '<s>',
   '<bos>',
@@ -41,7 +41,7 @@ WELL_KNOWN_TOKENS = (
   '[EOS]',
 )
 
-# Of the tokenizer 'stdlib'; docs/inputs.md says how it was made.
+# The tokenizer 'stdlib'; docs/inputs.md says how it was made.
 _STDLIB = pathlib.Path(__file__).with_name('stdlib.model')
 
 _REPLACEMENT = '\ufffd'
@@ -62,10 +62,10 @@ class Tokenizer(abc.ABC):
   identity: str
 
   def encode(self, text: Text) -> np.ndarray:
-    """Returns the tokens of a text, int32 [length], none in front of it.
+    """Returns the tokens of a text alone, int32 [length].
 
     Args:
-      text: bytes that are not UTF-8 are U+FFFD, for tokenizers of text.
+      text: tokenizers of text read bytes that are not UTF-8 as U+FFFD.
     """
     return self.encode_batch([text])[0]
 
@@ -74,14 +74,9 @@ class Tokenizer(abc.ABC):
     """Returns the tokens of each text, as `encode` does, in parallel."""
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of some tokens.
+    """Returns the text of tokens, [length].
 
-    Args:
-      ids: integers, [length].
-
-    Returns:
-      The text. Tokens outside the vocabulary become U+FFFD; document tokens are
-      left out.
+    Document tokens are left out; ids outside the vocabulary become U+FFFD.
     """
     kept = np.asarray(ids, np.int64)
     kept = kept[kept != self.document_id]
@@ -128,20 +123,17 @@ class _FileTokenizer(Tokenizer):
       special, defaults = self._load(data)
     except ImportError:
       raise
-    except Exception as e:  # Both libraries raise what they like.
+    except Exception as e:  # The libraries raise plain Exceptions.
       raise errors.UsageError(
-        f'{source} is no {self.KIND} tokenizer: {e}. Expected a SentencePiece '
-        "model in a '.model', a tokenizer of Hugging Face's `tokenizers` in a "
-        "'.json'."
+        f'{source} is no {self.KIND} tokenizer: {e}. Expected a SentencePiece'
+        " '.model' or a '.json' of Hugging Face's `tokenizers`."
       ) from e
     names = defaults if token is None else [token]
     found = [special[name] for name in names if name in special]
     if not found:
       raise errors.UsageError(
-        f'{source} has no special token'
-        f' {token or " or ".join(defaults) or "for BOS or EOS"}, and a token is'
-        ' needed to put in front of each document. Its special tokens'
-        f" are {[*special]}; name one behind '#', as in '{source}#<s>'."
+        f'{source} has none of the special tokens {[*names]} to put before each'
+        f" document. Name one of {[*special]} behind '#': '{source}#<name>'."
       )
     self.document_id = found[0]
     digest = hashlib.sha256(data).hexdigest()
@@ -156,16 +148,15 @@ class _FileTokenizer(Tokenizer):
     """Sets `_library` and `vocab_size`.
 
     Returns:
-      The tokens to which no text is encoded, by name; and the names of document
-      tokens, best first.
+      The tokens that no text is encoded to, by name; and the names of document
+      tokens, the preferred one first.
     """
 
 
 class SentencePieceTokenizer(_FileTokenizer):
-  """A SentencePiece model; the document token is BOS, or EOS if there is none.
+  """A SentencePiece model; the document token is BOS, or EOS without a BOS.
 
-  The text goes through the model's normalisation, so that what is decoded may
-  differ from it in spaces.
+  The model's normalisation may change spaces.
   """
 
   KIND = 'sentencepiece'
@@ -174,8 +165,6 @@ class SentencePieceTokenizer(_FileTokenizer):
     import sentencepiece
 
     library = self._library = sentencepiece.SentencePieceProcessor()
-    if not data:
-      raise ValueError('it is empty')
     library.LoadFromSerializedProto(data)
     self.vocab_size = library.vocab_size()
     name = library.id_to_piece
@@ -195,9 +184,8 @@ class SentencePieceTokenizer(_FileTokenizer):
 class HuggingFaceTokenizer(_FileTokenizer):
   """A `tokenizer.json` of Hugging Face's library `tokenizers`.
 
-  The document token is the first of `WELL_KNOWN_TOKENS` that is a special token
-  of it, or the one that was named. The names of special tokens in a text are
-  encoded as any other text.
+  The document token is the first of `WELL_KNOWN_TOKENS` among its special
+  tokens. The name of a special token in a text is encoded as text.
   """
 
   KIND = 'huggingface'
@@ -232,17 +220,16 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   """Returns a tokenizer.
 
   Args:
-    spec: 'bytes'; 'stdlib', a SentencePiece model of 2,048 tokens for Python's
-      source text, which is part of this package (it gives text back as it was,
-      but U+2581 as a space); or the path of a SentencePiece model, which ends
-      in '.model'; or of a `tokenizer.json` of Hugging Face's library
-      `tokenizers`. Behind a path may stand which special token to put in front
-      of each document, as in 'tokenizer.json#<|endoftext|>'. A `Tokenizer` is
-      returned as it is.
+    spec: 'bytes'; 'stdlib', this package's SentencePiece model of 2,048 tokens
+      for Python's source text (it decodes to the same text, but U+2581 to a
+      space); the path of a SentencePiece '.model'; or of a `tokenizer.json` of
+      Hugging Face's library `tokenizers`. A path may end in the special token
+      to put before each document: 'tokenizer.json#<|endoftext|>'. A `Tokenizer`
+      is returned as it is.
 
   Raises:
-    ValueError: it is none of these, or has no document token.
-    FileNotFoundError: there is no such file.
+    UsageError: it is none of these, or has no document token.
+    FileNotFoundError: the file does not exist.
     ImportError: the library that reads it is not installed.
   """
   if isinstance(spec, Tokenizer):
@@ -253,16 +240,10 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   match = _SPEC.fullmatch(str(_STDLIB) if spec == 'stdlib' else spec)
   if not match:
     raise errors.UsageError(
-      f"The tokenizer is {spec!r}; expected 'bytes', 'stdlib', the path of "
-      "a SentencePiece model ('.model') or of a tokenizer of Hugging Face's "
-      "`tokenizers` ('.json'), maybe with '#' and the document token behind it."
+      f"The tokenizer is {spec!r}; expected 'bytes', 'stdlib', or the path of a"
+      " '.model' or a '.json', maybe with '#' and the document token behind it."
     )
   path = pathlib.Path(match['path']).expanduser()
-  if not path.is_file():
-    raise errors.MissingFileError(
-      f"The tokenizer is {spec!r}, but there is no file {path}. Give 'bytes', "
-      "'stdlib', or the path of a '.model' or a 'tokenizer.json'."
-    )
   kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
   return kinds[match['kind']](path.read_bytes(), str(path), match['token'])
 
