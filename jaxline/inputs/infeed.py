@@ -98,17 +98,18 @@ class Infeed:
     if now - began > _READY_SECS:
       goodput.add('input wait', now - began)
     self._times.append((now - goodput.compiled_secs(), self._waited))
-    if not self._is_slow and len(self._times) > _WINDOW_STEPS:
-      if (share := self.wait_fraction) > _SLOW_FRACTION:
-        self._is_slow = True
-        logging.warning(
-          'The input limits the speed: of the last %d steps, %.0f%% of the time'
-          ' was a wait for %s. `python -m jaxline.inputs show` measures the'
-          ' input alone.',
-          _WINDOW_STEPS,
-          100 * share,
-          self.source.name,
-        )
+    if self._is_slow or len(self._times) <= _WINDOW_STEPS:
+      return batch
+    if (share := self.wait_fraction) > _SLOW_FRACTION:
+      self._is_slow = True
+      logging.warning(
+        'The input limits the speed: of the last %d steps, %.0f%% of the time'
+        ' was a wait for %s. `python -m jaxline.inputs show` measures the'
+        ' input alone.',
+        _WINDOW_STEPS,
+        100 * share,
+        self.source.name,
+      )
     return batch
 
   @property

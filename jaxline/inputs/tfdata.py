@@ -1,7 +1,7 @@
-"""tf.data pipelines as inputs: an epoch at a time, with an exact position.
+"""tf.data pipelines as inputs, an epoch at a time, with an exact position.
 
-Give a function that returns one epoch's dataset of single records; this module
-shuffles, batches, divides among hosts, pads, repeats and counts:
+Give a function that returns one epoch as a dataset of single records. This
+module shuffles, batches, divides among hosts and repeats:
 
   def squares(seed):
     return tf.data.Dataset.range(100).map(lambda x: {'x': x, 'y': x * x})
@@ -10,28 +10,21 @@ shuffles, batches, divides among hosts, pads, repeats and counts:
     dataset=squares, batch_size=8, is_training=True, shuffle_buffer_size=100
   )
 
-There are two ways to divide the data:
-
-- `TfDataInput`: every host reads the whole epoch and keeps its rows of each
-  global batch. It is exact with any number of hosts, and a run may be resumed
-  on another number. Each host runs the function's pipeline for the records of
-  all hosts. Use it if the function is cheap.
-- `ShardedTfDataInput`: the function gives each host its own part, and a host
-  reads only that. A position is valid for this host of this number of hosts. An
-  epoch that does not repeat must end on all hosts after the same number of
-  batches: if tf.data does not know the number of records, each host counts all
-  parts, in one pass, when it first reaches the end of its own.
+With `TfDataInput`, every host runs the pipeline for all records and keeps its
+rows of each global batch: a run may be resumed on another number of hosts. With
+`ShardedTfDataInput`, the function gives each host its own part; a position is
+valid for this host of this number of hosts.
 
 A position is an epoch and the number of its records that were given. To reach
 it, the epoch is built again from its seed and read up to there. That takes as
 long as reading takes, but a position is small, exact in the middle of a
 shuffle, and needs no file.
 
-So an epoch must be the same each time it is built. While it is built, its seed
-is TensorFlow's global seed, for operations without a seed of their own. With
+So an epoch must be the same each time it is built. Its seed becomes
+TensorFlow's global seed, for operations without a seed of their own. With
 `op_determinism=True`, the default, the first dataset turns on TensorFlow's
-`tf.config.experimental.enable_op_determinism` for the whole process, and warns
-so: parallel parts of a pipeline then keep their order, even those with
+`tf.config.experimental.enable_op_determinism` for the whole process, and logs a
+warning: parallel parts of a pipeline then keep their order, even those with
 `deterministic=False`, and those that draw random numbers or call Python run
 sequentially, which is slower. `tf.random.stateless_*` and
 `tf.numpy_function(..., stateful=False)`, for functions whose result depends on
@@ -39,8 +32,6 @@ their arguments only, stay parallel. A pipeline that consists of such functions
 needs no `op_determinism`. Python's random numbers must be drawn from `seed`.
 
 TensorFlow is imported when the first input is made, and never touches a GPU.
-
-Shapes: B rows of this host, G rows of a global batch.
 """
 
 from __future__ import annotations
@@ -58,10 +49,8 @@ from absl import logging
 import jax
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base
-
-# Records that are read at once to count them.
-_COUNTED_AT_ONCE = 256
 
 # TensorFlow's seed is global: only one dataset is built at a time.
 _building = threading.Lock()
@@ -80,7 +69,7 @@ def import_tensorflow() -> Any:
 
 @functools.cache
 def _enable_op_determinism() -> None:
-  # A run shows no information of this library.
+  # A warning, since a run hides this library's messages below that level.
   logging.warning(
     'TensorFlow runs deterministically from now on, in the whole process'
     ' (tf.config.experimental.enable_op_determinism), so that a resumed run'
@@ -101,40 +90,30 @@ def build(
 ) -> Any:
   """Returns `make(seed)`; operations without a seed use this one.
 
-  A previous global seed is set again; without one, this seed stays set.
-
   Args:
-    seed: of all random operations.
+    seed: becomes TensorFlow's global seed.
     make: builds a dataset.
     op_determinism: whether to turn TensorFlow's on; it stays on.
   """
-  tf = import_tensorflow()
-  from tensorflow.python.eager import context
-
   with _building:
-    before = context.global_seed()
-    tf.random.set_seed(seed)
+    import_tensorflow().random.set_seed(seed)
     # Not before: without any seed, random operations would refuse from then on.
     if op_determinism:
       _enable_op_determinism()
-    try:
-      return make(seed)
-    finally:
-      if before is not None:
-        tf.random.set_seed(before)
+    return make(seed)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class EpochInput(base.ResumableInput):
-  """Reads datasets that hold one epoch each; a subclass builds them.
+  """Reads datasets of one epoch each; a subclass builds them.
 
   With `ANY_NUMBER_OF_HOSTS`, the dataset is that of all hosts, and a host keeps
   its rows of each global batch; without, it is that of one host.
 
   Attributes:
-    drop_remainder: whether to leave out the end instead, if it does not fill a
-      batch on all hosts. If epochs repeat, there is no such end: a batch
-      continues with the next epoch.
+    drop_remainder: whether to leave out the end of an epoch that does not
+      repeat, if it does not fill a batch on all hosts. (If epochs repeat, a
+      batch continues with the next epoch.)
     op_determinism: whether TensorFlow is made deterministic; see the top of
       this module. False is for pipelines that give the same without it.
   """
@@ -142,16 +121,15 @@ class EpochInput(base.ResumableInput):
   drop_remainder: bool = False
   op_determinism: bool = True
 
-  # The epoch, and how many of its records were given.
-  _first: ClassVar[Mapping[str, Any]] = {'epoch': 0, 'record': 0}
+  # The epoch, and the number of its records that were given.
+  FIRST: ClassVar[Any] = {'epoch': 0, 'record': 0}
 
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.drop_remainder and self.reset_for_eval:
-      raise ValueError(
-        f'{self.name} has reset_for_eval=True and drop_remainder=True: an'
-        ' evaluation on one epoch would not see all of it. Set'
-        ' drop_remainder=False.'
+      self.refuse(
+        'drop_remainder',
+        'False with reset_for_eval=True: an evaluation sees all of an epoch',
       )
     import_tensorflow()
 
@@ -175,69 +153,47 @@ class EpochInput(base.ResumableInput):
 
   # The contract of `BaseInput`.
 
-  def _start(self) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """Yields batches from the position on, each with the position behind it.
-
-    To reach the position takes as long as reading up to there.
-    """
+  def read_from(
+    self, position: dict[str, int]
+  ) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    """Yields this host's batches from a position on; see `ResumableInput`."""
     is_global = self.ANY_NUMBER_OF_HOSTS
     rows = self.get_global_batch_size() if is_global else self.batch_size
-    epoch, record = self._at['epoch'], self._at['record']
-    # Epoch -> its records, for epochs that were read to their end.
-    sizes: dict[int, int] = {}
-    for batch in self._read(rows, sizes):
-      record += rows
-      while record > sizes.get(epoch, record):
-        record -= sizes.pop(epoch)
-        epoch += 1
-      if is_global:
-        batch = host_rows(self, batch)
-      if not self.repeat:
-        batch = base.pad_rows(batch, self.batch_size)
-      yield batch, {'epoch': epoch, 'record': record}
+    # Whether other hosts may have more or fewer records.
+    is_part = not (is_global or self.repeat or self.num_infeed_hosts == 1)
+    for part in rebatch(self._records(position, rows), rows):
+      if self.drop_remainder and not self.repeat:
+        number = position['record'] // rows
+        is_done = is_part and number == self._num_batches
+        if is_done or base.num_rows(part) < rows:
+          return
+      position = {key: int(part[key][-1]) for key in self.FIRST}
+      batch = part['batch']
+      yield host_rows(self, batch) if is_global else batch, position
+    while is_part and -(-position['record'] // rows) < self._num_batches:
+      position = {**position, 'record': position['record'] + rows}
+      yield self._no_rows, position
 
-  def _read(self, rows: int, sizes: dict[int, int]) -> Iterator[dict[str, Any]]:
-    """Yields batches of `rows`, the last maybe of fewer, from the position."""
-    batches = rebatch(self._chunks(rows, sizes), rows)
-    if self.repeat:
-      yield from batches
-      return
-    has_own_end = not self.ANY_NUMBER_OF_HOSTS and self.num_infeed_hosts != 1
-    for batch in batches:
-      if self.drop_remainder and (
-        base.num_rows(batch) < rows
-        or (has_own_end and self._at['record'] + rows > self._common_end)
-      ):
-        return
-      yield batch
-    if has_own_end and self._at['record'] < self._common_end:
-      assert self.num_infeed_hosts is not None
-      parts = (self._build(0, host) for host in range(self.num_infeed_hosts))
-      some = next(x for part in parts for x in self._batched(part.take(1), 1))
-      while self._at['record'] < self._common_end:
-        yield choose(some, slice(0))
-
-  def _chunks(
-    self, rows: int, sizes: dict[int, int]
+  def _records(
+    self, position: dict[str, int], rows: int
   ) -> Iterator[dict[str, Any]]:
-    """Yields the records from the position on, at most `rows` at once."""
-    assert self.infeed_host_index is not None
-    epoch, record = self._at['epoch'], self._at['record']
+    """Yields records, at most `rows` at once, and the position behind each."""
+    epoch, record = position['epoch'], position['record']
     while True:
-      size = record
-      dataset = self._build(epoch, self.infeed_host_index)
-      for chunk in self._batched(dataset.skip(record), rows):
-        size += base.num_rows(chunk)
-        yield chunk
+      dataset = self._build(epoch, self.infeed_host_index or 0)
+      for batch in self._batched(dataset.skip(record), rows):
+        records = np.arange(record + 1, record + base.num_rows(batch) + 1)
+        epochs = np.full_like(records, epoch)
+        yield {'batch': batch, 'epoch': epochs, 'record': records}
+        record = records[-1]
       if not self.repeat:
         return
-      if not size:
+      if not record:
         raise ValueError(
           f'{self.name} has no records in epoch {epoch} for host'
           f' {self.infeed_host_index} of {self.num_infeed_hosts}. Check what'
           ' the dataset reads and filters out; each host needs some.'
         )
-      sizes[epoch] = size
       epoch, record = epoch + 1, 0
 
   def _build(self, epoch: int, host_index: int) -> Any:
@@ -249,7 +205,7 @@ class EpochInput(base.ResumableInput):
     )
     endless = import_tensorflow().data.INFINITE_CARDINALITY
     if not self.repeat and dataset.cardinality() == endless:
-      raise ValueError(
+      raise errors.UsageError(
         f'The dataset of {self.name} has no end, and repeat=False. Let it be'
         ' one epoch: leave out .repeat(), or append .take(n).'
       )
@@ -264,25 +220,30 @@ class EpochInput(base.ResumableInput):
     records = dataset.with_options(options).as_numpy_iterator()
     return map(functools.partial(to_batch, self), records)
 
-  @functools.cached_property
-  def _common_end(self) -> int:
-    """Returns the records of the batches that all hosts give, per host."""
-    assert self.num_infeed_hosts is not None
-    sizes = [self._count(host) for host in range(self.num_infeed_hosts)]
-    batches = (
-      min(sizes) // self.batch_size
-      if self.drop_remainder
-      else -(-max(sizes) // self.batch_size)
-    )
-    return batches * self.batch_size
+  # For an epoch of several parts, which ends on all hosts together.
 
-  def _count(self, host_index: int, epoch: int = 0) -> int:
-    """Returns how many records there are in a host's part of an epoch."""
-    dataset = self._build(epoch, host_index)
-    known = int(dataset.cardinality())
-    if known >= 0:
-      return known
-    return sum(map(base.num_rows, self._batched(dataset, _COUNTED_AT_ONCE)))
+  def _parts(self) -> Iterator[Any]:
+    return (self._build(0, host) for host in range(self.num_infeed_hosts or 1))
+
+  @functools.cached_property
+  def _num_batches(self) -> int:
+    """The number of batches of each host; counted where tf.data cannot tell."""
+    sizes = []
+    for part in self._parts():
+      if (size := int(part.cardinality())) < 0:
+        size = int(part.reduce(np.int64(0), lambda count, _: count + 1))
+      sizes.append(size)
+    if self.drop_remainder:
+      return min(sizes) // self.batch_size
+    return -(-max(sizes) // self.batch_size)
+
+  @functools.cached_property
+  def _no_rows(self) -> dict[str, Any]:
+    """A batch without rows; this host's part may have none to take it from."""
+    rows = (
+      row for part in self._parts() for row in self._batched(part.take(1), 1)
+    )
+    return choose(next(rows), slice(0))
 
   def identity(self) -> dict[str, Any]:
     """Returns what fixes the order."""
@@ -372,13 +333,11 @@ def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
     have += base.num_rows(batch)
     if have < rows:
       continue
-    joined, parts = join() if parts[1:] else batch, []
-    while have >= rows:
-      yield choose(joined, slice(rows))
-      have -= rows
-      joined = choose(joined, slice(rows, None))
-    if have:
-      parts = [joined]
+    joined = join() if parts[1:] else batch
+    for first in range(0, have - rows + 1, rows):
+      yield choose(joined, slice(first, first + rows))
+    have %= rows
+    parts = [choose(joined, slice(-have, None))] if have else []
   if have:
     yield join()
 
@@ -398,7 +357,26 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
     TypeError: it makes no batch.
   """
   keep_strings = not source.is_training and source.num_infeed_hosts == 1
-  batch = _to_arrays(given, '', keep_strings)
+
+  def convert(x: Any, path: str) -> Any:
+    """Returns dicts and lists of arrays; None where nothing is left."""
+    if isinstance(x, Mapping):
+      found = {key: convert(value, f'{path}.{key}') for key, value in x.items()}
+      return {key: y for key, y in found.items() if y is not None} or None
+    if isinstance(x, list | tuple):
+      values = [convert(value, path) for value in x]
+      return [y for y in values if y is not None] or None
+    array = np.asarray(x.numpy() if hasattr(x, 'numpy') else x)
+    if array.dtype.kind not in 'OSU':
+      return array
+    if not all(isinstance(v, bytes | str) for v in array.flat):
+      raise TypeError(
+        f'The entry {path[1:]} is {type(x).__name__}, which is no dense tensor.'
+        ' Remove it, or make it dense.'
+      )
+    return array if keep_strings else None
+
+  batch = convert(given, '')
   if not isinstance(batch, dict):
     raise TypeError(
       f'The data of {source.name} is {type(given).__name__}; expected dicts (of'
@@ -406,25 +384,3 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
       ' tokenize them.'
     )
   return batch
-
-
-def _to_arrays(x: Any, path: str, keep_strings: bool) -> Any:
-  """Returns dicts and lists of arrays; None where nothing is left."""
-  if isinstance(x, Mapping):
-    found = {
-      key: _to_arrays(value, f'{path}.{key}', keep_strings)
-      for key, value in x.items()
-    }
-    return {key: y for key, y in found.items() if y is not None} or None
-  if isinstance(x, list | tuple):
-    values = [_to_arrays(value, path, keep_strings) for value in x]
-    return [y for y in values if y is not None] or None
-  array = np.asarray(x.numpy() if hasattr(x, 'numpy') else x)
-  if array.dtype.kind not in 'OSU':
-    return array
-  if not all(isinstance(v, bytes | str) for v in array.flat):
-    raise TypeError(
-      f'The entry {path[1:]} is {type(x).__name__}, which is no dense tensor.'
-      ' Remove it, or make it dense.'
-    )
-  return array if keep_strings else None

@@ -22,21 +22,17 @@ import copy
 import dataclasses
 import functools
 import importlib
-import itertools
 import sys
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import tfdata
 
 # Pax's name for the weights of rows.
 SAMPLE_WEIGHTS = 'eval_sample_weights'
-
-# What is 0 in rows that only fill, at any depth of a batch.
-_WEIGHT_NAMES = (SAMPLE_WEIGHTS, base.WEIGHTS, 'weight')
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -49,14 +45,15 @@ class LingvoInputAdaptor(base.BaseInput):
 
   Strings are dropped in training and with several hosts, as devices cannot hold
   them. Where the generator gives no `eval_sample_weights`, ones are added,
-  float32 [B]; and where it gives no `weights`, they are the same, so that rows
-  that fill up a short batch count nothing by either name.
+  float32 [B]; and where it gives no `weights`, they are the same. Padding rows
+  have weight 0 by either name.
 
   Attributes:
     input: a generator, or its params. Only with params can it be made again,
       for each evaluation and with a seed for each host.
     batch_size: leave it None: it is that of the generator, by
-      `InfeedBatchSize()` or its params, or else the rows of its first batch.
+      `InfeedBatchSize()` or its params, or else the rows of its first batch,
+      once that was read.
     num_batches: how many batches there are until the input ends; None is as
       many as the generator has.
     allow_fixed_file_random_seed: whether `file_random_seed` may be other than
@@ -80,10 +77,7 @@ class LingvoInputAdaptor(base.BaseInput):
     if self.cluster_do_eval is None:
       self.cluster_do_eval = self.reset_for_eval
     if self.cluster_do_eval and self.is_training:
-      raise ValueError(
-        f'{self.name} has is_training=True and cluster_do_eval=True; set one of'
-        ' them to False.'
-      )
+      self.refuse('cluster_do_eval', 'False in training')
     self._generator: Any = self.input
     self._params: Any = None
     if hasattr(self.input, 'GetPreprocessedInputBatch'):
@@ -94,16 +88,16 @@ class LingvoInputAdaptor(base.BaseInput):
       self._generator = self._instantiate()
     self._begin()
     if self._OWN_BATCH_SIZE:
-      self.batch_size = self._find_batch_size()
+      self.batch_size = self._told_batch_size()
 
   def _check_batch_size(self) -> None:
     if not self._OWN_BATCH_SIZE:
       super()._check_batch_size()
     elif self.batch_size is not None:
-      raise ValueError(
-        f'{self.name}.batch_size is {self.batch_size!r}; leave it None: it is'
-        " the generator's own. Set that, or use LingvoInputAdaptorNewBatchSize"
-        ' to cut its batches into smaller ones.'
+      self.refuse(
+        'batch_size',
+        "None, as it is the generator's own. Set that, or use"
+        ' LingvoInputAdaptorNewBatchSize to cut its batches into smaller ones',
       )
 
   def _settle_seed(self, params: Any) -> None:
@@ -112,7 +106,7 @@ class LingvoInputAdaptor(base.BaseInput):
     if not seed:
       return
     if not self.allow_fixed_file_random_seed:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name} has a generator with file_random_seed={seed}: each start'
         ' reads the same data, so that a training that is resumed repeats it.'
         ' Set file_random_seed=0 for another order at each start, or'
@@ -121,7 +115,7 @@ class LingvoInputAdaptor(base.BaseInput):
     if not self.infeed_host_index:
       return
     if params is not self._params:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name} is host {self.infeed_host_index}, and its generator was'
         f' already made with file_random_seed={seed}, that of host 0. Give the'
         ' params instead of the generator.'
@@ -139,21 +133,12 @@ class LingvoInputAdaptor(base.BaseInput):
       self._get = _getter(self._generator)
     self._batches: Iterator[base.Batch] = self._read()
 
-  def _find_batch_size(self) -> int:
+  def _told_batch_size(self) -> int | None:
     size = getattr(_params_of(self._generator), 'batch_size', None)
     if hasattr(self._generator, 'InfeedBatchSize'):
       with self._scope():
         size = self._generator.InfeedBatchSize()
-    if size:
-      return int(size)
-    first = next(self._batches, None)
-    if first is None:
-      raise ValueError(
-        f'{self.name} has no data: its generator does not tell its batch size,'
-        ' and ended at once.'
-      )
-    self._batches = itertools.chain([first], self._batches)
-    return base.num_rows(first)
+    return int(size) if size else None  # Lingvo's of tf.data say 0.
 
   def _infeed_host(self) -> tuple[int, int]:
     """Returns which host of how many the generator is to read for."""
@@ -196,12 +181,12 @@ class LingvoInputAdaptor(base.BaseInput):
       # `Batch` is for code that was written for Pax.
       batch = base.Batch(tfdata.to_batch(self, given))
       ones = np.ones(base.num_rows(batch), np.float32)
-      weights = batch.setdefault(SAMPLE_WEIGHTS, ones).astype(np.float32)
-      batch.setdefault(base.WEIGHTS, weights)
+      weights = batch.setdefault(SAMPLE_WEIGHTS, ones)
+      batch.setdefault(base.WEIGHTS, weights.astype(np.float32))
       yield batch
 
   def get_next(self) -> base.Batch:
-    """Returns the next batch: arrays [B, ...].
+    """Returns the next batch: arrays [b, ...].
 
     Raises:
       StopIteration: after `num_batches`, or where the generator ends.
@@ -215,6 +200,7 @@ class LingvoInputAdaptor(base.BaseInput):
         self._batches = self._read()  # A generator that raised only ends.
       raise
     self._given += 1
+    self.batch_size = self.batch_size or base.num_rows(batch)
     return batch
 
   def reset(self) -> None:
@@ -237,10 +223,6 @@ class LingvoInputAdaptor(base.BaseInput):
         ' Reset(). Give its params instead, which can make it anew.'
       )
     self._begin()
-
-  def where(self) -> str:
-    """Returns the number of the batch that is being read."""
-    return f'batch {self._given + 1} of {type(self._generator).__name__}'
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
@@ -292,10 +274,8 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
 
   Every host reads all examples, in the same order. The generator must give that
   order: it gets one as the number of hosts, and its `file_random_seed` is not
-  changed. Of each B * num_infeed_hosts examples, a host gives its own B. The
-  last batches are padded with copies of the first example, whose `weights`,
-  `weight` and `eval_sample_weights` are 0, so that all hosts end after the same
-  number of batches.
+  changed. Of each B * num_infeed_hosts examples, a host gives its own B. All
+  hosts end after the same number of batches, the last of them padded.
 
   Attributes:
     batch_size: B; the generator's batches may be of any size.
@@ -307,11 +287,8 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
 
   def _check_fields(self) -> None:
     super()._check_fields()
-    if self.is_training or not self.reset_for_eval:
-      raise ValueError(
-        f'{self.name} has is_training={self.is_training} and reset_for_eval='
-        f'{self.reset_for_eval}; expected False and True: it reads one epoch.'
-      )
+    if not self.reset_for_eval:
+      self.refuse('reset_for_eval', 'True: it reads one epoch')
 
   def _settle_seed(self, params: Any) -> None:
     """Leaves the seed as it is: all hosts read the same."""
@@ -320,13 +297,8 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
     return 0, 1
 
   def _read(self) -> Iterator[base.Batch]:
-    size, padding = self.get_global_batch_size(), None
-    for batch in tfdata.rebatch(super()._read(), size):
-      if padding is None:
-        padding = _without_weight(tfdata.choose(batch, slice(1)))
-      missing = size - base.num_rows(batch)
-      (whole,) = tfdata.rebatch([batch, *[padding] * missing], size)
-      yield tfdata.host_rows(self, whole)
+    for batch in tfdata.rebatch(super()._read(), self.get_global_batch_size()):
+      yield tfdata.host_rows(self, batch)
 
 
 def _params_of(generator: Any) -> Any:
@@ -347,13 +319,3 @@ def _getter(generator: Any) -> Callable[[], Any]:
   import tensorflow as tf
 
   return tf.function(generator.GetPreprocessedInputBatch)
-
-
-def _without_weight(batch: base.Batch) -> base.Batch:
-  """Returns a batch whose weights are 0, at any depth."""
-
-  def clear(path: Any, x: np.ndarray) -> np.ndarray:
-    is_weight = getattr(path[-1], 'key', None) in _WEIGHT_NAMES
-    return np.zeros_like(x) if is_weight else x
-
-  return jax.tree_util.tree_map_with_path(clear, batch)

@@ -327,19 +327,13 @@ class SeqIOInput(tfdata.EpochInput):
   def get_next_padded(self) -> dict[str, Any]:
     """Returns the next batch; padding rows have index -1."""
     batch = super().get_next_padded()
-    # A subclass may leave them out, where it needs no metrics.
-    if INDEX_KEY in batch and NUM_SHARDS_KEY in batch:
-      batch[INDEX_KEY] = np.where(
-        batch[NUM_SHARDS_KEY] > 0, batch[INDEX_KEY], np.int32(-1)
-      )
+    if NUM_SHARDS_KEY in batch:
+      is_padding = batch[NUM_SHARDS_KEY] == 0
+      batch[INDEX_KEY] = np.where(is_padding, np.int32(-1), batch[INDEX_KEY])
     return batch
 
   def identity(self) -> dict[str, Any]:
     """Returns what the examples and their order depend on."""
-    return {**super().identity(), **self._data_identity}
-
-  @functools.cached_property
-  def _data_identity(self) -> dict[str, Any]:
     converter = self.feature_converter
     if dataclasses.is_dataclass(converter):
       named = repr(converter)
@@ -362,6 +356,7 @@ class SeqIOInput(tfdata.EpochInput):
       for path in paths:
         files.update(f'{os.path.basename(path)}\n'.encode())
     return {
+      **super().identity(),
       'mixture_or_task': self._provider.name,
       # In order, since that is the one in which they are read.
       'tasks': tasks,
@@ -384,13 +379,10 @@ class SeqIOInput(tfdata.EpochInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids, a line for each document in a row.
+    """Returns the text of each row, a line for each document in it.
 
-    Args:
-      ids: integers [B, L].
-      lengths: integers [B], how many of each row to take.
-      key: a feature of the task, or 'src' for 'inputs'. All else, and None, is
-        'targets'.
+    `key` is a feature of the task, or 'src' for 'inputs'. All else, and None,
+    is 'targets'.
     """
     features = self._provider.output_features
     key = 'inputs' if key == 'src' else key
@@ -399,15 +391,11 @@ class SeqIOInput(tfdata.EpochInput):
     for row, length in zip(np.asarray(ids), lengths, strict=True):
       row = row[:length]
       # SeqIO decodes up to the first end only.
-      ends = np.flatnonzero(row == vocabulary.eos_id) + 1
-      decoded = [
-        vocabulary.decode(part.tolist())
-        for part in np.split(row, ends)
-        if part.size
-      ]
+      parts = np.split(row, np.flatnonzero(row == vocabulary.eos_id) + 1)
+      lines = [vocabulary.decode(part.tolist()) for part in parts if part.size]
       texts.append(
         '\n'.join(
-          x if isinstance(x, str) else ' '.join(map(str, x)) for x in decoded
+          x if isinstance(x, str) else ' '.join(map(str, x)) for x in lines
         )
       )
     return texts
