@@ -76,7 +76,7 @@ _THREADS = 4
 # What a step takes that sleeps; one on the CPU takes about as long on one core.
 _STEP_SECS = 2e-3
 _STEPS = 100
-_INFEED_TARGET = 100
+_INFEED_TARGET = 20
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,31 +161,34 @@ class EpochInput(base.ResumableInput):
     rows = self.get_global_batch_size() if is_global else self.batch_size
     # Whether other hosts may have more or fewer records.
     is_part = not (is_global or self.repeat or self.num_infeed_hosts == 1)
-    for part in rebatch(self._records(position, rows), rows):
+    epoch, record = position['epoch'], position['record']
+    # Epoch -> its records, for epochs that were read to their end.
+    sizes: dict[int, int] = {}
+    for batch in rebatch(self._records(epoch, record, rows, sizes), rows):
       if self.drop_remainder and not self.repeat:
-        number = position['record'] // rows
-        is_done = is_part and number == self._num_batches
-        if is_done or base.num_rows(part) < rows:
+        is_done = is_part and record // rows == self._num_batches
+        if is_done or base.num_rows(batch) < rows:
           return
-      position = {key: int(part[key][-1]) for key in self.FIRST}
-      batch = part['batch']
-      yield host_rows(self, batch) if is_global else batch, position
-    while is_part and -(-position['record'] // rows) < self._num_batches:
-      position = {**position, 'record': position['record'] + rows}
-      yield self._no_rows, position
+      record += rows
+      while record > sizes.get(epoch, record):
+        record -= sizes.pop(epoch)
+        epoch += 1
+      if is_global:
+        batch = host_rows(self, batch)
+      yield batch, {'epoch': epoch, 'record': record}
+    while is_part and record // rows < self._num_batches:
+      record += rows
+      yield self._no_rows, {'epoch': epoch, 'record': record}
 
   def _records(
-    self, position: dict[str, int], rows: int
+    self, epoch: int, record: int, rows: int, sizes: dict[int, int]
   ) -> Iterator[dict[str, Any]]:
-    """Yields records, at most `rows` at once, and the position behind each."""
-    epoch, record = position['epoch'], position['record']
+    """Yields the records from a position on, at most `rows` at once."""
     while True:
       dataset = self._build(epoch, self.infeed_host_index or 0)
       for batch in self._batched(dataset.skip(record), rows):
-        records = np.arange(record + 1, record + base.num_rows(batch) + 1)
-        epochs = np.full_like(records, epoch)
-        yield {'batch': batch, 'epoch': epochs, 'record': records}
-        record = records[-1]
+        record += base.num_rows(batch)
+        yield batch
       if not self.repeat:
         return
       if not record:
@@ -194,6 +197,7 @@ class EpochInput(base.ResumableInput):
           f' {self.infeed_host_index} of {self.num_infeed_hosts}. Check what'
           ' the dataset reads and filters out; each host needs some.'
         )
+      sizes[epoch] = record
       epoch, record = epoch + 1, 0
 
   def _build(self, epoch: int, host_index: int) -> Any:
@@ -316,6 +320,8 @@ def choose(batch: Any, rows: slice) -> Any:
 def host_rows(source: base.BaseInput, batch: Any) -> Any:
   """Returns the rows of a global batch that are those of an input's host."""
   assert source.infeed_host_index is not None
+  if source.num_infeed_hosts == 1:
+    return batch
   first = source.infeed_host_index * source.batch_size
   return choose(batch, slice(first, first + source.batch_size))
 
@@ -329,8 +335,12 @@ def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
     return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
   for batch in batches:
+    have += (added := len(jax.tree.leaves(batch)[0]))
+    if added == have == rows:
+      yield batch
+      have = 0
+      continue
     parts.append(batch)
-    have += base.num_rows(batch)
     if have < rows:
       continue
     joined = join() if parts[1:] else batch
