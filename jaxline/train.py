@@ -522,9 +522,9 @@ class _Training:
     file = log.fingerprints if is_logged else None
     # Another process may have a file, and all compute it together.
     if config.fingerprint and (file or jax.process_count() > 1):
-      action = fingerprints.Fingerprints(self.experiment, file and file.append)
-      action.share(log.executor)
-      actions.append(action)
+      actions.append(
+        fingerprints.Fingerprints(self.experiment, file, log.executor)
+      )
     # After the writing: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(

@@ -2,12 +2,11 @@
 
 The fingerprint of a step is a uint32 of its scalars and its batch, computed by
 a program of its own: the program of the step, and so its bits, stay as they
-are. Sums of integers make it independent of how arrays are sharded. They are
-kept in a file of little-endian uint32: the step before the first one, then one
-number per step.
+are. Sums of integers make it independent of how arrays are sharded. The file
+has two little-endian uint32 for each step: its number and its fingerprint.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -80,44 +79,38 @@ def fingerprint(tree: Any) -> jax.Array:
   return total
 
 
-class Fingerprints(periodic.Action):
-  """Computes the fingerprint of each step, and hands it on to be written.
+class Fingerprints(periodic.PeriodicAction):
+  """Computes the fingerprint of each step; all processes do it together."""
 
-  All processes compute it together; some write it.
-  """
-
-  def __init__(self, experiment: Any, write: Callable[..., Any] | None):
-    """Sets the experiment in training, whose `last_batch` counts.
+  def __init__(
+    self,
+    experiment: Any,
+    file: FingerprintWriter | None,
+    executor: async_lib.SerialExecutor | None,
+  ):
+    """Sets where fingerprints go.
 
     Args:
-      experiment: the experiment.
-      write: called as `write(step, {'fingerprint': value})`; None writes none.
+      experiment: the one in training, whose `last_batch` counts.
+      file: None in a process that writes none.
+      executor: of the log's thread, which writes; None writes at once.
     """
     self._experiment = experiment
-    self._action: periodic.Action = periodic.Action()
-    if write is not None:
-      self._action = periodic.PeriodicAction(
-        write, 'steps', _STEPS, log_all_data=True
-      )
+    super().__init__(
+      file.append if file else lambda step, scalars: None,
+      'steps',
+      _STEPS if file else None,
+      run_async=executor is not None,
+      log_all_data=True,
+      executor=executor,
+    )
 
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
     """Queues the fingerprint of a step, which the devices compute meanwhile."""
     value = of_step(scalar_outputs or {}, self._experiment.last_batch)
-    self._action(t, step, {'fingerprint': value})
-
-  def share(self, executor: async_lib.SerialExecutor | None) -> None:
-    """Writes on the log's thread."""
-    self._action.share(executor)
-
-  def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Hands on what waits."""
-    return self._action.flush_async()
-
-  def wait_to_finish(self) -> None:
-    """Hands on what waits, and waits for it."""
-    self._action.wait_to_finish()
+    super().__call__(t, step, {'fingerprint': value})
 
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:

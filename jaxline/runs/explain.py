@@ -2,11 +2,10 @@
 
 import argparse
 from collections.abc import Mapping
-import dataclasses
 import functools
 import math
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +30,12 @@ _JUDGED = ('train/loss', 'train/grad_norm')
 _MAX_TEXT = 70
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
   """A row of a batch.
 
-  Attributes:
-    number: its place in the rows of this process.
-    loss: the loss of this row alone, as if it were the batch.
-    weight: the sum of its weights.
-    grad_norm: the norm of the gradient of this loss; None if not asked for.
-    where: where it comes from, if known.
-    text: the beginning of its text, if it has one.
+  `number` is its place in the rows of this process; `loss` is that of this row
+  alone, as if it were the batch; `weight` is the sum of its weights;
+  `grad_norm` is that of this loss, or None; `where` says where it comes from.
   """
 
   number: int

@@ -244,14 +244,18 @@ def compare(
     batch = replay.experiment.last_batch
     if not rtol:
       found['fingerprint'] = int(fingerprints.of_step(scalars, batch))
+    num_equal = 0
     for name, value in found.items():
       name = f'train/{name}'
       if name not in before[step] or is_clocked(name):
         continue
       is_equal = is_same(was := before[step][name], value, rtol)
       counts[is_equal] += 1
+      num_equal += is_equal
       if not is_equal:
         say(f'step {step}: {name} was {was!r} and is {value!r}')
+    if num_equal > 1:  # More than the fingerprint.
+      say(f'step {step}: {num_equal} values are equal')
 
   replay.run(until, check)
   total = sum(counts.values())
