@@ -9,6 +9,7 @@ the config or the input itself is refused, in one line on stderr.
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -54,12 +55,15 @@ def input_maker(
       ' of sharded.ShardedExperiment have an input that can be shown.'
     )
 
-  def make(shard: base.Shard) -> Any:
+  @functools.cache
+  def experiment() -> Any:
     rng = jax.random.PRNGKey(config.random_seed)
+    return adapters.construct(experiment_class, split, rng, config)
+
+  def make(shard: base.Shard) -> Any:
     # Data needs no devices, so those of the run need not be here.
     with mesh.on_devices(_fitting_devices):
-      experiment = adapters.construct(experiment_class, split, rng, config)
-      found = base.of_shard(getattr(experiment, method), shard)
+      found = base.of_shard(getattr(experiment(), method), shard)
     has_sets = split == 'eval' and isinstance(found, Mapping)
     sets = dict(found) if has_sets else {'': found}
     name = next(iter(sets)) if eval_set is None else eval_set
