@@ -1,7 +1,10 @@
 """Replays, explanations, bisections, skipped batches, fingerprints."""
 
+import copy
+import dataclasses
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from configs import lm
 import jaxline
 from jaxline import errors
 from jaxline import experiment
@@ -38,6 +42,9 @@ def run(directory, overrides=None, **kwargs):
 def shared(tmp_path_factory):
   """A run of 12 steps with checkpoints of 4, 8 and 12; not to be changed."""
   return run(tmp_path_factory.mktemp('travels') / 'run')
+
+
+HEADER = re.compile('row .*from.*')
 
 
 def losses(directory):
@@ -359,6 +366,46 @@ def test_each_copy_of_an_array_is_compared():
   )
   with pytest.raises(recompute.RecomputeError, match=r'w on .*:1\.'):
     recompute.twice(step, state)
+
+
+# The page.
+
+
+def test_a_poisoned_document_is_found_and_left_out(tmp_path, capsys):
+  texts = tmp_path / 'texts'
+  texts.mkdir()
+  source = pathlib.Path(dataclasses.__file__).read_text()
+  for i in range(12):
+    (texts / f'{i}.py').write_text(source[4000 * i : 4000 * (i + 1)])
+  noise = np.random.default_rng(0).integers(0x3000, 0x9000, 40)
+  (texts / 'poison.py').write_text(''.join(map(chr, noise)))
+  config = lm.get_config()
+  config.checkpoint_dir = str(tmp_path / 'a')
+  config.training_steps = 160
+  config.log_train_data_interval = 1
+  config.save_checkpoint_interval = 20
+  config.eval_interval = -1
+  config.console = 'off'
+  kwargs = config.experiment_kwargs.config
+  kwargs.files, kwargs.length, kwargs.model.max_length = str(texts), 64, 64
+  kwargs.sample_length, kwargs.decode.max_decode_steps = 8, 8
+  kwargs.cache_dir = str(tmp_path / 'tokens')
+  kwargs.model.num_layers, kwargs.model.embed_dim = 1, 32
+  kwargs.model.num_heads, kwargs.model.mlp_dim = 2, 64
+  jaxline.fit(None, config, mode='train')
+  # Without a step, the worst spike is explained.
+  assert cli.main(['explain', config.checkpoint_dir]) == 0
+  out = capsys.readouterr().out
+  worst = out.splitlines()[out.splitlines().index(HEADER.search(out)[0]) + 1]
+  assert 'poison.py' in worst
+  options = dict(re.findall(r'--config\.(\w+)=(\S+)', out))
+  fork = copy.deepcopy(config)
+  fork.update(options | {'checkpoint_dir': str(tmp_path / 'b')})
+  jaxline.fit(None, fork, mode='train')
+  assert cli.main(['bisect', config.checkpoint_dir, fork.checkpoint_dir]) == 1
+  assert f'part in step {options["skip_batches"]}, in the batch' in (
+    capsys.readouterr().out
+  )
 
 
 # Real kills.
