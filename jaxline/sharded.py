@@ -618,7 +618,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Reads the batch of the next step, which stays the next one.
 
     Returns:
-      The input, to be closed; this process's rows; where each row comes from.
+      The input, closed; this process's rows; where each row comes from.
     """
     if self._input_state is None and self._num_read:
       raise errors.UsageError(
@@ -629,8 +629,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     source = self._open_input(self._input_state)
     for _ in range(self._num_read + 1, self.next_batch_number):
       next(source)
-    where = source.where_rows()
-    return source, next(source), where
+    where, batch = source.where_rows(), next(source)
+    source.close()
+    return source, batch, where
 
   @property
   def next_batch_number(self) -> int:

@@ -23,12 +23,10 @@ import jax
 
 from jaxline import base_config
 from jaxline import debug
-from jaxline import distributed
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
 from jaxline import train
-from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
@@ -41,13 +39,10 @@ from jaxline.metrics import writers
 # Files whose lines do not say which operation of the model it was.
 _LIBRARIES = re.compile(r'(site|dist)-packages|/jaxline/|lib/python3')
 
-# Scalars that depend on the clock or the machine.
-_CLOCKED = re.compile(
-  r'.*/(input_wait_fraction|\w+_per_sec|mfu|device_memory_gib)'
-)
-
 # Between other devices, the sums of a step are rounded otherwise.
 _RTOL = 0.01
+
+_FINGERPRINT = 'train/fingerprint'
 
 OnStep = Callable[[int, Mapping[str, Any]], None]
 
@@ -66,8 +61,7 @@ class Replay:
     experiment: the experiment, in mode 'train'.
     state: the live state of `latest`: `global_step` and `train_step_rng`.
     start: the step that the replay began from.
-    from_own: whether it began from a checkpoint of the run.
-    devices: number and kind of the run's devices; None without a checkpoint.
+    origin: its checkpoint, as for `restore_from`; None or '' is the seed.
   """
 
   directory: str
@@ -75,8 +69,7 @@ class Replay:
   experiment: Any
   state: Any
   start: int
-  from_own: bool
-  devices: list[Any] | None
+  origin: str | None
 
   def run(
     self, until: int, on_step: OnStep = lambda step, scalars: None
@@ -110,6 +103,28 @@ class Replay:
         f' {until} cannot be replayed.'
       )
 
+  def values(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scalars of the last step as `logged` does."""
+    batch = self.experiment.last_batch
+    return {
+      **{f'train/{k}': x for k, x in writers.to_scalars(scalars).items()},
+      _FINGERPRINT: int(fingerprints.of_step(scalars, batch)),
+    }
+
+  def peek(self, step: int) -> tuple[Any, Any, list[str]]:
+    """Runs to the step before, and returns what `experiment.peek` does.
+
+    Raises:
+      errors.UsageError: the experiment is in the per-device style.
+    """
+    if not self.experiment.IS_SHARDED:
+      raise errors.UsageError(
+        f'{type(self.experiment).__name__} is not a ShardedExperiment: only its'
+        ' style has a step that can be looked into.'
+      )
+    self.run(step - 1)
+    return self.experiment.peek()
+
 
 @contextlib.contextmanager
 def opened(
@@ -134,8 +149,7 @@ def opened(
       config, is_recorded=True
     )
   store = store_lib.at(directory)
-  kept = records(store)
-  start = max((step for step in kept if step < before), default=None)
+  start = max((step for step in records(store) if step < before), default=None)
   with contextlib.ExitStack() as stack:
     config.checkpoint_dir = store.url
     # By its name it only reads `latest`.
@@ -166,16 +180,8 @@ def opened(
         f'{store.url} began at step {at}, so step {before} cannot be replayed;'
         f' the first one is {at + 1}.'
       )
-    newest = kept[max(kept)] if kept else {}
-    yield Replay(
-      store.url,
-      config,
-      experiment,
-      state,
-      at,
-      start is not None,
-      newest.get('devices'),
-    )
+    origin = config.restore_from if start is None else f'{store.url}:{start}'
+    yield Replay(store.url, config, experiment, state, at, origin)
 
 
 def records(store: store_lib.Store) -> dict[int, dict[str, Any]]:
@@ -192,42 +198,45 @@ def _fingerprints(store: store_lib.Store) -> dict[int, int]:
   return fingerprints.read(store.read(f'train/{fingerprints.FILE}'))
 
 
-def logged(directory: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
-  """Returns step -> scalars that a run has logged, with its fingerprints."""
+def logged(
+  directory: str | os.PathLike[str], folder: str = 'train'
+) -> dict[int, dict[str, Any]]:
+  """Returns step -> the scalars that a run has logged, and its fingerprint.
+
+  Without those that depend on the clock or the machine.
+  """
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in runs.read(directory).curves.items():
-    for step, value in curve.items():
-      found[step][name] = value
-  for step, value in _fingerprints(store_lib.at(directory)).items():
-    found[step]['train/fingerprint'] = value
+    where, _, scalar = name.partition('/')
+    if where == folder and fingerprints.unclocked({scalar: curve}):
+      for step, value in curve.items():
+        found[step][name] = value
+  if folder == 'train':
+    for step, value in _fingerprints(store_lib.at(directory)).items():
+      found[step][_FINGERPRINT] = value
   return found
 
 
-def is_clocked(name: str) -> bool:
-  """Returns whether a logged value depends on the clock or the machine."""
-  return bool(_CLOCKED.fullmatch(name))
+def differing(
+  one: Mapping[str, Any], other: Mapping[str, Any], rtol: float = 0.0
+) -> list[str]:
+  """Returns the names of values that both have and that differ."""
+
+  def is_same(x: Any, y: Any) -> bool:
+    is_nan = x != x and y != y
+    return x == y or is_nan or bool(rtol and math.isclose(x, y, rel_tol=rtol))
+
+  names = sorted(one.keys() & other.keys())
+  return [name for name in names if not is_same(one[name], other[name])]
 
 
-def is_same(one: Any, other: Any, rtol: float = 0.0) -> bool:
-  """Returns whether two logged values are equal, or both NaN."""
-  is_nan = one != one and other != other
-  return one == other or is_nan or math.isclose(one, other, rel_tol=rtol)
-
-
-def compare(
-  replay: Replay,
-  first: int,
-  until: int,
-  say: Callable[[str], None] = print,
-  rtol: float = 0.0,
-) -> bool:
-  """Replays steps and compares what the run has logged of them.
+def compare(replay: Replay, first: int, until: int, rtol: float = 0.0) -> bool:
+  """Replays steps, and prints how they compare to what the run has logged.
 
   Args:
     replay: the replay, before `first`.
     first: the first step to compare.
     until: the last one.
-    say: prints a line.
     rtol: a relative difference that does not count. With 0, fingerprints are
       compared too.
 
@@ -235,38 +244,33 @@ def compare(
     Whether every compared value is equal.
   """
   before = logged(replay.directory)
-  counts = {True: 0, False: 0}
+  total = num_differing = 0
 
   def check(step: int, scalars: Mapping[str, Any]) -> None:
+    nonlocal total, num_differing
     if step < first:
       return
-    found = writers.to_scalars(scalars)
-    batch = replay.experiment.last_batch
-    if not rtol:
-      found['fingerprint'] = int(fingerprints.of_step(scalars, batch))
-    num_equal = 0
-    for name, value in found.items():
-      name = f'train/{name}'
-      if name not in before[step] or is_clocked(name):
-        continue
-      is_equal = is_same(was := before[step][name], value, rtol)
-      counts[is_equal] += 1
-      num_equal += is_equal
-      if not is_equal:
-        say(f'step {step}: {name} was {was!r} and is {value!r}')
-    if num_equal > 1:  # More than the fingerprint.
-      say(f'step {step}: {num_equal} values are equal')
+    was, found = before[step], replay.values(scalars)
+    if rtol:
+      del found[_FINGERPRINT]
+    names = differing(was, found, rtol)
+    for name in names:
+      print(f'step {step}: {name} was {was[name]!r} and is {found[name]!r}')
+    num_compared = len(was.keys() & found.keys())
+    total += num_compared
+    num_differing += len(names)
+    if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
+      print(f'step {step}: {num_equal} values are equal')
 
   replay.run(until, check)
-  total = sum(counts.values())
   if not total:
-    say(f'Nothing is logged of the steps {first} to {until}.')
-  elif counts[False]:
-    say(f'{counts[False]} of {total} logged values differ.')
+    print(f'Nothing is logged of the steps {first} to {until}.')
+  elif num_differing:
+    print(f'{num_differing} of {total} logged values differ.')
   else:
     how = f'within {rtol:.0%}' if rtol else 'to the bit'
-    say(f'All {total} logged values are equal {how}.')
-  return not counts[False]
+    print(f'All {total} logged values are equal {how}.')
+  return not num_differing
 
 
 def find_nonfinite(replay: Replay) -> str | None:
@@ -322,59 +326,23 @@ def save(replay: Replay, directory: str) -> None:
     checkpointer.wait_for_checkpointing_to_finish()
 
 
-def start_jax(directory: str) -> None:
-  """Sets XLA's flags as a run had them, and meets the other processes."""
-  for line in xla.apply(base_config.recorded_config(directory).xla):
-    print(line)
-  distributed.initialize('auto')
-
-
-def positive(text: str) -> int:
-  """Returns the number of a step on the command line, from 1."""
-  if not text.isdecimal() or not int(text):
-    raise argparse.ArgumentTypeError(f'{text} is not a number from 1')
-  return int(text)
-
-
-def add_command(commands: Any) -> None:
-  """Adds `replay` to the commands of `python -m jaxline.runs`."""
-  command = commands.add_parser('replay', help=__doc__.splitlines()[0])
-  command.add_argument('dir', help='the run')
-  command.add_argument('step', type=positive, help='the first step to compare')
-  for flag, kind, what in (
-    ('--steps', int, 'how many steps to run after it'),
-    ('--save', str, 'a new directory for the checkpoint of the last step'),
-  ):
-    command.add_argument(flag, type=kind, help=what)
-  command.add_argument(
-    '--nan',
-    action='store_true',
-    help='find the first operation of STEP whose result is not finite',
-  )
-  command.set_defaults(run=_replay)
-
-
-def _replay(args: argparse.Namespace) -> int:
-  last = args.step + max(args.steps or 0, 0)
+def command(args: argparse.Namespace) -> int:
+  """Runs `runs replay`; returns the exit status."""
+  last = args.step + args.steps
   if args.save and store_lib.at(args.save).names():
     raise errors.UsageError(
       f'--save: {args.save} is not empty; give a new directory.'
     )
-  start_jax(args.dir)
-  with opened(args.dir, args.step) as replay:
-    before, rates = replay.start, runs.read(args.dir).curves
-    num_steps = last - before
-    rate = max(rates.get('train/steps_per_sec', {0: 0.0}).values())
+  run = runs.read(args.run_dir)
+  with opened(args.run_dir, args.step) as replay:
+    before, num_steps = replay.start, last - replay.start
+    rate = max(run.curves.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration(num_steps / rate)}' if rate else ''
-    print(
-      f'Replaying {num_steps} steps from'
-      f' {f"the checkpoint of step {before}" if before else "the seed"}{about}.'
-    )
+    where = f'the checkpoint of step {before}' if before else 'the seed'
+    print(f'Replaying {num_steps} steps from {where}{about}.')
     rtol = 0.0
-    if (was := replay.devices) not in (
-      None,
-      now := [jax.device_count(), jax.devices()[0].device_kind],
-    ):
+    now = f'{jax.device_count()} {jax.devices()[0].device_kind}'
+    if (was := run.made_with.get('devices', now)) != now:
       rtol = _RTOL
       print(
         f'The run had the devices {was}, and here are {now}: values that differ'
@@ -385,7 +353,7 @@ def _replay(args: argparse.Namespace) -> int:
       found = find_nonfinite(replay)
       print(found or f'All results of step {args.step} are finite.')
       return 0
-    is_equal = compare(replay, args.step, last, rtol=rtol)
+    is_equal = compare(replay, args.step, last, rtol)
     if args.save:
       save(replay, args.save)
   return 0 if is_equal else 1
