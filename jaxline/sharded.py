@@ -276,24 +276,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
 
   def pure_step(
-    self,
-    state: TrainState,
-    batch: Batch,
-    rng: jax.Array,
-    step_scalars: Callable[..., Any] | None = None,
+    self, state: TrainState, batch: Batch, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Runs `train_step` with all that the experiment gives it.
-
-    Args:
-      state: the state before the step.
-      batch: a global batch.
-      rng: the run's step key.
-      step_scalars: None is the method of this name.
-    """
+    """Runs `train_step` with all that the experiment gives it."""
     return train_step(
       self.loss_fn,
       self._optimizer,
-      step_scalars or self.step_scalars,
+      self.step_scalars,
       state,
       batch,
       rng,

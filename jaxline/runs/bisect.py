@@ -2,16 +2,15 @@
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-import functools
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
 from jaxline import runs
+from jaxline.checkpoint import arrays
 from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 from jaxline.runs import replay as replay_lib
@@ -51,15 +50,13 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     experiment, rng = replay.experiment, replay.state.train_step_rng
     state, batch = experiment.state, experiment.partitioner.put_batch(batch)
     found = _parts(state) | {'batch': batch, 'random key': rng}
-    # Fetched before the step donates them.
-    found = {kind: _named(x) for kind, x in found.items()}
-    keep = lambda state, grads, updates: {'grads': grads, 'updates': updates}
-    step_fn = functools.partial(experiment.pure_step, step_scalars=keep)
-    new, scalars = jax.jit(experiment.in_mesh(step_fn))(state, batch, rng)
-    grads, updates = scalars.pop('grads'), scalars.pop('updates')
-    after = {'loss': scalars, 'gradients': grads, 'updates': updates}
-    after |= {f'new {kind}': x for kind, x in _parts(new).items()}
-    return found | {k: _named(x) for k, x in after.items()}, replay.start
+    experiment.step_scalars = lambda state, *trees: {'_': trees}
+    step_fn = jax.jit(experiment.in_mesh(experiment.pure_step))
+    new, scalars = step_fn(state, batch, rng)
+    grads, updates = scalars.pop('_')
+    found |= {'loss': scalars, 'gradients': grads, 'updates': updates}
+    found |= {f'new {kind}': x for kind, x in _parts(new).items()}
+    return {kind: _named(x) for kind, x in found.items()}, replay.start
 
 
 def _parts(state: Any) -> dict[str, Any]:
@@ -68,21 +65,22 @@ def _parts(state: Any) -> dict[str, Any]:
 
 
 def _named(tree: Any) -> Arrays:
-  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  tree = jax.tree.map(
-    lambda x: jax.random.key_data(x) if is_key(x) else x, tree
-  )
+  named = structure.named_leaves(tree)
+  data = {
+    k: jax.random.key_data(x) if arrays.is_key(x) else x
+    for k, x in named.items()
+  }
   # Also of arrays that lie on several processes.
-  on_host = multihost_utils.process_allgather(tree, tiled=True)
-  return {n: np.asarray(x) for n, x in structure.named_leaves(on_host).items()}
+  on_host = multihost_utils.process_allgather(data, tiled=True)
+  return {name: np.asarray(x) for name, x in on_host.items()}
 
 
 def _largest_first(one: Arrays, other: Arrays) -> dict[str, str]:
   """Returns how each array differs that does, the largest difference first."""
   found = []
   for name in one.keys() | other.keys():
-    arrays = x, y = one.get(name), other.get(name)
-    kinds = [z if z is None else f'{z.dtype}{list(z.shape)}' for z in arrays]
+    both = x, y = one.get(name), other.get(name)
+    kinds = [z if z is None else f'{z.dtype}{list(z.shape)}' for z in both]
     if x is None or y is None or kinds[0] != kinds[1]:
       found.append((np.inf, name, f'{kinds[0]} and {kinds[1]}'))
     elif x.tobytes() != y.tobytes():
@@ -137,7 +135,7 @@ def bisect(a: str, b: str) -> bool:
   try:
     if not all(x in log for log in logged for x in range(lower + 1, upper + 1)):
       logged = [_replayed(path, lower, upper) for path in paths]
-    step = _first(logged)[0] or upper
+    step = min(_first(logged)[0] or upper, upper)
     print(f'The first step whose numbers differ is {step}.')
     _look_into(paths, step)
   except errors.UsageError as e:

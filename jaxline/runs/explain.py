@@ -89,20 +89,14 @@ def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
   rows = []
   # All processes compute all rows together; each lists its own.
   for row in range(num_rows * num_hosts):
-    numbers = compute(experiment.state, batch, rng, row)
-    loss, weight, norm = map(float, numbers)
+    loss, weight, norm = map(float, compute(experiment.state, batch, rng, row))
     if row // num_rows == host:
       i = row % num_rows
       text = ' | '.join(repr(text[i]) for text in texts.values())
       rows.append(Row(i, loss, weight, norm, where[i] if where else '', text))
-  return sorted(rows, key=_badness, reverse=True)
-
-
-def _badness(row: Row) -> float:
   # The mean loss of a row of weight 0 is NaN, which means nothing.
-  if not row.weight:
-    return -math.inf
-  return row.loss if math.isfinite(row.loss) else math.inf
+  badness = lambda r: r.loss if math.isfinite(r.loss) else math.inf
+  return sorted(rows, key=lambda r: (r.weight > 0, badness(r)), reverse=True)
 
 
 def _row_loss(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -44,12 +45,6 @@ _RTOL = 0.01
 
 _FINGERPRINT = 'train/fingerprint'
 
-OnStep = Callable[[int, Mapping[str, Any]], None]
-
-
-class _Enough(errors.StopTraining):
-  """Ends the training loop after the last step to replay."""
-
 
 @dataclasses.dataclass
 class Replay:
@@ -72,7 +67,7 @@ class Replay:
   origin: str | None
 
   def run(
-    self, until: int, on_step: OnStep = lambda step, scalars: None
+    self, until: int, on_step: Callable[..., Any] = lambda *unused: None
   ) -> None:
     """Runs steps.
 
@@ -91,11 +86,10 @@ class Replay:
       del t
       on_step(step, scalars)
       if step >= until:
-        raise _Enough
+        raise errors.StopTraining
 
-    log = writers.MultiWriter([])
-    action = adapters.full_action(act)
-    with contextlib.suppress(_Enough):
+    log, action = writers.MultiWriter([]), adapters.full_action(act)
+    with contextlib.suppress(errors.StopTraining):
       self.experiment.train_loop(self.config, self.state, [action], log)
     if self.state.global_step < until:
       raise errors.UsageError(
@@ -144,10 +138,9 @@ def opened(
   """
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
-  if experiment_class is None:
-    experiment_class = adapters.resolve_experiment_class(
-      config, is_recorded=True
-    )
+  experiment_class = experiment_class or adapters.resolve_experiment_class(
+    config, is_recorded=True
+  )
   store = store_lib.at(directory)
   start = max((step for step in records(store) if step < before), default=None)
   with contextlib.ExitStack() as stack:
@@ -230,19 +223,8 @@ def differing(
   return [name for name in names if not is_same(one[name], other[name])]
 
 
-def compare(replay: Replay, first: int, until: int, rtol: float = 0.0) -> bool:
-  """Replays steps, and prints how they compare to what the run has logged.
-
-  Args:
-    replay: the replay, before `first`.
-    first: the first step to compare.
-    until: the last one.
-    rtol: a relative difference that does not count. With 0, fingerprints are
-      compared too.
-
-  Returns:
-    Whether every compared value is equal.
-  """
+def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
+  """Prints how steps compare to what is logged; returns if they are equal."""
   before = logged(replay.directory)
   total = num_differing = 0
 
@@ -298,8 +280,8 @@ def find_nonfinite(replay: Replay) -> str | None:
     except FloatingPointError as e:
       frames = list(traceback.extract_tb(e.__traceback__))
       # An experiment's own `step` is above the model.
-      outside = [f.filename.endswith('/train_step.py') for f in frames]
-      frames = frames[outside.index(True) if any(outside) else 0 :]
+      is_above = lambda f: not f.filename.endswith('/train_step.py')
+      frames = [*itertools.dropwhile(is_above, frames)] or frames
       own = [f for f in frames if not _LIBRARIES.search(f.filename)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
@@ -312,7 +294,7 @@ def find_nonfinite(replay: Replay) -> str | None:
   return found
 
 
-def save(replay: Replay, directory: str) -> None:
+def _save(replay: Replay, directory: str) -> None:
   """Saves the replayed state as the checkpoint of a run of its own."""
   config = copy.deepcopy(replay.config)
   config.checkpoint_dir = store_lib.at(directory).url
@@ -353,7 +335,7 @@ def command(args: argparse.Namespace) -> int:
       found = find_nonfinite(replay)
       print(found or f'All results of step {args.step} are finite.')
       return 0
-    is_equal = compare(replay, args.step, last, rtol)
+    is_equal = _compare(replay, args.step, last, rtol)
     if args.save:
-      save(replay, args.save)
+      _save(replay, args.save)
   return 0 if is_equal else 1
