@@ -70,10 +70,7 @@ def fingerprint(tree: Any) -> jax.Array:
   for x in jax.tree.leaves(tree):
     bits = _bits(jnp.asarray(x))
     # The place of each number counts, in the global array.
-    place = jnp.zeros((), jnp.uint32)
-    for axis, size in enumerate(bits.shape):
-      index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-      place = place * jnp.uint32(size) + index
+    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
     mixed = (bits ^ (bits >> 15)) * (2 * place + 1) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> 13)) * _MULTIPLIER
     total = (total ^ mixed.sum(dtype=jnp.uint32)) * _MULTIPLIER

@@ -37,8 +37,7 @@ class Run:
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
     has_ended: whether training has ended.
-    made_with: the code, devices and versions of the newest checkpoint, if there
-      is one. The code is a git revision, with a hash of what was changed.
+    made_with: `inspection.made_with` of the newest checkpoint, if there is one.
   """
 
   path: str
@@ -110,24 +109,13 @@ def read(path: str | os.PathLike[str]) -> Run:
   has_ended = inspection.ended(store) is not None
   made_with: dict[str, str] = {}
   with contextlib.suppress(store_lib.DamagedError):
-    made_with = _made_with(manifests.read('latest', saved)) if saved else {}
+    if saved:
+      made_with = inspection.made_with(manifests.read('latest', saved))
   run = Run(store.url, recorded, curves, saved, seconds, has_ended, made_with)
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and run.step >= steps
   return dataclasses.replace(run, has_ended=has_ended or has_all)
-
-
-def _made_with(record: dict[str, Any]) -> dict[str, str]:
-  """Returns the code, the devices and the versions of a checkpoint."""
-  code = record['code']
-  parts = code.get('revision', '')[:12], code.get('changed', '')[:6]
-  return {
-    'code': '+'.join(filter(None, parts)),
-    'host': code.get('host', ''),
-    'devices': ' '.join(map(str, record['devices'])),
-    **{f'version of {k}': str(x) for k, x in record['versions'].items()},
-  }
 
 
 def find(places: Sequence[str]) -> list[Run]:

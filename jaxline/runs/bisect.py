@@ -75,7 +75,7 @@ def _named(tree: Any) -> Arrays:
   return {name: np.asarray(x) for name, x in on_host.items()}
 
 
-def _largest_first(one: Arrays, other: Arrays) -> dict[str, str]:
+def _differences(one: Arrays, other: Arrays) -> list[tuple[str, str]]:
   """Returns how each array differs that does, the largest difference first."""
   found = []
   for name in one.keys() | other.keys():
@@ -88,29 +88,26 @@ def _largest_first(one: Arrays, other: Arrays) -> dict[str, str]:
         size = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
       found.append((float(size), name, f'largest difference {size:.3g}'))
   found.sort(key=lambda item: -item[0])
-  return {name: what for _, name, what in found}
+  return [(name, what) for _, name, what in found]
 
 
 def _replayed(path: str, lower: int, upper: int) -> dict[int, dict[str, Any]]:
   """Returns the values of steps, as `replay.logged` does."""
-  found = {}
+  found: dict[int, dict[str, Any]] = {}
   with replay_lib.opened(path, lower + 1) as replay:
-
-    def keep(step: int, scalars: Mapping[str, Any]) -> None:
-      found[step] = replay.values(scalars)
-
-    replay.run(upper, keep)
+    replay.run(upper, lambda i, x: found.update({i: replay.values(x)}))
   return found
 
 
 def bisect(a: str, b: str) -> bool:
   """Prints where two runs part; returns whether they do."""
   paths = a, b
-  for key, (x, y) in runs.differences([*map(runs.read, paths)]).items():
+  both = [runs.read(path) for path in paths]
+  for key, (x, y) in runs.differences(both).items():
     print(f'{key}: {x!r} and {y!r}')
-  logged = [replay_lib.logged(path) for path in paths]
-  evaluated = [replay_lib.logged(path, 'eval') for path in paths]
-  kept = [replay_lib.records(store_lib.at(path)) for path in paths]
+  logged = [replay_lib.logged(run) for run in both]
+  evaluated = [replay_lib.logged(run, 'eval') for run in both]
+  kept = [replay_lib.records(store_lib.at(run.path)) for run in both]
   firsts = {
     'logged step': _first(logged),
     'evaluation': _first(evaluated),
@@ -145,31 +142,30 @@ def bisect(a: str, b: str) -> bool:
 
 def _look_into(paths: tuple[str, str], step: int) -> None:
   """Prints the first thing that differs in a step, or in one before it."""
-  kind, parting, differing = None, 0, {}
+  found = None
   # The state may differ long before a scalar does, such as an average of the
   # weights; it stays so. So the first step that differs is searched by halves.
   low, high = 1, step
   while low <= high:
     (one, start), (other, other_start) = (_inside(x, step) for x in paths)
-    unequal = {k: _largest_first(one[k], other[k]) for k in one}
-    unequal = {k: x for k, x in unequal.items() if x}
     low = max(low, start + 1, other_start + 1)
-    if not unequal:
+    kind = next((k for k in one if _differences(one[k], other[k])), None)
+    if kind is None:
       low = step + 1
     else:
-      kind, parting = next(iter(unequal)), step
-      differing = unequal[kind]
+      found = step, kind, _differences(one[kind], other[kind])
       high = step - 1 if kind in _STATE else 0
     step = (low + high) // 2
-  if kind is None:
+  if found is None:
     print(
-      f'The replays of step {step} are equal, though the runs were not: what'
+      f'The replays of step {low - 1} are equal, though the runs were not: what'
       ' parted them is neither in the code nor in the data. Replay each run to'
       ' see which one is not as it was logged.'
     )
     return
-  print(f'The runs part in step {parting}, in the {kind}:')
-  for name, what in list(differing.items())[:_MAX_SHOWN]:
+  step, kind, differing = found
+  print(f'The runs part in step {step}, in the {kind}:')
+  for name, what in differing[:_MAX_SHOWN]:
     print(f'  {name or kind}: {what}')
 
 

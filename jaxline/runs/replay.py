@@ -191,21 +191,19 @@ def _fingerprints(store: store_lib.Store) -> dict[int, int]:
   return fingerprints.read(store.read(f'train/{fingerprints.FILE}'))
 
 
-def logged(
-  directory: str | os.PathLike[str], folder: str = 'train'
-) -> dict[int, dict[str, Any]]:
+def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
   """Returns step -> the scalars that a run has logged, and its fingerprint.
 
   Without those that depend on the clock or the machine.
   """
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
-  for name, curve in runs.read(directory).curves.items():
+  for name, curve in run.curves.items():
     where, _, scalar = name.partition('/')
     if where == folder and fingerprints.unclocked({scalar: curve}):
       for step, value in curve.items():
         found[step][name] = value
   if folder == 'train':
-    for step, value in _fingerprints(store_lib.at(directory)).items():
+    for step, value in _fingerprints(store_lib.at(run.path)).items():
       found[step][_FINGERPRINT] = value
   return found
 
@@ -223,9 +221,11 @@ def differing(
   return [name for name in names if not is_same(one[name], other[name])]
 
 
-def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
+def _compare(
+  replay: Replay, run: runs.Run, first: int, until: int, rtol: float
+) -> bool:
   """Prints how steps compare to what is logged; returns if they are equal."""
-  before = logged(replay.directory)
+  before = logged(run)
   total = num_differing = 0
 
   def check(step: int, scalars: Mapping[str, Any]) -> None:
@@ -335,7 +335,7 @@ def command(args: argparse.Namespace) -> int:
       found = find_nonfinite(replay)
       print(found or f'All results of step {args.step} are finite.')
       return 0
-    is_equal = _compare(replay, args.step, last, rtol)
+    is_equal = _compare(replay, run, args.step, last, rtol)
     if args.save:
       _save(replay, args.save)
   return 0 if is_equal else 1
