@@ -9,7 +9,7 @@ The exit status is 0; 1 where a replay differs from the run, or two runs differ;
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import os
 import sys
 from typing import Any
@@ -105,9 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
-  def add(
-    name: str, run: Callable[..., int | None], what: str, such: str
-  ) -> Any:
+  def add(name: str, run: Any, what: str, such: str) -> Any:
     """Adds a command; returns what adds its arguments."""
     example = f'Example: python -m jaxline.runs {name} {such}'
     command = commands.add_parser(
@@ -118,12 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   arg = add('ls', _ls, 'a line for each run', 'runs')
   arg('dir', nargs='+', help='a run, or what has runs below')
-  arg = add(
-    'compare',
-    _compare,
-    'a column for each run: how they differ, what they reached',
-    'runs/lr_* --metrics=eval/loss,train/loss',
-  )
+  what = 'a column for each run: how they differ, what they reached'
+  arg = add('compare', _compare, what, 'runs/lr_* --metrics=eval/loss')
   arg('dir', nargs='+', help='a run, or what has runs below')
   arg('--metrics', help='the default is all of evaluation, and training losses')
   what = 'whether the steps of a run give the same numbers again'
@@ -132,17 +126,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   arg('step', metavar='STEP', type=int, help='the first step to compare')
   arg('--steps', type=int, default=0, help='how many steps to run after it')
   arg('--save', help='a new directory for the checkpoint of the last step')
-  what = 'find the first operation of STEP whose result is not finite'
-  arg('--nan', action='store_true', help=what)
+  arg('--nan', action='store_true', help='name what made STEP not finite')
   what = 'the rows of the batch of a step, the worst first'
   arg = add('explain', explain.command, what, 'runs/a 7310 --grads')
   arg('run_dir', metavar='RUN')
-  what = 'the step; the default is the worst spike'
-  arg('step', metavar='STEP', type=int, nargs='?', help=what)
-  what = "also print the norms of the rows' gradients"
-  arg('--grads', action='store_true', help=what)
+  arg('step', metavar='STEP', type=int, nargs='?', help='or the worst spike')
+  arg('--grads', action='store_true', help="also the rows' gradient norms")
   what = 'the first step at which two runs part, and the arrays that part'
-  arg = add('bisect', bisect.command, what, 'runs/a runs/b')
+  find = lambda args: int(bisect.bisect(args.run_dir, args.other))
+  arg = add('bisect', find, what, 'runs/a runs/b')
   arg('run_dir', metavar='A', help='a run')
   arg('other', metavar='B', help='another run')
   args = parser.parse_args(argv)

@@ -1,6 +1,5 @@
 """Finds the first step at which two runs part, and the array that parts."""
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -167,8 +166,3 @@ def _look_into(paths: tuple[str, str], step: int) -> None:
   print(f'The runs part in step {step}, in the {kind}:')
   for name, what in differing[:_MAX_SHOWN]:
     print(f'  {name or kind}: {what}')
-
-
-def command(args: argparse.Namespace) -> int:
-  """Runs `runs bisect`; returns the exit status."""
-  return int(bisect(args.run_dir, args.other))

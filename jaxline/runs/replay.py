@@ -106,11 +106,7 @@ class Replay:
     }
 
   def peek(self, step: int) -> tuple[Any, Any, list[str]]:
-    """Runs to the step before, and returns what `experiment.peek` does.
-
-    Raises:
-      errors.UsageError: the experiment is in the per-device style.
-    """
+    """Runs to the step before, and returns what `experiment.peek` does."""
     if not self.experiment.IS_SHARDED:
       raise errors.UsageError(
         f'{type(self.experiment).__name__} is not a ShardedExperiment: only its'

@@ -1,6 +1,5 @@
 """Computes a step twice, to find hardware that computes wrongly in silence."""
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -46,18 +45,12 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   )
 
 
-def _fingerprints(tree: Any) -> dict[str, int]:
+def _fingerprints(tree: Any) -> dict[str, Any]:
   """Returns the fingerprint of each part that a device of this process has."""
-  parts: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+  found = {}
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     # Not of the global array, of whose copies only one would be read.
-    for shard in x.addressable_shards:
-      parts[shard.device][f'{name} on {shard.device}'] = shard.data
-  found = jax.device_get([_of_each(x) for x in parts.values()])
-  return {name: int(x) for of_device in found for name, x in of_device.items()}
-
-
-@jax.jit
-def _of_each(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  return {name: fingerprints.fingerprint(x) for name, x in parts.items()}
+    for part in x.addressable_shards:
+      found[f'{name} on {part.device}'] = fingerprints.fingerprint(part.data)
+  return jax.device_get(found)
