@@ -34,12 +34,10 @@ def _first(
 
 def _differing_arrays(one: Any, other: Any) -> list[str]:
   """Returns the names of arrays of two checkpoints whose checksums differ."""
-  # By name, of each part: of an array in other parts, they say nothing.
   x, y = ({k: v['parts'] for k, v in z['arrays'].items()} for z in (one, other))
-  common = [
-    k for k in sorted(x.keys() & y.keys()) if x[k].keys() == y[k].keys()
-  ]
-  return [name for name in common if x[name] != y[name]]
+  # The checksums of other parts than those of the other array say nothing.
+  same = [k for k in sorted(x.keys() & y.keys()) if x[k].keys() == y[k].keys()]
+  return [name for name in same if x[name] != y[name]]
 
 
 def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:

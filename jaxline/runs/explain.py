@@ -31,16 +31,12 @@ _MAX_TEXT = 70
 
 
 class Row(NamedTuple):
-  """A row of a batch: its place in the rows of this process, and what it has.
+  """A row of a batch."""
 
-  `loss` is that of this row alone, as if it were the batch, and `grad_norm` is
-  of this loss, or NaN.
-  """
-
-  number: int
-  loss: float
+  number: int  # In the rows of this process.
+  loss: float  # As if the row were the batch.
   weight: float
-  grad_norm: float
+  grad_norm: float  # Of this loss; NaN if it was not asked for.
   where: str
   text: str
 
@@ -68,12 +64,7 @@ def spikes(curve: Mapping[int, float]) -> dict[int, float]:
 
 
 def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
-  """Returns the rows of the batch of the next step, the worst first.
-
-  Args:
-    replay: a replay before the step; its experiment is in the sharded style.
-    with_grads: whether to compute the norms of the rows' gradients.
-  """
+  """Returns the rows of the batch of the next step, the worst first."""
   experiment = replay.experiment
   source, on_host, where = replay.peek(replay.state.global_step + 1)
   num_rows = len(jax.tree.leaves(on_host)[0])
@@ -155,7 +146,7 @@ def command(args: argparse.Namespace) -> int:
   skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
   begin = 'anew without it:'
-  if place := replay.origin:
+  if place := replay.config.restore_from:
     begin = f'on without it: --config.restore_from={place}'
   print(f'To train {begin} --config.skip_batches={skip}')
   return 0

@@ -52,11 +52,10 @@ class Replay:
 
   Attributes:
     directory: the run's.
-    config: the recorded config.
+    config: the recorded config, whose `restore_from` is where it began.
     experiment: the experiment, in mode 'train'.
     state: the live state of `latest`: `global_step` and `train_step_rng`.
     start: the step that the replay began from.
-    origin: its checkpoint, as for `restore_from`; None or '' is the seed.
   """
 
   directory: str
@@ -64,7 +63,6 @@ class Replay:
   experiment: Any
   state: Any
   start: int
-  origin: str | None
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
@@ -82,8 +80,7 @@ class Replay:
     if self.state.global_step >= until:
       return
 
-    def act(t: float, step: int, scalars: Mapping[str, Any]) -> None:
-      del t
+    def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
       if step >= until:
         raise errors.StopTraining
@@ -139,38 +136,33 @@ def opened(
   )
   store = store_lib.at(directory)
   start = max((step for step in records(store) if step < before), default=None)
+  if start is not None:
+    config.restore_from, config.restore_rules = f'{store.url}:{start}', ()
+  elif where := config.restore_from:
+    first = min(_fingerprints(store), default=1)
+    if first > 1 and not re.search(r':\d+$', where):
+      # That run may have gone on since.
+      config.restore_from = f'{where}:{first - 1}'
   with contextlib.ExitStack() as stack:
-    config.checkpoint_dir = store.url
-    # By its name it only reads `latest`.
-    mode = 'eval_replay'
-    if start is None:
-      # None of the run's own checkpoints: it begins as the run did.
-      folder = tempfile.TemporaryDirectory(prefix='jaxline_replay_')
-      config.checkpoint_dir = stack.enter_context(folder)
-      if where := config.restore_from:
-        mode = 'train'
-        first = min(_fingerprints(store), default=1)
-        if first > 1 and not re.search(r':\d+$', where):
-          # That run may have gone on since.
-          config.restore_from = f'{where}:{first - 1}'
+    # A fork of the run, or one that begins as the run did.
+    folder = tempfile.TemporaryDirectory(prefix='jaxline_replay_')
+    config.checkpoint_dir = stack.enter_context(folder)
     full = adapters.full_checkpointer(
-      platform.create_checkpointer(config, mode)
+      platform.create_checkpointer(config, 'train')
     )
-    full.reads_only = start is not None
     stack.callback(full.close)
     experiment, rng = train.build_for_training(experiment_class, config)
     rng = experiment.initialize_train_step_rng(rng)
     state = base.new_state(full, experiment, rng)
     if full.can_be_restored('latest'):
-      full.restore('latest', step=start)
+      full.restore('latest')
     state.global_step = at = int(state.global_step)
     if at >= before:
       raise errors.UsageError(
         f'{store.url} began at step {at}, so step {before} cannot be replayed;'
         f' the first one is {at + 1}.'
       )
-    origin = config.restore_from if start is None else f'{store.url}:{start}'
-    yield Replay(store.url, config, experiment, state, at, origin)
+    yield Replay(store.url, config, experiment, state, at)
 
 
 def records(store: store_lib.Store) -> dict[int, dict[str, Any]]:
