@@ -276,24 +276,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
 
   def pure_step(
-    self,
-    state: TrainState,
-    batch: Batch,
-    rng: jax.Array,
-    step_scalars: Callable[..., Any] | None = None,
+    self, state: TrainState, batch: Batch, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Runs `train_step` with all that the experiment gives it.
-
-    Args:
-      state: the state before the step.
-      batch: a global batch.
-      rng: the run's step key.
-      step_scalars: None is the method of this name.
-    """
+    """Runs `train_step` with all that the experiment gives it."""
     return train_step(
       self.loss_fn,
       self._optimizer,
-      step_scalars or self.step_scalars,
+      self.step_scalars,
       state,
       batch,
       rng,
@@ -618,7 +607,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Reads the batch of the next step, which stays the next one.
 
     Returns:
-      The input, to be closed; this process's rows; where each row comes from.
+      The input, closed; this process's rows; where each row comes from.
     """
     if self._input_state is None and self._num_read:
       raise errors.UsageError(
@@ -629,8 +618,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     source = self._open_input(self._input_state)
     for _ in range(self._num_read + 1, self.next_batch_number):
       next(source)
-    where = source.where_rows()
-    return source, next(source), where
+    where, batch = source.where_rows(), next(source)
+    source.close()
+    return source, batch, where
 
   @property
   def next_batch_number(self) -> int:

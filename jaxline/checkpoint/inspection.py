@@ -240,6 +240,15 @@ def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
         yield record['step'], {f'{folder}/{n}': record[n] for n in names}
 
 
+def made_with(record: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the code, the devices and the versions of a checkpoint."""
+  return {
+    'devices': ' '.join(map(str, record['devices'])),
+    **{f'version of {k}': str(x) for k, x in record['versions'].items()},
+    **{f'code: {k}': x for k, x in record['code'].items()},
+  }
+
+
 # The command line.
 
 
@@ -301,16 +310,13 @@ def _show(args: argparse.Namespace) -> int:
   num_params = sum(
     math.prod(x['shape']) for n, x in described.items() if n.startswith(PARAMS)
   )
-  versions = ', '.join(f'{k} {v}' for k, v in record['versions'].items())
   rows = [
     ('checkpoint', checkpoint.name),
     ('step', str(record['step'])),
     ('saved', _when(record['time'])),
     ('size', _size(sum(bytes_of.values()))),
     ('processes', str(len(record['processes']))),
-    ('devices', ' '.join(map(str, record['devices']))),
-    ('versions', versions),
-    ('code', ' '.join(filter(None, record['code'].values()))),
+    *made_with(record).items(),
     ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
   ]
   print_table(rows)

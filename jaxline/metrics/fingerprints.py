@@ -7,6 +7,7 @@ has two little-endian uint32 for each step: its number and its fingerprint.
 """
 
 from collections.abc import Mapping
+import re
 from typing import Any
 
 import jax
@@ -23,8 +24,8 @@ _DTYPE = np.dtype('<u4')
 _STEPS = 64
 # Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
 _MULTIPLIER = np.uint32(2654435769)
-# Scalars that depend on the clock, not on the step.
-CLOCKED = frozenset({'input_wait_fraction'})
+# Scalars that depend on the clock or the machine, not on the step.
+_CLOCKED = re.compile(r'input_wait_fraction|\w+_per_sec|mfu|device_memory_gib')
 
 
 class FingerprintWriter(files.FileBackend):
@@ -69,10 +70,7 @@ def fingerprint(tree: Any) -> jax.Array:
   for x in jax.tree.leaves(tree):
     bits = _bits(jnp.asarray(x))
     # The place of each number counts, in the global array.
-    place = jnp.zeros((), jnp.uint32)
-    for axis, size in enumerate(bits.shape):
-      index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-      place = place * jnp.uint32(size) + index
+    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
     mixed = (bits ^ (bits >> 15)) * (2 * place + 1) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> 13)) * _MULTIPLIER
     total = (total ^ mixed.sum(dtype=jnp.uint32)) * _MULTIPLIER
@@ -88,13 +86,7 @@ class Fingerprints(periodic.PeriodicAction):
     file: FingerprintWriter | None,
     executor: async_lib.SerialExecutor | None,
   ):
-    """Sets where fingerprints go.
-
-    Args:
-      experiment: the one in training, whose `last_batch` counts.
-      file: None in a process that writes none.
-      executor: of the log's thread, which writes; None writes at once.
-    """
+    """Writes to a file, if there is one, by the log's thread, if there is."""
     self._experiment = experiment
     super().__init__(
       file.append if file else lambda step, scalars: None,
@@ -113,12 +105,15 @@ class Fingerprints(periodic.PeriodicAction):
     super().__call__(t, step, {'fingerprint': value})
 
 
+def unclocked(scalars: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the scalars that depend on neither the clock nor the machine."""
+  return {k: x for k, x in scalars.items() if not _CLOCKED.fullmatch(k)}
+
+
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
-  kept = {name: x for name, x in scalars.items() if name not in CLOCKED}
-  arrays = [
-    x for x in jax.tree.leaves((batch, kept)) if isinstance(x, jax.Array)
-  ]
+  leaves = jax.tree.leaves((batch, unclocked(scalars)))
+  arrays = [x for x in leaves if isinstance(x, jax.Array)]
   # Of the per-device style, scalars may lie on one device or on all; a program
   # takes those of the same devices.
   return fingerprint([x for x in arrays if x.devices() == arrays[0].devices()])

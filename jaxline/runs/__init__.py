@@ -37,8 +37,7 @@ class Run:
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
     has_ended: whether training has ended.
-    code: the git revision of the newest checkpoint, with `+` and a hash of what
-      was changed since it; '' if unknown.
+    made_with: `inspection.made_with` of the newest checkpoint, if there is one.
   """
 
   path: str
@@ -47,7 +46,7 @@ class Run:
   saved: int
   seconds: float
   has_ended: bool
-  code: str = ''
+  made_with: dict[str, str]
 
   @property
   def step(self) -> int:
@@ -108,12 +107,11 @@ def read(path: str | os.PathLike[str]) -> Run:
   manifests = manager.Manifests(store.below('checkpoints'))
   saved = max(manifests.steps('latest'), default=0)
   has_ended = inspection.ended(store) is not None
-  code: dict[str, str] = {}
+  made_with: dict[str, str] = {}
   with contextlib.suppress(store_lib.DamagedError):
-    code = manifests.read('latest', saved)['code'] if saved else {}
-  parts = code.get('revision', '')[:12], code.get('changed', '')[:6]
-  text = '+'.join(filter(None, parts))
-  run = Run(store.url, recorded, curves, saved, seconds, has_ended, text)
+    if saved:
+      made_with = inspection.made_with(manifests.read('latest', saved))
+  run = Run(store.url, recorded, curves, saved, seconds, has_ended, made_with)
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and run.step >= steps
@@ -154,11 +152,13 @@ def _below(store: store_lib.Store) -> Iterator[str]:
     yield from _below(store.below(name))
 
 
-def differences(runs: Sequence[Run]) -> list[str]:
-  """Returns the keys whose values differ, except the runs' directories."""
-  keys = {key for run in runs for key in run.recorded} - {'checkpoint_dir'}
-  return [
-    key
-    for key in sorted(keys)
-    if len({json.dumps(run.recorded.get(key)) for run in runs}) > 1
-  ]
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+  """Returns the values of the runs that differ, except their directories."""
+  keys = sorted({key for run in runs for key in run.recorded})
+  found = {key: [run.recorded.get(key) for run in runs] for key in keys}
+  found.pop('checkpoint_dir', None)
+  # A run without a checkpoint was made with something, too.
+  for key in runs[0].made_with:
+    if all(key in run.made_with for run in runs):
+      found[key] = [run.made_with[key] for run in runs]
+  return {k: x for k, x in found.items() if len(set(map(json.dumps, x))) > 1}

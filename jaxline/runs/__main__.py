@@ -4,17 +4,21 @@
   python -m jaxline.runs compare runs/lr_*
   python -m jaxline.runs replay runs/a 7310 --steps=10
 
-The exit status is 0; 1 where a replay differs from the run; 2 where there is no
-run or nothing of that name, in one line on stderr.
+The exit status is 0; 1 where a replay differs from the run, or two runs differ;
+2 where there is no run or nothing of that name, in one line on stderr.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
 import os
 import sys
+from typing import Any
 
+from jaxline import base_config
+from jaxline import distributed
 from jaxline import errors
 from jaxline import runs as runs_lib
+from jaxline import xla
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import store
 from jaxline.metrics import lines
@@ -74,18 +78,16 @@ def _compare(args: argparse.Namespace) -> None:
   known = sorted({name for run in runs for name in run.curves})
   errors.check_names(metrics, known, 'metric', '--metrics')
   rows: list[tuple[str, ...]] = [('', *_names(runs))]
-  for key in runs_lib.differences(runs):
-    rows.append((key, *(str(run.recorded.get(key, '')) for run in runs)))
-  if len({run.code for run in runs}) > 1:
-    rows.append(('code', *(run.code for run in runs)))
+  for key, values in runs_lib.differences(runs).items():
+    rows.append((key, *map(str, values)))
   rows.append(('state', *map(_state, runs)))
   rows.append(('step', *map(_of_steps, runs)))
   rows.append(('time', *(lines.duration(run.seconds) for run in runs)))
   for what in ('best', 'last'):
-    values = [getattr(run, what) for run in runs]
-    for name in dict.fromkeys(name for of in values for name in of):
+    columns = [getattr(run, what) for run in runs]
+    for name in dict.fromkeys(name for of in columns for name in of):
       if name in metrics:
-        cells = (f'{of[name]:.5g}' if name in of else '' for of in values)
+        cells = (f'{of[name]:.5g}' if name in of else '' for of in columns)
         rows.append((f'{what} {name}', *cells))
   inspection.print_table(rows, right=range(1, len(runs) + 1))
 
@@ -102,24 +104,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog='python -m jaxline.runs', description='Compares and replays runs.'
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
-  command = commands.add_parser('ls', help='a line for each run')
-  command.add_argument('dir', nargs='+', help='a run, or what has runs below')
-  command.set_defaults(run=_ls)
-  command = commands.add_parser(
-    'compare', help='a column for each run: how they differ, what they reached'
-  )
-  command.add_argument('dir', nargs='+', help='a run, or what has runs below')
-  command.add_argument(
-    '--metrics',
-    help='such as eval/loss,train/loss; by default all of evaluation and the'
-    ' losses of training',
-  )
-  command.set_defaults(run=_compare)
-  replay.add_command(commands)
-  explain.add_command(commands)
-  bisect.add_command(commands)
+
+  def add(name: str, run: Any, what: str, such: str) -> Any:
+    """Adds a command; returns what adds its arguments."""
+    example = f'Example: python -m jaxline.runs {name} {such}'
+    command = commands.add_parser(
+      name, help=what, description=f'Prints {what}.', epilog=example
+    )
+    command.set_defaults(run=run)
+    return command.add_argument
+
+  arg = add('ls', _ls, 'a line for each run', 'runs')
+  arg('dir', nargs='+', help='a run, or what has runs below')
+  what = 'a column for each run: how they differ, what they reached'
+  arg = add('compare', _compare, what, 'runs/lr_* --metrics=eval/loss')
+  arg('dir', nargs='+', help='a run, or what has runs below')
+  arg('--metrics', help='the default is all of evaluation, and training losses')
+  what = 'whether the steps of a run give the same numbers again'
+  arg = add('replay', replay.command, what, 'runs/a 7310 --steps=10')
+  arg('run_dir', metavar='RUN')
+  arg('step', metavar='STEP', type=int, help='the first step to compare')
+  arg('--steps', type=int, default=0, help='how many steps to run after it')
+  arg('--save', help='a new directory for the checkpoint of the last step')
+  arg('--nan', action='store_true', help='name what made STEP not finite')
+  what = 'the rows of the batch of a step, the worst first'
+  arg = add('explain', explain.command, what, 'runs/a 7310 --grads')
+  arg('run_dir', metavar='RUN')
+  arg('step', metavar='STEP', type=int, nargs='?', help='or the worst spike')
+  arg('--grads', action='store_true', help="also the rows' gradient norms")
+  what = 'the first step at which two runs part, and the arrays that part'
+  find = lambda args: int(bisect.bisect(args.run_dir, args.other))
+  arg = add('bisect', find, what, 'runs/a runs/b')
+  arg('run_dir', metavar='A', help='a run')
+  arg('other', metavar='B', help='another run')
   args = parser.parse_args(argv)
   try:
+    if 'run_dir' in args:
+      for line in xla.apply(base_config.recorded_config(args.run_dir).xla):
+        print(line)
+      distributed.initialize('auto')
     return args.run(args) or 0
   except (errors.UsageError, store.DamagedError) as e:
     print(e, file=sys.stderr)

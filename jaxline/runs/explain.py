@@ -14,7 +14,6 @@ import optax
 
 from jaxline import errors
 from jaxline import runs
-from jaxline import sharded
 from jaxline import train_step
 from jaxline.checkpoint import inspection
 from jaxline.inputs import show
@@ -27,21 +26,17 @@ _DEVIATIONS = 8
 _WINDOW = 20
 _MIN_BEFORE = 8
 _JUDGED = ('train/loss', 'train/grad_norm')
+_NEAR = 1000  # Steps whose loss is typical.
 _MAX_TEXT = 70
 
 
 class Row(NamedTuple):
-  """A row of a batch.
+  """A row of a batch."""
 
-  `number` is its place in the rows of this process; `loss` is that of this row
-  alone, as if it were the batch; `weight` is the sum of its weights;
-  `grad_norm` is that of this loss, or None; `where` says where it comes from.
-  """
-
-  number: int
-  loss: float
+  number: int  # In the rows of this process.
+  loss: float  # As if the row were the batch.
   weight: float
-  grad_norm: float | None
+  grad_norm: float  # Of this loss; NaN if it was not asked for.
   where: str
   text: str
 
@@ -69,24 +64,11 @@ def spikes(curve: Mapping[int, float]) -> dict[int, float]:
 
 
 def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
-  """Returns the rows of the batch of the next step, the worst first.
-
-  Args:
-    replay: a replay before the step; its experiment is in the sharded style.
-    with_grads: whether to compute the norms of the rows' gradients.
-  """
+  """Returns the rows of the batch of the next step, the worst first."""
   experiment = replay.experiment
-  if not isinstance(experiment, sharded.ShardedExperiment):
-    raise errors.UsageError(
-      f'{type(experiment).__name__} is not a ShardedExperiment: only its style'
-      ' has a loss that can be computed for each row.'
-    )
-  source, on_host, where = experiment.peek()
-  try:
-    num_rows = len(jax.tree.leaves(on_host)[0])
-    texts = show.texts(source, on_host, num_rows)
-  finally:
-    source.close()
+  source, on_host, where = replay.peek(replay.state.global_step + 1)
+  num_rows = len(jax.tree.leaves(on_host)[0])
+  texts = show.texts(source, on_host, num_rows)
   batch = experiment.partitioner.put_batch(on_host)
   compute = jax.jit(
     experiment.in_mesh(functools.partial(_row_loss, experiment, with_grads)),
@@ -98,28 +80,14 @@ def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
   rows = []
   # All processes compute all rows together; each lists its own.
   for row in range(num_rows * num_hosts):
-    loss, weight, norm = compute(experiment.state, batch, rng, row)
-    if row // num_rows != host:
-      continue
-    i = row % num_rows
-    rows.append(
-      Row(
-        number=i,
-        loss=float(loss),
-        weight=float(weight),
-        grad_norm=float(norm) if with_grads else None,
-        where=where[i] if where else '',
-        text=' | '.join(repr(text[i]) for text in texts.values()),
-      )
-    )
-  return sorted(rows, key=_badness, reverse=True)
-
-
-def _badness(row: Row) -> float:
+    loss, weight, norm = map(float, compute(experiment.state, batch, rng, row))
+    if row // num_rows == host:
+      i = row % num_rows
+      text = ' | '.join(repr(text[i]) for text in texts.values())
+      rows.append(Row(i, loss, weight, norm, where[i] if where else '', text))
   # The mean loss of a row of weight 0 is NaN, which means nothing.
-  if not row.weight:
-    return -math.inf
-  return row.loss if math.isfinite(row.loss) else math.inf
+  badness = lambda r: r.loss if math.isfinite(r.loss) else math.inf
+  return sorted(rows, key=lambda r: (r.weight > 0, badness(r)), reverse=True)
 
 
 def _row_loss(
@@ -134,27 +102,11 @@ def _row_loss(
   def loss_fn(params: Any) -> jax.Array:
     return experiment.loss_fn(params, state.model_state, alone, rng, True)[0]
 
-  norm = jnp.float32(0)
-  loss = loss_fn(state.params)
+  loss, grads = loss_fn(state.params), jnp.nan
   if with_grads:
-    norm = optax.tree.norm(jax.grad(loss_fn)(state.params))
-  return loss, alone[train_step.WEIGHTS].sum(dtype=jnp.float32), norm
-
-
-def add_command(commands: Any) -> None:
-  """Adds `explain` to the commands of `python -m jaxline.runs`."""
-  command = commands.add_parser('explain', help=__doc__)
-  command.add_argument('dir', help='the run')
-  command.add_argument(
-    'step',
-    type=replay_lib.positive,
-    nargs='?',
-    help='the step; the default is the worst spike',
-  )
-  command.add_argument(
-    '--grads', action='store_true', help="also the norms of the rows' gradients"
-  )
-  command.set_defaults(run=_explain)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+  weight = alone[train_step.WEIGHTS].sum(dtype=jnp.float32)
+  return loss, weight, optax.tree.norm(grads)
 
 
 def _find(run: runs.Run) -> int:
@@ -174,44 +126,27 @@ def _find(run: runs.Run) -> int:
   return max(found, key=lambda step: found[step])
 
 
-def _explain(args: argparse.Namespace) -> int:
-  replay_lib.start_jax(args.dir)
-  run = runs.read(args.dir)
+def command(args: argparse.Namespace) -> int:
+  """Runs `runs explain`; returns the exit status."""
+  run = runs.read(args.run_dir)
   step = _find(run) if args.step is None else args.step
-  with replay_lib.opened(args.dir, step) as replay:
+  with replay_lib.opened(args.run_dir, step) as replay:
     replay.run(step - 1)
     rows = explain(replay, args.grads)
     number = replay.experiment.next_batch_number
   losses = run.curves.get('train/loss', {})
-  near = [
-    x
-    for s, x in losses.items()
-    if s != step and abs(s - step) <= 1000 and math.isfinite(x)
-  ]
-  around = f'; around it the loss is {np.median(near):.5g}' if near else ''
+  near = [x for s, x in losses.items() if 0 < abs(s - step) <= _NEAR]
+  around = f'; around it the loss is {np.nanmedian(near):.5g}' if near else ''
   print(f'Step {step} trains on batch {number}{around}:')
   table = [('row', 'loss', 'weight', 'grad norm', 'from', 'text')]
-  for row in rows:
-    norm = '' if row.grad_norm is None else f'{row.grad_norm:.4g}'
-    table.append(
-      (
-        str(row.number),
-        f'{row.loss:.4f}',
-        f'{row.weight:g}',
-        norm,
-        row.where,
-        row.text[:_MAX_TEXT],
-      )
-    )
+  for number_, loss, weight, norm, where, text in rows:
+    numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
+    table.append((str(number_), *numbers, where, text[:_MAX_TEXT]))
   inspection.print_table(table, right=(0, 1, 2, 3))
   skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
-  place = f'{run.path}:{replay.start}'
-  if not replay.from_own:
-    place = replay.config.restore_from
-  begin = f'on without it: --config.restore_from={place}'
-  print(
-    f'To train {begin if place else "anew without it:"}'
-    f' --config.skip_batches={skip}'
-  )
+  begin = 'anew without it:'
+  if place := replay.config.restore_from:
+    begin = f'on without it: --config.restore_from={place}'
+  print(f'To train {begin} --config.skip_batches={skip}')
   return 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -23,12 +24,10 @@ import jax
 
 from jaxline import base_config
 from jaxline import debug
-from jaxline import distributed
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
 from jaxline import train
-from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
@@ -41,19 +40,10 @@ from jaxline.metrics import writers
 # Files whose lines do not say which operation of the model it was.
 _LIBRARIES = re.compile(r'(site|dist)-packages|/jaxline/|lib/python3')
 
-# Scalars that depend on the clock or the machine.
-_CLOCKED = re.compile(
-  r'.*/(input_wait_fraction|\w+_per_sec|mfu|device_memory_gib)'
-)
-
 # Between other devices, the sums of a step are rounded otherwise.
 _RTOL = 0.01
 
-OnStep = Callable[[int, Mapping[str, Any]], None]
-
-
-class _Enough(errors.StopTraining):
-  """Ends the training loop after the last step to replay."""
+_FINGERPRINT = 'train/fingerprint'
 
 
 @dataclasses.dataclass
@@ -62,12 +52,10 @@ class Replay:
 
   Attributes:
     directory: the run's.
-    config: the recorded config.
+    config: the recorded config, whose `restore_from` is where it began.
     experiment: the experiment, in mode 'train'.
     state: the live state of `latest`: `global_step` and `train_step_rng`.
     start: the step that the replay began from.
-    from_own: whether it began from a checkpoint of the run.
-    devices: number and kind of the run's devices; None without a checkpoint.
   """
 
   directory: str
@@ -75,11 +63,9 @@ class Replay:
   experiment: Any
   state: Any
   start: int
-  from_own: bool
-  devices: list[Any] | None
 
   def run(
-    self, until: int, on_step: OnStep = lambda step, scalars: None
+    self, until: int, on_step: Callable[..., Any] = lambda *unused: None
   ) -> None:
     """Runs steps.
 
@@ -94,21 +80,37 @@ class Replay:
     if self.state.global_step >= until:
       return
 
-    def act(t: float, step: int, scalars: Mapping[str, Any]) -> None:
-      del t
+    def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
       if step >= until:
-        raise _Enough
+        raise errors.StopTraining
 
-    log = writers.MultiWriter([])
-    action = adapters.full_action(act)
-    with contextlib.suppress(_Enough):
+    log, action = writers.MultiWriter([]), adapters.full_action(act)
+    with contextlib.suppress(errors.StopTraining):
       self.experiment.train_loop(self.config, self.state, [action], log)
     if self.state.global_step < until:
       raise errors.UsageError(
         f'{self.directory} ends at step {self.state.global_step}, so step'
         f' {until} cannot be replayed.'
       )
+
+  def values(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scalars of the last step as `logged` does."""
+    batch = self.experiment.last_batch
+    return {
+      **{f'train/{k}': x for k, x in writers.to_scalars(scalars).items()},
+      _FINGERPRINT: int(fingerprints.of_step(scalars, batch)),
+    }
+
+  def peek(self, step: int) -> tuple[Any, Any, list[str]]:
+    """Runs to the step before, and returns what `experiment.peek` does."""
+    if not self.experiment.IS_SHARDED:
+      raise errors.UsageError(
+        f'{type(self.experiment).__name__} is not a ShardedExperiment: only its'
+        ' style has a step that can be looked into.'
+      )
+    self.run(step - 1)
+    return self.experiment.peek()
 
 
 @contextlib.contextmanager
@@ -129,53 +131,38 @@ def opened(
   """
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
-  if experiment_class is None:
-    experiment_class = adapters.resolve_experiment_class(
-      config, is_recorded=True
-    )
+  experiment_class = experiment_class or adapters.resolve_experiment_class(
+    config, is_recorded=True
+  )
   store = store_lib.at(directory)
-  kept = records(store)
-  start = max((step for step in kept if step < before), default=None)
+  start = max((step for step in records(store) if step < before), default=None)
+  if start is not None:
+    config.restore_from, config.restore_rules = f'{store.url}:{start}', ()
+  elif where := config.restore_from:
+    first = min(_fingerprints(store), default=1)
+    if first > 1 and not re.search(r':\d+$', where):
+      # That run may have gone on since.
+      config.restore_from = f'{where}:{first - 1}'
   with contextlib.ExitStack() as stack:
-    config.checkpoint_dir = store.url
-    # By its name it only reads `latest`.
-    mode = 'eval_replay'
-    if start is None:
-      # None of the run's own checkpoints: it begins as the run did.
-      folder = tempfile.TemporaryDirectory(prefix='jaxline_replay_')
-      config.checkpoint_dir = stack.enter_context(folder)
-      if where := config.restore_from:
-        mode = 'train'
-        first = min(_fingerprints(store), default=1)
-        if first > 1 and not re.search(r':\d+$', where):
-          # That run may have gone on since.
-          config.restore_from = f'{where}:{first - 1}'
+    # A fork of the run, or one that begins as the run did.
+    folder = tempfile.TemporaryDirectory(prefix='jaxline_replay_')
+    config.checkpoint_dir = stack.enter_context(folder)
     full = adapters.full_checkpointer(
-      platform.create_checkpointer(config, mode)
+      platform.create_checkpointer(config, 'train')
     )
-    full.reads_only = start is not None
     stack.callback(full.close)
     experiment, rng = train.build_for_training(experiment_class, config)
     rng = experiment.initialize_train_step_rng(rng)
     state = base.new_state(full, experiment, rng)
     if full.can_be_restored('latest'):
-      full.restore('latest', step=start)
+      full.restore('latest')
     state.global_step = at = int(state.global_step)
     if at >= before:
       raise errors.UsageError(
         f'{store.url} began at step {at}, so step {before} cannot be replayed;'
         f' the first one is {at + 1}.'
       )
-    newest = kept[max(kept)] if kept else {}
-    yield Replay(
-      store.url,
-      config,
-      experiment,
-      state,
-      at,
-      start is not None,
-      newest.get('devices'),
-    )
+    yield Replay(store.url, config, experiment, state, at)
 
 
 def records(store: store_lib.Store) -> dict[int, dict[str, Any]]:
@@ -192,81 +179,68 @@ def _fingerprints(store: store_lib.Store) -> dict[int, int]:
   return fingerprints.read(store.read(f'train/{fingerprints.FILE}'))
 
 
-def logged(directory: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
-  """Returns step -> scalars that a run has logged, with its fingerprints."""
+def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
+  """Returns step -> the scalars that a run has logged, and its fingerprint.
+
+  Without those that depend on the clock or the machine.
+  """
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
-  for name, curve in runs.read(directory).curves.items():
-    for step, value in curve.items():
-      found[step][name] = value
-  for step, value in _fingerprints(store_lib.at(directory)).items():
-    found[step]['train/fingerprint'] = value
+  for name, curve in run.curves.items():
+    where, _, scalar = name.partition('/')
+    if where == folder and fingerprints.unclocked({scalar: curve}):
+      for step, value in curve.items():
+        found[step][name] = value
+  if folder == 'train':
+    for step, value in _fingerprints(store_lib.at(run.path)).items():
+      found[step][_FINGERPRINT] = value
   return found
 
 
-def is_clocked(name: str) -> bool:
-  """Returns whether a logged value depends on the clock or the machine."""
-  return bool(_CLOCKED.fullmatch(name))
+def differing(
+  one: Mapping[str, Any], other: Mapping[str, Any], rtol: float = 0.0
+) -> list[str]:
+  """Returns the names of values that both have and that differ."""
+
+  def is_same(x: Any, y: Any) -> bool:
+    is_nan = x != x and y != y
+    return x == y or is_nan or bool(rtol and math.isclose(x, y, rel_tol=rtol))
+
+  names = sorted(one.keys() & other.keys())
+  return [name for name in names if not is_same(one[name], other[name])]
 
 
-def is_same(one: Any, other: Any, rtol: float = 0.0) -> bool:
-  """Returns whether two logged values are equal, or both NaN."""
-  is_nan = one != one and other != other
-  return one == other or is_nan or math.isclose(one, other, rel_tol=rtol)
-
-
-def compare(
-  replay: Replay,
-  first: int,
-  until: int,
-  say: Callable[[str], None] = print,
-  rtol: float = 0.0,
+def _compare(
+  replay: Replay, run: runs.Run, first: int, until: int, rtol: float
 ) -> bool:
-  """Replays steps and compares what the run has logged of them.
-
-  Args:
-    replay: the replay, before `first`.
-    first: the first step to compare.
-    until: the last one.
-    say: prints a line.
-    rtol: a relative difference that does not count. With 0, fingerprints are
-      compared too.
-
-  Returns:
-    Whether every compared value is equal.
-  """
-  before = logged(replay.directory)
-  counts = {True: 0, False: 0}
+  """Prints how steps compare to what is logged; returns if they are equal."""
+  before = logged(run)
+  total = num_differing = 0
 
   def check(step: int, scalars: Mapping[str, Any]) -> None:
+    nonlocal total, num_differing
     if step < first:
       return
-    found = writers.to_scalars(scalars)
-    batch = replay.experiment.last_batch
-    if not rtol:
-      found['fingerprint'] = int(fingerprints.of_step(scalars, batch))
-    num_equal = 0
-    for name, value in found.items():
-      name = f'train/{name}'
-      if name not in before[step] or is_clocked(name):
-        continue
-      is_equal = is_same(was := before[step][name], value, rtol)
-      counts[is_equal] += 1
-      num_equal += is_equal
-      if not is_equal:
-        say(f'step {step}: {name} was {was!r} and is {value!r}')
-    if num_equal > 1:  # More than the fingerprint.
-      say(f'step {step}: {num_equal} values are equal')
+    was, found = before[step], replay.values(scalars)
+    if rtol:
+      del found[_FINGERPRINT]
+    names = differing(was, found, rtol)
+    for name in names:
+      print(f'step {step}: {name} was {was[name]!r} and is {found[name]!r}')
+    num_compared = len(was.keys() & found.keys())
+    total += num_compared
+    num_differing += len(names)
+    if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
+      print(f'step {step}: {num_equal} values are equal')
 
   replay.run(until, check)
-  total = sum(counts.values())
   if not total:
-    say(f'Nothing is logged of the steps {first} to {until}.')
-  elif counts[False]:
-    say(f'{counts[False]} of {total} logged values differ.')
+    print(f'Nothing is logged of the steps {first} to {until}.')
+  elif num_differing:
+    print(f'{num_differing} of {total} logged values differ.')
   else:
     how = f'within {rtol:.0%}' if rtol else 'to the bit'
-    say(f'All {total} logged values are equal {how}.')
-  return not counts[False]
+    print(f'All {total} logged values are equal {how}.')
+  return not num_differing
 
 
 def find_nonfinite(replay: Replay) -> str | None:
@@ -294,8 +268,8 @@ def find_nonfinite(replay: Replay) -> str | None:
     except FloatingPointError as e:
       frames = list(traceback.extract_tb(e.__traceback__))
       # An experiment's own `step` is above the model.
-      outside = [f.filename.endswith('/train_step.py') for f in frames]
-      frames = frames[outside.index(True) if any(outside) else 0 :]
+      is_above = lambda f: not f.filename.endswith('/train_step.py')
+      frames = [*itertools.dropwhile(is_above, frames)] or frames
       own = [f for f in frames if not _LIBRARIES.search(f.filename)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
@@ -308,7 +282,7 @@ def find_nonfinite(replay: Replay) -> str | None:
   return found
 
 
-def save(replay: Replay, directory: str) -> None:
+def _save(replay: Replay, directory: str) -> None:
   """Saves the replayed state as the checkpoint of a run of its own."""
   config = copy.deepcopy(replay.config)
   config.checkpoint_dir = store_lib.at(directory).url
@@ -322,59 +296,23 @@ def save(replay: Replay, directory: str) -> None:
     checkpointer.wait_for_checkpointing_to_finish()
 
 
-def start_jax(directory: str) -> None:
-  """Sets XLA's flags as a run had them, and meets the other processes."""
-  for line in xla.apply(base_config.recorded_config(directory).xla):
-    print(line)
-  distributed.initialize('auto')
-
-
-def positive(text: str) -> int:
-  """Returns the number of a step on the command line, from 1."""
-  if not text.isdecimal() or not int(text):
-    raise argparse.ArgumentTypeError(f'{text} is not a number from 1')
-  return int(text)
-
-
-def add_command(commands: Any) -> None:
-  """Adds `replay` to the commands of `python -m jaxline.runs`."""
-  command = commands.add_parser('replay', help=__doc__.splitlines()[0])
-  command.add_argument('dir', help='the run')
-  command.add_argument('step', type=positive, help='the first step to compare')
-  for flag, kind, what in (
-    ('--steps', int, 'how many steps to run after it'),
-    ('--save', str, 'a new directory for the checkpoint of the last step'),
-  ):
-    command.add_argument(flag, type=kind, help=what)
-  command.add_argument(
-    '--nan',
-    action='store_true',
-    help='find the first operation of STEP whose result is not finite',
-  )
-  command.set_defaults(run=_replay)
-
-
-def _replay(args: argparse.Namespace) -> int:
-  last = args.step + max(args.steps or 0, 0)
+def command(args: argparse.Namespace) -> int:
+  """Runs `runs replay`; returns the exit status."""
+  last = args.step + args.steps
   if args.save and store_lib.at(args.save).names():
     raise errors.UsageError(
       f'--save: {args.save} is not empty; give a new directory.'
     )
-  start_jax(args.dir)
-  with opened(args.dir, args.step) as replay:
-    before, rates = replay.start, runs.read(args.dir).curves
-    num_steps = last - before
-    rate = max(rates.get('train/steps_per_sec', {0: 0.0}).values())
+  run = runs.read(args.run_dir)
+  with opened(args.run_dir, args.step) as replay:
+    before, num_steps = replay.start, last - replay.start
+    rate = max(run.curves.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration(num_steps / rate)}' if rate else ''
-    print(
-      f'Replaying {num_steps} steps from'
-      f' {f"the checkpoint of step {before}" if before else "the seed"}{about}.'
-    )
+    where = f'the checkpoint of step {before}' if before else 'the seed'
+    print(f'Replaying {num_steps} steps from {where}{about}.')
     rtol = 0.0
-    if (was := replay.devices) not in (
-      None,
-      now := [jax.device_count(), jax.devices()[0].device_kind],
-    ):
+    now = f'{jax.device_count()} {jax.devices()[0].device_kind}'
+    if (was := run.made_with.get('devices', now)) != now:
       rtol = _RTOL
       print(
         f'The run had the devices {was}, and here are {now}: values that differ'
@@ -385,7 +323,7 @@ def _replay(args: argparse.Namespace) -> int:
       found = find_nonfinite(replay)
       print(found or f'All results of step {args.step} are finite.')
       return 0
-    is_equal = compare(replay, args.step, last, rtol=rtol)
+    is_equal = _compare(replay, run, args.step, last, rtol)
     if args.save:
-      save(replay, args.save)
+      _save(replay, args.save)
   return 0 if is_equal else 1

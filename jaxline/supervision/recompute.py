@@ -1,6 +1,5 @@
 """Computes a step twice, to find hardware that computes wrongly in silence."""
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -31,20 +30,11 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   twin = jax.device_put(
     state, jax.tree.map(lambda x: x.sharding, state), may_alias=False
   )
-  first, second = step(state, *args), step(twin, *args)
-  differs = _of_devices(first) != _of_devices(second)
-  if not multihost_utils.process_allgather(np.bool_(differs)).any():
-    return first
-  found = []
-  for (path, x), y in zip(
-    jax.tree_util.tree_leaves_with_path(first),
-    jax.tree.leaves(second),
-    strict=True,
-  ):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
-      if np.asarray(a.data).tobytes() != np.asarray(b.data).tobytes():
-        found.append(f'{name} on {a.device}')
+  results = step(state, *args)
+  first, second = map(_fingerprints, (results, step(twin, *args)))
+  found = [part for part in first if first[part] != second[part]]
+  if not multihost_utils.process_allgather(np.bool_(bool(found))).any():
+    return results
   raise RecomputeError(
     f'A step was computed twice from one state, and {len(found)} parts of'
     f' arrays of process {jax.process_index()} differ:'
@@ -55,11 +45,12 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   )
 
 
-def _of_devices(tree: Any) -> Any:
-  """Returns a fingerprint of what each device of this process holds."""
-  parts = collections.defaultdict(list)
-  for x in jax.tree.leaves(tree):
+def _fingerprints(tree: Any) -> dict[str, Any]:
+  """Returns the fingerprint of each part that a device of this process has."""
+  found = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
     # Not of the global array, of whose copies only one would be read.
-    for shard in x.addressable_shards:
-      parts[shard.device].append(shard.data)
-  return jax.device_get([fingerprints.fingerprint(x) for x in parts.values()])
+    for part in x.addressable_shards:
+      found[f'{name} on {part.device}'] = fingerprints.fingerprint(part.data)
+  return jax.device_get(found)
