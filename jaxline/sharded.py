@@ -155,9 +155,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._infeed: infeed.Infeed | None = None
     self._input_state: Callable[[], Any] | None = None
     self._num_read = 0
-    # Evaluation set -> its input, and the number of evaluations that it has fed
-    # if it is not reset for each.
-    self._eval_inputs: dict[str, inputs.BaseInput] = {}
+    # Evaluation set -> its input, or None if that is reset for each evaluation;
+    # and the number of evaluations that it has fed.
+    self._eval_inputs: dict[str, Any] = {}
     self._evaluations_fed: dict[str, int] = {}
 
   @abc.abstractmethod
@@ -632,6 +632,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if self._infeed is not None:
       self._infeed.close()
       self._infeed = None
+    if self._input_state is not None:
+      # Without the input, whose iterator may have workers that end with it.
+      state = self._input_state()
+      self._input_state = lambda: state
 
   # Evaluation.
 
@@ -678,7 +682,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _open_eval_inputs(self) -> dict[str, inputs.BaseInput]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
     earlier = self._eval_inputs
-    if earlier and not any(x.reset_for_eval for x in earlier.values()):
+    if earlier and None not in earlier.values():
       return earlier
     found: Any = inputs.of_shard(self.eval_input, self._shard)
     sources = dict(found) if isinstance(found, Mapping) else {'': found}
@@ -689,11 +693,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     for name, given in sources.items():
       source = self._as_input(given, is_training=False)
-      if not source.reset_for_eval and name in earlier:
+      if not source.reset_for_eval and earlier.get(name) is not None:
         source.close()
         source = earlier[name]
       sources[name] = source
-    self._eval_inputs = sources
+    self._eval_inputs = {
+      name: None if source.reset_for_eval else source
+      for name, source in sources.items()
+    }
     return sources
 
   def _batches_of(self, name: str, source: inputs.BaseInput) -> Iterator[Batch]:

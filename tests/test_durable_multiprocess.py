@@ -402,12 +402,7 @@ def test_from_two_processes_to_one_and_back(folder):
     for key in ('digest', 'position'):
       assert result.the('restored')[key] == one.the('trained')[key]
     assert result.the('restored')['shards'] == [[2, 4], [2, 4]]
-  # Other devices, the same processes: each its own position again.
-  last = run(directory, 'sharded', SHARED_POSITION, steps=10)
-  for result in last:
-    assert result.the('restored')['digest'] == again[0].the('trained')['digest']
-    assert result.the('restored')['shards'] == [[4, 4]]
-  assert list(logged(directory)) == list(range(1, 11))
+  assert list(logged(directory)) == list(range(1, 9))
 
 
 @pytest.mark.slow

@@ -348,7 +348,10 @@ class BaseInput:
 
   def describe(self) -> str:
     """Returns the name and what is being read."""
-    return f'{self.name}, reading {self.where()}'
+    try:
+      return f'{self.name}, reading {self.where()}'
+    except Exception as e:  # It must not hide an error, or end a stalled run.
+      return f'{self.name}, whose where() raised {e!r}'
 
   def get_next_padded(self) -> dict[str, Any]:
     """Returns the next batch: arrays [batch_size, ...], one of them `weights`.
@@ -371,7 +374,7 @@ class BaseInput:
           f'get_next() returned {have} rows; expected at most batch_size ='
           f' {self.batch_size}.'
         )
-      if have < want or WEIGHTS not in batch:
+      if have < want or WEIGHTS not in batch or type(batch) is not dict:
         batch = pad_rows(batch, want)
     except Exception as e:
       if is_end(e):
@@ -431,11 +434,8 @@ class BaseInput:
 
     It counts the batches taken from this object: code that reads ahead of the
     training step keeps a `mark` with each batch.
-
-    Raises:
-      NotImplementedError: the class has no position.
     """
-    return self.state_of(self.position())
+    return self.state_of(copy.deepcopy(self.position()))
 
   def set_state(self, state: Any) -> None:
     """Continues where `get_state` was called, in this or another process.
@@ -447,7 +447,6 @@ class BaseInput:
       ValueError: the state is that of another input, of other data, of another
         order or, where the input depends on them, of other hosts.
     """
-    here = {'input': type(self).__name__}
     try:
       values = json.loads(state)
       there = {'input': values['input']} | values['identity']
@@ -456,7 +455,8 @@ class BaseInput:
         f'{self.name}.set_state got {state!r:.80}, which is not the state of an'
         ' input. Give what get_state() returned.'
       ) from e
-    here = json.loads(json.dumps(here | self.identity(), default=_plain))
+    here = json.loads(json.dumps(self.identity(), default=_plain))
+    here = {'input': type(self).__name__} | here
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
       for key in {**there, **here}
@@ -517,8 +517,9 @@ class ResumableInput(BaseInput, abc.ABC):
     """Returns the next batch, arrays [b, ...]."""
     try:
       if self._iterator is None:
-        self._iterator = self.read_from(self._at)
-      batch, self._at = next(self._iterator)
+        self._iterator = self.read_from(copy.deepcopy(self._at))
+      batch, position = next(self._iterator)
+      self._at = copy.deepcopy(position)  # The generator may change its own.
       return batch
     except StopIteration:
       raise

@@ -239,6 +239,10 @@ class GrainInput(indexed.IndexedInput):
       f' stream of host {self.infeed_host_index}/{self.num_infeed_hosts}'
     )
 
+  def where_rows(self) -> list[str]:
+    """Returns the record of each row; nothing of a stream."""
+    return [] if self._is_stream else super().where_rows()
+
 
 def _stack(elements: Sequence[Any], name: str = '') -> Any:
   """Returns arrays [b, ...] of b records."""

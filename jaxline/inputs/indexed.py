@@ -284,12 +284,7 @@ class IndexedInput(base.ResumableInput):
 
 
 def start_iterator(dataset: Any, num_workers: int) -> Any:
-  """Returns the iterator of a Grain dataset, with workers if there are any.
-
-  Args:
-    dataset: a `grain.IterDataset`.
-    num_workers: processes to read it with; 0 for none.
-  """
+  """Returns the iterator of a `grain.IterDataset`, read by worker processes."""
   import grain
 
   if not num_workers:

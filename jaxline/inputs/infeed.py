@@ -146,19 +146,16 @@ def read_ahead(
   depth_of: Callable[[Any], int] | None = None,
   stall_secs: float | None = None,
 ) -> Generator[Any, None, None]:
-  """Reads batches ahead on a thread; those of an evaluation stay on the host.
+  """Reads batches ahead on a thread, which `close` of the result ends.
 
   Args:
     source: what messages name.
-    batches: its batches.
+    batches: its batches; those of an evaluation stay on the host.
     who: what waits for the batches, in messages.
     thread_name: of the thread.
     buffer_size: how many may be in memory, at least 2.
     depth_of: of the first, how many instead; see `async_lib.py_prefetch`.
     stall_secs: as for `Infeed`.
-
-  Returns:
-    A generator of the batches; to close it ends the thread.
   """
 
   def warn() -> None:

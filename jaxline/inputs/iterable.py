@@ -7,6 +7,7 @@ gives batches is a `base.BaseInput`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
 import dataclasses
 import itertools
 from typing import Any
@@ -81,11 +82,7 @@ class IterableInput(base.BaseInput):
     }
 
   def set_state(self, state: Any) -> None:
-    """Sets the state of the iterator.
-
-    Raises:
-      ValueError: the state is that of another host, or of no iterable.
-    """
+    """Sets the state of the iterator; that of another host is refused."""
     expected = self.state_of(None)
     got = state if isinstance(state, Mapping) else {}
     if any(got.get(key) != expected[key] for key in ('host', 'hosts')):
@@ -94,7 +91,8 @@ class IterableInput(base.BaseInput):
         f' {self.infeed_host_index} of {self.num_infeed_hosts}. The position of'
         ' an iterator does not fit another number of hosts.'
       )
-    self._open().set_state(state['state'])
+    # A copy, since the iterator may change what it gets.
+    self._open().set_state(copy.deepcopy(state['state']))
     self._ended = False
 
 

@@ -104,11 +104,7 @@ class MixtureInput(indexed.IndexedInput):
     return sys.maxsize
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns the rows at some positions, arrays [b, ...].
-
-    Raises:
-      ValueError: the children's batches differ in structure.
-    """
+    """Returns the rows at some positions, arrays [b, ...]."""
     del epochs
     chosen = [self._choose(k) for k in records.tolist()]
     of, at = np.array(chosen, np.int64).reshape(-1, 2).T

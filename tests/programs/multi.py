@@ -37,6 +37,7 @@ from jaxline import utils
 from jaxline.checkpoint import arrays
 from jaxline.inputs import base
 from jaxline.inputs import indexed
+from jaxline.inputs import iterable
 from jaxline.supervision import preemption
 
 WORKERS = int(os.environ.get('MULTI_WORKERS', '0'))
@@ -127,6 +128,12 @@ class Input(regression.Input):
     self.state['given'] = int(state['given'])
 
 
+class Shared(iterable.IterableInput):
+  def state_of(self, mark):
+    """Returns a state that means the same in every process."""
+    return {'host': 0, 'hosts': 1, 'state': mark}
+
+
 class Reporting:
   """Says where training begins, ends, and what it then has."""
 
@@ -154,7 +161,10 @@ class Sharded(Reporting, regression.Regression):
     fault('start', 0)
 
   def train_input(self):
-    return Input(self.batch_size, self.own_position)
+    source = Input(self.batch_size, self.own_position)
+    if self.own_position:
+      return source
+    return Shared(function=lambda: source, is_training=True)
 
   def eval_input(self):
     first = 8 * jax.process_index()
