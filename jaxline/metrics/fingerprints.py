@@ -19,6 +19,7 @@ from jaxline.metrics import files
 from jaxline.metrics import periodic
 
 FILE = 'fingerprints.bin'
+_NAME = '_fingerprint'  # Of the scalar; no experiment's.
 _DTYPE = np.dtype('<u4')
 # How many steps are fetched and written together.
 _STEPS = 64
@@ -31,17 +32,10 @@ _CLOCKED = re.compile(r'input_wait_fraction|\w+_per_sec|mfu|device_memory_gib')
 class FingerprintWriter(files.FileBackend):
   """Appends fingerprints to a file, which a resume cuts like a log."""
 
-  def append(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Appends the fingerprint of a step."""
-    self._append(np.array([step, scalars['fingerprint']], _DTYPE).tobytes())
-
-  def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any]
-  ) -> None:
-    """Takes no records: `append` is called instead."""
-
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    raise NotImplementedError
+    """Appends the fingerprint of a record, if it has one."""
+    if (value := values.get(_NAME)) is not None:
+      self._append(np.array([step, value], _DTYPE).tobytes())
 
 
 def read(raw: bytes | None) -> dict[int, int]:
@@ -69,8 +63,12 @@ def fingerprint(tree: Any) -> jax.Array:
   total = jnp.uint32(0)
   for x in jax.tree.leaves(tree):
     bits = _bits(jnp.asarray(x))
-    # The place of each number counts, in the global array.
-    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
+    # The place of each number counts, in the global array. Unlike a reshaped
+    # range, each index is sharded like the array.
+    place = jnp.zeros((), jnp.uint32)
+    for axis, size in enumerate(bits.shape):
+      index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+      place = place * jnp.uint32(size) + index
     mixed = (bits ^ (bits >> 15)) * (2 * place + 1) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> 13)) * _MULTIPLIER
     total = (total ^ mixed.sum(dtype=jnp.uint32)) * _MULTIPLIER
@@ -89,7 +87,7 @@ class Fingerprints(periodic.PeriodicAction):
     """Writes to a file, if there is one, by the log's thread, if there is."""
     self._experiment = experiment
     super().__init__(
-      file.append if file else lambda step, scalars: None,
+      file.write_scalars if file else lambda step, scalars: None,
       'steps',
       _STEPS if file else None,
       run_async=executor is not None,
@@ -102,7 +100,7 @@ class Fingerprints(periodic.PeriodicAction):
   ) -> None:
     """Queues the fingerprint of a step, which the devices compute meanwhile."""
     value = of_step(scalar_outputs or {}, self._experiment.last_batch)
-    super().__call__(t, step, {'fingerprint': value})
+    super().__call__(t, step, {_NAME: value})
 
 
 def unclocked(scalars: Mapping[str, Any]) -> dict[str, Any]:
