@@ -538,12 +538,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
       step = functools.partial(recompute.twice, step)
     self._state, scalars = step(self.state, batch, rng)
     # Not before: a step that fails has not had its batch.
-    mark, self._num_read = self._infeed.mark, self._infeed.num_read
-    self._input_state = (
-      None
-      if mark is None
-      else functools.partial(self._infeed.source.state_of, mark)
-    )
+    self._num_read, self._input_state = self._infeed.num_read, None
+    if (mark := self._infeed.mark) is not None:
+      state_of = self._infeed.source.state_of
+      self._input_state = functools.partial(state_of, mark)
     scalars['input_wait_fraction'] = self._infeed.wait_fraction
     return scalars
 

@@ -31,7 +31,14 @@ _MAX_HELD_BYTES = 2**24
 
 
 class Infeed:
-  """An iterator of batches that are on the devices before they are needed."""
+  """An iterator of batches that are on the devices before they are needed.
+
+  Attributes:
+    mark: what `BaseInput.mark` returned behind the last batch.
+    num_read: the number of the last batch.
+    wait_fraction: the share of the last 100 steps' time that was a wait. The
+      first wait, for the source to start, and compiling do not count.
+  """
 
   def __init__(
     self,
@@ -60,6 +67,7 @@ class Infeed:
     self.source = source
     self.mark: Any = None
     self.num_read = num_read
+    self.wait_fraction = 0.0
     self._error: Exception | None = None
     self._waited = 0.0
     self._is_slow = False
@@ -82,7 +90,7 @@ class Infeed:
     return self
 
   def __next__(self) -> Any:
-    """Returns the next batch, and sets `mark` and `num_read` behind it."""
+    """Returns the next batch, and sets the attributes."""
     if self._error is not None:
       raise self._error
     began = time.perf_counter()
@@ -98,31 +106,21 @@ class Infeed:
     if now - began > _READY_SECS:
       goodput.add('input wait', now - began)
     self._times.append((now - goodput.compiled_secs(), self._waited))
-    if self._is_slow or len(self._times) <= _WINDOW_STEPS:
-      return batch
-    if (share := self.wait_fraction) > _SLOW_FRACTION:
+    (start, waited_before), (end, waited) = self._times[0], self._times[-1]
+    if end > start:
+      self.wait_fraction = (waited - waited_before) / (end - start)
+    is_full = len(self._times) > _WINDOW_STEPS
+    if is_full and not self._is_slow and self.wait_fraction > _SLOW_FRACTION:
       self._is_slow = True
       logging.warning(
         'The input limits the speed: of the last %d steps, %.0f%% of the time'
         ' was a wait for %s. `python -m jaxline.inputs show` measures the'
         ' input alone.',
         _WINDOW_STEPS,
-        100 * share,
+        100 * self.wait_fraction,
         self.source.name,
       )
     return batch
-
-  @property
-  def wait_fraction(self) -> float:
-    """The fraction of the time of the last 100 steps spent waiting.
-
-    The first wait, until the source has started, does not count, nor does the
-    time for compiling.
-    """
-    if not self._times:
-      return 0.0
-    (start, waited_before), (end, waited) = self._times[0], self._times[-1]
-    return (waited - waited_before) / (end - start) if end > start else 0.0
 
   def close(self) -> None:
     """Stops to read, and closes the source."""

@@ -1,14 +1,15 @@
 """Reads the directories of runs; `python -m jaxline.runs` is the command.
 
 A run is a directory with a `config.json`. What is read comes from that file,
-from `metrics.jsonl` of training and evaluation, and from the note of its end;
-of checkpoints only the steps count.
+from `metrics.jsonl` of training and evaluation, and from the note of its end.
+Of checkpoints, the steps count; `Run.made_with` reads the newest manifest.
 """
 
 import collections
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -37,7 +38,6 @@ class Run:
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
     has_ended: whether training has ended.
-    made_with: `inspection.made_with` of the newest checkpoint, if there is one.
   """
 
   path: str
@@ -46,7 +46,16 @@ class Run:
   saved: int
   seconds: float
   has_ended: bool
-  made_with: dict[str, str]
+
+  @functools.cached_property
+  def made_with(self) -> dict[str, str]:
+    """`inspection.made_with` of the newest checkpoint; empty without one."""
+    store = store_lib.at(self.path).below('checkpoints')
+    with contextlib.suppress(store_lib.DamagedError):
+      if self.saved:
+        record = manager.Manifests(store).read('latest', self.saved)
+        return inspection.made_with(record)
+    return {}
 
   @property
   def step(self) -> int:
@@ -107,11 +116,7 @@ def read(path: str | os.PathLike[str]) -> Run:
   manifests = manager.Manifests(store.below('checkpoints'))
   saved = max(manifests.steps('latest'), default=0)
   has_ended = inspection.ended(store) is not None
-  made_with: dict[str, str] = {}
-  with contextlib.suppress(store_lib.DamagedError):
-    if saved:
-      made_with = inspection.made_with(manifests.read('latest', saved))
-  run = Run(store.url, recorded, curves, saved, seconds, has_ended, made_with)
+  run = Run(store.url, recorded, curves, saved, seconds, has_ended)
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and run.step >= steps

@@ -104,7 +104,7 @@ def bisect(a: str, b: str) -> bool:
     print(f'{key}: {x!r} and {y!r}')
   logged = [replay_lib.logged(run) for run in both]
   evaluated = [replay_lib.logged(run, 'eval') for run in both]
-  kept = [replay_lib.records(store_lib.at(run.path)) for run in both]
+  kept = [dict(replay_lib.records(store_lib.at(run.path))) for run in both]
   firsts = {
     'logged step': _first(logged),
     'evaluation': _first(evaluated),

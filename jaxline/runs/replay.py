@@ -135,7 +135,7 @@ def opened(
     config, is_recorded=True
   )
   store = store_lib.at(directory)
-  start = max((step for step in records(store) if step < before), default=None)
+  start, _ = next(records(store, before), (None, None))
   if start is not None:
     config.restore_from, config.restore_rules = f'{store.url}:{start}', ()
   elif where := config.restore_from:
@@ -165,14 +165,15 @@ def opened(
     yield Replay(store.url, config, experiment, state, at)
 
 
-def records(store: store_lib.Store) -> dict[int, dict[str, Any]]:
-  """Returns the record of each kept checkpoint that is whole, by its step."""
+def records(
+  store: store_lib.Store, before: float = math.inf
+) -> Iterator[tuple[int, dict[str, Any]]]:
+  """Yields step and record of the checkpoints that are whole, newest first."""
   manifests = manager.Manifests(store.below('checkpoints'))
-  found = {}
-  for step in manifests.steps('latest'):
-    with contextlib.suppress(store_lib.DamagedError):
-      found[step] = manifests.read('latest', step)
-  return found
+  for step in sorted(manifests.steps('latest'), reverse=True):
+    if step < before:
+      with contextlib.suppress(store_lib.DamagedError):
+        yield step, manifests.read('latest', step)
 
 
 def _fingerprints(store: store_lib.Store) -> dict[int, int]:
