@@ -96,7 +96,7 @@ class BaseExperiment(abc.ABC):
   def __init__(self, num_devices: int):
     """Makes it for a mesh of `num_devices`, over all slices."""
     self.num_devices = num_devices
-    # The rows that `datasets` reads; None means those of this process.
+    # The shard that `datasets` reads; None is the shard of this process.
     self.shard: inputs.Shard | None = None
 
   @abc.abstractmethod

@@ -5,8 +5,8 @@
   inspection.main(['verify', 'runs/a'])
 
 A place is the directory of a run, or its gs:// or s3:// address, or a series in
-it (runs/a/checkpoints/best). :STEP after it names a step; without it the newest
-checkpoint is meant. A run's newest is that of `latest`, or else of `best`.
+it (runs/a/checkpoints/best). :STEP after it names a step; without it, the place
+means the newest checkpoint: of a run, the newest of `latest`, or else `best`.
 
 Nothing is changed, claimed or unpickled. A run may go on writing there, and
 remove what is looked at, which is an error that says so.

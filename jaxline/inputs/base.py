@@ -421,7 +421,7 @@ class BaseInput:
     return copy.deepcopy(self.position()) if self.saves_position else None
 
   def state_of(self, mark: Any) -> Any:
-    """Returns the state of a checkpoint: a mark, and what it depends on."""
+    """Returns what a checkpoint stores: a mark and the identity."""
     state = {
       'input': type(self).__name__,
       'identity': self.identity(),
@@ -444,8 +444,8 @@ class BaseInput:
       state: the value that it returned.
 
     Raises:
-      ValueError: the state is that of another input, of other data, of another
-        order or, where the input depends on them, of other hosts.
+      ValueError: the state belongs to another input, other data or another
+        order, or to other hosts if the input depends on them.
     """
     try:
       values = json.loads(state)
@@ -561,17 +561,13 @@ def num_rows(batch: Mapping[str, Any]) -> int:
       f'A batch is a {type(batch).__name__}; expected a dict of arrays by name,'
       " such as {'x': x}."
     )
-  rows = {np.shape(x)[:1] for x in _leaves(batch)}
+  rows = {np.shape(x)[:1] for x in jax.tree.leaves(dict(batch))}
   if len(rows) != 1 or () in rows:
     shapes = jax.tree.map(np.shape, dict(batch))
     raise ValueError(
       f'The arrays of a batch must share their first dimension; got {shapes}.'
     )
   return rows.pop()[0]
-
-
-def _leaves(batch: Mapping[str, Any]) -> list[Any]:
-  return jax.tree.leaves(batch if isinstance(batch, dict) else dict(batch))
 
 
 def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -585,10 +581,9 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     Arrays [rows, ...]. The new rows are zeros, or ones in `paddings`, which
     marks padding. A batch without `weights` gets them, 1 for its own rows.
   """
-  have = len(_leaves(batch)[0])
-  # Of the same type: a `Batch` stays one.
-  kind = type(batch) if isinstance(batch, Batch) else dict
-  batch = kind(batch)
+  # A `Batch` stays one.
+  batch = type(batch)(batch) if isinstance(batch, Batch) else dict(batch)
+  have = len(jax.tree.leaves(batch)[0])
   batch.setdefault(WEIGHTS, np.ones(have, np.float32))
   if have == rows:
     return batch

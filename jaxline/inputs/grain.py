@@ -7,8 +7,8 @@
 `IndexedInput` shuffles, divides among hosts and counts records that have
 numbers: files, a `grain.MapDataset`, anything with `__len__` and `__getitem__`.
 A `grain.IterDataset` is a stream: the code that makes it divides it among the
-hosts, and a position is that of Grain's iterator, for the same host of the same
-number of hosts.
+hosts. Its position is the state of Grain's iterator and fits only the same host
+of the same number of hosts.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from jaxline.inputs import base
 class IterableInput(base.BaseInput):
   """The batches of any iterable.
 
-  Its position is that of the iterator, if this has `get_state` and `set_state`:
-  a pytree of arrays and plain values. Otherwise a resumed run reads from the
+  If the iterator has `get_state` and `set_state`, checkpoints hold its state, a
+  pytree of arrays and plain values. Otherwise a resumed run reads from the
   beginning again, and logs so.
 
   Attributes:
@@ -74,7 +74,7 @@ class IterableInput(base.BaseInput):
     return self._open().get_state()
 
   def state_of(self, mark: Any) -> Any:
-    """Returns the state of the iterator, with the host that it is of."""
+    """Returns the state of the iterator, and the host that it belongs to."""
     return {
       'host': self.infeed_host_index,
       'hosts': self.num_infeed_hosts,
@@ -82,7 +82,7 @@ class IterableInput(base.BaseInput):
     }
 
   def set_state(self, state: Any) -> None:
-    """Sets the state of the iterator; that of another host is refused."""
+    """Sets the state of the iterator; refuses the state of another host."""
     expected = self.state_of(None)
     got = state if isinstance(state, Mapping) else {}
     if any(got.get(key) != expected[key] for key in ('host', 'hosts')):

@@ -307,7 +307,7 @@ def test_an_error_is_never_mistaken_for_the_end(kind, fields):
 # In smaller batches.
 
 
-# 4 is no multiple of 3; the last batch of an epoch has but 3 rows.
+# 4 is not a multiple of 3; the last batch of an epoch has only 3 rows.
 @pytest.mark.parametrize(('rows', 'examples'), [(3, 12), (2, 11)])
 def test_new_batch_size_must_divide(rows, examples):
   source = adaptor(
