@@ -38,6 +38,10 @@ _LOST = re.compile(
 )
 
 
+# The code of SIGABRT, by which JAX ends a process that has lost another one.
+LOST_CODE = 134
+
+
 def is_lost_process(error: BaseException) -> bool:
   """Returns whether JAX has raised an error since another process is gone."""
   # Not an OSError, such as of a server of data.

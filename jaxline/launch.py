@@ -8,7 +8,8 @@ of a cluster (by gloo instead of a network of accelerators). Each process gets
 its number by the variables that `jaxline.distributed` reads. Each line that it
 prints begins with that number. Signals are passed on to all processes. When one
 fails, the others have some seconds to end and are then killed; the exit code is
-that of the first to fail, which the last line names.
+that of the first to fail, other than by the loss of another, which the last
+line names.
 
 It starts nothing on other machines: docs/reference/launching.md has clusters.
 """
@@ -29,6 +30,7 @@ import time
 import types
 from typing import IO
 
+from jaxline import errors
 from jaxline.supervision import preemption
 
 # Passed on to the processes, unless they were ignored when this one started.
@@ -139,9 +141,10 @@ class _Launch:
       _say(f'Process {number} {how}.')
       if code in _IN_ORDER:
         left = left or code
-      elif not failed:
+      elif not failed or failed == errors.LOST_CODE != code:
+        # Those that have lost a process may end before it.
         failed, reason = code, f'process {number} {how}'
-        deadline = time.monotonic() + grace_secs
+        deadline = deadline or time.monotonic() + grace_secs
     for reader in self._readers:
       reader.join(_DRAIN_SECS)
     if failed:

@@ -513,10 +513,6 @@ def _has_others() -> bool:
   return xla_bridge.backends_are_initialized() and jax.process_count() > 1
 
 
-# The code of SIGABRT, by which JAX ends a process that has lost another one.
-_LOST_CODE = 134
-
-
 def _leave_others(error: BaseException) -> None:
   """Ends this process at once, if the other ones are still in the run.
 
@@ -529,7 +525,7 @@ def _leave_others(error: BaseException) -> None:
   if isinstance(error, SystemExit):
     code: Any = error.code
   elif errors.is_lost_process(error):
-    code = _LOST_CODE
+    code = errors.LOST_CODE
     print(
       f'[jaxline] Process {jax.process_index()} of {jax.process_count()} has'
       ' lost another process, whose own lines may say why. The same command'

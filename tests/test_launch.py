@@ -170,6 +170,9 @@ def test_nobody_reads_any_more():
     ('kill -SEGV $$', 139),
     # The first to fail counts, and not the one that is killed for it.
     ('[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 1000', 7),
+    # Who only lost another process may end before it.
+    ('[ $JAX_PROCESS_ID = 0 ] && exit 134; sleep 0.1; exit 7', 7),
+    ('[ $JAX_PROCESS_ID = 0 ] && exit 7; sleep 0.1; exit 134', 7),
     # Leaving in order kills nobody; an error counts for more.
     ('[ $JAX_PROCESS_ID = 1 ] && exit 75; sleep 0.5; exit 75', 75),
     ('[ $JAX_PROCESS_ID = 1 ] && exit 75; sleep 0.5; exit 3', 3),
