@@ -24,6 +24,7 @@ from ml_collections import config_dict
 import numpy as np
 import optax
 
+from jaxline import accumulate
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
@@ -37,6 +38,7 @@ from jaxline.inputs import infeed
 from jaxline.inputs import iterable
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
+from jaxline.supervision import nonfinite
 from jaxline.supervision import profiling
 from jaxline.supervision import recompute
 
@@ -49,7 +51,6 @@ TrainState = step_lib.TrainState
 average_weights = step_lib.average_weights
 eval_step = step_lib.eval_step
 init_state = step_lib.init_state
-train_step = step_lib.train_step
 trainable = step_lib.trainable
 
 
@@ -278,23 +279,54 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def pure_step(
     self, state: TrainState, batch: Batch, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Runs `train_step` with all that the experiment gives it."""
-    return train_step(
-      self.loss_fn,
-      self._optimizer,
-      self.step_scalars,
-      state,
-      batch,
-      rng,
-      after_update=self.after_update,
-      on_nonfinite=self.on_nonfinite or 'raise',
-      accumulation_steps=self.accumulation_steps,
-      # Like the weights, so that no device ever holds them whole.
-      place_grads=lambda grads: jax.lax.with_sharding_constraint(
-        grads, self.trained(self._state_shardings.params)
-      ),
-      trainable_rules=self.trainable_rules,
+    """Computes a training step.
+
+    Args:
+      state: the state before the step.
+      batch: a global batch.
+      rng: the run's step key. The key of the step is its `fold_in` of
+        `state.step`.
+
+    Returns:
+      The state after the step, and its scalars: the loss's metrics, those of
+      `step_scalars`, and those of `train_step.guard_step`.
+    """
+    loss_fn = lambda params, *args: self.loss_fn(
+      step_lib.with_frozen(params, state.params), *args
     )
+    # Like the weights, so that no device ever holds the gradients whole.
+    place_grads = lambda grads: jax.lax.with_sharding_constraint(
+      grads, self.trained(self._state_shardings.params)
+    )
+    loss, metrics, model_state, grads = accumulate.gradients(
+      loss_fn,
+      # A gradient that is only dropped later could still take memory.
+      self.trained(state.params),
+      state.model_state,
+      batch,
+      jax.random.fold_in(rng, state.step),
+      self.accumulation_steps,
+      place_grads,
+    )
+    after, updates = step_lib.update(
+      self._optimizer, state, grads, model_state, self.trainable_rules
+    )
+    scalars = metrics_lib.compute(metrics)
+    scalars |= self.step_scalars(state, grads, updates)
+    model_state = self.after_update(state, after)
+    after = step_lib.checked(
+      dataclasses.replace(after, model_state=model_state), state
+    )
+    mode = self.on_nonfinite or 'raise'
+    if mode == 'ignore':
+      return after, scalars
+    after, counts = step_lib.guard_step(mode, state, after, loss, grads)
+    if taken := scalars.keys() & {nonfinite.NONFINITE, step_lib.SKIPPED_STEPS}:
+      raise ValueError(
+        f'The experiment returns scalars named {sorted(taken)}, which the step'
+        ' adds itself. Choose other names.'
+      )
+    return after, scalars | counts
 
   def _warn_of_another_shape(self, batch: Batch) -> None:
     """Warns once that the step, which is being traced, is compiled again."""

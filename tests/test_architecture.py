@@ -53,6 +53,7 @@ STEPS = (
   ('experiment',),
   ('compat.adapters',),
   ('pipeline', 'train_step'),
+  ('accumulate',),
   ('decode', 'runs', 'sharded', 'train'),
   ('aot',),
   ('platform',),

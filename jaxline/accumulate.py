@@ -1,0 +1,101 @@
+"""Gradient accumulation: computes the gradients of a batch in microbatches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxline import partitioning
+from jaxline import train_step
+
+
+def gradients(
+  loss_fn: train_step.LossFn,
+  params: Any,
+  model_state: Any,
+  batch: train_step.Batch,
+  rng: jax.Array,
+  num_microbatches: int,
+  place_grads: Callable[[Any], Any] = lambda grads: grads,
+) -> train_step.Gradients:
+  """Returns what `train_step.gradients` does, computed in microbatches.
+
+  The microbatches' gradients are averaged by their `weights`, which gives the
+  gradient of the whole batch if the loss is the mean by these weights. Each
+  microbatch has its own key.
+
+  Args:
+    loss_fn: as for `train_step.gradients`, like the next four.
+    params: the weights to differentiate by.
+    model_state: the model state before the step.
+    batch: a batch, [B, ...].
+    rng: the key of the step.
+    num_microbatches: how many; 1 computes the batch as a whole.
+    place_grads: constrains the sharding of the gradients.
+  """
+  if num_microbatches == 1:
+    *output, grads = train_step.gradients(
+      loss_fn, params, model_state, batch, rng
+    )
+    return (*output, place_grads(grads))
+  rows = len(batch[train_step.WEIGHTS])
+  partitioner = partitioning.active()
+  num_shards = partitioner.batch_shards if partitioner else 1
+  if rows % (num_microbatches * num_shards):
+    raise ValueError(
+      f'config.gradient_accumulation_steps is {num_microbatches}: a global'
+      f' batch of {rows} rows does not divide into that many parts over'
+      f' {num_shards} devices that share a batch. Use other parts or a multiple'
+      f' of {num_microbatches * num_shards} rows.'
+    )
+
+  def split(x: jax.Array) -> jax.Array:
+    # Microbatch i has the rows i, i + num_microbatches, ...: equally many of
+    # each device.
+    size = rows // num_microbatches
+    x = x.reshape(size, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+    return partitioning.constrain(x, (None, 'batch') + (None,) * (x.ndim - 2))
+
+  def compute(
+    model_state: Any, microbatch: train_step.Batch, i: Any
+  ) -> tuple[Any, Any]:
+    """Returns sums over a microbatch, and the next model state."""
+    loss, metrics, model_state, grads = train_step.gradients(
+      loss_fn, params, model_state, microbatch, jax.random.fold_in(rng, i)
+    )
+    weight = microbatch[train_step.WEIGHTS].sum(dtype=jnp.float32)
+
+    def weighted(x: jax.Array) -> jax.Array:
+      # Narrow types cannot hold the weight of many tokens.
+      if jnp.finfo(x.dtype).bits < 32:
+        x = x.astype(jnp.float32)
+      scaled = x * weight.astype(x.dtype)
+      # The mean of a microbatch of weight 0 is NaN.
+      return jnp.where(weight > 0, scaled, jnp.zeros_like(x))
+
+    loss, grads = jax.tree.map(weighted, (loss, grads))
+    model_state = train_step.strongly_typed(model_state)
+    return (weight, loss, grads, dict(metrics)), model_state
+
+  def accumulate(carry: Any, microbatch: Any) -> tuple[Any, None]:
+    sums, model_state = carry
+    more, model_state = compute(model_state, *microbatch)
+    weight, loss, grads, metrics = jax.tree.map(jnp.add, sums, more)
+    return ((weight, loss, place_grads(grads), metrics), model_state), None
+
+  microbatches = jax.tree.map(split, batch), jnp.arange(num_microbatches)
+  first = jax.tree.map(lambda x: x[0], microbatches)
+  shapes, _ = jax.eval_shape(compute, model_state, *first)
+  weight, loss, grads, metrics = jax.tree.map(jnp.zeros_like, shapes)
+  carry = (
+    (weight, loss, place_grads(grads), metrics),
+    train_step.strongly_typed(model_state),
+  )
+  carry, _ = jax.lax.scan(accumulate, carry, microbatches)
+  (weight, loss, grads, metrics), model_state = carry
+  loss, grads = jax.tree.map(
+    lambda x: x / weight.astype(x.dtype), (loss, grads)
+  )
+  grads = jax.tree.map(lambda x, w: x.astype(w.dtype), grads, params)
+  return loss, metrics, model_state, grads
