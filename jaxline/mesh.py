@@ -122,7 +122,7 @@ def make_mesh(
     errors.UsageError: an axis is unknown, or the sizes do not fit the devices.
   """
   devices = list(devices or current_devices(sizes))
-  return lay_out(mesh_shape(sizes, devices), devices)
+  return build_mesh(mesh_shape(sizes, devices), devices)
 
 
 def current_devices(sizes: Mapping[str, Any] | None = None) -> Sequence[Any]:
@@ -136,8 +136,8 @@ def mesh_shape(
 ) -> MeshShape:
   """Returns the sizes of the mesh that `make_mesh` would make."""
   ici, dcn = check_sizes(sizes)
-  wanted = math.prod(size for size in dcn.values() if size != -1)
-  num_slices = len(_slices(devices, wanted))
+  asked = math.prod(size for size in dcn.values() if size != -1)
+  num_slices = len(_slices(devices, asked))
   per_slice = len(devices) // num_slices
   across = _fill(
     dcn, num_slices, 'mesh.dcn', f'slices (of {per_slice} devices each)'
@@ -146,7 +146,7 @@ def mesh_shape(
   return MeshShape(_fill(ici, per_slice, 'mesh.ici', what), across)
 
 
-def lay_out(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
+def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
   """Returns the mesh of a shape that fits the devices."""
   sizes = tuple(shape.sizes.values())
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
@@ -168,8 +168,8 @@ def lay_out(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
   return Mesh(ordered, MESH_AXES, axis_types=axis_types)
 
 
-def _slices(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
-  """Groups devices by slice; `wanted` is how many the config asks for."""
+def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
+  """Groups devices by slice; `num_slices` is how many the config asks for."""
 
   def slice_of(device: Any) -> int:
     return getattr(device, 'slice_index', None) or 0
@@ -182,10 +182,10 @@ def _slices(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
   # Other devices do not say their slice. JAX takes each process for one.
   ordered = sorted(devices, key=lambda device: device.process_index)
   num_processes = len({device.process_index for device in devices})
-  size, rest = divmod(len(devices), wanted)
-  if rest or (platform != 'cpu' and num_processes != wanted):
+  size, rest = divmod(len(devices), num_slices)
+  if rest or (platform != 'cpu' and num_processes != num_slices):
     return slices
-  return [ordered[i * size : (i + 1) * size] for i in range(wanted)]
+  return [ordered[i * size : (i + 1) * size] for i in range(num_slices)]
 
 
 # Checks of a config's sizes.

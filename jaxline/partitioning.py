@@ -188,7 +188,7 @@ class Partitioner:
     """Makes the mesh and the rules: see `make_mesh` and `get_rules`."""
     devices = mesh_lib.current_devices(sizes)
     shape = mesh_lib.mesh_shape(sizes, devices)
-    mesh = mesh_lib.lay_out(shape, devices)
+    mesh = mesh_lib.build_mesh(shape, devices)
     return cls(mesh, get_rules(sharding, changes), shape)
 
   @property
@@ -342,8 +342,8 @@ class Partitioner:
     """Returns the sharding for each `PartitionSpec` of a tree."""
     return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
-  def whole_weights(self, tree: Any) -> list[str]:
-    """Lists the weights that are whole, or cut less than the rules ask for.
+  def undersharded_weights(self, tree: Any) -> list[str]:
+    """Lists the weights that are whole, or split less than the rules ask for.
 
     Args:
       tree: as for `specs`.
@@ -449,6 +449,11 @@ class Partitioner:
         f' mesh {self.axis_sizes}); make it a multiple of {self.batch_shards},'
         f' such as {" or ".join(map(str, near))}.'
       )
+
+  def padded_rows(self, rows: int) -> int:
+    """Returns the rows of a host, rounded up to divide over its devices."""
+    shards = self.batch_shards // self.host[1]
+    return -(-rows // shards) * shards
 
   def all_hosts(self, value: int) -> list[int]:
     """Returns the value of each process; all must call it together."""

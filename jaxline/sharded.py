@@ -27,6 +27,7 @@ import optax
 from jaxline import accumulate
 from jaxline import base_config
 from jaxline import errors
+from jaxline import evaluation
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
@@ -151,15 +152,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
     self._init_rng = init_rng
     self._state: TrainState | None = None
+    self._is_dropped = False
     # The training data on the devices; what returns its state behind the batch
     # that was taken last; the number of that batch, from 1.
     self._infeed: infeed.Infeed | None = None
     self._input_state: Callable[[], Any] | None = None
     self._num_read = 0
-    # Evaluation set -> its input, or None if that is reset for each evaluation;
-    # and the number of evaluations that it has fed.
-    self._eval_inputs: dict[str, Any] = {}
-    self._evaluations_fed: dict[str, int] = {}
+    self._eval_feed = evaluation.Feed(self.partitioner, **self._infeed_options)
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -397,16 +396,35 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   @property
   def state(self) -> TrainState:
-    """The live state; made from the init key when it is first used."""
-    if self._state is None:
-      make = jax.jit(
-        self._init_state,
-        out_shardings=self._state_shardings,
-        compiler_options=self._init_options,
+    """The live state; made from the init key when it is first used.
+
+    Raises:
+      RuntimeError: a restore that failed has dropped it.
+    """
+    if self._is_dropped:
+      raise RuntimeError(
+        f'The state of {type(self).__name__} was dropped for a restore that did'
+        ' not end. Restore a checkpoint, or construct the experiment again.'
       )
-      replicated = self.partitioner.replicated
-      self._state = make(self.partitioner.put(self._init_rng, replicated))
+    if self._state is None:
+      self._state = self._make_state()
     return self._state
+
+  def _make_state(self) -> TrainState:
+    """Returns the initial state, on the devices."""
+    if lines := self.undersharded_weights:
+      logging.info(
+        'These weights are whole on every device, or split less than the'
+        ' sharding asks for, although it splits weights:\n%s',
+        '\n'.join(lines),
+      )
+    make = jax.jit(
+      self._init_state,
+      out_shardings=self._state_shardings,
+      compiler_options=self._init_options,
+    )
+    replicated = self.partitioner.replicated
+    return make(self.partitioner.put(self._init_rng, replicated))
 
   @property
   def _init_options(self) -> dict[str, Any] | None:
@@ -421,9 +439,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return {'xla_backend_optimization_level': 1}
 
   def _init_state(self, rng: jax.Array) -> TrainState:
-    return partitioning.unbox(self._init_boxed_state(rng))
+    return partitioning.unbox(self._init_named_state(rng))
 
-  def _init_boxed_state(self, rng: jax.Array) -> TrainState:
+  def _init_named_state(self, rng: jax.Array) -> TrainState:
     with self.partitioner.activate():
       return step_lib.init_state(
         self.init_fn, self._optimizer, rng, self.trainable_rules
@@ -434,23 +452,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return step_lib.trained(params, self.trainable_rules)
 
   @functools.cached_property
-  def _boxed_shapes(self) -> TrainState:
+  def _named_shapes(self) -> TrainState:
     """The shapes of the state, those of weights with the names of their axes.
 
     Cached, since every save needs them while training waits.
     """
-    return jax.eval_shape(self._init_boxed_state, self._init_rng)
+    return jax.eval_shape(self._init_named_state, self._init_rng)
 
   @functools.cached_property
   def _state_shardings(self) -> TrainState:
     """The sharding of each array of the state."""
-    if lines := self.uncut_weights:
-      logging.info(
-        'These weights are whole on every device, or cut less than the sharding'
-        ' asks for, although it splits weights:\n%s',
-        '\n'.join(lines),
-      )
-    boxed = self._boxed_shapes
+    boxed = self._named_shapes
     specs = dataclasses.replace(
       self.partitioner.specs(boxed),
       opt_state=self.partitioner.specs_like(boxed.opt_state, boxed.params),
@@ -458,15 +470,15 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return self.partitioner.shardings(specs)
 
   @property
-  def uncut_weights(self) -> Sequence[str]:
-    """A line for each weight that is cut less than the sharding asks for."""
-    return self.partitioner.whole_weights(self._boxed_shapes.params)
+  def undersharded_weights(self) -> Sequence[str]:
+    """A line for each weight that is split less than the sharding asks for."""
+    return self.partitioner.undersharded_weights(self._named_shapes.params)
 
   def abstract_state(self) -> TrainState:
     """Returns the shapes and shardings of the state."""
     return jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      partitioning.unbox(self._boxed_shapes),
+      partitioning.unbox(self._named_shapes),
       self._state_shardings,
     )
 
@@ -488,23 +500,22 @@ class ShardedExperiment(experiment.AbstractExperiment):
         all rows.
     """
     sources = (
-      {'': self._open_input()} if is_training else self._open_eval_inputs()
+      {'': self._open_input()} if is_training else self._make_eval_inputs()
     )
-    name, source = next(iter(sources.items()))
+    source = next(iter(sources.values()))
     try:
-      batches = source if is_training else self._batches_of(name, source)
-      if (batch := next(batches, None)) is None:
+      batch = next(source if is_training else source.eval_batches(), None)
+      if batch is None:
         raise ValueError(f'{source.name} gave no batch.')
     finally:
       for source in sources.values():
         source.close()
-      self._eval_inputs, self._evaluations_fed = {}, {}
     rows = inputs.num_rows(batch)
     num_hosts = self.partitioner.host[1]
     if is_training:
       self.partitioner.check_rows(rows * num_hosts)
     else:
-      rows = self._padded(rows)
+      rows = self.partitioner.padded_rows(rows)
     return jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(
         (rows * num_hosts, *x.shape[1:]),
@@ -692,11 +703,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self.state, params=self.eval_params, opt_state=None
     )
     scalars: dict[str, float] = {}
-    for name, source in self._open_eval_inputs().items():
+    sources = self._eval_feed.open(self._make_eval_inputs)
+    for name, source in sources.items():
       sums: Any = None
       metrics: Any = None
       set_number = prng.stream_number(name)
-      for i, batch in enumerate(self._eval_batches(name, source)):
+      batches = self._eval_feed.batches(name, source, self.num_evaluated)
+      for i, batch in enumerate(batches):
         # This waits for the batch before, while this batch is transferred.
         # Without it, batches that wait for the devices would fill their memory.
         sums = _add_fetched(sums, metrics)
@@ -709,86 +722,16 @@ class ShardedExperiment(experiment.AbstractExperiment):
       scalars |= {f'{prefix}{key}': float(x) for key, x in means.items()}
     return scalars
 
-  def _open_eval_inputs(self) -> dict[str, inputs.BaseInput]:
+  def _make_eval_inputs(self) -> dict[str, inputs.BaseInput]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
-    earlier = self._eval_inputs
-    if earlier and None not in earlier.values():
-      return earlier
     found: Any = inputs.of_shard(self.eval_input, self._shard)
-    sources = dict(found) if isinstance(found, Mapping) else {'': found}
-    if not sources:
+    given = dict(found) if isinstance(found, Mapping) else {'': found}
+    if not given:
       raise ValueError(
         f'{type(self).__name__}.eval_input returned an empty mapping; expected'
         ' name -> input of at least one evaluation set.'
       )
-    for name, given in sources.items():
-      source = self._as_input(given, is_training=False)
-      if not source.reset_for_eval and earlier.get(name) is not None:
-        source.close()
-        source = earlier[name]
-      sources[name] = source
-    self._eval_inputs = {
-      name: None if source.reset_for_eval else source
-      for name, source in sources.items()
-    }
-    return sources
-
-  def _batches_of(self, name: str, source: inputs.BaseInput) -> Iterator[Batch]:
-    """Returns this process's batches of one evaluation of a set."""
-    if not source.reset_for_eval:
-      if self._evaluations_fed.get(name, 0) != self.num_evaluated:
-        # A resumed run continues with the batches that it would have had
-        # without the interruption: those before are read and dropped.
-        source.reset()
-        for _ in range(self.num_evaluated):
-          for _ in source.eval_batches():
-            pass
-      self._evaluations_fed[name] = self.num_evaluated + 1
-    return source.eval_batches()
-
-  def _eval_batches(
-    self, name: str, source: inputs.BaseInput
-  ) -> Iterator[Batch]:
-    """Yields global batches of one shape.
-
-    A process whose batches end before those of the others adds padding.
-    """
-    # Training waits for an evaluation, which must not wait for a disk.
-    batches = infeed.read_ahead(
-      source, self._batches_of(name, source), **self._infeed_options
-    )
-    rows, last = 0, None
-    try:
-      while True:
-        batch = next(batches, None)
-        sizes = self.partitioner.all_hosts(
-          inputs.num_rows(batch) if batch else 0
-        )
-        if last is None and not all(sizes):
-          raise ValueError(
-            f'{type(self).__name__}.eval_input gave no batch'
-            f'{f" for {name!r}" if name else ""}: the first batches have'
-            f' {sizes} rows in the processes; give each process at least one.'
-          )
-        if not any(sizes):
-          break
-        rows = rows or max(sizes)
-        if max(sizes) > rows:
-          raise ValueError(
-            f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
-            ' of an evaluation may differ, and be smaller.'
-          )
-        last = batch or jax.tree.map(lambda x: x[:0], last)
-        padded = inputs.pad_rows(last, self._padded(rows))
-        yield self.partitioner.put_batch(padded)
-    finally:
-      batches.close()
-      source.close()
-
-  def _padded(self, rows: int) -> int:
-    """Returns the rows of a host, rounded up to divide over its devices."""
-    shards = self.partitioner.batch_shards // self.partitioner.host[1]
-    return -(-rows // shards) * shards
+    return {name: self._as_input(x, False) for name, x in given.items()}
 
   # Checkpoints.
 
@@ -817,8 +760,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return parts[:2] != ['state', 'opt_state'] and parts[0] != 'input'
 
   def make_room(self) -> None:
-    """Drops the state; a later use would make the initial one."""
-    self._state = None
+    """Drops the state: until it is restored, using it is an error."""
+    self._state, self._is_dropped = None, True
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state onto this mesh and, in training, the position.
@@ -857,8 +800,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._input_state, self._num_read = state, num_read
     if is_training:
       self._infeed = self._read_ahead(source)
-    # The old arrays are freed first, so that memory need not hold both.
-    self._state = None
+    # Free the old arrays first: memory need not hold both.
+    self.make_room()
     # An evaluation keeps the optimizer's state on the host, likewise for the
     # best checkpoint.
     on_host = {} if is_training else {'opt_state': saved.opt_state}
@@ -869,6 +812,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       may_keep=isinstance(snapshot_state, base.Fresh),
     )
     self._state = dataclasses.replace(placed, **on_host)
+    self._is_dropped = False
 
   def share_state(self, trained: experiment.AbstractExperiment) -> None:
     """Takes over the live state of the experiment in training."""

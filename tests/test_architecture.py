@@ -52,7 +52,7 @@ STEPS = (
   ('checkpoint', 'inputs'),
   ('experiment',),
   ('compat.adapters',),
-  ('pipeline', 'train_step'),
+  ('evaluation', 'pipeline', 'train_step'),
   ('accumulate',),
   ('decode', 'runs', 'sharded', 'train'),
   ('aot',),

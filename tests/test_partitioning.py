@@ -129,7 +129,7 @@ def slices_of_tpus(num_slices, side=2):
 
 def order(sizes, devices):
   shape = mesh_lib.mesh_shape(sizes, devices)
-  return mesh_lib.lay_out(shape, devices).devices, shape
+  return mesh_lib.build_mesh(shape, devices).devices, shape
 
 
 DCN = [
@@ -292,7 +292,7 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
   monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
   monkeypatch.setattr(jax, 'process_count', lambda: num_processes)
   shape = mesh_lib.mesh_shape(sizes, list(devices))
-  mesh = mesh_lib.lay_out(shape, list(devices))
+  mesh = mesh_lib.build_mesh(shape, list(devices))
   hosts = []
   for process in range(num_processes):
     monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
@@ -647,7 +647,7 @@ def test_a_weight_without_names(sharding, shape, expected):
   spec = made.specs(tree)['w']
   assert spec == expected
   is_whole = sharding not in ('ddp', 'tp') and expected == P()
-  assert bool(made.whole_weights(tree)) == is_whole
+  assert bool(made.undersharded_weights(tree)) == is_whole
 
 
 def test_the_axis_that_is_named_layers_is_never_split():
@@ -662,7 +662,7 @@ def test_the_axis_that_is_named_layers_is_never_split():
 
 
 def test_weights_left_whole_are_listed():
-  lines = partitioner().whole_weights(WEIGHTS)
+  lines = partitioner().undersharded_weights(WEIGHTS)
   assert lines == [
     'layer/b (6,) no axes named',
     "layer/odd (3, 6) ('embed', 'mlp'); embed is 3, no multiple of the 2"
@@ -670,17 +670,17 @@ def test_weights_left_whole_are_listed():
   ]
   # Also where no rule splits a weight, but one names a mesh axis.
   tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
-  assert len(partitioner('ddp').whole_weights(tree)) == 1
+  assert len(partitioner('ddp').undersharded_weights(tree)) == 1
 
 
 def test_no_list_where_nothing_is_split():
-  assert partitioner('ddp').whole_weights(WEIGHTS) == []
+  assert partitioner('ddp').undersharded_weights(WEIGHTS) == []
   one = partitioning.Partitioner(
     mesh_lib.make_mesh(devices=jax.devices()[:1]),
     partitioning.get_rules('fsdp'),
   )
-  assert one.whole_weights(WEIGHTS) == []
-  assert partitioner(mesh={'replica': 2}).whole_weights(WEIGHTS) == []
+  assert one.undersharded_weights(WEIGHTS) == []
+  assert partitioner(mesh={'replica': 2}).undersharded_weights(WEIGHTS) == []
 
 
 SPECS = {

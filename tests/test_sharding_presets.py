@@ -145,7 +145,7 @@ def by_name(tree):
 def whole(partitioner, **changes):
   return {
     line.split(' (')[0]: line
-    for line in partitioner.whole_weights(weights(**changes))
+    for line in partitioner.undersharded_weights(weights(**changes))
   }
 
 

@@ -18,6 +18,7 @@ from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
 from jaxline import errors
+from jaxline import evaluation
 from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
@@ -262,14 +263,15 @@ class _TwoSets(lm_cloud.LmCloudSpmd2BLimitSteps):
 
 def test_several_datasets_have_metrics_of_their_own(monkeypatch):
   given = {'rolling': [], 'whole': []}
-  batches_of = sharded.ShardedExperiment._batches_of
+  batches = evaluation.Feed.batches
 
-  def noted(self, name, source):
-    batches = list(batches_of(self, name, source))
-    given[name].append([batch['ids'] for batch in batches])
-    return iter(batches)
+  def noted(self, name, *args):
+    given[name].append([])
+    for batch in batches(self, name, *args):
+      given[name][-1].append(np.array(batch['ids']))
+      yield batch
 
-  monkeypatch.setattr(sharded.ShardedExperiment, '_batches_of', noted)
+  monkeypatch.setattr(evaluation.Feed, 'batches', noted)
   made = make(tiny('LmCloudSpmd2BLimitSteps'))
   constants = type(made.experiment).constants()
   made.experiment = _TwoSets.with_constants(constants)(1)
