@@ -20,6 +20,7 @@ from benchmarks import harness
 from benchmarks import lm_step
 from examples import decoding
 from examples.lm import experiment as lm_experiment
+from jaxline import placement
 
 _PROMPT = 200
 _BEAM = 4
@@ -31,7 +32,7 @@ class _Decoder:
   def __init__(self, experiment: lm_experiment.Experiment, steps: int):
     self._experiment = experiment
     self._steps = steps
-    self._rng = experiment.partitioner.put(
+    self._rng = placement.put(
       jax.random.key(0), experiment.partitioner.replicated
     )
 
@@ -42,7 +43,7 @@ class _Decoder:
       beam_size=_BEAM,
       scores=False,
     )
-    placed = self._experiment.partitioner.put(
+    placed = placement.put(
       (prompts, np.full(len(prompts), prompts.shape[1], np.int32)),
       self._experiment.partitioner.batch_sharding,
     )

@@ -56,6 +56,7 @@ from benchmarks import harness
 from examples.pax.inputs import seqio as seqio_input
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
+from jaxline import placement
 from jaxline.inputs import base
 from jaxline.inputs import grain as grain_input
 from jaxline.inputs import indexed
@@ -515,14 +516,16 @@ def _infeed_rows(
       documents=documents, batch_size=rows, length=length, is_training=True
     )
 
-  placed = partitioner.put_batch(next(read()))
+  placed = placement.put_batch(next(read()), partitioner)
   steps = {
     'step sleeps': (_sleep_step(), f'<= {_INFEED_TARGET}'),
     'step on the same CPU': (_compute_step(), None),
   }
   count = options.pick(_STEPS, 5)
   for name, (step, aim) in steps.items():
-    batches = infeed.Infeed(read(), partitioner.put_batch)
+    batches = infeed.Infeed(
+      read(), functools.partial(placement.put_batch, partitioner=partitioner)
+    )
 
     def take(batches: infeed.Infeed = batches) -> Any:
       batch = next(batches)

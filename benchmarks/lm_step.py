@@ -10,6 +10,7 @@ has the package `nanodo` of NanoDO and `lm1b`, the folder of Flax's example.
 """
 
 from collections.abc import Callable, Iterator
+import functools
 import importlib
 import sys
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks import hand_tuned
 from benchmarks import harness
 from configs import lm as lm_config
 from examples.lm import experiment as lm_experiment
+from jaxline import placement
 from jaxline.inputs import base
 
 # What each size changes of configs/lm.py.
@@ -120,7 +122,10 @@ def our_side(
     )
     for x in tokens
   ]
-  placed = [(experiment.partitioner.put_batch(x), key) for x in batches]
+  place = functools.partial(
+    placement.put_batch, partitioner=experiment.partitioner
+  )
+  placed = [(place(x), key) for x in batches]
   return Side(experiment.compiled_train_step, experiment.state, placed)
 
 

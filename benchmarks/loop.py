@@ -43,6 +43,7 @@ def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
   import optax
 
   from jaxline import metrics
+  from jaxline import placement
   from jaxline import sharded
 
   class Matrix(sharded.ShardedExperiment):
@@ -71,7 +72,7 @@ def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
         'x': np.ones([32, width], np.float32),
         'weights': np.ones([32], np.float32),
       }
-      return self.partitioner.put_batch(batch)
+      return placement.put_batch(batch, self.partitioner)
 
     def train_input(self):
       while True:

@@ -27,6 +27,7 @@ from configs import lm as lm_config
 from examples.lm import experiment as lm_experiment
 import jaxline
 from jaxline import metrics
+from jaxline import placement
 
 _WARM_UP = 20
 
@@ -107,7 +108,7 @@ def _evaluation(options: harness.Options) -> harness.Row:
     lm_config.get_config(), jax.random.PRNGKey(0)
   )(0)
   placed = [
-    experiment.partitioner.put_batch(batch)
+    placement.put_batch(batch, experiment.partitioner)
     for batch in experiment.eval_input().eval_batches()
   ]
   assert len(placed) == count, len(placed)

@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
+import numpy as np
 
 from jaxline import partitioning
+from jaxline import placement
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
 
@@ -98,7 +101,7 @@ class Feed:
     try:
       while True:
         batch = next(host_batches, None)
-        sizes = partitioner.all_hosts(inputs.num_rows(batch) if batch else 0)
+        sizes = _of_all_hosts(inputs.num_rows(batch) if batch else 0)
         if last is None and not all(sizes):
           raise ValueError(
             f'eval_input gave no batch{f" for {name!r}" if name else ""}: the'
@@ -114,8 +117,13 @@ class Feed:
             ' of an evaluation may differ, and be smaller.'
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
-        padded = inputs.pad_rows(last, partitioner.padded_rows(rows))
-        yield partitioner.put_batch(padded)
+        padded = inputs.pad_rows(last, placement.padded_rows(rows, partitioner))
+        yield placement.put_batch(padded, partitioner)
     finally:
       host_batches.close()
       source.close()
+
+
+def _of_all_hosts(value: int) -> list[int]:
+  """Returns the value of each process; all must call it together."""
+  return multihost_utils.process_allgather(np.asarray(value)).tolist()

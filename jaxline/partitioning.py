@@ -20,9 +20,6 @@ import math
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
-import jax.numpy as jnp
-import numpy as np
 
 from jaxline import errors
 from jaxline import mesh as mesh_lib
@@ -166,7 +163,7 @@ def unbox(tree: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Partitioner:
-  """A mesh and rules: gives the sharding of each array, and places it.
+  """A mesh and rules: gives the sharding of each array.
 
   Attributes:
     mesh: the devices, with the axes `MESH_AXES`.
@@ -381,83 +378,6 @@ class Partitioner:
       for axis, size in self.mesh.shape.items()
       if size > 1 and axis not in used
     ]
-
-  def put(self, tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
-    """Puts values on the devices, each shard where it belongs.
-
-    Args:
-      tree: numpy or jax arrays; every process passes the same values.
-      shardings: a sharding for each, as a prefix of `tree`.
-      may_keep: the caller gives up the jax arrays, so that those which have
-        their sharding already are returned uncopied.
-
-    Returns:
-      Arrays that share no buffer with any other array, so that they can be
-      donated.
-    """
-
-    def one(x: Any, sharding: NamedSharding) -> jax.Array:
-      if isinstance(x, jax.Array):
-        lies_right = x.sharding == sharding
-        if lies_right and may_keep:
-          return x
-        if lies_right or not x.is_fully_addressable:
-          return jax.jit(jnp.copy, out_shardings=sharding)(x)
-      if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-        x = np.asarray(x)
-      return jax.make_array_from_callback(
-        # The copy keeps a CPU device from borrowing the caller's memory, as
-        # `jax.device_put` lets it even with may_alias=False.
-        x.shape,
-        sharding,
-        lambda index: x[index].copy(),
-      )
-
-    return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
-
-  def put_batch(self, batch: Any) -> Any:
-    """Makes the global batch from the part of each process.
-
-    Args:
-      batch: a pytree of numpy arrays [B / hosts, ...], the rows of `host`. A
-        CPU device may borrow their memory, so they must not change. A batch
-        that has its sharding already is returned.
-
-    Returns:
-      The tree with global arrays [B, ...], split along the first dimension.
-
-    Raises:
-      ValueError: the rows do not divide over this process's devices.
-    """
-    sharding = self.batch_sharding
-    leaves = jax.tree.leaves(batch)
-    self.check_rows(len(leaves[0]) * self.host[1])
-    if all(getattr(x, 'sharding', None) == sharding for x in leaves):
-      return batch
-    if jax.process_count() == 1:  # Faster than the general way below.
-      return jax.device_put(batch, sharding)
-    return jax.make_array_from_process_local_data(sharding, batch)
-
-  def check_rows(self, total: int) -> None:
-    """Refuses a global batch that does not divide over the devices."""
-    if remainder := total % self.batch_shards:
-      less = total - remainder
-      near = [*([less] if less else []), less + self.batch_shards]
-      raise mesh_lib.MeshError(
-        f'A global batch of {total} rows does not divide over'
-        f' {self.batch_shards} devices ({" x ".join(self.rules.batch)} of the'
-        f' mesh {self.axis_sizes}); make it a multiple of {self.batch_shards},'
-        f' such as {" or ".join(map(str, near))}.'
-      )
-
-  def padded_rows(self, rows: int) -> int:
-    """Returns the rows of a host, rounded up to divide over its devices."""
-    shards = self.batch_shards // self.host[1]
-    return -(-rows // shards) * shards
-
-  def all_hosts(self, value: int) -> list[int]:
-    """Returns the value of each process; all must call it together."""
-    return multihost_utils.process_allgather(np.asarray(value)).tolist()
 
   @contextlib.contextmanager
   def activate(self) -> Iterator[None]:

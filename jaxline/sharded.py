@@ -31,6 +31,7 @@ from jaxline import evaluation
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
+from jaxline import placement
 from jaxline import train_step as step_lib
 from jaxline.checkpoint import base
 from jaxline.compat import prng
@@ -424,7 +425,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       compiler_options=self._init_options,
     )
     replicated = self.partitioner.replicated
-    return make(self.partitioner.put(self._init_rng, replicated))
+    return make(placement.put(self._init_rng, replicated))
 
   @property
   def _init_options(self) -> dict[str, Any] | None:
@@ -513,9 +514,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     rows = inputs.num_rows(batch)
     num_hosts = self.partitioner.host[1]
     if is_training:
-      self.partitioner.check_rows(rows * num_hosts)
+      placement.check_rows(rows * num_hosts, self.partitioner)
     else:
-      rows = self.partitioner.padded_rows(rows)
+      rows = placement.padded_rows(rows, self.partitioner)
     return jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(
         (rows * num_hosts, *x.shape[1:]),
@@ -536,7 +537,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
     """Puts the key of training on all devices."""
-    return self.partitioner.put(rng, self.partitioner.replicated)
+    return placement.put(rng, self.partitioner.replicated)
 
   def train_loop(
     self,
@@ -551,7 +552,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self.on_nonfinite = config.on_nonfinite
       self.__dict__.pop('compiled_train_step', None)
     # A restored key is on the host; each step would put it on the devices.
-    state.train_step_rng = self.partitioner.put(
+    state.train_step_rng = placement.put(
       state.train_step_rng, self.partitioner.replicated, may_keep=True
     )
     try:
@@ -638,7 +639,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # arrays alive.
     return infeed.Infeed(
       source,
-      self.partitioner.put_batch,
+      functools.partial(placement.put_batch, partitioner=self.partitioner),
       num_read=self._num_read,
       skipped=self._skipped,
       **self._infeed_options,
@@ -686,7 +687,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Returns a function that maps a step to the arguments of `evaluate`."""
     del config  # `random_mode_eval` is for several programs; this is one.
     rng = prng.stream(rng, 'evaluation')
-    rng = self.partitioner.put(rng, self.partitioner.replicated)
+    rng = placement.put(rng, self.partitioner.replicated)
     return lambda global_step: (global_step, rng)
 
   def evaluate(
@@ -806,7 +807,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # best checkpoint.
     on_host = {} if is_training else {'opt_state': saved.opt_state}
     without = dict.fromkeys(on_host)
-    placed = self.partitioner.put(
+    placed = placement.put(
       dataclasses.replace(saved, **without),
       dataclasses.replace(self._state_shardings, **without),
       may_keep=isinstance(snapshot_state, base.Fresh),

@@ -48,6 +48,7 @@ LEAVES = (
 STEPS = (
   LEAVES,
   ('partitioning',),
+  ('placement',),
   ('base_config',),
   ('checkpoint', 'inputs'),
   ('experiment',),
@@ -338,7 +339,7 @@ RESERVED = {
   ),
   'the mesh': (
     {'Mesh', 'NamedSharding', 'PartitionSpec', 'jax.make_mesh'},
-    ('mesh', 'partitioning', 'compat.devices', 'compat.op_by_op'),
+    ('mesh', 'partitioning', 'placement', 'compat.devices', 'compat.op_by_op'),
   ),
   'suggestions': ({'difflib'}, ('errors', 'examples/pax/base_layer.py')),
 }

@@ -13,6 +13,7 @@ import pytest
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
+from jaxline import placement
 
 Logical = partitioning.Logical
 P = jax.sharding.PartitionSpec
@@ -231,7 +232,7 @@ def test_a_mesh_of_devices_that_are_only_counted():
   assert p.host == (0, 1)
   assert p.batch_shards == 4
   assert p.spec(('embed', 'mlp'), (4, 4)) == P('data', 'mdl')
-  p.check_rows(8)
+  placement.check_rows(8, p)
   # Outside, meshes are of what is here again.
   here = partitioning.Partitioner.make(None, 'ddp')
   assert here.is_here
@@ -267,13 +268,13 @@ def counted(sizes, sharding='fsdp', count=8):
 )
 def test_rows_are_refused_with_those_that_fit(rows, words):
   p = counted({'mdl': 2})
-  p.check_rows(8)
+  placement.check_rows(8, p)
   for call, arg in (
-    (p.check_rows, rows),
-    (p.put_batch, {'x': np.ones([rows, 2])}),
+    (placement.check_rows, rows),
+    (placement.put_batch, {'x': np.ones([rows, 2])}),
   ):
     with pytest.raises(mesh_lib.MeshError) as error:
-      call(arg)
+      call(arg, p)
     for word in words:
       assert word in str(error.value)
 
@@ -446,7 +447,7 @@ def test_constrain_splits_an_activation_of_the_active_mesh():
     jax.debug.inspect_array_sharding(y, callback=seen.append)
     return y * 3
 
-  result = step(p.put(np.ones([4, 3], np.float32), p.replicated))
+  result = step(placement.put(np.ones([4, 3], np.float32), p.replicated))
   np.testing.assert_array_equal(result, np.full([4, 3], 6.0))
   assert seen[0].shard_shape((4, 3)) == (2, 3)
   assert partitioning._active.get() is None
@@ -542,7 +543,7 @@ def test_what_was_put_may_be_donated(source, spec):
       original, jax.sharding.NamedSharding(p.mesh, P('data'))
     )
   sharding = jax.sharding.NamedSharding(p.mesh, spec)
-  put = p.put({'x': original}, sharding)['x']
+  put = placement.put({'x': original}, sharding)['x']
   assert put.sharding == sharding
   assert not buffers(put) & buffers(original)
   step = jax.jit(lambda x: x - 41, donate_argnums=0)
@@ -560,7 +561,7 @@ def test_put_shards_each_where_it_belongs():
     'b': jnp.bfloat16(1.5),
     'n': np.int32(3),
   }
-  put = p.put(
+  put = placement.put(
     tree, {'w': p.shardings(P('data')), 'b': p.replicated, 'n': p.replicated}
   )
   assert shard_shapes(put['w']) == [(2, 2), (2, 2)]
@@ -576,7 +577,7 @@ def test_put_of_typed_keys(impl):
   p = partitioner()
   keys = jax.random.split(jax.random.key(3, impl=impl), 4)
   for spec in (P(), P('data')):
-    put = p.put(keys, jax.sharding.NamedSharding(p.mesh, spec))
+    put = placement.put(keys, jax.sharding.NamedSharding(p.mesh, spec))
     assert jax.random.key_impl(put) == jax.random.key_impl(keys)
     np.testing.assert_array_equal(
       jax.random.key_data(put), jax.random.key_data(keys)
@@ -588,7 +589,7 @@ def test_put_frees_its_source_as_soon_as_the_caller_does():
   p = partitioner()
   gc.collect()
   before = len(jax.live_arrays())
-  put = p.put(jax.device_put(np.ones([32, 32])), p.replicated)
+  put = placement.put(jax.device_put(np.ones([32, 32])), p.replicated)
   gc.collect()
   assert len(jax.live_arrays()) == before + 1
   del put
@@ -599,7 +600,7 @@ def test_put_batch_splits_the_rows(mesh):
   p = partitioner(mesh=mesh)
   assert p.batch_shards == 2
   x = np.arange(12, dtype=np.float32).reshape(4, 3)
-  batch = p.put_batch({'x': x, 'nested': [np.arange(4)]})
+  batch = placement.put_batch({'x': x, 'nested': [np.arange(4)]}, p)
   assert shard_shapes(batch['x']) == [(2, 3), (2, 3)]
   np.testing.assert_array_equal(batch['x'], x)
   np.testing.assert_array_equal(batch['nested'][0], np.arange(4))
@@ -608,10 +609,11 @@ def test_put_batch_splits_the_rows(mesh):
 
 def test_put_batch_leaves_what_lies_right():
   p = partitioner()
-  batch = p.put_batch({'x': np.ones([4, 3])})
-  assert p.put_batch(batch) is batch
+  batch = placement.put_batch({'x': np.ones([4, 3])}, p)
+  assert placement.put_batch(batch, p) is batch
   elsewhere = jax.device_put(np.ones([4, 3]), jax.devices()[1])
-  assert p.put_batch({'x': elsewhere})['x'].sharding == p.batch_sharding
+  put = placement.put_batch({'x': elsewhere}, p)
+  assert put['x'].sharding == p.batch_sharding
 
 
 # What stays whole, and the optimizer's state.

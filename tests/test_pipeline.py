@@ -254,7 +254,7 @@ expected = t._value_and_grads(t._one_after_the_other, weights, x)
 placed = [
   jax.device_put(weights, partitioner.shardings(
     partitioner.specs(partitioning.Logical(weights, axes)))),
-  partitioner.put_batch(x),
+  placement.put_batch(x, partitioner),
 ]
 out = []
 for parts, repeats in ((1, 1), (3, 1), (3, 2)):

@@ -28,6 +28,7 @@ from jaxline import experiment as experiment_lib
 from jaxline import mesh as mesh_lib
 from jaxline import metrics
 from jaxline import partitioning
+from jaxline import placement
 from jaxline import platform
 from jaxline import sharded
 from jaxline import train
@@ -585,7 +586,7 @@ def test_trainable_matches_whole_joined_names():
 @pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
 def test_evaluation_counts_every_example_once(sizes, sharding):
   experiment = make(sharding=sharding, eval_sizes=sizes)
-  experiment._state = experiment.partitioner.put(
+  experiment._state = placement.put(
     trained_state(), experiment._state_shardings
   )
   scalars = regression.evaluate(experiment)

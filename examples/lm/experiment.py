@@ -23,6 +23,7 @@ from examples import fp8
 from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
+from jaxline import placement
 from jaxline import sharded
 from jaxline.inputs import base as inputs
 from jaxline.inputs import text
@@ -451,12 +452,12 @@ class Experiment(sharded.ShardedExperiment):
     self, prompts: Sequence[str], rng: jax.Array, options: decoding.Options
   ) -> list[list[dict[str, Any]]]:
     """Decodes texts to texts, as many rows on each device."""
-    rng = self.partitioner.put(rng, self.partitioner.replicated)
+    rng = placement.put(rng, self.partitioner.replicated)
 
     def run(*batch: np.ndarray) -> decoding.Decoded:
       params = merged(self.eval_params, self.state.model_state, self.config)
       # All processes have all rows, and get all results.
-      placed = self.partitioner.put(batch, self.partitioner.batch_sharding)
+      placed = placement.put(batch, self.partitioner.batch_sharding)
       return self._decode(params, *placed, rng, options)
 
     return decoding.continue_texts(

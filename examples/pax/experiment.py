@@ -28,6 +28,7 @@ from examples.pax import loading
 from jaxline import base_config
 from jaxline import errors
 from jaxline import mesh as mesh_lib
+from jaxline import placement
 from jaxline import sharded
 from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
@@ -299,11 +300,11 @@ class Experiment(TaskExperiment):
     options = dataclasses.replace(
       options, stop_ids=(*options.stop_ids, text.tokenizer.document_id)
     )
-    rng = self.partitioner.put(rng, self.partitioner.replicated)
+    rng = placement.put(rng, self.partitioner.replicated)
 
     def run(prompts_BT: np.ndarray, lengths_B: np.ndarray) -> decoding.Decoded:
       # All processes have all rows, and get all results.
-      batch = self.partitioner.put(
+      batch = placement.put(
         {'ids': prompts_BT, 'lengths': lengths_B},
         self.partitioner.batch_sharding,
       )

@@ -8,6 +8,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from jaxline import errors
+from jaxline import placement
 from jaxline import runs
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import store as store_lib
@@ -45,7 +46,8 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
   with replay_lib.opened(path, step) as replay:
     _, batch, _ = replay.peek(step)
     experiment, rng = replay.experiment, replay.state.train_step_rng
-    state, batch = experiment.state, experiment.partitioner.put_batch(batch)
+    state = experiment.state
+    batch = placement.put_batch(batch, experiment.partitioner)
     found = _parts(state) | {'batch': batch, 'random key': rng}
     experiment.step_scalars = lambda state, *trees: {'_': trees}
     step_fn = jax.jit(experiment.in_mesh(experiment.pure_step))

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxline import errors
+from jaxline import placement
 from jaxline import runs
 from jaxline import train_step
 from jaxline.checkpoint import inspection
@@ -69,7 +70,7 @@ def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
   source, on_host, where = replay.peek(replay.state.global_step + 1)
   num_rows = len(jax.tree.leaves(on_host)[0])
   texts = show.texts(source, on_host, num_rows)
-  batch = experiment.partitioner.put_batch(on_host)
+  batch = placement.put_batch(on_host, experiment.partitioner)
   compute = jax.jit(
     experiment.in_mesh(functools.partial(_row_loss, experiment, with_grads)),
     out_shardings=experiment.partitioner.replicated,

@@ -60,7 +60,6 @@ def run(sharding):
     'rows': [float(row['rows']) for row in losses],
     'eval': [regression.evaluate(experiment) for _ in range(2)],
     'programs': experiment.compiled_eval_step._cache_size(),
-    'hosts': experiment.partitioner.all_hosts(10 + jax.process_index()),
     'shards': [
       shard.data.shape
       for shard in experiment.state.params['w'].addressable_shards

@@ -18,6 +18,7 @@ from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
 from examples.pax.layers import resnets
 from jaxline import partitioning
+from jaxline import placement
 
 # A block that puts out what it gets, and one with a projection.
 BLOCKS = (1, 1)
@@ -308,8 +309,8 @@ def test_statistics_are_those_of_the_whole_batch_over_two_devices():
   with partitioner.activate():
     two = jax.block_until_ready(
       _jit(run)(
-        partitioner.put(variables, partitioner.replicated),
-        partitioner.put_batch(x_BHWC),
+        placement.put(variables, partitioner.replicated),
+        placement.put_batch(x_BHWC, partitioner),
       )
     )
   assert len(two[0].sharding.device_set) == 2

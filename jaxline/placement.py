@@ -1,0 +1,97 @@
+"""Places arrays on the devices of a mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxline import mesh as mesh_lib
+from jaxline import partitioning
+
+
+def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
+  """Puts values on the devices, each shard where it belongs.
+
+  Args:
+    tree: numpy or jax arrays; every process passes the same values.
+    shardings: a sharding for each, as a prefix of `tree`.
+    may_keep: the caller gives up the jax arrays, so that those which have their
+      sharding already are returned uncopied.
+
+  Returns:
+    Arrays that share no buffer with any other array, so that they can be
+    donated.
+  """
+
+  def put_leaf(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array):
+      is_placed = x.sharding == sharding
+      if is_placed and may_keep:
+        return x
+      if is_placed or not x.is_fully_addressable:
+        return jax.jit(jnp.copy, out_shardings=sharding)(x)
+    if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+      x = np.asarray(x)
+    return jax.make_array_from_callback(
+      # Copy: on CPU, `jax.device_put` may alias the caller's buffer, even with
+      # may_alias=False.
+      x.shape,
+      sharding,
+      lambda index: x[index].copy(),
+    )
+
+  return jax.tree.map(put_leaf, tree, jax.tree.broadcast(shardings, tree))
+
+
+def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
+  """Makes the global batch from the part of each process.
+
+  Args:
+    batch: a pytree of numpy arrays [B / hosts, ...], the rows of
+      `partitioner.host`. A CPU device may borrow their memory, so they must not
+      change. A batch that has its sharding already is returned.
+    partitioner: has the mesh and the sharding of a batch.
+
+  Returns:
+    The tree with global arrays [B, ...], split along the first dimension.
+
+  Raises:
+    mesh.MeshError: the rows do not divide over the devices.
+  """
+  sharding = partitioner.batch_sharding
+  leaves = jax.tree.leaves(batch)
+  check_rows(len(leaves[0]) * partitioner.host[1], partitioner)
+  if all(getattr(x, 'sharding', None) == sharding for x in leaves):
+    return batch
+  if jax.process_count() == 1:  # Faster than the general way below.
+    return jax.device_put(batch, sharding)
+  return jax.make_array_from_process_local_data(sharding, batch)
+
+
+def check_rows(total: int, partitioner: partitioning.Partitioner) -> None:
+  """Refuses a global batch that does not divide over the devices.
+
+  Args:
+    total: the rows of the global batch.
+    partitioner: has the mesh and the sharding of a batch.
+
+  Raises:
+    mesh.MeshError: it does not divide; the message names the nearest that do.
+  """
+  shards = partitioner.batch_shards
+  if remainder := total % shards:
+    less = total - remainder
+    near = [*([less] if less else []), less + shards]
+    raise mesh_lib.MeshError(
+      f'A global batch of {total} rows does not divide over {shards} devices'
+      f' ({" x ".join(partitioner.rules.batch)} of the mesh'
+      f' {partitioner.axis_sizes}); make it a multiple of {shards}, such as'
+      f' {" or ".join(map(str, near))}.'
+    )
+
+
+def padded_rows(rows: int, partitioner: partitioning.Partitioner) -> int:
+  """Returns the rows of a host, rounded up to divide over its devices."""
+  shards = partitioner.batch_shards // partitioner.host[1]
+  return -(-rows // shards) * shards
