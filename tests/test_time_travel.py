@@ -201,8 +201,7 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   curve = losses(directory)
   step = max(curve, key=curve.get)
   with replay.opened(directory, step) as found:
-    found.run(step - 1)
-    rows = explain.explain(found, with_grads=True)
+    rows = explain.explain(found, step, with_grads=True)
     # The loss of the step is the mean of the rows'.
     assert np.mean([r.loss for r in rows]) == pytest.approx(curve[step], 1e-5)
   assert rows[0].where == 'record 33'
@@ -436,6 +435,5 @@ def test_a_run_that_was_killed_twice_is_replayed_and_explained(tmp_path):
   # The last step that trained on it; an epoch is 16 steps.
   step = max(i for i, rows in enumerate(where, 1) if 'record 33' in rows)
   with replay.opened(directory, step) as found:
-    found.run(step - 1)
-    assert explain.explain(found)[0].where == 'record 33'
+    assert explain.explain(found, step)[0].where == 'record 33'
   assert cli.main(['replay', str(directory), str(step)]) == 0

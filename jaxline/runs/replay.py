@@ -9,7 +9,6 @@ import argparse
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import copy
 import dataclasses
 import itertools
 import math
@@ -51,23 +50,25 @@ class Replay:
   """A run's training at one of its steps, in memory.
 
   Attributes:
-    directory: the run's.
+    of: the run.
     config: the recorded config, whose `restore_from` is where it began.
     experiment: the experiment, in mode 'train'.
     state: the live state of `latest`: `global_step` and `train_step_rng`.
     start: the step that the replay began from.
+    checkpointer: saves the state, in the directory that `opened` got.
   """
 
-  directory: str
+  of: runs.Run
   config: Any
   experiment: Any
   state: Any
   start: int
+  checkpointer: base.FullCheckpointer
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
   ) -> None:
-    """Runs steps.
+    """Runs steps; says how many, and how long that takes.
 
     Args:
       until: the number of the last one; steps are counted from 1.
@@ -77,8 +78,14 @@ class Replay:
     Raises:
       errors.UsageError: the run ends before that step.
     """
-    if self.state.global_step >= until:
+    num_steps = until - self.state.global_step
+    if num_steps <= 0:
       return
+    rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
+    about = f', about {lines.duration(num_steps / rate)}' if rate else ''
+    step = self.state.global_step
+    where = f'the checkpoint of step {step}' if step else 'the seed'
+    print(f'Replaying {num_steps} steps from {where}{about}.', flush=True)
 
     def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
@@ -90,7 +97,7 @@ class Replay:
       self.experiment.train_loop(self.config, self.state, [action], log)
     if self.state.global_step < until:
       raise errors.UsageError(
-        f'{self.directory} ends at step {self.state.global_step}, so step'
+        f'{self.of.path} ends at step {self.state.global_step}, so step'
         f' {until} cannot be replayed.'
       )
 
@@ -118,6 +125,7 @@ def opened(
   directory: str | os.PathLike[str],
   before: int,
   experiment_class: Any = None,
+  saved: str | None = None,
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
 
@@ -125,16 +133,18 @@ def opened(
     directory: the run's, or its address.
     before: the checkpoint's step is less than this.
     experiment_class: None is the class that the config names.
+    saved: a new directory for checkpoints of the replay, which needs none.
 
   Raises:
     errors.UsageError: the directory is not that of a run, or that began later.
   """
+  run = runs.read(directory)
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
   experiment_class = experiment_class or adapters.resolve_experiment_class(
     config, is_recorded=True
   )
-  store = store_lib.at(directory)
+  store = store_lib.at(run.path)
   start, _ = next(records(store, before), (None, None))
   if start is not None:
     config.restore_from, config.restore_rules = f'{store.url}:{start}', ()
@@ -145,8 +155,9 @@ def opened(
       config.restore_from = f'{where}:{first - 1}'
   with contextlib.ExitStack() as stack:
     # A fork of the run, or one that begins as the run did.
-    folder = tempfile.TemporaryDirectory(prefix='jaxline_replay_')
-    config.checkpoint_dir = stack.enter_context(folder)
+    config.checkpoint_dir = saved or stack.enter_context(
+      tempfile.TemporaryDirectory(prefix='jaxline_replay_')
+    )
     full = adapters.full_checkpointer(
       platform.create_checkpointer(config, 'train')
     )
@@ -162,7 +173,7 @@ def opened(
         f'{store.url} began at step {at}, so step {before} cannot be replayed;'
         f' the first one is {at + 1}.'
       )
-    yield Replay(store.url, config, experiment, state, at)
+    yield Replay(run, config, experiment, state, at, full)
 
 
 def records(
@@ -210,11 +221,9 @@ def differing(
   return [name for name in names if not is_same(one[name], other[name])]
 
 
-def _compare(
-  replay: Replay, run: runs.Run, first: int, until: int, rtol: float
-) -> bool:
+def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
   """Prints how steps compare to what is logged; returns if they are equal."""
-  before = logged(run)
+  before = logged(replay.of)
   total = num_differing = 0
 
   def check(step: int, scalars: Mapping[str, Any]) -> None:
@@ -283,37 +292,16 @@ def find_nonfinite(replay: Replay) -> str | None:
   return found
 
 
-def _save(replay: Replay, directory: str) -> None:
-  """Saves the replayed state as the checkpoint of a run of its own."""
-  config = copy.deepcopy(replay.config)
-  config.checkpoint_dir = store_lib.at(directory).url
-  checkpointer = adapters.full_checkpointer(
-    platform.create_checkpointer(config, 'train')
-  )
-  with contextlib.closing(checkpointer):
-    checkpointer.begin_training(type(replay.experiment))
-    checkpointer.get_experiment_state('latest').update(replay.state)
-    checkpointer.save('latest')
-    checkpointer.wait_for_checkpointing_to_finish()
-
-
 def command(args: argparse.Namespace) -> int:
   """Runs `runs replay`; returns the exit status."""
-  last = args.step + args.steps
   if args.save and store_lib.at(args.save).names():
     raise errors.UsageError(
       f'--save: {args.save} is not empty; give a new directory.'
     )
-  run = runs.read(args.run_dir)
-  with opened(args.run_dir, args.step) as replay:
-    before, num_steps = replay.start, last - replay.start
-    rate = max(run.curves.get('train/steps_per_sec', {0: 0.0}).values())
-    about = f', about {lines.duration(num_steps / rate)}' if rate else ''
-    where = f'the checkpoint of step {before}' if before else 'the seed'
-    print(f'Replaying {num_steps} steps from {where}{about}.')
+  with opened(args.run_dir, args.step, saved=args.save) as replay:
     rtol = 0.0
     now = f'{jax.device_count()} {jax.devices()[0].device_kind}'
-    if (was := run.made_with.get('devices', now)) != now:
+    if (was := replay.of.made_with.get('devices', now)) != now:
       rtol = _RTOL
       print(
         f'The run had the devices {was}, and here are {now}: values that differ'
@@ -324,7 +312,8 @@ def command(args: argparse.Namespace) -> int:
       found = find_nonfinite(replay)
       print(found or f'All results of step {args.step} are finite.')
       return 0
-    is_equal = _compare(replay, run, args.step, last, rtol)
+    is_equal = _compare(replay, args.step, args.step + args.steps, rtol)
     if args.save:
-      _save(replay, args.save)
+      replay.checkpointer.save('latest')
+      replay.checkpointer.wait_for_checkpointing_to_finish()
   return 0 if is_equal else 1
