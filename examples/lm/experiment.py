@@ -331,7 +331,7 @@ class Experiment(sharded.ShardedExperiment):
   def row_losses(
     self, params: Any, model_state: Any, batch: sharded.Batch, rng: jax.Array
   ) -> jax.Array:
-    """Returns the mean cross entropy of each row, in one pass, for `explain`."""
+    """Returns the mean cross entropy of each row, in one pass."""
     total_B, weight_B = self._sums(
       params, model_state, batch, rng, is_training=True, by_row=True
     )

@@ -82,9 +82,9 @@ def explain(
   numbers = numbers[:, experiment.partitioner.host[0] * num_rows :]
   texts = show.texts(source, on_host, num_rows)
   rows = []
-  for i, values in zip(range(num_rows), numbers.T.tolist(), strict=False):
+  for i, (loss, weight, norm) in enumerate(numbers.T.tolist()[:num_rows]):
     text = ' | '.join(repr(text[i]) for text in texts.values())
-    rows.append(Row(i, *values, where[i] if where else '', text))
+    rows.append(Row(i, loss, weight, norm, where[i] if where else '', text))
   # The mean loss of a row of weight 0 is NaN, which means nothing.
   badness = lambda r: r.loss if math.isfinite(r.loss) else math.inf
   return sorted(rows, key=lambda r: (r.weight > 0, badness(r)), reverse=True)

@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -20,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
@@ -31,7 +33,6 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
-from jaxline.compat import devices
 from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.metrics import writers
@@ -212,11 +213,7 @@ def differing(
   one: Mapping[str, Any], other: Mapping[str, Any], rtol: float = 0.0
 ) -> list[str]:
   """Returns the names of values that both have and that differ."""
-
-  def is_same(x: Any, y: Any) -> bool:
-    is_nan = x != x and y != y
-    return x == y or is_nan or bool(rtol and math.isclose(x, y, rel_tol=rtol))
-
+  is_same = functools.partial(np.isclose, rtol=rtol, atol=0.0, equal_nan=True)
   names = sorted(one.keys() & other.keys())
   return [name for name in names if not is_same(one[name], other[name])]
 
@@ -253,28 +250,29 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
   return not num_differing
 
 
-def find_nonfinite(replay: Replay) -> str | None:
-  """Runs the next step op by op, and finds its first NaN or infinity.
+def find_nonfinite(
+  directory: str, step: int, experiment_class: Any = None
+) -> str | None:
+  """Runs a step op by op, and finds its first NaN or infinity.
 
   Returns:
     The operation and the line of the model that called it; None if all results
     are finite.
   """
-  run = debug.disable_pmap_jit(replay.run)
   op_by_op = mock.patch.multiple(
     debug.settings, disable_pmap_jit=True, log_tracebacks=False
   )
-  experiment, state = replay.experiment, replay.state
-  step, rng = state.global_step, state.train_step_rng
-  before = jax.tree.map(devices.freeze, experiment.snapshot_state())
   scalars: dict[str, Any] = {}
   found = None
   # A mask of minus infinity is meant, and no NaN: those count first. But the
   # line of a gradient is not known, and its cause may be an infinity before.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
-      with op_by_op, switch(True):
-        run(step + 1, lambda step, x: scalars.update(writers.to_scalars(x)))
+      with opened(directory, step, experiment_class) as replay:
+        replay.run(step - 1)
+        with op_by_op, switch(True):
+          run = debug.disable_pmap_jit(replay.run)
+          run(step, lambda step, x: scalars.update(writers.to_scalars(x)))
     except FloatingPointError as e:
       frames = list(traceback.extract_tb(e.__traceback__))
       # An experiment's own `step` is above the model.
@@ -287,8 +285,6 @@ def find_nonfinite(replay: Replay) -> str | None:
     else:
       if all(map(math.isfinite, scalars.values())):
         return found
-    experiment.restore_from_snapshot(before)
-    state.global_step, state.train_step_rng = step, rng
   return found
 
 
@@ -298,20 +294,19 @@ def command(args: argparse.Namespace) -> int:
     raise errors.UsageError(
       f'--save: {args.save} is not empty; give a new directory.'
     )
+  if args.nan:
+    found = find_nonfinite(args.run_dir, args.step)
+    print(found or f'All results of step {args.step} are finite.')
+    return 0
   with opened(args.run_dir, args.step, saved=args.save) as replay:
     rtol = 0.0
-    now = f'{jax.device_count()} {jax.devices()[0].device_kind}'
-    if (was := replay.of.made_with.get('devices', now)) != now:
+    now = [jax.device_count(), jax.devices()[0].device_kind]
+    if (was := replay.of.manifest.get('devices', now)) != now:
       rtol = _RTOL
       print(
         f'The run had the devices {was}, and here are {now}: values that differ'
         f' by less than {rtol:.0%} count as equal.'
       )
-    if args.nan:
-      replay.run(args.step - 1)
-      found = find_nonfinite(replay)
-      print(found or f'All results of step {args.step} are finite.')
-      return 0
     is_equal = _compare(replay, args.step, args.step + args.steps, rtol)
     if args.save:
       replay.checkpointer.save('latest')
