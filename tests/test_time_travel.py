@@ -325,7 +325,7 @@ def test_a_bisection_finds_what_no_scalar_shows(tmp_path, capsys, monkeypatch):
   fields = {'save_checkpoint_interval': 12}
   one, other = (run(tmp_path / f'{at}', fields, at=at) for at in (-1, 5))
   assert bisect.bisect(str(one), str(other))
-  assert 'step 5, in the new model state' in capsys.readouterr().out
+  assert 'step 5, in the state after' in capsys.readouterr().out
 
 
 def test_a_bisection_finds_other_data(shared, tmp_path, capsys):
