@@ -134,7 +134,7 @@ def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
   fork = run(tmp_path / 'fork', {'restore_from': str(source)})
   run(source, {'random_seed': 7, 'on_config_change': 'continue'})
   assert cli.main(['replay', str(fork), '6']) == 0
-  assert 'checkpoint of step 4' in capsys.readouterr().out
+  assert 'from step 4 to' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(('step', 'more'), [(6, 4), (3, 0), (12, 0)])

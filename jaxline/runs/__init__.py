@@ -47,13 +47,20 @@ class Run:
   seconds: float
   has_ended: bool
 
+  def manifests(
+    self, before: float = math.inf
+  ) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields step and manifest of whole checkpoints, the newest first."""
+    found = manager.Manifests(store_lib.at(self.path).below('checkpoints'))
+    for step in reversed(found.steps('latest')):
+      if step < before:
+        with contextlib.suppress(store_lib.DamagedError):
+          yield step, found.read('latest', step)
+
   @functools.cached_property
   def manifest(self) -> dict[str, Any]:
-    """The manifest of the newest checkpoint; empty without one."""
-    store = store_lib.at(self.path).below('checkpoints')
-    with contextlib.suppress(store_lib.DamagedError):
-      return manager.Manifests(store).read('latest', self.saved)
-    return {}
+    """The newest manifest; empty without one."""
+    return next(self.manifests(), (0, {}))[1]
 
   @property
   def step(self) -> int:

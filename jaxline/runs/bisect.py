@@ -13,7 +13,6 @@ from jaxline import errors
 from jaxline import runs
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 from jaxline.runs import replay as replay_lib
 
@@ -42,9 +41,9 @@ def _first(
 def _differing_arrays(one: Any, other: Any) -> list[str]:
   """Returns the names of arrays of two checkpoints whose checksums differ."""
   x, y = ({k: v['parts'] for k, v in z['arrays'].items()} for z in (one, other))
+  both = sorted(x.keys() & y.keys())
   # The checksums of other parts than those of the other array say nothing.
-  same = [k for k in sorted(x.keys() & y.keys()) if x[k].keys() == y[k].keys()]
-  return [name for name in same if x[name] != y[name]]
+  return [k for k in both if x[k].keys() == y[k].keys() and x[k] != y[k]]
 
 
 def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
@@ -106,7 +105,7 @@ def bisect(a: str, b: str) -> bool:
     print(f'{key}: {x!r} and {y!r}')
   _print_code([run.manifest.get('code', {}) for run in both], paths)
   logged = [replay_lib.logged(run) for run in both]
-  kept = [dict(replay_lib.records(store_lib.at(run.path))) for run in both]
+  kept = [dict(run.manifests()) for run in both]
   upper = min(
     _first('logged step', logged),
     _first('kept checkpoint', kept, _differing_arrays),

@@ -30,7 +30,6 @@ from jaxline import platform
 from jaxline import runs
 from jaxline import train
 from jaxline.checkpoint import base
-from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.metrics import fingerprints
@@ -56,7 +55,6 @@ class Replay:
     experiment: the experiment, in mode 'train'.
     state: the live state of `latest`: `global_step` and `train_step_rng`.
     start: the step that the replay began from.
-    checkpointer: saves the state, in the directory that `opened` got.
   """
 
   of: runs.Run
@@ -64,7 +62,6 @@ class Replay:
   experiment: Any
   state: Any
   start: int
-  checkpointer: base.FullCheckpointer
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
@@ -84,9 +81,10 @@ class Replay:
       return
     rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration(num_steps / rate)}' if rate else ''
-    step = self.state.global_step
-    where = f'the checkpoint of step {step}' if step else 'the seed'
-    print(f'Replaying {num_steps} steps from {where}{about}.', flush=True)
+    where = (
+      f'step {self.state.global_step}' if until > num_steps else 'the seed'
+    )
+    print(f'Replaying from {where} to step {until}{about}.', flush=True)
 
     def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
@@ -114,8 +112,8 @@ class Replay:
     """Runs to the step before, and returns what `experiment.peek` does."""
     if not self.experiment.IS_SHARDED:
       raise errors.UsageError(
-        f'{type(self.experiment).__name__} is not a ShardedExperiment: only its'
-        ' style has a step that can be looked into.'
+        f'{type(self.experiment).__name__} is no ShardedExperiment: its steps'
+        ' can be replayed, and not looked into.'
       )
     self.run(step - 1)
     return self.experiment.peek()
@@ -134,7 +132,7 @@ def opened(
     directory: the run's, or its address.
     before: the checkpoint's step is less than this.
     experiment_class: None is the class that the config names.
-    saved: a new directory for checkpoints of the replay, which needs none.
+    saved: a new directory, which gets a checkpoint of the last step.
 
   Raises:
     errors.UsageError: the directory is not that of a run, or that began later.
@@ -145,50 +143,38 @@ def opened(
   experiment_class = experiment_class or adapters.resolve_experiment_class(
     config, is_recorded=True
   )
-  store = store_lib.at(run.path)
-  start, _ = next(records(store, before), (None, None))
+  start, _ = next(run.manifests(before), (None, None))
   if start is not None:
-    config.restore_from, config.restore_rules = f'{store.url}:{start}', ()
+    config.restore_from, config.restore_rules = f'{run.path}:{start}', ()
   elif where := config.restore_from:
-    first = min(_fingerprints(store), default=1)
+    first = min(_fingerprints(run), default=1)
     if first > 1 and not re.search(r':\d+$', where):
       # That run may have gone on since.
       config.restore_from = f'{where}:{first - 1}'
-  with contextlib.ExitStack() as stack:
+  with tempfile.TemporaryDirectory(prefix='jaxline_replay_') as folder:
     # A fork of the run, or one that begins as the run did.
-    config.checkpoint_dir = saved or stack.enter_context(
-      tempfile.TemporaryDirectory(prefix='jaxline_replay_')
-    )
-    full = adapters.full_checkpointer(
-      platform.create_checkpointer(config, 'train')
-    )
-    stack.callback(full.close)
-    experiment, rng = train.build_for_training(experiment_class, config)
-    rng = experiment.initialize_train_step_rng(rng)
-    state = base.new_state(full, experiment, rng)
-    if full.can_be_restored('latest'):
-      full.restore('latest')
-    state.global_step = at = int(state.global_step)
-    if at >= before:
-      raise errors.UsageError(
-        f'{store.url} began at step {at}, so step {before} cannot be replayed;'
-        f' the first one is {at + 1}.'
-      )
-    yield Replay(run, config, experiment, state, at, full)
+    config.checkpoint_dir = saved or folder
+    full = platform.create_checkpointer(config, 'train')
+    with contextlib.closing(adapters.full_checkpointer(full)) as full:
+      experiment, rng = train.build_for_training(experiment_class, config)
+      rng = experiment.initialize_train_step_rng(rng)
+      state = base.new_state(full, experiment, rng)
+      if full.can_be_restored('latest'):
+        full.restore('latest')
+      state.global_step = at = int(state.global_step)
+      if at >= before:
+        raise errors.UsageError(
+          f'{run.path} began at step {at}, so step {before} cannot be replayed;'
+          f' the first one is {at + 1}.'
+        )
+      yield Replay(run, config, experiment, state, at)
+      if saved:
+        full.save('latest')
+        full.wait_for_checkpointing_to_finish()
 
 
-def records(
-  store: store_lib.Store, before: float = math.inf
-) -> Iterator[tuple[int, dict[str, Any]]]:
-  """Yields step and record of the checkpoints that are whole, newest first."""
-  manifests = manager.Manifests(store.below('checkpoints'))
-  for step in sorted(manifests.steps('latest'), reverse=True):
-    if step < before:
-      with contextlib.suppress(store_lib.DamagedError):
-        yield step, manifests.read('latest', step)
-
-
-def _fingerprints(store: store_lib.Store) -> dict[int, int]:
+def _fingerprints(run: runs.Run) -> dict[int, int]:
+  store = store_lib.at(run.path)
   return fingerprints.read(store.read(f'train/{fingerprints.FILE}'))
 
 
@@ -204,7 +190,7 @@ def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
       for step, value in curve.items():
         found[step][name] = value
   if folder == 'train':
-    for step, value in _fingerprints(store_lib.at(run.path)).items():
+    for step, value in _fingerprints(run).items():
       found[step][_FINGERPRINT] = value
   return found
 
@@ -307,8 +293,4 @@ def command(args: argparse.Namespace) -> int:
         f'The run had the devices {was}, and here are {now}: values that differ'
         f' by less than {rtol:.0%} count as equal.'
       )
-    is_equal = _compare(replay, args.step, args.step + args.steps, rtol)
-    if args.save:
-      replay.checkpointer.save('latest')
-      replay.checkpointer.wait_for_checkpointing_to_finish()
-  return 0 if is_equal else 1
+    return int(not _compare(replay, args.step, args.step + args.steps, rtol))
