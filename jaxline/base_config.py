@@ -136,13 +136,7 @@ _PROFILED = Check(
   lambda x: isinstance(x, str) and bool(profiling.parse(x)),
   str,
 )
-_SKIPPED = Check(
-  "numbers of batches such as '7310-7312', or ''",
-  lambda x: (
-    isinstance(x, str) and profiling.parse(x, 'skip_batches') is not None
-  ),
-  str,
-)
+_SKIPPED = text("numbers of batches such as '7310-7312', or ''", r'[-\d,\s]*')
 _FILE = optional(text('the name of a file', is_path=True))
 # XLA silently ignores a file without this suffix.
 _PROFILE = optional(

@@ -146,11 +146,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
       'buffer_size': config.infeed_buffer_size,
       'stall_secs': config.infeed_stall_secs,
     }
-    self._skipped = frozenset(
-      number
-      for first, last in profiling.parse(config.skip_batches)
-      for number in range(first, last + 1)
-    )
+    skipped = profiling.parse(config.skip_batches, 'skip_batches')
+    self._skipped = {n for a, b in skipped for n in range(a, b + 1)}
     self._init_rng = init_rng
     self._state: TrainState | None = None
     self._is_dropped = False
@@ -194,6 +191,27 @@ class ShardedExperiment(experiment.AbstractExperiment):
   @abc.abstractmethod
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns the optimizer."""
+
+  def row_losses(
+    self, params: Any, model_state: Any, batch: Batch, rng: jax.Array
+  ) -> jax.Array:
+    """Returns the training loss of each row as if it were the batch, [B].
+
+    For `runs explain`. This default calls `loss_fn` B times, on the whole batch
+    with the weights of one row. A subclass may compute all rows in one pass.
+
+    Args:
+      params: the weights.
+      model_state: as `loss_fn` gets it.
+      batch: global arrays [B, ...], one of them `weights`.
+      rng: the key that `loss_fn` gets.
+    """
+
+    def loss_of(row: jax.Array) -> jax.Array:
+      alone = step_lib.only_row(batch, row)
+      return self.loss_fn(params, model_state, alone, rng, True)[0]
+
+    return jax.lax.map(loss_of, np.arange(inputs.num_rows(batch)))
 
   @abc.abstractmethod
   def train_input(self) -> Iterator[Batch]:
@@ -582,7 +600,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       step = functools.partial(recompute.twice, step)
     self._state, scalars = step(self.state, batch, rng)
     # Not before: a step that fails has not had its batch.
-    self._num_read, self._input_state = self._infeed.num_read, None
+    self._num_read, self._input_state = self.next_batch_number, None
     if (mark := self._infeed.mark) is not None:
       state_of = self._infeed.source.state_of
       self._input_state = functools.partial(state_of, mark)
@@ -635,13 +653,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _read_ahead(self, source: inputs.BaseInput) -> infeed.Infeed:
     """Returns a source's batches on the devices, read ahead of the step."""
-    # Not a method of `self`: the thread would keep the experiment and its
-    # arrays alive.
+    # Without `self`: the thread would keep the experiment and its arrays alive.
+    skipped, numbers = self._skipped, itertools.count(self._num_read + 1)
     return infeed.Infeed(
       source,
       functools.partial(placement.put_batch, partitioner=self.partitioner),
-      num_read=self._num_read,
-      skipped=self._skipped,
+      kept=(number not in skipped for number in numbers),
       **self._infeed_options,
     )
 

@@ -256,6 +256,13 @@ def average_weights(
   return {**after.model_state, EMA: average}
 
 
+def only_row(batch: Batch, row: Any) -> Batch:
+  """Returns a batch in which all rows but one have weight 0."""
+  weights = batch[WEIGHTS]
+  alone = jnp.zeros_like(weights).at[row].set(weights[row])
+  return {**batch, WEIGHTS: alone}
+
+
 def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
   """Returns whether the loss or the gradients' norm is not finite."""
 

@@ -134,7 +134,7 @@ def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
   fork = run(tmp_path / 'fork', {'restore_from': str(source)})
   run(source, {'random_seed': 7, 'on_config_change': 'continue'})
   assert cli.main(['replay', str(fork), '6']) == 0
-  assert 'checkpoint of step 4' in capsys.readouterr().out
+  assert 'from step 4 to' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(('step', 'more'), [(6, 4), (3, 0), (12, 0)])
@@ -189,8 +189,7 @@ class Masked(travels.Travels):
 def test_a_replay_finds_nothing_in_a_finite_step(tmp_path):
   config = travels.get_config(tmp_path)
   jaxline.fit(Masked, config, mode='train')
-  with replay.opened(tmp_path, 6, experiment_class=Masked) as found:
-    assert replay.find_nonfinite(found) is None
+  assert replay.find_nonfinite(tmp_path, 6, Masked) is None
 
 
 # Explanations.
@@ -201,8 +200,7 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   curve = losses(directory)
   step = max(curve, key=curve.get)
   with replay.opened(directory, step) as found:
-    found.run(step - 1)
-    rows = explain.explain(found, with_grads=True)
+    rows = explain.explain(found, step, with_grads=True)
     # The loss of the step is the mean of the rows'.
     assert np.mean([r.loss for r in rows]) == pytest.approx(curve[step], 1e-5)
   assert rows[0].where == 'record 33'
@@ -327,7 +325,7 @@ def test_a_bisection_finds_what_no_scalar_shows(tmp_path, capsys, monkeypatch):
   fields = {'save_checkpoint_interval': 12}
   one, other = (run(tmp_path / f'{at}', fields, at=at) for at in (-1, 5))
   assert bisect.bisect(str(one), str(other))
-  assert 'step 5, in the new model state' in capsys.readouterr().out
+  assert 'step 5, in the state after' in capsys.readouterr().out
 
 
 def test_a_bisection_finds_other_data(shared, tmp_path, capsys):
@@ -436,6 +434,5 @@ def test_a_run_that_was_killed_twice_is_replayed_and_explained(tmp_path):
   # The last step that trained on it; an epoch is 16 steps.
   step = max(i for i, rows in enumerate(where, 1) if 'record 33' in rows)
   with replay.opened(directory, step) as found:
-    found.run(step - 1)
-    assert explain.explain(found)[0].where == 'record 33'
+    assert explain.explain(found, step)[0].where == 'record 33'
   assert cli.main(['replay', str(directory), str(step)]) == 0

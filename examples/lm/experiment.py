@@ -319,8 +319,37 @@ class Experiment(sharded.ShardedExperiment):
     is_training: bool,
   ) -> sharded.LossOutput:
     """Returns the mean cross entropy of the tokens, in nats."""
+    total, weight = self._sums(params, model_state, batch, rng, is_training)
+    nats = metrics.Mean(total, weight)
+    documents = self.corpus.train if is_training else self.corpus.eval
+    # Each token but the documents' own is a label once: over the whole of an
+    # evaluation this is exact.
+    tokens = documents.tokens.size - documents.num_documents
+    bytes_per_token = documents.num_bytes / tokens
+    bits = metrics.Mean(total / float(np.log(2)), weight * bytes_per_token)
+    return nats.compute(), {'loss': nats, 'bits_per_byte': bits}, model_state
+
+  def row_losses(
+    self, params: Any, model_state: Any, batch: sharded.Batch, rng: jax.Array
+  ) -> jax.Array:
+    """Returns the mean cross entropy of each row, in one pass."""
+    total_B, weight_B = self._sums(
+      params, model_state, batch, rng, is_training=True, by_row=True
+    )
+    return total_B / weight_B
+
+  def _sums(
+    self,
+    params: Any,
+    model_state: Any,
+    batch: sharded.Batch,
+    rng: jax.Array,
+    is_training: bool,
+    by_row: bool = False,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the summed cross entropy and weights: see `model.loss`."""
     packed = self.config.packing == 'packed'
-    total, weight = model.loss(
+    return model.loss(
       merged(params, model_state, self.config),
       batch['ids'],
       batch['labels'],
@@ -330,15 +359,8 @@ class Experiment(sharded.ShardedExperiment):
       is_training=is_training,
       segment_ids_BL=batch['segment_ids'] if packed else None,
       positions_BL=batch['segment_pos'] if packed else None,
+      by_row=by_row,
     )
-    nats = metrics.Mean(total, weight)
-    documents = self.corpus.train if is_training else self.corpus.eval
-    # Each token but the documents' own is a label once: over the whole of an
-    # evaluation this is exact.
-    tokens = documents.tokens.size - documents.num_documents
-    bytes_per_token = documents.num_bytes / tokens
-    bits = metrics.Mean(total / float(np.log(2)), weight * bytes_per_token)
-    return nats.compute(), {'loss': nats, 'bits_per_byte': bits}, model_state
 
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns the optimizer of the config."""

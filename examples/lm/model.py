@@ -768,6 +768,7 @@ def loss(
   is_training: bool = False,
   segment_ids_BL: jax.Array | None = None,
   positions_BL: jax.Array | None = None,
+  by_row: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the summed cross entropy, in nats, and the summed weights.
 
@@ -785,9 +786,10 @@ def loss(
     segment_ids_BL: the document that each token is of, where rows hold several:
       none sees another. None is one a row.
     positions_BL: the position of each token in its document.
+    by_row: whether to sum over each row by itself. No gradient belongs to that.
 
   Returns:
-    Two float32 scalars.
+    Two float32 scalars; by row, two arrays [B].
 
   Raises:
     ValueError: `loss_chunks` does not divide the length, or the sequence is
@@ -809,7 +811,10 @@ def loss(
     chunks=config.loss_chunks,
     cap=config.logits_cap,
   )
-  return nats.total, jax.lax.stop_gradient(weights_BL.sum())
+  weights_BL = jax.lax.stop_gradient(weights_BL)
+  if by_row:
+    return (nats.nats_BL * weights_BL).sum(axis=1), weights_BL.sum(axis=1)
+  return nats.total, weights_BL.sum()
 
 
 def split_layers(params: Params, config: ModelConfig) -> Params:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 import time
@@ -25,6 +26,8 @@ from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 from jaxline.compat import devices
+
+_MAX_DIFF = 2**20  # Characters.
 
 
 class MismatchError(errors.UsageError):
@@ -164,22 +167,25 @@ def _versions() -> dict[str, str]:
   return versions
 
 
+def git(*args: str) -> str:
+  """Returns what git prints of the working directory; '' where it fails."""
+  with contextlib.suppress(OSError, subprocess.SubprocessError):
+    return subprocess.run(
+      ['git', *args], capture_output=True, check=True, timeout=10
+    ).stdout.decode(errors='replace')
+  return ''
+
+
 @functools.cache
 def code() -> dict[str, str]:
-  """Returns where the code in the working directory comes from."""
-
-  def git(*args: str) -> str:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-      return subprocess.run(
-        ['git', *args], capture_output=True, check=True, timeout=10
-      ).stdout.decode(errors='replace')
-    return ''
-
+  """Returns the revision of the working directory, its changes, XLA's flags."""
   changed = git('diff', 'HEAD')
   return {
     'host': platform.node(),
     'revision': git('rev-parse', 'HEAD').strip(),
     'changed': hashlib.sha256(changed.encode()).hexdigest() if changed else '',
+    'diff': changed[:_MAX_DIFF],
+    'XLA_FLAGS': os.environ.get('XLA_FLAGS', ''),
   }
 
 

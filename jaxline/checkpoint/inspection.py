@@ -245,7 +245,7 @@ def made_with(record: Mapping[str, Any]) -> dict[str, str]:
   return {
     'devices': ' '.join(map(str, record['devices'])),
     **{f'version of {k}': str(x) for k, x in record['versions'].items()},
-    **{f'code: {k}': x for k, x in record['code'].items()},
+    **{f'code: {k}': x for k, x in record['code'].items() if k != 'diff'},
   }
 
 

@@ -8,7 +8,8 @@ since the source has been read further by then.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+import itertools
 import time
 from typing import Any
 
@@ -35,7 +36,6 @@ class Infeed:
 
   Attributes:
     mark: what `BaseInput.mark` returned behind the last batch.
-    num_read: the number of the last batch.
     wait_fraction: the share of the last 100 steps' time that was a wait. The
       first wait, for the source to start, and compiling do not count.
   """
@@ -47,8 +47,7 @@ class Infeed:
     *,
     buffer_size: int = 3,
     stall_secs: float | None = None,
-    num_read: int = 0,
-    skipped: Container[int] = (),
+    kept: Iterable[bool] = itertools.repeat(True),
   ):
     """Starts to read at the first `next`.
 
@@ -60,13 +59,11 @@ class Infeed:
         are up to 32, of 16 MiB in all.
       stall_secs: after a step has waited that long, the log says so and names
         the position of the source; None disables the warning.
-      num_read: how many batches of the run's data were read before.
-      skipped: numbers of batches, counted from 1, that are read and dropped.
+      kept: for each batch, whether it is given; the others are dropped.
     """
     goodput.listen()
     self.source = source
     self.mark: Any = None
-    self.num_read = num_read
     self.wait_fraction = 0.0
     self._error: Exception | None = None
     self._waited = 0.0
@@ -78,7 +75,7 @@ class Infeed:
     )
     self._batches = read_ahead(
       source,
-      _read(source, place, num_read, skipped),
+      _read(source, place, kept),
       who='The step',
       thread_name='infeed',
       buffer_size=buffer_size,
@@ -95,7 +92,7 @@ class Infeed:
       raise self._error
     began = time.perf_counter()
     try:
-      batch, self.mark, self.num_read = next(self._batches)
+      batch, self.mark = next(self._batches)
     except StopIteration:
       raise
     except Exception as e:
@@ -128,7 +125,7 @@ class Infeed:
     self.source.close()  # The thread may never have started.
 
 
-def _depth(item: tuple[Any, ...]) -> int:
+def _depth(item: tuple[Any, Any]) -> int:
   """Returns how many batches of the size of this one to hold."""
   num_bytes = sum(x.nbytes for x in jax.tree.leaves(item[0]))
   return min(_MAX_HELD, _MAX_HELD_BYTES // max(1, num_bytes))
@@ -175,23 +172,18 @@ def read_ahead(
 
 
 def _read(
-  source: base.BaseInput,
-  place: Callable[[Any], Any],
-  num_read: int,
-  skipped: Container[int],
-) -> Iterator[tuple[Any, Any, int]]:
-  """Yields batches on the devices, each with mark and number behind it."""
+  source: base.BaseInput, place: Callable[[Any], Any], kept: Iterable[bool]
+) -> Iterator[tuple[Any, Any]]:
+  """Yields batches on the devices, each with the mark behind it."""
   try:
-    for number, batch in enumerate(source, num_read + 1):
-      if number in skipped:
-        continue
+    for batch in itertools.compress(source, kept):
       mark = source.mark()
       try:
         placed = place(batch)
       except Exception as e:
         e.add_note(f'It is the last batch of {source.describe()}.')
         raise
-      yield placed, mark, number
+      yield placed, mark
   finally:
     # Also here: whoever closes from outside may come while it still starts.
     source.close()

@@ -2,7 +2,7 @@
 
 A run is a directory with a `config.json`. What is read comes from that file,
 from `metrics.jsonl` of training and evaluation, and from the note of its end.
-Of checkpoints, the steps count; `Run.made_with` reads the newest manifest.
+Of checkpoints, the steps count; `Run.manifest` reads the newest manifest.
 """
 
 import collections
@@ -47,15 +47,20 @@ class Run:
   seconds: float
   has_ended: bool
 
+  def manifests(
+    self, before: float = math.inf
+  ) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields step and manifest of whole checkpoints, the newest first."""
+    found = manager.Manifests(store_lib.at(self.path).below('checkpoints'))
+    for step in reversed(found.steps('latest')):
+      if step < before:
+        with contextlib.suppress(store_lib.DamagedError):
+          yield step, found.read('latest', step)
+
   @functools.cached_property
-  def made_with(self) -> dict[str, str]:
-    """`inspection.made_with` of the newest checkpoint; empty without one."""
-    store = store_lib.at(self.path).below('checkpoints')
-    with contextlib.suppress(store_lib.DamagedError):
-      if self.saved:
-        record = manager.Manifests(store).read('latest', self.saved)
-        return inspection.made_with(record)
-    return {}
+  def manifest(self) -> dict[str, Any]:
+    """The newest manifest; empty without one."""
+    return next(self.manifests(), (0, {}))[1]
 
   @property
   def step(self) -> int:
@@ -162,8 +167,8 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
   keys = sorted({key for run in runs for key in run.recorded})
   found = {key: [run.recorded.get(key) for run in runs] for key in keys}
   found.pop('checkpoint_dir', None)
+  made = [inspection.made_with(run.manifest) for run in runs if run.manifest]
   # A run without a checkpoint was made with something, too.
-  for key in runs[0].made_with:
-    if all(key in run.made_with for run in runs):
-      found[key] = [run.made_with[key] for run in runs]
+  for key in made[0] if len(made) == len(runs) else ():
+    found[key] = [x.get(key) for x in made]
   return {k: x for k, x in found.items() if len(set(map(json.dumps, x))) > 1}

@@ -1,6 +1,8 @@
 """Finds the first step at which two runs part, and the array that parts."""
 
 from collections.abc import Callable, Mapping, Sequence
+import difflib
+import math
 from typing import Any
 
 import jax
@@ -11,34 +13,38 @@ from jaxline import errors
 from jaxline import placement
 from jaxline import runs
 from jaxline.checkpoint import arrays
-from jaxline.checkpoint import store as store_lib
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import structure
 from jaxline.runs import replay as replay_lib
 
 _MAX_SHOWN = 5  # Arrays.
-_STATE = ('weights', 'model state', 'optimizer state')
+_MAX_LINES = 60  # Of code.
+_BEFORE = 'state before'
 
 Arrays = dict[str, np.ndarray]
 
 
 def _first(
+  what: str,
   of_runs: Sequence[Mapping[int, Any]],
   differing: Callable[..., list[str]] = replay_lib.differing,
-) -> tuple[int | None, list[str]]:
-  """Returns the first step at which something differs, and what does."""
+) -> float:
+  """Prints the first step at which something differs; infinity without one."""
   a, b = of_runs
   for step in sorted(a.keys() & b.keys()):
     if names := differing(a[step], b[step]):
-      return step, names
-  return None, []
+      shown = ', '.join(names[:_MAX_SHOWN])
+      print(f'First {what} that differs: {step}, in {shown}.')
+      return step
+  return math.inf
 
 
 def _differing_arrays(one: Any, other: Any) -> list[str]:
   """Returns the names of arrays of two checkpoints whose checksums differ."""
   x, y = ({k: v['parts'] for k, v in z['arrays'].items()} for z in (one, other))
+  both = sorted(x.keys() & y.keys())
   # The checksums of other parts than those of the other array say nothing.
-  same = [k for k in sorted(x.keys() & y.keys()) if x[k].keys() == y[k].keys()]
-  return [name for name in same if x[name] != y[name]]
+  return [k for k in both if x[k].keys() == y[k].keys() and x[k] != y[k]]
 
 
 def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
@@ -48,19 +54,14 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     experiment, rng = replay.experiment, replay.state.train_step_rng
     state = experiment.state
     batch = placement.put_batch(batch, experiment.partitioner)
-    found = _parts(state) | {'batch': batch, 'random key': rng}
     experiment.step_scalars = lambda state, *trees: {'_': trees}
     step_fn = jax.jit(experiment.in_mesh(experiment.pure_step))
     new, scalars = step_fn(state, batch, rng)
     grads, updates = scalars.pop('_')
-    found |= {'loss': scalars, 'gradients': grads, 'updates': updates}
-    found |= {f'new {kind}': x for kind, x in _parts(new).items()}
-    return {kind: _named(x) for kind, x in found.items()}, replay.start
-
-
-def _parts(state: Any) -> dict[str, Any]:
-  trees = state.params, state.model_state, state.opt_state
-  return dict(zip(_STATE, trees, strict=True))
+    # In the order in which they are computed.
+    kinds = {_BEFORE: state, 'batch': batch, 'random key': rng, 'loss': scalars}
+    kinds |= {'gradients': grads, 'updates': updates, 'state after': new}
+    return {kind: _named(x) for kind, x in kinds.items()}, replay.start
 
 
 def _named(tree: Any) -> Arrays:
@@ -104,39 +105,45 @@ def bisect(a: str, b: str) -> bool:
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
     print(f'{key}: {x!r} and {y!r}')
+  _print_code([run.manifest.get('code', {}) for run in both], paths)
   logged = [replay_lib.logged(run) for run in both]
+  kept = [dict(run.manifests()) for run in both]
+  upper = min(
+    _first('logged step', logged),
+    _first('kept checkpoint', kept, _differing_arrays),
+  )
   evaluated = [replay_lib.logged(run, 'eval') for run in both]
-  kept = [dict(replay_lib.records(store_lib.at(run.path))) for run in both]
-  firsts = {
-    'logged step': _first(logged),
-    'evaluation': _first(evaluated),
-    'kept checkpoint': _first(kept, _differing_arrays),
-  }
-  for what, (step, names) in firsts.items():
-    if names:
-      shown = ', '.join(names[:_MAX_SHOWN])
-      print(f'First {what} that differs: {step}, in {shown}.')
-  has_other_evaluation = firsts.pop('evaluation')[0] is not None
-  upper = min((x for x, _ in firsts.values() if x is not None), default=None)
+  has_other_evaluation = _first('evaluation', evaluated) < math.inf
   # Steps that can be compared; those before `upper` are equal.
   common = {0}.union(*(x.keys() & y.keys() for x, y in (logged, kept)))
-  if upper is None:
+  if upper == math.inf:
     if common == {0}:
       raise errors.UsageError(
         f'{a} and {b} have no logged step and no checkpoint in common.'
       )
     print(f'No difference in training up to step {max(common)}.')
     return has_other_evaluation
-  lower = max(step for step in common if step < upper)
+  upper, lower = int(upper), max(step for step in common if step < upper)
   try:
     if not all(x in log for log in logged for x in range(lower + 1, upper + 1)):
-      logged = [_replayed(path, lower, upper) for path in paths]
-    step = min(_first(logged)[0] or upper, upper)
-    print(f'The first step whose numbers differ is {step}.')
-    _look_into(paths, step)
+      replayed = [_replayed(path, lower, upper) for path in paths]
+      upper = int(min(_first('replayed step', replayed), upper))
+    _look_into(paths, upper)
   except errors.UsageError as e:
     print(f'The steps up to {upper} cannot be compared further: {e}')
   return True
+
+
+def _print_code(
+  codes: Sequence[Mapping[str, str]], paths: tuple[str, str]
+) -> None:
+  """Prints what differs between the revisions and the changes of two runs."""
+  commits = [code.get('revision', '') for code in codes]
+  if all(commits) and commits[0] != commits[1]:
+    print(contents.git('diff', '--stat', *commits), end='')
+  x, y = (code.get('diff', '').splitlines() for code in codes)
+  differing = list(difflib.unified_diff(x, y, *paths, n=0, lineterm=''))
+  print(*differing[:_MAX_LINES], sep='\n', end='\n' * bool(differing))
 
 
 def _look_into(paths: tuple[str, str], step: int) -> None:
@@ -153,7 +160,7 @@ def _look_into(paths: tuple[str, str], step: int) -> None:
       low = step + 1
     else:
       found = step, kind, _differences(one[kind], other[kind])
-      high = step - 1 if kind in _STATE else 0
+      high = step - 1 if kind == _BEFORE else 0
     step = (low + high) // 2
   if found is None:
     print(

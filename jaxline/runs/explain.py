@@ -17,6 +17,7 @@ from jaxline import placement
 from jaxline import runs
 from jaxline import train_step
 from jaxline.checkpoint import inspection
+from jaxline.inputs import base as inputs
 from jaxline.inputs import show
 from jaxline.runs import replay as replay_lib
 from jaxline.supervision import profiling
@@ -64,50 +65,49 @@ def spikes(curve: Mapping[int, float]) -> dict[int, float]:
   return found
 
 
-def explain(replay: replay_lib.Replay, with_grads: bool = False) -> list[Row]:
-  """Returns the rows of the batch of the next step, the worst first."""
-  experiment = replay.experiment
-  source, on_host, where = replay.peek(replay.state.global_step + 1)
-  num_rows = len(jax.tree.leaves(on_host)[0])
-  texts = show.texts(source, on_host, num_rows)
-  batch = placement.put_batch(on_host, experiment.partitioner)
+def explain(
+  replay: replay_lib.Replay, step: int, with_grads: bool = False
+) -> list[Row]:
+  """Returns the rows of the batch of a step, the worst first."""
+  source, on_host, where = replay.peek(step)
+  experiment, num_rows = replay.experiment, inputs.num_rows(on_host)
   compute = jax.jit(
-    experiment.in_mesh(functools.partial(_row_loss, experiment, with_grads)),
+    experiment.in_mesh(functools.partial(_of_rows, experiment, with_grads)),
     out_shardings=experiment.partitioner.replicated,
   )
   # As `train_step` derives the key of the step.
   rng = jax.random.fold_in(replay.state.train_step_rng, experiment.state.step)
-  host, num_hosts = experiment.partitioner.host
-  rows = []
+  batch = placement.put_batch(on_host, experiment.partitioner)
+  numbers = np.asarray(compute(experiment.state, batch, rng))
   # All processes compute all rows together; each lists its own.
-  for row in range(num_rows * num_hosts):
-    loss, weight, norm = map(float, compute(experiment.state, batch, rng, row))
-    if row // num_rows == host:
-      i = row % num_rows
-      text = ' | '.join(repr(text[i]) for text in texts.values())
-      rows.append(Row(i, loss, weight, norm, where[i] if where else '', text))
+  numbers = numbers[:, experiment.partitioner.host[0] * num_rows :]
+  texts = show.texts(source, on_host, num_rows)
+  rows = []
+  for i, (loss, weight, norm) in enumerate(numbers.T.tolist()[:num_rows]):
+    text = ' | '.join(repr(text[i]) for text in texts.values())
+    rows.append(Row(i, loss, weight, norm, where[i] if where else '', text))
   # The mean loss of a row of weight 0 is NaN, which means nothing.
   badness = lambda r: r.loss if math.isfinite(r.loss) else math.inf
   return sorted(rows, key=lambda r: (r.weight > 0, badness(r)), reverse=True)
 
 
-def _row_loss(
-  experiment: Any, with_grads: bool, state: Any, batch: Any, rng: Any, row: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns a row's loss, its weight and the norm of the loss's gradient."""
+def _of_rows(
+  experiment: Any, with_grads: bool, state: Any, batch: Any, rng: Any
+) -> jax.Array:
+  """Returns loss, weight and norm of the loss's gradient of rows, [3, B]."""
+
+  def norm(row: jax.Array) -> jax.Array:
+    args = state.model_state, train_step.only_row(batch, row), rng, True
+    loss_fn = lambda params: experiment.loss_fn(params, *args)[0]
+    return optax.tree.norm(jax.grad(loss_fn)(state.params))
+
   weights = batch[train_step.WEIGHTS]
-  chosen = jnp.arange(len(weights)) == row
-  chosen = chosen.reshape(-1, *[1] * (weights.ndim - 1))
-  alone = {**batch, train_step.WEIGHTS: jnp.where(chosen, weights, 0)}
-
-  def loss_fn(params: Any) -> jax.Array:
-    return experiment.loss_fn(params, state.model_state, alone, rng, True)[0]
-
-  loss, grads = loss_fn(state.params), jnp.nan
+  weights = weights.reshape(len(weights), -1).sum(axis=1, dtype=jnp.float32)
+  norms = jnp.full_like(weights, jnp.nan)
   if with_grads:
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-  weight = alone[train_step.WEIGHTS].sum(dtype=jnp.float32)
-  return loss, weight, optax.tree.norm(grads)
+    norms = jax.lax.map(norm, jnp.arange(len(weights)))
+  losses = experiment.row_losses(state.params, state.model_state, batch, rng)
+  return jnp.stack([losses, weights, norms])
 
 
 def _find(run: runs.Run) -> int:
@@ -132,8 +132,7 @@ def command(args: argparse.Namespace) -> int:
   run = runs.read(args.run_dir)
   step = _find(run) if args.step is None else args.step
   with replay_lib.opened(args.run_dir, step) as replay:
-    replay.run(step - 1)
-    rows = explain(replay, args.grads)
+    rows = explain(replay, step, args.grads)
     number = replay.experiment.next_batch_number
   losses = run.curves.get('train/loss', {})
   near = [x for s, x in losses.items() if 0 < abs(s - step) <= _NEAR]
