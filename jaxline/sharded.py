@@ -79,6 +79,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
       finite, as `config.on_nonfinite`; `train_loop` sets it.
     trainable_rules: the weights that train, as for `trainable`; the others have
       neither gradients nor optimizer state. None is all. A subclass may set it.
+    row_losses: optional method `(params, model_state, batch, rng) -> losses [B]`
+      that computes in one pass for `runs explain` what else B calls of `loss_fn`
+      give, each with the weights of one row: that row's training loss.
     traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
@@ -93,6 +96,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   IS_SHARDED = True
   run_config: Any = None
   trainable_rules: str | Sequence[str] | None = None
+  row_losses: Any = None
   traced_batch: Any = None
   _warns_of_shapes = True  # Until it has.
 
@@ -191,27 +195,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns the optimizer."""
 
-  def row_losses(
-    self, params: Any, model_state: Any, batch: Batch, rng: jax.Array
-  ) -> jax.Array:
-    """Returns the training loss of each row as if it were the batch, [B].
-
-    For `runs explain`. This default calls `loss_fn` B times, on the whole batch
-    with the weights of one row. A subclass may compute all rows in one pass.
-
-    Args:
-      params: the weights.
-      model_state: as `loss_fn` gets it.
-      batch: global arrays [B, ...], one of them `weights`.
-      rng: the key that `loss_fn` gets.
-    """
-
-    def loss_of(row: jax.Array) -> jax.Array:
-      alone = step_lib.only_row(batch, row)
-      return self.loss_fn(params, model_state, alone, rng, True)[0]
-
-    return jax.lax.map(loss_of, np.arange(inputs.num_rows(batch)))
-
   @abc.abstractmethod
   def train_input(self) -> Iterator[Batch]:
     """Returns an endless input: anything that `iterable.as_input` takes.
@@ -285,33 +268,27 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
       self._warn_of_another_shape(batch)
-      return self.pure_step(state, batch, rng)
+      return train_step(
+        self.loss_fn,
+        self._optimizer,
+        self.step_scalars,
+        state,
+        batch,
+        rng,
+        after_update=self.after_update,
+        on_nonfinite=self.on_nonfinite or 'raise',
+        accumulation_steps=self.accumulation_steps,
+        # Like the weights, so that no device ever holds them whole.
+        place_grads=lambda grads: jax.lax.with_sharding_constraint(
+          grads, self.trained(self._state_shardings.params)
+        ),
+        trainable_rules=self.trainable_rules,
+      )
 
     return jax.jit(
       self.in_mesh(step),
       donate_argnums=0,
       out_shardings=(self._state_shardings, self.partitioner.replicated),
-    )
-
-  def pure_step(
-    self, state: TrainState, batch: Batch, rng: jax.Array
-  ) -> tuple[TrainState, dict[str, Any]]:
-    """Runs `train_step` with all that the experiment gives it."""
-    return train_step(
-      self.loss_fn,
-      self._optimizer,
-      self.step_scalars,
-      state,
-      batch,
-      rng,
-      after_update=self.after_update,
-      on_nonfinite=self.on_nonfinite or 'raise',
-      accumulation_steps=self.accumulation_steps,
-      # Like the weights, so that no device ever holds them whole.
-      place_grads=lambda grads: jax.lax.with_sharding_constraint(
-        grads, self.trained(self._state_shardings.params)
-      ),
-      trainable_rules=self.trainable_rules,
     )
 
   def _warn_of_another_shape(self, batch: Batch) -> None:

@@ -248,13 +248,6 @@ def average_weights(
   return {**after.model_state, EMA: average}
 
 
-def only_row(batch: Batch, row: Any) -> Batch:
-  """Returns a batch in which all rows but one have weight 0."""
-  weights = batch[WEIGHTS]
-  alone = jnp.zeros_like(weights).at[row].set(weights[row])
-  return {**batch, WEIGHTS: alone}
-
-
 def _loss_and_grads(
   loss_fn: LossFn, params: Any, model_state: Any, batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, metrics_lib.Metrics, Any, Any]:

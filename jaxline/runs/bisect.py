@@ -53,8 +53,9 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     experiment, rng = replay.experiment, replay.state.train_step_rng
     state, batch = experiment.state, experiment.partitioner.put_batch(batch)
     experiment.step_scalars = lambda state, *trees: {'_': trees}
-    step_fn = jax.jit(experiment.in_mesh(experiment.pure_step))
-    new, scalars = step_fn(state, batch, rng)
+    # A new function: JAX would take what it has traced, and donate the state.
+    step_fn = lambda *args: experiment.compiled_train_step.__wrapped__(*args)
+    new, scalars = jax.jit(step_fn)(state, batch, rng)
     grads, updates = scalars.pop('_')
     # In the order in which they are computed.
     kinds = {_BEFORE: state, 'batch': batch, 'random key': rng, 'loss': scalars}
@@ -89,12 +90,9 @@ def _differences(one: Arrays, other: Arrays) -> list[tuple[str, str]]:
   return [(name, what) for _, name, what in found]
 
 
-def _replayed(path: str, lower: int, upper: int) -> dict[int, dict[str, Any]]:
-  """Returns the values of steps, as `replay.logged` does."""
-  found: dict[int, dict[str, Any]] = {}
-  with replay_lib.opened(path, lower + 1) as replay:
-    replay.run(upper, lambda i, x: found.update({i: replay.values(x)}))
-  return found
+def _replayed(path: str, first: int, last: int) -> dict[int, dict[str, Any]]:
+  with replay_lib.opened(path, first) as replay:
+    return replay.values(first, last)
 
 
 def bisect(a: str, b: str) -> bool:
@@ -115,16 +113,12 @@ def bisect(a: str, b: str) -> bool:
   # Steps that can be compared; those before `upper` are equal.
   common = {0}.union(*(x.keys() & y.keys() for x, y in (logged, kept)))
   if upper == math.inf:
-    if common == {0}:
-      raise errors.UsageError(
-        f'{a} and {b} have no logged step and no checkpoint in common.'
-      )
     print(f'No difference in training up to step {max(common)}.')
     return has_other_evaluation
   upper, lower = int(upper), max(step for step in common if step < upper)
   try:
     if not all(x in log for log in logged for x in range(lower + 1, upper + 1)):
-      replayed = [_replayed(path, lower, upper) for path in paths]
+      replayed = [_replayed(path, lower + 1, upper) for path in paths]
       upper = int(min(_first('replayed step', replayed), upper))
     _look_into(paths, upper)
   except errors.UsageError as e:
@@ -162,9 +156,8 @@ def _look_into(paths: tuple[str, str], step: int) -> None:
     step = (low + high) // 2
   if found is None:
     print(
-      f'The replays of step {low - 1} are equal, though the runs were not: what'
-      ' parted them is neither in the code nor in the data. Replay each run to'
-      ' see which one is not as it was logged.'
+      f'The replays of step {low - 1} are equal, though the runs were not. To'
+      ' see which one was not as its code and data say, replay each.'
     )
     return
   step, kind, differing = found

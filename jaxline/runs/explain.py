@@ -94,18 +94,27 @@ def _of_rows(
   experiment: Any, with_grads: bool, state: Any, batch: Any, rng: Any
 ) -> jax.Array:
   """Returns loss, weight and norm of the loss's gradient of rows, [3, B]."""
-
-  def norm(row: jax.Array) -> jax.Array:
-    args = state.model_state, train_step.only_row(batch, row), rng, True
-    loss_fn = lambda params: experiment.loss_fn(params, *args)[0]
-    return optax.tree.norm(jax.grad(loss_fn)(state.params))
-
   weights = batch[train_step.WEIGHTS]
-  weights = weights.reshape(len(weights), -1).sum(axis=1, dtype=jnp.float32)
-  norms = jnp.full_like(weights, jnp.nan)
+
+  def loss_of(row: jax.Array, params: Any) -> jax.Array:
+    alone = jnp.zeros_like(weights).at[row].set(weights[row])
+    alone_batch = {**batch, train_step.WEIGHTS: alone}
+    loss_fn = experiment.loss_fn
+    return loss_fn(params, state.model_state, alone_batch, rng, True)[0]
+
+  def norm_of(row: jax.Array) -> jax.Array:
+    return optax.tree.norm(jax.grad(loss_of, 1)(row, state.params))
+
+  rows = jnp.arange(len(weights))
+  norms = jnp.full(rows.shape, jnp.nan)
   if with_grads:
-    norms = jax.lax.map(norm, jnp.arange(len(weights)))
-  losses = experiment.row_losses(state.params, state.model_state, batch, rng)
+    norms = jax.lax.map(norm_of, rows)
+  if experiment.row_losses is None:
+    losses = jax.lax.map(lambda row: loss_of(row, state.params), rows)
+  else:
+    args = state.params, state.model_state, batch, rng
+    losses = experiment.row_losses(*args)
+  weights = weights.reshape(len(rows), -1).sum(axis=1, dtype=jnp.float32)
   return jnp.stack([losses, weights, norms])
 
 

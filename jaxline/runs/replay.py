@@ -100,13 +100,19 @@ class Replay:
         f' {until} cannot be replayed.'
       )
 
-  def values(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of the last step as `logged` does."""
-    batch = self.experiment.last_batch
-    return {
-      **{f'train/{k}': x for k, x in writers.to_scalars(scalars).items()},
-      _FINGERPRINT: int(fingerprints.of_step(scalars, batch)),
-    }
+  def values(self, first: int, until: int) -> dict[int, dict[str, Any]]:
+    """Runs steps; returns their values from one on, as `logged` does."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def keep(step: int, scalars: Mapping[str, Any]) -> None:
+      if step >= first:
+        values = writers.to_scalars(scalars).items()
+        found[step] = {f'train/{name}': x for name, x in values}
+        bits = fingerprints.of_step(scalars, self.experiment.last_batch)
+        found[step][_FINGERPRINT] = int(bits)
+
+    self.run(until, keep)
+    return found
 
   def peek(self, step: int) -> tuple[Any, Any, list[str]]:
     """Runs to the step before, and returns what `experiment.peek` does."""
@@ -208,12 +214,8 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
   """Prints how steps compare to what is logged; returns if they are equal."""
   before = logged(replay.of)
   total = num_differing = 0
-
-  def check(step: int, scalars: Mapping[str, Any]) -> None:
-    nonlocal total, num_differing
-    if step < first:
-      return
-    was, found = before[step], replay.values(scalars)
+  for step, found in replay.values(first, until).items():
+    was = before[step]
     if rtol:
       del found[_FINGERPRINT]
     names = differing(was, found, rtol)
@@ -224,8 +226,6 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
     num_differing += len(names)
     if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
       print(f'step {step}: {num_equal} values are equal')
-
-  replay.run(until, check)
   if not total:
     print(f'Nothing is logged of the steps {first} to {until}.')
   elif num_differing:
