@@ -79,9 +79,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
       finite, as `config.on_nonfinite`; `train_loop` sets it.
     trainable_rules: the weights that train, as for `trainable`; the others have
       neither gradients nor optimizer state. None is all. A subclass may set it.
-    row_losses: optional method `(params, model_state, batch, rng) -> losses [B]`
-      that computes in one pass for `runs explain` what else B calls of `loss_fn`
-      give, each with the weights of one row: that row's training loss.
+    row_losses: None, or a method `(params, model_state, batch, rng)` that
+      returns the training loss of each row, [B]. Without it, `runs explain`
+      calls `loss_fn` for each row, with the weights of the others at 0.
     traced_batch: the shapes of the batch for which the step was last compiled.
   """
 

@@ -20,8 +20,6 @@ _MAX_SHOWN = 5  # Arrays.
 _MAX_LINES = 60  # Of code.
 _BEFORE = 'state before'
 
-Arrays = dict[str, np.ndarray]
-
 
 def _first(
   what: str,
@@ -46,7 +44,7 @@ def _differing_arrays(one: Any, other: Any) -> list[str]:
   return [k for k in both if x[k].keys() == y[k].keys() and x[k] != y[k]]
 
 
-def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
+def _inside(path: str, step: int) -> tuple[dict[str, Any], int]:
   """Returns the arrays of a step by their kind, and the step before it."""
   with replay_lib.opened(path, step) as replay:
     _, batch, _ = replay.peek(step)
@@ -63,7 +61,7 @@ def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
     return {kind: _named(x) for kind, x in kinds.items()}, replay.start
 
 
-def _named(tree: Any) -> Arrays:
+def _named(tree: Any) -> dict[str, Any]:
   named = structure.named_leaves(tree)
   data = {
     k: jax.random.key_data(x) if arrays.is_key(x) else x
@@ -74,14 +72,13 @@ def _named(tree: Any) -> Arrays:
   return {name: np.asarray(x) for name, x in on_host.items()}
 
 
-def _differences(one: Arrays, other: Arrays) -> list[tuple[str, str]]:
+def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
   """Returns how each array differs that does, the largest difference first."""
   found = []
   for name in one.keys() | other.keys():
-    both = x, y = one.get(name), other.get(name)
-    kinds = [z if z is None else f'{z.dtype}{list(z.shape)}' for z in both]
-    if x is None or y is None or kinds[0] != kinds[1]:
-      found.append((np.inf, name, f'{kinds[0]} and {kinds[1]}'))
+    x, y = one.get(name), other.get(name)
+    if x is None or y is None or (x.shape, x.dtype) != (y.shape, y.dtype):
+      found.append((np.inf, name, 'another shape or type'))
     elif x.tobytes() != y.tobytes():
       with np.errstate(invalid='ignore'):
         size = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
@@ -101,7 +98,7 @@ def bisect(a: str, b: str) -> bool:
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
     print(f'{key}: {x!r} and {y!r}')
-  _print_code([run.manifest.get('code', {}) for run in both], paths)
+  _print_code(both)
   logged = [replay_lib.logged(run) for run in both]
   kept = [dict(run.manifests()) for run in both]
   upper = min(
@@ -126,15 +123,14 @@ def bisect(a: str, b: str) -> bool:
   return True
 
 
-def _print_code(
-  codes: Sequence[Mapping[str, str]], paths: tuple[str, str]
-) -> None:
+def _print_code(both: Sequence[runs.Run]) -> None:
   """Prints what differs between the revisions and the changes of two runs."""
+  codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
   if all(commits) and commits[0] != commits[1]:
     print(contents.git('diff', '--stat', *commits), end='')
   x, y = (code.get('diff', '').splitlines() for code in codes)
-  differing = list(difflib.unified_diff(x, y, *paths, n=0, lineterm=''))
+  differing = list(difflib.unified_diff(x, y, n=0, lineterm=''))[2:]
   print(*differing[:_MAX_LINES], sep='\n', end='\n' * bool(differing))
 
 

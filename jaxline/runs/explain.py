@@ -126,13 +126,9 @@ def _find(run: runs.Run) -> int:
     for step, above in spikes(curve).items():
       print(f'Step {step}: {name} is {curve[step]:.5g}.')
       found[step] = max(found.get(step, 0.0), above)
-  if not found:
-    raise errors.UsageError(
-      f'No logged step of {run.path} stands out: none is more than'
-      f' {_DEVIATIONS} median absolute deviations above the {_WINDOW} before'
-      ' it. Give a step.'
-    )
-  return max(found, key=lambda step: found[step])
+  if found:
+    return max(found, key=lambda step: found[step])
+  raise errors.UsageError(f'No step of {run.path} stands out; give a step.')
 
 
 def command(args: argparse.Namespace) -> int:
