@@ -140,7 +140,7 @@ class Run:
   @debug.disable_pmap_jit
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
-    training = _Training(self)
+    training = Training(self)
     state, experiment = training.state, training.experiment
     try:
       training.run_loop()
@@ -250,7 +250,7 @@ class Run:
     config, checkpointer = self.config, self.checkpointer
     interval_type = config.eval_interval_type or config.interval_type
     _check_clocks('eval_interval_type', interval_type)
-    training = _Training(self)
+    training = Training(self)
     state = training.state
     evaluation = _Evaluation(self, until=state.global_step)
     # Records of the restored step itself are dropped unless its evaluation is
@@ -427,7 +427,7 @@ def _resume_log(
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
 
 
-class _Training:
+class Training:
   """An experiment in training: its state, and what is done after each step.
 
   Attributes:

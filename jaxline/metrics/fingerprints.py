@@ -90,6 +90,7 @@ class Fingerprints(periodic.PeriodicAction):
       file.write_scalars if file else lambda step, scalars: None,
       'steps',
       _STEPS if file else None,
+      run_async=executor is not None,
       log_all_data=True,
       executor=executor,
     )

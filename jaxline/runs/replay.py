@@ -29,7 +29,6 @@ from jaxline import errors
 from jaxline import platform
 from jaxline import runs
 from jaxline import train
-from jaxline.checkpoint import base
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.metrics import fingerprints
@@ -162,18 +161,15 @@ def opened(
     config.checkpoint_dir = saved or folder
     full = platform.create_checkpointer(config, 'train')
     with contextlib.closing(adapters.full_checkpointer(full)) as full:
-      experiment, rng = train.build_for_training(experiment_class, config)
-      rng = experiment.initialize_train_step_rng(rng)
-      state = base.new_state(full, experiment, rng)
-      if full.can_be_restored('latest'):
-        full.restore('latest')
+      training = train.Training(train.Run(experiment_class, config, full))
+      state = training.state
       state.global_step = at = int(state.global_step)
       if at >= before:
         raise errors.UsageError(
           f'{run.path} began at step {at}, so step {before} cannot be replayed;'
           f' the first one is {at + 1}.'
         )
-      yield Replay(run, config, experiment, state, at)
+      yield Replay(run, config, training.experiment, state, at)
       if saved:
         full.save('latest')
         full.wait_for_checkpointing_to_finish()
