@@ -151,11 +151,6 @@ def opened(
   start, _ = next(run.manifests(before), (None, None))
   if start is not None:
     config.restore_from, config.restore_rules = f'{run.path}:{start}', ()
-  elif where := config.restore_from:
-    first = min(_fingerprints(run), default=1)
-    if first > 1 and not re.search(r':\d+$', where):
-      # That run may have gone on since.
-      config.restore_from = f'{where}:{first - 1}'
   with tempfile.TemporaryDirectory(prefix='jaxline_replay_') as folder:
     # A fork of the run, or one that begins as the run did.
     config.checkpoint_dir = saved or folder
@@ -175,11 +170,6 @@ def opened(
         full.wait_for_checkpointing_to_finish()
 
 
-def _fingerprints(run: runs.Run) -> dict[int, int]:
-  store = store_lib.at(run.path)
-  return fingerprints.read(store.read(f'train/{fingerprints.FILE}'))
-
-
 def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
   """Returns step -> the scalars that a run has logged, and its fingerprint.
 
@@ -192,7 +182,8 @@ def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
       for step, value in curve.items():
         found[step][name] = value
   if folder == 'train':
-    for step, value in _fingerprints(run).items():
+    raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
+    for step, value in fingerprints.read(raw).items():
       found[step][_FINGERPRINT] = value
   return found
 
