@@ -18,7 +18,6 @@ from jaxline.runs import replay as replay_lib
 
 _MAX_SHOWN = 5  # Arrays.
 _MAX_LINES = 60  # Of code.
-_BEFORE = 'state before'
 
 
 def _first(
@@ -44,8 +43,8 @@ def _differing_arrays(one: Any, other: Any) -> list[str]:
   return [k for k in both if x[k].keys() == y[k].keys() and x[k] != y[k]]
 
 
-def _inside(path: str, step: int) -> tuple[dict[str, Any], int]:
-  """Returns the arrays of a step by their kind, and the step before it."""
+def _inside(path: str, step: int) -> dict[str, Any]:
+  """Returns the arrays of a step by their kind."""
   with replay_lib.opened(path, step) as replay:
     _, batch, _ = replay.peek(step)
     experiment, rng = replay.experiment, replay.state.train_step_rng
@@ -56,9 +55,10 @@ def _inside(path: str, step: int) -> tuple[dict[str, Any], int]:
     new, scalars = jax.jit(step_fn)(state, batch, rng)
     grads, updates = scalars.pop('_')
     # In the order in which they are computed.
-    kinds = {_BEFORE: state, 'batch': batch, 'random key': rng, 'loss': scalars}
-    kinds |= {'gradients': grads, 'updates': updates, 'state after': new}
-    return {kind: _named(x) for kind, x in kinds.items()}, replay.start
+    kinds = {'state before': state, 'batch': batch, 'random key': rng}
+    kinds |= {'loss': scalars, 'gradients': grads, 'updates': updates}
+    kinds['state after'] = new
+    return {kind: _named(x) for kind, x in kinds.items()}
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -87,9 +87,10 @@ def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
   return [(name, what) for _, name, what in found]
 
 
-def _replayed(path: str, first: int, last: int) -> dict[int, dict[str, Any]]:
-  with replay_lib.opened(path, first) as replay:
-    return replay.values(first, last)
+def _replayed(path: str, step: int, last: int) -> dict[int, dict[str, Any]]:
+  """Returns the values of steps, from the newest checkpoint before one on."""
+  with replay_lib.opened(path, step) as replay:
+    return replay.values(1, last)
 
 
 def bisect(a: str, b: str) -> bool:
@@ -107,17 +108,22 @@ def bisect(a: str, b: str) -> bool:
   )
   evaluated = [replay_lib.logged(run, 'eval') for run in both]
   has_other_evaluation = _first('evaluation', evaluated) < math.inf
-  # Steps that can be compared; those before `upper` are equal.
-  common = {0}.union(*(x.keys() & y.keys() for x, y in (logged, kept)))
+  of_both = [x.keys() & y.keys() for x, y in (logged, kept)]
   if upper == math.inf:
-    print(f'No difference in training up to step {max(common)}.')
+    print(f'No difference in training up to step {max({0}.union(*of_both))}.')
     return has_other_evaluation
-  upper, lower = int(upper), max(step for step in common if step < upper)
+  # From where both have begun, or were equal.
+  equal = (step + 1 for step in of_both[1] if step < upper)
+  first, upper = max([min(of_both[0], default=1), *equal]), int(upper)
   try:
-    if not all(x in log for log in logged for x in range(lower + 1, upper + 1)):
-      replayed = [_replayed(path, lower + 1, upper) for path in paths]
-      upper = int(min(_first('replayed step', replayed), upper))
-    _look_into(paths, upper)
+    replayed = [_replayed(path, min(first, upper), upper) for path in paths]
+    if (step := _first('replayed step', replayed)) < math.inf:
+      _look_into(paths, int(step))
+    else:
+      print(
+        f'The replays to step {upper} are equal, though the runs were not. To'
+        ' see which one was not as its code and data say, replay each.'
+      )
   except errors.UsageError as e:
     print(f'The steps up to {upper} cannot be compared further: {e}')
   return True
@@ -135,28 +141,11 @@ def _print_code(both: Sequence[runs.Run]) -> None:
 
 
 def _look_into(paths: tuple[str, str], step: int) -> None:
-  """Prints the first thing that differs in a step, or in one before it."""
-  found = None
-  # The state may differ long before a scalar does, such as an average of the
-  # weights; it stays so. So the first step that differs is searched by halves.
-  low, high = 1, step
-  while low <= high:
-    (one, start), (other, other_start) = (_inside(x, step) for x in paths)
-    low = max(low, start + 1, other_start + 1)
-    kind = next((k for k in one if _differences(one[k], other[k])), None)
-    if kind is None:
-      low = step + 1
-    else:
-      found = step, kind, _differences(one[kind], other[kind])
-      high = step - 1 if kind == _BEFORE else 0
-    step = (low + high) // 2
-  if found is None:
-    print(
-      f'The replays of step {low - 1} are equal, though the runs were not. To'
-      ' see which one was not as its code and data say, replay each.'
-    )
-    return
-  step, kind, differing = found
-  print(f'The runs part in step {step}, in the {kind}:')
-  for name, what in differing[:_MAX_SHOWN]:
-    print(f'  {name or kind}: {what}')
+  """Prints the first thing that differs in a step."""
+  one, other = (_inside(path, step) for path in paths)
+  for kind in one:
+    if differing := _differences(one[kind], other[kind]):
+      print(f'The runs part in step {step}, in the {kind}:')
+      for name, what in differing[:_MAX_SHOWN]:
+        print(f'  {name or kind}: {what}')
+      return

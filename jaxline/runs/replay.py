@@ -100,15 +100,19 @@ class Replay:
       )
 
   def values(self, first: int, until: int) -> dict[int, dict[str, Any]]:
-    """Runs steps; returns their values from one on, as `logged` does."""
+    """Runs steps; returns their values from one on, as `logged` does.
+
+    And a fingerprint of the state after each, which may part unseen.
+    """
     found: dict[int, dict[str, Any]] = {}
 
     def keep(step: int, scalars: Mapping[str, Any]) -> None:
       if step >= first:
-        values = writers.to_scalars(scalars).items()
-        found[step] = {f'train/{name}': x for name, x in values}
+        values = writers.to_scalars(fingerprints.unclocked(scalars)).items()
         bits = fingerprints.of_step(scalars, self.experiment.last_batch)
-        found[step][_FINGERPRINT] = int(bits)
+        state = fingerprints.of_step({}, self.experiment.snapshot_state())
+        found[step] = {f'train/{name}': x for name, x in values}
+        found[step] |= {_FINGERPRINT: int(bits), 'state': int(state)}
 
     self.run(until, keep)
     return found
