@@ -526,10 +526,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
         'train_input ended; training needs an endless iterator (repeat it).'
       )
     self.last_batch = batch
-    step = self.compiled_train_step
-    if self._recompute_interval and not (
-      (int(global_step) + 1) % self._recompute_interval
-    ):
+    every, step = self._recompute_interval, self.compiled_train_step
+    if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.twice, step)
     self._state, scalars = step(self.state, batch, rng)
     # Not before: a step that fails has not had its batch.
@@ -603,9 +601,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     if self._input_state is None and self._num_read:
       raise errors.UsageError(
-        'The position of train_input is not saved, so its next batch is not'
-        ' known here. Use a BaseInput, or an iterator with get_state and'
-        ' set_state.'
+        'The next batch is not known: train_input has no position. Use a'
+        ' BaseInput, or an iterator with get_state and set_state.'
       )
     source = self._open_input(self._input_state)
     for _ in range(self._num_read + 1, self.next_batch_number):

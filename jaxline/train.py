@@ -364,19 +364,6 @@ class Run:
 # What the loops share.
 
 
-def build_for_training(
-  experiment_class: Any, config: config_dict.ConfigDict
-) -> tuple[experiment_lib.AbstractExperiment, jax.Array]:
-  """Constructs the experiment of a run that trains.
-
-  Returns:
-    The experiment, and the key of its training steps.
-  """
-  step_rng, init_rng = prng.run_keys(config)
-  experiment = adapters.construct(experiment_class, 'train', init_rng, config)
-  return experiment, step_rng
-
-
 def _check_clocks(key: str, interval_type: str | None) -> None:
   """Refuses that processes do by time what they must do together."""
   if jax.process_count() > 1 and interval_type != 'steps':
@@ -450,7 +437,10 @@ class Training:
       debug.log_activity('experiment init', category='start'),
       oom.explained(None, config),
     ):
-      self.experiment, rng = build_for_training(run.experiment_class, config)
+      rng, init_rng = prng.run_keys(config)
+      self.experiment: experiment_lib.AbstractExperiment = adapters.construct(
+        run.experiment_class, 'train', init_rng, config
+      )
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)

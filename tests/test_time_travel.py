@@ -249,7 +249,7 @@ def test_a_fork_around_a_batch(shared, tmp_path):
   assert after[5] == before[5]
   assert after[6] != before[6]
   with replay.opened(fork, 5) as found:
-    assert found.start == 4
+    assert found.state.global_step == 4
 
 
 # Where runs part.

@@ -1,7 +1,6 @@
 """Finds the first step at which two runs part, and the array that parts."""
 
 from collections.abc import Callable, Mapping, Sequence
-import difflib
 import math
 from typing import Any
 
@@ -135,9 +134,11 @@ def _print_code(both: Sequence[runs.Run]) -> None:
   commits = [code.get('revision', '') for code in codes]
   if all(commits) and commits[0] != commits[1]:
     print(contents.git('diff', '--stat', *commits), end='')
-  x, y = (code.get('diff', '').splitlines() for code in codes)
-  differing = list(difflib.unified_diff(x, y, n=0, lineterm=''))[2:]
-  print(*differing[:_MAX_LINES], sep='\n', end='\n' * bool(differing))
+  changes = [code.get('diff', '').splitlines() for code in codes]
+  for run, own, others in zip(both, changes, changes[::-1], strict=True):
+    own = [x for x in own if x.startswith(('+', '-')) and x not in others]
+    for line in own[:_MAX_LINES]:
+      print(f'{run.path}: {line}')
 
 
 def _look_into(paths: tuple[str, str], step: int) -> None:

@@ -53,14 +53,12 @@ class Replay:
     config: the recorded config, whose `restore_from` is where it began.
     experiment: the experiment, in mode 'train'.
     state: the live state of `latest`: `global_step` and `train_step_rng`.
-    start: the step that the replay began from.
   """
 
   of: runs.Run
   config: Any
   experiment: Any
   state: Any
-  start: int
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
@@ -75,15 +73,13 @@ class Replay:
     Raises:
       errors.UsageError: the run ends before that step.
     """
-    num_steps = until - self.state.global_step
-    if num_steps <= 0:
+    path, step = self.of.path, self.state.global_step
+    if step >= until:
       return
     rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
-    about = f', about {lines.duration(num_steps / rate)}' if rate else ''
-    where = (
-      f'step {self.state.global_step}' if until > num_steps else 'the seed'
-    )
-    print(f'Replaying from {where} to step {until}{about}.', flush=True)
+    about = f', about {lines.duration((until - step) / rate)}' if rate else ''
+    where = f'step {step}' if step else 'the seed'
+    print(f'Replaying {path} from {where} to step {until}{about}.', flush=True)
 
     def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
@@ -95,8 +91,7 @@ class Replay:
       self.experiment.train_loop(self.config, self.state, [action], log)
     if self.state.global_step < until:
       raise errors.UsageError(
-        f'{self.of.path} ends at step {self.state.global_step}, so step'
-        f' {until} cannot be replayed.'
+        f'{path} ends at step {self.state.global_step}, before step {until}.'
       )
 
   def values(self, first: int, until: int) -> dict[int, dict[str, Any]]:
@@ -161,14 +156,13 @@ def opened(
     full = platform.create_checkpointer(config, 'train')
     with contextlib.closing(adapters.full_checkpointer(full)) as full:
       training = train.Training(train.Run(experiment_class, config, full))
-      state = training.state
-      state.global_step = at = int(state.global_step)
+      at = training.state.global_step = int(training.state.global_step)
       if at >= before:
         raise errors.UsageError(
           f'{run.path} began at step {at}, so step {before} cannot be replayed;'
           f' the first one is {at + 1}.'
         )
-      yield Replay(run, config, training.experiment, state, at)
+      yield Replay(run, config, training.experiment, training.state)
       if saved:
         full.save('latest')
         full.wait_for_checkpointing_to_finish()
