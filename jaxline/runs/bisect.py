@@ -77,13 +77,12 @@ def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
   for name in one.keys() | other.keys():
     x, y = one.get(name), other.get(name)
     if x is None or y is None or (x.shape, x.dtype) != (y.shape, y.dtype):
-      found.append((np.inf, name, 'another shape or type'))
+      found.append((math.inf, name, 'another shape or type'))
     elif x.tobytes() != y.tobytes():
       with np.errstate(invalid='ignore'):
         size = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
       found.append((float(size), name, f'largest difference {size:.3g}'))
-  found.sort(key=lambda item: -item[0])
-  return [(name, what) for _, name, what in found]
+  return [(name, what) for _, name, what in sorted(found, reverse=True)]
 
 
 def _replayed(path: str, step: int, last: int) -> dict[int, dict[str, Any]]:

@@ -149,8 +149,7 @@ def command(args: argparse.Namespace) -> int:
   inspection.print_table(table, right=(0, 1, 2, 3))
   skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
-  begin = 'anew without it:'
-  if place := replay.config.restore_from:
-    begin = f'on without it: --config.restore_from={place}'
+  place = replay.config.restore_from
+  begin = f'on without it: --config.restore_from={place}' if place else 'anew:'
   print(f'To train {begin} --config.skip_batches={skip}')
   return 0

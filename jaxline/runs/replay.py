@@ -95,10 +95,7 @@ class Replay:
       )
 
   def values(self, first: int, until: int) -> dict[int, dict[str, Any]]:
-    """Runs steps; returns their values from one on, as `logged` does.
-
-    And a fingerprint of the state after each, which may part unseen.
-    """
+    """Runs steps; returns values as `logged` does, and bits of each state."""
     found: dict[int, dict[str, Any]] = {}
 
     def keep(step: int, scalars: Mapping[str, Any]) -> None:
@@ -169,10 +166,7 @@ def opened(
 
 
 def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
-  """Returns step -> the scalars that a run has logged, and its fingerprint.
-
-  Without those that depend on the clock or the machine.
-  """
+  """Returns step -> its fingerprint and its scalars, without those of clocks."""
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in run.curves.items():
     where, _, scalar = name.partition('/')
@@ -243,7 +237,7 @@ def find_nonfinite(
         replay.run(step - 1)
         with op_by_op, switch(True):
           run = debug.disable_pmap_jit(replay.run)
-          run(step, lambda step, x: scalars.update(writers.to_scalars(x)))
+          run(step, lambda _, x: scalars.update(writers.to_scalars(x)))
     except FloatingPointError as e:
       frames = list(traceback.extract_tb(e.__traceback__))
       # An experiment's own `step` is above the model.
