@@ -166,7 +166,7 @@ def opened(
 
 
 def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
-  """Returns step -> its fingerprint and its scalars, without those of clocks."""
+  """Returns step -> its fingerprint and its scalars, but those of clocks."""
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in run.curves.items():
     where, _, scalar = name.partition('/')
