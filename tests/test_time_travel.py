@@ -20,6 +20,7 @@ from configs import lm
 import jaxline
 from jaxline import errors
 from jaxline import experiment
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import fingerprints
 from jaxline.runs import __main__ as cli
@@ -124,6 +125,10 @@ def test_scalars_may_lie_on_different_devices(tmp_path):
   config.skip_batches = '3'
   with pytest.raises(errors.UsageError, match='skip_batches'):
     jaxline.fit(OfDevices, config, mode='train')
+  with replay.opened(tmp_path, 11, OfDevices) as found:
+    with pytest.raises(errors.UsageError, match='OfDevices'):
+      explain.explain(found, 11)
+    assert found.state.global_step == 8  # Refused before it was replayed.
 
 
 # Replays.
@@ -210,6 +215,17 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   assert f'--config.skip_batches={step}' in capsys.readouterr().out
 
 
+class Fast(travels.Travels):
+  def row_losses(self, params, model_state, batch, rng):
+    return jnp.arange(travels.ROWS, dtype=jnp.float32)
+
+
+def test_an_experiment_may_compute_the_losses_of_all_rows(shared):
+  with replay.opened(shared, 6, Fast) as found:
+    rows = explain.explain(found, 6)
+  assert [(r.number, r.loss) for r in rows] == [(i, i) for i in (3, 2, 1, 0)]
+
+
 def test_spikes_are_found_by_the_rule():
   rng = np.random.default_rng(0)
   curve = {i: 2 - i / 100 + 0.01 * rng.normal() for i in range(1, 100)}
@@ -280,11 +296,28 @@ def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   file = other / 'checkpoints/latest/12.json'
   record = json.loads(file.read_text())
   del record['crc']
-  record['code']['revision'] = 'f' * 40
+  record['code'] |= {'revision': 'f' * 40, 'diff': '+ faster'}
   file.write_text(json.dumps(record | {'crc': manager.crc_of(record)}))
   for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
     assert cli.main(['compare', *map(str, runs)]) == 0
     assert ('ffffffffffff' in capsys.readouterr().out) == is_shown
+    assert cli.main(['bisect', *map(str, runs)]) == 0
+    assert (f'{other}: + faster' in capsys.readouterr().out) == is_shown
+
+
+def test_the_changes_of_the_code_are_recorded(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'model.py').write_text('before\n')
+  for command in (
+    'init -q',
+    'add .',
+    '-c user.name=a -c user.email=a commit -qm a',
+  ):
+    subprocess.run(['git', *command.split()], check=True)
+  (tmp_path / 'model.py').write_text('after\n')
+  code = contents.code.__wrapped__()
+  assert code['revision']
+  assert '-before\n+after\n' in code['diff']
 
 
 @pytest.mark.parametrize('has_prints', [True, False])

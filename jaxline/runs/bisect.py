@@ -119,8 +119,8 @@ def bisect(a: str, b: str) -> bool:
       _look_into(paths, int(step))
     else:
       print(
-        f'By the code here, both runs are equal up to step {upper}. To see which'
-        ' one was not as it is by this code and data, replay each.'
+        f'By the code here, both are equal up to step {upper}. To see which one'
+        ' was not as the code here computes it, replay each.'
       )
   except errors.UsageError as e:
     print(f'The steps up to {upper} cannot be compared further: {e}')
