@@ -138,6 +138,8 @@ def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
   source = run(tmp_path / 'source', {'training_steps': 4, 'random_seed': 7})
   fork = run(tmp_path / 'fork', {'restore_from': str(source)})
   run(source, {'random_seed': 7, 'on_config_change': 'continue'})
+  more = {'training_steps': 13, 'on_config_change': 'continue'}
+  run(fork, more | {'restore_from': str(source)})
   assert cli.main(['replay', str(fork), '6']) == 0
   assert 'from step 4 to' in capsys.readouterr().out
 

@@ -139,6 +139,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     if not own:
       return
     if ckpt_series == 'latest':
+      self._recorded['restore_from'] = own['config'].get('restore_from')
       self.saved_step = own['step']
       self.lengths = self._local(own['logs'])
     if module.live is not None and not self._follows:
