@@ -130,14 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   what = 'the rows of the batch of a step, the worst first'
   arg = add('explain', explain.command, what, 'runs/a 7310 --grads')
   arg('run_dir', metavar='RUN', help='the directory of a run')
-  arg(
-    'step', metavar='STEP', type=int, nargs='?', help='default: the worst spike'
-  )
+  arg('step', metavar='STEP', type=int, nargs='?', help='or the worst spike')
   arg('--grads', action='store_true', help="also the rows' gradient norms")
   what = 'the first step at which two runs part, and the arrays that part'
   find = lambda args: int(bisect.bisect(args.run_dir, args.other))
   arg = add('bisect', find, what, 'runs/a runs/b')
-  arg('run_dir', metavar='A', help='the directory of a run')
+  arg('run_dir', metavar='A', help='a run')
   arg('other', metavar='B', help='that of another run')
   args = parser.parse_args(argv)
   try:

@@ -85,15 +85,8 @@ def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
   return [(name, what) for _, name, what in sorted(found, reverse=True)]
 
 
-def _replayed(path: str, step: int, last: int) -> dict[int, dict[str, Any]]:
-  """Returns the values of steps, from the newest checkpoint before one on."""
-  with replay_lib.opened(path, step) as replay:
-    return replay.values(1, last)
-
-
-def bisect(a: str, b: str) -> bool:
+def bisect(*paths: str) -> bool:
   """Prints where two runs part; returns whether they do."""
-  paths = a, b
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
     print(f'{key}: {x!r} and {y!r}')
@@ -114,7 +107,10 @@ def bisect(a: str, b: str) -> bool:
   equal = (step + 1 for step in of_both[1] if step < upper)
   first, upper = max([min(of_both[0], default=1), *equal]), int(upper)
   try:
-    replayed = [_replayed(path, min(first, upper), upper) for path in paths]
+    replayed = []
+    for path in paths:
+      with replay_lib.opened(path, min(first, upper)) as replay:
+        replayed.append(replay.values(1, upper))
     if (step := _first('replayed step', replayed)) < math.inf:
       _look_into(paths, int(step))
     else:
@@ -131,8 +127,7 @@ def _print_code(both: Sequence[runs.Run]) -> None:
   """Prints what differs between the revisions and the changes of two runs."""
   codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
-  if all(commits) and commits[0] != commits[1]:
-    print(contents.git('diff', '--stat', *commits), end='')
+  print(contents.git('diff', '--stat', *commits), end='')
   changes = [code.get('diff', '').splitlines() for code in codes]
   for run, own, others in zip(both, changes, changes[::-1], strict=True):
     own = [x for x in own if x.startswith(('+', '-')) and x not in others]
@@ -140,7 +135,7 @@ def _print_code(both: Sequence[runs.Run]) -> None:
       print(f'{run.path}: {line}')
 
 
-def _look_into(paths: tuple[str, str], step: int) -> None:
+def _look_into(paths: Sequence[str], step: int) -> None:
   """Prints the first thing that differs in a step."""
   one, other = (_inside(path, step) for path in paths)
   for kind in one:
