@@ -82,6 +82,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
       finite, as `config.on_nonfinite`; `train_loop` sets it.
     trainable_rules: the weights that train, as for `trainable`; the others have
       neither gradients nor optimizer state. None is all. A subclass may set it.
+    row_losses: None, or a method `(params, model_state, batch, rng)` that
+      returns the training loss of each row, [B]. Without it, `runs explain`
+      calls `loss_fn` for each row, with the weights of the others at 0.
     traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
@@ -96,6 +99,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   IS_SHARDED = True
   run_config: Any = None
   trainable_rules: str | Sequence[str] | None = None
+  row_losses: Any = None
   traced_batch: Any = None
   _warns_of_shapes = True  # Until it has.
 
@@ -192,27 +196,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns the optimizer."""
 
-  def row_losses(
-    self, params: Any, model_state: Any, batch: Batch, rng: jax.Array
-  ) -> jax.Array:
-    """Returns the training loss of each row as if it were the batch, [B].
-
-    For `runs explain`. This default calls `loss_fn` B times, on the whole batch
-    with the weights of one row. A subclass may compute all rows in one pass.
-
-    Args:
-      params: the weights.
-      model_state: as `loss_fn` gets it.
-      batch: global arrays [B, ...], one of them `weights`.
-      rng: the key that `loss_fn` gets.
-    """
-
-    def loss_of(row: jax.Array) -> jax.Array:
-      alone = step_lib.only_row(batch, row)
-      return self.loss_fn(params, model_state, alone, rng, True)[0]
-
-    return jax.lax.map(loss_of, np.arange(inputs.num_rows(batch)))
-
   @abc.abstractmethod
   def train_input(self) -> Iterator[Batch]:
     """Returns an endless input: anything that `iterable.as_input` takes.
@@ -278,7 +261,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   @functools.cached_property
   def compiled_train_step(self) -> Callable[..., Any]:
-    """`train_step` as one program `(state, batch, rng) -> (state, scalars)`.
+    """`_pure_step` as one program `(state, batch, rng) -> (state, scalars)`.
 
     It donates the buffers of its state.
     """
@@ -286,7 +269,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
       self._warn_of_another_shape(batch)
-      return self.pure_step(state, batch, rng)
+      return self._pure_step(state, batch, rng)
 
     return jax.jit(
       self.in_mesh(step),
@@ -294,7 +277,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       out_shardings=(self._state_shardings, self.partitioner.replicated),
     )
 
-  def pure_step(
+  def _pure_step(
     self, state: TrainState, batch: Batch, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
     """Computes a training step.
@@ -593,10 +576,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
         'train_input ended; training needs an endless iterator (repeat it).'
       )
     self.last_batch = batch
-    step = self.compiled_train_step
-    if self._recompute_interval and not (
-      (int(global_step) + 1) % self._recompute_interval
-    ):
+    every, step = self._recompute_interval, self.compiled_train_step
+    if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.twice, step)
     self._state, scalars = step(self.state, batch, rng)
     # Not before: a step that fails has not had its batch.
@@ -670,9 +651,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     if self._input_state is None and self._num_read:
       raise errors.UsageError(
-        'The position of train_input is not saved, so its next batch is not'
-        ' known here. Use a BaseInput, or an iterator with get_state and'
-        ' set_state.'
+        'The next batch is not known: train_input has no position. Use a'
+        ' BaseInput, or an iterator with get_state and set_state.'
       )
     source = self._open_input(self._input_state)
     for _ in range(self._num_read + 1, self.next_batch_number):

@@ -140,7 +140,7 @@ class Run:
   @debug.disable_pmap_jit
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
-    training = _Training(self)
+    training = Training(self)
     state, experiment = training.state, training.experiment
     try:
       training.run_loop()
@@ -250,7 +250,7 @@ class Run:
     config, checkpointer = self.config, self.checkpointer
     interval_type = config.eval_interval_type or config.interval_type
     _check_clocks('eval_interval_type', interval_type)
-    training = _Training(self)
+    training = Training(self)
     state = training.state
     evaluation = _Evaluation(self, until=state.global_step)
     # Records of the restored step itself are dropped unless its evaluation is
@@ -364,19 +364,6 @@ class Run:
 # What the loops share.
 
 
-def build_for_training(
-  experiment_class: Any, config: config_dict.ConfigDict
-) -> tuple[experiment_lib.AbstractExperiment, jax.Array]:
-  """Constructs the experiment of a run that trains.
-
-  Returns:
-    The experiment, and the key of its training steps.
-  """
-  step_rng, init_rng = prng.run_keys(config)
-  experiment = adapters.construct(experiment_class, 'train', init_rng, config)
-  return experiment, step_rng
-
-
 def _check_clocks(key: str, interval_type: str | None) -> None:
   """Refuses that processes do by time what they must do together."""
   if jax.process_count() > 1 and interval_type != 'steps':
@@ -427,7 +414,7 @@ def _resume_log(
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
 
 
-class _Training:
+class Training:
   """An experiment in training: its state, and what is done after each step.
 
   Attributes:
@@ -450,7 +437,10 @@ class _Training:
       debug.log_activity('experiment init', category='start'),
       oom.explained(None, config),
     ):
-      self.experiment, rng = build_for_training(run.experiment_class, config)
+      rng, init_rng = prng.run_keys(config)
+      self.experiment: experiment_lib.AbstractExperiment = adapters.construct(
+        run.experiment_class, 'train', init_rng, config
+      )
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)

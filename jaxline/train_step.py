@@ -1,6 +1,6 @@
 """The parts of a training step and of an evaluation step, as pure functions.
 
-`sharded.ShardedExperiment.pure_step` puts them together: gradients, update,
+`sharded.ShardedExperiment._pure_step` puts them together: gradients, update,
 select if finite.
 """
 
@@ -254,13 +254,6 @@ def average_weights(
 
   average = jax.tree.map(new_average, before.model_state[EMA], after.params)
   return {**after.model_state, EMA: average}
-
-
-def only_row(batch: Batch, row: Any) -> Batch:
-  """Returns a batch in which all rows but one have weight 0."""
-  weights = batch[WEIGHTS]
-  alone = jnp.zeros_like(weights).at[row].set(weights[row])
-  return {**batch, WEIGHTS: alone}
 
 
 def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:

@@ -162,7 +162,7 @@ def test_the_loop_and_the_guard_wait_for_the_same_steps(monkeypatch, in_flight):
   state = types.SimpleNamespace(global_step=0)
   state.train_step_rng = experiment.initialize_train_step_rng(KEY)
   run = train_lib.Run(lambda mode, init_rng: experiment, config)
-  guard = train_lib._Training(run).guard
+  guard = train_lib.Training(run).guard
   kept = []
   experiment.train_loop(
     config, state, [guard, lambda t, step, scalars: kept.append(scalars)]

@@ -37,6 +37,7 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
+from jaxline.compat import adapters
 from jaxline.inputs import base as inputs
 from jaxline.metrics import summary
 
@@ -1240,14 +1241,15 @@ class PerDevice(experiment_lib.AbstractExperiment):
   ],
 )
 def test_keys_that_do_not_reach_the_experiment_are_refused(key, value):
+  rng = jax.random.key(0)
   for cls in (PerDevice, Deaf, Forgetful):
     config = regression.get_config(1)
-    train.build_for_training(cls, config)
+    adapters.construct(cls, 'train', rng, config)
     config[key] = value
     said = rf'config\.{key} is .*{cls.__name__}'
     with pytest.raises(errors.UsageError, match=said):
-      train.build_for_training(cls, config)
-  train.build_for_training(Regression, config)
+      adapters.construct(cls, 'train', rng, config)
+  adapters.construct(Regression, 'train', rng, config)
 
 
 def test_shapes_of_state_batch_and_key_are_those_of_a_step():

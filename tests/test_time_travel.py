@@ -20,6 +20,7 @@ from configs import lm
 import jaxline
 from jaxline import errors
 from jaxline import experiment
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import fingerprints
 from jaxline.runs import __main__ as cli
@@ -124,6 +125,10 @@ def test_scalars_may_lie_on_different_devices(tmp_path):
   config.skip_batches = '3'
   with pytest.raises(errors.UsageError, match='skip_batches'):
     jaxline.fit(OfDevices, config, mode='train')
+  with replay.opened(tmp_path, 11, OfDevices) as found:
+    with pytest.raises(errors.UsageError, match='OfDevices'):
+      explain.explain(found, 11)
+    assert found.state.global_step == 8  # Refused before it was replayed.
 
 
 # Replays.
@@ -133,6 +138,8 @@ def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
   source = run(tmp_path / 'source', {'training_steps': 4, 'random_seed': 7})
   fork = run(tmp_path / 'fork', {'restore_from': str(source)})
   run(source, {'random_seed': 7, 'on_config_change': 'continue'})
+  more = {'training_steps': 13, 'on_config_change': 'continue'}
+  run(fork, more | {'restore_from': str(source)})
   assert cli.main(['replay', str(fork), '6']) == 0
   assert 'from step 4 to' in capsys.readouterr().out
 
@@ -210,6 +217,17 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   assert f'--config.skip_batches={step}' in capsys.readouterr().out
 
 
+class Fast(travels.Travels):
+  def row_losses(self, params, model_state, batch, rng):
+    return jnp.arange(travels.ROWS, dtype=jnp.float32)
+
+
+def test_an_experiment_may_compute_the_losses_of_all_rows(shared):
+  with replay.opened(shared, 6, Fast) as found:
+    rows = explain.explain(found, 6)
+  assert [(r.number, r.loss) for r in rows] == [(i, i) for i in (3, 2, 1, 0)]
+
+
 def test_spikes_are_found_by_the_rule():
   rng = np.random.default_rng(0)
   curve = {i: 2 - i / 100 + 0.01 * rng.normal() for i in range(1, 100)}
@@ -249,7 +267,7 @@ def test_a_fork_around_a_batch(shared, tmp_path):
   assert after[5] == before[5]
   assert after[6] != before[6]
   with replay.opened(fork, 5) as found:
-    assert found.start == 4
+    assert found.state.global_step == 4
 
 
 # Where runs part.
@@ -280,11 +298,28 @@ def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   file = other / 'checkpoints/latest/12.json'
   record = json.loads(file.read_text())
   del record['crc']
-  record['code']['revision'] = 'f' * 40
+  record['code'] |= {'revision': 'f' * 40, 'diff': '+ faster'}
   file.write_text(json.dumps(record | {'crc': manager.crc_of(record)}))
   for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
     assert cli.main(['compare', *map(str, runs)]) == 0
     assert ('ffffffffffff' in capsys.readouterr().out) == is_shown
+    assert cli.main(['bisect', *map(str, runs)]) == 0
+    assert (f'{other}: + faster' in capsys.readouterr().out) == is_shown
+
+
+def test_the_changes_of_the_code_are_recorded(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'model.py').write_text('before\n')
+  for command in (
+    'init -q',
+    'add .',
+    '-c user.name=a -c user.email=a commit -qm a',
+  ):
+    subprocess.run(['git', *command.split()], check=True)
+  (tmp_path / 'model.py').write_text('after\n')
+  code = contents.code.__wrapped__()
+  assert code['revision']
+  assert '-before\n+after\n' in code['diff']
 
 
 @pytest.mark.parametrize('has_prints', [True, False])

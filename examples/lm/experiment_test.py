@@ -224,6 +224,21 @@ def losses_of(subject, steps):
   return [float(s['loss']) for s in scalars], scalars[-1]['tokens_per_step']
 
 
+@pytest.mark.parametrize('packing', ['stream', 'packed'])
+def test_the_losses_of_rows_are_those_of_each_row_alone(config, packing):
+  config.experiment_kwargs.config.packing = packing
+  subject = make(config)
+  batch = next(subject.train_input())
+  args = subject.state.params, subject.state.model_state
+  rng = jax.random.key(0)
+  got = subject.row_losses(*args, batch, rng)
+  for row, loss in enumerate(got):
+    alone = batch | {'weights': np.zeros_like(batch['weights'])}
+    alone['weights'][row] = batch['weights'][row]
+    want = subject.loss_fn(*args, alone, rng, True)[0]
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
   ('rows', 'accumulation', 'used'), [(1, 1, 2), (4, 1, 4), (3, 3, 6)]
 )

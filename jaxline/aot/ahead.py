@@ -26,13 +26,14 @@ from jaxline import disk
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import sharded
-from jaxline import train
 from jaxline.aot import chips
 from jaxline.aot import counting
 from jaxline.aot import hlo
 from jaxline.aot import memory
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import spool
+from jaxline.compat import adapters
+from jaxline.compat import prng
 from jaxline.metrics import rates
 
 # How many buffers of a program a report lists.
@@ -181,7 +182,8 @@ def _preset(rules: partitioning.Rules) -> str:
 def _build(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> sharded.ShardedExperiment:
-  experiment, _ = train.build_for_training(experiment_class, config)
+  rng = prng.run_keys(config)[1]
+  experiment = adapters.construct(experiment_class, 'train', rng, config)
   if not isinstance(experiment, sharded.ShardedExperiment):
     raise chips.TargetError(
       f'{type(experiment).__name__} has no sharded step, and no other is'

@@ -122,6 +122,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         unused = _SEED
     elif isinstance(begin, inspection.Found):
       source, entries = self._read_foreign(begin, state, module)
+      # That run may go on, and this one is to be replayed.
+      self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
@@ -137,6 +139,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     if not own:
       return
     if ckpt_series == 'latest':
+      self._recorded['restore_from'] = own['config'].get('restore_from')
       self.saved_step = own['step']
       self.lengths = self._local(own['logs'])
     if module.live is not None and not self._follows:

@@ -52,9 +52,8 @@ def _bits(x: jax.Array) -> jax.Array:
     x = jnp.stack([x.real, x.imag])
   if x.dtype == bool:
     return x.astype(jnp.uint32)
-  width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-  bits = jax.lax.bitcast_convert_type(x, width[x.dtype.itemsize])
-  return bits.astype(jnp.uint32)
+  width = 8 * min(x.dtype.itemsize, 4)
+  return jax.lax.bitcast_convert_type(x, f'uint{width}').astype(jnp.uint32)
 
 
 @jax.jit

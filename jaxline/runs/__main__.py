@@ -122,21 +122,21 @@ def main(argv: Sequence[str] | None = None) -> int:
   arg('--metrics', help='the default is all of evaluation, and training losses')
   what = 'whether the steps of a run give the same numbers again'
   arg = add('replay', replay.command, what, 'runs/a 7310 --steps=10')
-  arg('run_dir', metavar='RUN')
+  arg('run_dir', metavar='RUN', help='the directory of a run')
   arg('step', metavar='STEP', type=int, help='the first step to compare')
   arg('--steps', type=int, default=0, help='how many steps to run after it')
   arg('--save', help='a new directory for the checkpoint of the last step')
   arg('--nan', action='store_true', help='name what made STEP not finite')
   what = 'the rows of the batch of a step, the worst first'
   arg = add('explain', explain.command, what, 'runs/a 7310 --grads')
-  arg('run_dir', metavar='RUN')
+  arg('run_dir', metavar='RUN', help='the directory of a run')
   arg('step', metavar='STEP', type=int, nargs='?', help='or the worst spike')
   arg('--grads', action='store_true', help="also the rows' gradient norms")
   what = 'the first step at which two runs part, and the arrays that part'
   find = lambda args: int(bisect.bisect(args.run_dir, args.other))
   arg = add('bisect', find, what, 'runs/a runs/b')
   arg('run_dir', metavar='A', help='a run')
-  arg('other', metavar='B', help='another run')
+  arg('other', metavar='B', help='that of another run')
   args = parser.parse_args(argv)
   try:
     if 'run_dir' in args:

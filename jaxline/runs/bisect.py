@@ -1,7 +1,6 @@
 """Finds the first step at which two runs part, and the array that parts."""
 
 from collections.abc import Callable, Mapping, Sequence
-import difflib
 import math
 from typing import Any
 
@@ -19,9 +18,6 @@ from jaxline.runs import replay as replay_lib
 
 _MAX_SHOWN = 5  # Arrays.
 _MAX_LINES = 60  # Of code.
-_BEFORE = 'state before'
-
-Arrays = dict[str, np.ndarray]
 
 
 def _first(
@@ -47,24 +43,26 @@ def _differing_arrays(one: Any, other: Any) -> list[str]:
   return [k for k in both if x[k].keys() == y[k].keys() and x[k] != y[k]]
 
 
-def _inside(path: str, step: int) -> tuple[dict[str, Arrays], int]:
-  """Returns the arrays of a step by their kind, and the step before it."""
+def _inside(path: str, step: int) -> dict[str, Any]:
+  """Returns the arrays of a step by their kind."""
   with replay_lib.opened(path, step) as replay:
     _, batch, _ = replay.peek(step)
     experiment, rng = replay.experiment, replay.state.train_step_rng
     state = experiment.state
     batch = placement.put_batch(batch, experiment.partitioner)
     experiment.step_scalars = lambda state, *trees: {'_': trees}
-    step_fn = jax.jit(experiment.in_mesh(experiment.pure_step))
-    new, scalars = step_fn(state, batch, rng)
+    # A new function: JAX would take what it has traced, and donate the state.
+    step_fn = lambda *args: experiment.compiled_train_step.__wrapped__(*args)
+    new, scalars = jax.jit(step_fn)(state, batch, rng)
     grads, updates = scalars.pop('_')
     # In the order in which they are computed.
-    kinds = {_BEFORE: state, 'batch': batch, 'random key': rng, 'loss': scalars}
-    kinds |= {'gradients': grads, 'updates': updates, 'state after': new}
-    return {kind: _named(x) for kind, x in kinds.items()}, replay.start
+    kinds = {'state before': state, 'batch': batch, 'random key': rng}
+    kinds |= {'loss': scalars, 'gradients': grads, 'updates': updates}
+    kinds['state after'] = new
+    return {kind: _named(x) for kind, x in kinds.items()}
 
 
-def _named(tree: Any) -> Arrays:
+def _named(tree: Any) -> dict[str, Any]:
   named = structure.named_leaves(tree)
   data = {
     k: jax.random.key_data(x) if arrays.is_key(x) else x
@@ -75,37 +73,26 @@ def _named(tree: Any) -> Arrays:
   return {name: np.asarray(x) for name, x in on_host.items()}
 
 
-def _differences(one: Arrays, other: Arrays) -> list[tuple[str, str]]:
+def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
   """Returns how each array differs that does, the largest difference first."""
   found = []
   for name in one.keys() | other.keys():
-    both = x, y = one.get(name), other.get(name)
-    kinds = [z if z is None else f'{z.dtype}{list(z.shape)}' for z in both]
-    if x is None or y is None or kinds[0] != kinds[1]:
-      found.append((np.inf, name, f'{kinds[0]} and {kinds[1]}'))
+    x, y = one.get(name), other.get(name)
+    if x is None or y is None or (x.shape, x.dtype) != (y.shape, y.dtype):
+      found.append((math.inf, name, 'another shape or type'))
     elif x.tobytes() != y.tobytes():
       with np.errstate(invalid='ignore'):
         size = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
       found.append((float(size), name, f'largest difference {size:.3g}'))
-  found.sort(key=lambda item: -item[0])
-  return [(name, what) for _, name, what in found]
+  return [(name, what) for _, name, what in sorted(found, reverse=True)]
 
 
-def _replayed(path: str, lower: int, upper: int) -> dict[int, dict[str, Any]]:
-  """Returns the values of steps, as `replay.logged` does."""
-  found: dict[int, dict[str, Any]] = {}
-  with replay_lib.opened(path, lower + 1) as replay:
-    replay.run(upper, lambda i, x: found.update({i: replay.values(x)}))
-  return found
-
-
-def bisect(a: str, b: str) -> bool:
+def bisect(*paths: str) -> bool:
   """Prints where two runs part; returns whether they do."""
-  paths = a, b
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
     print(f'{key}: {x!r} and {y!r}')
-  _print_code([run.manifest.get('code', {}) for run in both], paths)
+  _print_code(both)
   logged = [replay_lib.logged(run) for run in both]
   kept = [dict(run.manifests()) for run in both]
   upper = min(
@@ -114,62 +101,48 @@ def bisect(a: str, b: str) -> bool:
   )
   evaluated = [replay_lib.logged(run, 'eval') for run in both]
   has_other_evaluation = _first('evaluation', evaluated) < math.inf
-  # Steps that can be compared; those before `upper` are equal.
-  common = {0}.union(*(x.keys() & y.keys() for x, y in (logged, kept)))
+  of_both = [x.keys() & y.keys() for x, y in (logged, kept)]
   if upper == math.inf:
-    if common == {0}:
-      raise errors.UsageError(
-        f'{a} and {b} have no logged step and no checkpoint in common.'
-      )
-    print(f'No difference in training up to step {max(common)}.')
+    print(f'No difference in training up to step {max({0}.union(*of_both))}.')
     return has_other_evaluation
-  upper, lower = int(upper), max(step for step in common if step < upper)
+  # From where both have begun, or were equal.
+  equal = (step + 1 for step in of_both[1] if step < upper)
+  first, upper = max([min(of_both[0], default=1), *equal]), int(upper)
   try:
-    if not all(x in log for log in logged for x in range(lower + 1, upper + 1)):
-      replayed = [_replayed(path, lower, upper) for path in paths]
-      upper = int(min(_first('replayed step', replayed), upper))
-    _look_into(paths, upper)
+    replayed = []
+    for path in paths:
+      with replay_lib.opened(path, min(first, upper)) as replay:
+        replayed.append(replay.values(1, upper))
+    if (step := _first('replayed step', replayed)) < math.inf:
+      _look_into(paths, int(step))
+    else:
+      print(
+        f'By the code here, both are equal up to step {upper}. To see which one'
+        ' was not as the code here computes it, replay each.'
+      )
   except errors.UsageError as e:
     print(f'The steps up to {upper} cannot be compared further: {e}')
   return True
 
 
-def _print_code(
-  codes: Sequence[Mapping[str, str]], paths: tuple[str, str]
-) -> None:
+def _print_code(both: Sequence[runs.Run]) -> None:
   """Prints what differs between the revisions and the changes of two runs."""
+  codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
-  if all(commits) and commits[0] != commits[1]:
-    print(contents.git('diff', '--stat', *commits), end='')
-  x, y = (code.get('diff', '').splitlines() for code in codes)
-  differing = list(difflib.unified_diff(x, y, *paths, n=0, lineterm=''))
-  print(*differing[:_MAX_LINES], sep='\n', end='\n' * bool(differing))
+  print(contents.git('diff', '--stat', *commits), end='')
+  changes = [code.get('diff', '').splitlines() for code in codes]
+  for run, own, others in zip(both, changes, changes[::-1], strict=True):
+    own = [x for x in own if x.startswith(('+', '-')) and x not in others]
+    for line in own[:_MAX_LINES]:
+      print(f'{run.path}: {line}')
 
 
-def _look_into(paths: tuple[str, str], step: int) -> None:
-  """Prints the first thing that differs in a step, or in one before it."""
-  found = None
-  # The state may differ long before a scalar does, such as an average of the
-  # weights; it stays so. So the first step that differs is searched by halves.
-  low, high = 1, step
-  while low <= high:
-    (one, start), (other, other_start) = (_inside(x, step) for x in paths)
-    low = max(low, start + 1, other_start + 1)
-    kind = next((k for k in one if _differences(one[k], other[k])), None)
-    if kind is None:
-      low = step + 1
-    else:
-      found = step, kind, _differences(one[kind], other[kind])
-      high = step - 1 if kind == _BEFORE else 0
-    step = (low + high) // 2
-  if found is None:
-    print(
-      f'The replays of step {low - 1} are equal, though the runs were not: what'
-      ' parted them is neither in the code nor in the data. Replay each run to'
-      ' see which one is not as it was logged.'
-    )
-    return
-  step, kind, differing = found
-  print(f'The runs part in step {step}, in the {kind}:')
-  for name, what in differing[:_MAX_SHOWN]:
-    print(f'  {name or kind}: {what}')
+def _look_into(paths: Sequence[str], step: int) -> None:
+  """Prints the first thing that differs in a step."""
+  one, other = (_inside(path, step) for path in paths)
+  for kind in one:
+    if differing := _differences(one[kind], other[kind]):
+      print(f'The runs part in step {step}, in the {kind}:')
+      for name, what in differing[:_MAX_SHOWN]:
+        print(f'  {name or kind}: {what}')
+      return

@@ -95,18 +95,27 @@ def _of_rows(
   experiment: Any, with_grads: bool, state: Any, batch: Any, rng: Any
 ) -> jax.Array:
   """Returns loss, weight and norm of the loss's gradient of rows, [3, B]."""
-
-  def norm(row: jax.Array) -> jax.Array:
-    args = state.model_state, train_step.only_row(batch, row), rng, True
-    loss_fn = lambda params: experiment.loss_fn(params, *args)[0]
-    return optax.tree.norm(jax.grad(loss_fn)(state.params))
-
   weights = batch[train_step.WEIGHTS]
-  weights = weights.reshape(len(weights), -1).sum(axis=1, dtype=jnp.float32)
-  norms = jnp.full_like(weights, jnp.nan)
+
+  def loss_of(row: jax.Array, params: Any) -> jax.Array:
+    alone = jnp.zeros_like(weights).at[row].set(weights[row])
+    alone_batch = {**batch, train_step.WEIGHTS: alone}
+    loss_fn = experiment.loss_fn
+    return loss_fn(params, state.model_state, alone_batch, rng, True)[0]
+
+  def norm_of(row: jax.Array) -> jax.Array:
+    return optax.tree.norm(jax.grad(loss_of, 1)(row, state.params))
+
+  rows = jnp.arange(len(weights))
+  norms = jnp.full(rows.shape, jnp.nan)
   if with_grads:
-    norms = jax.lax.map(norm, jnp.arange(len(weights)))
-  losses = experiment.row_losses(state.params, state.model_state, batch, rng)
+    norms = jax.lax.map(norm_of, rows)
+  if experiment.row_losses is None:
+    losses = jax.lax.map(lambda row: loss_of(row, state.params), rows)
+  else:
+    args = state.params, state.model_state, batch, rng
+    losses = experiment.row_losses(*args)
+  weights = weights.reshape(len(rows), -1).sum(axis=1, dtype=jnp.float32)
   return jnp.stack([losses, weights, norms])
 
 
@@ -118,13 +127,9 @@ def _find(run: runs.Run) -> int:
     for step, above in spikes(curve).items():
       print(f'Step {step}: {name} is {curve[step]:.5g}.')
       found[step] = max(found.get(step, 0.0), above)
-  if not found:
-    raise errors.UsageError(
-      f'No logged step of {run.path} stands out: none is more than'
-      f' {_DEVIATIONS} median absolute deviations above the {_WINDOW} before'
-      ' it. Give a step.'
-    )
-  return max(found, key=lambda step: found[step])
+  if found:
+    return max(found, key=lambda step: found[step])
+  raise errors.UsageError(f'No step of {run.path} stands out; give a step.')
 
 
 def command(args: argparse.Namespace) -> int:
@@ -145,8 +150,7 @@ def command(args: argparse.Namespace) -> int:
   inspection.print_table(table, right=(0, 1, 2, 3))
   skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
-  begin = 'anew without it:'
-  if place := replay.config.restore_from:
-    begin = f'on without it: --config.restore_from={place}'
+  place = replay.config.restore_from
+  begin = f'on without it: --config.restore_from={place}' if place else 'anew:'
   print(f'To train {begin} --config.skip_batches={skip}')
   return 0

@@ -29,7 +29,6 @@ from jaxline import errors
 from jaxline import platform
 from jaxline import runs
 from jaxline import train
-from jaxline.checkpoint import base
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.metrics import fingerprints
@@ -54,14 +53,12 @@ class Replay:
     config: the recorded config, whose `restore_from` is where it began.
     experiment: the experiment, in mode 'train'.
     state: the live state of `latest`: `global_step` and `train_step_rng`.
-    start: the step that the replay began from.
   """
 
   of: runs.Run
   config: Any
   experiment: Any
   state: Any
-  start: int
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
@@ -76,15 +73,13 @@ class Replay:
     Raises:
       errors.UsageError: the run ends before that step.
     """
-    num_steps = until - self.state.global_step
-    if num_steps <= 0:
+    path, step = self.of.path, self.state.global_step
+    if step >= until:
       return
     rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
-    about = f', about {lines.duration(num_steps / rate)}' if rate else ''
-    where = (
-      f'step {self.state.global_step}' if until > num_steps else 'the seed'
-    )
-    print(f'Replaying from {where} to step {until}{about}.', flush=True)
+    about = f', about {lines.duration((until - step) / rate)}' if rate else ''
+    where = f'step {step}' if step else 'the seed'
+    print(f'Replaying {path} from {where} to step {until}{about}.', flush=True)
 
     def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
@@ -96,17 +91,23 @@ class Replay:
       self.experiment.train_loop(self.config, self.state, [action], log)
     if self.state.global_step < until:
       raise errors.UsageError(
-        f'{self.of.path} ends at step {self.state.global_step}, so step'
-        f' {until} cannot be replayed.'
+        f'{path} ends at step {self.state.global_step}, before step {until}.'
       )
 
-  def values(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of the last step as `logged` does."""
-    batch = self.experiment.last_batch
-    return {
-      **{f'train/{k}': x for k, x in writers.to_scalars(scalars).items()},
-      _FINGERPRINT: int(fingerprints.of_step(scalars, batch)),
-    }
+  def values(self, first: int, until: int) -> dict[int, dict[str, Any]]:
+    """Runs steps; returns values as `logged` does, and bits of each state."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def keep(step: int, scalars: Mapping[str, Any]) -> None:
+      if step >= first:
+        values = writers.to_scalars(fingerprints.unclocked(scalars)).items()
+        bits = fingerprints.of_step(scalars, self.experiment.last_batch)
+        state = fingerprints.of_step({}, self.experiment.snapshot_state())
+        found[step] = {f'train/{name}': x for name, x in values}
+        found[step] |= {_FINGERPRINT: int(bits), 'state': int(state)}
+
+    self.run(until, keep)
+    return found
 
   def peek(self, step: int) -> tuple[Any, Any, list[str]]:
     """Runs to the step before, and returns what `experiment.peek` does."""
@@ -146,43 +147,26 @@ def opened(
   start, _ = next(run.manifests(before), (None, None))
   if start is not None:
     config.restore_from, config.restore_rules = f'{run.path}:{start}', ()
-  elif where := config.restore_from:
-    first = min(_fingerprints(run), default=1)
-    if first > 1 and not re.search(r':\d+$', where):
-      # That run may have gone on since.
-      config.restore_from = f'{where}:{first - 1}'
   with tempfile.TemporaryDirectory(prefix='jaxline_replay_') as folder:
     # A fork of the run, or one that begins as the run did.
     config.checkpoint_dir = saved or folder
     full = platform.create_checkpointer(config, 'train')
     with contextlib.closing(adapters.full_checkpointer(full)) as full:
-      experiment, rng = train.build_for_training(experiment_class, config)
-      rng = experiment.initialize_train_step_rng(rng)
-      state = base.new_state(full, experiment, rng)
-      if full.can_be_restored('latest'):
-        full.restore('latest')
-      state.global_step = at = int(state.global_step)
+      training = train.Training(train.Run(experiment_class, config, full))
+      at = training.state.global_step = int(training.state.global_step)
       if at >= before:
         raise errors.UsageError(
           f'{run.path} began at step {at}, so step {before} cannot be replayed;'
           f' the first one is {at + 1}.'
         )
-      yield Replay(run, config, experiment, state, at)
+      yield Replay(run, config, training.experiment, training.state)
       if saved:
         full.save('latest')
         full.wait_for_checkpointing_to_finish()
 
 
-def _fingerprints(run: runs.Run) -> dict[int, int]:
-  store = store_lib.at(run.path)
-  return fingerprints.read(store.read(f'train/{fingerprints.FILE}'))
-
-
 def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
-  """Returns step -> the scalars that a run has logged, and its fingerprint.
-
-  Without those that depend on the clock or the machine.
-  """
+  """Returns step -> its fingerprint and its scalars, but those of clocks."""
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in run.curves.items():
     where, _, scalar = name.partition('/')
@@ -190,7 +174,8 @@ def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
       for step, value in curve.items():
         found[step][name] = value
   if folder == 'train':
-    for step, value in _fingerprints(run).items():
+    raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
+    for step, value in fingerprints.read(raw).items():
       found[step][_FINGERPRINT] = value
   return found
 
@@ -208,12 +193,8 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
   """Prints how steps compare to what is logged; returns if they are equal."""
   before = logged(replay.of)
   total = num_differing = 0
-
-  def check(step: int, scalars: Mapping[str, Any]) -> None:
-    nonlocal total, num_differing
-    if step < first:
-      return
-    was, found = before[step], replay.values(scalars)
+  for step, found in replay.values(first, until).items():
+    was = before[step]
     if rtol:
       del found[_FINGERPRINT]
     names = differing(was, found, rtol)
@@ -224,8 +205,6 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
     num_differing += len(names)
     if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
       print(f'step {step}: {num_equal} values are equal')
-
-  replay.run(until, check)
   if not total:
     print(f'Nothing is logged of the steps {first} to {until}.')
   elif num_differing:
@@ -258,7 +237,7 @@ def find_nonfinite(
         replay.run(step - 1)
         with op_by_op, switch(True):
           run = debug.disable_pmap_jit(replay.run)
-          run(step, lambda step, x: scalars.update(writers.to_scalars(x)))
+          run(step, lambda _, x: scalars.update(writers.to_scalars(x)))
     except FloatingPointError as e:
       frames = list(traceback.extract_tb(e.__traceback__))
       # An experiment's own `step` is above the model.

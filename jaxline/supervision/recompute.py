@@ -36,12 +36,11 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   if not multihost_utils.process_allgather(np.bool_(bool(found))).any():
     return results
   raise RecomputeError(
-    f'A step was computed twice from one state, and {len(found)} parts of'
-    f' arrays of process {jax.process_index()} differ:'
-    f' {", ".join(found[:8])}. Either a device computes wrongly, or the program'
-    ' is not deterministic (on GPUs, set --xla_gpu_deterministic_ops=true).'
-    ' Nothing of this step was saved: restart from the newest checkpoint,'
-    ' without that device.'
+    f'A step was computed twice from one state; process {jax.process_index()}'
+    f' has {len(found)} parts of arrays that differ: {", ".join(found[:8])}.'
+    ' A device computes wrongly, or the program is not deterministic (on GPUs,'
+    ' set --xla_gpu_deterministic_ops=true). The step was not saved: restart'
+    ' from the newest checkpoint, without that device.'
   )
 
 
