@@ -36,6 +36,7 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import errors
+from jaxline import keys
 
 T = TypeVar('T')
 
@@ -77,6 +78,16 @@ def _check(source: str, value: Mapping[str, Any]) -> None:
       ' num_processes, and a process_id from 0 to num_processes - 1, which'
       ' differs in each process.'
     )
+
+
+KEYS = (
+  keys.Key('distributed', 'auto', keys.Check(
+        f'one of {MODES}, or a dict with the keys {tuple(VARIABLES)}',
+        validate, object),
+      'How several processes connect. `auto`: by a cluster that JAX knows or'
+      " the launcher's variables; without either, this is one process. `off`:"
+      ' this is one process. See docs/reference/launching.md.'),
+)  # fmt: skip
 
 
 def initialize(value: Any, timeout_secs: float = 300.0) -> None:

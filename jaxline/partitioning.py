@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
+from jaxline import keys
 from jaxline import mesh as mesh_lib
 
 NamedSharding = jax.sharding.NamedSharding
@@ -150,6 +151,19 @@ def get_rules(
   changes = dict(changes or {})
   errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
   return dataclasses.replace(PRESETS[name], **changes)  # type: ignore[arg-type]
+
+
+KEYS = (
+  keys.Key('sharding', 'ddp', keys.Check(
+        f'one of {tuple(PRESETS)}', get_rules),
+      'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
+      ' With `ddp` only the batch.', keys.PROGRAM, sharded=True),
+  keys.Key('sharding_rules', {}, keys.optional(keys.Check(
+        'a dict from logical axis to mesh axes',
+        lambda x: get_rules('ddp', x))),
+      "Changes to that preset, such as {'vocab': ('data',)}.",
+      keys.PROGRAM, sharded=True),
+)  # fmt: skip
 
 
 def is_logical(x: Any) -> bool:

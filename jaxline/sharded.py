@@ -27,6 +27,7 @@ import optax
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
+from jaxline import keys
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline import train_step as step_lib
@@ -37,7 +38,6 @@ from jaxline.inputs import infeed
 from jaxline.inputs import iterable
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.supervision import profiling
 from jaxline.supervision import recompute
 
 # The names of `train_step` that experiments use.
@@ -145,7 +145,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     }
     self._skipped = frozenset(
       number
-      for first, last in profiling.parse(config.skip_batches)
+      for first, last in keys.parse_ranges(config.skip_batches)
       for number in range(first, last + 1)
     )
     self._init_rng = init_rng

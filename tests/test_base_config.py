@@ -13,6 +13,7 @@ import pytest
 
 from jaxline import base_config
 from jaxline import errors
+from jaxline import keys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -224,7 +225,6 @@ WRONG = {
   'early_stop.min_delta': [-1.0],
   'experiment_kwargs': [None],
   'mesh': [3],
-  'mesh.ici': [3],
   'sharding_rules': [3],
   'xla.latency_hiding_scheduler': ['yes'],
   'xla.pgle_profiling_runs': [-1, True],
@@ -345,6 +345,7 @@ STEPS, SECS = 'steps', 'secs'
     ({'sharding_rules.mpl': ['data']}, ["'mpl'", "mean 'mlp'"]),
     ({'sharding_rules.mlp': ['date']}, ["'date'", "mean 'data'"]),
     ({'sharding': 'fsd'}, ["'fsd'", "mean 'fsdp'"]),
+    ({'mesh.ici': 3}, ['config.mesh', 'ici']),
     ({'mesh.ici.model': 4}, ["'model'", 'mesh.ici']),
     ({'mesh.dnc': {'data': 2}}, ["'dnc'", "mean 'dcn'"]),
     ({'mesh.ici.mdl': -1}, ['may be -1']),
@@ -450,8 +451,8 @@ class Checked:
   size: int = 1
 
   def __post_init__(self):
-    base_config.check_numbers(
-      self, {'rate': '(0, 1]', 'size': 'integer [0, inf)'}
+    keys.check_attributes(
+      self, rate=keys.number(above=0, max=1), size=keys.integer(min=0)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import functools
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline import keys
 from jaxline.compat import devices
 
 
@@ -61,6 +63,25 @@ class DistributedRNGMode(enum.Enum):
   def unique_device(self) -> bool:
     """Whether the keys of different devices differ."""
     return self.value.endswith('unique_device')
+
+
+_RANDOM_MODE = keys.one_of(*(mode.value for mode in DistributedRNGMode))
+KEYS = (
+  # JAX takes a signed integer of 64 bits.
+  keys.Key('random_seed', 42, dataclasses.replace(
+        keys.integer(-(2**63), 2**63 - 1),
+        expected='an integer from -2**63 to 2**63 - 1'),
+      'The seed of all random numbers: split into the step key and the init'
+      ' key.', keys.RUN),
+  keys.Key('random_mode_train', 'unique_host_unique_device', _RANDOM_MODE,
+      'How the keys of the devices differ in a training step of the per-device'
+      ' style: see `prng.DistributedRNGMode`.', keys.RUN),
+  keys.Key('random_mode_eval', 'same_host_same_device', _RANDOM_MODE,
+      'The same in an evaluation.'),
+  keys.Key('legacy_random_seed_behavior', False, keys.BOOLEAN,
+      'Use the unsplit key of the seed for both, as the first versions of'
+      ' JAXline did.', keys.RUN),
+)  # fmt: skip
 
 
 def host_id_devices_for_rng(
