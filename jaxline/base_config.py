@@ -162,11 +162,10 @@ def validate_keys(
   config: Mapping[str, Any],
   base_filename: str = 'jaxline/base_config.py',
 ) -> None:
-  """Checks that a config has the keys it must have, spelled right.
+  """Checks that a config has the required keys and no misspelled ones.
 
-  A key that is not in the base config is the experiment's own and passes,
-  unless it is so similar to a base key that it must be a misspelling. A base
-  key with further words, such as `num_training_steps`, is not.
+  Another key is the experiment's own, unless it is very similar to a required
+  key and not that key with further words, such as `num_training_steps`.
 
   Args:
     base_cfg: the config with the required keys.
@@ -184,16 +183,14 @@ def validate_keys(
           f' documented in {base_filename}. A key of your own needs another'
           ' name, or a place in experiment_kwargs.'
         )
-  for key, value in base_cfg.items():
+  for key, required in base_cfg.items():
     if key not in config:
       raise errors.UsageError(
         f'Config key {key!r} is missing. Start the config from'
         f' get_base_config(); see {base_filename}.'
       )
-    if isinstance(value, keys.MAPPINGS) and isinstance(
-      config[key], keys.MAPPINGS
-    ):
-      validate_keys(value, config[key], base_filename)
+    if all(isinstance(x, keys.MAPPINGS) for x in (required, config[key])):
+      validate_keys(required, config[key], base_filename)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -220,11 +217,6 @@ def _rules_have_no_checkpoint(rules: Any, source: Any) -> Any:
   return rules and not source
 
 
-def _slices_have_no_topology(count: int, topology: Any) -> Any:
-  """The slices are those of the topology. Set both, or neither."""
-  return count > 1 and not topology
-
-
 def _memory_is_not_enough(checkpointer: str, *others: Any) -> Any:
   """The others read checkpoints on disk. Set checkpointer = 'durable'."""
   return checkpointer == 'memory' and any(x is not None for x in others)
@@ -248,7 +240,6 @@ _CONTRADICTIONS: dict[Callable[..., Any], str] = {
   _ratios_of_seconds: 'periodic_action_growth_ratios interval_type'
   ' logging_interval_type checkpoint_interval_type',
   _rules_have_no_checkpoint: 'restore_rules restore_from',
-  _slices_have_no_topology: 'num_slices topology',
   _memory_is_not_enough: 'checkpointer restore_from eval_steps'
   ' early_stop.patience',
   _early_stop_has_no_metric: 'early_stop.patience early_stop.metric'
@@ -289,16 +280,11 @@ def validate_config(config: config_dict.ConfigDict) -> None:
 
 
 def complete_config(config: Any) -> Any:
-  """Returns a config that has every key of the base config.
-
-  Args:
-    config: a run's config, which a program may have made without
-      `get_base_config`.
+  """Returns a config with all base keys, for one that a program has made.
 
   Returns:
     The config itself if it lacks nothing. Otherwise a copy with the defaults of
-    the missing keys, to which later changes of the config do not get; a config
-    without `on_nonfinite` ignores it.
+    the missing keys; without `on_nonfinite` the loss is not judged.
   """
   defaults = get_base_config()
   if all(key in config for key in defaults):
@@ -331,8 +317,7 @@ def changes(
     new: the config of the run that resumes it, likewise.
     experiment_class: has CHANGEABLE_ON_RESUME and CONFIG_CLASS.
   """
-  before = _identity(old, experiment_class)
-  now = _identity(new, experiment_class)
+  before, now = (_identity(config, experiment_class) for config in (old, new))
   return [
     f'{key}: {before.get(key, "absent")!r} then, {now.get(key, "absent")!r} now'
     for key in sorted(before.keys() | now.keys())
@@ -345,27 +330,19 @@ def changes(
 
 
 def _identity(config: Mapping[str, Any], declared: Any) -> dict[str, Any]:
-  """Returns the flat keys whose change makes another run, with their values.
+  """Maps the flat keys whose change makes another run to their values.
 
-  A key that the config lacks, since it is newer than the config, has its
-  default.
+  A key that is newer than the config has its default.
   """
-  values = {
-    key.name: _value(config, key.name) for key in KEYS if key.effect == keys.RUN
-  }
+  values = {k.name: _value(config, k.name) for k in KEYS if k.effect == 'run'}
   kwargs = values['experiment_kwargs']
   if 'config' in kwargs:
     own = with_defaults(declared.CONFIG_CLASS, kwargs['config'])
     values['experiment_kwargs'] = {**kwargs, 'config': own}
   # Defaults as JSON: tuples become lists.
   values = recorded(config_dict.ConfigDict(values, allow_dotted_keys=True))
-  return {
-    key: value
-    for key, value in flat(values).items()
-    if not any(
-      f'{key}.'.startswith(f'{path}.') for path in declared.CHANGEABLE_ON_RESUME
-    )
-  }
+  free = tuple(f'{path}.' for path in declared.CHANGEABLE_ON_RESUME)
+  return {k: x for k, x in flat(values).items() if not f'{k}.'.startswith(free)}
 
 
 def flat(values: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
@@ -419,11 +396,10 @@ def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def recorded_config(
   directory: str | os.PathLike[str],
 ) -> config_dict.ConfigDict:
-  """Returns the config of a run, from its directory, which may have moved.
+  """Returns the config of a run from its directory, which may have moved.
 
-  Lists are tuples in it, and keys that could run code have their defaults. The
-  class that it names must still be checked: `adapters.resolve_experiment_class`
-  does that.
+  Lists become tuples. The class that it names is not checked:
+  `adapters.resolve_experiment_class` does that.
 
   Raises:
     errors.UsageError: the directory is not that of a run.
@@ -463,8 +439,8 @@ def _as_tuples(value: Any) -> Any:
 # An experiment's own config.
 
 
-def _dataclasses_in(cls: Any) -> dict[str, Any]:
-  """Maps each field to the dataclass of its type, `C` or `C | None`."""
+def _nested(cls: Any) -> dict[str, Any]:
+  """Maps each field to the dataclass `C` of its type, `C` or `C | None`."""
   found = {}
   for name, kind in typing.get_type_hints(cls).items():
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
@@ -474,27 +450,22 @@ def _dataclasses_in(cls: Any) -> dict[str, Any]:
 
 
 def read(cls: type[T], config: Mapping[str, Any]) -> T:
-  """Builds an experiment's own config, refusing keys that nothing reads.
+  """Builds an experiment's own config.
 
   Args:
-    cls: a dataclass; each field is a key. A field whose type is a dataclass,
-      or a dataclass or None, reads a nested config.
+    cls: a dataclass; each field is a key, nested where its type is a dataclass.
     config: the values, for instance `config.experiment_kwargs.config`.
 
   Raises:
-    errors.UsageError: a key is unknown or missing, and the nearest valid one is
-      named; or `cls` refuses a value.
+    errors.UsageError: a key is unknown or missing, or `cls` refuses a value.
   """
-  fields = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-  errors.check_names(config, fields, 'key', cls.__name__)
-  values, nested = {}, _dataclasses_in(cls)
-  for key in config:
-    value = config[key]
-    if isinstance(value, keys.MAPPINGS) and nested[key]:
-      value = read(nested[key], value)
+  values, nested = dict(config), _nested(cls)
+  errors.check_names(values, nested, 'key', cls.__name__)
+  for key, value in values.items():
+    if nested[key] and isinstance(value, keys.MAPPINGS):
+      values[key] = read(nested[key], value)
     elif isinstance(value, config_dict.ConfigDict):
-      value = value.to_dict()
-    values[key] = value
+      values[key] = value.to_dict()
   try:
     return cls(**values)
   except (TypeError, ValueError) as e:
@@ -502,19 +473,16 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
 
 
 def with_defaults(cls: Any, config: Any) -> Any:
-  """Returns an experiment's own config with the keys that it lacks.
+  """Adds the defaults of missing fields to an experiment's own config.
 
-  A new field's default must be what runs did before the field was there.
-
-  Args:
-    cls: a dataclass, as for `read`, or None. Its own `with_defaults(record)`,
-      if it has one, may leave out keys whose change makes no other run.
-    config: the values.
+  The default of a new field must be what runs did before it was added. `cls` is
+  as for `read`, or None. Its own `with_defaults(record)`, if it has one, may
+  leave out keys whose change makes no other run.
   """
   if cls is None or not isinstance(config, Mapping):
     return config
   filled = dict(getattr(cls, 'with_defaults', dict)(config))
-  nested = _dataclasses_in(cls)
+  nested = _nested(cls)
   for f in dataclasses.fields(cls):
     if f.name in filled:
       filled[f.name] = with_defaults(nested[f.name], filled[f.name])

@@ -1,7 +1,6 @@
 """Rows of the table of config keys, and checks of values.
 
 Each subsystem has the rows of its own keys as `KEYS`; `base_config` joins them.
-The checks also serve an experiment's own config: see `check_attributes`.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,17 +37,15 @@ class Check:
 
   def require(self, name: str, value: Any) -> None:
     """Raises a UsageError if the value of this name is invalid."""
-    why = ''
+    given = f'{name} is {value!r}'
     try:
       if self.accepts(value) is not False:
         return
     except errors.UsageError:
       raise  # Its message has the name of a part.
-    except (TypeError, ValueError, re.error) as e:
-      why = f' ({e})'
-    raise errors.UsageError(
-      f'{name} is {value!r}{why}; expected {self.expected}.'
-    )
+    except (TypeError, ValueError) as e:
+      given += f' ({e})'
+    raise errors.UsageError(f'{given}; expected {self.expected}.')
 
 
 def optional(check: Check) -> Check:
@@ -65,15 +62,15 @@ def one_of(*valid: str) -> Check:
   return Check(f'one of {valid}', lambda x: x in valid, str)
 
 
-def text(expected: str, pattern: str = '.*', *, is_path: bool = False) -> Check:
+def text(
+  expected: str, pattern: str = '(?s).*', *, is_path: bool = False
+) -> Check:
   """Accepts text that matches a regular expression."""
-  regex = re.compile(pattern, re.DOTALL)
-  return Check(
-    expected,
-    lambda x: isinstance(x, str) and bool(regex.fullmatch(x)),
-    str,
-    is_path,
-  )
+
+  def accepts(x: Any) -> bool:
+    return isinstance(x, str) and bool(re.fullmatch(pattern, x))
+
+  return Check(expected, accepts, str, is_path)
 
 
 def number(
@@ -127,12 +124,8 @@ def parse_ranges(text: str) -> list[tuple[int, int]]:
   return ranges
 
 
-# Numbers count from 1.
-RANGES = Check(
-  "ranges such as '10-15,1000', or ''",
-  lambda x: isinstance(x, str) and parse_ranges(x),
-  str,
-)
+_RANGES = "ranges such as '10-15,1000', or ''"
+RANGES = Check(_RANGES, lambda x: parse_ranges(str(x)), str)
 
 RUN, PROGRAM, NONE = 'run', 'program', 'none'  # Effects of a change.
 
@@ -161,14 +154,14 @@ class Key:
 
 
 def check_attributes(config: Any, /, **checks: Check) -> None:
-  """Checks values of an experiment's own config, for its `__post_init__`.
+  """Checks the values of an experiment's own config, in its `__post_init__`.
 
   Args:
-    config: what has the values as attributes.
-    **checks: what the attribute of each name must be.
+    config: has the values as attributes.
+    **checks: what each attribute must be.
 
   Raises:
-    errors.UsageError: the first invalid value, by name.
+    errors.UsageError: names the first invalid value.
   """
   for name, check in checks.items():
     check.require(name, getattr(config, name))

@@ -226,18 +226,17 @@ def check_sizes(
   return within, across
 
 
+_SIZES = keys.optional(keys.mapping('a dict from axis to size'))
 KEYS = (
   keys.Key('mesh', {}, keys.optional(
         keys.Check('a dict of some of the keys below', check_sizes)),
       'Sizes of the device mesh of a sharded step; their product is the number'
       ' of devices. See docs/sharding.md.', keys.PROGRAM, sharded=True),
-  keys.Key('mesh.ici', {}, keys.optional(
-        keys.mapping('a dict from axis to size')),
+  keys.Key('mesh.ici', {}, _SIZES,
       'Sizes within a slice: devices that a fast network connects, such as a'
       ' TPU slice or the GPUs of a node. One may be -1: all that are left.',
       keys.PROGRAM),
-  keys.Key('mesh.dcn', {}, keys.optional(
-        keys.mapping('a dict from axis to size')),
+  keys.Key('mesh.dcn', {}, _SIZES,
       'Sizes across slices, which a slower network connects. The size of an'
       ' axis of the mesh is the product of both.', keys.PROGRAM),
   *(keys.Key(f'mesh.{network}.{axis}', -1 if axis == filled else 1,

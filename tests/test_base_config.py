@@ -232,7 +232,7 @@ WRONG = {
   'xla.pgle_profile': [3, 'a.profile'],
   'xla.pgle_save': ['runs/profile'],
   'xla.flags': [3, ['xla_dump_to']],
-  'restore_rules': ['ab', (('w', 3),), (('(', 'w'),)],
+  'restore_rules': ['ab', (('w', 3),)],
 }
 
 
@@ -330,8 +330,6 @@ STEPS, SECS = 'steps', 'secs'
       for key in ('logging_interval_type', 'checkpoint_interval_type')
       for x, words in ((SECS, [key]), (STEPS, []))
     ),
-    ({'num_slices': 2}, ['num_slices', 'topology']),
-    ({'num_slices': 2, 'topology': 'v4:4x4x4'}, []),
     ({'restore_rules': [('a', 'b')]}, ['restore_from']),
     ({'checkpointer': 'memory', 'eval_steps': 'all'}, ['eval_steps']),
     (

@@ -1,17 +1,6 @@
 """Checkpointers: one protocol, several places to keep things."""
 
-import re
-from typing import Any
-
 from jaxline import keys
-
-
-def _are_rules(x: Any) -> bool:
-  return isinstance(x, list | tuple) and all(
-    isinstance(source, str | None) and bool(re.compile(pattern))
-    for pattern, source in x
-  )
-
 
 KEYS = (
   keys.Key('save_initial_train_checkpoint', False, keys.BOOLEAN,
@@ -44,7 +33,9 @@ KEYS = (
       ' keys, position in the data.'),
   keys.Key('restore_rules', (), keys.Check(
         'pairs (regular expression, name or None), such as'
-        " [('state/params/(.*)', r'state/params/\\1')]", _are_rules),
+        " [('state/params/(.*)', r'state/params/\\1')]",
+        lambda x: isinstance(x, list | tuple)
+        and all(isinstance(name, str | None) for _, name in x)),
       'What to take from that checkpoint: an array whose whole name matches the'
       ' expression (the first match counts) gets the array `name` of it. With'
       ' None, or without a match, it keeps its initial value. The run starts at'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import enum
 import functools
 from typing import Any
@@ -67,10 +66,7 @@ class DistributedRNGMode(enum.Enum):
 
 _RANDOM_MODE = keys.one_of(*(mode.value for mode in DistributedRNGMode))
 KEYS = (
-  # JAX takes a signed integer of 64 bits.
-  keys.Key('random_seed', 42, dataclasses.replace(
-        keys.integer(-(2**63), 2**63 - 1),
-        expected='an integer from -2**63 to 2**63 - 1'),
+  keys.Key('random_seed', 42, keys.integer(-(2**63), 2**63 - 1),  # As in JAX.
       'The seed of all random numbers: split into the step key and the init'
       ' key.', keys.RUN),
   keys.Key('random_mode_train', 'unique_host_unique_device', _RANDOM_MODE,
