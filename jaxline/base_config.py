@@ -24,7 +24,6 @@ import json
 import operator
 import os
 import re
-import types
 import typing
 from typing import Any, TypeVar
 
@@ -43,6 +42,7 @@ from jaxline import supervision
 from jaxline import xla
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import prng
+from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
 
 T = TypeVar('T')
 
@@ -51,82 +51,77 @@ T = TypeVar('T')
 _MISSPELLED = 0.85
 
 _RUN_KEYS = (
-  keys.Key('experiment_class', None,
-      keys.optional(keys.text("'package.module:Class'")),
+  Key('experiment_class', None, optional(text("'package.module:Class'")),
       'The class that `experiment.py` runs. None where that file gives its'
-      ' class to `platform.main` itself.', keys.RUN),
-  keys.Key('experiment_kwargs', {}, keys.mapping('a dict of arguments'),
+      ' class to `platform.main` itself.', 'run'),
+  Key('experiment_kwargs', {}, mapping('a dict of arguments'),
       'Arguments of its constructor, besides `mode`, `init_rng`, `run_config`.'
-      ' What it declares as CHANGEABLE_ON_RESUME may change on resume.',
-      keys.RUN),
-  keys.Key('checkpoint_dir', None,
-      keys.optional(keys.text('the name of a directory', is_path=True)),
+      ' What it declares as CHANGEABLE_ON_RESUME may change on resume.', 'run'),
+  Key('checkpoint_dir', None,
+      optional(text('the name of a directory', is_path=True)),
       "The run's directory: checkpoints, logs, resolved config. A run in it is"
       ' resumed. None makes a fresh one in /tmp, which only this user can read.'
       ' In all keys that name a file, `~` is the home directory.'),
-  keys.Key('training_steps', 10000, keys.optional(keys.number(0)),
+  Key('training_steps', 10000, optional(number(0)),
       'Number of training steps. With None the run ends when `should_run_step`'
       ' of the experiment returns False.'),
-  keys.Key('gradient_accumulation_steps', 1, keys.COUNT,
+  Key('gradient_accumulation_steps', 1, COUNT,
       'A sharded step computes its batch in this many parts and adds their'
-      ' gradients: less memory for the same step.',
-      keys.PROGRAM, sharded=True),
-  keys.Key('max_steps_in_flight', None, keys.optional(keys.COUNT),
+      ' gradients: less memory for the same step.', 'program', sharded=True),
+  Key('max_steps_in_flight', None, optional(COUNT),
       'How many training steps may be queued on the devices: 2 keeps them busy,'
       ' 1 waits for each step. None is 2, or 1 for several CPU devices, whose'
       ' collectives can starve each other.'),
-  keys.Key('topology', None,
-      keys.optional(keys.text("a TPU topology, such as 'v4:4x4x4'")),
+  Key('topology', None, optional(text("a TPU topology, such as 'v4:4x4x4'")),
       'With --jaxline_mode=compile: for what. None is the devices here.'),
-  keys.Key('num_slices', 1, keys.COUNT,
-      'The number of slices of that topology.'),
+  Key('num_slices', 1, COUNT, 'The number of slices of that topology.'),
 )  # fmt: skip
 
-_FILE = keys.optional(keys.text('the name of a file', is_path=True))
+_FILE = optional(text('the name of a file', is_path=True))
 _EVALUATION_KEYS = (
-  keys.Key('eval_initial_weights', False, keys.BOOLEAN,
+  Key('eval_initial_weights', False, keys.BOOLEAN,
       'Evaluate the weights that the run begins with, also those that it has by'
-      ' `restore_from`, before the first step. In the'
-      ' per-device style an evaluation initialises weights of its own, from'
-      ' another key than training: see docs/walk.md.'),
-  keys.Key('one_off_evaluate', False, keys.BOOLEAN,
+      ' `restore_from`, before the first step. In the per-device style an'
+      ' evaluation initialises weights of its own, from another key than'
+      ' training: see docs/walk.md.'),
+  Key('one_off_evaluate', False, keys.BOOLEAN,
       'Evaluate the newest checkpoint once, then end.'),
-  keys.Key('eval_steps', None, keys.optional(keys.text(
+  Key('eval_steps', None, optional(text(
         "'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')),
       'Evaluate the checkpoints of these steps, or all that are kept, then end.'
       ' None evaluates each new checkpoint of the training run.'),
-  keys.Key('best_model_eval_metric', '',
-      keys.optional(keys.text("the name of a scalar, or ''")),
+  Key('best_model_eval_metric', '',
+      optional(text("the name of a scalar, or ''")),
       'The scalar of `evaluate` whose best value is kept as the series `best`.'
       ' Without one there is no such series.'),
-  keys.Key('best_model_eval_metric_higher_is_better', True, keys.BOOLEAN,
+  Key('best_model_eval_metric_higher_is_better', True, keys.BOOLEAN,
       'Whether the best value is the highest, or else the lowest.'),
-  keys.Key('early_stop', {}, keys.mapping(
+  Key('early_stop', {}, mapping(
         "a dict of the keys below, such as {'patience': 5}"),
       'Ends training when a metric of the evaluation stops improving; beside a'
       ' process of the mode `eval`, at a save.'),
-  keys.Key('early_stop.patience', None, keys.optional(keys.COUNT),
+  Key('early_stop.patience', None, optional(COUNT),
       'After how many evaluations in a row without a gain. None disables it.'),
-  keys.Key('early_stop.metric', '', keys.text("the name of a scalar, or ''"),
+  Key('early_stop.metric', '', text("the name of a scalar, or ''"),
       "The scalar of `evaluate`; '' is `best_model_eval_metric`, whose"
       ' `..._higher_is_better` counts for both.'),
-  keys.Key('early_stop.min_delta', 0.0, keys.number(0),
+  Key('early_stop.min_delta', 0.0, number(0),
       'A gain is more than this beyond the best value so far.'),
-  keys.Key('decode', {}, keys.mapping(
+  Key('decode', {}, mapping(
         "a dict of the keys below, such as {'prompts': 'FILE'}"),
       '--jaxline_mode=decode: continues prompts by the weights of a run.'),
-  keys.Key('decode.prompts', None, _FILE,
+  Key('decode.prompts', None, _FILE,
       'A file with a prompt on each line, in a .jsonl as {"prompt": ...}; blank'
       ' lines are ignored. None reads standard input or asks at a terminal.'),
-  keys.Key('decode.output', None, _FILE,
+  Key('decode.output', None, _FILE,
       'The file for the continuations, a line of JSON for each prompt. None is'
       ' a new decode/step_N.jsonl below `checkpoint_dir` or, if that cannot be'
       ' written, a file in the working directory.'),
-  keys.Key('decode.batch_size', 8, keys.COUNT,
+  Key('decode.batch_size', 8, COUNT,
       'How many prompts are continued at once, except at a terminal.'),
-  keys.Key('decode.series', 'latest', keys.one_of('latest', 'best'),
+  Key('decode.series', 'latest', one_of('latest', 'best'),
       'The series of the checkpoint.'),
-  keys.Key('decode.step', None, keys.optional(keys.integer(0)),
+  Key('decode.step', None, optional(keys.integer(0)),
       'The step of the checkpoint. None is the newest.'),
 )  # fmt: skip
 
@@ -134,7 +129,7 @@ _SUBSYSTEMS = (
   *(mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs),
   *(checkpoint, supervision, prng),
 )
-KEYS: tuple[keys.Key, ...] = (
+KEYS: tuple[Key, ...] = (
   *_RUN_KEYS,
   *(key for subsystem in _SUBSYSTEMS for key in subsystem.KEYS),
   *_EVALUATION_KEYS,
@@ -207,11 +202,6 @@ def _hosts_save_different_steps(is_on: Any, own: Any, common: Any) -> Any:
   return is_on and (own or common) != 'steps'
 
 
-def _ratios_of_seconds(ratios: Any, common: Any, *own: Any) -> Any:
-  """The ratios multiply steps. Set interval_type = 'steps', and no other."""
-  return ratios and any((unit or common) != 'steps' for unit in own)
-
-
 def _rules_have_no_checkpoint(rules: Any, source: Any) -> Any:
   """The rules need a checkpoint. Set restore_from to the run that has it."""
   return rules and not source
@@ -223,12 +213,12 @@ def _memory_is_not_enough(checkpointer: str, *others: Any) -> Any:
 
 
 def _early_stop_has_no_metric(patience: Any, own: Any, best: Any) -> Any:
-  """The evaluations are compared by a metric. Set one of the two."""
+  """Early stopping compares a metric. Set early_stop.metric."""
   return patience is not None and not (own or best)
 
 
 def _pgle_twice(*ways: Any) -> Any:
-  """Set one: the first needs one run, the others are two parts of another."""
+  """Set one: the first is for one run, the others are for two in a row."""
   return sum(map(bool, ways)) > 1
 
 
@@ -237,8 +227,6 @@ def _pgle_twice(*ways: Any) -> Any:
 _CONTRADICTIONS: dict[Callable[..., Any], str] = {
   _hosts_save_different_steps: 'train_checkpoint_all_hosts'
   ' checkpoint_interval_type interval_type',
-  _ratios_of_seconds: 'periodic_action_growth_ratios interval_type'
-  ' logging_interval_type checkpoint_interval_type',
   _rules_have_no_checkpoint: 'restore_rules restore_from',
   _memory_is_not_enough: 'checkpointer restore_from eval_steps'
   ' early_stop.patience',
@@ -443,8 +431,8 @@ def _nested(cls: Any) -> dict[str, Any]:
   """Maps each field to the dataclass `C` of its type, `C` or `C | None`."""
   found = {}
   for name, kind in typing.get_type_hints(cls).items():
-    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    kinds = typing.get_args(kind) if is_union else (kind,)
+    parts = typing.get_args(kind)
+    kinds = parts if type(None) in parts else (kind,)
     found[name] = next(filter(dataclasses.is_dataclass, kinds), None)
   return found
 

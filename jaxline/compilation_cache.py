@@ -27,8 +27,8 @@ import numpy as np
 
 from jaxline import disk
 from jaxline import distributed
-from jaxline import keys
 from jaxline import xla
+from jaxline.keys import Key, text
 
 # All entries in a directory together.
 MAX_BYTES = 4 << 30
@@ -38,11 +38,11 @@ _SUFFIX = '.program'
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 KEYS = (
-  keys.Key('compilation_cache', 'auto', keys.text(
+  Key('compilation_cache', 'auto', text(
         "'auto', 'off', or a directory with '/'", r'auto|off|.*/.*',
         is_path=True),
-      'Where compiled programs are kept for the next start. `auto` is at most'
-      " 4 GiB in the user's cache directory. A cache that JAX was given comes"
+      'Where compiled programs are kept for the next start. `auto` is at most 4'
+      " GiB in the user's cache directory. A cache that JAX was given comes"
       ' first; with PGLE there is none.'),
 )  # fmt: skip
 

@@ -36,7 +36,7 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import errors
-from jaxline import keys
+from jaxline.keys import Check, Key
 
 T = TypeVar('T')
 
@@ -81,7 +81,7 @@ def _check(source: str, value: Mapping[str, Any]) -> None:
 
 
 KEYS = (
-  keys.Key('distributed', 'auto', keys.Check(
+  Key('distributed', 'auto', Check(
         f'one of {MODES}, or a dict with the keys {tuple(VARIABLES)}',
         validate, object),
       'How several processes connect. `auto`: by a cluster that JAX knows or'

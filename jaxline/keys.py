@@ -9,7 +9,7 @@ import functools
 import math
 import numbers
 import re
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import config_dict
 
@@ -127,8 +127,6 @@ def parse_ranges(text: str) -> list[tuple[int, int]]:
 _RANGES = "ranges such as '10-15,1000', or ''"
 RANGES = Check(_RANGES, lambda x: parse_ranges(str(x)), str)
 
-RUN, PROGRAM, NONE = 'run', 'program', 'none'  # Effects of a change.
-
 
 @dataclasses.dataclass(frozen=True)
 class Key:
@@ -140,7 +138,7 @@ class Key:
       of the user's choice.
     check: what a value must be.
     reason: what the key is for, and why one would change it.
-    effect: of a change on a run that is resumed: RUN, PROGRAM or NONE.
+    effect: of a change on a run that is resumed: see `base_config`.
     sharded: only the sharded style reads it; the per-device style refuses a
       value that is not the default.
   """
@@ -149,7 +147,7 @@ class Key:
   default: Any
   check: Check
   reason: str
-  effect: str = NONE
+  effect: Literal['run', 'program', 'none'] = 'none'
   sharded: bool = False
 
 

@@ -18,7 +18,7 @@ from jax.experimental import mesh_utils
 import numpy as np
 
 from jaxline import errors
-from jaxline import keys
+from jaxline.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
@@ -226,22 +226,22 @@ def check_sizes(
   return within, across
 
 
-_SIZES = keys.optional(keys.mapping('a dict from axis to size'))
+_SIZES = optional(mapping('a dict from axis to size'))
 KEYS = (
-  keys.Key('mesh', {}, keys.optional(
-        keys.Check('a dict of some of the keys below', check_sizes)),
+  Key('mesh', {}, optional(
+        Check('a dict of some of the keys below', check_sizes)),
       'Sizes of the device mesh of a sharded step; their product is the number'
-      ' of devices. See docs/sharding.md.', keys.PROGRAM, sharded=True),
-  keys.Key('mesh.ici', {}, _SIZES,
+      ' of devices. See docs/sharding.md.', 'program', sharded=True),
+  Key('mesh.ici', {}, _SIZES,
       'Sizes within a slice: devices that a fast network connects, such as a'
       ' TPU slice or the GPUs of a node. One may be -1: all that are left.',
-      keys.PROGRAM),
-  keys.Key('mesh.dcn', {}, _SIZES,
+      'program'),
+  Key('mesh.dcn', {}, _SIZES,
       'Sizes across slices, which a slower network connects. The size of an'
-      ' axis of the mesh is the product of both.', keys.PROGRAM),
-  *(keys.Key(f'mesh.{network}.{axis}', -1 if axis == filled else 1,
-        keys.Check('an integer in [1, inf), or -1', lambda x: True),
-        reason, keys.PROGRAM)
+      ' axis of the mesh is the product of both.', 'program'),
+  *(Key(f'mesh.{network}.{axis}', -1 if axis == filled else 1,
+        Check('an integer in [1, inf), or -1', lambda x: True),
+        reason, 'program')
     for network, filled in (('ici', 'data'), ('dcn', 'replica'))
     for axis, reason in (
       ('stage', 'Stages of a pipeline.'),

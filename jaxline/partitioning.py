@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
-from jaxline import keys
 from jaxline import mesh as mesh_lib
+from jaxline.keys import Check, Key, optional
 
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
@@ -154,15 +154,14 @@ def get_rules(
 
 
 KEYS = (
-  keys.Key('sharding', 'ddp', keys.Check(
-        f'one of {tuple(PRESETS)}', get_rules),
+  Key('sharding', 'ddp', Check(f'one of {tuple(PRESETS)}', get_rules),
       'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
-      ' With `ddp` only the batch.', keys.PROGRAM, sharded=True),
-  keys.Key('sharding_rules', {}, keys.optional(keys.Check(
+      ' With `ddp` only the batch.', 'program', sharded=True),
+  Key('sharding_rules', {}, optional(Check(
         'a dict from logical axis to mesh axes',
         lambda x: get_rules('ddp', x))),
       "Changes to that preset, such as {'vocab': ('data',)}.",
-      keys.PROGRAM, sharded=True),
+      'program', sharded=True),
 )  # fmt: skip
 
 

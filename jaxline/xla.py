@@ -25,7 +25,7 @@ from jax.experimental import profiler
 
 from jaxline import disk
 from jaxline import errors
-from jaxline import keys
+from jaxline.keys import BOOLEAN, COUNT, Key, integer, mapping, optional, text
 from jaxline.metrics import periodic
 
 # The first step whose profile is saved: the first compiles, and the next ones
@@ -34,36 +34,33 @@ FIRST_PROFILED_STEP = 5
 
 _PGLE_KEYS = ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
 
-_PROFILE = keys.optional(
+_PROFILE = optional(
   # XLA ignores a file without this suffix.
-  keys.text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
+  text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
 )
 KEYS = (
-  keys.Key('xla', {}, keys.mapping('a dict of the keys below'),
+  Key('xla', {}, mapping('a dict of the keys below'),
       'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
-      keys.PROGRAM),
-  keys.Key('xla.latency_hiding_scheduler', None, keys.optional(keys.BOOLEAN),
-      'Communicate while computing. None leaves the choice to XLA.',
-      keys.PROGRAM),
-  keys.Key('xla.pgle_profiling_runs', 0, keys.integer(0),
-      'GPU: profile this many runs of the step, then compile it again with'
-      ' what was measured (automatic PGLE). 0 disables it.', keys.PROGRAM),
-  keys.Key('xla.pgle_aggregation_percentile', None,
-      keys.optional(keys.integer(0, 100)),
+      'program'),
+  Key('xla.latency_hiding_scheduler', None, optional(BOOLEAN),
+      'Communicate while computing. None leaves the choice to XLA.', 'program'),
+  Key('xla.pgle_profiling_runs', 0, integer(0),
+      'GPU: profile this many runs of the step, then compile it again with what'
+      ' was measured (automatic PGLE). 0 disables it.', 'program'),
+  Key('xla.pgle_aggregation_percentile', None, optional(integer(0, 100)),
       "The percentile of several measured times that counts. None is JAX's"
-      ' default, 90.', keys.PROGRAM),
-  keys.Key('xla.pgle_save', None, _PROFILE,
+      ' default, 90.', 'program'),
+  Key('xla.pgle_save', None, _PROFILE,
       'The same in two runs (manual PGLE): the first writes this file.',
-      keys.PROGRAM),
-  keys.Key('xla.pgle_save_steps', 10, keys.COUNT,
-      'How many steps that run profiles.'),
-  keys.Key('xla.pgle_profile', None, _PROFILE,
-      'The file of the first run, in the second run.', keys.PROGRAM),
-  keys.Key('xla.flags', {}, keys.mapping(
+      'program'),
+  Key('xla.pgle_save_steps', 10, COUNT, 'How many steps that run profiles.'),
+  Key('xla.pgle_profile', None, _PROFILE,
+      'The file of the first run, in the second run.', 'program'),
+  Key('xla.flags', {}, mapping(
         "a dict from flag to value, such as {'xla_dump_to': '/tmp'}"),
-      'Further flags for XLA_FLAGS.', keys.PROGRAM),
-  keys.Key('xla.tpu_flags', {}, keys.mapping('a dict from flag to value'),
-      "Further flags of libtpu, for LIBTPU_INIT_ARGS.", keys.PROGRAM),
+      'Further flags for XLA_FLAGS.', 'program'),
+  Key('xla.tpu_flags', {}, mapping('a dict from flag to value'),
+      'Further flags of libtpu, for LIBTPU_INIT_ARGS.', 'program'),
 )  # fmt: skip
 
 

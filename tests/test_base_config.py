@@ -321,15 +321,6 @@ STEPS, SECS = 'steps', 'secs'
       {'train_checkpoint_all_hosts': True, 'checkpoint_interval_type': STEPS},
       [],
     ),
-    ({'periodic_action_growth_ratios': [1]}, ["interval_type = 'steps'"]),
-    *(
-      (
-        {'periodic_action_growth_ratios': [1], 'interval_type': STEPS, key: x},
-        words,
-      )
-      for key in ('logging_interval_type', 'checkpoint_interval_type')
-      for x, words in ((SECS, [key]), (STEPS, []))
-    ),
     ({'restore_rules': [('a', 'b')]}, ['restore_from']),
     ({'checkpointer': 'memory', 'eval_steps': 'all'}, ['eval_steps']),
     (

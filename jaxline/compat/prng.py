@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline import keys
 from jaxline.compat import devices
+from jaxline.keys import BOOLEAN, Key, integer, one_of
 
 
 def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
@@ -64,19 +64,19 @@ class DistributedRNGMode(enum.Enum):
     return self.value.endswith('unique_device')
 
 
-_RANDOM_MODE = keys.one_of(*(mode.value for mode in DistributedRNGMode))
+_RANDOM_MODE = one_of(*(mode.value for mode in DistributedRNGMode))
 KEYS = (
-  keys.Key('random_seed', 42, keys.integer(-(2**63), 2**63 - 1),  # As in JAX.
+  Key('random_seed', 42, integer(-(2**63), 2**63 - 1),  # As in JAX.
       'The seed of all random numbers: split into the step key and the init'
-      ' key.', keys.RUN),
-  keys.Key('random_mode_train', 'unique_host_unique_device', _RANDOM_MODE,
+      ' key.', 'run'),
+  Key('random_mode_train', 'unique_host_unique_device', _RANDOM_MODE,
       'How the keys of the devices differ in a training step of the per-device'
-      ' style: see `prng.DistributedRNGMode`.', keys.RUN),
-  keys.Key('random_mode_eval', 'same_host_same_device', _RANDOM_MODE,
+      ' style: see `prng.DistributedRNGMode`.', 'run'),
+  Key('random_mode_eval', 'same_host_same_device', _RANDOM_MODE,
       'The same in an evaluation.'),
-  keys.Key('legacy_random_seed_behavior', False, keys.BOOLEAN,
+  Key('legacy_random_seed_behavior', False, BOOLEAN,
       'Use the unsplit key of the seed for both, as the first versions of'
-      ' JAXline did.', keys.RUN),
+      ' JAXline did.', 'run'),
 )  # fmt: skip
 
 
