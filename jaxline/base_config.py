@@ -46,10 +46,6 @@ from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
 
 T = TypeVar('T')
 
-# An unknown key that is at least as similar to a known one is a misspelling of
-# it; any other is the experiment's own.
-_MISSPELLED = 0.85
-
 _RUN_KEYS = (
   Key('experiment_class', None, optional(text("'package.module:Class'")),
       'The class that `experiment.py` runs. None where that file gives its'
@@ -90,23 +86,6 @@ _EVALUATION_KEYS = (
         "'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')),
       'Evaluate the checkpoints of these steps, or all that are kept, then end.'
       ' None evaluates each new checkpoint of the training run.'),
-  Key('best_model_eval_metric', '',
-      optional(text("the name of a scalar, or ''")),
-      'The scalar of `evaluate` whose best value is kept as the series `best`.'
-      ' Without one there is no such series.'),
-  Key('best_model_eval_metric_higher_is_better', True, keys.BOOLEAN,
-      'Whether the best value is the highest, or else the lowest.'),
-  Key('early_stop', {}, mapping(
-        "a dict of the keys below, such as {'patience': 5}"),
-      'Ends training when a metric of the evaluation stops improving; beside a'
-      ' process of the mode `eval`, at a save.'),
-  Key('early_stop.patience', None, optional(COUNT),
-      'After how many evaluations in a row without a gain. None disables it.'),
-  Key('early_stop.metric', '', text("the name of a scalar, or ''"),
-      "The scalar of `evaluate`; '' is `best_model_eval_metric`, whose"
-      ' `..._higher_is_better` counts for both.'),
-  Key('early_stop.min_delta', 0.0, number(0),
-      'A gain is more than this beyond the best value so far.'),
   Key('decode', {}, mapping(
         "a dict of the keys below, such as {'prompts': 'FILE'}"),
       '--jaxline_mode=decode: continues prompts by the weights of a run.'),
@@ -171,7 +150,7 @@ def validate_keys(
     errors.UsageError: a key is missing or misspelled.
   """
   for key in set(config) - set(base_cfg):
-    for near in errors.nearest(key, base_cfg, cutoff=_MISSPELLED):
+    for near in errors.nearest(key, base_cfg, cutoff=0.85):
       if not set(near.split('_')) <= set(key.split('_')):
         raise errors.UsageError(
           f'Unknown config key {key!r}. Did you mean {near!r}? The keys are'
@@ -369,10 +348,10 @@ def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
     errors.UsageError: the directory has no such file.
   """
   try:
-    text = store_lib.at(directory, 'checkpoint_dir').read(RECORD)
-    if text is None:
+    raw = store_lib.at(directory, 'checkpoint_dir').read(RECORD)
+    if raw is None:
       raise ValueError('there is no such file')
-    if isinstance(record := json.loads(text), dict):
+    if isinstance(record := json.loads(raw), dict):
       return record
     raise ValueError('no JSON object')
   except (OSError, ValueError) as e:
@@ -393,12 +372,11 @@ def recorded_config(
     errors.UsageError: the directory is not that of a run.
   """
   place = store_lib.at(os.path.expanduser(directory)).url
-  record = read_record(place)
+  record = read_record(place) | {'checkpoint_dir': place}
   config = get_base_config()
   try:
     with config.ignore_type():
       _fill(config, record)
-      config.checkpoint_dir = place
       for name in _NOT_TAKEN:
         if _value(config, name) != 'off':
           config.update_from_flattened_dict({name: _DEFAULTS[name]})

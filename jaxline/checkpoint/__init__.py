@@ -40,6 +40,23 @@ KEYS = (
       ' expression (the first match counts) gets the array `name` of it. With'
       ' None, or without a match, it keeps its initial value. The run starts at'
       ' step 0 with fresh keys and schedules: see docs/checkpoints.md.'),
+  Key('best_model_eval_metric', '',
+      optional(text("the name of a scalar, or ''")),
+      'The scalar of `evaluate` whose best value is kept as the series `best`.'
+      ' Without one there is no such series.'),
+  Key('best_model_eval_metric_higher_is_better', True, BOOLEAN,
+      'Whether the best value is the highest, or else the lowest.'),
+  Key('early_stop', {}, keys.mapping(
+        "a dict of the keys below, such as {'patience': 5}"),
+      'Ends training when a metric of the evaluation stops improving; beside a'
+      ' process of the mode `eval`, at a save.'),
+  Key('early_stop.patience', None, optional(COUNT),
+      'After how many evaluations in a row without a gain. None disables it.'),
+  Key('early_stop.metric', '', text("the name of a scalar, or ''"),
+      "The scalar of `evaluate`; '' is `best_model_eval_metric`, whose"
+      ' `..._higher_is_better` counts for both.'),
+  Key('early_stop.min_delta', 0.0, keys.number(0),
+      'A gain is more than this beyond the best value so far.'),
   Key('on_config_change', 'raise', one_of('raise', 'continue'),
       'The latest checkpoint was made with another value of a key whose change'
       ' makes another run: `raise` lists these keys, `continue` restores it.'),
