@@ -19,9 +19,7 @@ prints docs/reference/config.md.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 import json
-import operator
 import os
 import re
 import typing
@@ -46,7 +44,8 @@ from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
 
 T = TypeVar('T')
 
-_RUN_KEYS = (
+_FILE = optional(text('the name of a file', is_path=True))
+KEYS: tuple[Key, ...] = (
   Key('experiment_class', None, optional(text("'package.module:Class'")),
       'The class that `experiment.py` runs. None where that file gives its'
       ' class to `platform.main` itself.', 'run'),
@@ -71,10 +70,6 @@ _RUN_KEYS = (
   Key('topology', None, optional(text("a TPU topology, such as 'v4:4x4x4'")),
       'With --jaxline_mode=compile: for what. None is the devices here.'),
   Key('num_slices', 1, COUNT, 'The number of slices of that topology.'),
-)  # fmt: skip
-
-_FILE = optional(text('the name of a file', is_path=True))
-_EVALUATION_KEYS = (
   Key('eval_initial_weights', False, keys.BOOLEAN,
       'Evaluate the weights that the run begins with, also those that it has by'
       ' `restore_from`, before the first step. In the per-device style an'
@@ -102,17 +97,10 @@ _EVALUATION_KEYS = (
       'The series of the checkpoint.'),
   Key('decode.step', None, optional(keys.integer(0)),
       'The step of the checkpoint. None is the newest.'),
+  *(key for owner in (
+      mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs,
+      checkpoint, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
-
-_SUBSYSTEMS = (
-  *(mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs),
-  *(checkpoint, supervision, prng),
-)
-KEYS: tuple[Key, ...] = (
-  *_RUN_KEYS,
-  *(key for subsystem in _SUBSYSTEMS for key in subsystem.KEYS),
-  *_EVALUATION_KEYS,
-)
 _DEFAULTS = {key.name: key.default for key in KEYS}
 
 
@@ -123,8 +111,7 @@ def get_base_config() -> config_dict.ConfigDict:
     value = key.default
     if key.check.kind is object or (value is None and key.check.kind):
       value = config_dict.FieldReference(value, field_type=key.check.kind)
-    *sections, name = key.name.split('.')
-    functools.reduce(operator.getitem, sections, config)[name] = value
+    config.update_from_flattened_dict({key.name: value})
   return config
 
 
@@ -201,8 +188,7 @@ def _pgle_twice(*ways: Any) -> Any:
   return sum(map(bool, ways)) > 1
 
 
-# Whether the values of these keys contradict each other. The docstring says
-# why, and what to do.
+# Maps each function to the keys whose values it judges, in their order.
 _CONTRADICTIONS: dict[Callable[..., Any], str] = {
   _hosts_save_different_steps: 'train_checkpoint_all_hosts'
   ' checkpoint_interval_type interval_type',
@@ -247,11 +233,9 @@ def validate_config(config: config_dict.ConfigDict) -> None:
 
 
 def complete_config(config: Any) -> Any:
-  """Returns a config with all base keys, for one that a program has made.
+  """Returns a config with all base keys: itself, or a copy with the defaults.
 
-  Returns:
-    The config itself if it lacks nothing. Otherwise a copy with the defaults of
-    the missing keys; without `on_nonfinite` the loss is not judged.
+  A copy of a config without `on_nonfinite` ignores losses that are not finite.
   """
   defaults = get_base_config()
   if all(key in config for key in defaults):
@@ -269,9 +253,6 @@ def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
         path = os.path.expanduser(path)
         config.update_from_flattened_dict({key.name: path})
   return config
-
-
-# The effect of a change.
 
 
 def changes(
@@ -330,7 +311,6 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 
 # The config that a run has recorded in its directory.
-
 RECORD = 'config.json'
 
 # Keys that are not taken from a record. A pickle and a compiled program can run
