@@ -42,7 +42,7 @@ class Check:
       if self.accepts(value) is not False:
         return
     except errors.UsageError:
-      raise  # Its message has the name of a part.
+      raise  # It names the part of the value that is wrong.
     except (TypeError, ValueError) as e:
       given += f' ({e})'
     raise errors.UsageError(f'{given}; expected {self.expected}.')
@@ -81,7 +81,7 @@ def number(
   below: float = math.inf,
   kind: type = float,
 ) -> Check:
-  """Accepts a finite number: from `min` to `max`, above one, below another."""
+  """Accepts a finite number: min <= x <= max and above < x < below."""
   low = f'({above}' if min == -math.inf else f'[{min}'
   high = f'{below})' if max == math.inf else f'{max}]'
   noun = 'an integer' if kind is int else 'a number'
