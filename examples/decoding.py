@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline import base_config
 from jaxline import errors
+from jaxline import keys
 from jaxline.inputs import tokenization
 
 # (cache, tokens_BL, start_B) -> (logits_BLV, cache)
@@ -87,17 +87,15 @@ class Options:
   def __post_init__(self) -> None:
     if self.method not in METHODS:
       self._refuse('method', f'one of {METHODS}')
-    base_config.check_numbers(
+    keys.check_attributes(
       self,
-      {
-        'max_decode_steps': 'integer [1, inf)',
-        'temperature': '[0, inf)',
-        'top_k': 'integer [0, inf)',
-        'top_p': '(0, 1]',
-        'num_samples': 'integer [1, inf)',
-        'beam_size': 'integer [1, inf)',
-        'length_norm_alpha': '[0, inf)',
-      },
+      max_decode_steps=keys.integer(min=1),
+      temperature=keys.number(min=0),
+      top_k=keys.integer(min=0),
+      top_p=keys.number(above=0, max=1),
+      num_samples=keys.integer(min=1),
+      beam_size=keys.integer(min=1),
+      length_norm_alpha=keys.number(min=0),
     )
     if self.num_samples > 1 and self.method != 'sample':
       self._refuse('num_samples', f"1, or method='sample', not {self.method!r}")

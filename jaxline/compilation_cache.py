@@ -28,6 +28,7 @@ import numpy as np
 from jaxline import disk
 from jaxline import distributed
 from jaxline import xla
+from jaxline.keys import Key, text
 
 # All entries in a directory together.
 MAX_BYTES = 4 << 30
@@ -35,6 +36,15 @@ MAX_BYTES = 4 << 30
 _MIN_COMPILE_SECS = 0.1
 _SUFFIX = '.program'
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+KEYS = (
+  Key('compilation_cache', 'auto', text(
+        "'auto', 'off', or a directory with '/'", r'auto|off|.*/.*',
+        is_path=True),
+      'Where compiled programs are kept for the next start. `auto` is at most 4'
+      " GiB in the user's cache directory. A cache that JAX was given comes"
+      ' first; with PGLE there is none.'),
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -32,10 +32,10 @@ from jax._src import clusters
 from jax._src import distributed as jax_distributed
 from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
-from ml_collections import config_dict
 import numpy as np
 
 from jaxline import errors
+from jaxline.keys import MAPPINGS, Check, Key
 
 T = TypeVar('T')
 
@@ -46,21 +46,6 @@ VARIABLES = {
   'num_processes': 'JAX_NUM_PROCESSES',
   'process_id': 'JAX_PROCESS_ID',
 }
-
-
-def validate(value: Any) -> None:
-  """Checks a value of `config.distributed`.
-
-  Raises:
-    UsageError: the value is invalid.
-  """
-  if isinstance(value, Mapping | config_dict.ConfigDict):
-    _check('config.distributed', value)
-  elif value not in MODES:
-    raise errors.UsageError(
-      f'config.distributed is {value!r}; expected one of {MODES} or a mapping'
-      f' with the keys {tuple(VARIABLES)}.'
-    )
 
 
 def _check(source: str, value: Mapping[str, Any]) -> None:
@@ -79,6 +64,23 @@ def _check(source: str, value: Mapping[str, Any]) -> None:
     )
 
 
+def _is_valid(value: Any) -> bool:
+  if isinstance(value, MAPPINGS):
+    _check('config.distributed', value)
+    return True
+  return value in MODES
+
+
+KEYS = (
+  Key('distributed', 'auto', Check(
+        f'one of {MODES}, or a dict with the keys {tuple(VARIABLES)}',
+        _is_valid, object),
+      'How several processes connect. `auto`: by a cluster that JAX knows or'
+      " the launcher's variables; without either, this is one process. `off`:"
+      ' this is one process. See docs/reference/launching.md.'),
+)  # fmt: skip
+
+
 def initialize(value: Any, timeout_secs: float = 300.0) -> None:
   """Connects to the other processes of the run, if there are any.
 
@@ -93,7 +95,7 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
   Raises:
     UsageError: the value, or the environment, is invalid.
   """
-  validate(value)
+  KEYS[0].check.require('config.distributed', value)
   if value == 'off' or jax.distributed.is_initialized():
     return
   place = _found(timeout_secs) if value == 'auto' else dict(value)

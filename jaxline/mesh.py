@@ -18,6 +18,7 @@ from jax.experimental import mesh_utils
 import numpy as np
 
 from jaxline import errors
+from jaxline.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
@@ -223,6 +224,31 @@ def check_sizes(
     found.append(default | {axis: int(size) for axis, size in given.items()})
   within, across = found
   return within, across
+
+
+_SIZES = optional(mapping('a dict from axis to size'))
+KEYS = (
+  Key('mesh', {}, optional(
+        Check('a dict of some of the keys below', check_sizes)),
+      'Sizes of the device mesh of a sharded step; their product is the number'
+      ' of devices. See docs/sharding.md.', 'program', sharded=True),
+  Key('mesh.ici', {}, _SIZES,
+      'Sizes within a slice: devices that a fast network connects, such as a'
+      ' TPU slice or the GPUs of a node. One may be -1: all that are left.',
+      'program'),
+  Key('mesh.dcn', {}, _SIZES,
+      'Sizes across slices, which a slower network connects. The size of an'
+      ' axis of the mesh is the product of both.', 'program'),
+  *(Key(f'mesh.{network}.{axis}', -1 if axis == filled else 1,
+        Check('an integer in [1, inf), or -1', lambda x: True),
+        reason, 'program')
+    for network, filled in (('ici', 'data'), ('dcn', 'replica'))
+    for axis, reason in (
+      ('stage', 'Stages of a pipeline.'),
+      ('replica', 'Splits the batch; each part holds all weights.'),
+      ('data', 'Splits the batch and, with `fsdp`, the weights.'),
+      ('mdl', 'Splits weights and activations, with `tp`.'))),
+)  # fmt: skip
 
 
 def _fill(

@@ -23,6 +23,7 @@ import jax
 
 from jaxline import errors
 from jaxline import mesh as mesh_lib
+from jaxline.keys import Check, Key, optional
 
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
@@ -147,6 +148,18 @@ def get_rules(
   changes = dict(changes or {})
   errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
   return dataclasses.replace(PRESETS[name], **changes)  # type: ignore[arg-type]
+
+
+KEYS = (
+  Key('sharding', 'ddp', Check(f'one of {tuple(PRESETS)}', get_rules),
+      'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
+      ' With `ddp` only the batch.', 'program', sharded=True),
+  Key('sharding_rules', {}, optional(Check(
+        'a dict from logical axis to mesh axes',
+        lambda x: get_rules('ddp', x))),
+      "Changes to that preset, such as {'vocab': ('data',)}.",
+      'program', sharded=True),
+)  # fmt: skip
 
 
 def is_logical(x: Any) -> bool:

@@ -29,6 +29,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import evaluation
 from jaxline import experiment
+from jaxline import keys
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline import placement
@@ -41,7 +42,6 @@ from jaxline.inputs import iterable
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
-from jaxline.supervision import profiling
 from jaxline.supervision import recompute
 
 # The names of `train_step` that experiments use.
@@ -150,7 +150,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       'buffer_size': config.infeed_buffer_size,
       'stall_secs': config.infeed_stall_secs,
     }
-    skipped = profiling.parse(config.skip_batches, 'skip_batches')
+    skipped = keys.parse_ranges(config.skip_batches)
     self._skipped = {n for a, b in skipped for n in range(a, b + 1)}
     self._init_rng = init_rng
     self._state: TrainState | None = None

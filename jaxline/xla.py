@@ -25,6 +25,7 @@ from jax.experimental import profiler
 
 from jaxline import disk
 from jaxline import errors
+from jaxline.keys import BOOLEAN, COUNT, Key, integer, mapping, optional, text
 from jaxline.metrics import periodic
 
 # The first step whose profile is saved: the first compiles, and the next ones
@@ -32,6 +33,35 @@ from jaxline.metrics import periodic
 FIRST_PROFILED_STEP = 5
 
 _PGLE_KEYS = ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
+
+_PROFILE = optional(
+  # XLA ignores a file without this suffix.
+  text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
+)
+KEYS = (
+  Key('xla', {}, mapping('a dict of the keys below'),
+      'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
+      'program'),
+  Key('xla.latency_hiding_scheduler', None, optional(BOOLEAN),
+      'Communicate while computing. None leaves the choice to XLA.', 'program'),
+  Key('xla.pgle_profiling_runs', 0, integer(0),
+      'GPU: profile this many runs of the step, then compile it again with what'
+      ' was measured (automatic PGLE). 0 disables it.', 'program'),
+  Key('xla.pgle_aggregation_percentile', None, optional(integer(0, 100)),
+      "The percentile of several measured times that counts. None is JAX's"
+      ' default, 90.', 'program'),
+  Key('xla.pgle_save', None, _PROFILE,
+      'The same in two runs (manual PGLE): the first writes this file.',
+      'program'),
+  Key('xla.pgle_save_steps', 10, COUNT, 'How many steps that run profiles.'),
+  Key('xla.pgle_profile', None, _PROFILE,
+      'The file of the first run, in the second run.', 'program'),
+  Key('xla.flags', {}, mapping(
+        "a dict from flag to value, such as {'xla_dump_to': '/tmp'}"),
+      'Further flags for XLA_FLAGS.', 'program'),
+  Key('xla.tpu_flags', {}, mapping('a dict from flag to value'),
+      'Further flags of libtpu, for LIBTPU_INIT_ARGS.', 'program'),
+)  # fmt: skip
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -27,6 +27,7 @@ LEAVES = (
   'aot.counting',
   'aot.hlo',
   'async_lib',
+  'checkpoint.__init__',
   'checkpoint.owner',
   'checkpoint.spool',
   'checkpoint.store',
@@ -35,8 +36,8 @@ LEAVES = (
   'debug',
   'disk',
   'distributed',
-  'errors',
   'goodput',
+  'inputs.__init__',
   'launch',
   'mesh',
   'metrics',
@@ -44,8 +45,11 @@ LEAVES = (
   'xla',
 )
 # A module imports only from lower steps, from its own package, or, if it is a
-# leaf, from other leaves. `a.b` has a step of its own within its package.
+# leaf, from other leaves. `a.b` has a step of its own within its package;
+# `a.__init__` is the package itself, with the rows of its config keys.
 STEPS = (
+  ('errors',),
+  ('keys',),
   LEAVES,
   ('partitioning',),
   ('placement',),
@@ -154,6 +158,8 @@ def library_imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
 
 def unit_of(name: str) -> str:
   """Returns what a module belongs to in `STEPS`."""
+  if f'{name}.__init__' in UNITS:
+    return f'{name}.__init__'
   return name if name in UNITS else name.split('.')[0]
 
 

@@ -80,7 +80,7 @@ def who(place):
   'value', ['auto', 'off', HERE, config_dict.ConfigDict(HERE)]
 )
 def test_valid(value):
-  distributed.validate(value)
+  distributed.KEYS[0].check.require('config.distributed', value)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_valid(value):
 )
 def test_invalid(value, word):
   with pytest.raises(errors.UsageError, match=re.escape(word)):
-    distributed.validate(value)
+    distributed.KEYS[0].check.require('config.distributed', value)
 
 
 # --- What the environment says -----------------------------------------------

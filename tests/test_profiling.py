@@ -13,6 +13,7 @@ import pytest
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
+from jaxline import keys
 from jaxline import train
 from jaxline.supervision import profiling
 
@@ -96,13 +97,13 @@ def steps_of(paths):
   ],
 )
 def test_ranges(text, ranges):
-  assert profiling.parse(text) == ranges
+  assert keys.parse_ranges(text) == ranges
   assert base_config.get_base_config().profile_steps is None
   make_config('/nowhere', profile_steps=text)
 
 
 @pytest.mark.parametrize(
-  'text', ['', 'ten', '0-3', '15-10', '10-15,15', '10-', '10-15,', '-5', '1.5']
+  'text', ['ten', '0-3', '15-10', '10-15,15', '10-', '10-15,', '-5', '1.5']
 )
 def test_wrong_ranges_are_refused(text):
   with pytest.raises(errors.UsageError, match='profile_steps'):

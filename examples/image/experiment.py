@@ -23,6 +23,7 @@ import optax
 
 from jaxline import base_config
 from jaxline import experiment
+from jaxline import keys
 from jaxline import utils
 
 from . import input as image_input
@@ -64,18 +65,16 @@ class Config:
   model: model.ResNetConfig
 
   def __post_init__(self) -> None:
-    base_config.check_numbers(
+    keys.check_attributes(
       self,
-      {
-        'seed': 'integer [0, inf)',
-        'training_steps': 'integer [0, inf)',
-        'warmup_fraction': '[0, 1)',
-        'peak_learning_rate': '[0, inf)',
-        'momentum': '[0, 1)',
-        'l2': '[0, inf)',
-        'train_batch_size': 'integer [1, inf)',
-        'eval_batch_size': 'integer [1, inf)',
-      },
+      seed=keys.integer(min=0),
+      training_steps=keys.integer(min=0),
+      warmup_fraction=keys.number(min=0, below=1),
+      peak_learning_rate=keys.number(min=0),
+      momentum=keys.number(min=0, below=1),
+      l2=keys.number(min=0),
+      train_batch_size=keys.integer(min=1),
+      eval_batch_size=keys.integer(min=1),
     )
 
 

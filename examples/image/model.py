@@ -16,7 +16,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from jaxline import base_config
+from jaxline import keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,11 @@ class ResNetConfig:
         f'Each group needs its blocks, channels and stride; got {groups}. '
         'Give the three the same length.'
       )
-    base_config.check_numbers(
+    keys.check_attributes(
       self,
-      {
-        'num_classes': 'integer [1, inf)',
-        'stem_channels': 'integer [1, inf)',
-        'batch_norm_decay': '[0, 1)',
-      },
+      num_classes=keys.integer(min=1),
+      stem_channels=keys.integer(min=1),
+      batch_norm_decay=keys.number(min=0, below=1),
     )
 
 

@@ -22,6 +22,7 @@ from examples import decoding
 from examples import fp8
 from jaxline import base_config
 from jaxline import errors
+from jaxline import keys
 from jaxline import metrics
 from jaxline import placement
 from jaxline import sharded
@@ -109,24 +110,22 @@ class Config:
   decode: decoding.Options
 
   def __post_init__(self):
-    base_config.check_numbers(
+    keys.check_attributes(
       self,
-      {
-        'batch_size': 'integer [1, inf)',
-        'length': 'integer [1, inf)',
-        'eval_batch_size': 'integer [1, inf)',
-        'training_steps': 'integer [1, inf)',
-        'warmup_fraction': '[0, 1)',
-        'learning_rate': '[0, inf)',
-        'final_learning_rate': '[0, inf)',
-        'b1': '[0, 1)',
-        'b2': '[0, 1)',
-        'weight_decay': '[0, inf)',
-        'clip_norm': '(0, inf)',
-        'eval_fraction': '(0, 1)',
-        'sample_length': 'integer [0, inf)',
-        'sample_temperature': '[0, inf)',
-      },
+      batch_size=keys.integer(min=1),
+      length=keys.integer(min=1),
+      eval_batch_size=keys.integer(min=1),
+      training_steps=keys.integer(min=1),
+      warmup_fraction=keys.number(min=0, below=1),
+      learning_rate=keys.number(min=0),
+      final_learning_rate=keys.number(min=0),
+      b1=keys.number(min=0, below=1),
+      b2=keys.number(min=0, below=1),
+      weight_decay=keys.number(min=0),
+      clip_norm=keys.number(above=0),
+      eval_fraction=keys.number(above=0, below=1),
+      sample_length=keys.integer(min=0),
+      sample_temperature=keys.number(min=0),
     )
     if self.decay not in _DECAYS:
       raise ValueError(f'decay must be one of {_DECAYS}; got {self.decay!r}.')

@@ -39,8 +39,8 @@ from fiddle import daglish
 from fiddle import printing
 import numpy as np
 
-from jaxline import base_config
 from jaxline import errors
+from jaxline import keys
 
 C = TypeVar('C')
 
@@ -332,7 +332,7 @@ class Configurable(abc.ABC):
   """
 
   # Field -> what it must be.
-  _CHECKS: ClassVar[Mapping[str, base_config.Check]] = {}
+  _CHECKS: ClassVar[Mapping[str, keys.Check]] = {}
   # What fields must be together, in words -> whether hyperparameters are so.
   _RULES: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
   # Fields of which one at most is set.
@@ -371,10 +371,7 @@ class Configurable(abc.ABC):
     self.hparams = hparams
     where = type(self).__name__
     for name, check in self._CHECKS.items():
-      if not check.accepts(value := getattr(hparams, name)):
-        raise errors.UsageError(
-          f'{where}.{name} is {value!r}; expected {check.expected}.'
-        )
+      check.require(f'{where}.{name}', getattr(hparams, name))
     for expected, holds in self._RULES.items():
       if not holds(hparams):
         raise errors.UsageError(f'{where} expects {expected}; got {hparams}.')

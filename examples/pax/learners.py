@@ -15,7 +15,7 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import optimizers
-from jaxline import base_config
+from jaxline import keys
 
 _TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
 
@@ -51,11 +51,7 @@ class Learner(hparams_lib.Configurable):
 
   _PARTS = {'optimizer': optimizers.BaseOptimizer}
   _EXCLUSIVE = (('bprop_variable_inclusion', 'bprop_variable_exclusion'),)
-  _CHECKS = {
-    'skip_step_gradient_norm_value': base_config.optional(
-      base_config.number('[0, inf)')
-    )
-  }
+  _CHECKS = {'skip_step_gradient_norm_value': keys.optional(keys.number(min=0))}
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)

@@ -28,7 +28,7 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import schedules
-from jaxline import base_config
+from jaxline import keys
 
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
@@ -37,7 +37,7 @@ NumStacked = Callable[[str], int]
 SkipsLp = Callable[[str], bool]
 # Fields of an optimizer that its learner follows.
 CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
-_NOT_NEGATIVE = base_config.optional(base_config.number('[0, inf)'))
+_NOT_NEGATIVE = keys.optional(keys.number(min=0))
 # To be chained.
 Transformations = list[optax.GradientTransformation]
 
@@ -154,12 +154,12 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
   _PARTS = {'lr_schedule': schedules.BaseSchedule}
   _CHECKS = {
-    'learning_rate': base_config.number('[0, inf)'),
+    'learning_rate': keys.number(min=0),
     'l2_regularizer_weight': _NOT_NEGATIVE,
     'decoupled_weight_decay': _NOT_NEGATIVE,
     'clip_gradient_norm_to_value': _NOT_NEGATIVE,
     'clip_gradient_single_norm_to_value': _NOT_NEGATIVE,
-    'ema_decay': base_config.number('[0, 1)'),
+    'ema_decay': keys.number(min=0, below=1),
   }
 
   learning_rate: float | None = None
@@ -456,10 +456,8 @@ class ShardedAdafactor(_Decayed):
 
   _CHECKS = {
     **_Decayed._CHECKS,
-    'decay_method': base_config.one_of('pow', 'adam'),
-    'quantized_dtype': base_config.one_of(
-      'int8', 'int16', 'bfloat16', 'float32'
-    ),
+    'decay_method': keys.one_of('pow', 'adam'),
+    'quantized_dtype': keys.one_of('int8', 'int16', 'bfloat16', 'float32'),
   }
 
   @classmethod

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from examples.pax import hparams as hparams_lib
-from jaxline import base_config
+from jaxline import keys
 
 Point = tuple[int, float]
 
-_POSITIVE = base_config.number('(0, inf)')
-_NOT_NEGATIVE = base_config.number('[0, inf)')
+_POSITIVE = keys.number(above=0)
+_NOT_NEGATIVE = keys.number(min=0)
 
 
 class BaseSchedule(hparams_lib.Configurable):
@@ -86,7 +86,7 @@ class Polynomial(_Between):
 
   _CHECKS = {
     'power': _POSITIVE,
-    'origin': base_config.one_of('start', 'limit'),
+    'origin': keys.one_of('start', 'limit'),
   }
 
   def _at(self, step: jax.Array) -> Any:

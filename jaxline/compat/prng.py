@@ -14,6 +14,7 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline.compat import devices
+from jaxline.keys import BOOLEAN, Key, integer, one_of
 
 
 def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
@@ -61,6 +62,22 @@ class DistributedRNGMode(enum.Enum):
   def unique_device(self) -> bool:
     """Whether the keys of different devices differ."""
     return self.value.endswith('unique_device')
+
+
+_RANDOM_MODE = one_of(*(mode.value for mode in DistributedRNGMode))
+KEYS = (
+  Key('random_seed', 42, integer(-(2**63), 2**63 - 1),  # As in JAX.
+      'The seed of all random numbers: split into the step key and the init'
+      ' key.', 'run'),
+  Key('random_mode_train', 'unique_host_unique_device', _RANDOM_MODE,
+      'How the keys of the devices differ in a training step of the per-device'
+      ' style: see `prng.DistributedRNGMode`.', 'run'),
+  Key('random_mode_eval', 'same_host_same_device', _RANDOM_MODE,
+      'The same in an evaluation.'),
+  Key('legacy_random_seed_behavior', False, BOOLEAN,
+      'Use the unsplit key of the seed for both, as the first versions of'
+      ' JAXline did.', 'run'),
+)  # fmt: skip
 
 
 def host_id_devices_for_rng(

@@ -1,1 +1,16 @@
 """Where training and evaluation batches come from, one module per source."""
+
+from jaxline.keys import POSITIVE, RANGES, Key, integer, optional
+
+KEYS = (
+  Key('infeed_buffer_size', 3, integer(2),
+      'Sharded style: how many batches are read and put on the devices ahead of'
+      ' the step, of small ones up to 32, of 16 MiB in all; those of an'
+      ' evaluation are only read ahead.', sharded=True),
+  Key('infeed_stall_secs', 60.0, optional(POSITIVE),
+      'When a step waits for its batch this many seconds, the log says so, and'
+      ' what the input is reading. None disables the warning.', sharded=True),
+  Key('skip_batches', '', RANGES,
+      'Batches to leave out, counted from 1: the step that would have had the'
+      ' first of a range takes the batch after the last.', 'run', sharded=True),
+)  # fmt: skip

@@ -3,13 +3,59 @@
 What becomes of the numbers of a run: `writers`, `periodic`, `console`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxline.keys import BOOLEAN, POSITIVE, Check, Key, number, one_of, optional
+
+_INTERVAL = optional(number())
+_INTERVAL_TYPE = optional(one_of('secs', 'steps'))
+KEYS = (
+  Key('interval_type', 'secs', _INTERVAL_TYPE,
+      'The unit of all intervals; None means `secs`. An interval that is None'
+      ' or negative disables the action, and 0 is every step.'),
+  Key('logging_interval_type', None, _INTERVAL_TYPE,
+      'Overrides `interval_type` for logging.'),
+  Key('checkpoint_interval_type', None, _INTERVAL_TYPE,
+      'Overrides `interval_type` for checkpoints.'),
+  Key('eval_interval_type', None, _INTERVAL_TYPE,
+      'Overrides `interval_type` for evaluation.'),
+  Key('save_checkpoint_interval', 300, _INTERVAL,
+      'How often a checkpoint is saved. 0 is never, as in JAXline.'),
+  Key('log_tensors_interval', 60, _INTERVAL, 'How often a line is logged.'),
+  Key('log_train_data_interval', 120.0, _INTERVAL,
+      'How often scalars are written to TensorBoard and JSON lines.'),
+  Key('eval_interval', 300, _INTERVAL,
+      'How often training pauses to evaluate, in the mode `train_and_eval`.'),
+  Key('periodic_action_growth_ratios', None, optional(Check(
+        'a list of positive numbers', lambda x: isinstance(x, Sequence)
+        and all(map(POSITIVE.accepts, x)))),
+      'Each ratio r adds the steps r, 10 r, 100 r ... to the intervals above:'
+      ' [1, 2, 5] logs often at the start. Needs intervals in steps.'),
+  Key('console', None, optional(one_of('live', 'plain', 'off')),
+      'What the first process shows: `live` redraws one line of the terminal,'
+      ' `plain` prints a line at each `log_tensors_interval`, `off` logs it.'
+      ' None is `live` on a terminal, else `plain`; -v 1 adds the full log.'),
+  Key('log_async', True, BOOLEAN,
+      'Make the log line on a background thread; False is for debugging.'),
+  Key('writers', ('tensorboard', 'jsonl'), Check(
+        'a list of names of writers', lambda x: isinstance(x, list | tuple)
+        and all(isinstance(name, str) for name in x)),
+      'What writes numbers, images and texts: `tensorboard`, `jsonl` (which'
+      ' `jaxline.fit` and `.runs` read), or a name of `writers.register`.'),
+  Key('log_all_hosts', False, BOOLEAN,
+      'Log on all hosts instead of only the first.'),
+  Key('log_all_train_data', False, BOOLEAN,
+      'Keep the scalars of every step, and log them together at the interval.'),
+  Key('fingerprint', True, BOOLEAN,
+      'Write a number of the scalars and the batch of every step, for `runs'
+      ' replay` and `runs bisect`.'),
+)  # fmt: skip
 
 
 @functools.partial(

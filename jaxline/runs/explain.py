@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxline import errors
+from jaxline import keys
 from jaxline import placement
 from jaxline import runs
 from jaxline import train_step
@@ -20,7 +21,6 @@ from jaxline.checkpoint import inspection
 from jaxline.inputs import base as inputs
 from jaxline.inputs import show
 from jaxline.runs import replay as replay_lib
-from jaxline.supervision import profiling
 
 # A value is a spike if it is this many median absolute deviations above the
 # median of the values before it.
@@ -148,7 +148,7 @@ def command(args: argparse.Namespace) -> int:
     numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
     table.append((str(number_), *numbers, where, text[:_MAX_TEXT]))
   inspection.print_table(table, right=(0, 1, 2, 3))
-  skipped = [*profiling.parse(replay.config.skip_batches), (number, number)]
+  skipped = [*keys.parse_ranges(replay.config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
   place = replay.config.restore_from
   begin = f'on without it: --config.restore_from={place}' if place else 'anew:'

@@ -1,1 +1,24 @@
 """Ends a run early: on a signal, a hang, or a loss that is not finite."""
+
+from jaxline.keys import COUNT, POSITIVE, RANGES, Key, one_of, optional
+
+KEYS = (
+  Key('on_nonfinite', None, optional(one_of('warn', 'raise', 'skip', 'ignore')),
+      'A step has a loss or gradients that are not finite: `raise` ends the'
+      ' run. `warn` warns once for each scalar. `skip` (sharded style) changes'
+      ' no weights and counts the step. `ignore` does nothing. None is `raise`'
+      ' in the sharded style, `warn` in the per-device style.', 'program'),
+  Key('max_nonfinite_steps', 10, COUNT,
+      'With `skip`, this many such steps in a row end the run.'),
+  Key('recompute_interval', None, optional(COUNT),
+      'Every so many steps, a step is computed twice and the results compared'
+      ' to the bit; a difference ends the run. It costs a step and a copy of'
+      ' the state.', sharded=True),
+  Key('profile_steps', None, optional(RANGES),
+      'Steps to trace for TensorBoard and Perfetto. See docs/howto.md.'),
+  Key('watchdog_secs', 7200.0, optional(POSITIVE),
+      "The process ends, with every thread's stack in the log, after this many"
+      ' seconds without a step or another sign of progress, until it has ended.'
+      ' Give more if a compilation or an evaluation takes longer. None disables'
+      ' it.'),
+)  # fmt: skip

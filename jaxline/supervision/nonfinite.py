@@ -17,8 +17,6 @@ from jaxline.metrics import periodic
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
 
-MODES = ('warn', 'raise', 'skip', 'ignore')
-
 # The scalar that the step of an experiment with SKIPS_NONFINITE returns, int32:
 # 0 if the loss and the gradients were finite; else 1, or with 'skip' the number
 # of steps in a row that were not.

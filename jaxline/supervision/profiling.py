@@ -8,40 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 import contextlib
 import pathlib
-import re
 import time
 from typing import Any
 
 from absl import logging
 import jax
 
-from jaxline import errors
+from jaxline import keys
 from jaxline.checkpoint import spool
 from jaxline.metrics import periodic
-
-
-def parse(text: str, key: str = 'profile_steps') -> list[tuple[int, int]]:
-  """Returns the (first, last) steps of ranges such as '10-15,1000-1005'.
-
-  '' has none.
-
-  Raises:
-    errors.UsageError: the text is something else, or not in order.
-  """
-  found: list[tuple[int, int]] = []
-  for part in text.split(',') if text else ():
-    match = re.fullmatch(r'\s*(\d+)(?:\s*-\s*(\d+))?\s*', part, re.ASCII)
-    first, last = (
-      map(int, (match[1], match[2] or match[1])) if match else (0, 0)
-    )
-    if not max([0, *(x for _, x in found)]) < first <= last:
-      raise errors.UsageError(
-        f'config.{key} is {text!r}, where {part.strip()!r} is wrong;'
-        " expected steps such as '12', '10-15' or '10-15,1000-1005', counted"
-        ' from 1 and in increasing order.'
-      )
-    found.append((first, last))
-  return found
 
 
 def actions(
@@ -75,7 +50,7 @@ class Profiler(periodic.Action):
       config: the run's, complete, with a directory.
       say: gets what the user is to know.
     """
-    self._ranges = parse(config.profile_steps) if config.profile_steps else []
+    self._ranges = keys.parse_ranges(config.profile_steps or '')
     self._run_directory = spool.directory(config.checkpoint_dir).absolute()
     self._directory = self._run_directory / 'train'
     if process := jax.process_index():

@@ -1,0 +1,165 @@
+"""Rows of the table of config keys, and checks of values.
+
+Each subsystem has the rows of its own keys as `KEYS`; `base_config` joins them.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+import numbers
+import re
+from typing import Any, Literal
+
+from ml_collections import config_dict
+
+from jaxline import errors
+
+MAPPINGS = (Mapping, config_dict.ConfigDict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """What a value must be.
+
+  Attributes:
+    expected: the valid values in words, for messages and the documentation.
+    accepts: returns False, or raises an error, for an invalid value.
+    kind: the type of a value that replaces a default of None. With `object`, a
+      value of any type replaces any default.
+    is_path: the value names a file, and may begin with `~`.
+  """
+
+  expected: str
+  accepts: Callable[[Any], Any]
+  kind: type | None = None
+  is_path: bool = False
+
+  def require(self, name: str, value: Any) -> None:
+    """Raises a UsageError if the value of this name is invalid."""
+    given = f'{name} is {value!r}'
+    try:
+      if self.accepts(value) is not False:
+        return
+    except errors.UsageError:
+      raise  # It names the part of the value that is wrong.
+    except (TypeError, ValueError) as e:
+      given += f' ({e})'
+    raise errors.UsageError(f'{given}; expected {self.expected}.')
+
+
+def optional(check: Check) -> Check:
+  """Accepts None, too."""
+  return dataclasses.replace(
+    check,
+    expected=f'{check.expected}, or None',
+    accepts=lambda x: x is None or check.accepts(x),
+  )
+
+
+def one_of(*valid: str) -> Check:
+  """Accepts some words."""
+  return Check(f'one of {valid}', lambda x: x in valid, str)
+
+
+def text(
+  expected: str, pattern: str = '(?s).*', *, is_path: bool = False
+) -> Check:
+  """Accepts text that matches a regular expression."""
+
+  def accepts(x: Any) -> bool:
+    return isinstance(x, str) and bool(re.fullmatch(pattern, x))
+
+  return Check(expected, accepts, str, is_path)
+
+
+def number(
+  min: float = -math.inf,
+  max: float = math.inf,
+  *,
+  above: float = -math.inf,
+  below: float = math.inf,
+  kind: type = float,
+) -> Check:
+  """Accepts a finite number: min <= x <= max and above < x < below."""
+  low = f'({above}' if min == -math.inf else f'[{min}'
+  high = f'{below})' if max == math.inf else f'{max}]'
+  noun = 'an integer' if kind is int else 'a number'
+  abstract = numbers.Integral if kind is int else numbers.Real
+
+  def accepts(x: Any) -> bool:
+    is_number = isinstance(x, abstract) and not isinstance(x, bool)
+    return is_number and bool(min <= x <= max and above < x < below)
+
+  return Check(f'{noun} in {low}, {high}', accepts, kind)
+
+
+integer = functools.partial(number, kind=int)
+
+
+def mapping(expected: str) -> Check:
+  """Accepts a dict."""
+  return Check(expected, lambda x: isinstance(x, MAPPINGS))
+
+
+BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
+COUNT = integer(1)
+POSITIVE = number(above=0)
+
+
+def parse_ranges(text: str) -> list[tuple[int, int]]:
+  """Returns the first and last numbers of ranges such as '10-15,1000'.
+
+  Raises:
+    ValueError: the text is something else, or its numbers do not increase.
+  """
+  ranges: list[tuple[int, int]] = []
+  end = 0
+  for part in text.split(',') if text else ():
+    first, dash, last = part.partition('-')
+    ranges.append((int(first), int(last if dash else first)))
+    if not end < ranges[-1][0] <= ranges[-1][1]:
+      raise ValueError(f'{part.strip()!r} does not follow {end}')
+    end = ranges[-1][1]
+  return ranges
+
+
+_RANGES = "ranges such as '10-15,1000', or ''"
+RANGES = Check(_RANGES, lambda x: parse_ranges(str(x)), str)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """A key of the config.
+
+  Attributes:
+    name: with a dot where it belongs to a section, such as 'decode.step'.
+    default: its value in the base config; {} is a section, or a dict with keys
+      of the user's choice.
+    check: what a value must be.
+    reason: what the key is for, and why one would change it.
+    effect: of a change on a run that is resumed: see `base_config`.
+    sharded: only the sharded style reads it; the per-device style refuses a
+      value that is not the default.
+  """
+
+  name: str
+  default: Any
+  check: Check
+  reason: str
+  effect: Literal['run', 'program', 'none'] = 'none'
+  sharded: bool = False
+
+
+def check_attributes(config: Any, /, **checks: Check) -> None:
+  """Checks the values of an experiment's own config, in its `__post_init__`.
+
+  Args:
+    config: has the values as attributes.
+    **checks: what each attribute must be.
+
+  Raises:
+    errors.UsageError: names the first invalid value.
+  """
+  for name, check in checks.items():
+    check.require(name, getattr(config, name))
