@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 _API = ('Result', 'evaluate', 'fit', 'load', 'load_weights')
 
