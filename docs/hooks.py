@@ -1,7 +1,7 @@
 """Hooks of MkDocs: pages from outside of docs/, and links that leave it.
 
-The navigation in mkdocs.yml may name any Markdown file of the repository, the
-page of a notebook, and the page of a module (api/jaxline.MODULE.md).
+The navigation in mkdocs.yml names pages of docs/, and besides these any other
+Markdown file of the repository, notebooks (as .md), and modules (in api/).
 """
 
 import json
@@ -12,28 +12,35 @@ import re
 from mkdocs.structure import files as mkdocs_files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# A code block, or a link within the repository: its text, its target.
+# A code block, or a link within the repository: its text and its target.
 LINK = re.compile(
-  r'^ *```.*?^ *```$|\[([^\[\]]*)\]\((?!https?:|#)([^)\s]+)\)', re.M | re.S
+  r'^ *```.*?^ *```$|\[([^\[\]]*)\]\((?!https?:|data:|#)([^)\s]+)\)',
+  re.M | re.S,
 )
+
+
+def source_of(uri):
+  """Returns the file of the repository that a page is made from."""
+  page = ROOT / 'docs' / uri
+  for path in (page, page.with_suffix('.ipynb')):
+    if path.exists():
+      return path
+  return ROOT / uri
 
 
 def on_files(files, config):
   """Adds the pages of the navigation that are not in docs/."""
   for uri in leaves(config['nav']):
-    if files.get_file_from_path(uri):
-      continue
-    notebook = ROOT / 'docs' / uri.replace('.md', '.ipynb')
+    path = source_of(uri)
     if uri.startswith('api/'):
       module = pathlib.PurePath(uri).stem
       text = f'# {module}\n\n::: {module}\n'
-    elif notebook.exists():
-      text = ''.join(cells(json.loads(notebook.read_text(encoding='utf-8'))))
-      text = text.replace(
-        '\n', f'\n\n[Download this notebook]({notebook.name})\n', 1
-      )
+    elif path.suffix == '.ipynb':
+      text = ''.join(cells(json.loads(path.read_text(encoding='utf-8'))))
+    elif files.get_file_from_path(uri):
+      continue
     else:
-      text = (ROOT / uri).read_text(encoding='utf-8')
+      text = path.read_text(encoding='utf-8')
     files.append(mkdocs_files.File.generated(config, uri, content=text))
   return files
 
@@ -48,7 +55,7 @@ def leaves(nav):
 
 
 def cells(notebook):
-  """Yields each cell of a notebook and what it printed, as Markdown."""
+  """Yields each cell of a notebook and its outputs, as Markdown."""
   for cell in notebook['cells']:
     source = ''.join(cell['source'])
     if cell['cell_type'] == 'markdown':
@@ -64,30 +71,26 @@ def cells(notebook):
 
 
 def on_page_markdown(markdown, page, config, files):
-  """Makes the links within the repository lead to pages of the site.
+  """Makes the links within the repository work on the site.
 
-  A link to a file without a page leads to the repository, if its address is
-  known, and is plain text if not.
+  A link to a file without a page leads to the repository if `repo_url` is set,
+  and is plain text if not.
   """
   here = page.file.src_uri
-  if (ROOT / 'docs' / here).exists() or here.startswith('notebooks/'):
-    folder = posixpath.dirname(f'docs/{here}')
-  else:
-    folder = posixpath.dirname(here)
+  source = source_of(here)
 
   def replace(match):
     text, link = match.groups()
-    if link is None or link.startswith('data:'):
+    if link is None:
       return match[0]
-    target, hash_, anchor = link.partition('#')
-    path = posixpath.normpath(posixpath.join(folder, target))
+    name, hash_, anchor = link.partition('#')
+    path = posixpath.normpath(
+      posixpath.join(source.parent.relative_to(ROOT).as_posix(), name)
+    )
     uri = path.removeprefix('docs/')
-    names = (uri.replace('.ipynb', '.md'), uri, f'{uri}/README.md')
-    if text == 'Download this notebook':
-      names = (uri,)
-    for name in names:
-      if files.get_file_from_path(name):
-        relative = posixpath.relpath(name, posixpath.dirname(here) or '.')
+    for target in (uri.replace('.ipynb', '.md'), uri, f'{uri}/README.md'):
+      if files.get_file_from_path(target):
+        relative = posixpath.relpath(target, posixpath.dirname(here) or '.')
         return f'[{text}]({relative}{hash_}{anchor})'
     if not (ROOT / path).exists():
       return match[0]  # MkDocs reports it.
@@ -95,4 +98,8 @@ def on_page_markdown(markdown, page, config, files):
       return text
     return f'[{text}]({config["repo_url"]}/blob/main/{path}{hash_}{anchor})'
 
-  return LINK.sub(replace, markdown)
+  markdown = LINK.sub(replace, markdown)
+  if source.suffix == '.ipynb':
+    title, rest = markdown.split('\n', 1)
+    markdown = f'{title}\n\n[Download this notebook]({source.name})\n{rest}'
+  return markdown
