@@ -9,6 +9,7 @@ Shapes: B batch, L length, C context, V vocabulary, F hidden units.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +37,19 @@ class Config:
 
 
 class Experiment(sharded.ShardedExperiment):
-  def __init__(self, mode, init_rng, config, *, run_config=None):
+  def __init__(
+    self,
+    mode: str,
+    init_rng: jax.Array,
+    config: config_dict.ConfigDict,
+    *,
+    run_config: config_dict.ConfigDict | None = None,
+  ) -> None:
     super().__init__(mode, init_rng, run_config=run_config)
     self.config = base_config.read(Config, config)
 
-  def init_fn(self, rng):  # The weights, with the names of their axes.
+  def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
+    # The weights, with the names of their axes.
     c, vocab = self.config, text.VOCABULARY_SIZE
     in_CVF = jax.random.normal(rng, [c.context, vocab, c.hidden])
     # Zeros: at first all bytes are equally likely.
@@ -51,7 +60,14 @@ class Experiment(sharded.ShardedExperiment):
     }
     return params, {}  # The second is model_state, as BatchNorm has it.
 
-  def loss_fn(self, params, model_state, batch, rng, is_training):
+  def loss_fn(
+    self,
+    params: Any,
+    model_state: Any,
+    batch: sharded.Batch,
+    rng: jax.Array,
+    is_training: bool,
+  ) -> sharded.LossOutput:
     c, length = self.config, batch['ids'].shape[1]
     ids_BL = jnp.pad(batch['ids'], ((0, 0), (c.context - 1, 0)))
     x_BLF = sum(
@@ -65,23 +81,25 @@ class Experiment(sharded.ShardedExperiment):
     bits = metrics.Mean.of(nats_BL / jnp.log(2), batch['weights'])
     return loss.compute(), {'loss': loss, 'bits_per_byte': bits}, model_state
 
-  def make_optimizer(self):
+  def make_optimizer(self) -> optax.GradientTransformation:
     return optax.adam(self.config.learning_rate)
 
-  def train_input(self, shard=None):  # Any iterator of dicts of arrays.
+  def train_input(self, shard: base.Shard | None = None) -> text.TextInput:
+    # Any iterator of dicts of arrays.
     return self.read(shard, is_training=True)
 
-  def eval_input(self, shard=None):  # The last batch may have fewer rows.
+  def eval_input(self, shard: base.Shard | None = None) -> text.TextInput:
+    # The last batch may have fewer rows.
     return self.read(shard, reset_for_eval=True)
 
-  def read(self, shard, **kwargs):
+  def read(self, shard: base.Shard | None, **kwargs: Any) -> text.TextInput:
     c, rows = self.config, base.per_host(self.config.batch_size, shard)
     return text.TextInput(
       files=c.files, batch_size=rows, length=c.length, shard=shard, **kwargs
     )
 
 
-def get_config():
+def get_config() -> config_dict.ConfigDict:
   """Returns the numbers of the run."""
   config = base_config.get_base_config()
   config.experiment_class = 'examples.minimal:Experiment'

@@ -1,21 +1,28 @@
 """A forkable single-experiment training template for JAX."""
 
 import importlib
-from typing import Any
+import typing
 
-__version__ = '0.1.0'
+__all__ = ['Result', 'evaluate', 'fit', 'load', 'load_weights']
+__version__ = '0.2.0'
 
-_API = ('Result', 'evaluate', 'fit', 'load', 'load_weights')
+if typing.TYPE_CHECKING:
+  from jaxline import utils as utils
+  from jaxline.api import Result
+  from jaxline.api import evaluate
+  from jaxline.api import fit
+  from jaxline.api import load
+  from jaxline.api import load_weights
+else:
 
-
-def __getattr__(name: str) -> Any:
-  """Imports `jaxline.api` or `jaxline.utils` where it is used first."""
-  if name in _API:
-    return getattr(importlib.import_module('jaxline.api'), name)
-  if name == 'utils':  # In JAXline every import imports it.
-    return importlib.import_module('jaxline.utils')
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  def __getattr__(name):
+    """Imports `jaxline.api` or `jaxline.utils` where it is used first."""
+    if name in __all__:
+      return getattr(importlib.import_module('jaxline.api'), name)
+    if name == 'utils':  # In JAXline every import imports it.
+      return importlib.import_module('jaxline.utils')
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def __dir__() -> list[str]:
-  return sorted([*globals(), *_API])
+  return sorted([*globals(), *__all__])
