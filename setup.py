@@ -18,7 +18,7 @@ _BASE = [
   'absl-py>=2.1',
   'array_record>=0.8.1; sys_platform != "win32"',  # As Grain.
   'chex>=0.1.90',
-  'crc32c>=2.7',  # With it tensorboardX takes a 50th of the time for checksums.
+  'crc32c>=2.7',  # Checksums of checkpoints and event files.
   'dm-haiku>=0.0.16',
   'etils[epath]>=1.9',  # As Grain.
   'grain>=0.2.18',
@@ -28,15 +28,14 @@ _BASE = [
   'ml_collections>=1.0',
   'numpy>=2.0',
   'optax>=0.2.5',
-  'protobuf>=4.25',  # Of the records of tensorboardX.
   'sentencepiece>=0.2',
-  'tensorboardX>=2.6.2',
   'tensorstore>=0.1.80',  # Talks to buckets.
 ]
 _DOCS = ['rich>=13']  # Draws the terminal in docs/images.
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
-_PAX = ['fiddle>=0.3', *_IMAGE]  # The digits of ResNet50Pjit --reduced.
+# The digits of ResNet50Pjit --reduced; records of tf.Examples.
+_PAX = ['fiddle>=0.3', *_IMAGE, 'protobuf>=4.25']
 _TEXT = ['tokenizers>=0.21']
 _TEST = [
   *_IMAGE,

@@ -917,7 +917,7 @@ class FailsAtStep3:
 @pytest.mark.parametrize('place', ['device', 'disk'])
 def test_an_error_of_a_later_step_takes_no_checkpoint(tmp_path, place):
   inner = FailsAtStep3() if place == 'disk' else mock.Mock(['write_scalars'])
-  writer, may_commit = writers.AsyncWriter(inner), threading.Event()
+  writer, may_commit = writers.MetricWriter(inner), threading.Event()
 
   class Faulty(Plain):
     def step(self, **kwargs):
@@ -1849,13 +1849,15 @@ def test_a_run_that_begins_anew_has_none_of_the_old_log(tmp_path):
 
 
 def test_a_writer_without_files_gets_the_config_once(tmp_path, monkeypatch):
-  class Texts(writers.MetricWriter):
-    def _write(self, kind, global_step, values):
-      if kind == 'texts':
-        got.append((global_step, *values))
+  class Texts(writers.Backend):
+    kinds = ('texts',)
+
+    def write(self, records):
+      got.extend((record.step, *record.values) for record in records)
 
   got = []
-  monkeypatch.setattr(platform, 'create_writer', lambda *unused: Texts())
+  create = lambda *unused: writers.MetricWriter(Texts())
+  monkeypatch.setattr(platform, 'create_writer', create)
   for steps in (2, 4):
     Process(tmp_path, 'train').run(steps)
   assert got == [(0, 'config')]
