@@ -888,7 +888,8 @@ def test_a_failing_writer_ends_the_run_at_a_later_step():
       assert global_step < 10_000_000, 'nobody noticed'
       return True
 
-  config = make_config(None, log_train_data_interval=1)
+  # Else the console's action, which shares the thread, raises it as well.
+  config = make_config(None, log_train_data_interval=1, log_async=False)
   with (
     mock.patch.object(logging, 'exception') as exception,
     pytest.raises(OSError, match='disk full') as caught,
@@ -948,7 +949,7 @@ def test_an_error_of_a_later_step_takes_no_checkpoint(tmp_path, place):
 
 
 def test_a_writer_that_fails_at_the_last_step_is_an_error():
-  config = make_config(1, log_train_data_interval=1)
+  config = make_config(1, log_train_data_interval=1, log_async=False)
   checkpointer = Recorder(config)
   with pytest.raises(OSError, match='disk full'):
     run(config=config, checkpointer=checkpointer, writer=BrokenWriter())

@@ -775,8 +775,9 @@ def test_close_loses_nothing_that_a_write_accepted(often_switched):
 
 
 def test_what_the_caller_changes_later_is_not_written(gate):
-  recorder = _Recorder(gate)
+  recorder = _Recorder()
   writer = writers.MetricWriter(recorder)
+  writer.executor.put(gate.wait)  # Before anything is converted.
   array = np.array(1.0)
   image = np.zeros((2, 2), np.uint8)
   weight = jnp.zeros((2, 2))
