@@ -148,6 +148,8 @@ class MetricWriter:
       finish: called on the thread with the converted values; returns those to
         write.
     """
+    if not self.takes(kind):
+      return
     item = kind, global_step, time.time(), values, finish
     if self.executor.is_current:
       self._write(collections.deque([item]))
