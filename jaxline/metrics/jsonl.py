@@ -28,14 +28,7 @@ class JsonlWriter(files.FileBackend):
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
-    """Opens the file to append to it.
-
-    Args:
-      path: the file; its directory is made where it does not exist.
-
-    Raises:
-      OSError: the file cannot be opened to write.
-    """
+    """Opens the file to append to it; makes its directory."""
     super().__init__(os.fspath(path))
     if _ends_within_a_line(self.path):
       self._append(b'\n')

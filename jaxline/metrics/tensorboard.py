@@ -49,9 +49,6 @@ class TensorBoardWriter(files.FileBackend):
     Args:
       log_dir: the directory; it is made where it does not exist. Give each mode
         (train, eval) a directory of its own: to TensorBoard it is one curve.
-
-    Raises:
-      OSError: the directory cannot be made or written to.
     """
     log_dir = os.fspath(log_dir)
     # The suffix distinguishes writers opened within the same second.
