@@ -278,6 +278,6 @@ def evaluate(
   rng = jax.random.PRNGKey(config.random_seed)
   inputs = experiment.evaluate_inputs(config, rng)(global_step)
   scalars = experiment.evaluate(
-    global_step=inputs[0], rng=inputs[1], writer=writers.MultiWriter([])
+    global_step=inputs[0], rng=inputs[1], writer=writers.MetricWriter()
   )
   return writers.to_scalars(scalars or {})

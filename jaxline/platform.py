@@ -43,7 +43,6 @@ from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
-from jaxline.metrics import fingerprints
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
@@ -69,23 +68,7 @@ def create_checkpointer(
   return durable.DurableCheckpointer(config, mode)
 
 
-class TensorBoardLogger(writers.AsyncWriter):
-  """The writers of `config.writers` behind one background thread.
-
-  Their files are below `config.checkpoint_dir/<mode>`.
-  """
-
-  def __init__(self, config: config_dict.ConfigDict, mode: str):
-    """Opens the files; a host that is not the first gets a directory of it."""
-    host = jax.process_index()
-    folder = f'{mode}/host_{host}' if host else mode
-    directory = spool.fetch(config.checkpoint_dir, folder)
-    made = [writers.make(x, config, mode, directory) for x in config.writers]
-    if config.fingerprint and mode == 'train':
-      path = os.fspath(directory / fingerprints.FILE)
-      self.fingerprints = fingerprints.FingerprintWriter(path)
-      made.append(self.fingerprints)
-    super().__init__(writers.MultiWriter(made))
+TensorBoardLogger = writers.RunWriter  # JAXline's name.
 
 
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
@@ -95,8 +78,8 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   `config.log_all_hosts`.
   """
   if jax.process_index() == 0 or config.log_all_hosts:
-    return TensorBoardLogger(config, mode)
-  return writers.MultiWriter([])
+    return writers.RunWriter(config, mode)
+  return writers.MetricWriter()
 
 
 resolve_experiment_class = adapters.resolve_experiment_class
@@ -684,7 +667,7 @@ def start(
 
     def writer(log: str) -> Any:
       if not log or not is_writable:
-        return writers.MultiWriter([])
+        return writers.MetricWriter()
       made = writer_factory(config, log)
       console.show_texts(made, log)
       logs.enter_context(adapters.full_writer(made))

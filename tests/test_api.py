@@ -306,7 +306,6 @@ HEAVY = (
   'seqio',
   'sklearn',
   'tensorboard',
-  'tensorboardX',
   'tensorflow',
   'tensorstore',
   'torch',

@@ -321,7 +321,7 @@ def test_the_console_is_no_writer():
 def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
   console, _ = begun()
   capsys.readouterr()
-  with writers.AsyncWriter(writers.JsonlWriter(tmp_path / 'x')) as writer:
+  with writers.MetricWriter(writers.JsonlWriter(tmp_path / 'x')) as writer:
     console.show_texts(writer, 'eval')
     writer.write_texts(0, {'config': '{}'})
     writer.write_texts(7, {'sample': 'a\tb\x1b[2J\r\nc\x00'})

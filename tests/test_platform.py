@@ -1076,7 +1076,7 @@ def test_checkpointers_close_before_writers_also_if_a_writer_fails(tmp_path):
   def writer(config, log):
     if log == 'eval':
       raise OSError('no writer')
-    made = writers.MultiWriter([])
+    made = writers.MetricWriter()
     made.close = lambda: closed.append('writer')
     return made
 

@@ -438,7 +438,7 @@ class Console(periodic.Action):
       writer: the writer of the log.
       mode: the log.
     """
-    if self._is_shown and isinstance(writer, writers.AsyncWriter):
+    if self._is_shown and isinstance(writer, writers.MetricWriter):
       writer.add(_TextWriter(self, mode))
 
   def _draw(self, width: int) -> str:
@@ -455,17 +455,22 @@ class Console(periodic.Action):
 class _TextWriter(writers.Backend):
   """Prints the texts that an experiment writes."""
 
+  kinds = ('texts',)
+
   def __init__(self, console: Console, mode: str):
     self._console, self._mode = console, mode
 
-  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    for name, text in values.items():
-      if kind != 'texts' or name == 'config':  # Of the run; a file has it.
-        continue
-      # A model may write what a terminal takes for commands.
-      clean = ''.join(
-        x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
-        for x in text
-      )
-      head = f'{self._mode} step {step} | {name}:'
-      self._console.say('\n  '.join([head, *clean.split('\n')]))
+  def write(self, records: list[writers.Record]) -> None:
+    for record in records:
+      for name, text in record.values.items():
+        if name != 'config':  # Of the run; a file has it.
+          self._print(record.step, name, text)
+
+  def _print(self, step: int, name: str, text: str) -> None:
+    # A model may write what a terminal takes for commands.
+    clean = ''.join(
+      x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
+      for x in text
+    )
+    head = f'{self._mode} step {step} | {name}:'
+    self._console.say('\n  '.join([head, *clean.split('\n')]))
