@@ -1,14 +1,8 @@
 """Prints a run's progress: the start block, lines of numbers, the summary.
 
-A `Console` has one of these modes:
-
-  live    one line at the bottom of the terminal, redrawn while training runs
-  plain   a line at each interval, for a pipe, a file or a notebook
-  off     a line at each interval in absl's log, and nothing else
-  silent  nothing; for processes other than the first
-
-In the modes live and plain the numbers of training are means over at most 100
-steps. TensorBoard and JSON lines get the numbers of each step.
+On a terminal one line is redrawn; a pipe, a file and a notebook get a line at
+each interval. The training numbers in them are means over at most 100 steps.
+TensorBoard and JSON lines get the numbers of each step.
 """
 
 from __future__ import annotations
@@ -94,7 +88,8 @@ class Console(periodic.Action):
   As an action it reports the end of the first step.
 
   Attributes:
-    mode: 'live', 'plain', 'off' or 'silent'.
+    mode: 'live' redraws a line, 'plain' prints lines, 'off' logs them by absl,
+      and 'silent' does nothing.
     log_action: the action that calls `log_training`.
     stopped: why the experiment stopped the run early; '' if it did not.
   """
@@ -157,14 +152,7 @@ class Console(periodic.Action):
     state: Any = None,
     checkpointer: Any = None,
   ) -> None:
-    """Prints the start block, once.
-
-    Args:
-      config: the run's config.
-      experiment: the experiment that is trained or evaluated.
-      state: the live state of training; None if the run only evaluates.
-      checkpointer: the run's checkpointer, after it has restored the state.
-    """
+    """Prints the start block, once; without a state, the run only evaluates."""
     if not self._is_shown or self._config is not None:
       return
     self._config, self._experiment, self._state = config, experiment, state
@@ -183,12 +171,9 @@ class Console(periodic.Action):
     """Returns what is shown before the first step or evaluation."""
     config, experiment = self._config, self._experiment
     kind = type(experiment)
-    directory = _relative(config.checkpoint_dir or '')
+    directory = _relative(config.checkpoint_dir)
     has_events = directory and 'tensorboard' in config.writers
-    given = {
-      k: x for k, x in self._origin.overrides.items() if k != 'checkpoint_dir'
-    }
-    overrides = [f'{key}={value}' for key, value in given.items()]
+    overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
     devices = f'{jax.device_count()} x {jax.devices()[0].device_kind}'
     if jax.process_count() > 1:
       devices += f' in {jax.process_count()} processes'
@@ -210,9 +195,7 @@ class Console(periodic.Action):
     wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=' ' * 15)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     wrapper.max_lines, wrapper.placeholder = 5, ' ... (see config.json)'
-    shown = [
-      f'{f"{label}:":15}{text}' for label, text in values.items() if text
-    ]
+    shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
     return '\n'.join(map(wrapper.fill, shown))
 
   @property
@@ -259,10 +242,10 @@ class Console(periodic.Action):
       block.append(f'Reason: {self.stopped}')
     if self._best:
       block.append(f'Best {self._best}.')
-    last = list(self._records)[-_MAX_STEPS:]
-    if last and 'loss' in last[-1]:
-      loss = lines.shorten(_mean(last, 'loss')[0])
-      block.append(f'Last loss: {loss}, the mean of {len(last)} steps.')
+    texts = self._describe() if self._num_new else self._texts
+    if texts and texts[0].startswith('loss '):
+      last = texts[0].replace(' ', ': ', 1)
+      block.append(f'Last {last}, a mean over at most {_MAX_STEPS} steps.')
     spent = {k: x - self._spent[k] for k, x in goodput.spent().items()}
     percents = {k: round(100 * x / secs) for k, x in spent.items()}
     order = sorted(filter(percents.get, spent), key=lambda k: -spent[k])
@@ -279,11 +262,7 @@ class Console(periodic.Action):
     return block + [f'{f"{k}:":10}{text}' for k, text in commands.items()]
 
   def _next_commands(self, more: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns label -> command: to go on and to evaluate.
-
-    Args:
-      more: config keys to override to go on; None if that is not possible.
-    """
+    """Returns label -> command: to go on, with other config keys; to look."""
     config, command = self._config, self._origin.command
     directory = _relative(config.checkpoint_dir)
     changes = {'checkpoint_dir': directory, **(more or {})}
@@ -369,13 +348,8 @@ class Console(periodic.Action):
     self.say(f'Compiled in {secs:.1f} s; {source}.')
 
   def log_training(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Collects the scalars of a step, and shows them if a line is due.
-
-    Args:
-      step: the step.
-      scalars: on the host; None for an array that was donated. The step for
-        which a line is due has `steps_per_sec`.
-    """
+    """Collects the scalars of a step; with `steps_per_sec`, a line is due."""
+    # A scalar that was donated is None.
     given = {name: x for name, x in scalars.items() if x is not None}
     numbers = writers.to_scalars(given)
     if not self._is_shown:
@@ -386,22 +360,26 @@ class Console(periodic.Action):
     if (rate := numbers.get('steps_per_sec')) is None:
       return
     self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
+    self._texts = self._describe()
+    if self.mode == 'plain':
+      self._num_new = 0
+      self.say(self._progress(step, self._width))
+
+  def _describe(self) -> list[str]:
+    """Returns the scalars of the last step as texts, or means of them."""
     # The live line is due too often for a mean over the steps of an interval.
     new = self._num_new if self.mode == 'plain' else (self._num_new + 1) // 2
     count, records = min(new, _MAX_STEPS), list(self._records)
     recent, earlier = records[-count:], records[-2 * count : -count]
     texts = []
-    for name in sorted(numbers, key=_rank):
-      value, note = numbers[name], ''
+    for name in sorted(recent[-1], key=_rank):
+      value, note = recent[-1][name], ''
       if isinstance(value, float) and name not in _FORMATS:  # No count or rate.
         value, note = _mean(recent, name)
       if name == 'loss' and earlier and not note:
         note = f' ({value - _mean(earlier, name)[0]:+.2g})'
       texts.append(_to_text(name, value) + note)
-    self._texts = texts
-    if self.mode == 'plain':
-      self._num_new = 0
-      self.say(self._progress(step, self._width))
+    return texts
 
   def _progress(self, step: int, width: int) -> str:
     """Returns a line of progress that fits a width."""
@@ -454,13 +432,14 @@ class Console(periodic.Action):
     if step is not None:
       self.say(f'New best {self._best}.')
 
-  def log_waiting(self, last: int | None, directory: str) -> None:
+  def log_waiting(self, last: int | None, directory: str | None) -> None:
     """Reports that an evaluation waits for the checkpoint after a step."""
     # A training in this process reports its progress.
     if self._state is None and self._waits_after != last:
       self._waits_after = last
       after = '' if last is None else f' after step {last}'
-      self.say(f'Waiting for a checkpoint{after} in {_relative(directory)}.')
+      where = _relative(directory) or 'memory'
+      self.say(f'Waiting for a checkpoint{after} in {where}.')
 
   def show_texts(self, writer: Any, log: str) -> None:
     """Also prints the texts of a log, if its writer accepts another writer."""
@@ -479,11 +458,9 @@ class _TextWriter(writers.Backend):
       if kind != 'texts' or name == 'config':  # config.json has the config.
         continue
       # A model's text may contain control sequences of a terminal.
-      clean = '\n  '.join(
-        ''.join(x if x.isprintable() else '\ufffd' for x in line)
-        for line in text.expandtabs().split('\n')
-      )
-      self._console.say(f'{self._log} step {step} | {name}:\n  {clean}')
+      clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
+      shown = textwrap.indent(clean.expandtabs(), '  ')
+      self._console.say(f'{self._log} step {step} | {name}:\n{shown}')
 
 
 class _LiveLine:
@@ -644,9 +621,9 @@ def describe_weights(experiment: Any) -> str:
   return f'{count:,} ({size}) in {len(weights)} arrays{notes}'
 
 
-def _relative(directory: str) -> str:
+def _relative(directory: str | None) -> str:
   """Returns a directory relative to the working directory, if it is in it."""
-  return directory.removeprefix(f'{pathlib.Path.cwd()}{os.sep}')
+  return (directory or '').removeprefix(f'{pathlib.Path.cwd()}{os.sep}')
 
 
 def _without(args: Sequence[str], flags: str) -> list[str]:
