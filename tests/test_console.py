@@ -79,7 +79,7 @@ class Terminal:
     self._controller, terminal = pty.openpty()
     self.file = os.fdopen(terminal, 'w', encoding='utf-8')
     self.resize(columns)
-    self._data = b''
+    self._data, self._processes = b'', []
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
 
@@ -110,16 +110,22 @@ class Terminal:
   def run(self, command, **kwargs):
     environment = os.environ | {'PYTHONPATH': str(ROOT), 'TERM': 'xterm'}
     streams = {'stdin': subprocess.DEVNULL, 'stderr': self.file}
-    return subprocess.Popen(
+    process = subprocess.Popen(
       [sys.executable, '-W', 'ignore', *command],
       cwd=ROOT,
       env=environment | {'COLUMNS': ''},
       stdout=self.file,
+      start_new_session=True,
       **streams | kwargs,
     )
+    self._processes.append(process)
+    return process
 
   def close(self):
     """Closes it, and returns what it shows."""
+    for process in self._processes:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # Also what it has forked.
     self.file.close()
     self._reader.join(60)
     os.close(self._controller)
@@ -221,8 +227,8 @@ def action_of(console, **overrides):
   ('interval', 'steps', 'first', 'second'),
   [
     # Steps 51 to 150 and 201 to 300; those after 300 have no line.
-    (150, 350, 'loss 100.5', 'loss 250.5 (+1.5e+02)'),
-    (4, 8, 'loss 2.5', 'loss 6.333 (+3.8)'),  # Of 5, 6, 8: 7 was donated.
+    (150, 350, 'loss 100.5', 'loss 250.5 (+150)'),
+    (4, 8, 'loss 2.5', 'loss 6.333 (+3.83)'),  # Of 5, 6, 8: 7 was donated.
   ],
 )
 def test_the_mean_is_over_the_last_100_steps_since_the_last_line(
@@ -373,22 +379,24 @@ def test_the_log_is_quiet_about_the_libraries(path, level, is_shown):
 
 @pytest.mark.parametrize('columns', [30, 80, 200])
 def test_the_live_line_shows_where_the_run_is(columns):
-  console, state, checkpointer = begun('live')
-  for step, loss in ((1000, 4.0), (1001, 3.0), (1100, 2.0), (1200, 1.0)):
-    state.global_step = step
-    rates = {'steps_per_sec': 20.0, 'tokens_per_sec': 10240.0, 'mfu': 0.345}
-    console.log_training(step, {'lr': 0.5, 'loss': loss, **rates})
+  console, _, checkpointer = begun('live')
+  rates = {'steps_per_sec': 20.0, 'tokens_per_sec': 10240.0, 'mfu': 0.345}
+  shown = []
+  for step in range(1, 1201):
+    console.log_training(step, {'lr': 0.5, 'loss': float(step), **rates})
+    shown.append(console._progress(step, columns))
   checkpointer.saved_step = 1000
   drawn = console._progress(1200, columns)
   assert len(drawn) <= columns
   assert drawn.startswith('step 1200 of 6000 (20%)')
-  if columns >= 80:  # The newer half of the steps, against the older half.
-    assert '| ETA 4:00 | loss 1.5 (-2) | 20 steps/s |' in drawn
+  if columns >= 80:  # The newer half of the steps, at most 100 of them.
+    assert '| loss 7 (+4.5) |' in shown[8]  # 5 to 9 against 1 to 4.
+    assert '| ETA 4:00 | loss 1150 (+100) | 20 steps/s |' in drawn
   if columns > 80:
     assert drawn.endswith('| saved 1000 | lr 0.5 | 10,240 tokens/s | mfu 34.5%')
   console.evaluating(1200)
   assert console._progress(1200, 80).startswith(
-    'step 1200 of 6000 (20%), evaluating step 1200 | loss 1.5'
+    'step 1200 of 6000 (20%), evaluating step 1200 | loss 1150'
   )
 
 
@@ -501,7 +509,6 @@ def test_in_the_background_nothing_is_drawn(terminal):
   program = """
 import fcntl, os, signal, sys, termios, time
 from jaxline.metrics import console
-os.setsid()
 fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 if not (shell := os.fork()):

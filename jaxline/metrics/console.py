@@ -377,7 +377,7 @@ class Console(periodic.Action):
       if isinstance(value, float) and name not in _FORMATS:  # No count or rate.
         value, note = _mean(recent, name)
       if name == 'loss' and earlier and not note:
-        note = f' ({value - _mean(earlier, name)[0]:+.2g})'
+        note = f' ({value - _mean(earlier, name)[0]:+.3g})'
       texts.append(_to_text(name, value) + note)
     return texts
 
