@@ -270,6 +270,15 @@ def test_without_an_interval_nothing_is_fetched(interval):
   fetch.assert_not_called()
 
 
+def test_the_rate_begins_after_the_first_step():
+  console, *_ = begun()
+  with console.training():
+    action = console.log_action = mock.Mock()
+    for step in (1, 2):
+      console(float(step), step, None)
+  action.update_time.assert_called_once_with(1.0, 1)
+
+
 @pytest.mark.parametrize('log_all_hosts', [False, True])
 def test_other_processes_print_nothing(log_all_hosts, monkeypatch, capsys):
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
@@ -560,7 +569,7 @@ def test_the_start_block_of_a_sharded_run(capsys):
     'Experiment:    tests.experiments.regression:Regression',
     'Config:        configs/x.py, sharding=fsdp',
     'Devices:       2 x cpu; mesh data 2; sharding fsdp',
-    'Parameters:    36 (144 B) in 2 arrays; 1 of them split over devices',
+    'Parameters:    36 (144 B) in 2 arrays; 1 of them split over data',
     'Data:          690 documents',
     'Run directory: runs/a',
   ]
@@ -620,6 +629,7 @@ def _decode(self):
     ),
     # The processes do not know the launcher's command.
     (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
+    (COMMAND, {'is_recorded': False}, [SAME, SAME + EVAL]),
     # Flags of the program make those of the config.
     (('python', 'x.py', '--exp=A', '--config.a=1'), {}, [SAME, SAME + EVAL]),
     ((), {}, [FIT + '})', LOOK]),
@@ -635,7 +645,8 @@ def _decode(self):
 def test_the_next_commands(
   command, how, expected, tmp_path, monkeypatch, capsys
 ):
-  (tmp_path / 'config.json').touch()
+  if how.get('is_recorded', True):
+    (tmp_path / 'config.json').touch()
   monkeypatch.setattr(jax, 'process_count', lambda: how.get('processes', 1))
   attributes = {'decode': how['decode'].__get__(0)} if 'decode' in how else {}
   experiment = experiment_of(**attributes)
@@ -692,7 +703,7 @@ def test_the_summary_says_what_the_run_came_to(error, step, how, capsys):
   assert capsys.readouterr().out.splitlines()[:3] == [
     how,
     'Best bits: 2.5 at step 8.',
-    'Last loss: 2 (+1), a mean over at most 100 steps.',
+    'Last loss: 2, the mean of at most 100 steps.',
   ]
   console.__exit__(None, None, None)
   assert capsys.readouterr().out == ''
@@ -797,7 +808,7 @@ def test_a_run_in_a_pipe(tmp_path):
     r'New best loss: [\d.]+ at step 4\.',
     r'Trained to step 4 of 4 \(100%\) in \d:\d\d\.',
     r'Best loss: [\d.]+ at step 4\.',
-    r'Last loss: [\d.]+ \([-+][\d.]+\), .* 100 steps\.',
+    r'Last loss: [\d.]+, .* 100 steps\.',
     r'Time: .*compilation \d+%.*',
   ]
   for pattern, line in zip(expected, out[first + 1 :], strict=False):

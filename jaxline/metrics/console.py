@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
+import itertools
 import logging as std_logging
 import math
 import os
@@ -244,8 +245,10 @@ class Console(periodic.Action):
       block.append(f'Best {self._best}.')
     texts = self._describe() if self._num_new else self._texts
     if texts and texts[0].startswith('loss '):
-      last = texts[0].replace(' ', ': ', 1)
-      block.append(f'Last {last}, a mean over at most {_MAX_STEPS} steps.')
+      loss = texts[0].split()[1]
+      block.append(
+        f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
+      )
     spent = {k: x - self._spent[k] for k, x in goodput.spent().items()}
     percents = {k: round(100 * x / secs) for k, x in spent.items()}
     order = sorted(filter(percents.get, spent), key=lambda k: -spent[k])
@@ -604,9 +607,11 @@ def describe_weights(experiment: Any) -> str:
     if len(trained) < len(weights):
       count = sum(x.size for x in trained)
       notes = f'; {count:,} of them train, in {len(trained)} arrays'
-    if jax.device_count() > 1:
-      num_split = sum(not x.sharding.is_fully_replicated for x in weights)
-      notes += f'; {num_split} of them split over devices'
+    sizes = experiment.partitioner.axis_sizes
+    specs = [jax.tree.leaves(tuple(x.sharding.spec)) for x in weights]
+    split = [own for x in specs if (own := [a for a in x if sizes[a] > 1])]
+    axes = ' and '.join(dict.fromkeys(itertools.chain(*split)))
+    notes += f'; {len(split)} of them split over {axes}' if axes else ''
   else:
     names = experiment.CHECKPOINT_ATTRS.items()
     found = [k for k, key in names if 'param' in f'{k} {key}']
