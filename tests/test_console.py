@@ -46,28 +46,24 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
 COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
-_ESCAPE = re.compile(r'\x1b\[?[\d;?]*[A-Za-z78]')
 
 
 def screen(data):
   """Returns the lines that a terminal shows, of any height and width."""
-  rows, row, column, i = [''], 0, 0, 0
-  while i < len(data):
-    if match := _ESCAPE.match(data, i):
-      i = match.end()
-      assert match.group() == '\x1b[J'  # No mode of the terminal changes.
-      rows[row] = rows[row][:column]
-      del rows[row + 1 :]
-      continue
-    if data[i] == '\n':
+  rows, row, column = [''], 0, 0
+  parts = re.findall(r'\x1b\[J|\n|\r|[^\x1b\n\r]+', data)
+  assert ''.join(parts) == data  # No mode of the terminal changes.
+  for part in parts:
+    if part == '\x1b[J':
+      rows[row:] = [rows[row][:column]]
+    elif part == '\n':
       row += 1
-    elif data[i] == '\r':
+    elif part == '\r':
       column = 0
     else:
       text = rows[row].ljust(column)
-      rows[row] = text[:column] + data[i] + text[column + 1 :]
-      column += 1
-    i += 1
+      rows[row] = text[:column] + part + text[column + len(part) :]
+      column += len(part)
     rows += [''] * (row + 1 - len(rows))
   return [line.rstrip() for line in rows]
 
@@ -251,10 +247,8 @@ def test_the_mean_is_over_the_last_100_steps_since_the_last_line(
       action(float(step), step, {'loss': loss})
     action.wait_to_finish()
   shown = capsys.readouterr().out.splitlines()[-2:]
-  assert [re.search(r'\| (loss .*?) \|', x)[1] for x in shown] == [
-    first,
-    second,
-  ]
+  found = [re.search(r'\| (loss .*?) \|', x)[1] for x in shown]
+  assert found == [first, second]
   if interval == 150:  # Each is fetched once.
     expected = [*range(51, 151), *range(201, 301), *range(301, 351)]
     assert [int(x) for x in fetched] == expected
@@ -569,7 +563,7 @@ def test_the_start_block_of_a_sharded_run(capsys):
     'Experiment:    tests.experiments.regression:Regression',
     'Config:        configs/x.py, sharding=fsdp',
     'Devices:       2 x cpu; mesh data 2; sharding fsdp',
-    'Parameters:    36 (144 B) in 2 arrays; 1 of them split over data',
+    'Parameters:    36 (144 B) in 2 arrays; 1 split over data',
     'Data:          690 documents',
     'Run directory: runs/a',
   ]
@@ -593,39 +587,34 @@ def test_the_start_block_of_a_per_device_run_fits_80_columns(capsys):
   assert 'Start:         step 0 of 6000 (0%), a fresh run' in out
 
 
-RECORDED = 'python x.py {}--jaxline_run=DIR'
+RECORDED = 'python x.py --jaxline_run=DIR'
 SAME = 'the same command with --config.checkpoint_dir=DIR'
 MORE = ' --config.training_steps=12 --config.on_config_change=continue'
 EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
+STOP = preemption.Preempted(75, '')
+PICKLE = ' --config.checkpoint_allow_pickle'
 FIT = "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR'"
 MORE_FIT = ", 'training_steps': 12, 'on_config_change': 'continue'})"
 LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
 
 
-def _decode(self):
-  pass
-
-
 @pytest.mark.parametrize(
   ('command', 'how', 'expected'),
   [
-    (COMMAND, {}, [RECORDED.format(''), RECORDED.format('') + EVAL]),
+    (COMMAND, {}, [RECORDED, RECORDED + EVAL]),
     (
-      (*COMMAND, '--jaxline_mode=train_and_eval', '-v', '1', '--config.a=b c'),
+      (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
       {'is_over': True},
       [
-        RECORDED.format('--jaxline_mode=train_and_eval -v 1 ') + MORE,
-        RECORDED.format('-v 1 ') + EVAL,
+        'python x.py --jaxline_mode=train_and_eval -v 1 --jaxline_run=DIR'
+        + MORE,
+        'python x.py -v 1 --jaxline_run=DIR' + EVAL,
       ],
     ),
     (
       ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
-      {'checkpoint_allow_pickle': True, 'decode': _decode},
-      [
-        RECORDED.format('') + ' --config.checkpoint_allow_pickle',
-        RECORDED.format('')
-        + ' --config.checkpoint_allow_pickle --jaxline_mode=decode',
-      ],
+      {'checkpoint_allow_pickle': True, 'decode': print},
+      [RECORDED + PICKLE, RECORDED + PICKLE + ' --jaxline_mode=decode'],
     ),
     # The processes do not know the launcher's command.
     (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
@@ -637,7 +626,7 @@ def _decode(self):
     # The experiment has decided that it is over, or it was only evaluated.
     ((), {'is_over': True, 'training_steps': None}, [None, LOOK]),
     ((), {'is_over': True, 'stopped': 'enough'}, [None, LOOK]),
-    (COMMAND, {'evaluates': True}, [None, RECORDED.format('') + EVAL]),
+    (COMMAND, {'evaluates': True}, [None, RECORDED + EVAL]),
     # Without a checkpoint there is nothing to go on from.
     (COMMAND, {'saved': None}, [None, None]),
   ],
@@ -648,8 +637,7 @@ def test_the_next_commands(
   if how.get('is_recorded', True):
     (tmp_path / 'config.json').touch()
   monkeypatch.setattr(jax, 'process_count', lambda: how.get('processes', 1))
-  attributes = {'decode': how['decode'].__get__(0)} if 'decode' in how else {}
-  experiment = experiment_of(**attributes)
+  experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
   keys = ('checkpoint_allow_pickle', 'training_steps')
   overrides = {'training_steps': 6, 'checkpoint_dir': str(tmp_path)} | {
     key: how[key] for key in keys if key in how
@@ -661,19 +649,14 @@ def test_the_next_commands(
     console._state = None
   assert console.tells_how_to_go_on is (saved is not None and bool(command))
   capsys.readouterr()
-  error = None if how.get('is_over') else preemption.Preempted(75, '')
+  error = None if how.get('is_over') else STOP
   console.__exit__(type(error), error, None)
   out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
   name = 'Decode' if 'decode' in how else 'Evaluate'
   labels = ('Go on:   ', f'{name}:'.ljust(9))
-  assert out[out.index('Run directory: DIR') + 1 :] == [
-    *(
-      f'{label} {text}'
-      for label, text in zip(labels, expected, strict=True)
-      if text
-    ),
-    'Curves:   python -m jaxline.runs compare DIR',
-  ]
+  shown = [f'{k} {x}' for k, x in zip(labels, expected, strict=True) if x]
+  shown.append('Curves:   python -m jaxline.runs compare DIR')
+  assert out[out.index('Run directory: DIR') + 1 :] == shown
 
 
 @pytest.mark.parametrize(
@@ -682,11 +665,7 @@ def test_the_next_commands(
     (None, 6000, 'Trained to step 6000 of 6000 (100%) in 0:00.'),
     (None, 10, 'The run is already complete: step 10 of 6000 (0%).'),
     (ValueError(), 30, 'Failed at step 30 of 6000 (0%) in 0:00.'),
-    (
-      preemption.Preempted(75, ''),
-      30,
-      'Stopped at step 30 of 6000 (0%) in 0:00.',
-    ),
+    (STOP, 30, 'Stopped at step 30 of 6000 (0%) in 0:00.'),
   ],
 )
 def test_the_summary_says_what_the_run_came_to(error, step, how, capsys):

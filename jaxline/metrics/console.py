@@ -611,7 +611,7 @@ def describe_weights(experiment: Any) -> str:
     specs = [jax.tree.leaves(tuple(x.sharding.spec)) for x in weights]
     split = [own for x in specs if (own := [a for a in x if sizes[a] > 1])]
     axes = ' and '.join(dict.fromkeys(itertools.chain(*split)))
-    notes += f'; {len(split)} of them split over {axes}' if axes else ''
+    notes += f'; {len(split)} split over {axes}' if axes else ''
   else:
     names = experiment.CHECKPOINT_ATTRS.items()
     found = [k for k, key in names if 'param' in f'{k} {key}']
