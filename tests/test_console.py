@@ -606,8 +606,7 @@ LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
       (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
       {'is_over': True},
       [
-        'python x.py --jaxline_mode=train_and_eval -v 1 --jaxline_run=DIR'
-        + MORE,
+        'python x.py --jaxline_mode=train -v 1 --jaxline_run=DIR' + MORE,
         'python x.py -v 1 --jaxline_run=DIR' + EVAL,
       ],
     ),

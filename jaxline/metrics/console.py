@@ -174,6 +174,7 @@ class Console(periodic.Action):
     kind = type(experiment)
     directory = _relative(config.checkpoint_dir)
     has_events = directory and 'tensorboard' in config.writers
+    events = f'tensorboard --logdir {shlex.quote(directory)}'
     overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
     devices = f'{jax.device_count()} x {jax.devices()[0].device_kind}'
     if jax.process_count() > 1:
@@ -190,7 +191,7 @@ class Console(periodic.Action):
       'Parameters': describe_weights(experiment),
       'Data': str(experiment.data_summary).strip(),
       'Run directory': directory,
-      'TensorBoard': f'tensorboard --logdir {directory}' if has_events else '',
+      'TensorBoard': events if has_events else '',
       'Start': start,
     }
     wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=' ' * 15)
@@ -265,7 +266,7 @@ class Console(periodic.Action):
     return block + [f'{f"{k}:":10}{text}' for k, text in commands.items()]
 
   def _next_commands(self, more: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns label -> command: to go on, with other config keys; to look."""
+    """Returns the next commands by label; to go on, `more` changes the config."""
     config, command = self._config, self._origin.command
     directory = _relative(config.checkpoint_dir)
     changes = {'checkpoint_dir': directory, **(more or {})}
