@@ -266,7 +266,7 @@ class Console(periodic.Action):
     return block + [f'{f"{k}:":10}{text}' for k, text in commands.items()]
 
   def _next_commands(self, more: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns the next commands by label; to go on, `more` changes the config."""
+    """Returns the next commands by label; `more` is to override to go on."""
     config, command = self._config, self._origin.command
     directory = _relative(config.checkpoint_dir)
     changes = {'checkpoint_dir': directory, **(more or {})}
