@@ -584,11 +584,13 @@ def test_the_start_block_of_a_per_device_run_fits_80_columns(capsys):
   assert max(map(len, out)) <= 80
   assert len(out) < 12
   assert 'Parameters:    12 (48 B) in 1 arrays' in out
-  assert 'Start:         step 0 of 6000 (0%), a fresh run' in out
+  assert 'Start:         step 0 of 6000, a fresh run' in out
 
 
 RECORDED = 'python x.py --jaxline_run=DIR'
-SAME = 'the same command with --config.checkpoint_dir=DIR'
+OWN_FLAGS = ('python', 'x.py', '--exp=A')
+WHERE = '--config.checkpoint_dir=DIR'
+SAME = f'the same command with {WHERE}'
 MORE = ' --config.training_steps=12 --config.on_config_change=continue'
 EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
@@ -617,9 +619,20 @@ LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
     ),
     # The processes do not know the launcher's command.
     (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
-    (COMMAND, {'is_recorded': False}, [SAME, SAME + EVAL]),
     # Flags of the program make those of the config.
-    (('python', 'x.py', '--exp=A', '--config.a=1'), {}, [SAME, SAME + EVAL]),
+    (
+      (*OWN_FLAGS, '--config.training_steps=6', '--config.eval_steps', '4'),
+      {'is_over': True},
+      [
+        f'{" ".join(OWN_FLAGS)} --config.eval_steps 4 {WHERE}{MORE}',
+        f'{" ".join(OWN_FLAGS)} --config.training_steps=6 {WHERE}{EVAL}',
+      ],
+    ),
+    (
+      COMMAND,
+      {'is_recorded': False},
+      [f'python x.py --config=a.py {WHERE}{x}' for x in ('', EVAL)],
+    ),
     ((), {}, [FIT + '})', LOOK]),
     ((), {'is_over': True}, [FIT + MORE_FIT, LOOK]),
     # The experiment has decided that it is over, or it was only evaluated.
@@ -720,7 +733,7 @@ def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   # The last step is shown, whatever the interval is.
   assert re.search(r'^step 4 of 4 \(100%\) \| loss ', first, re.MULTILINE)
   assert 'Restoring the newest checkpoint...' in second
-  assert 'step 4 of 4 (100%), resumed' in second
+  assert 'step 4 of 4, resumed' in second
   assert 'Compiling' not in second
   assert '\nThe run is already complete: step 4 of 4 (100%).\n' in second
 
@@ -797,7 +810,7 @@ def test_a_run_in_a_pipe(tmp_path):
   assert commands['Go on'].endswith(where + MORE.replace('12', '8'))
   # And so it goes on.
   again = run(tmp_path, '--config.training_steps=5', '--verbosity=1')
-  assert 'Start:         step 4 of 5 (80%), resumed\n' in again.stdout
+  assert 'Start:         step 4 of 5, resumed\n' in again.stdout
   assert 'training loop starting...' in again.stderr
   assert 'Training with config:' in again.stderr
 

@@ -165,7 +165,8 @@ class Console(periodic.Action):
         source = f'from {config.restore_from}'
       if self._saved is not None:
         source = 'resumed'
-      start = f'{self._step_text(step)}, {source}'
+      of = f' of {config.training_steps}' if config.training_steps else ''
+      start = f'step {step}{of}, {source}'
     self.say(self._start_block(start))
 
   def _start_block(self, start: str) -> str:
@@ -277,22 +278,26 @@ class Console(periodic.Action):
       look, label = f'jaxline.evaluate({directory!r}{argument})', 'Evaluate'
     else:
       where, *others = (f'--config.{key}={x}' for key, x in changes.items())
-      # The command of a launcher is unknown, and so are the flags of a program
-      # that makes the config from them.
-      run = ['the', 'same', 'command', 'with', where]
       record = pathlib.Path(config.checkpoint_dir, 'config.json')
       flags = {arg.partition('=')[0].lstrip('-') for arg in command}
-      is_known = flags & {'config', 'jaxline_run'} and record.is_file()
-      if is_known and jax.process_count() == 1:
+      if jax.process_count() > 1:
+        # A process does not know the command of the launcher.
+        run = evaluate = ['the', 'same', 'command', 'with', where]
+      elif flags & {'config', 'jaxline_run'} and record.is_file():
         run = _without(command, 'config|jaxline_run')
         run.append(f'--jaxline_run={directory}')
         if config.checkpoint_allow_pickle:  # Never taken from the directory.
           run.append('--config.checkpoint_allow_pickle')
+        evaluate = run
+      else:  # A program that makes the config from flags of its own.
+        run = [*_without(command, rf'config\.({"|".join(changes)})'), where]
+        own = r'config\.(checkpoint_dir|one_off_evaluate|eval_steps)'
+        evaluate = [*_without(command, own), where]
       go_on, label, mode = shlex.join([*run, *others]), 'Decode', ['decode']
       # The method of the base class only raises.
       if self._experiment.decode.__module__ == 'jaxline.experiment':
         label, mode = 'Evaluate', ['eval', '--config.one_off_evaluate']
-      run = _without(run, 'jaxline_mode')
+      run = _without(evaluate, 'jaxline_mode')
       look = f'{shlex.join(run)} --jaxline_mode={" ".join(mode)}'
     return ({} if more is None else {'Go on': go_on}) | {label: look}
 
