@@ -43,7 +43,6 @@ from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
-from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
@@ -546,7 +545,7 @@ def main(
   """
 
   def run(unused_argv: Sequence[str]) -> None:
-    with _exits(), goodput.run(), log_filter.quiet():
+    with _exits(), goodput.run(), console_lib.quiet_log():
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
