@@ -128,6 +128,11 @@ class Terminal:
     return screen(self.text)
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch):
+  monkeypatch.delenv('COLUMNS', raising=False)  # pytest-xdist sets it.
+
+
 @pytest.fixture
 def terminal():
   made = Terminal()
@@ -182,8 +187,7 @@ def test_the_mode_off_logs_lines():
   ]
 
 
-def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
-  monkeypatch.delenv('COLUMNS', raising=False)
+def test_a_line_has_the_progress_the_means_and_the_trend(capsys):
   console, _, checkpointer = begun()
   rate = {'steps_per_sec': 20.0, 'mfu': 0.345, 'tokens_per_step': 512}
   console.log_training(1000, {'loss': 5.0} | rate)
