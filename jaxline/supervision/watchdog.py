@@ -21,8 +21,8 @@ from typing import Any
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70
 
-# How long the report may take, in seconds. It hangs at a pipe that nobody reads,
-# and at the disk that has the log or the source code if that is what hangs.
+# How long the report may take, in seconds: it may hang at a pipe that nobody
+# reads, or at the disk of the log or the source code.
 _REPORT_SECS = 10.0
 # The longest time between two looks at the counter, in seconds.
 _TICK_SECS = 1.0
