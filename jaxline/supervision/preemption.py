@@ -33,15 +33,13 @@ EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
-# Packages whose handlers a run may replace: Python's own for Ctrl-C, that of a
-# watch in the process that forked this one, and those of an event loop and a
-# notebook, where a cell that trains is interrupted like a program.
+# Packages whose handlers a run may replace. In an event loop or a notebook, a
+# run is interrupted like a program.
 _REPLACED = ('_signal', 'asyncio', 'ipykernel', 'jaxline')
 
-# JAX's notice names the step to leave at: one more than the largest that a host
-# has asked with, which is 0 before the first. A run that continues at step 500
-# would never ask with the 1 of a notice during its start-up, so `reached` asks
-# with the number of calls and not with the run's step.
+# JAX's notice names the number to leave at: one more than the largest that a
+# host has asked with, and 1 before training. A run that resumes at step 500
+# would never ask with 1, so `reached` counts its calls and not the steps.
 _calls = itertools.count(1)
 
 _active: Watch | None = None
@@ -65,23 +63,20 @@ class Preempted(SystemExit):
 class Watch:
   """Handles SIGTERM and SIGINT while a run is inside of it.
 
-  The first signal decides the exit code; a later SIGTERM changes nothing. The
-  first SIGINT restores the default handler, so that the second one ends the
-  process at once, also in C code. Ignored signals (nohup, a shell's background
-  jobs) stay ignored. A signal for which the program has its own Python handler
-  is left to that handler. While a thread is in pdb, SIGINT is for pdb.
+  The first signal decides the exit code. The first SIGINT restores the default
+  handler, so that the second one ends the process at once, also in C code.
+  Ignored signals (nohup, a shell's background jobs) stay ignored. A signal for
+  which the program has its own Python handler is left to that handler. While a
+  thread is in pdb, SIGINT is for pdb.
 
-  A signal waits while the main thread is in C code, such as a compilation.
   Python drops what a handler raises inside `__del__` or a callback of the
   garbage collector, of which JAX has one. The notice is kept: it acts when the
   run or its training begins, or at the next `reached`.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
-  agree on the step after which they leave. Call `begin_run` after that. A
-  notice during start-up then acts after the first step.
-
-  A watch that is entered on another thread than the main one, which Python
-  gives no signals, knows only of JAX's notice.
+  agree on the step after which they leave. A notice during start-up then acts
+  after the first step. A watch that is entered on another thread than the main
+  one knows only of JAX's notice.
   """
 
   def __init__(self) -> None:
@@ -120,9 +115,6 @@ class Watch:
     The last save and the wait for other hosts belong inside. A notice after the
     last `reached` is raised on leaving on a single host, and ignored if several
     hosts would have to agree.
-
-    Raises:
-      Preempted: on entering or leaving, if there was a notice.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
       handler = signal.getsignal(signum)
@@ -133,8 +125,7 @@ class Watch:
           signal.Signals(signum).name,
           handler,
         )
-    # It was raised before and swallowed, for instance by a `__del__`.
-    self._raise_notice()
+    self._act()
     # Hosts that cannot agree must not leave at different steps. There a notice
     # ends this host at once, and the others see that it is gone.
     jax = sys.modules.get('jax')
@@ -144,7 +135,7 @@ class Watch:
       yield
     finally:
       self._defers = before
-    self._raise_notice()
+    self._act()
 
   def reached(self, step: int) -> bool:
     """Returns whether to save and leave now; takes microseconds.
@@ -169,8 +160,13 @@ class Watch:
       raise Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
     raise Preempted(EXIT_CODE, f'Preempted by SIGTERM{when}.')
 
-  def _raise_notice(self) -> None:
-    if self._notice is not None and not self._defers:
+  def _act(self) -> None:
+    """Leaves if there is a notice, unless it is only noted."""
+    if self._notice is None:
+      return
+    if self._is_shared:  # JAX's handler tells the other hosts.
+      os.kill(os.getpid(), signal.SIGTERM)
+    elif not self._defers:
       self.leave()
 
   def _share(self, takes_steps: bool) -> None:
@@ -215,12 +211,7 @@ class Watch:
         )
     if self._notice is None:
       self._notice = signum
-      self._tell_jax()
-      self._raise_notice()
-
-  def _tell_jax(self) -> None:
-    if self._is_shared:  # Its handler tells the other hosts.
-      os.kill(os.getpid(), signal.SIGTERM)
+      self._act()
 
 
 @contextlib.contextmanager
@@ -244,9 +235,7 @@ def begin_run(takes_steps: bool = True) -> Watch:
 
   Args:
     takes_steps: False for evaluation alone, which never asks `reached`. JAX
-      would then swallow every SIGTERM, so the watch takes it from JAX for good:
-      Python cannot restore a handler that JAX made in C++, and after the watch
-      the default handler ends the process.
+      would then swallow every SIGTERM, so the watch takes it from JAX for good.
 
   Returns:
     The watch; a new one, which handles no signals, if none is active.
@@ -256,9 +245,7 @@ def begin_run(takes_steps: bool = True) -> Watch:
   """
   watch = _active or Watch()
   watch._share(takes_steps)
-  if watch._notice is not None:
-    watch._tell_jax()
-  watch._raise_notice()
+  watch._act()
   return watch
 
 
@@ -270,11 +257,7 @@ def _is_programs(handler: Any) -> bool:
 
 
 def _in_child() -> None:
-  """Restores the signal handlers in a forked worker, those of JAX included.
-
-  Otherwise it would ignore SIGTERM, and its copy of one Ctrl-C at the terminal
-  would count as a second one in its parent.
-  """
+  """Gives a forked worker the handlers from before, also in place of JAX's."""
   if _active is None:
     return
   is_first = signal.getsignal(signal.SIGINT) == _active._on_signal

@@ -2,8 +2,8 @@
 
 A run that waits for ever (for another process, a disk, a lock) costs as much as
 one that trains. One thread watches one counter, the signs of life. If it stands
-still for too long, the thread prints the stacks of all threads and the open
-activities, and ends the process.
+still for too long, the thread prints the stacks of all threads and ends the
+process.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,6 @@ _TICK_SECS = 1.0
 _DEBUGGERS = ('pdb', 'bdb')
 
 _signs = 0
-# The open activities of each thread that has any, outermost first. A thread
-# writes its own entry only.
-_activities: dict[threading.Thread, list[str]] = {}
-
 _secs = 0.0  # The limit of the newest run.
 _num_runs = 0  # How many are inside of `limit`.
 _covers_exit = False
@@ -45,22 +41,6 @@ def give_sign_of_life() -> None:
   """Counts a sign of life, in some tens of nanoseconds."""
   global _signs
   _signs += 1
-
-
-@contextlib.contextmanager
-def activity(name: str) -> Iterator[None]:
-  """Names what this thread does inside; begins and ends with a sign of life."""
-  thread = threading.current_thread()
-  stack = _activities.setdefault(thread, [])
-  stack.append(name)
-  give_sign_of_life()
-  try:
-    yield
-  finally:
-    stack.pop()
-    if not stack:
-      del _activities[thread]
-    give_sign_of_life()
 
 
 @contextlib.contextmanager
@@ -153,13 +133,11 @@ def _tick() -> None:
 
 
 def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
-  """Prints the activities, stacks and errors of all threads."""
+  """Prints the stacks and errors of all threads."""
   text = (
     f'[jaxline] Watchdog: no sign of life for {silence:.1f} s. The process ends'
     f' with code {EXIT_CODE}.\n'
   )
-  for thread, stack in _activities.copy().items():  # Other threads change it.
-    text += f'[jaxline] Thread {thread.name!r} was in: {" > ".join(stack)}\n'
   names = {t.ident: t.name for t in threading.enumerate()}
   for ident, frame in frames.items():
     stack = traceback.format_stack(frame)
