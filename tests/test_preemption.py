@@ -63,12 +63,9 @@ with preemption.Watch() as watch, watch.training():
 class Program:
   """A Python program in a process and a process group of its own."""
 
-  def __init__(self, code, *args, shell=None):
-    command = [sys.executable, '-c', HEADER + code, *args]
-    if shell is not None:
-      command = ['sh', '-c', f'{shell}; exec "$@"', 'sh', *command]
+  def __init__(self, code, *args):
     self.process = subprocess.Popen(
-      command,
+      [sys.executable, '-c', HEADER + code, *args],
       # JAX says what the hosts have agreed upon, at level 0.
       env=os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '0'},
       text=True,
@@ -111,8 +108,8 @@ class Program:
 def start():
   with contextlib.ExitStack() as stack:
 
-    def start_one(*args, **kwargs):
-      program = Program(*args, **kwargs)
+    def start_one(*args):
+      program = Program(*args)
       stack.enter_context(program.process)
       stack.callback(program.process.kill)
       return program
@@ -173,23 +170,6 @@ with preemption.Watch() as watch, watch.training():
   assert (code, out) == (-signal.SIGINT, '')  # 130 in a shell.
 
 
-def test_what_is_ignored_stays_ignored(start):
-  program = start(
-    """
-with preemption.Watch() as watch, watch.training():
-  say('in')
-  wait()
-  say(watch.reached(1))
-""",
-    shell="trap '' INT TERM",
-  )
-  program.said('in')
-  for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
-    program.kill(signum)
-  program.tell()
-  assert program.end() == (0, 'False\n', '')
-
-
 # With JAX's own handler of SIGTERM, which Python does not know, and without.
 @pytest.mark.parametrize('several', [False, True])
 def test_a_forked_worker_has_its_own_signals(start, several):
@@ -230,27 +210,6 @@ with preemption.Watch() as watch:
 # --- elsewhere ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  ('signum', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
-)
-def test_a_notice_during_start_up_leaves_at_once(start, signum, code):
-  program = start("""
-import signal
-with preemption.Watch() as watch:
-  try:
-    say('starting')
-    wait()
-  finally:
-    signal.raise_signal(signal.SIGTERM)  # Too late to change anything.
-    say('closed')
-""")
-  program.said('starting')
-  program.kill(signum)
-  got, out, err = program.end()
-  assert (got, out) == (code, 'closed\n')
-  assert 'Traceback' not in err
-
-
 @contextlib.contextmanager
 def raises_preempted(code):
   with pytest.raises(preemption.Preempted) as info:
@@ -261,13 +220,12 @@ def raises_preempted(code):
 @pytest.mark.parametrize(
   ('signum', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
 )
-def test_a_notice_that_was_swallowed_acts_when_the_run_or_training_begins(
-  signum, code
-):
+def test_a_notice_during_start_up_leaves_at_once(signum, code):
   for begin in (preemption.begin_run, lambda: watch.training().__enter__()):
     with preemption.Watch() as watch:
-      with raises_preempted(code):  # As Python does in `__del__`.
+      with raises_preempted(code):
         signal.raise_signal(signum)
+      # It was swallowed, as Python does in `__del__`.
       with raises_preempted(code):
         begin()
 
@@ -292,6 +250,21 @@ def test_after_the_watch_the_handlers_are_those_from_before():
         pass
       assert handlers() == [taken[0], signal.SIG_DFL]
   assert handlers() == before
+
+
+def test_what_is_ignored_stays_ignored():
+  before = handlers()
+  try:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(signum, signal.SIG_IGN)
+    with preemption.Watch() as watch, watch.training():
+      assert handlers() == [signal.SIG_IGN] * 2
+    assert handlers() == [signal.SIG_IGN] * 2
+  finally:
+    for signum, handler in zip(
+      (signal.SIGTERM, signal.SIGINT), before, strict=True
+    ):
+      signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize('place', ['before', 'constructor'])
