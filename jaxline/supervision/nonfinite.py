@@ -57,12 +57,21 @@ class Guard(periodic.Action):
       on_nonfinite: see `config.on_nonfinite`.
       max_nonfinite_steps: see `config.max_nonfinite_steps`.
       steps_late: how many steps may be in flight when one is judged.
+
+    Raises:
+      UsageError: on_nonfinite is 'skip', which the step does not support.
     """
     # JAXline continues after a NaN, and its experiments may log one on purpose.
     default = 'raise' if experiment.IS_SHARDED else 'warn'
     self._mode = default if on_nonfinite is None else on_nonfinite
     self._has_flag = experiment.SKIPS_NONFINITE
     self._class_name = type(experiment).__name__
+    if self._mode == 'skip' and not self._has_flag:
+      raise errors.UsageError(
+        "config.on_nonfinite is 'skip', which the step of a ShardedExperiment"
+        f' supports and that of {self._class_name} does not. Wrap the optimizer'
+        ' in optax.apply_if_finite.'
+      )
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
     self._steps_late = steps_late
@@ -77,19 +86,16 @@ class Guard(periodic.Action):
 
     Raises:
       NonfiniteError: that step was not finite.
-      UsageError: the scalar NONFINITE is missing and needed.
+      ValueError: the scalar NONFINITE is missing, unless on_nonfinite='warn'.
     """
     if self._mode == 'ignore':
       return
     scalars = dict(scalar_outputs or {})
-    has_flag = self._has_flag and NONFINITE in scalars
-    needs_flag = self._has_flag and self._mode == 'raise'
-    if not has_flag and (needs_flag or self._mode == 'skip'):
-      raise errors.UsageError(
-        f'config.on_nonfinite is {self._mode!r}, but {self._class_name}.step'
-        f' returned {list(scalars)}, without {NONFINITE!r}. Return all scalars'
-        ' of the compiled step. A step of your own needs SKIPS_NONFINITE ='
-        ' False, and optax.apply_if_finite to skip.'
+    if self._has_flag and NONFINITE not in scalars and self._mode != 'warn':
+      raise ValueError(
+        f'{self._class_name}.step returned {list(scalars)}, without'
+        f' {NONFINITE!r}. Return all scalars of the compiled step, or set'
+        ' SKIPS_NONFINITE = False.'
       )
     self._steps.append((int(step), scalars))
     if len(self._steps) > self._steps_late:
@@ -132,10 +138,7 @@ class Guard(periodic.Action):
       return
     what = f'The loss or gradients of step {step} are not finite'
     if self._mode == 'skip':
-      what += (
-        f' ({in_a_row} such steps in a row; config.max_nonfinite_steps ='
-        f' {self._max_in_a_row})'
-      )
+      what += f', after {in_a_row} such steps in a row that were skipped'
     shown = ', '.join(f'{name} = {text}' for name, text in bad.items())
     what += f': {shown or "no scalar shows it; log optax.tree.norm(grads)"}.'
     if self._mode == 'warn':

@@ -1,15 +1,8 @@
 """Ends a run in order on SIGTERM, Ctrl-C or a preemption notice.
 
-with preemption.Watch() as watch:
-  ...                         # Start-up: a notice raises Preempted at once.
-  preemption.begin_run()      # After jax.distributed.initialize.
-  ...                         # The same.
-  with watch.training():      # A notice is only noted.
-    while ...:
-      ...
-      if watch.reached(step):   # Every host asks after each step,
-        ...                     # saves its state,
-        watch.leave()           # and raises Preempted.
+During start-up, a notice raises `Preempted` at once. Inside `Watch.training` it
+is only noted: every host asks `reached` after each step, saves its state if it
+says so, and calls `leave`, which raises `Preempted`.
 """
 
 from __future__ import annotations
@@ -82,10 +75,8 @@ class Watch:
   def __init__(self) -> None:
     """Makes the watch; it handles no signals before it is entered."""
     self._notice: int | None = None
-    # Whether JAX has SIGTERM, so that all hosts leave after the same step.
-    self._is_shared = False
-    # Whether a notice is only noted, instead of raised at once.
-    self._defers = False
+    self._is_shared = False  # Whether JAX has SIGTERM, for all hosts alike.
+    self._defers = False  # Whether a notice is only noted, and not raised.
     self._step: int | None = None
     self._old_handlers: dict[int, Any] = {}
 
@@ -126,8 +117,7 @@ class Watch:
           handler,
         )
     self._act()
-    # Hosts that cannot agree must not leave at different steps. There a notice
-    # ends this host at once, and the others see that it is gone.
+    # Of hosts that cannot agree, one leaves at once, and the others notice.
     jax = sys.modules.get('jax')
     before = self._defers
     self._defers = before or jax is None or jax.process_count() == 1
@@ -201,14 +191,13 @@ class Watch:
       if any(map(watchdog.is_debugged, sys._current_frames().values())):
         return  # Another thread's pdb cannot be interrupted.
       signal.signal(signum, signal.SIG_DFL)
-      saves = 'saving, then ' if self._defers else ''
+      text = (
+        f'\n[jaxline] Ctrl-C: {"saving, then " if self._defers else ""}leaving;'
+        ' press Ctrl-C again to leave at once.\n'
+      )
       # Not by sys.stderr, which the handler may have interrupted.
       with contextlib.suppress(OSError):
-        os.write(
-          2,
-          f'\n[jaxline] Ctrl-C: {saves}leaving; press Ctrl-C again to leave at'
-          ' once.\n'.encode(),
-        )
+        os.write(2, text.encode())
     if self._notice is None:
       self._notice = signum
       self._act()

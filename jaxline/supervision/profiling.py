@@ -21,10 +21,6 @@ from jaxline.metrics import periodic
 def parse(text: str, key: str = 'profile_steps') -> list[tuple[int, int]]:
   """Returns the (first, last) steps of ranges such as '10-15,1000-1005'.
 
-  Args:
-    text: the ranges; '' has none.
-    key: of the config, for the message.
-
   Raises:
     errors.UsageError: the text is something else, or not in order.
   """
@@ -45,10 +41,9 @@ def parse(text: str, key: str = 'profile_steps') -> list[tuple[int, int]]:
 
 
 class Profiler(periodic.Action):
-  """A periodic action that traces steps.
+  """A periodic action that traces steps, if the run has a directory.
 
-  A trace starts and stops between two steps, and training waits while it is
-  written. A run without a directory has no traces.
+  A trace starts and stops between two steps. Training waits while it is written.
   """
 
   def __init__(
