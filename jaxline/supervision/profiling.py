@@ -43,7 +43,7 @@ def parse(text: str, key: str = 'profile_steps') -> list[tuple[int, int]]:
 class Profiler(periodic.Action):
   """A periodic action that traces steps, if the run has a directory.
 
-  A trace starts and stops between two steps. Training waits while it is written.
+  A trace starts and stops between steps; training waits while it is written.
   """
 
   def __init__(
