@@ -466,7 +466,7 @@ class Training:
       action.share(run.log.executor)
     self.actions: list[periodic.Action] = [
       self.guard,
-      *profiling.actions(config, run.console.say),
+      profiling.Profiler(config, run.console.say),
       *given,
       *self._default_actions(),
     ]
