@@ -683,8 +683,7 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    is_eval = run.eval_mode.startswith('eval')
-    log = run.eval_mode if is_eval else 'eval'
+    log = run.eval_mode if run.trained is None else 'eval'
     run.console.log_evaluation(step, scalars, log)
     self.last = step
     if not counts:

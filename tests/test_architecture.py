@@ -53,7 +53,7 @@ STEPS = (
   ('experiment',),
   ('compat.adapters',),
   ('pipeline', 'train_step'),
-  ('decode', 'runs', 'sharded', 'train'),
+  ('decode', 'exits', 'runs', 'sharded', 'train'),
   ('aot',),
   ('platform',),
   ('runs.replay',),
