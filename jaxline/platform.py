@@ -175,7 +175,7 @@ def _load(path: str) -> config_dict.ConfigDict:
     return base_config.recorded_config(directory).lock()
   file, *option = path.split(':', 1)
   if not os.path.isfile(file):
-    raise UsageError('there is no such file')
+    raise UsageError('no such file; expected one such as configs/lm.py')
   try:
     return runpy.run_path(file)['get_config'](*option).lock()
   except (AttributeError, LookupError, TypeError, ValueError) as e:
