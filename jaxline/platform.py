@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import errno
-import functools
 import os
 import runpy
 import sys
@@ -202,14 +201,28 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
   flags.DEFINE(_Parser(parse_run), 'jaxline_run', None, text, values)
 
 
-def _set(name: str, value: Any) -> bool:
-  """Lets a setting follow its flag: a program need not call `main`."""
-  setattr(debug.settings, name, value)
-  return True
+class _SettingFlag(flags.Flag):
+  """A flag, --jaxline_X, whose value is also `debug.settings.X`.
+
+  So `debug` follows the command line of a program that does not call `main`.
+  """
+
+  def _set(self, value: Any) -> None:
+    self._value = value
+    setattr(debug.settings, self.name.removeprefix('jaxline_'), value)
+
+  value = property(lambda self: self._value, _set)
+
+
+def _define_setting(name: str, default: Any, text: str) -> None:
+  is_switch = isinstance(default, bool)
+  parser = flags.BooleanParser() if is_switch else flags.ArgumentParser()
+  flag = _SettingFlag(parser, None, name, default, text, boolean=is_switch)
+  flags.DEFINE_flag(flag)
 
 
 _define_config(flags.FLAGS, None)
-flags.DEFINE_string(
+_define_setting(
   'jaxline_mode',
   'train',
   'train: from the newest checkpoint if there is one; eval, or any name that'
@@ -217,10 +230,10 @@ flags.DEFINE_string(
   ' thread; train_eval_multithreaded: in two threads; decode: continue prompts;'
   ' compile: report memory, communication and time of the steps.',
 )
-flags.DEFINE_bool(
+_define_setting(
   'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
 )
-flags.DEFINE_bool(
+_define_setting(
   'jaxline_disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
 )
 flags.DEFINE_bool(
@@ -229,8 +242,6 @@ flags.DEFINE_bool(
 flags.DEFINE_string(
   'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
 )
-for _name in ('mode', 'post_mortem', 'disable_pmap_jit'):
-  flags.register_validator(f'jaxline_{_name}', functools.partial(_set, _name))
 # `--help` shows the flags of the program's own module.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)

@@ -330,7 +330,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
-    ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
+    ({'directory': None}, 'config.checkpoint_dir is'),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
     (
       {'directory': 'new', 'series': 'best'},
@@ -338,7 +338,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ),
     (
       {'directory': 'new', 'checkpointer': 'memory'},
-      r"'memory', which keeps them in .* process that trains.*'durable'",
+      r"'memory'.*'durable'",
     ),
   ],
 )
