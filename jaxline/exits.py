@@ -39,10 +39,15 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
   # JAX's note would be a second line for an error in a traced function.
   lines = [str(error), *(x for x in notes if 'JAX has removed its' not in x)]
   match error:
-    case SystemExit(code=code):
-      is_signal = isinstance(error, preemption.Preempted)
-      text = '\n'.join(f'[jaxline] {x}' for x in lines) if is_signal else ''
-      return code if isinstance(code, int) else int(code is not None), text
+    case preemption.Preempted(code=int(code)):
+      return code, '\n'.join(f'[jaxline] {x}' for x in lines)
+    case SystemExit(code=int(code)) if code:
+      return code, ''
+    case SystemExit():  # Its code would say that the run is complete.
+      return 1, (
+        f'{"".join(traceback.format_exception(error))}[jaxline] To end a run,'
+        ' raise `experiment.StopTraining` in place of SystemExit.'
+      )
     case errors.UsageError():
       return 2, ' '.join(lines)
     case store.DamagedError() | nonfinite.NonfiniteError():

@@ -324,7 +324,8 @@ LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
     (preemption.Preempted(75, 'No such file'), 75, 75),
     (preemption.Preempted(130, 'No such file'), 130, 130),
     (during_an_import(preemption.Preempted(75, 'No such file')), 75, 75),
-    (SystemExit(3), 3, 3),  # The experiment's own: its code is kept.
+    (SystemExit(3), 3, 3),  # The experiment's own: not a complete run.
+    (SystemExit(0), 1, 1),
     (LOST, None, 134),
     (RuntimeError('NCCL operation failed: ncclRemoteError'), None, 134),
     (RuntimeError('RESOURCE_EXHAUSTED: out of memory'), None, 1),
