@@ -163,6 +163,7 @@ class Run:
   def evaluate(self) -> None:
     """Evaluates checkpoints: see the function `evaluate`."""
     config, checkpointer = self.config, self.checkpointer
+    checkpointer.restrict(follows=True)
     if config.one_off_evaluate and not (
       config.eval_initial_weights or checkpointer.can_be_restored('latest')
     ):

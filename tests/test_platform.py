@@ -325,7 +325,6 @@ LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
     (preemption.Preempted(130, 'No such file'), 130, 130),
     (during_an_import(preemption.Preempted(75, 'No such file')), 75, 75),
     (SystemExit(3), 3, 3),  # The experiment's own: not a complete run.
-    (SystemExit(0), 1, 1),
     (LOST, None, 134),
     (RuntimeError('NCCL operation failed: ncclRemoteError'), None, 134),
     (RuntimeError('RESOURCE_EXHAUSTED: out of memory'), None, 1),
@@ -343,6 +342,11 @@ def test_exit_codes(error, code, among_others, capsys):
   assert outcome(error, others=True) == [among_others]
   said = capsys.readouterr().err
   assert ('Traceback' in said) == (code is None and among_others == 1)
+
+
+def test_an_experiment_that_exits_with_0_has_not_ended_the_run(capsys):
+  assert outcome(SystemExit(0), others=False) == 1
+  assert 'in outcome\n' in capsys.readouterr().err  # Its traceback.
 
 
 def test_a_signal_that_all_have_heard_leaves_nobody(monkeypatch):

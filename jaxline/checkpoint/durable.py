@@ -63,6 +63,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     checkpointer and calls `train.train` with several classes has it done here.
     """
     memory.forget_published()
+    self.follows = False  # A program may have evaluated with it before.
     config = self._recorded | {'checkpoint_dir': self._run.url}
     directory = memory.run_directory(experiment_class, config)
     if directory != config['checkpoint_dir']:
