@@ -19,7 +19,6 @@ from absl import flags
 from absl.testing import flagsaver
 import jax
 from ml_collections import config_flags
-import numpy as np
 import pytest
 
 from jaxline import base_config
@@ -802,14 +801,6 @@ def test_writers_are_for_the_chief_only(config, tmp_path, monkeypatch):
     there = [path.name for path in tmp_path.glob('train/*')]
     assert there == ['host_3'] * config.log_all_hosts
   assert (tmp_path / 'train' / 'host_3' / 'metrics.jsonl').is_file()
-
-
-def test_tensorboard_logger_writes_images(config, tmp_path):
-  logger = platform.TensorBoardLogger(config, 'eval')
-  logger.write_images(3, {'digit': np.zeros([8, 8])})
-  logger.write_scalars(3, {'a': 1.0})
-  logger.close()
-  assert records(tmp_path, 'eval', 'a') == {3: 1.0}
 
 
 def test_the_config_names_the_writers(config, tmp_path, monkeypatch):
