@@ -228,6 +228,9 @@ def test_the_mode_says_what_a_checkpointer_may_do(tmp_path):
       made[mode] = self
       super().__init__(config, mode)
 
+    def check_config(self, experiment_class):  # It warns or refuses by that.
+      assert self.follows == (self is made.get('eval_b'))
+
   config = regression.get_config(1)
   config.checkpoint_dir = str(tmp_path)
   config.one_off_evaluate = config.eval_initial_weights = True
