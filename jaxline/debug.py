@@ -31,8 +31,7 @@ F = TypeVar('F', bound=Callable[..., Any])
 class Settings:
   """The switches of this module, read at each use.
 
-  The flags of jaxline.platform set the first three; no other module knows of
-  flags.
+  jaxline.platform makes the first three follow its flags.
 
   Attributes:
     post_mortem: whether to enter pdb where an error was raised.

@@ -162,6 +162,7 @@ class Run:
   def evaluate(self) -> None:
     """Evaluates checkpoints: see the function `evaluate`."""
     config, checkpointer = self.config, self.checkpointer
+    checkpointer.restrict(follows=True)
     if config.one_off_evaluate and not (
       config.eval_initial_weights or checkpointer.can_be_restored('latest')
     ):
@@ -667,8 +668,7 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    is_eval = run.eval_mode.startswith('eval')
-    log = run.eval_mode if is_eval else 'eval'
+    log = run.eval_mode if run.trained is None else 'eval'
     run.console.log_evaluation(step, scalars, log)
     self.last = step
     if not counts:

@@ -310,8 +310,6 @@ def interrupt_at_random(run_dir, seed, signum, faults=None):
     assert (after or 0) >= (before or 0), (what, before, after)
     remains.newest(run_dir, 'best')
     if codes[-1] == 75:
-      said = re.search('Go on: |It goes on with the same command', run.log)
-      assert said or after == STEPS, run.log[-8000:]
       # Not a step is lost: the newest is of the last one that was taken.
       taken = run.events('step') or [{'step': before}]
       assert after == taken[-1]['step'], (what, run.log[-8000:])

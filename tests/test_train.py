@@ -1170,7 +1170,7 @@ def test_a_run_that_begins_from_another_has_no_initial_weights(tmp_path):
   )
   log, trained = Log(), threading.Event()
   trained.set()  # Without having saved anything.
-  checkpointer = durable.DurableCheckpointer(config, 'eval')
+  checkpointer = platform.create_checkpointer(config, 'eval')
   train.Run(
     functools.partial(Plain, log=log), config, checkpointer, trained=trained
   ).evaluate()
@@ -1736,7 +1736,7 @@ class Process:
     with contextlib.ExitStack() as logs, contextlib.ExitStack() as stack:
 
       def checkpointer(mode):
-        made = durable.DurableCheckpointer(config, mode)
+        made = platform.create_checkpointer(config, mode)
         return stack.enter_context(contextlib.closing(made))
 
       def writer(mode):
