@@ -40,6 +40,7 @@ from jaxline.checkpoint import spool
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import lazy
+from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
@@ -92,7 +93,7 @@ MODES = {
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
   'train_eval_multithreaded': Mode(
-    train.Run.train_eval_multithreaded,
+    threads.train_and_eval,
     trains=True,
     eval_log='eval',
     is_threaded=True,

@@ -48,8 +48,6 @@ lazy.complete(__name__)
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
-# How long a failed training waits for the evaluation beside it, in seconds.
-_GRACE_SECS = 5.0
 
 
 @dataclasses.dataclass
@@ -68,7 +66,7 @@ class Run:
     eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
     eval_mode: the mode of the experiment that is evaluated.
-    eval_checkpointer: for the evaluation thread of `train_eval_multithreaded`.
+    eval_checkpointer: for the evaluation in `compat.threads`.
     console: what the terminal shows; None logs a line at an interval.
     watch: told by a signal to end the run, which then saves and leaves.
     trained: for an evaluation beside a training: set once training has made
@@ -298,63 +296,6 @@ class Run:
     evaluation.wait()
     self.mark_ended(state.global_step)
     return training.experiment
-
-  def train_eval_multithreaded(self) -> None:
-    """Trains, and evaluates the checkpoints in a second thread meanwhile.
-
-    An exception of either ends both.
-    """
-    if self.eval_checkpointer is None and self.checkpointer.is_resumable:
-      raise ValueError(
-        'eval_checkpointer is None, but the evaluation beside the training'
-        ' needs a checkpointer of its own that reads what'
-        f' {type(self.checkpointer).__name__} writes.'
-      )
-    # Here already, since the evaluation looks for checkpoints at once.
-    self.checkpointer.begin_training(self.experiment_class)
-    trained = threading.Event()
-    failed: list[BaseException] = []
-
-    def raise_failure(*unused: Any) -> None:
-      if failed:
-        raise failed[0]
-
-    training = dataclasses.replace(
-      self,
-      eval_writer=None,
-      periodic_actions=[*self.periodic_actions, raise_failure],
-    )
-    evaluation = dataclasses.replace(
-      self,
-      checkpointer=self.eval_checkpointer,
-      watch=preemption.Watch(),  # Signals are for the training.
-      trained=trained,
-    )
-
-    def evaluate() -> None:
-      try:
-        debug.debugger_fallback(evaluation.evaluate)()
-      except BaseException as e:
-        if not isinstance(e, errors.UsageError):
-          e.add_note('[jaxline] raised in the eval thread.')
-        # A step may compile for minutes before it is raised.
-        logging.error(
-          'The evaluation failed; the run ends after this step: %.500r', e
-        )
-        failed.append(e)
-
-    # A daemon: deep in a compilation it must not outlive the run's error.
-    thread = threading.Thread(target=evaluate, name='eval', daemon=True)
-    thread.start()
-    try:
-      training.train()
-    except BaseException:
-      trained.set()
-      thread.join(_GRACE_SECS)
-      raise
-    trained.set()
-    thread.join()
-    raise_failure()
 
 
 # What the loops share.
