@@ -454,7 +454,7 @@ class Training:
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
-      self._budget.check(step)
+      self._budget.check(step, is_first=True)
     last = None if checkpointer.is_new() else step
     _resume_log(run, run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
