@@ -78,7 +78,7 @@ sys.exit(max(128 - code if code < 0 else code for code in codes))
 MEET = """
 import sys
 from jaxline import distributed
-distributed.initialize('auto', timeout_secs=60)
+distributed.initialize('auto')
 from jax.experimental import multihost_utils
 import jax
 import numpy as np
