@@ -46,6 +46,8 @@ VARIABLES = {
   'num_processes': 'JAX_NUM_PROCESSES',
   'process_id': 'JAX_PROCESS_ID',
 }
+_CONNECT_SECS = int(os.environ.get('JAX_INITIALIZATION_TIMEOUT', '300'))
+_HEARTBEAT_SECS = int(os.environ.get('JAX_HEARTBEAT_TIMEOUT_SECONDS', '100'))
 
 
 def _check(source: str, value: Mapping[str, Any]) -> None:
@@ -112,10 +114,8 @@ def initialize(value: Any) -> None:
         local_device_ids=place.get('local_device_ids'),
         # Every value is known.
         cluster_detection_method='deactivate',
-        initialization_timeout=_seconds('JAX_INITIALIZATION_TIMEOUT', 300),
-        heartbeat_timeout_seconds=_seconds(
-          'JAX_HEARTBEAT_TIMEOUT_SECONDS', 100
-        ),
+        initialization_timeout=_CONNECT_SECS,
+        heartbeat_timeout_seconds=_HEARTBEAT_SECS,
       )
     except BaseException as e:
       raised.append(e)
@@ -126,10 +126,6 @@ def initialize(value: Any) -> None:
   thread.join()
   if raised:
     raise raised[0]
-
-
-def _seconds(variable: str, default: int) -> int:
-  return int(os.environ.get(variable, default))
 
 
 def _found() -> dict[str, Any] | None:
@@ -154,7 +150,7 @@ def _found() -> dict[str, Any] | None:
     'process_id': cluster.get_process_id(),
     'coordinator': given.get('coordinator')
     or cluster.get_coordinator_address(
-      timeout_secs=_seconds('JAX_INITIALIZATION_TIMEOUT', 300),
+      timeout_secs=_CONNECT_SECS,
       override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT'),
     ),
     # One GPU for each process of Slurm or MPI.
