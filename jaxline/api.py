@@ -196,10 +196,9 @@ def _load(
       config, is_recorded='experiment_class' not in (overrides or {})
     )
   full = adapters.full_checkpointer(
-    # By its name it only reads `latest`.
     platform.create_checkpointer(config, 'eval_load')
   )
-  full.reads_only = True
+  full.restrict(reads_only=True)
   with contextlib.closing(full):
     decode.check_checkpoint(config, full, series, step)
     rng = adapters.init_rng(experiment_class, config)
@@ -278,6 +277,6 @@ def evaluate(
   rng = jax.random.PRNGKey(config.random_seed)
   inputs = experiment.evaluate_inputs(config, rng)(global_step)
   scalars = experiment.evaluate(
-    global_step=inputs[0], rng=inputs[1], writer=writers.MultiWriter([])
+    global_step=inputs[0], rng=inputs[1], writer=writers.MetricWriter()
   )
   return writers.to_scalars(scalars or {})

@@ -81,7 +81,12 @@ class SerialExecutor:
   @property
   def is_current(self) -> bool:
     """Whether this is called on the executor's thread."""
-    return threading.current_thread() is self._thread
+    return threading.get_ident() == self._thread.ident
+
+  @property
+  def num_queued(self) -> int:
+    """How many calls wait, without the one that runs."""
+    return self._calls.qsize()
 
   def put(self, call: Callable[[], Any]) -> None:
     """Queues a call without arguments, which an earlier error does not stop.

@@ -31,8 +31,7 @@ F = TypeVar('F', bound=Callable[..., Any])
 class Settings:
   """The switches of this module, read at each use.
 
-  The flags of jaxline.platform set the first three; no other module knows of
-  flags.
+  jaxline.platform makes the first three follow its flags.
 
   Attributes:
     post_mortem: whether to enter pdb where an error was raised.
@@ -67,9 +66,8 @@ def log_activity(
 ) -> Iterator[None]:
   """Logs the start and the end of the code inside, and its error.
 
-  The watchdog's report names it while it is open, and its start and end are
-  signs of life. A SystemExit, such as `preemption.Preempted`, and a
-  `UsageError` are logged as a stop.
+  The start and the end are signs of life. A SystemExit, such as
+  `preemption.Preempted`, and a `UsageError` are logged as a stop.
 
   Args:
     activity_name: its name in the log.
@@ -82,7 +80,8 @@ def log_activity(
   logging.info('[jaxline] %s starting...', activity_name)
   measured = goodput.measure(category) if category else contextlib.nullcontext()
   try:
-    with watchdog.activity(activity_name), measured:
+    watchdog.give_sign_of_life()
+    with measured:
       yield
   except (SystemExit, errors.UsageError, errors.StopTraining):
     logging.info('[jaxline] %s stopped.', activity_name)
@@ -93,6 +92,8 @@ def log_activity(
     raise
   else:
     logging.info('[jaxline] %s finished.', activity_name)
+  finally:
+    watchdog.give_sign_of_life()
 
 
 def evaluate_should_return_dict(f: F) -> F:

@@ -1,20 +1,18 @@
-"""From the command line to a run. The only module that reads flags.
+"""Parses flags, builds a run and starts it. No other module reads flags.
 
-`main` turns flags into a validated config, makes the run's directory, the
-checkpointer and the writers, and calls the function of `--jaxline_mode`.
+`main` parses the command line. `start` is the life of a run: `check` refuses
+what would hang, `build` makes the parts, the function of the mode runs them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import errno
 import os
-import pathlib
-import re
+import runpy
 import sys
 import tempfile
 import time
-import traceback
 from typing import Any
 
 from absl import app
@@ -28,9 +26,9 @@ from jaxline import base_config
 from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import decode
-from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
+from jaxline import exits
 from jaxline import goodput
 from jaxline import train
 from jaxline import xla
@@ -43,63 +41,15 @@ from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
-from jaxline.metrics import fingerprints
-from jaxline.metrics import log_filter
 from jaxline.metrics import writers
-from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
+Factory = Callable[[config_dict.ConfigDict, str], Any]
+resolve_experiment_class = adapters.resolve_experiment_class
 
 lazy.complete(__name__)
-
-
-# What a run is made of.
-
-
-def create_checkpointer(
-  config: config_dict.ConfigDict, mode: str
-) -> base.Checkpointer:
-  """Returns the run's checkpointer for one mode, as `config.checkpointer`."""
-  if config.checkpointer == 'memory':
-    return memory.InMemoryCheckpointer(config, mode, records_config=True)
-  if not mode.startswith('eval'):
-    memory.forget_published()
-  return durable.DurableCheckpointer(config, mode)
-
-
-class TensorBoardLogger(writers.AsyncWriter):
-  """The writers of `config.writers` behind one background thread.
-
-  Their files are below `config.checkpoint_dir/<mode>`.
-  """
-
-  def __init__(self, config: config_dict.ConfigDict, mode: str):
-    """Opens the files; a host that is not the first gets a directory of it."""
-    host = jax.process_index()
-    folder = f'{mode}/host_{host}' if host else mode
-    directory = spool.fetch(config.checkpoint_dir, folder)
-    made = [writers.make(x, config, mode, directory) for x in config.writers]
-    if config.fingerprint and mode == 'train':
-      path = os.fspath(directory / fingerprints.FILE)
-      self.fingerprints = fingerprints.FingerprintWriter(path)
-      made.append(self.fingerprints)
-    super().__init__(writers.MultiWriter(made))
-
-
-def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
-  """Returns the run's writer for one mode.
-
-  It writes on the first host, and on the others only with
-  `config.log_all_hosts`.
-  """
-  if jax.process_index() == 0 or config.log_all_hosts:
-    return TensorBoardLogger(config, mode)
-  return writers.MultiWriter([])
-
-
-resolve_experiment_class = adapters.resolve_experiment_class
 
 
 # Modes.
@@ -113,200 +63,168 @@ def _compile(run: train.Run) -> None:
   from jaxline.aot import ahead
 
   if not ahead.compile_experiment(run.experiment_class, run.config):
-    raise _Exit(1)
+    raise SystemExit(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
   """A value of --jaxline_mode.
 
-  A mode that logs nothing only reads the run's directory.
-
   Attributes:
-    text: what it does, for --help.
-    run: does it.
-    checkpointer: the mode that its checkpointer is made for; '' for none.
-    log: the name of the log of its training; '' if it does not train.
-    eval_log: the name of the log of its evaluation; '' if it does not evaluate.
-    eval_mode: the mode of the experiment that is evaluated; '' is `eval_log`.
-    eval_checkpointer: the mode of a second checkpointer, for an evaluation
-      beside the training; '' for none.
+    run: runs it.
+    trains: whether it saves checkpoints and writes the log `train`.
+    eval_log: the name of its log of evaluation; '' if it does not evaluate.
+    follows: whether it takes the weights that another run saves.
+    is_threaded: whether a second thread evaluates the checkpoints.
   """
 
-  text: str
   run: Callable[[train.Run], Any]
-  checkpointer: str = ''
-  log: str = ''
+  trains: bool = False
   eval_log: str = ''
-  eval_mode: str = ''
-  eval_checkpointer: str = ''
-
-  @property
-  def logs(self) -> list[str]:
-    """The names of its logs; only this mode may write them."""
-    return [log for log in (self.log, self.eval_log) if log]
+  follows: bool = False
+  is_threaded: bool = False
 
 
 MODES = {
-  'train': Mode(
-    'train, from the newest checkpoint if there is one',
-    train.Run.train,
-    checkpointer='train',
-    log='train',
-  ),
-  'eval': Mode(
-    'evaluate each new checkpoint (any name that begins with eval)',
-    train.Run.evaluate,
-    checkpointer='eval',
-    eval_log='eval',
-  ),
+  'train': Mode(train.Run.train, trains=True),
+  'eval': Mode(train.Run.evaluate, follows=True, eval_log='eval'),
   'train_and_eval': Mode(
-    'one thread: train, pause every config.eval_interval to evaluate',
-    train.Run.train_and_eval,
-    checkpointer='train_and_eval',
-    log='train',
-    eval_log='eval',
+    train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
   'train_eval_multithreaded': Mode(
-    'train and evaluate checkpoints at once, in two threads',
     train.Run.train_eval_multithreaded,
-    checkpointer='train',
-    log='train',
+    trains=True,
     eval_log='eval',
-    eval_mode='train_eval_multithreaded',
-    eval_checkpointer='eval',
+    is_threaded=True,
   ),
-  'decode': Mode(
-    'continue prompts with the weights of a checkpoint: config.decode',
-    _decode,
-    checkpointer='eval_decode',
-  ),
-  'compile': Mode(
-    'compile the steps, for config.topology or the devices that are here, and'
-    ' report memory, communication and time; train nothing',
-    _compile,
-  ),
+  'decode': Mode(_decode, follows=True),
+  'compile': Mode(_compile),
 }
 
 
-def _find_mode(name: str) -> Mode:
+def find_mode(name: str) -> Mode:
   """Returns the mode of a name; one that begins with eval logs below it."""
   if name.startswith('eval'):
-    return dataclasses.replace(MODES['eval'], checkpointer=name, eval_log=name)
+    return dataclasses.replace(MODES['eval'], eval_log=name)
   note = ' A name that begins with eval evaluates.'
   errors.check_names([name], MODES, 'mode', '--jaxline_mode', note)
   return MODES[name]
 
 
+# What a run is made of.
+
+
+def create_checkpointer(
+  config: config_dict.ConfigDict, mode: str
+) -> base.Checkpointer:
+  """Returns the run's checkpointer for a mode, as `config.checkpointer`."""
+  if config.checkpointer == 'memory':
+    return memory.InMemoryCheckpointer(config, mode, records_config=True)
+  checkpointer = durable.DurableCheckpointer(config, mode)
+  checkpointer.restrict(follows=find_mode(mode).follows)
+  return checkpointer
+
+
+TensorBoardLogger = writers.RunWriter  # JAXline's name.
+
+
+def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
+  """Returns the run's writer for one mode.
+
+  It writes on the first host, and on the others only with
+  `config.log_all_hosts`.
+  """
+  if jax.process_index() == 0 or config.log_all_hosts:
+    return writers.RunWriter(config, mode)
+  return writers.MetricWriter()
+
+
 # Flags.
+
+
+class _Parser(flags.ArgumentParser):
+  """Parses a flag by a function."""
+
+  def __init__(self, parse: Callable[[str], Any]):
+    self.parse = parse  # type: ignore[assignment,method-assign]
+
+
+def _load(path: str) -> config_dict.ConfigDict:
+  """Loads FILE.py or FILE.py:OPTION, or the config.json of a run."""
+  directory, name = os.path.split(path)
+  if name == base_config.RECORD:
+    return base_config.recorded_config(directory).lock()
+  file, *option = path.split(':', 1)
+  if not os.path.isfile(file):
+    raise UsageError('no such file; expected one such as configs/lm.py')
+  try:
+    return runpy.run_path(file)['get_config'](*option).lock()
+  except (AttributeError, LookupError, TypeError, ValueError) as e:
+    if isinstance(e, UsageError):
+      raise
+    # absl and `_parse` would take it for a wrong flag.
+    raise RuntimeError(f'--config={path} raised an error.') from e
+
+
+def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
+  """Defines --config and --jaxline_run, whose overrides are in `argv`."""
+  text = (
+    'The run: a config file, such as configs/lm.py. --config.key=value'
+    ' overrides its values.'
+  )
+  config_flags.DEFINE_config_file('config', None, text, values, sys_argv=argv)
+  values['config'].parser = _Parser(_load)
+
+  def parse_run(directory: str) -> str:
+    values['config'].parse(os.path.join(directory, base_config.RECORD))
+    return directory
+
+  text = 'In place of --config: the directory of a run, whose config is taken.'
+  flags.DEFINE(_Parser(parse_run), 'jaxline_run', None, text, values)
 
 
 class _SettingFlag(flags.Flag):
   """A flag, --jaxline_X, whose value is also `debug.settings.X`.
 
-  So JAXline's decorators and `train.evaluate` follow the command line in a
-  program that parses flags but does not call `main`.
+  So `debug` follows the command line of a program that does not call `main`.
   """
 
-  @property
-  def value(self) -> Any:
-    return self._value
-
-  @value.setter
-  def value(self, value: Any) -> None:
+  def _set(self, value: Any) -> None:
     self._value = value
     setattr(debug.settings, self.name.removeprefix('jaxline_'), value)
 
-
-class _RecordedPath(str):
-  """The value of --config if --jaxline_run stands in its place."""
+  value = property(lambda self: self._value, _set)
 
 
-class _ConfigParser(flags.ArgumentParser):
-  """Parses a `_RecordedPath`, or lets another parser load a config file."""
-
-  def __init__(self, of_files: flags.ArgumentParser):
-    self._of_files = of_files
-
-  def parse(self, path: str) -> Any:
-    if isinstance(path, _RecordedPath):
-      return base_config.recorded_config(os.path.dirname(path)).lock()
-    return self._of_files.parse(path)
-
-
-class _RunFlag(flags.Flag):
-  """--jaxline_run=DIR: parses --config, as a file with the config of the run.
-
-  Attributes:
-    config: the flag --config.
-  """
-
-  config: flags.Flag
-
-  def parse(self, argument: str) -> None:
-    super().parse(argument)
-    path = os.path.join(argument, base_config.RECORD)
-    self.config.parse(_RecordedPath(path))
-
-
-def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
-  """Defines --config and --jaxline_run.
-
-  Args:
-    values: where.
-    argv: the command line; None is that of the process.
-  """
-  config_flags.DEFINE_config_file(
-    'config',
-    help_string='The run: a config file, such as configs/lm.py. Its values are'
-    ' overridden by --config.key=value.',
-    flag_values=values,
-    sys_argv=argv,
-  )
-  values['config'].parser = _ConfigParser(values['config'].parser)
-  run = _RunFlag(
-    flags.ArgumentParser(),
-    flags.ArgumentSerializer(),
-    'jaxline_run',
-    None,
-    'In place of --config: the directory of a run, whose config is taken.'
-    ' --config.key=value overrides its values.',
-  )
-  run.config = values['config']
-  flags.DEFINE_flag(run, values)
+def _define_setting(name: str, default: Any, text: str) -> None:
+  is_switch = isinstance(default, bool)
+  parser = flags.BooleanParser() if is_switch else flags.ArgumentParser()
+  flag = _SettingFlag(parser, None, name, default, text, boolean=is_switch)
+  flags.DEFINE_flag(flag)
 
 
 _define_config(flags.FLAGS, None)
-_MODE = flags.DEFINE_flag(
-  _SettingFlag(
-    flags.ArgumentParser(),
-    flags.ArgumentSerializer(),
-    'jaxline_mode',
-    'train',
-    'What to do: '
-    + '; '.join(f'{name}: {mode.text}' for name, mode in MODES.items())
-    + '.',
-  )
+_define_setting(
+  'jaxline_mode',
+  'train',
+  'train: from the newest checkpoint if there is one; eval, or any name that'
+  ' begins with eval: evaluate each new checkpoint; train_and_eval: in one'
+  ' thread; train_eval_multithreaded: in two threads; decode: continue prompts;'
+  ' compile: report memory, communication and time of the steps.',
 )
-for _name, _text in (
-  ('jaxline_post_mortem', 'Enter pdb where an exception was raised.'),
-  (
-    'jaxline_disable_pmap_jit',
-    'Run step and evaluate op by op, so that a debugger sees values.',
-  ),
-):
-  flags.DEFINE_flag(
-    _SettingFlag(flags.BooleanParser(), None, _name, False, _text, boolean=True)
-  )
-_ENSURE_TPU = flags.DEFINE_bool(
+_define_setting(
+  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
+)
+_define_setting(
+  'jaxline_disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
+)
+flags.DEFINE_bool(
   'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
 )
-_TPU_DRIVER = flags.DEFINE_string(
-  'jaxline_tpu_driver',
-  '',
-  'Kept from JAXline; JAX has no TPU drivers any more.',
+flags.DEFINE_string(
+  'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
 )
-# `--help` of a program that lets absl parse the command line shows these too.
+# `--help` shows the flags of the program's own module.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
 
@@ -314,69 +232,48 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
 # The command line.
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-  """Parses the command line; what is wrong with it is said in a line."""
-  if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
-    app.usage(shorthelp=True, writeto_stdout=True)  # The key flags alone.
-    sys.exit(0)
-  with _exits():
-    return _parse(flags.FLAGS, argv)
-
-
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-  """Parses flags; returns the program's name and the arguments that are none.
+  """Parses flags; returns the program's name and the other arguments.
 
   Raises:
     UsageError: what is wrong, in a line.
   """
   try:
     return values(argv)
-  except OSError as e:
-    raise _config_error(e) from e
   except (flags.Error, AttributeError, KeyError) as e:
-    if getattr(e, 'flagname', '').startswith('config.'):
-      # ml_collections defines it by the file.
-      raise _config_error('is missing') from e
-    prefix = ''
-    if not isinstance(e, flags.Error):
-      # What ml_collections raises for an unknown config key, one inside the
-      # other. From elsewhere they are errors of the config file.
-      *_, raised_in = traceback.walk_tb(e.__traceback__)
-      if 'ml_collections' not in raised_in[0].f_globals.get('__name__', ''):
-        raise
-      prefix = 'Unknown config key: '
+    # ml_collections raises the last two, one inside the other.
     message: Any = e
     while isinstance(message, Exception) and message.args:
       message = message.args[0]
+    prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
     raise UsageError(prefix + ' '.join(str(message).split())) from e
 
 
 def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
   """Returns a copy of the config of parsed flags: validated, `~` expanded."""
+  expected = 'expected --config=FILE or --jaxline_run=DIR.'
   if values.config is None:
-    raise _config_error('is missing')
+    raise UsageError(f'--config is missing; {expected}')
   if values['config'].present > values['jaxline_run'].present > 0:
-    raise UsageError(
-      f'--jaxline_run={values.jaxline_run} takes the place of --config, and'
-      ' both are given. Leave one of them out.'
-    )
-  try:
-    base_config.validate_config(values.config)
-  except OSError as e:
-    # What ml_collections gives instead of a config where it found no file.
-    raise _config_error(e) from None
+    raise UsageError(f'--config and --jaxline_run are given; {expected}')
+  base_config.validate_config(values.config)
   return base_config.expand_paths(values.config)
 
 
+def _is_recorded(values: flags.FlagValues) -> bool:
+  """Returns whether a run's directory, maybe anybody's, names the class."""
+  flag: Any = values['config']
+  if not flag.present or 'experiment_class' in flag.override_values:
+    return False
+  return os.path.basename(flag.config_filename) == base_config.RECORD
+
+
 def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
-  """Returns the config that a command line names, without starting a run.
+  """Returns the config that a command line names, validated and locked.
 
   Args:
     argv: `--config=FILE` or `--jaxline_run=DIR`, and overrides,
       `--config.key=value`; nothing else.
-
-  Returns:
-    The config, validated and locked; no directory is made for it.
 
   Raises:
     UsageError: what is wrong with the command line or the config.
@@ -384,161 +281,11 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   values = flags.FlagValues()
   argv = [sys.argv[0], *argv]
   _define_config(values, argv)
-  _, *unknown = _parse(values, argv)
-  if unknown:
-    raise UsageError(f'Unexpected arguments {unknown}.')
+  _parse(values, argv)
   config = _read_config(values)
-  if config.experiment_class is not None:
-    _check_recorded_class(values, config)
-  return config.lock()
-
-
-def _check_recorded_class(
-  values: flags.FlagValues, config: config_dict.ConfigDict
-) -> None:
-  """Refuses what is no experiment, if the directory of a run names it."""
-  if not values['jaxline_run'].present:
-    return
-  overrides = config_flags.get_override_values(values['config'])
-  if 'experiment_class' not in overrides:
+  if config.experiment_class is not None and _is_recorded(values):
     resolve_experiment_class(config, is_recorded=True)
-
-
-def _configs() -> list[pathlib.Path]:
-  """Returns the config files beside the program."""
-  folder = pathlib.Path(sys.argv[0]).resolve().parent / 'configs'
-  return sorted(p for p in folder.glob('*.py') if not p.name.startswith('_'))
-
-
-def _config_error(problem: str | OSError) -> UsageError:
-  if isinstance(problem, OSError):
-    problem = f'cannot be read: {str(problem).splitlines()[-1].strip()}'
-  names = [f'--config=configs/{path.name}' for path in _configs()]
-  expected = ' or '.join([*(names or ['--config=FILE']), '--jaxline_run=DIR'])
-  return UsageError(f'--config {problem}; expected {expected}.')
-
-
-# How a run ends.
-
-
-class _Exit(SystemExit):
-  """Ends the process with a code, after its message was printed."""
-
-  def __init__(self, code: int, message: str = ''):
-    super().__init__(message)
-    self.code = code
-
-
-class _Refused(_Exit, UsageError):
-  """A UsageError that has been printed."""
-
-
-# The errors whose message says all, so that it is printed without a traceback,
-# and their exit codes.
-_CODES = {
-  UsageError: 2,
-  store_lib.DamagedError: 1,
-  nonfinite.NonfiniteError: 1,
-  disk.FullDiskError: 1,
-}
-
-
-@contextlib.contextmanager
-def _exits() -> Iterator[None]:
-  """Prints what ends a run, once, and gives it its exit code.
-
-  If other processes would wait for this one, it ends here.
-
-  Raises:
-    _Refused: for a UsageError.
-    _Exit: for the other errors in `_CODES`, and for a SystemExit of the user's
-      code, which must not look like the end of a run.
-  """
-  debug.settings.log_tracebacks = False
-  try:
-    yield
-  except (Exception, SystemExit) as e:
-    end = _end_of(e)
-    if _has_others():
-      _leave_others(end)
-    if end is e:
-      raise
-    raise end from e
-  finally:
-    debug.settings.log_tracebacks = True
-
-
-def _end_of(error: BaseException) -> BaseException:
-  """Returns what to raise for an error, after printing its message."""
-  if isinstance(error, _Exit):
-    return error
-  cause: BaseException | None = error
-  while isinstance(cause, ImportError):
-    cause = cause.__cause__ or cause.__context__
-  if isinstance(cause, preemption.Preempted):
-    error = cause  # It interrupted the import of an extension module.
-  lines = [str(error), *getattr(error, '__notes__', [])]
-  text = ' '.join(x for x in lines if 'JAX has removed its internal' not in x)
-  codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
-  if isinstance(error, preemption.Preempted):
-    end: BaseException = error
-    text = '\n'.join(f'[jaxline] {line}' for line in lines)
-  elif isinstance(error, SystemExit):
-    traceback.print_exception(error)
-    code = error.code if isinstance(error.code, int) else 1
-    end = _Exit(code if code & 0xFF else 1)
-    text = (
-      '[jaxline] The experiment or its config raised'
-      f' SystemExit({error.code!r}), which does not end a run: raise'
-      ' `experiment.StopTraining`.'
-    )
-  elif codes:
-    kind = _Refused if isinstance(error, UsageError) else _Exit
-    end = kind(codes[0], text)
-  else:
-    return error  # Python prints its traceback.
-  print(text, file=sys.stderr, flush=True)
-  return end
-
-
-def _has_others() -> bool:
-  """Says whether this is one of several processes, as far as is known yet."""
-  # There is no public way to ask: `jax.process_count` starts the devices, which
-  # takes the others, or this process has just failed to.
-  from jax._src import distributed as jax_distributed
-  from jax._src import xla_bridge
-
-  if jax.distributed.is_initialized():
-    return jax_distributed.global_state.num_processes > 1
-  return xla_bridge.backends_are_initialized() and jax.process_count() > 1
-
-
-def _leave_others(error: BaseException) -> None:
-  """Ends this process at once, if the other ones are still in the run.
-
-  A normal exit of Python would wait for the other processes, which wait for
-  this one. They notice that it is gone by a lost connection or JAX's heartbeat.
-  """
-  evaluates = debug.settings.mode.startswith('eval')
-  if isinstance(error, preemption.Preempted) and not evaluates:
-    return  # All leave together.
-  if isinstance(error, SystemExit):
-    code: Any = error.code
-  elif errors.is_lost_process(error):
-    code = errors.LOST_CODE
-    print(
-      f'[jaxline] Process {jax.process_index()} of {jax.process_count()} has'
-      ' lost another process, whose own lines may say why. The same command'
-      f' resumes the run. ({str(error).splitlines()[0]:.300})',
-      file=sys.stderr,
-    )
-  else:
-    code = 1
-    traceback.print_exception(error)
-  logging.flush()
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(code)
+  return config.lock()
 
 
 # The run.
@@ -549,7 +296,7 @@ def main(
   argv: Sequence[str],
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
   *,
-  writer_factory: Callable[[config_dict.ConfigDict, str], Any] = create_writer,
+  writer_factory: Factory = create_writer,
 ) -> None:
   """Runs an experiment as the command line says.
 
@@ -562,34 +309,31 @@ def main(
     writer_factory: makes the writer of a config and a log, 'train' or 'eval'.
   """
 
+  def parse(argv: list[str]) -> list[str]:
+    with exits.Ending():
+      return _parse(flags.FLAGS, argv)
+
   def run(unused_argv: Sequence[str]) -> None:
-    with _exits(), goodput.run(), log_filter.quiet():
+    name, cls = flags.FLAGS.jaxline_mode, experiment_class
+    with exits.Ending() as ending, goodput.run(), console_lib.quiet_log():
       config = _read_config(flags.FLAGS)
-      mode = _find_mode(_MODE.value)
-      _start_jax(config)
+      ending.is_joint = find_mode(name).trains
+      _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
       watchdog.cover_exit()
-      if mode.checkpointer:  # Compile mode has none, and runs nothing here.
-        _check_flags()
-      if experiment_class is None:
-        _check_recorded_class(flags.FLAGS, config)
-      factories = checkpointer_factory, writer_factory
+      if cls is None and _is_recorded(flags.FLAGS):
+        cls = resolve_experiment_class(config, is_recorded=True)
       origin = console_lib.Origin.of(flags.FLAGS['config'])
-      start(experiment_class, config, _MODE.value, *factories, origin)
+      start(cls, config, name, checkpointer_factory, writer_factory, origin)
 
   with preemption.Watch():
     if flags.FLAGS.is_parsed():
       run(argv)
     else:
-      app.run(run, argv=[sys.argv[0], *argv], flags_parser=_parse_flags)
+      app.run(run, argv=[sys.argv[0], *argv], flags_parser=parse)
 
 
-def _start_jax(config: config_dict.ConfigDict) -> None:
-  """Sets what must be set before JAX touches a device, and meets the others.
-
-  Raises:
-    UsageError: the config does not fit what is here.
-  """
-  is_alone = _MODE.value == 'compile' and config.topology
+def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:
+  """Configures JAX, and connects the processes unless one compiles alone."""
   if is_alone and not jax.config.values['jax_platforms']:
     # With libtpu installed JAX would look for TPUs here.
     jax.config.update('jax_platforms', 'cpu')
@@ -597,13 +341,12 @@ def _start_jax(config: config_dict.ConfigDict) -> None:
     print(f'[jaxline] {line}', flush=True)
   if not is_alone:
     distributed.initialize(config.distributed)
-  elif os.environ.get('JAX_NUM_PROCESSES') not in (None, '', '1'):
-    raise UsageError(
-      f'config.topology is {config.topology!r}, for which one process'
-      ' compiles, and JAX_NUM_PROCESSES is'
-      f' {os.environ["JAX_NUM_PROCESSES"]!r}. Start it once, without the'
-      ' launcher.'
-    )
+    if flags.FLAGS.jaxline_ensure_tpu and jax.default_backend() != 'tpu':
+      raise UsageError(
+        f'--jaxline_ensure_tpu is set, but JAX runs on'
+        f' {jax.default_backend()!r}. Does another process use the TPU, and is'
+        ' jax[tpu] installed?'
+      )
 
 
 def start(
@@ -611,17 +354,17 @@ def start(
   config: config_dict.ConfigDict,
   name: str,
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
-  writer_factory: Callable[[config_dict.ConfigDict, str], Any] = create_writer,
+  writer_factory: Factory = create_writer,
   origin: console_lib.Origin | None = None,
 ) -> Any:
-  """Makes the parts of a run and runs a mode, once the processes have met.
+  """Runs a mode, once the processes have met; see `main`.
 
   Args:
-    experiment_class: as for `main`.
+    experiment_class: a class, a partial of one, or None.
     config: the run's, validated.
-    name: the mode, as for --jaxline_mode.
-    checkpointer_factory: as for `main`.
-    writer_factory: as for `main`.
+    name: the mode.
+    checkpointer_factory: makes the checkpointers.
+    writer_factory: makes the writers.
     origin: how the run was started; None is a call from Python.
 
   Returns:
@@ -631,145 +374,150 @@ def start(
     UsageError: what is wrong with the command line, the config or the run's
       directory; nothing has been changed there.
   """
-  mode = _find_mode(name)
-  needs_run = bool(mode.checkpointer) and not mode.log
-  if mode.eval_log:  # Unless the weights come from elsewhere.
-    is_ours = checkpointer_factory is create_checkpointer
-    needs_run &= is_ours and config.checkpointer == 'durable'
-    needs_run &= not (config.eval_initial_weights or memory.seed('latest'))
-  refusal = (
-    f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
-    f' directory of the run whose weights --jaxline_mode={name} shall take.'
-  )
-  if needs_run and not config.checkpoint_dir:
-    raise UsageError(refusal)
+  mode = find_mode(name)
+  check(name, config, is_ours=checkpointer_factory is create_checkpointer)
   config = resolve_config(config)
-  is_once = mode.eval_log and (config.one_off_evaluate or config.eval_steps)
-  if needs_run and is_once and not store_lib.at(config.checkpoint_dir).names():
-    raise UsageError(f'{refusal} There is none.')
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  if mode.eval_checkpointer and jax.process_count() > 1:
+  directory = memory.run_directory(
+    experiment_class, base_config.recorded(config), begins=mode.trains
+  )
+  with config.ignore_type(), config.unlocked():
+    config.checkpoint_dir = directory
+  with goodput.run(), contextlib.ExitStack() as stack:
+    factories = checkpointer_factory, writer_factory
+    run = build(experiment_class, config, name, *factories, origin, stack)
+    stack.push(exits.leave_if_lost)
+    # An error above is wrong usage, which needs no debugger.
+    return directory, debug.debugger_fallback(mode.run)(run)
+
+
+def check(name: str, config: config_dict.ConfigDict, *, is_ours: bool) -> None:
+  """Refuses a mode that would hang.
+
+  Args:
+    name: the mode.
+    config: the run's.
+    is_ours: whether `create_checkpointer` makes the checkpointer.
+
+  Raises:
+    UsageError: threads would deadlock, or no checkpoint can come.
+  """
+  mode = find_mode(name)
+  if mode.is_threaded and jax.process_count() > 1:
     raise UsageError(
       f'--jaxline_mode={name} is for one process, and there are'
-      f' {jax.process_count()}: their threads would meet in different programs.'
-      ' Use train_and_eval.'
+      f' {jax.process_count()}. Use train_and_eval.'
     )
-  if mode.checkpointer:
-    directory = memory.run_directory(
-      experiment_class, base_config.recorded(config), begins=bool(mode.log)
+  has_none = config.checkpointer == 'memory' or not config.checkpoint_dir
+  has_none &= mode.follows and is_ours and not config.eval_initial_weights
+  weights = memory.InMemoryCheckpointer(config, name)
+  if has_none and not weights.can_be_restored('latest'):
+    raise UsageError(
+      f'--jaxline_mode={name} takes the weights of a run, but'
+      f' config.checkpoint_dir is {config.checkpoint_dir!r} and'
+      f' config.checkpointer {config.checkpointer!r}. Give the directory of a'
+      " run with 'durable' checkpoints, or use --jaxline_mode=train_and_eval."
     )
-    with config.ignore_type(), config.unlocked():
-      config.checkpoint_dir = directory
-  with goodput.run(), contextlib.ExitStack() as stack:
-    if mode.logs:  # First: whatever closes below may hang.
-      stack.enter_context(watchdog.limit(config.watchdog_secs))
-    stack.enter_context(compilation_cache.of_run(config))
-    # It closes last, with what the run came to.
-    console = stack.enter_context(console_lib.Console.make(config, origin))
-    is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
-    if is_writable:
-      stack.callback(lambda: spool.upload(config.checkpoint_dir))
-    # It closes last: what is being saved is still logged.
-    logs = stack.enter_context(contextlib.ExitStack())
 
-    def checkpointer(mode: str) -> base.FullCheckpointer | None:
-      if not mode:
-        return None
-      full = adapters.full_checkpointer(checkpointer_factory(config, mode))
-      full.reads_only = not is_writable
-      stack.callback(full.close)
-      return full
+def build(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  name: str,
+  checkpointer_factory: base.CheckpointerFactory,
+  writer_factory: Factory,
+  origin: console_lib.Origin | None,
+  stack: contextlib.ExitStack,
+) -> train.Run:
+  """Makes the parts of a run, which `stack` closes in reverse order.
 
-    def writer(log: str) -> Any:
-      if not log or not is_writable:
-        return writers.MultiWriter([])
-      made = writer_factory(config, log)
-      console.show_texts(made, log)
-      logs.enter_context(adapters.full_writer(made))
-      return made
+  Raises:
+    UsageError: the directory is another run's; nothing has been changed there.
+  """
+  mode = find_mode(name)
+  names = [log for log in ('train' * mode.trains, mode.eval_log) if log]
+  if names:  # It closes last: whatever closes before may hang.
+    stack.enter_context(watchdog.limit(config.watchdog_secs))
+  stack.enter_context(compilation_cache.of_run(config))
+  # It closes behind the other parts, and prints the summary.
+  console = stack.enter_context(console_lib.Console.make(config, origin))
+  is_writable = bool(names) and _claim(names, config, stack)
+  if is_writable:
+    stack.callback(spool.upload, config.checkpoint_dir)
+  # They close behind the checkpointers: what is being saved is still logged.
+  logs = stack.enter_context(contextlib.ExitStack())
 
-    first = checkpointer(mode.checkpointer)
-    if first is not None:
-      first.check_shared()
-      first.check_config(experiment_class)
-    watch = preemption.Watch()
-    if mode.logs:
-      watch = preemption.begin_run(takes_steps=bool(mode.log))
-    run = train.Run(
-      experiment_class,
-      config,
-      first,
-      writer(mode.log),
-      writer(mode.eval_log),
-      xla.actions(config.xla) if mode.log else (),
-      eval_mode=mode.eval_mode or mode.eval_log,
-      eval_checkpointer=checkpointer(mode.eval_checkpointer),
-      console=console,
-      watch=watch,
-    )
-    # What is raised before is wrong usage, which needs no debugger.
-    try:
-      return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
-    except preemption.Preempted as e:
-      is_durable = mode.logs and config.checkpointer == 'durable'
-      if is_durable and not (e.is_over or console.tells_how_to_go_on):
-        given = f'--config.checkpoint_dir={config.checkpoint_dir}'
-        e.add_note(f'It goes on with the same command and {given}')
-      raise
-    except Exception as e:
-      if errors.is_lost_process(e) and _has_others():
-        _leave_others(e)  # The checkpointer's end would wait for the lost one.
-      raise
+  def checkpointer(name: str, *, follows: bool) -> base.FullCheckpointer:
+    made = adapters.full_checkpointer(checkpointer_factory(config, name))
+    made.restrict(follows=follows, reads_only=not is_writable)
+    stack.callback(made.close)
+    return made
+
+  def writer(log: str) -> Any:
+    if log not in names or not is_writable:
+      return writers.MetricWriter()
+    made = writer_factory(config, log)
+    console.show_texts(made, log)
+    logs.enter_context(adapters.full_writer(made))
+    return made
+
+  first, second = None, None
+  if mode.trains or mode.follows:
+    own = 'train' if mode.is_threaded else name
+    first = checkpointer(own, follows=mode.follows)
+    first.check_shared()
+    first.check_config(experiment_class)
+  if mode.is_threaded:
+    second = checkpointer(mode.eval_log, follows=True)
+  return train.Run(
+    experiment_class,
+    config,
+    first,
+    writer('train'),
+    writer(mode.eval_log),
+    xla.actions(config.xla) if mode.trains else (),
+    eval_mode=name if mode.is_threaded else mode.eval_log,
+    eval_checkpointer=second,
+    console=console,
+    watch=preemption.begin_run(takes_steps=mode.trains),
+  )
 
 
 def _claim(
-  config: config_dict.ConfigDict, mode: Mode, stack: contextlib.ExitStack
+  logs: list[str], config: config_dict.ConfigDict, stack: contextlib.ExitStack
 ) -> bool:
-  """Refuses to write where another run does, or where nothing can be written.
+  """Claims the logs of a run, so that no other process writes them.
 
   Returns:
-    Whether the directory can be written: an evaluation that was asked for once
-    also works where it cannot.
+    Whether the directory can be written. An evaluation that does not wait for
+    checkpoints also works where it cannot.
+
+  Raises:
+    UsageError: another run writes there, or nothing can be written.
   """
-  refused, unwritable = '', ''
+  problem, is_refused = '', False
   if jax.process_index() == 0:
     try:
-      for name in mode.logs:
-        stack.enter_context(owner.Claim(config.checkpoint_dir, name))
+      for log in logs:
+        stack.enter_context(owner.Claim(config.checkpoint_dir, log))
     except owner.ClaimedError as e:
-      refused = str(e)
+      problem, is_refused = str(e), True
     except OSError as e:
-      unwritable = str(e)
-      if (
-        mode.log
-        or not (config.one_off_evaluate or config.eval_steps)
-        or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM)
-      ):
-        refused = (
-          f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can'
-          f' be written there: {e}. Give a directory of yours.'
-        )
-  refused, unwritable = distributed.of_chief((refused, unwritable))
-  if refused:
-    raise UsageError(refused)
-  if unwritable:
-    logging.warning(
-      'Nothing can be written in %s (%s): this evaluation is in no log but this'
-      ' one, and no checkpoint becomes the best one.',
-      config.checkpoint_dir,
-      unwritable,
-    )
-  return not unwritable
+      problem = f'Nothing can be written in {config.checkpoint_dir}: {e}.'
+      is_once = config.one_off_evaluate or config.eval_steps
+      is_protected = e.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+      is_refused = 'train' in logs or not (is_once and is_protected)
+  problem, is_refused = distributed.of_chief((problem, is_refused))
+  if is_refused:
+    raise UsageError(problem)
+  if problem:
+    logging.warning('%s This evaluation is logged here alone.', problem)
+  return not problem
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns the config of a run with a directory of this machine, locked.
-
-  Args:
-    config: as the config file and the overrides made it, validated; not
-      changed.
+  """Returns a copy of a validated config, with the run's directory, locked.
 
   Raises:
     UsageError: what is wrong with the directory.
@@ -780,35 +528,8 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; a run of'
       f' {jax.process_count()} processes needs one, the same for all.'
     )
-  place = store_lib.at(config.checkpoint_dir or _fresh_directory())
-  with config.ignore_type(), config.unlocked():
-    config.checkpoint_dir = place.url
-  return config.lock()
-
-
-def _fresh_directory() -> str:
-  """Makes a directory below /tmp that no other run has, for this user alone."""
-  try:
-    source = config_flags.get_config_filename(flags.FLAGS['config'])
-  except flags.Error:
-    source = 'run'  # A config that was set without a file, by a flag saver.
-  path, _, option = source.partition(':')
-  # The option says which run of a file it is.
-  name = re.sub(r'[^\w.-]+', '_', f'{pathlib.Path(path).stem}_{option}')
   stamp = time.strftime('%Y%m%d_%H%M%S')
-  return tempfile.mkdtemp(prefix=f'jaxline_{name.strip("_")}_{stamp}_')
-
-
-def _check_flags() -> None:
-  """Refuses what --jaxline_tpu_driver and --jaxline_ensure_tpu say."""
-  if _TPU_DRIVER.value:
-    raise UsageError(
-      f'--jaxline_tpu_driver is {_TPU_DRIVER.value!r}, but TPU drivers are gone'
-      ' from JAX. Leave the flag out: on a TPU VM, JAX finds the TPU itself.'
-    )
-  if _ENSURE_TPU.value and jax.default_backend() != 'tpu':
-    raise RuntimeError(
-      '--jaxline_ensure_tpu is set, but JAX runs on'
-      f' {jax.default_backend()!r}: {jax.devices()}. Is the TPU in use by'
-      ' another process, and is jax[tpu] installed?'
-    )
+  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=f'jaxline_{stamp}_')
+  with config.ignore_type(), config.unlocked():
+    config.checkpoint_dir = store_lib.at(given).url
+  return config.lock()

@@ -7,7 +7,6 @@ its method of the same name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import threading
@@ -164,6 +163,7 @@ class Run:
   def evaluate(self) -> None:
     """Evaluates checkpoints: see the function `evaluate`."""
     config, checkpointer = self.config, self.checkpointer
+    checkpointer.restrict(follows=True)
     if config.one_off_evaluate and not (
       config.eval_initial_weights or checkpointer.can_be_restored('latest')
     ):
@@ -280,12 +280,8 @@ class Run:
     interval = config.eval_interval
     with self.stoppable():
       if interval is not None and interval >= 0:
-        action = periodic.PeriodicAction(
-          evaluate_now,
-          interval_type=interval_type,
-          interval=interval,
-          run_async=False,  # Training waits: the next step donates the weights.
-          end_step_to_action=config.training_steps,
+        action = periodic.Every(
+          evaluate_now, interval_type, interval, end_step=config.training_steps
         )
         # The last action, because it shifts the clocks of the others.
         training.actions.append(action)
@@ -475,7 +471,7 @@ class Training:
     self.actions: list[periodic.Action] = [
       self.guard,
       self._budget,
-      *profiling.actions(config, run.console.say),
+      profiling.Profiler(config, run.console.say),
       *given,
       *self._default_actions(),
     ]
@@ -483,51 +479,47 @@ class Training:
 
   def _default_actions(self) -> list[periodic.Action]:
     """Returns what every training does at intervals: log, write, save."""
-    config, log = self._run.config, self._run.log
+    config, log, console = self._run.config, self._run.log, self._run.console
     add_rates = rates.Rates(self.experiment)
+    options = {
+      'interval_type': config.logging_interval_type or config.interval_type,
+      'logging_growth_ratios': config.periodic_action_growth_ratios,
+      'executor': log.executor,  # The thread that writes also fetches.
+      **console.options(config),
+    }
+    show = options.pop('fn')
 
-    def logging_action(
-      fn: Callable[..., None], **kwargs: Any
-    ) -> periodic.PeriodicAction:
-      @functools.wraps(fn)  # Messages name the function.
-      def write(step: int, scalars: Mapping[str, Any]) -> None:
-        fn(step, add_rates(self.guard.without_flag(scalars)))
+    def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
+      return add_rates(self.guard.without_flag(scalars))
 
-      defaults = {
-        'interval_type': config.logging_interval_type or config.interval_type,
-        'logging_growth_ratios': config.periodic_action_growth_ratios,
-        'executor': log.executor,  # The thread that writes also fetches.
-      }
-      return periodic.PeriodicAction(write, **defaults | kwargs)
-
-    console = self._run.console
-    console.log_action = logging_action(**console.options(config))
+    console.log_action = periodic.PeriodicAction(
+      lambda step, scalars: show(step, finish(scalars)), **options
+    )
     actions: list[periodic.Action] = [console, console.log_action]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
       actions.append(
-        logging_action(
-          log.write_scalars,
-          interval=config.log_train_data_interval,
-          log_all_data=config.log_all_train_data,
-          end_step_to_action=config.training_steps,
+        periodic.Every(
+          lambda step, scalars: log.put('scalars', step, scalars, finish),
+          config.logging_interval_type or config.interval_type,
+          config.log_train_data_interval,
+          growth_ratios=config.periodic_action_growth_ratios,
+          end_step=config.training_steps,
+          takes_all=config.log_all_train_data,
         )
       )
-    file = log.fingerprints if is_logged else None
-    # Another process may have a file, and all compute it together.
-    if config.fingerprint and (file or jax.process_count() > 1):
-      actions.append(
-        fingerprints.Fingerprints(self.experiment, file, log.executor)
-      )
+    # Another process may have the file, and all compute it together.
+    is_kept = log.takes('fingerprints') or jax.process_count() > 1
+    if config.fingerprint and is_kept:
+      actions.append(fingerprints.Fingerprints(self.experiment, log))
     # After the writing: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(
-        periodic.PeriodicAction(
+        periodic.Every(
           lambda *unused: self.save(),
-          interval_type=config.checkpoint_interval_type or config.interval_type,
-          interval=config.save_checkpoint_interval,
-          logging_growth_ratios=config.periodic_action_growth_ratios,
-          run_async=False,  # The next step donates what is being copied.
+          config.checkpoint_interval_type or config.interval_type,
+          config.save_checkpoint_interval,
+          growth_ratios=config.periodic_action_growth_ratios,
         )
       )
     return actions
@@ -569,9 +561,10 @@ class Training:
         devices.rendezvous()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
-      for action in actions:
+      waits = [action.wait_to_finish for action in actions]
+      for wait in [*waits, run.log.wait_to_finish]:
         try:
-          action.wait_to_finish()
+          wait()
         except Exception as e:
           is_new = async_lib.cause(e) != async_lib.cause(error)
           if is_new and not errors.is_lost_process(e):
@@ -596,7 +589,8 @@ class Training:
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
-    self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
+    self._run.log.raise_error()  # Of its thread, such as on a full disk.
+    self._run.checkpointer.raise_error()
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
     self._budget.check(step)
@@ -610,6 +604,7 @@ class Training:
         self._run.checkpointer.wait_for_checkpointing_to_finish()
       for action in self.actions:
         action.wait_to_finish()
+      self._run.log.wait_to_finish()
 
 
 class _Evaluation:
@@ -678,8 +673,7 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    is_eval = run.eval_mode.startswith('eval')
-    log = run.eval_mode if is_eval else 'eval'
+    log = run.eval_mode if run.trained is None else 'eval'
     run.console.log_evaluation(step, scalars, log)
     self.last = step
     if not counts:

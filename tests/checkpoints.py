@@ -218,6 +218,7 @@ def open_run(tmp_path):
   def make(mode='train', directory=tmp_path / 'run', **values):
     config = make_config(directory, **values)
     made.append(durable.DurableCheckpointer(config, mode))
+    made[-1].restrict(follows=mode.startswith('eval'))
     return made[-1]
 
   yield make

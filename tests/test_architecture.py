@@ -60,7 +60,7 @@ STEPS = (
   ('compat.adapters',),
   ('evaluation', 'pipeline', 'train_step'),
   ('accumulate',),
-  ('decode', 'runs', 'sharded', 'train'),
+  ('decode', 'exits', 'runs', 'sharded', 'train'),
   ('aot',),
   ('platform',),
   ('runs.replay',),

@@ -58,6 +58,7 @@ def opened(
   config.keep_checkpoint_every_steps = every
   memory.forget_published()
   made = durable.DurableCheckpointer(base_config.complete_config(config), mode)
+  made.restrict(follows=mode.startswith('eval'))
   state = made.get_experiment_state('latest')
   state.global_step, state.experiment_module = 0, Experiment()
   return made

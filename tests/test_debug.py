@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from jaxline import debug
-from jaxline import platform
+from jaxline import platform  # noqa: F401  It defines the flags.
 from jaxline.compat import op_by_op
 
 P = jax.sharding.PartitionSpec
@@ -40,21 +40,18 @@ def jit_off(monkeypatch):
 # --- settings ----------------------------------------------------------------
 
 
-def test_flags_that_a_program_parses_itself_are_settings():
-  command = ['x', '--jaxline_post_mortem', '--jaxline_disable_pmap_jit']
-  values = ('post_mortem', 'disable_pmap_jit', 'mode')
-  before = [getattr(debug.settings, name) for name in values]
+def test_settings_are_the_flags_of_a_program_that_parses_them_itself():
+  names = ('post_mortem', 'disable_pmap_jit', 'mode')
+  values = lambda: [getattr(debug.settings, name) for name in names]
+  before = values()
   with flagsaver.flagsaver():
-    flags.FLAGS([*command, f'--{platform._MODE.name}=eval_test'])
-    now = [getattr(debug.settings, name) for name in values]
-    assert now == [True, True, 'eval_test']
+    flags.FLAGS(['x', '--jaxline_post_mortem', '--jaxline_mode=eval_test'])
+    assert values() == [True, False, 'eval_test']
     flags.FLAGS.jaxline_post_mortem = False  # As tests set it.
     assert not debug.settings.post_mortem
-  assert [getattr(debug.settings, name) for name in values] == before
-
-
-def test_without_the_flags_module_an_evaluation_is_called_eval():
-  assert debug.Settings() == debug.Settings(False, False, 'eval', True)
+  assert values() == before
+  # Without the module that defines the flags.
+  assert debug.Settings().mode == 'eval'
 
 
 # --- small helpers -----------------------------------------------------------
@@ -97,43 +94,32 @@ def _fail(error):
   raise error
 
 
-def _raising_frame(call):
-  tb = call.args[0]
-  while tb.tb_next:
-    tb = tb.tb_next
-  return tb.tb_frame.f_code.co_name
-
-
-def test_post_mortem_is_off_by_default():
-  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
-    with pytest.raises(ValueError):
-      debug.debugger_fallback(_fail)(ValueError())
-  post_mortem.assert_not_called()
-
-
-def test_post_mortem_enters_at_the_raising_frame(post_mortem_on):
-  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
-    with pytest.raises(ValueError, match='bad'):
-      debug.debugger_fallback(_fail)(ValueError('bad'))
-  post_mortem.assert_called_once()
-  assert _raising_frame(post_mortem.call_args) == '_fail'
-
-
-def test_post_mortem_enters_once_per_error(post_mortem_on):
+@pytest.mark.parametrize(
+  ('is_on', 'error', 'entered'),
+  [
+    (False, ValueError, 0),
+    (True, ValueError, 1),
+    (True, SystemExit, 0),
+    (True, KeyboardInterrupt, 0),
+  ],
+)
+def test_post_mortem_enters_once_where_an_error_was_raised(
+  monkeypatch, is_on, error, entered
+):
+  monkeypatch.setattr(debug.settings, 'post_mortem', is_on)
   nested = debug.debugger_fallback(debug.debugger_fallback(_fail))
-  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
-    for i in range(3):
-      with pytest.raises(ValueError):
-        nested(ValueError(i))
-  assert post_mortem.call_count == 3
+  frames = []
 
+  def post_mortem(tb):
+    while tb.tb_next:
+      tb = tb.tb_next
+    frames.append(tb.tb_frame.f_code.co_name)
 
-@pytest.mark.parametrize('error', [SystemExit, KeyboardInterrupt])
-def test_post_mortem_lets_exits_pass(post_mortem_on, error):
-  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
+  monkeypatch.setattr(pdb, 'post_mortem', post_mortem)
+  for _ in range(2):
     with pytest.raises(error):
-      debug.debugger_fallback(_fail)(error())
-  post_mortem.assert_not_called()
+      nested(error())
+  assert frames == ['_fail'] * 2 * entered
 
 
 def test_post_mortem_serves_one_thread_at_a_time(post_mortem_on):
@@ -236,17 +222,13 @@ with preemption.Watch() as watch, watch.training():
 # --- op by op ----------------------------------------------------------------
 
 
-def test_jit_stays_on_by_default():
+@pytest.mark.parametrize('is_on', [False, True])
+def test_chex_turns_jit_off_once_if_it_shall(is_on, monkeypatch):
+  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', is_on)
   with mock.patch.object(chex, 'fake_pmap_and_jit', autospec=True) as fake:
     assert debug.disable_pmap_jit(lambda x: x + 1)(1) == 2
-  fake.assert_not_called()
+  assert fake.call_count == is_on
   assert not jax.config.jax_disable_jit
-
-
-def test_jit_off_calls_chex_once(jit_off):
-  with mock.patch.object(chex, 'fake_pmap_and_jit', autospec=True) as fake:
-    assert debug.disable_pmap_jit(lambda x: x + 1)(1) == 2
-  fake.assert_called_once()
 
 
 # What `_loss` saw: the value as Python sees it, and which way an `if` went.

@@ -213,11 +213,9 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
     output = tmp_path / 'decode' / 'step_2.jsonl'
     assert texts(output) == ['a 2']
     output.unlink()
-  with pytest.raises(platform.UsageError, match=r'step is 3, .* steps \[2\]'):
+  with pytest.raises(SystemExit, match=r'step is 3, .* steps \[2\]'):
     run(prompts=str(tmp_path / 'p.txt'), step=3, **memory)
-  with pytest.raises(
-    platform.UsageError, match=r"'best'.*Train with.*'durable'"
-  ):
+  with pytest.raises(SystemExit, match=r"'best'.*Train with.*'durable'"):
     run(prompts=str(tmp_path / 'p.txt'), series='best', **memory)
 
 
@@ -283,7 +281,7 @@ def test_an_evaluation_of_a_directory_that_cannot_be_written(
     config.update(option)
   with flagsaver.flagsaver(config=config, jaxline_mode='eval_mine'):
     platform.main(Echo, [])
-  assert caplog.text.count(f'Nothing can be written in {colleague} (') == 1
+  assert caplog.text.count(f'Nothing can be written in {colleague}: ') == 1
   shown = capsys.readouterr().out
   assert 'eval_mine step 3 | loss 1' in shown
   assert ('eval_mine step 1 | loss 1' in shown) == ('eval_steps' in option)
@@ -293,7 +291,7 @@ def test_an_evaluation_of_a_directory_that_cannot_be_written(
   config.eval_steps = None
   with (
     flagsaver.flagsaver(config=config, jaxline_mode='eval_mine'),
-    pytest.raises(platform.UsageError, match='nothing can be written there'),
+    pytest.raises(SystemExit, match='Nothing can be written in'),
   ):
     platform.main(Echo, [])
 
@@ -332,7 +330,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
-    ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
+    ({'directory': None}, 'config.checkpoint_dir is'),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
     (
       {'directory': 'new', 'series': 'best'},
@@ -340,7 +338,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ),
     (
       {'directory': 'new', 'checkpointer': 'memory'},
-      r"'memory', which keeps them in .* process that trains.*'durable'",
+      r"'memory'.*'durable'",
     ),
   ],
 )
@@ -357,7 +355,7 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
     (tmp_path / name).write_bytes(content)
   if 'directory' in options:
     options = options | {'directory': options['directory'] or ''}
-  with pytest.raises(platform.UsageError, match=said):
+  with pytest.raises(SystemExit, match=said):
     run(**{'prompts': 'p.txt'} | options)
   assert Echo.calls == []
   assert (tmp_path / 'p.txt').read_text() == 'a'

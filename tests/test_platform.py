@@ -14,21 +14,22 @@ import time
 import traceback
 import types
 from unittest import mock
-import warnings
 
 from absl import flags
 from absl.testing import flagsaver
 import jax
-from jax._src import distributed as jax_distributed
 from ml_collections import config_flags
 import pytest
 
 from jaxline import base_config
 from jaxline import disk
+from jaxline import errors
+from jaxline import exits
 from jaxline import platform
 from jaxline import utils
 from jaxline.aot import ahead
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import store
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
@@ -41,46 +42,51 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
 STYLES = ('sharded', 'per_device')
+LM = '--config=configs/lm.py'
+# The beginning of a program with experiments of its own.
+HEAD = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+import toy
+from jaxline import platform
+"""
 
 
-def environment():
-  # conftest has put two CPU devices into XLA_FLAGS.
-  return os.environ | {'PYTHONPATH': str(ROOT)}
+def of_kwargs(key, value):
+  return f'--config.experiment_kwargs.config.{key}={value}'
 
 
-def command(run_dir, *args, style='sharded', form='direct', mode='train'):
-  return [
-    sys.executable,
-    str(TOY),
-    style,
-    form,
-    f'--config={CONFIG}',
-    f'--config.checkpoint_dir={run_dir}',
-    f'--jaxline_mode={mode}',
-    *args,
-  ]
+def toy_args(run_dir, *args, mode='train'):
+  directory = f'--config.checkpoint_dir={run_dir}'
+  return [f'--config={CONFIG}', directory, f'--jaxline_mode={mode}', *args]
 
 
-def python(*args, **variables):
+def python(*args, **kwargs):
+  """Runs a program to its end; conftest has put two devices into XLA_FLAGS."""
   return subprocess.run(
     [sys.executable, *args],
     cwd=ROOT,
-    env=environment() | variables,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
     capture_output=True,
     text=True,
     timeout=120,
+    **{'stdin': subprocess.DEVNULL} | kwargs,
   )
 
 
-def run(*args, cwd=ROOT, **kwargs):
-  return subprocess.run(
-    command(*args, **kwargs),
-    cwd=cwd,
-    env=environment(),
-    capture_output=True,
+def run(*args, style='sharded', form='direct', **kwargs):
+  """Runs a toy experiment as a program."""
+  return python(str(TOY), style, form, *toy_args(*args, **kwargs))
+
+
+def popen(program, *args, **variables):
+  return subprocess.Popen(
+    [sys.executable, '-uc', program, *args],
+    cwd=ROOT,
+    env=os.environ | {'PYTHONPATH': str(ROOT)} | variables,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
     text=True,
-    timeout=120,
-    stdin=subprocess.DEVNULL,
   )
 
 
@@ -99,9 +105,8 @@ def here(monkeypatch, capfd, caplog):
     argv = ['experiment.py', *args]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
-    with warnings.catch_warnings():
-      warnings.simplefilter('ignore', DeprecationWarning)  # Of `load_module`.
-      values(argv)
+    values['config'].parser = flags.FLAGS['config'].parser
+    values(argv)
     # As in a process that has just begun.
     monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
     monkeypatch.setattr(memory, '_begun', {})
@@ -130,14 +135,9 @@ def toy_here(here):
   """Runs the toy experiment in this process, as `run` does in another."""
 
   def run_here(run_dir, *args, style='sharded', mode='train', **other_flags):
-    directory = f'--config.checkpoint_dir={run_dir}'
+    config, directory, _, *args = toy_args(run_dir, *args)
     return here(
-      toy.CLASSES[style],
-      f'--config={CONFIG}',
-      directory,
-      *args,
-      mode=mode,
-      **other_flags,
+      toy.CLASSES[style], config, directory, *args, mode=mode, **other_flags
     )
 
   return run_here
@@ -153,6 +153,9 @@ def records(run_dir, mode, name='loss'):
 def succeeded(result):
   assert result.returncode == 0, result.stderr[-4000:]
   return result
+
+
+# Modes.
 
 
 @pytest.mark.parametrize(
@@ -183,59 +186,64 @@ def test_both_modes_that_train_and_evaluate_agree(toy_here, tmp_path, style):
   assert threads[6] == together[6]
 
 
-def test_eval_of_initial_weights(toy_here, tmp_path):
-  succeeded(
-    toy_here(
-      tmp_path,
-      '--config.one_off_evaluate=True',
-      '--config.eval_initial_weights=True',
-      mode='eval_test',
-    )
-  )
+def test_evaluation_needs_weights(toy_here, tmp_path):
+  once = '--config.one_off_evaluate=True'
+  # Rows: what is given, whether that suffices.
+  for args, code in (
+    ([once], 2),
+    (['--config.checkpoint_dir='], 2),  # It would wait in a fresh directory.
+    (['--config.checkpointer=memory'], 2),
+    ([once, '--config.eval_initial_weights=True'], 0),
+  ):
+    result = toy_here(tmp_path, *args, mode='eval_test')
+    assert result.returncode == code, (args, result.stderr)
   assert list(records(tmp_path, 'eval_test')) == [0]
 
 
-def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
-  (tmp_path / 'checkpoints').mkdir()
-  result = toy_here(tmp_path, '--config.one_off_evaluate=True', mode='eval')
-  assert result.returncode != 0
-  assert 'config.eval_initial_weights = True' in result.stderr
-  # Nothing is made where there is no run.
-  nowhere = tmp_path / 'nowhere'
-  given = f'--config.checkpoint_dir={nowhere}'
-  for more in (
-    ['--config.one_off_evaluate=True', given],
-    ['--config.eval_steps=all', given],
-    ['--config.checkpoint_dir='],  # It would wait in a fresh directory.
-  ):
-    result = toy_here(tmp_path, *more, mode='eval')
-    assert result.returncode == 2
-    assert 'directory of the run whose weights' in result.said
-    assert ('There is none' in result.said) == (given in more)
-    assert not nowhere.exists()
-
-
-@pytest.mark.parametrize('directory', [None, 'nowhere'])
 @pytest.mark.parametrize('is_own', [True, False])
-def test_a_programs_own_checkpoints_need_no_directory(
-  tmp_path, monkeypatch, directory, is_own
-):
-  monkeypatch.chdir(tmp_path)
+def test_a_programs_own_checkpoints_need_no_directory(tmp_path, is_own):
   config = regression.get_config(2)
   config.one_off_evaluate = True
-  config.checkpoint_dir = directory
-  if is_own:
-    factory = lambda config, mode: memory.InMemoryCheckpointer(config, mode)
-    with pytest.raises(platform.UsageError, match='no checkpoint of'):
-      platform.start(regression.Regression, config, 'eval', factory)
+  config.checkpoint_dir = None
+  if is_own:  # It may read them where it likes.
+    with pytest.raises(errors.UsageError, match='no checkpoint of'):
+      platform.start(
+        regression.Regression, config, 'eval', utils.InMemoryCheckpointer
+      )
     return
   first = regression.get_config(2)
-  first.checkpoint_dir = 'first'
+  first.checkpoint_dir = str(tmp_path)
   platform.start(regression.Regression, first, 'train')
   history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
   history[:] = [utils.SnapshotNT(0, history[-1].pickle_nest)]
   path, _ = platform.start(regression.Regression, config, 'eval')
   assert list(records(pathlib.Path(path), 'eval')) == [2]
+
+
+def test_the_mode_says_what_a_checkpointer_may_do(tmp_path):
+  made = {}
+
+  class Checkpointer(memory.InMemoryCheckpointer):
+    def __init__(self, config, mode):
+      made[mode] = self
+      super().__init__(config, mode)
+
+    def check_config(self, experiment_class):  # It warns or refuses by that.
+      assert self.follows == (self is made.get('eval_b'))
+
+  config = regression.get_config(1)
+  config.checkpoint_dir = str(tmp_path)
+  config.one_off_evaluate = config.eval_initial_weights = True
+  for mode in ('train_eval_multithreaded', 'train_and_eval', 'eval_b'):
+    platform.start(regression.Regression, config, mode, Checkpointer)
+  assert {name: (x.follows, x.reads_only) for name, x in made.items()} == {
+    'train': (False, False),
+    'eval': (True, False),
+    'train_and_eval': (False, False),
+    'eval_b': (True, False),
+  }
+  own = [platform.create_checkpointer(config, x) for x in ('eval_c', 'train')]
+  assert [x.follows for x in own] == [True, False]
 
 
 def test_resolved_config_is_written(toy_here, tmp_path):
@@ -244,8 +252,6 @@ def test_resolved_config_is_written(toy_here, tmp_path):
   assert config['training_steps'] == 1
   assert config['checkpoint_dir'] == str(tmp_path)
   assert config['experiment_kwargs']['config']['fault'] == ''
-  assert not list(tmp_path.glob('config.json.*'))
-
   from tensorboard.backend.event_processing import event_accumulator
 
   events = event_accumulator.EventAccumulator(str(tmp_path / 'train')).Reload()
@@ -254,18 +260,138 @@ def test_resolved_config_is_written(toy_here, tmp_path):
   assert '"training_steps": 1' in written
 
 
+@pytest.mark.parametrize(('fits', 'code'), [(True, 0), (False, 1)])
+def test_what_does_not_fit_is_an_exit_code(here, tmp_path, fits, code):
+  place = f'--config.checkpoint_dir={tmp_path}'
+  compiled = mock.Mock(return_value=fits)
+  with mock.patch.object(ahead, 'compile_experiment', compiled):
+    result = here(object, f'--config={CONFIG}', place, mode='compile')
+  assert result.returncode == code
+  (experiment_class, config), _ = compiled.call_args
+  assert experiment_class is object
+  assert config.checkpoint_dir == str(tmp_path)
+
+
+@pytest.mark.process
+def test_a_compilation_trains_nothing(tmp_path):
+  result = succeeded(run(tmp_path, mode='compile'))
+  (path,) = (tmp_path / 'compile').iterdir()
+  report = json.loads(path.read_text())
+  assert report['mesh'] == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
+  assert f'Written to {path}' in result.stdout
+  assert not (tmp_path / 'train').exists()
+
+
+# How a run ends.
+
+
+def outcome(error, others):
+  """Returns how a process ends inside of which an error is raised."""
+  left = mock.Mock()
+  with (
+    mock.patch.object(os, '_exit', left),
+    mock.patch.object(exits, 'has_others', return_value=others),
+    pytest.raises(BaseException) as caught,
+    exits.Ending() as ending,
+  ):
+    ending.is_joint = False
+    raise error
+  codes = [call.args[0] for call in left.call_args_list]
+  return codes or getattr(caught.value, 'code', None)
+
+
+def full(path='/none'):
+  return disk.failed_write(OSError(errno.ENOSPC, 'No space'), ROOT / path)
+
+
+def during_an_import(error):
+  """What extension modules do to an exception while they are initialised."""
+  outer = ImportError('numpy.core failed to import')
+  outer.__context__ = ImportError('initialization failed')
+  outer.__context__.__cause__ = error
+  return outer
+
+
+LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
+
+
+# The code in one process (None is a traceback of Python's), and among others.
+@pytest.mark.parametrize(
+  ('error', 'code', 'among_others'),
+  [
+    (errors.UsageError('No such file'), 2, 2),
+    (store.DamagedError('No such file'), 1, 1),
+    (nonfinite.NonfiniteError('No such file'), 1, 1),
+    (full('No such file'), 1, 1),
+    (preemption.Preempted(75, 'No such file'), 75, 75),
+    (preemption.Preempted(130, 'No such file'), 130, 130),
+    (during_an_import(preemption.Preempted(75, 'No such file')), 75, 75),
+    (SystemExit(3), 3, 3),  # The experiment's own: not a complete run.
+    (LOST, None, 134),
+    (RuntimeError('NCCL operation failed: ncclRemoteError'), None, 134),
+    (RuntimeError('RESOURCE_EXHAUSTED: out of memory'), None, 1),
+    (OSError('Connection reset by peer'), None, 1),  # A server of data.
+    (OSError(errno.ENOSPC, 'No space'), None, 1),  # The user's own code.
+    (ExceptionGroup('two', [full(), ValueError('theirs')]), None, 1),
+  ],
+)
+def test_exit_codes(error, code, among_others, capsys):
+  assert outcome(error, others=False) == code
+  said = capsys.readouterr().err
+  assert (
+    said.count('No such file') == said.count('\n') == (code not in (3, None))
+  )
+  assert outcome(error, others=True) == [among_others]
+  said = capsys.readouterr().err
+  assert ('Traceback' in said) == (code is None and among_others == 1)
+
+
+def test_an_experiment_that_exits_with_0_has_not_ended_the_run(capsys):
+  assert outcome(SystemExit(0), others=False) == 1
+  assert 'in outcome\n' in capsys.readouterr().err  # Its traceback.
+
+
+def test_a_signal_that_all_have_heard_leaves_nobody(monkeypatch):
+  monkeypatch.setattr(exits, 'has_others', lambda: True)
+  with pytest.raises(SystemExit) as caught, exits.Ending():
+    raise preemption.Preempted(75, 'SIGTERM')
+  assert caught.value.code == 75
+
+
+def test_a_users_error_in_a_traced_function_is_one_line(capsys):
+  def wrong(x):
+    raise platform.UsageError(said)
+
+  # Only JAX's note about it is left out.
+  for said in ('No such size.', 'JAX_TRACEBACK_FILTERING is wrong.'):
+    with pytest.raises(SystemExit), exits.Ending():
+      jax.eval_shape(wrong, 1.0)
+    assert capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.parametrize('num_processes', [1, 2])
+def test_who_fails_after_the_meeting_leaves_the_others(
+  here, monkeypatch, num_processes
+):
+  # Else its end waits for them, and they for it: for minutes.
+  monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
+  state = types.SimpleNamespace(num_processes=num_processes)
+  monkeypatch.setattr(exits.jax_distributed, 'global_state', state)
+  left = mock.Mock()
+  monkeypatch.setattr(exits.os, '_exit', left)
+  result = here(None, LM, '--config.experiment_class=nowhere:Experiment')
+  assert result.returncode == 2
+  assert left.call_args_list == [mock.call(2)] * (num_processes > 1)
+
+
 @pytest.mark.parametrize(
   ('place', 'mode'),
   [('step', 'train'), ('step', 'train_and_eval'), ('input', 'train')],
 )
 def test_what_is_raised_ends_the_run(toy_here, tmp_path, place, mode):
-  result = toy_here(
-    tmp_path,
-    f'--config.experiment_kwargs.config.fault={place}',
-    '--config.experiment_kwargs.config.fault_step=3',
-    mode=mode,
-  )
-  assert result.returncode not in (0, None)
+  fault = of_kwargs('fault', place), of_kwargs('fault_step', 3)
+  result = toy_here(tmp_path, *fault, mode=mode)
+  assert result.returncode == 1
   assert f'Failure: {place} at 3' in result.stderr
   assert 'secret_of_frame' in result.stderr  # The traceback's own line.
   # What was logged before is not lost.
@@ -273,314 +399,44 @@ def test_what_is_raised_ends_the_run(toy_here, tmp_path, place, mode):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize('style', STYLES)
 @pytest.mark.parametrize('place', ['step', 'evaluate'])
-def test_failure_of_either_thread_ends_the_run(tmp_path, style, place):
+def test_failure_of_either_thread_ends_the_run(tmp_path, place):
   # Without the failure the other half would go on for ten minutes.
   result = run(
     tmp_path,
     '--config.training_steps=6000',
-    '--config.experiment_kwargs.config.step_secs=0.1',
-    f'--config.experiment_kwargs.config.fault={place}',
-    '--config.experiment_kwargs.config.fault_step=3',
-    style=style,
+    of_kwargs('step_secs', 0.1),
+    of_kwargs('fault', place),
+    of_kwargs('fault_step', 3),
     mode='train_eval_multithreaded',
   )
-  assert result.returncode not in (0, None)
+  assert result.returncode == 1
   assert f'Failure: {place} at ' in result.stderr
-  assert 'secret_of_frame' in result.stderr
   is_told = '[jaxline] raised in the eval thread' in result.stderr
   assert is_told == (place == 'evaluate')
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-  ('form', 'place', 'mode', 'style', 'raised', 'code'),
-  [
-    ('app_run', 'constructor', 'train', 'sharded', 'None', 1),
-    ('direct', 'step', 'train', 'per_device', '256', 1),
-    ('app_run', 'evaluate', 'train_eval_multithreaded', 'per_device', '3', 3),
-  ],
-)
-def test_an_exit_of_the_experiment_is_no_end_of_the_run(
-  tmp_path, form, place, mode, style, raised, code
-):
-  result = run(
-    tmp_path,
-    f'--config.experiment_kwargs.config.fault={place}',
-    f'--config.experiment_kwargs.config.fault_kind=exit {raised}',
-    style=style,
-    form=form,
-    mode=mode,
-  )
-  assert result.returncode == code, result.stderr
-  assert result.stderr.count('sys.exit(ast.literal_eval(code))') == 1
-  shown = raised.replace('"', "'")
-  assert f'raised SystemExit({shown}), which does not end a' in result.stderr
-
-
-@pytest.mark.process
-def test_an_exit_in_an_asynchronous_action_is_no_end_of_the_run(tmp_path):
-  program = f"""
-import sys
-sys.path.insert(0, {str(TOY.parent)!r})
-import toy
-from jaxline import platform
-from jaxline.metrics import console
-def log(self, step, scalars):
-  sys.exit(0)
-console.Console.log_training = log
-platform.main(toy.Sharded, sys.argv[1:])
-"""
-  args = command(tmp_path, '--config.training_steps=100')[4:]
-  result = python('-c', program, *args)
-  assert result.returncode == 1
-  assert result.stderr.count('in log\n') == 1
-  assert 'raised SystemExit(0)' in result.stderr
-
-
-LM = '--config=configs/lm.py'
-
-
-def of_kwargs(key, value):
-  return f'--config.experiment_kwargs.config.{key}={value}'
-
-
-# Refused behind the parsing of the flags: by the config, the constructor, the
-# first batch.
-@pytest.mark.parametrize(
-  ('mode', 'args', 'said'),
-  [
-    ('train', [LM, '--config.watchdog_secs=inf'], 'watchdog_secs'),
-    ('train', [LM, of_kwargs('clip_norm', 0.0)], 'clip_norm'),
-    ('train', [LM, of_kwargs('files', '/none')], '/none'),
-    ('train', [LM, '--config.restore_from=/none'], 'config.restore_from'),
-    ('eval', [LM, '--config.one_off_evaluate=True'], 'directory of the run'),
-    ('train', [], '--config is missing'),
-    ('trian', [LM], 'trian.*train_and_eval'),
-    ('train', [LM, '--config.interval_type=step'], "'step'.*'steps'"),
-    ('train', [LM, '--config.experiment_class=no:X'], 'experiment_class'),
-  ],
-)
-def test_an_error_of_the_user_is_one_line(
-  here, tmp_path, caplog, mode, args, said
-):
-  if args:
-    args = [*args, f'--config.checkpoint_dir={tmp_path}/run']
-  result = here(None, *args, mode=mode)
-  assert result.returncode == 2, result.stderr
-  assert result.said.count('\n') == 1, result.said
-  assert re.search(said, result.said), result.said
-  assert len(caplog.messages) <= 9, result.stderr
-
-
-def test_sharding_of_a_per_device_experiment_is_refused(toy_here, tmp_path):
-  result = toy_here(tmp_path, '--config.sharding=fsdp', style='per_device')
-  assert result.returncode == 2, result.stderr
-  assert result.said.count('\n') == 1, result.said
-  assert "config.sharding is 'fsdp', but PerDevice" in result.said
-
-
-# As it is seen by a user, with what is refused while flags are parsed.
-@pytest.mark.process
-@pytest.mark.parametrize(
-  ('args', 'said'),
-  [
-    ([LM, of_kwargs('batch_size', 0)], 'batch_size is 0'),
-    ([LM, '--config.trainin_steps=3'], 'trainin_steps.*training_steps'),
-    (['--config=configs/ml.py'], "'configs/ml.py'"),
-    ([LM, '--jaxline_tpu_driver=grpc://host'], 'grpc://host'),
-  ],
-)
-def test_an_error_of_the_user_is_one_line_of_the_process(tmp_path, args, said):
-  result = python(
-    'experiment.py', *args, f'--config.checkpoint_dir={tmp_path}/run'
-  )
-  assert result.returncode == 2, result.stderr
-  lines = result.stderr.splitlines()
-  # Besides, a line for each thing that was done before it was found.
-  own = [line for line in lines if not re.match(r'[IW]\d{4} ', line)]
-  assert len(own) == 1, result.stderr
-  assert re.search(said, own[0]), own
-  assert lines[-1] == own[0]
-  assert len(lines) <= 10, result.stderr
-
-
-@pytest.mark.process
-def test_an_unexpected_error_keeps_its_traceback_once(tmp_path):
-  result = run(tmp_path, '--config.experiment_kwargs.config.fault=input')
-  assert result.returncode == 1
-  assert result.stderr.count('Traceback (most recent call last)') == 1
-  assert result.stderr.count('Failure: input at 0') == 1
-  assert 'secret_of_frame' in result.stderr
-
-
-@pytest.mark.process
-def test_a_checkpoint_that_does_not_fit_is_said_once(toy_here, tmp_path):
-  succeeded(toy_here(tmp_path))
-  program = f"""
-import sys
-sys.path.insert(0, {str(TOY.parent)!r})
-import jax, toy
-from jaxline import platform
-toy.Sharded.init_fn = lambda self, rng: ({{'w': jax.numpy.ones([6])}}, {{}})
-platform.main(toy.Sharded, sys.argv[1:])
-"""
-  result = python('-c', program, *command(tmp_path)[4:])
-  assert result.returncode == 2
-  assert 'Traceback' not in result.stderr
-  assert result.stderr.count('state/params/w') == 1, result.stderr
-
-
-@pytest.mark.process
-def test_a_checkpoint_that_is_refused_is_one_line(toy_here, tmp_path):
-  succeeded(toy_here(tmp_path))
-  latest = tmp_path / 'checkpoints' / 'latest'
-  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.stem))
-  os.rename(newest, latest / '500.json')
-  result = run(tmp_path)
-  assert result.returncode == 2
-  lines = result.stderr.splitlines()
-  own = [line for line in lines if not line.startswith('W')]
-  assert len(own) == 1, result.stderr
-  assert str(latest / '500.json') in own[0]
-  assert newest.stem in own[0]
-
-
-@pytest.mark.process
-def test_an_exit_of_the_config_file_is_no_end_of_the_run(tmp_path):
-  path = tmp_path / 'leaves.py'
-  path.write_text('import sys\n\n\ndef get_config():\n  sys.exit(0)\n')
-  result = python('experiment.py', f'--config={path}')
-  assert result.returncode == 1
-  assert 'raised SystemExit(0)' in result.stderr
-
-
-def test_a_loss_that_is_not_finite_has_no_traceback(capsys):
-  with pytest.raises(SystemExit) as caught, platform._exits():
-    raise nonfinite.NonfiniteError('The loss of step 3 is not finite.')
-  assert caught.value.code == 1
-  assert capsys.readouterr().err == 'The loss of step 3 is not finite.\n'
-
-
-def test_a_notice_that_interrupts_an_import_ends_the_run(capsys):
-  # What extension modules do to an exception while they are initialised.
-  with pytest.raises(preemption.Preempted) as caught, platform._exits():
-    try:
-      try:
-        raise preemption.Preempted(75, 'SIGTERM: leaving.')
-      except SystemExit as e:
-        raise ImportError('initialization failed') from e
-    except ImportError as e:
-      raise ImportError('numpy.core failed to import') from e
-  assert caught.value.code == 75
-  assert capsys.readouterr().err == '[jaxline] SIGTERM: leaving.\n'
-
-
-def test_a_full_disk_is_one_line_and_other_errors_are_their_own(
-  tmp_path, capsys
-):
-  no_space = OSError(errno.ENOSPC, 'No space', f'{tmp_path}/a')
-  full = disk.failed_write(no_space, tmp_path / 'a')
-  with pytest.raises(SystemExit) as caught, platform._exits():
-    raise full
-  assert caught.value.code == 1
-  said = capsys.readouterr().err
-  assert re.fullmatch(rf'No space \(.*\): {tmp_path}/a\. Make .*\n', said)
-  mixed = ExceptionGroup('two', [full, ValueError('theirs')])
-  for error in (mixed, no_space):  # The latter is of the user's own code.
-    with pytest.raises(type(error)) as caught, platform._exits():
-      raise error
-    assert caught.value is error
-    assert capsys.readouterr().err == ''
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-  ('signum', 'other', 'code'),
-  [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
-)
-def test_a_program_that_handles_a_signal_itself(tmp_path, signum, other, code):
-  noted = tmp_path / 'events.jsonl'
-  program = f"""
-import functools, signal, sys
-sys.path.insert(0, {str(TOY.parent)!r})
-from absl import app
-import events, toy
-from jaxline import platform
-events.install()
-heard = lambda *unused: print('heard', flush=True)
-signal.signal({int(signum)}, heard)
-app.run(functools.partial(platform.main, toy.Sharded))
-"""
-  process = subprocess.Popen(
-    [
-      sys.executable,
-      '-u',
-      '-c',
-      program,
-      *command(tmp_path)[4:],
-      '--config.training_steps=100000',
-    ],
-    cwd=ROOT,
-    env=environment() | {'EVENTS': str(noted)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-  try:
-    assert events.wait(
-      lambda: bool(events.read(noted, 'training loop', what='start')),
-      is_over=lambda: process.poll() is not None,
-      secs=60,
-    )
-    process.send_signal(signum)
-    while 'heard' not in (line := process.stdout.readline()):
-      assert line, 'It ended.'
-    process.send_signal(other)
-    _, err = process.communicate(timeout=60)
-  finally:
-    process.kill()
-  assert process.returncode == code, err
-  assert (tmp_path / 'checkpoints' / 'latest').is_dir()
-
-
-def test_directory_that_cannot_be_written(toy_here, tmp_path):
-  (tmp_path / 'file').write_text('')
-  result = toy_here(tmp_path / 'file' / 'run')
-  assert result.returncode != 0
-  assert str(tmp_path / 'file') in result.stderr
-
-
-@pytest.mark.process
 @pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
 def test_post_mortem_reads_commands_from_stdin(tmp_path, mode):
-  result = subprocess.run(
-    command(
-      tmp_path,
-      '--jaxline_post_mortem',
-      '--config.experiment_kwargs.config.fault=step',
-      mode=mode,
-    ),
-    cwd=ROOT,
-    env=environment(),
-    input='p "secret: " + secret_of_frame\nq\n',
-    capture_output=True,
-    text=True,
-    timeout=60,
+  args = toy_args(
+    tmp_path, '--jaxline_post_mortem', of_kwargs('fault', 'step'), mode=mode
   )
-  assert 'toy.py(38)fault()' in result.stdout
+  result = python(
+    *(str(TOY), 'sharded', 'direct', *args),
+    input='p "secret: " + secret_of_frame\nq\n',
+    stdin=None,
+  )
+  assert re.search(r'toy\.py\(\d+\)fault\(\)', result.stdout)
   assert "'secret: step at 0'" in result.stdout
   assert result.returncode == 1
-  assert 'Failure: step at 0' in result.stderr
+  assert result.stderr.count('Traceback (most recent call last)') == 1
+  assert result.stderr.count('Failure: step at 0') == 1
 
 
 # From the first step on the disk, the writer's `close` or a thread hangs.
-STUCK = f"""
-import os, sys, threading
-sys.path.insert(0, {str(TOY.parent)!r})
-import toy
-from jaxline import platform
+STUCK = f"""{HEAD}
+import os, threading
 
 what, *argv = sys.argv[1:]
 for_ever = threading.Event().wait
@@ -620,105 +476,163 @@ platform.main(Experiment, argv, writer_factory=Writer)
 def test_what_holds_up_the_end_of_a_failed_run_is_ended(
   tmp_path, what, fault, where
 ):
-  result = python(
-    *('-c', STUCK, what, *command(tmp_path)[4:]),
-    f'--config.experiment_kwargs.config.fault={fault}',
-    '--config.experiment_kwargs.config.fault_step=3',
+  args = toy_args(
+    tmp_path,
+    of_kwargs('fault', fault),
+    of_kwargs('fault_step', 3),
     '--config.watchdog_secs=10',
     '--config.compilation_cache=off',  # It would be what hangs at the disk.
   )
+  result = python('-c', STUCK, what, *args)
   assert result.returncode == watchdog.EXIT_CODE, result.stderr[-4000:]
   assert where in result.stderr
 
 
-@pytest.mark.process
-@pytest.mark.parametrize('style', STYLES)
-def test_disable_pmap_jit_shows_values(tmp_path, style):
-  shown = '--config.experiment_kwargs.config.show_values=True'
-  steps = '--config.training_steps=2'
-  compiled = succeeded(run(tmp_path / 'a', shown, steps, style=style))
-  op_by_op = succeeded(
-    run(tmp_path / 'b', shown, steps, '--jaxline_disable_pmap_jit', style=style)
-  )
-  seen = re.findall(r'loss_fn sees (.*)', compiled.stdout)
-  assert seen
-  assert all(re.search(r'\d\.\d', line) is None for line in seen), seen
-  # Op by op the function runs at each step, and sees numbers.
-  after = op_by_op.stdout[op_by_op.stdout.index('loss_fn sees') :]
-  assert after.count('loss_fn sees') >= 2
-  assert re.search(r'\[.*-?\d\.\d+', after, re.DOTALL), after
-  a, b = (records(tmp_path / x, 'train') for x in 'ab')
-  assert a[2] == pytest.approx(b[2], rel=1e-5)
+def test_checkpointers_close_before_writers_also_if_a_writer_fails(tmp_path):
+  closed = []
 
+  class Checkpointer(memory.InMemoryCheckpointer):
+    def close(self):
+      closed.append('checkpointer')
 
-@pytest.mark.process
-def test_help_shows_the_program_and_our_flags():
-  result = succeeded(
-    subprocess.run(
-      [sys.executable, 'experiment.py', '--help'],
-      cwd=ROOT,
-      env=environment(),
-      capture_output=True,
-      text=True,
+  def writer(config, log):
+    if log == 'eval':
+      raise OSError('no writer')
+    made = writers.MetricWriter()
+    made.close = lambda: closed.append('writer')
+    return made
+
+  config = regression.get_config(1)
+  config.checkpoint_dir = str(tmp_path)
+  with pytest.raises(OSError, match='no writer'):
+    platform.start(
+      regression.Regression, config, 'train_and_eval', Checkpointer, writer
     )
-  )
-  assert 'python experiment.py --config=configs/lm.py' in result.stdout
-  shown = re.findall(r'^  --(?:\[no\])?(\w+):', result.stdout, re.MULTILINE)
-  assert sorted(shown) == [
-    'config',
-    'jaxline_disable_pmap_jit',
-    'jaxline_ensure_tpu',
-    'jaxline_mode',
-    'jaxline_post_mortem',
-    'jaxline_run',
-    'jaxline_tpu_driver',
-  ]
+  assert closed == ['checkpointer', 'writer']
+
+
+# Wrong usage is one line, with the name of what is wrong.
+
+
+@pytest.mark.parametrize(
+  ('mode', 'args', 'said'),
+  [
+    ('train', [LM, '--config.watchdog_secs=inf'], 'watchdog_secs'),
+    ('train', [LM, of_kwargs('clip_norm', 0.0)], 'clip_norm'),
+    ('train', [LM, of_kwargs('files', '/none')], '/none'),
+    ('train', [LM, '--config.restore_from=/none'], 'config.restore_from'),
+    ('train', [LM, '--config.experiment_class=no:X'], 'experiment_class'),
+    ('train', [LM, "--config.writers=('jsonnl',)"], "'jsonnl'.*'jsonl'"),
+    ('train', [LM, '--config.interval_type=step'], "'step'.*'steps'"),
+    ('train', [LM, '--config.checkpoint_dir=/dev/null/run'], '/dev/null/run'),
+    ('trian', [LM], "trian.*'train'"),
+    ('train', [], '--config'),
+  ],
+)
+def test_an_error_of_the_user_is_one_line(
+  here, tmp_path, caplog, mode, args, said
+):
+  if args:
+    args = [args[0], f'--config.checkpoint_dir={tmp_path}/run', *args[1:]]
+  result = here(None, *args, mode=mode)
+  assert result.returncode == 2, result.stderr
+  assert result.said.count('\n') == 1, result.said
+  assert re.search(said, result.said), result.said
+  assert len(caplog.messages) <= 9, result.stderr
+
+
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    ({'args': ['--config.sharding=fsdp']}, "sharding is 'fsdp'"),
+    ({'mode': 'compile'}, 'sharded step'),
+    ({'jaxline_ensure_tpu': True}, "'cpu'"),
+  ],
+)
+def test_what_an_experiment_or_a_machine_lacks(toy_here, tmp_path, args, said):
+  args = dict(args)
+  result = toy_here(tmp_path, *args.pop('args', ()), style='per_device', **args)
+  assert result.returncode == 2, result.stderr
+  assert result.said.count('\n') == 1, result.said
+  assert said in result.said
+
+
+# As it is seen by a user, with what is refused while flags are parsed.
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    ([LM, of_kwargs('batch_size', 0)], 'batch_size is 0'),
+    ([LM, '--config.trainin_steps=3'], 'trainin_steps.*training_steps'),
+    ([LM, '--jaxline_mod=eval'], 'jaxline_mod.*jaxline_mode'),
+    (['--config=configs/ml.py'], 'configs/ml.py'),
+  ],
+)
+def test_an_error_of_the_user_is_one_line_of_the_process(tmp_path, args, said):
+  place = f'--config.checkpoint_dir={tmp_path}/run'
+  result = python('experiment.py', *args, *([place] * (args[0] == LM)))
+  assert result.returncode == 2, result.stderr
+  lines = result.stderr.splitlines()
+  # Besides, a line for each thing that was done before it was found.
+  own = [line for line in lines if not re.match(r'[IW]\d{4} ', line)]
+  assert len(own) == 1, result.stderr
+  assert re.search(said, own[0]), own
+  assert len(lines) <= 10, result.stderr
 
 
 @pytest.mark.process
-def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path):
+@pytest.mark.parametrize(
+  'line', ['return numpy.no_such', "return int('x')", "return {}['x']"]
+)
+def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path, line):
   path = tmp_path / 'broken.py'
-  path.write_text('import numpy\ndef get_config():\n  return numpy.no_such\n')
+  path.write_text(f'import numpy\ndef get_config():\n  {line}\n')
   result = python('experiment.py', f'--config={path}')
-  assert result.returncode != 0
+  assert result.returncode == 1
   assert f'File "{path}", line 3' in result.stderr
 
 
-def test_evaluation_by_itself_says_that_it_would_wait_for_ever(
-  toy_here, tmp_path
-):
-  result = toy_here(tmp_path, '--config.checkpointer=memory', mode='eval')
+@pytest.mark.process
+def test_a_checkpoint_that_is_refused_is_said_once(toy_here, tmp_path):
+  succeeded(toy_here(tmp_path))
+  program = f"""{HEAD}
+import jax
+toy.Sharded.init_fn = lambda self, rng: ({{'w': jax.numpy.ones([6])}}, {{}})
+platform.main(toy.Sharded, sys.argv[1:])
+"""
+  result = python('-c', program, *toy_args(tmp_path))
   assert result.returncode == 2
-  assert '--jaxline_mode=train_and_eval' in result.stderr
   assert 'Traceback' not in result.stderr
+  assert result.stderr.count('state/params/w') == 1, result.stderr
+  latest = tmp_path / 'checkpoints' / 'latest'
+  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.stem))
+  os.rename(newest, latest / '500.json')
+  result = run(tmp_path)
+  assert result.returncode == 2
+  lines = result.stderr.splitlines()
+  (own,) = [line for line in lines if not line.startswith('W')]
+  assert str(latest / '500.json') in own
+  assert newest.stem in own
 
 
-def test_a_run_may_be_in_a_bucket():
+# The config and the run's directory.
+
+
+@pytest.mark.parametrize(
+  ('directory', 'processes', 'said'),
+  [
+    ('ftp://bucket/run', 1, 'gs://BUCKET/PATH'),
+    (None, 2, '2 processes'),
+    ('run', 2, 'Use train_and_eval'),
+  ],
+)
+def test_a_wrong_directory_is_refused(monkeypatch, directory, processes, said):
+  monkeypatch.setattr(platform.jax, 'process_count', lambda: processes)
   config = base_config.get_base_config()
-  config.checkpoint_dir = 'gs://bucket/run/'
-  resolved = platform.resolve_config(config)
-  assert resolved.checkpoint_dir == 'gs://bucket/run'
-  config.checkpoint_dir = 'ftp://bucket/run'
-  with pytest.raises(platform.UsageError, match='gs://BUCKET/PATH'):
-    platform.resolve_config(config)
-
-
-def test_several_processes_need_one_directory(monkeypatch):
-  monkeypatch.setattr(platform.jax, 'process_count', lambda: 2)
-  with pytest.raises(platform.UsageError, match='2 processes'):
-    platform.resolve_config(base_config.get_base_config())
-
-
-def test_threads_are_for_one_process(tmp_path, monkeypatch):
-  monkeypatch.setattr(platform.jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(platform, '_has_others', lambda: False)
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
-  with flagsaver.flagsaver(
-    config=config, jaxline_mode='train_eval_multithreaded'
-  ):
-    with pytest.raises(platform.UsageError, match='Use train_and_eval'):
-      platform.main(object, [])
+  config.checkpoint_dir = directory
+  mode = 'train_eval_multithreaded' if directory == 'run' else 'train'
+  with pytest.raises(errors.UsageError, match=said):
+    platform.start(object, config, mode)
 
 
 def test_default_directory_is_fresh_and_for_this_user_alone(
@@ -726,128 +640,36 @@ def test_default_directory_is_fresh_and_for_this_user_alone(
 ):
   # Nobody else can prepare it, since its name ends in random letters.
   monkeypatch.setattr(platform.tempfile, 'tempdir', str(tmp_path))
-  old = os.umask(0)
-  try:
-    config = base_config.get_base_config()
-    a = platform.resolve_config(config).checkpoint_dir
-    config.checkpoint_dir = ''
-    b = platform.resolve_config(config).checkpoint_dir
-  finally:
-    os.umask(old)
-  assert a != b
-  assert sorted(map(str, tmp_path.iterdir())) == sorted([a, b])
-  for directory in (a, b):
-    assert os.stat(directory).st_mode & 0o7777 == 0o700
+  config = base_config.get_base_config()
+  a = platform.resolve_config(config).checkpoint_dir
+  config.checkpoint_dir = ''
+  b = platform.resolve_config(config).checkpoint_dir
+  assert sorted(map(str, tmp_path.iterdir())) == sorted({a, b})
+  assert {os.stat(x).st_mode & 0o7777 for x in (a, b)} == {0o700}
 
 
 def test_paths_are_made_absolute(tmp_path, monkeypatch):
   monkeypatch.setenv('HOME', str(tmp_path))
   monkeypatch.chdir(tmp_path)
   config = base_config.get_base_config()
-  config.checkpoint_dir = '~/runs/a'
   config.restore_from = '~/runs/b:12'
   config.compilation_cache = '~/programs'
   config.decode.update(prompts='~/in.txt', output='~/out.jsonl')
-  resolved = platform.resolve_config(config)
-  assert resolved.is_locked
-  assert resolved.checkpoint_dir == f'{tmp_path}/runs/a'
+  for given, expected in {
+    '~/runs/a': f'{tmp_path}/runs/a',
+    'here': f'{tmp_path}/here',
+    'gs://bucket/run/': 'gs://bucket/run',
+  }.items():
+    config.checkpoint_dir = given
+    resolved = platform.resolve_config(config)
+    assert resolved.is_locked
+    assert resolved.checkpoint_dir == expected
+    assert config.checkpoint_dir == given
   assert resolved.restore_from == f'{tmp_path}/runs/b:12'
   assert resolved.compilation_cache == f'{tmp_path}/programs'
   assert resolved.decode.prompts == f'{tmp_path}/in.txt'
   assert resolved.decode.output == f'{tmp_path}/out.jsonl'
-  assert config.checkpoint_dir == '~/runs/a'
-  config.checkpoint_dir = 'here'
-  assert platform.resolve_config(config).checkpoint_dir == f'{tmp_path}/here'
   assert list(tmp_path.iterdir()) == []
-
-
-# Before JAX starts, and what then needs no loop.
-
-
-def flags_of(tmp_path, mode='train', **values):
-  """Sets the flags of a command line."""
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
-  config.update(values)
-  return flagsaver.flagsaver(config=config, jaxline_mode=mode)
-
-
-@pytest.fixture
-def started(monkeypatch):
-  """Lists what is set before JAX starts; `resolve_config` is where that ends.
-
-  Nothing is: this process has its devices.
-  """
-  calls = []
-
-  def noting(name, result=None):
-    def note(*args):
-      calls.append((name, *args))
-      return result
-
-    return note
-
-  monkeypatch.setattr(platform.xla, 'apply', noting('xla', ['--a=1 (there)']))
-  monkeypatch.setattr(platform.distributed, 'initialize', noting('meet'))
-  fake = types.SimpleNamespace(
-    config=types.SimpleNamespace(
-      values={'jax_platforms': ''}, update=noting('update')
-    ),
-    # The real one, for all else.
-    distributed=platform.jax.distributed,
-    process_count=platform.jax.process_count,
-  )
-  monkeypatch.setattr(platform, 'jax', fake)
-  monkeypatch.setattr(platform, 'start', noting('start'))
-  return calls
-
-
-def test_flags_are_set_before_the_processes_meet(tmp_path, started, capsys):
-  with flags_of(tmp_path, distributed='off'):
-    platform.main(object, [])
-  assert [name for name, *_ in started] == ['xla', 'meet', 'start']
-  assert started[0][1].to_dict() == base_config.get_base_config().xla.to_dict()
-  assert started[1] == ('meet', 'off')
-  assert capsys.readouterr().out == '[jaxline] --a=1 (there)\n'
-
-
-@pytest.mark.parametrize(
-  ('topology', 'platforms', 'expected'),
-  [
-    # With libtpu JAX would look for TPUs here, and nobody else compiles.
-    ('v4:2x2x1', '', ['update', 'xla', 'start']),
-    ('v4:2x2x1', 'cpu', ['xla', 'start']),
-    (None, '', ['xla', 'meet', 'start']),
-  ],
-)
-def test_what_is_started_to_compile(
-  tmp_path, started, topology, platforms, expected
-):
-  platform.jax.config.values['jax_platforms'] = platforms
-  with flags_of(tmp_path, 'compile', topology=topology):
-    platform.main(object, [])
-  assert [name for name, *_ in started] == expected
-  if 'update' in expected:
-    assert started[0] == ('update', 'jax_platforms', 'cpu')
-
-
-def test_who_cannot_start(tmp_path, started, monkeypatch, capsys):
-  error = platform.UsageError('No port.')
-  monkeypatch.setattr(
-    platform.distributed, 'initialize', mock.Mock(side_effect=error)
-  )
-  with flags_of(tmp_path), pytest.raises(platform.UsageError) as caught:
-    platform.main(object, [])
-  assert caught.value.code == 2
-  assert capsys.readouterr().err.count(str(error)) == 1
-  assert 'start' not in [name for name, *_ in started]
-
-
-def test_a_wrong_config_starts_nothing(tmp_path, started):
-  with flags_of(tmp_path, sharding='fsdpp'):
-    with pytest.raises(platform.UsageError, match=r"'fsdpp'.*mean 'fsdp'"):
-      platform.main(object, [])
-  assert started == []
 
 
 MESH = {
@@ -857,7 +679,6 @@ MESH = {
 PLACE = {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 1}
 
 
-@pytest.mark.filterwarnings('ignore:.*load_module:DeprecationWarning')
 @pytest.mark.parametrize(
   ('overrides', 'key', 'expected'),
   [
@@ -879,136 +700,114 @@ def test_overrides_on_the_command_line(overrides, key, expected):
 
 
 @pytest.mark.process
-def test_a_compilation_trains_nothing(tmp_path):
-  result = succeeded(run(tmp_path, mode='compile'))
-  (path,) = (tmp_path / 'compile').iterdir()
-  report = json.loads(path.read_text())
-  assert report['mesh'] == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
-  assert f'Written to {path}' in result.stdout
-  assert not (tmp_path / 'train').exists()
+def test_help_shows_the_program_and_our_flags():
+  result = python('experiment.py', '--help')
+  assert 'python experiment.py --config=configs/lm.py' in result.stdout
+  shown = re.findall(r'^  --(?:\[no\])?(\w+):', result.stdout, re.MULTILINE)
+  assert sorted(shown) == [
+    'config',
+    'jaxline_disable_pmap_jit',
+    'jaxline_ensure_tpu',
+    'jaxline_mode',
+    'jaxline_post_mortem',
+    'jaxline_run',
+    'jaxline_tpu_driver',
+  ]
 
 
-@pytest.mark.parametrize(('fits', 'code'), [(True, None), (False, 1)])
-def test_what_does_not_fit_is_an_exit_code(tmp_path, monkeypatch, fits, code):
-  compiled = mock.Mock(return_value=fits)
-  monkeypatch.setattr(ahead, 'compile_experiment', compiled)
-  with flags_of(tmp_path, 'compile'):
-    if code is None:
-      platform.main(object, [])
-    else:
-      with pytest.raises(SystemExit) as caught:
-        platform.main(object, [])
-      assert caught.value.code == code
-  (experiment_class, config), _ = compiled.call_args
-  assert experiment_class is object
-  assert config.checkpoint_dir == str(tmp_path)
+@pytest.mark.process
+@pytest.mark.parametrize('style', STYLES)
+def test_disable_pmap_jit_shows_values(tmp_path, style):
+  args = of_kwargs('show_values', True), '--config.training_steps=2'
+  compiled = succeeded(run(tmp_path / 'a', *args, style=style))
+  op_by_op = succeeded(
+    run(tmp_path / 'b', *args, '--jaxline_disable_pmap_jit', style=style)
+  )
+  seen = re.findall(r'loss_fn sees (.*)', compiled.stdout)
+  assert seen
+  assert all(re.search(r'\d\.\d', line) is None for line in seen), seen
+  # Op by op the function runs at each step, and sees numbers.
+  after = op_by_op.stdout[op_by_op.stdout.index('loss_fn sees') :]
+  assert after.count('loss_fn sees') >= 2
+  assert re.search(r'\[.*-?\d\.\d+', after, re.DOTALL), after
+  a, b = (records(tmp_path / x, 'train') for x in 'ab')
+  assert a[2] == pytest.approx(b[2], rel=1e-5)
 
 
-def test_what_cannot_be_compiled_is_said_in_a_line(toy_here, tmp_path):
-  result = toy_here(tmp_path, style='per_device', mode='compile')
-  assert result.returncode == 2
-  assert 'PerDevice has no sharded step' in result.stderr
-  assert 'Traceback' not in result.stderr
+# Before JAX starts.
+
+
+# libtpu would look for TPUs where one process compiles for other devices.
+@pytest.mark.parametrize(
+  ('mode', 'args', 'platforms', 'expected'),
+  [
+    ('train', [], '', ['xla', 'meet', 'start']),
+    ('compile', [], '', ['xla', 'meet', 'start']),
+    ('compile', ['--config.topology=v4:2x2x1'], 'cpu', ['xla', 'start']),
+    ('compile', ['--config.topology=v4:2x2x1'], '', ['cpu', 'xla', 'start']),
+    ('train', ['--config.sharding=fsdpp'], '', []),
+    ('train', ['--config.distributed=off'], '', ['xla', 'off', 'start']),
+  ],
+)
+def test_flags_are_set_before_the_processes_meet(
+  here, monkeypatch, mode, args, platforms, expected
+):
+  calls = []
+  fake = types.SimpleNamespace(
+    config=types.SimpleNamespace(
+      values={'jax_platforms': platforms},
+      update=lambda key, value: calls.append(value),
+    )
+  )
+  monkeypatch.setattr(platform, 'jax', fake)
+  monkeypatch.setattr(
+    platform.xla, 'apply', lambda options: calls.append('xla') or ['--a=1']
+  )
+  monkeypatch.setattr(
+    platform.distributed,
+    'initialize',
+    lambda value: calls.append('meet' if value == 'auto' else value),
+  )
+  monkeypatch.setattr(platform, 'start', lambda *_: calls.append('start'))
+  result = here(object, f'--config={CONFIG}', *args, mode=mode)
+  assert calls == expected
+  assert result.returncode == (0 if expected else 2)
+  assert result.stdout.count('[jaxline] --a=1\n') == bool(expected)
 
 
 def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):
-  actions = [object()]
+  actions, loop = [object()], mock.Mock()
   monkeypatch.setattr(platform.xla, 'actions', lambda options: actions)
-  for mode in ('train', 'train_and_eval'):
-    loop = mock.Mock()
-    found = dataclasses.replace(platform.MODES[mode], run=loop)
-    monkeypatch.setitem(platform.MODES, mode, found)
-    with flags_of(tmp_path, mode):
-      platform.main(object, [])
-    assert loop.call_args.args[0].periodic_actions == actions
-
-
-@pytest.mark.parametrize('num_processes', [1, 2])
-def test_who_fails_after_the_meeting_leaves_the_others(
-  tmp_path, monkeypatch, num_processes
-):
-  # Else its end waits for them, and they for it: for minutes.
-  monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
-  monkeypatch.setattr(
-    jax_distributed.global_state, 'num_processes', num_processes
-  )
-  left = mock.Mock()
-  monkeypatch.setattr(platform, '_leave_others', left)
-  with flags_of(tmp_path, experiment_class='nowhere:Experiment'):
-    with pytest.raises(platform.UsageError, match='nowhere') as caught:
-      platform.main(None, [])
-  expected = [mock.call(caught.value)] if num_processes > 1 else []
-  assert left.call_args_list == expected
-
-
-@pytest.mark.parametrize(
-  ('error', 'code'),
-  [
-    (ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset'), 134),
-    (RuntimeError('NCCL operation failed: ncclRemoteError'), 134),
-    (RuntimeError('RESOURCE_EXHAUSTED: out of memory'), 1),
-    (OSError('Connection reset by peer'), 1),  # Of a server of data.
-    (platform.UsageError('no such file'), 2),
-  ],
-)
-def test_the_code_of_who_leaves_the_others(error, code, monkeypatch):
-  exit_now = mock.Mock()
-  monkeypatch.setattr(platform.os, '_exit', exit_now)
-  monkeypatch.setattr(platform, '_has_others', lambda: True)
-  with pytest.raises(type(error)), platform._exits():
-    raise error
-  assert exit_now.call_args_list == [mock.call(code)]
-
-
-def test_a_users_error_in_a_traced_function_is_one_line(capsys):
-  def wrong(x):
-    raise platform.UsageError(said)
-
-  # Only JAX's note about it is left out.
-  for said in ('No such size.', 'JAX_TRACEBACK_FILTERING is wrong.'):
-    with pytest.raises(platform.UsageError), platform._exits():
-      jax.eval_shape(wrong, 1.0)
-    assert capsys.readouterr().err.strip() == said
-
-
-def test_ensure_tpu(toy_here, tmp_path):
-  result = toy_here(tmp_path, jaxline_ensure_tpu=True)
-  assert result.returncode != 0
-  assert "JAX runs on 'cpu'" in result.stderr
-
-
-def test_writers_are_for_the_chief_only(tmp_path, monkeypatch):
-  monkeypatch.setattr(platform.jax, 'process_index', lambda: 3)
+  found = dataclasses.replace(platform.MODES['train'], run=loop)
+  monkeypatch.setitem(platform.MODES, 'train', found)
   config = base_config.get_base_config()
   config.checkpoint_dir = str(tmp_path)
-  with platform.create_writer(config, 'train') as writer:
-    writer.write_scalars(1, {'a': 1.0})
-  assert not list(tmp_path.iterdir())
-  config.log_all_hosts = True
-  with platform.create_writer(config, 'train') as writer:
-    writer.write_scalars(1, {'a': 1.0})
-  assert (tmp_path / 'train' / 'host_3' / 'metrics.jsonl').is_file()
+  platform.start(object, config, 'train')
+  assert loop.call_args.args[0].periodic_actions == actions
 
 
-def test_tensorboard_logger_writes_images(tmp_path):
-  import numpy as np
-
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
-  logger = platform.TensorBoardLogger(config, 'eval')
-  logger.write_images(3, {'digit': np.zeros([8, 8])})
-  logger.write_scalars(3, {'a': 1.0})
-  logger.close()
-  assert records(tmp_path, 'eval', 'a') == {3: 1.0}
+# Writers.
 
 
 @pytest.fixture
-def registered(monkeypatch):
-  """Writers that a test registers are forgotten after it."""
+def config(tmp_path):
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  return config
+
+
+def test_writers_are_for_the_chief_only(config, tmp_path, monkeypatch):
+  monkeypatch.setattr(platform.jax, 'process_index', lambda: 3)
+  for config.log_all_hosts in (False, True):
+    with platform.create_writer(config, 'train') as writer:
+      writer.write_scalars(1, {'a': 1.0})
+    there = [path.name for path in tmp_path.glob('train/*')]
+    assert there == ['host_3'] * config.log_all_hosts
+  assert (tmp_path / 'train' / 'host_3' / 'metrics.jsonl').is_file()
+
+
+def test_the_config_names_the_writers(config, tmp_path, monkeypatch):
   monkeypatch.setattr(writers, '_factories', dict(writers._factories))
-
-
-def test_the_config_names_the_writers(tmp_path, registered):
   written = []
 
   @writers.register('mine')
@@ -1019,32 +818,12 @@ def test_the_config_names_the_writers(tmp_path, registered):
     def write_scalars(self, global_step, scalars):
       written.append((global_step, dict(scalars)))
 
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
   config.writers = ('mine', 'jsonl')
   with platform.create_writer(config, 'train') as writer:
     writer.write_scalars(1, {'a': 1.0})
   assert written == [('train', tmp_path / 'train'), (1, {'a': 1.0})]
   files_there = {path.name for path in (tmp_path / 'train').iterdir()}
   assert files_there == {'metrics.jsonl', 'fingerprints.bin'}
-
-
-@pytest.mark.parametrize(
-  ('names', 'said'),
-  [
-    (('jsonnl',), "Unknown writer 'jsonnl'.*Did you mean 'jsonl'"),
-    (('tensorboard', 3), 'a list of names of writers'),
-    ('jsonl', 'a list of names of writers'),
-  ],
-)
-def test_unknown_writers_are_refused(tmp_path, names, said):
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
-  with config.ignore_type():
-    config.writers = names
-  with pytest.raises(platform.UsageError, match=said):
-    base_config.validate_config(config)
-    platform.create_writer(config, 'train')
 
 
 def test_a_writer_of_the_users_own(tmp_path):
@@ -1066,54 +845,55 @@ def test_a_writer_of_the_users_own(tmp_path):
   assert made == ['train', 1, 2, 3]
 
 
-def test_checkpointers_close_before_writers_also_if_a_writer_fails(tmp_path):
-  closed = []
+# Signals.
 
-  class Checkpointer(memory.InMemoryCheckpointer):
-    def close(self):
-      closed.append('checkpointer')
 
-  def writer(config, log):
-    if log == 'eval':
-      raise OSError('no writer')
-    made = writers.MultiWriter([])
-    made.close = lambda: closed.append('writer')
-    return made
-
-  config = regression.get_config(1)
-  config.checkpoint_dir = str(tmp_path)
-  with pytest.raises(OSError, match='no writer'):
-    platform.start(
-      regression.Regression, config, 'train_and_eval', Checkpointer, writer
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ('signum', 'other', 'code'),
+  [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
+)
+def test_a_program_that_handles_a_signal_itself(tmp_path, signum, other, code):
+  noted = tmp_path / 'events.jsonl'
+  program = f"""{HEAD}
+import functools, signal
+from absl import app
+import events
+events.install()
+signal.signal({int(signum)}, lambda *unused: print('heard', flush=True))
+app.run(functools.partial(platform.main, toy.Sharded))
+"""
+  args = toy_args(tmp_path, '--config.training_steps=100000')
+  process = popen(program, *args, EVENTS=str(noted))
+  try:
+    assert events.wait(
+      lambda: bool(events.read(noted, 'training loop', what='start')),
+      is_over=lambda: process.poll() is not None,
+      secs=60,
     )
-  assert closed == ['checkpointer', 'writer']
-
-
-# Signals from the first line of `main` on.
+    process.send_signal(signum)
+    while 'heard' not in (line := process.stdout.readline()):
+      assert line, 'It ended.'
+    process.send_signal(other)
+    _, err = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert process.returncode == code, err
+  assert (tmp_path / 'checkpoints' / 'latest').is_dir()
 
 
 def start_up(tmp_path, config=CONFIG):
   """Starts a long run, which says on stdout when `main` begins."""
-  program = f"""
-import sys
-sys.path.insert(0, {str(TOY.parent)!r})
-import toy
-from jaxline import platform
+  program = f"""{HEAD}
 print('main', flush=True)
 platform.main(toy.PerDevice, sys.argv[1:])
 """
-  return subprocess.Popen(
-    [
-      *(sys.executable, '-c', program, f'--config={config}'),
-      f'--config.checkpoint_dir={tmp_path}/run',
-      '--config.training_steps=100000',
-      '--config.experiment_kwargs.config.step_secs=0.05',
-    ],
-    cwd=ROOT,
-    env=environment(),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
+  return popen(
+    program,
+    f'--config={config}',
+    f'--config.checkpoint_dir={tmp_path}/run',
+    '--config.training_steps=100000',
+    of_kwargs('step_secs', 0.05),
   )
 
 

@@ -1,5 +1,6 @@
 """Traces of the steps that the config names."""
 
+from contextlib import nullcontext
 import gzip
 import json
 import logging
@@ -52,21 +53,11 @@ def traces(directory):
   """Returns the numbers of steps before the traced ones, by trace."""
   found = {}
   for path in sorted(pathlib.Path(directory, 'plugins/profile').glob('*')):
-    (steps,) = steps_of([path])
-    _, _, name = path.name.partition('_steps_')
-    found[name] = steps
-  return found
-
-
-def steps_of(paths):
-  """Yields which steps are in traces, after looking at all their files."""
-  for path in paths:
     files = sorted(file.name.partition('.')[2] for file in path.iterdir())
     assert files == ['json.gz', 'trace.json.gz', 'xplane.pb']
     with gzip.open(path / 'perfetto_trace.json.gz') as file:
       shown = json.load(file)
-    assert 'metadata' not in shown
-    of_perfetto = {
+    steps = {
       int(event['args']['step_num'])
       for event in shown['traceEvents']
       if event.get('name') == 'train'
@@ -74,43 +65,28 @@ def steps_of(paths):
     (plane_file,) = path.glob('*.xplane.pb')
     profile = jax.profiler.ProfileData.from_file(str(plane_file))
     # Their numbers are not asked for: with jax 0.12 that ends the process.
-    of_plugin = [
-      event.name
-      for plane in profile.planes
-      for line in plane.lines
-      for event in line.events
-      if event.name == 'train'
-    ]
-    assert len(of_plugin) == len(of_perfetto)
-    yield of_perfetto
-
-
-# The config.
+    names = [e.name for p in profile.planes for x in p.lines for e in x.events]
+    assert names.count('train') == len(steps)
+    found[path.name.partition('_steps_')[2]] = steps
+  return found
 
 
 @pytest.mark.parametrize(
   ('text', 'ranges'),
   [
+    ('', []),
     ('12', [(12, 12)]),
-    ('10-15', [(10, 15)]),
     ('1,10-15, 1000-1005', [(1, 1), (10, 15), (1000, 1005)]),
+    *((text, None) for text in ('0-3', '15-10', '1-5,5', '1-', '-5', 'x')),
   ],
 )
 def test_ranges(text, ranges):
-  assert keys.parse_ranges(text) == ranges
-  assert base_config.get_base_config().profile_steps is None
-  make_config('/nowhere', profile_steps=text)
-
-
-@pytest.mark.parametrize(
-  'text', ['ten', '0-3', '15-10', '10-15,15', '10-', '10-15,', '-5', '1.5']
-)
-def test_wrong_ranges_are_refused(text):
-  with pytest.raises(errors.UsageError, match='profile_steps'):
+  if ranges is None:
+    with pytest.raises(errors.UsageError, match='profile_steps'):
+      make_config('/nowhere', profile_steps=text)
+  else:
+    assert keys.parse_ranges(text) == ranges
     make_config('/nowhere', profile_steps=text)
-
-
-# Traces.
 
 
 def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
@@ -138,53 +114,51 @@ def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
   assert not caplog.text
 
 
-def test_a_trace_ends_with_the_run(tmp_path):
-  config = make_config(tmp_path, profile_steps='11-100')
-  train.Run(Experiment, config).train()
-  assert traces(tmp_path / 'train') == {'11-100': {10, 11}}
-
-
-def test_a_trace_of_a_run_that_fails_is_written(tmp_path):
-  class Fails(Experiment):
+@pytest.mark.parametrize('fails_at', [None, 3])
+def test_the_trace_of_a_run_that_ends_is_written(fails_at, tmp_path):
+  class Ends(Experiment):
     def step(self, *, global_step, rng, writer):
-      if global_step[0] == 3:
+      if global_step[0] == fails_at:
         raise ZeroDivisionError
       return super().step(global_step=global_step, rng=rng, writer=writer)
 
-  config = make_config(tmp_path, profile_steps='2-100')
-  with pytest.raises(ZeroDivisionError):
-    train.Run(Fails, config).train()
+  config = make_config(tmp_path, profile_steps='2-100', training_steps=4)
+  fails = pytest.raises(ZeroDivisionError) if fails_at else nullcontext()
+  with fails:
+    train.Run(Ends, config).train()
   assert traces(tmp_path / 'train') == {'2-100': {1, 2, 3}}
 
 
 def test_the_last_step_has_run_when_the_trace_stops(tmp_path, monkeypatch):
-  stopped = []
-  given_away, last = jnp.zeros([4]), jnp.ones([])
+  given_away = jnp.zeros([4])
   given_away.delete()
-  stop = jax.profiler.stop_trace
+  x = jnp.full([512, 512], 1e-3)
+  slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda i, y: x @ y, x))
+  slow(x).block_until_ready()
+  stop, was_ready = jax.profiler.stop_trace, []
   monkeypatch.setattr(
-    jax, 'block_until_ready', lambda x: stopped.append(('wait', x))
-  )
-  monkeypatch.setattr(
-    jax.profiler, 'stop_trace', lambda: stopped.append('stop') or stop()
+    jax.profiler,
+    'stop_trace',
+    lambda: (was_ready.append(last.is_ready()), stop()),
   )
   action = profiling.Profiler(make_config(tmp_path, profile_steps='2'))
   action.update_time(0.0, 0)
   action(0.0, 1, {})
+  last = slow(x)
+  assert not last.is_ready()
   action(0.0, 2, {'loss': given_away, 'other': 1.0, 'more': last})
-  assert stopped == [('wait', [last]), 'stop']
+  assert was_ready == [True]
 
 
-def test_each_process_traces_itself(tmp_path, monkeypatch):
+@pytest.mark.parametrize('directory', ['', None])
+def test_each_process_traces_itself(directory, tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 3)
-  action = profiling.Profiler(make_config(tmp_path, profile_steps='1'))
+  config = make_config(tmp_path, profile_steps='1')
+  if directory is None:
+    config.checkpoint_dir = None  # Such a run has no traces.
+  action = profiling.Profiler(config)
   action.update_time(0.0, 0)
   action(0.0, 1, {})
   action.wait_to_finish()
-  assert list(traces(tmp_path / 'train' / 'host_3')) == ['1-1']
-
-
-def test_a_run_without_a_directory_has_no_traces():
-  config = make_config('x', profile_steps='1')
-  config.checkpoint_dir = None
-  assert profiling.actions(config) == []
+  found = [] if directory is None else ['1-1']
+  assert list(traces(tmp_path / 'train' / 'host_3')) == found

@@ -20,7 +20,6 @@ from jaxline import errors
 from jaxline import train
 from jaxline import utils
 from jaxline.inputs import text
-from jaxline.metrics import writers
 
 from . import experiment
 from . import model
@@ -64,11 +63,10 @@ def make(config, mode='train'):
   )
 
 
-class Recorder(writers.MultiWriter):
+class Recorder:
   """Keeps what is written."""
 
   def __init__(self):
-    super().__init__([])
     self.scalars, self.texts = {}, {}
 
   def write_scalars(self, global_step, scalars):

@@ -21,7 +21,6 @@ from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
-from jaxline.metrics import writers
 
 from . import experiment
 from . import model
@@ -290,12 +289,12 @@ def _train(tmp_path, monkeypatch, **changes):
       super().__init__(mode, init_rng, config, run_config=run_config)
       built.append((self, jax.device_get(self.state.params)))
 
-  class Recorder(writers.MultiWriter):
+  class Recorder:
     def write_scalars(self, global_step, scalars):
       losses.append(scalars['loss'])
 
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  train.train(Experiment, config, checkpointer, Recorder([]))
+  train.train(Experiment, config, checkpointer, Recorder())
   return *built[0], np.array(losses)
 
 

@@ -29,7 +29,6 @@ from examples.pax.layers import transformers
 from jaxline import mesh as mesh_lib
 from jaxline import train
 from jaxline import utils
-from jaxline.metrics import writers
 
 # A run of 200 steps.
 
@@ -92,11 +91,10 @@ def config(folder):
   return found.copy_and_resolve_references()
 
 
-class Recorder(writers.MultiWriter):
+class Recorder:
   """Keeps what is written."""
 
   def __init__(self):
-    super().__init__([])
     self.scalars = []
 
   def write_scalars(self, global_step, scalars):

@@ -153,8 +153,9 @@ class FullCheckpointer(Checkpointer):
     collective: whether all hosts take part in `save`.
     is_resumable: whether a later process can continue from the checkpoints.
       Only then is what was logged after the restored step void.
-    reads_only: whether nothing is written in the directory; set before the
-      checkpointer is used.
+    follows: whether another checkpointer saves `latest`, which this one only
+      reads.
+    reads_only: whether nothing is written in the directory.
     has_moved: whether `begin_training` chose another directory, while the logs
       stay where those of the earlier training are.
     saved_step: the step of the run's own checkpoint of `latest` that was
@@ -169,11 +170,19 @@ class FullCheckpointer(Checkpointer):
 
   collective: bool = False
   is_resumable: bool = False
+  follows: bool = False
   reads_only: bool = False
   has_moved: bool = False
   saved_step: int | None = None
   logs: Sequence[Any] = ()
   lengths: Mapping[str, int] = {}
+
+  def restrict(
+    self, *, follows: bool = False, reads_only: bool = False
+  ) -> None:
+    """Sets `follows` or `reads_only`, before the checkpointer is used."""
+    self.follows |= follows
+    self.reads_only |= reads_only
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a series' checkpoint of a step; None is the newest."""

@@ -62,6 +62,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     `platform` does it before it opens the logs; a program that makes its own
     checkpointer and calls `train.train` with several classes has it done here.
     """
+    memory.forget_published()
+    self.follows = False  # A program may have evaluated with it before.
     config = self._recorded | {'checkpoint_dir': self._run.url}
     directory = memory.run_directory(experiment_class, config)
     if directory != config['checkpoint_dir']:
@@ -77,7 +79,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     Raises:
       ClaimedError: another process writes to the series.
     """
-    if not self._follows:
+    if not self.follows:
       self.claim(ckpt_series)
     return (
       self._has_any(ckpt_series) or self._beginning(ckpt_series) is not None
@@ -108,7 +110,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     module = base.Module.of(state.get('experiment_module'))
     if module.live is not None:
       self._declared = base.Module.of(type(module.live))
-    if not self._follows:
+    if not self.follows:
       self.claim(ckpt_series)
     begin = None
     if step is None and not self._has_any(ckpt_series):
@@ -142,7 +144,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       self._recorded['restore_from'] = own['config'].get('restore_from')
       self.saved_step = own['step']
       self.lengths = self._local(own['logs'])
-    if module.live is not None and not self._follows:
+    if module.live is not None and not self.follows:
       published = self._published(ckpt_series, own['step'], module)
       memory.publish(ckpt_series, published)
 
@@ -267,7 +269,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   @property
   def _forks(self) -> bool:
-    return bool(self._config.restore_from) and not self._follows
+    return bool(self._config.restore_from) and not self.follows
 
   def _has_any(self, ckpt_series: str) -> bool:
     """Returns whether the first host sees a checkpoint."""
@@ -378,7 +380,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     if not changes:
       return
     text = '\n'.join(f'  config.{line}' for line in changes)
-    if self._follows or self._config.on_config_change == 'continue':
+    if self.follows or self._config.on_config_change == 'continue':
       logging.log_first_n(
         logging.WARNING,
         '%s was made with another config:\n%s', 1, found.name, text,

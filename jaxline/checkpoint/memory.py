@@ -22,7 +22,6 @@ import numpy as np
 from jaxline import base_config
 from jaxline import disk
 from jaxline import distributed
-from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import devices
@@ -325,7 +324,6 @@ class InMemoryCheckpointer(base.FullCheckpointer):
   """
 
   _config: Any = None
-  _mode = ''
   _records_config = False
   _training: Training | None = None
 
@@ -340,13 +338,13 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
     Args:
       config: the run's.
-      mode: one that begins with 'eval' needs the checkpoints of another.
+      mode: not used, as in JAXline.
       records_config: whether a training writes its config into the run's
         directory, which the caller has claimed.
     """
     self._records_config = records_config
     self._config = base_config.complete_config(config)
-    self._mode = mode
+    del mode
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
@@ -433,25 +431,6 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
-
-  def check_config(self, experiment_class: Any = None) -> None:
-    """Refuses to wait for checkpoints that cannot come.
-
-    Raises:
-      UsageError: nothing has been trained in this process.
-    """
-    if (
-      self._mode.startswith('eval')
-      and self._mode != 'eval_decode'
-      and not self._config.one_off_evaluate
-      and not self.can_be_restored('latest')
-    ):
-      raise errors.UsageError(
-        "There is no checkpoint of 'latest': config.checkpointer is 'memory',"
-        ' which keeps them in the process that trains. Train with'
-        " config.checkpointer = 'durable', or evaluate in that process, by"
-        ' --jaxline_mode=train_and_eval.'
-      )
 
   def mark_begun(self, step: int) -> None:
     """Writes the run's config into its directory, if it shall."""

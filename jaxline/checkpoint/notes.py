@@ -43,13 +43,12 @@ class NotingCheckpointer(base.FullCheckpointer):
 
     Args:
       config: the run's, resolved.
-      mode: one that begins with 'eval' only reads the series `latest`.
+      mode: the name of its notes of evaluation, if it follows another run.
     """
     self._config = config
     # Before the experiment is constructed, which may change its own config.
     self._recorded = base_config.recorded(config)
     self._mode = mode
-    self._follows = mode.startswith('eval')
     # What the notes said at the last save: the training thread reads no files.
     self._noted: tuple[Any, list[base.Evaluation]] | None = None
     self._move(config.checkpoint_dir)
@@ -89,7 +88,7 @@ class NotingCheckpointer(base.FullCheckpointer):
 
   def _read_notes(self) -> None:
     """Reads what `stop_if_noted` tells the training thread."""
-    if jax.process_index() == 0 and not self._follows:
+    if jax.process_index() == 0 and not self.follows:
       _, patience, _ = early_stop(self._config)
       self._noted = self._end(), self._own_notes() if patience else []
 
@@ -118,7 +117,7 @@ class NotingCheckpointer(base.FullCheckpointer):
 
   @property
   def _note(self) -> str:
-    mode = self._mode if self._follows else 'eval'
+    mode = self._mode if self.follows else 'eval'
     return f'evaluated/{mode}.json'
 
   def _own_notes(self) -> list[base.Evaluation]:

@@ -310,7 +310,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
 
   def _keep_data(self, data: Collection[str]) -> None:
     """Marks data, so that the training beside this evaluation keeps it."""
-    if jax.process_index() != 0 or self.reads_only or not self._follows:
+    if jax.process_index() != 0 or self.reads_only or not self.follows:
       return
     # What was marked before may have been kept for the mark alone.
     self._manifests.doom(self._mark.data - {*data})
@@ -335,7 +335,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
 
   def _latest(self, step: int) -> dict[str, Any]:
     """Returns the manifest of `latest` of a step; {} if there is none."""
-    if self._follows:
+    if self.follows:
       return self._restored
     with contextlib.suppress(store_lib.DamagedError):
       return self._manifests.read('latest', step)

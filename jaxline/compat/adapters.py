@@ -12,6 +12,7 @@ import os
 import pathlib
 import stat
 import sys
+import types
 from typing import Any
 
 from absl import logging
@@ -25,6 +26,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import memory
 from jaxline.compat import prng
 from jaxline.metrics import periodic
+from jaxline.metrics import values
 from jaxline.metrics import writers
 
 
@@ -159,13 +161,19 @@ def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
 class _ForeignWriter(writers.MetricWriter):
   """A writer that has `write_scalars`, and perhaps more of its own.
 
-  An experiment may call all that it has; records of other kinds are dropped,
-  silently. The loops write to it, but whoever made it closes it.
+  As in JAXline, it gets the scalars of training on a background thread, and an
+  experiment calls what it has directly. Records of other kinds are dropped.
+  Whoever made it flushes and closes it: it may not allow that on a thread.
   """
 
+  # What is no number as well.
+  _conversions = dict.fromkeys(values.CONVERSIONS, values.fetch)
+
   def __init__(self, writer: Any):
+    super().__init__(types.SimpleNamespace(write_scalars=writer.write_scalars))
     self._writer = writer
-    for method in ('write_images', 'write_texts', 'flush', 'close'):
+    own = ('write_scalars', 'write_images', 'write_texts', 'flush', 'close')
+    for method in own:
       if hasattr(writer, method):
         setattr(self, method, getattr(writer, method))
 
@@ -173,16 +181,6 @@ class _ForeignWriter(writers.MetricWriter):
     if name == '_writer':  # A copy asks before it has one.
       raise AttributeError(name)
     return getattr(self._writer, name)
-
-  def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any]
-  ) -> None:
-    if kind == 'scalars':
-      self._writer.write_scalars(global_step, values)
-
-  def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Flushes nothing: the writer may not allow it on another thread."""
-    return lambda: {}
 
   def __exit__(self, *unused: object) -> None:
     """Closes nothing: see the class."""
@@ -196,7 +194,7 @@ def full_writer(writer: Any) -> writers.MetricWriter:
   """
   if isinstance(writer, writers.MetricWriter):
     return writer
-  return writers.MultiWriter([]) if writer is None else _ForeignWriter(writer)
+  return writers.MetricWriter() if writer is None else _ForeignWriter(writer)
 
 
 class _ForeignAction(periodic.Action):

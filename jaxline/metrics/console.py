@@ -1,26 +1,30 @@
 """Prints a run's progress: the start block, lines of numbers, the summary.
 
-A `Console` has three modes:
-
-  live   a line at the bottom of the terminal, drawn again each second
-  plain  a line at each interval, for a pipe, a file or a notebook
-  off    a line at each interval in the log of absl, and nothing else
-
-In the first two the numbers of training are means over at most 100 steps. What
-is written to TensorBoard and JSON lines is exact.
+On a terminal one line is redrawn; a pipe, a file and a notebook get a line at
+each interval. The training numbers in them are means over at most 100 steps.
+TensorBoard and JSON lines get the numbers of each step.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import errno
+import functools
+import itertools
+import logging as std_logging
 import math
 import os
+import pathlib
+import re
+import shlex
+import shutil
 import sys
+import textwrap
+import threading
 import time
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 from absl import logging
 import jax
@@ -28,26 +32,18 @@ import jax
 from jaxline import debug
 from jaxline import goodput
 from jaxline.metrics import lines
-from jaxline.metrics import live as live_lib
 from jaxline.metrics import periodic
-from jaxline.metrics import summary
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
+from jaxline.supervision import watchdog
 
-Origin = summary.Origin
-MODES = ('live', 'plain', 'off')
-# The most steps that a mean is over.
-_MAX_STEPS = 100
-_WIDTH = 120  # Of a plain line.
-_LIVE_SECS = 1.0  # How often the live line gets new numbers.
-_AFTER_LIVE_SECS = 10.0
-# How often to say that an evaluation waits, and after how long first.
-_WAIT_SECS = 60.0
-_FIRST_WAIT_SECS = 5.0
-# Errors of a stream that nobody reads any more.
-_GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-# Scalars with a place and a form of their own; '' is not shown.
-_FORMS = {
+_MAX_STEPS = 100  # The most steps that a mean is over.
+_WIDTH = 80  # Of the start block and the summary,
+_PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
+_LIVE_SECS = 1.0  # How often the live line gets new numbers,
+_REFRESH_SECS = 0.25  # and how often it is drawn.
+# Scalars with a format of their own. An empty format hides the scalar.
+_FORMATS = {
   'steps_per_sec': '{:.4g} steps/s',
   'tokens_per_sec': '{:,.0f} tokens/s',
   'examples_per_sec': '{:,.0f} examples/s',
@@ -58,95 +54,97 @@ _FORMS = {
   'tokens_per_step': '',
   'examples_per_step': '',
 }
+# Libraries whose information is hidden from absl's log, and the files in them
+# that report what takes minutes.
+_LIBRARIES = tuple(
+  f'{pathlib.Path(file).parent}{os.sep}'
+  for file in (debug.__file__, jax.__file__)
+)
+_HEARD = ('console.py', 'token_cache.py', 'xla.py')
+
+
+class Origin(NamedTuple):
+  """How a run was started.
+
+  Attributes:
+    command: the command line; empty for a call from Python.
+    config_file: the value of --config; empty without one.
+    overrides: dotted config key -> value, as given by the user.
+  """
+
+  command: tuple[str, ...] = ()
+  config_file: str = ''
+  overrides: Mapping[str, Any] = types.MappingProxyType({})
+
+  @classmethod
+  def of(cls, flag: Any) -> Origin:
+    """Returns how this process was started; `flag` is the config's."""
+    given = (flag.config_filename, flag.override_values) if flag.present else ()
+    return cls(('python', *sys.orig_argv[1:]), *given)
 
 
 class Console(periodic.Action):
-  """What one run says; any thread may call it.
+  """Prints what one run does. Any thread may call it.
 
-  As an action it notices the end of the first step, and costs 40 ns after it.
+  As an action it reports the end of the first step.
 
   Attributes:
-    mode: one of `MODES`.
-    activity: what the run does now instead of steps; '' for steps.
+    mode: 'live' redraws a line, 'plain' prints lines, 'off' logs them by absl,
+      and 'silent' does nothing.
     log_action: the action that calls `log_training`.
-    stopped: why the run ended before its last step; '' if it did not.
+    stopped: why the experiment stopped the run early; '' if it did not.
   """
 
-  def __init__(
-    self,
-    mode: str = 'off',
-    origin: Origin | None = None,
-    *,
-    is_silent: bool = False,
-  ):
-    """Says nothing yet.
-
-    Args:
-      mode: one of `MODES`.
-      origin: how the run was started, for the two blocks.
-      is_silent: says nothing at all, as a process that is not the first one.
-    """
+  def __init__(self, mode: str = 'off', origin: Origin | None = None):
+    """Prints nothing yet."""
     self.mode = mode
-    self.activity = ''
     self.log_action: Any = None
     self.stopped = ''
-    self._is_silent = is_silent
-    self._is_shown = mode != 'off'
+    self._is_shown = mode in ('live', 'plain')
     self._origin = origin or Origin()
-    self._config: Any = None  # Until the run begins.
+    self._began, self._spent = time.monotonic(), goodput.spent()
+    self._config: Any = None  # Set by `begin`, and the next three.
     self._experiment: Any = None
     self._state: Any = None
-    self._first_step = 0
     self._checkpointer: Any = None
-    # For the last block.
-    self._began = time.monotonic()
-    self._spent = goodput.spent()
+    self._first_step = 0
+    self._live: _LiveLine | None = None
+    self._activity = ''  # What the run does instead of steps.
+    self._compilations: tuple[int, float, int] | None = None
+    # The scalars of the newest steps, and how many came after the last line.
+    self._records = collections.deque[dict[str, Any]](maxlen=2 * _MAX_STEPS)
+    self._num_new = 0
+    self._texts: list[str] = []
+    self._rate = 0.0  # Smoothed steps per second, for the ETA.
+    self._waits_after: Any = ''
     self._num_evaluated = 0
-    self._best: tuple[str, float, int | None] | None = None
-    self._waiting: tuple[Any, float] = (None, math.inf)
-    # For the progress of training.
-    self._window: collections.deque[dict[str, Any]] = collections.deque(
-      maxlen=_MAX_STEPS
-    )
-    self._means: dict[str, Any] = {}
-    self._rate = 0.0
-    self._shown_save: int | None = None
-    self._compiling: tuple[float, tuple[int, float, int]] | None = None
-    self._live: live_lib.Live | None = None
-    self._next_line = 0.0
+    self._best = ''
 
   @classmethod
   def make(cls, config: Any, origin: Origin | None = None) -> Console:
-    """Returns the console of a run, as `config.console` says."""
+    """Returns the console of a run, in the mode of `config.console`."""
     if jax.process_index():
-      return cls('off', origin, is_silent=not config.log_all_hosts)
+      return cls('off' if config.log_all_hosts else 'silent')
     mode = config.console or 'live'
-    if mode == 'live' and not live_lib.is_terminal(sys.stdout):
+    if mode == 'live' and not _is_terminal(sys.stdout):
       mode = 'plain'
     return cls(mode, origin)
 
   def say(self, text: str) -> None:
-    """Prints lines above the live one; in the mode off, logs them."""
-    if self._is_silent:
-      return
-    if not self._is_shown:
+    """Prints text above the live line. In the mode off, logs it."""
+    if self.mode == 'off':
       logging.info('%s', text)
+    if not self._is_shown:
       return
-    stream = sys.stdout
-    encoding = getattr(stream, 'encoding', None) or 'utf-8'
+    encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+    text = f'{text}\n'.encode(encoding, 'replace').decode(encoding)
     try:
-      stream.write(text.encode(encoding, 'replace').decode(encoding) + '\n')
-      stream.flush()
-    except (OSError, ValueError, AttributeError) as e:
-      if isinstance(e, OSError) and e.errno not in _GONE:
-        return  # Such as a full disk, which may pass: this line is lost.
-      # The terminal or the pipe is gone, and the run goes on. Python's last
-      # flush of the stream must not fail either.
-      with contextlib.suppress(OSError, ValueError, AttributeError):
-        with open(os.devnull, 'w') as nowhere:
-          os.dup2(nowhere.fileno(), stream.fileno())
-
-  # Both ends.
+      print(text, end='', flush=True)  # One write: nothing gets between.
+    except (OSError, ValueError):
+      # Nobody reads the pipe any more. Python flushes it again at the exit,
+      # where the error would change the exit code.
+      with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
   def begin(
     self,
@@ -155,134 +153,191 @@ class Console(periodic.Action):
     state: Any = None,
     checkpointer: Any = None,
   ) -> None:
-    """Prints the block before the first step or evaluation, once.
-
-    Args:
-      config: the run's.
-      experiment: the one that is trained, or else evaluated.
-      state: the live state of training; None if the run only evaluates.
-      checkpointer: has restored the state, if it has any checkpoint.
-    """
+    """Prints the start block, once; without a state, the run only evaluates."""
     if not self._is_shown or self._config is not None:
       return
-    start = ''
+    self._config, self._experiment, self._state = config, experiment, state
+    self._checkpointer, start = checkpointer, ''
     if state is not None:
-      step, self._checkpointer = int(state.global_step), checkpointer
-      self._first_step = step
-      self._shown_save = self._saved
-      of = f' of {config.training_steps}' if config.training_steps else ''
-      source = 'a fresh run'
+      step = self._first_step = int(state.global_step)
+      source = 'from a snapshot of the program' if step else 'a fresh run'
+      if config.restore_from:
+        source = f'from {config.restore_from}'
       if self._saved is not None:
         source = 'resumed'
-      elif config.restore_from:
-        source = f'from {config.restore_from}'
-      elif step:
-        source = 'from a snapshot of the program'
+      of = f' of {config.training_steps}' if config.training_steps else ''
       start = f'step {step}{of}, {source}'
-    block = summary.start_block(config, experiment, self._origin, start)
-    self.say('\n'.join(block))
-    self._config, self._experiment, self._state = config, experiment, state
+    self.say(self._start_block(start))
+
+  def _start_block(self, start: str) -> str:
+    """Returns what is shown before the first step or evaluation."""
+    config, experiment = self._config, self._experiment
+    kind = type(experiment)
+    directory = _relative(config.checkpoint_dir)
+    has_events = directory and 'tensorboard' in config.writers
+    events = f'tensorboard --logdir {shlex.quote(directory)}'
+    overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
+    devices = f'{jax.device_count()} x {jax.devices()[0].device_kind}'
+    if jax.process_count() > 1:
+      devices += f' in {jax.process_count()} processes'
+    if experiment.IS_SHARDED:
+      sizes = experiment.partitioner.axis_sizes.items()
+      if axes := [f'{axis} {size}' for axis, size in sizes if size > 1]:
+        devices += f'; mesh {", ".join(axes)}; sharding {config.sharding}'
+    values = {
+      'Experiment': config.experiment_class
+      or f'{kind.__module__}:{kind.__qualname__}',
+      'Config': ', '.join(filter(None, [self._origin.config_file, *overrides])),
+      'Devices': devices,
+      'Parameters': describe_weights(experiment),
+      'Data': str(experiment.data_summary).strip(),
+      'Run directory': directory,
+      'TensorBoard': events if has_events else '',
+      'Start': start,
+    }
+    wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=' ' * 15)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    wrapper.max_lines, wrapper.placeholder = 5, ' ... (see config.json)'
+    shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
+    return '\n'.join(map(wrapper.fill, shown))
 
   @property
   def tells_how_to_go_on(self) -> bool:
-    """Whether the last block will have the command that does."""
+    """Whether the summary will have the command to go on."""
     return self._saved is not None and bool(self._origin.command)
 
   def __enter__(self) -> Console:
     return self
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    """Ends the live line, and prints the last block if the run has begun."""
+    """Removes the live line and prints the summary, if the run has begun."""
     self._end_live()
     if self._config is not None:
-      self.say('\n'.join(self._last_block(error)))
-    self._config = self._experiment = self._state = None  # And its weights.
-    self._checkpointer = None
+      self.say('\n'.join(self._summary(error)))
+    # Release the weights.
+    self._config = self._experiment = self._state = self._checkpointer = None
 
-  def _last_block(self, error: BaseException | None) -> list[str]:
-    total = time.monotonic() - self._began
-    is_over: bool | None = error is None
-    if self._state is None:
-      is_over = None
-      plural = 's' * (self._num_evaluated != 1)
-      done = f'Evaluated {self._num_evaluated} checkpoint{plural}'
-    else:
+  def _summary(self, error: BaseException | None) -> list[str]:
+    """Returns what the run did, where its time went, and the next commands."""
+    config, secs = self._config, time.monotonic() - self._began
+    took = f' in {lines.duration(secs)}'
+    done = f'Evaluated {self._num_evaluated} checkpoint(s)'
+    # What to change in order to train on; None if that is not possible.
+    more: dict[str, Any] | None = None
+    if self._state is not None:
       step, how = int(self._state.global_step), 'Trained to'
-      if isinstance(error, preemption.Preempted):
-        is_over = error.is_over
-        if self._experiment.should_run_step(step, self._config):
-          how = 'Stopped at'
-      elif error is not None:
+      if error is not None and not isinstance(error, preemption.Preempted):
         how = 'Failed at'
-      elif self.stopped:
+      elif self.stopped or self._experiment.should_run_step(step, config):
         how = 'Stopped at'
-      if is_over and step == self._first_step:
-        how = 'Nothing was left to train at'
+      elif error is None and step == self._first_step:
+        how, took = 'The run is already complete:', ''
       done = f'{how} {self._step_text(step)}'
-    block = [f'{done} in {lines.duration(total)}.']
+      if error is not None and not getattr(error, 'is_over', False):
+        more = {}
+      elif config.training_steps:
+        # A schedule of the experiment may depend on the number of steps.
+        more = {'training_steps': 2 * config.training_steps}
+        more['on_config_change'] = 'continue'
+    block = [f'{done}{took}.']
     if self.stopped:
+      more = None
       block.append(f'Reason: {self.stopped}')
-    if self._best is not None:
-      name, value, at = self._best
-      when = 'before this start' if at is None else f'at step {at}'
-      block.append(f'Best {name}: {lines.shorten(value)} {when}.')
-    if self._window:  # Of the steps after the last line.
-      self._means = lines.means_of(list(self._window))
-    if 'loss' in self._means:
-      loss = lines.shorten(self._means['loss'])
+    if self._best:
+      block.append(f'Best {self._best}.')
+    texts = self._describe() if self._num_new else self._texts
+    if texts and texts[0].startswith('loss '):
+      loss = texts[0].split()[1]
       block.append(
         f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
       )
-    now = goodput.spent()
-    return block + summary.end_block(
-      self._config,
-      self._experiment,
-      self._origin,
-      {name: secs - self._spent[name] for name, secs in now.items()},
-      total,
-      None if self.stopped else is_over,
-      has_checkpoint=self._state is None or self._saved is not None,
-    )
+    spent = {k: x - self._spent[k] for k, x in goodput.spent().items()}
+    percents = {k: round(100 * x / secs) for k, x in spent.items()}
+    order = sorted(filter(percents.get, spent), key=lambda k: -spent[k])
+    times = ', '.join(f'{k} {percents[k]}%' for k in order)
+    block += textwrap.wrap(f'Time: {times}.', _WIDTH)
+    if not config.checkpoint_dir:
+      return block
+    directory, commands = _relative(config.checkpoint_dir), {}
+    if self._state is None or self._saved is not None:
+      commands = self._next_commands(more)
+    run = shlex.quote(directory)
+    commands['Curves'] = f'python -m jaxline.runs compare {run}'
+    block.append(f'Run directory: {directory}')
+    return block + [f'{f"{k}:":10}{text}' for k, text in commands.items()]
+
+  def _next_commands(self, more: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns the next commands by label; `more` is to override to go on."""
+    config, command = self._config, self._origin.command
+    directory = _relative(config.checkpoint_dir)
+    changes = {'checkpoint_dir': directory, **(more or {})}
+    if not command:
+      name = type(self._experiment).__name__
+      argument = '' if config.experiment_class else f', experiment_class={name}'
+      go_on = f'jaxline.fit(..., overrides={changes})'
+      look, label = f'jaxline.evaluate({directory!r}{argument})', 'Evaluate'
+    else:
+      where, *others = (f'--config.{key}={x}' for key, x in changes.items())
+      record = pathlib.Path(config.checkpoint_dir, 'config.json')
+      flags = {arg.partition('=')[0].lstrip('-') for arg in command}
+      if jax.process_count() > 1:
+        # A process does not know the command of the launcher.
+        run = evaluate = ['the', 'same', 'command', 'with', where]
+      elif flags & {'config', 'jaxline_run'} and record.is_file():
+        run = _without(command, 'config|jaxline_run')
+        run.append(f'--jaxline_run={directory}')
+        if config.checkpoint_allow_pickle:  # Never taken from the directory.
+          run.append('--config.checkpoint_allow_pickle')
+        evaluate = run
+      else:  # A program that makes the config from flags of its own.
+        run = [*_without(command, rf'config\.({"|".join(changes)})'), where]
+        own = r'config\.(checkpoint_dir|one_off_evaluate|eval_steps)'
+        evaluate = [*_without(command, own), where]
+      go_on, label, mode = shlex.join([*run, *others]), 'Decode', ['decode']
+      # The method of the base class only raises.
+      if self._experiment.decode.__module__ == 'jaxline.experiment':
+        label, mode = 'Evaluate', ['eval', '--config.one_off_evaluate']
+      run = _without(evaluate, 'jaxline_mode')
+      look = f'{shlex.join(run)} --jaxline_mode={" ".join(mode)}'
+    return ({} if more is None else {'Go on': go_on}) | {label: look}
 
   # Training.
 
   def options(self, config: Any) -> dict[str, Any]:
     """Returns arguments of the `PeriodicAction` that calls `log_training`."""
-    interval = None if self._is_silent else config.log_tensors_interval
+    interval = config.log_tensors_interval if self.mode != 'silent' else None
     options = {
       'fn': self.log_training,
       'interval': interval,
       'run_async': config.log_async,
     }
-    if self._is_shown:
+    if self._is_shown and interval is not None and interval >= 0:
       options['keep_last'] = _MAX_STEPS
-      if interval is not None and interval >= 0:
-        options['end_step_to_action'] = config.training_steps
-        if self.mode == 'live':
-          options |= {
-            'interval': _LIVE_SECS,
-            'interval_type': 'secs',
-            'logging_growth_ratios': None,
-          }
+      options['end_step_to_action'] = config.training_steps
+      if self.mode == 'live':
+        options |= {'interval': _LIVE_SECS, 'interval_type': 'secs'}
+        options['logging_growth_ratios'] = None
     return options
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Shows the progress of the training steps inside."""
+    state = self._state
     if self._is_shown and self._experiment.should_run_step(
-      self._state.global_step, self._config
+      state.global_step, self._config
     ):
-      self._compiling = time.monotonic(), goodput.compilations()
-      self.activity = 'compiling the train step'
       self.say('Compiling the train step...')
+      self._activity = ', compiling the train step'
+      self._compilations = goodput.compilations()
       if self.mode == 'live':
-        self._live = live_lib.Live(self._draw)
-        self._live.start()
+        self._live = _LiveLine(
+          lambda width: self._progress(int(state.global_step), width)
+        )
     try:
       yield
     finally:
-      # Its function refers to the experiment: the weights would stay.
-      self._compiling = self.log_action = None
+      # The action refers to the experiment, which would keep its weights.
+      self._compilations = self.log_action = None
       self._end_live()
 
   def _end_live(self) -> None:
@@ -291,181 +346,304 @@ class Console(periodic.Action):
       self._live = None
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Says how long it took to compile, after the first step."""
-    if self._compiling is None:
+    """Reports what was compiled, after the first step."""
+    if self._compilations is None:
       return
-    (began, before), self._compiling = self._compiling, None
-    self.activity = ''
-    # The rate begins after the compilation.
-    self.log_action.update_time(t, step)
-    count, secs, hits = (
-      b - a for a, b in zip(before, goodput.compilations(), strict=True)
-    )
-    text = f'The first step took {time.monotonic() - began:.1f} s.'
-    if count and not debug.settings.disable_pmap_jit:
-      text = f'Compiled in {secs:.1f} s'
-      if (
-        jax.config.values['jax_compilation_cache_dir'] is not None
-        and jax.config.values['jax_enable_compilation_cache']
-      ):
-        text += f'; {hits or "none"} of {count} programs were in the cache'
-      text += '.'
-    self.say(text)
+    before, after = self._compilations, goodput.compilations()
+    self._compilations, self._activity = None, ''
+    self.log_action.update_time(t, step)  # Leave compilation out of the rate.
+    count, secs, hits = (b - a for a, b in zip(before, after, strict=True))
+    source = f'{hits} of {count} programs were in the cache'
+    self.say(f'Compiled in {secs:.1f} s; {source}.')
 
   def log_training(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Takes the scalars of a step, and shows them if they are due.
-
-    Args:
-      step: the step.
-      scalars: on the host. Those of the last step before a line has
-        `steps_per_sec`.
-    """
-    # None was donated before it was fetched.
+    """Collects the scalars of a step; with `steps_per_sec`, a line is due."""
+    # A scalar that was donated is None.
     given = {name: x for name, x in scalars.items() if x is not None}
     numbers = writers.to_scalars(given)
     if not self._is_shown:
-      self.say(' | '.join([f'step {step}', *lines.shown(numbers)]))
+      self._say_numbers(f'step {step}', numbers)
       return
-    self._window.append(numbers)
-    rate = numbers.get('steps_per_sec')
-    if rate is None:
+    self._records.append(numbers)
+    self._num_new += 1
+    if (rate := numbers.get('steps_per_sec')) is None:
       return
-    # Rates are of the interval already.
-    own = {name: numbers[name] for name in _FORMS if name in numbers}
-    self._means = lines.means_of(list(self._window)) | own
     self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
-    if self._live is None:
-      if self.mode == 'plain':
-        self._window.clear()
-        self.say(self._plain_line(step))
-    elif not self._live.is_on and time.monotonic() > self._next_line:
-      # A debugger has ended the live line, which has a shorter interval.
-      self._next_line = time.monotonic() + _AFTER_LIVE_SECS
-      self.say(self._plain_line(step))
+    self._texts = self._describe()
+    if self.mode == 'plain':
+      self._num_new = 0
+      self.say(self._progress(step, self._width))
 
-  def _plain_line(self, step: int) -> str:
-    before, self._shown_save = self._shown_save, self._saved
-    is_new = self._shown_save != before
-    notes = [f'saved {self._shown_save}'] if is_new else []
-    notes = [*self._eta(step), *notes]
-    return self._line(self._step_text(step), notes, _WIDTH)
+  def _describe(self) -> list[str]:
+    """Returns the scalars of the last step as texts, or means of them."""
+    # The live line is due too often for a mean over the steps of an interval.
+    new = self._num_new if self.mode == 'plain' else (self._num_new + 1) // 2
+    count, records = min(new, _MAX_STEPS), list(self._records)
+    recent, earlier = records[-count:], records[-2 * count : -count]
+    texts = []
+    for name in sorted(recent[-1], key=_rank):
+      value, note = recent[-1][name], ''
+      if isinstance(value, float) and name not in _FORMATS:  # No count or rate.
+        value, note = _mean(recent, name)
+      if name == 'loss' and earlier and not note:
+        note = f' ({value - _mean(earlier, name)[0]:+.3g})'
+      texts.append(_to_text(name, value) + note)
+    return texts
 
-  def _line(self, head: str, notes: list[str], width: int) -> str:
-    fields, rates = self._fields()
-    parts = [(0, x) for x in [head, *fields[:1]]]
-    parts += [(2, x) for x in fields[1:]]
-    parts += [(1, x) for x in [*rates[:1], *notes]]
-    parts += [(3, x) for x in rates[1:]]
-    return lines.fit(parts, width)
-
-  def _fields(self) -> tuple[list[str], list[str]]:
-    """Returns the scalars of training, the loss first; and the rates."""
-    means = self._means
-    names = sorted(means, key='loss'.__ne__)
-    own = {name: means[name] for name in names if name not in _FORMS}
-    rates = [
-      form.format(means[name])
-      for name, form in _FORMS.items()
-      if form and means.get(name)  # A rate is 0 before it is known.
-    ]
-    return lines.shown(own), rates
+  def _progress(self, step: int, width: int) -> str:
+    """Returns a line of progress that fits a width."""
+    steps, eta, saved = self._config.training_steps, '', ''
+    if steps and self._rate and step < steps and not self._activity:
+      eta = f'ETA {lines.duration((steps - step) / self._rate)}'
+    if self._saved is not None:
+      saved = f'saved {self._saved}'
+    head = self._step_text(step) + self._activity
+    first, others = self._texts[:2], self._texts[2:]
+    return _fit([head, eta, *first, saved, *others], width)
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
     of = f' of {steps} ({100 * step / steps:.0f}%)' if steps else ''
     return f'step {step}{of}'
 
-  def _eta(self, step: int) -> list[str]:
-    steps = self._config.training_steps
-    if not steps or not self._rate or step >= steps:
-      return []
-    return [f'ETA {lines.duration((steps - step) / self._rate)}']
-
   @property
   def _saved(self) -> int | None:
     """The step of the last complete checkpoint; None if there is none."""
     return self._checkpointer and self._checkpointer.saved_step
 
+  @property
+  def _width(self) -> int:
+    columns = shutil.get_terminal_size((_PIPE_WIDTH, 0)).columns
+    return columns if self._is_shown else sys.maxsize
+
+  def _say_numbers(self, head: str, numbers: Mapping[str, Any]) -> None:
+    texts = [_to_text(x, numbers[x]) for x in sorted(numbers, key=_rank)]
+    self.say(_fit([head, *texts], self._width))
+
   # Evaluation.
 
   def evaluating(self, step: int) -> None:
     """Notes that the evaluation of a step begins."""
-    self.activity = f'evaluating step {step}'
+    self._activity = f', evaluating step {step}'
 
   def log_evaluation(
     self, step: int, scalars: Mapping[str, Any], log: str = 'eval'
   ) -> None:
-    """Shows what `evaluate` returned for a step, as of the log `log`."""
-    self.activity = ''
+    """Prints the scalars that `evaluate` returned for a step."""
+    self._activity = ''
     self._num_evaluated += 1
-    fields = lines.shown(writers.to_scalars(scalars))
-    line = [f'{log} step {step}', *fields]
-    if self._is_shown:
-      self.say(lines.fit(list(enumerate(line)), _WIDTH))
-    else:
-      self.say(' | '.join(line))
+    self._say_numbers(f'{log} step {step}', writers.to_scalars(scalars))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
-    """Notes the best evaluation so far.
-
-    Args:
-      name: of the metric.
-      value: of the metric.
-      step: of the evaluation; None if it was before this start.
-    """
-    before, self._best = self._best, (name, value, step)
+    """Notes the best value so far; without a step, it is an earlier start's."""
+    when = 'before this start' if step is None else f'at step {step}'
+    self._best = f'{name}: {lines.shorten(value)} {when}'
     if step is not None:
-      was = f' (was {lines.shorten(before[1])})' if before else ''
-      self.say(f'New best {name}: {lines.shorten(value)} at step {step}{was}.')
+      self.say(f'New best {self._best}.')
 
-  def log_waiting(self, last: int | None, directory: str) -> None:
-    """Says now and then that an evaluation waits for a checkpoint."""
-    if self._state is not None:
-      return  # The training in this process says how far it is.
-    now = time.monotonic()
-    waiting, due = self._waiting
-    if waiting != (last, directory):
-      self._waiting = (last, directory), now + _FIRST_WAIT_SECS
-    elif now >= due:
-      self._waiting = waiting, now + _WAIT_SECS
+  def log_waiting(self, last: int | None, directory: str | None) -> None:
+    """Reports that an evaluation waits for the checkpoint after a step."""
+    # A training in this process reports its progress.
+    if self._state is None and self._waits_after != last:
+      self._waits_after = last
       after = '' if last is None else f' after step {last}'
-      self.say(f'Waiting for a checkpoint{after} in {directory}.')
+      where = _relative(directory) or 'memory'
+      self.say(f'Waiting for a checkpoint{after} in {where}.')
 
-  def show_texts(self, writer: Any, mode: str) -> None:
-    """Also prints the texts of a log, if its writer can have another beside it.
-
-    Args:
-      writer: the writer of the log.
-      mode: the log.
-    """
-    if self._is_shown and isinstance(writer, writers.AsyncWriter):
-      writer.add(_TextWriter(self, mode))
-
-  def _draw(self, width: int) -> str:
-    """Returns the line at the bottom of the terminal."""
-    step = int(self._state.global_step)
-    head, notes = self._step_text(step), self._eta(step)
-    if self.activity:
-      head, notes = f'{head}, {self.activity}', []
-    if self._saved is not None:
-      notes.append(f'saved {self._saved}')
-    return self._line(head, notes, width - 1)
+  def show_texts(self, writer: Any, log: str) -> None:
+    """Also prints the texts of a log, if its writer accepts another writer."""
+    if self._is_shown and isinstance(writer, writers.MetricWriter):
+      writer.add(_TextWriter(self, log))
 
 
 class _TextWriter(writers.Backend):
   """Prints the texts that an experiment writes."""
 
-  def __init__(self, console: Console, mode: str):
-    self._console, self._mode = console, mode
+  kinds = ('texts',)
 
-  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    for name, text in values.items():
-      if kind != 'texts' or name == 'config':  # Of the run; a file has it.
-        continue
-      # A model may write what a terminal takes for commands.
-      clean = ''.join(
-        x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
-        for x in text
-      )
-      head = f'{self._mode} step {step} | {name}:'
-      self._console.say('\n  '.join([head, *clean.split('\n')]))
+  def __init__(self, console: Console, log: str):
+    self._console, self._log = console, log
+
+  def write(self, records: list[writers.Record]) -> None:
+    for record in records:
+      for name, text in record.values.items():
+        if name != 'config':  # config.json has the config.
+          # A model's text may contain control sequences of a terminal.
+          clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
+          shown = textwrap.indent(clean.expandtabs(), '  ')
+          head = f'{self._log} step {record.step} | {name}:'
+          self._console.say(f'{head}\n{shown}')
+
+
+class _LiveLine:
+  """A line at the bottom of a terminal that other output scrolls past.
+
+  The cursor stays visible and no mode of the terminal is changed, so nothing
+  needs to be restored, however the process ends. The line is hidden while a
+  debugger prompts, and while a shell has the process in the background.
+  """
+
+  def __init__(self, text: Callable[[int], str]):
+    """Draws the line until `stop`; `text` returns it for a width."""
+    self._text, self._line = text, ''
+    self._out, self._pid = sys.stdout, os.getpid()
+    self._lock = threading.RLock()
+    self._stopped = threading.Event()
+    self._unended: set[Any] = set()  # Streams whose last line has no end yet.
+    self._writes: dict[Any, Callable[[str], int]] = {}
+    streams: set[Any] = {sys.stdout, sys.stderr}
+    for stream in filter(_is_terminal, streams):
+      self._writes[stream] = stream.write
+      # Replace the method, not the stream: handlers of logging have it too.
+      stream.write = functools.partial(self._write, stream)
+    threading.Thread(target=self._run, name='jaxline-live', daemon=True).start()
+
+  def stop(self) -> None:
+    """Removes the line."""
+    with self._lock, contextlib.suppress(OSError, ValueError):
+      self._line = ''
+      self._draw()
+    self._stopped.set()
+    for stream, write in self._writes.items():
+      stream.write = write
+
+  def _is_hidden(self) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # A terminal of no shell.
+      if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
+        return True
+    frames = sys._current_frames().values()
+    return self._stopped.is_set() or any(map(watchdog.is_debugged, frames))
+
+  def _write(self, stream: Any, text: str) -> int:
+    """Writes a text of the program above the line."""
+    write = self._writes[stream]
+    if os.getpid() != self._pid:  # Forked, perhaps while the lock was held.
+      return write(text)
+    with self._lock:
+      if not text or self._is_hidden():
+        return write(text)
+      write(f'\x1b[J{text}')
+      # A progress bar ends its text with neither, and is left as it is.
+      is_ended = text.endswith(('\n', '\r'))
+      (self._unended.discard if is_ended else self._unended.add)(stream)
+      self._draw()
+    return len(text)
+
+  def _draw(self) -> None:
+    if not (self._unended or self._is_hidden()):
+      self._writes[self._out](f'\x1b[J{self._line}\r')
+      self._out.flush()
+
+  def _run(self) -> None:
+    with contextlib.suppress(OSError, ValueError):  # The terminal is gone.
+      while not self._stopped.wait(_REFRESH_SECS):
+        columns = os.get_terminal_size(self._out.fileno()).columns or _WIDTH
+        line = self._text(columns - 1)
+        with self._lock:
+          self._line = line
+          self._draw()
+
+
+@contextlib.contextmanager
+def quiet_log() -> Iterator[None]:
+  """Hides the libraries' information from absl's log, unless -v 1 is given."""
+  handler = logging.get_absl_handler()
+
+  def is_shown(record: std_logging.LogRecord) -> bool:
+    return (
+      record.levelno != std_logging.INFO
+      or not record.pathname.startswith(_LIBRARIES)
+      or record.filename in _HEARD
+      or logging.get_verbosity() >= logging.DEBUG
+    )
+
+  handler.addFilter(is_shown)
+  try:
+    yield
+  finally:
+    handler.removeFilter(is_shown)
+
+
+def _is_terminal(stream: Any) -> bool:
+  try:
+    return stream.isatty() and os.environ.get('TERM', '') != 'dumb'
+  except (AttributeError, ValueError):  # None, or closed.
+    return False
+
+
+# Lines of numbers.
+
+
+def _rank(name: str) -> tuple[bool, ...]:
+  """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
+  is_first = name != 'loss', name != 'steps_per_sec'
+  return *is_first, '/' in name, name in _FORMATS
+
+
+def _to_text(name: str, value: Any) -> str:
+  if name not in _FORMATS:
+    return f'{name} {lines.shorten(value)}'
+  return _FORMATS[name].format(value) if value else ''  # Not known yet.
+
+
+def _mean(records: Sequence[dict[str, Any]], name: str) -> tuple[float, str]:
+  """Returns the mean of the finite values, and a note of the others."""
+  values = [x[name] for x in records if name in x]
+  finite = [x for x in values if math.isfinite(x)]
+  bad = len(values) - len(finite)
+  note = f' ({bad} of {len(values)} not finite)' if bad else ''
+  return sum(finite) / len(finite) if finite else math.nan, note
+
+
+def _fit(parts: Sequence[str], width: int) -> str:
+  """Joins the first parts, as many as fit, and counts the rest."""
+  parts = list(filter(None, parts))
+  for count in range(len(parts), 0, -1):
+    left = len(parts) - count
+    line = ' | '.join([*parts[:count], *[f'+{left} more'] * bool(left)])
+    if len(line) <= width:
+      return line
+  return parts[0][:width]
+
+
+def describe_weights(experiment: Any) -> str:
+  """Returns the number of weights, and how many arrays train and are split."""
+  notes = ''
+  if experiment.IS_SHARDED:
+    params = experiment.abstract_state().params
+    weights = jax.tree.leaves(params)
+    trained = jax.tree.leaves(experiment.trained(params))
+    if len(trained) < len(weights):
+      count = sum(x.size for x in trained)
+      notes = f'; {count:,} of them train, in {len(trained)} arrays'
+    sizes = experiment.partitioner.axis_sizes
+    specs = [jax.tree.leaves(tuple(x.sharding.spec)) for x in weights]
+    split = [own for x in specs if (own := [a for a in x if sizes[a] > 1])]
+    axes = ' and '.join(dict.fromkeys(itertools.chain(*split)))
+    notes += f'; {len(split)} split over {axes}' if axes else ''
+  else:
+    names = experiment.CHECKPOINT_ATTRS.items()
+    found = [k for k, key in names if 'param' in f'{k} {key}']
+    weights = [
+      jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # Without the device axis.
+      for x in jax.tree.leaves([getattr(experiment, k, None) for k in found])
+    ]
+  if not weights:
+    return ''
+  count = sum(x.size for x in weights)
+  size = lines.size(sum(x.size * x.dtype.itemsize for x in weights))
+  return f'{count:,} ({size}) in {len(weights)} arrays{notes}'
+
+
+def _relative(directory: str | None) -> str:
+  """Returns a directory relative to the working directory, if it is in it."""
+  return (directory or '').removeprefix(f'{pathlib.Path.cwd()}{os.sep}')
+
+
+def _without(args: Sequence[str], flags: str) -> list[str]:
+  """Returns arguments without some flags, which are joined by `|`."""
+  # Also removes `--flag x`, `--flag.key=x` and `--noflag.key`.
+  key, value = r'(\.[^=\0]+)?', r'(=[^\0]*|\0(?!-)[^\0]*)?'
+  text = ''.join(f'\0{arg}' for arg in args)
+  kept = re.sub(rf'\0--?(no)?({flags}){key}{value}(?=\0|$)', '', text)
+  return kept.split('\0')[1:]

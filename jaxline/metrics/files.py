@@ -1,5 +1,6 @@
-"""Log files: writers append to them, and a resume cuts them to a length."""
+"""Log files: backends append to them, and a resume cuts them to a length."""
 
+import abc
 from collections.abc import Mapping
 import errno
 import os
@@ -15,7 +16,7 @@ from jaxline.metrics import base
 class FileBackend(base.Backend):
   """Appends to a local file and raises the errors of the disk.
 
-  Each append goes to the operating system at once: a reader sees it, a killed
+  Each write goes to the operating system at once: a reader sees it, a killed
   process does not lose it, and a full disk is noticed at the record that does
   not fit. `flush` also waits for the disk.
 
@@ -32,6 +33,13 @@ class FileBackend(base.Backend):
     self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115
     self._stat = os.fstat(self._file.fileno())
     disk.sync_directory(directory)
+
+  @abc.abstractmethod
+  def encode(self, record: base.Record) -> bytes:
+    """Returns the bytes of a record in the file."""
+
+  def write(self, records: list[base.Record]) -> None:
+    self._append(b''.join(map(self.encode, records)))
 
   def _logs(self) -> list[str]:
     """Returns the paths of the log files that this library wrote here."""
@@ -72,11 +80,8 @@ class FileBackend(base.Backend):
     return lengths
 
   def close(self) -> None:
-    if not self._file.closed:
-      try:
-        self.flush()
-      finally:
-        self._file.close()
+    with self._file:
+      self.flush()
 
 
 def _cut(path: str, length: int) -> None:

@@ -14,15 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline import async_lib
+from jaxline.metrics import base
 from jaxline.metrics import files
 from jaxline.metrics import periodic
 
 FILE = 'fingerprints.bin'
-_NAME = '_fingerprint'  # Of the scalar; no experiment's.
 _DTYPE = np.dtype('<u4')
-# How many steps are fetched and written together.
-_STEPS = 64
 # Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
 _MULTIPLIER = np.uint32(2654435769)
 # Scalars that depend on the clock or the machine, not on the step.
@@ -32,10 +29,10 @@ _CLOCKED = re.compile(r'input_wait_fraction|\w+_per_sec|mfu|device_memory_gib')
 class FingerprintWriter(files.FileBackend):
   """Appends fingerprints to a file, which a resume cuts like a log."""
 
-  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    """Appends the fingerprint of a record, if it has one."""
-    if (value := values.get(_NAME)) is not None:
-      self._append(np.array([step, value], _DTYPE).tobytes())
+  kinds = ('fingerprints',)
+
+  def encode(self, record: base.Record) -> bytes:
+    return np.array([record.step, record.values['step']], _DTYPE).tobytes()
 
 
 def read(raw: bytes | None) -> dict[int, int]:
@@ -74,32 +71,17 @@ def fingerprint(tree: Any) -> jax.Array:
   return total
 
 
-class Fingerprints(periodic.PeriodicAction):
+class Fingerprints(periodic.Action):
   """Computes the fingerprint of each step; all processes do it together."""
 
-  def __init__(
-    self,
-    experiment: Any,
-    file: FingerprintWriter | None,
-    executor: async_lib.SerialExecutor | None,
-  ):
-    """Writes to a file, if there is one, by the log's thread, if there is."""
-    self._experiment = experiment
-    super().__init__(
-      file.write_scalars if file else lambda step, scalars: None,
-      'steps',
-      _STEPS if file else None,
-      run_async=executor is not None,
-      log_all_data=True,
-      executor=executor,
-    )
+  def __init__(self, experiment: Any, writer: Any):
+    """Writes to a writer, if that has a `FingerprintWriter`."""
+    self._experiment, self._writer = experiment, writer
 
-  def __call__(
-    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
-  ) -> None:
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     """Queues the fingerprint of a step, which the devices compute meanwhile."""
     value = of_step(scalar_outputs or {}, self._experiment.last_batch)
-    super().__call__(t, step, {_NAME: value})
+    self._writer.put('fingerprints', step, {'step': value})
 
 
 def unclocked(scalars: Mapping[str, Any]) -> dict[str, Any]:

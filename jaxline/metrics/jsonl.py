@@ -1,11 +1,12 @@
 """The scalars of a run as JSON lines."""
 
+import functools
 import json
 import math
 import os
-import time
 from typing import Any
 
+from jaxline.metrics import base
 from jaxline.metrics import files
 
 
@@ -27,29 +28,16 @@ class JsonlWriter(files.FileBackend):
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
-    """Opens the file to append to it.
-
-    Args:
-      path: the file; its directory is made where it does not exist.
-
-    Raises:
-      OSError: the file cannot be opened to write.
-    """
+    """Opens the file to append to it; makes its directory."""
     super().__init__(os.fspath(path))
-    self._has_begun = False
+    if _ends_within_a_line(self.path):
+      self._append(b'\n')
 
-  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    record = {'step': step, 'time': time.time(), 'kind': kind}
-    for name, value in values.items():
-      key = f'{kind}/{name}' if name in KEYS else name
-      if kind == 'images':
-        value = list(value.shape)
-      record[key] = _to_json_value(value)
-    line = json.dumps(record, allow_nan=False).encode('ascii') + b'\n'
-    if not self._has_begun and _ends_within_a_line(self.path):
-      line = b'\n' + line
-    self._append(line)
-    self._has_begun = True
+  def encode(self, record: base.Record) -> bytes:
+    kind, step, time, values = record
+    fields = [_prefix(kind, k) + _to_json(x) for k, x in values.items()]
+    text = f'{{"step": {step}, "time": {time!r}, "kind": "{kind}"'
+    return f'{text}{"".join(fields)}}}\n'.encode('ascii')
 
 
 KEYS = frozenset({'step', 'time', 'kind'})
@@ -66,15 +54,23 @@ def read_record(line: bytes) -> dict[str, Any]:
   return record
 
 
-def _to_json_value(value: Any) -> Any:
-  if not isinstance(value, float) or math.isfinite(value):
-    return value
-  return 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
+@functools.lru_cache(1000)
+def _prefix(kind: str, name: str) -> str:
+  return f', {json.dumps(f"{kind}/{name}" if name in KEYS else name)}: '
+
+
+def _to_json(value: Any) -> str:
+  if isinstance(value, float):
+    if math.isfinite(value):
+      return repr(value)
+    value = 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
+  elif hasattr(value, 'shape'):
+    value = list(value.shape)
+  return json.dumps(value)
 
 
 def _ends_within_a_line(path: str) -> bool:
-  # Where it was deleted, the write that follows says so.
-  if not os.path.exists(path) or not os.path.getsize(path):
+  if not os.path.getsize(path):  # As that of a pipe or a device.
     return False
   with open(path, 'rb') as file:
     file.seek(-1, os.SEEK_END)

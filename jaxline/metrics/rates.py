@@ -67,11 +67,10 @@ class Rates:
     if batch is None or debug.settings.disable_pmap_jit:
       return 0.0
     if batch is not self._batch:
-      self._batch = batch
+      self._batch, self._flops = batch, 0.0
       try:
         self._flops = model_flops(experiment, batch)
       except Exception:  # A number in the log is no reason to end the run.
-        self._flops = 0.0
         logging.warning(
           'The FLOPs of the step could not be counted: there will be no'
           ' tflops_per_sec and no mfu.',

@@ -1,4 +1,4 @@
-"""From what users hand over to what backends write: numbers, pixels, text.
+"""Converts logged values (arrays, images, texts) to what the backends write.
 
 Shapes: B images, H rows, W columns, C channels.
 """
@@ -11,14 +11,8 @@ from absl import logging
 import jax
 import numpy as np
 
-_warned: set[tuple[str, ...]] = set()
-
-
-def warn_once(key: tuple[str, ...], message: str, *args: Any) -> None:
-  """Logs a warning the first time that it is called with a key."""
-  if key not in _warned:
-    _warned.add(key)
-    logging.warning(message, *args)
+# Names of scalars that were skipped.
+_warned: set[str] = set()
 
 
 def to_step(global_step: Any) -> int:
@@ -54,9 +48,9 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
       flat[str(name)] = number
     elif isinstance(value, Mapping):
       flat.update(to_scalars({f'{name}/{k}': v for k, v in value.items()}))
-    else:
-      warn_once(
-        ('scalar', str(name)),
+    elif str(name) not in _warned:
+      _warned.add(str(name))
+      logging.warning(
         'Scalar "%s" is skipped, now and from here on: got %s, expected a '
         'number or an array with one element.',
         name,
@@ -65,13 +59,18 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   return flat
 
 
-def fetch(value: Any) -> Any:
-  """Returns a value with all arrays in it on the host, where they wait for it.
+def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns values with all arrays in them on the host.
 
-  An array that a later step was given the buffer of becomes None. On a CPU the
-  arrays are not copied. (`jax.device_get` would take ten times as long, with
-  Python's lock, which the thread that trains needs.)
+  It waits for them to be computed. An array that a later step was given the
+  buffer of becomes None. On a CPU the arrays are not copied.
   """
+  return {name: _fetch(value) for name, value in values.items()}
+
+
+def _fetch(value: Any) -> Any:
+  # jax.device_get would take ten times as long, with Python's lock, which the
+  # thread that trains needs.
   if isinstance(value, jax.Array):
     try:
       return np.asarray(value)
@@ -82,17 +81,29 @@ def fetch(value: Any) -> Any:
         raise
       return None
   is_leaf = jax.tree_util.all_leaves([value])
-  return value if is_leaf else jax.tree.map(fetch, value)
+  return value if is_leaf else jax.tree.map(_fetch, value)
+
+
+def start_fetch(tree: Any) -> None:
+  """Starts the transfers of all arrays of a tree to the host."""
+  if jax.default_backend() != 'cpu':  # There, all are on the host.
+    for x in jax.tree.leaves(tree):
+      if isinstance(x, jax.Array) and not x.is_deleted():
+        x.copy_to_host_async()
 
 
 def _to_number(value: Any) -> int | float | None:
   """Returns a number as int or float, anything else as None."""
-  if not isinstance(value, np.ndarray):  # First: it has been fetched, mostly.
-    if isinstance(value, jax.Array):
+  if isinstance(value, jax.Array):
+    try:
+      value = np.asarray(value) if value.size == 1 else None
+    except (RuntimeError, TypeError):
+      # Deleted, a random key, or a part of it is on another host. An error of
+      # the program that computes it is raised here again.
       is_here = value.is_fully_addressable or value.is_fully_replicated
-      value = fetch(value) if value.size == 1 and is_here else None
-    elif hasattr(value, '__array__'):
-      value = np.asarray(value)
+      value = _fetch(value) if is_here else None
+  elif hasattr(value, '__array__'):
+    value = np.asarray(value)
   if isinstance(value, np.ndarray):
     value = value.item() if value.size == 1 else None
   if type(value) is float:
@@ -103,16 +114,11 @@ def _to_number(value: Any) -> int | float | None:
 
 
 def _describe(value: Any) -> str:
-  if isinstance(value, jax.Array) and value.is_deleted():
-    return 'an array that was donated or deleted before it was written'
   if hasattr(value, 'shape') and hasattr(value, 'dtype'):
-    return f'an array of shape {list(value.shape)} and dtype {value.dtype}'
+    is_deleted = isinstance(value, jax.Array) and value.is_deleted()
+    kind = 'a donated' if is_deleted else 'an'
+    return f'{kind} array of shape {list(value.shape)} and dtype {value.dtype}'
   return f'{repr(value)[:60]} of type {type(value).__name__}'
-
-
-# Rounding (bfloat16 has steps of 0.004 just below 1) may carry an image that is
-# meant to lie in 0..1 a little past its ends.
-_IMAGE_SLACK = 0.01
 
 
 def check_image(name: str, image: Any) -> None:
@@ -136,33 +142,16 @@ def check_image(name: str, image: Any) -> None:
 
 def _to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """Returns any accepted images as batches, uint8 [B, H, W, C]."""
-  return {
-    str(k): _to_batch(k, np.asarray(image)) for k, image in images.items()
-  }
+  return {str(name): _to_batch(np.asarray(x)) for name, x in images.items()}
 
 
-def _to_batch(name: str, image: np.ndarray) -> np.ndarray:
-  check_image(name, image)
+def _to_batch(image: np.ndarray) -> np.ndarray:
   if image.dtype == bool:
     image = image.astype(np.uint8) * np.uint8(255)
   elif image.dtype != np.uint8:
-    image = image.astype(np.float32)
-    low, high = image.min(), image.max()
-    # Written so that a NaN is noticed too. No error: TensorFlow, for which old
-    # experiments were written, clips as well.
-    if not (low >= -_IMAGE_SLACK and high <= 1 + _IMAGE_SLACK):
-      warn_once(
-        ('image range', name),
-        'Image "%s": got values in %g..%g, expected 0..1 for floating point '
-        '(shape %s); what is outside is clipped, NaN is black. Rescale it, or '
-        'cast an image in 0..255 to uint8.',
-        name,
-        low,
-        high,
-        list(image.shape),
-      )
-      image = np.nan_to_num(image)
-    image = np.round(np.clip(image, 0, 1) * 255).astype(np.uint8)
+    # What is out of range is clipped, as by TensorFlow, and NaN is black.
+    image = np.clip(np.nan_to_num(image.astype(np.float32)), 0, 1)
+    image = np.round(image * 255).astype(np.uint8)
   if image.ndim == 2:
     image = image[:, :, None]
   return image if image.ndim == 4 else image[None]
@@ -180,4 +169,5 @@ CONVERSIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   'scalars': to_scalars,
   'images': _to_images,
   'texts': _to_texts,
+  'fingerprints': to_scalars,
 }

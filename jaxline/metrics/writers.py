@@ -1,214 +1,293 @@
-"""Where a run's numbers go: one interface, backends by name, two decorators.
+"""Metric writers: the queue and thread of a run, and its backends by name.
 
-  writer = AsyncWriter(MultiWriter([
-    TensorBoardWriter(directory), JsonlWriter(path)]))
-
-The backends write on the calling thread and raise where writing fails.
-`MultiWriter` hands each record to several writers, `AsyncWriter` moves all of
-it (fetching from the device, encoding, the disk) to one background thread.
+A record passes: loop or experiment, a bounded queue, one thread that fetches
+and converts it once, the `write` of each backend.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import collections
+from collections.abc import Callable, Mapping
+import contextlib
 import functools
+import os
 import pathlib
 import threading
+import time
 from typing import Any, TypeVar
 
+from absl import logging
 import jax
 import numpy as np
 
 from jaxline import async_lib
 from jaxline import errors
+from jaxline.checkpoint import spool
 from jaxline.metrics import base
+from jaxline.metrics import fingerprints
 from jaxline.metrics import jsonl
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values as values_lib
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-# Of images that wait for a writer: copies, on the devices.
+# The most bytes of images that may wait: copies, on the devices.
 _MAX_BYTES = 1 << 30
+# The arguments of `put`, and the time.
+_Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
 
 # The names that experiments and forks use.
 Backend = base.Backend
-MetricWriter = base.MetricWriter
+Record = base.Record
 Writer = base.Writer
 JSONL_KEYS = jsonl.KEYS
 JsonlWriter = jsonl.JsonlWriter
 read_record = jsonl.read_record
 TensorBoardWriter = tensorboard.TensorBoardWriter
 to_scalars = values_lib.to_scalars
-to_step = values_lib.to_step
 
 
-class MultiWriter(MetricWriter):
-  """Hands each record to several writers.
+class MetricWriter:
+  """Writes to backends on one background thread, behind a bounded queue.
 
-  Every writer gets every call, also where one before it fails; then the error
-  is raised, or an ExceptionGroup of them where several failed.
-  """
-
-  def __init__(self, writers: Iterable[Writer]) -> None:
-    """Makes a writer in front of others.
-
-    Args:
-      writers: they get each record in this order, and are closed with this one.
-    """
-    self._writers = tuple(writers)
-
-  def _each(self, method: str, *args: Any) -> list[Any]:
-    results, errors = [], []
-    for writer in self._writers:
-      try:
-        if hasattr(writer, method):
-          results.append(getattr(writer, method)(*args))
-        elif method.startswith('write_'):
-          values_lib.warn_once(
-            ('method', type(writer).__name__, method),
-            '%s has no method %s: such records do not reach it. This is said '
-            'once.',
-            type(writer).__name__,
-            method,
-          )
-      except Exception as error:
-        errors.append(error)
-    if len({async_lib.cause(e) for e in errors}) == 1:
-      raise errors[0]
-    if errors:
-      raise ExceptionGroup(f'{len(errors)} writers failed in {method}', errors)
-    return results
-
-  def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any]
-  ) -> None:
-    self._each(f'write_{kind}', global_step, base.Record.of(values))
-
-  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
-    self._each('resume', step, lengths)
-
-  def flush(self) -> dict[str, int]:
-    lengths: dict[str, int] = {}
-    for found in self._each('flush'):
-      if isinstance(found, dict):  # A program's own writer may return None.
-        lengths |= found
-    return lengths
-
-  def close(self) -> None:
-    self._each('close')
-
-
-class AsyncWriter(MetricWriter):
-  """Writes on one background thread, behind a queue that cannot overflow.
-
-  To write scalars or texts costs the caller a few microseconds. Device arrays
-  are fetched on the background thread. NumPy arrays are copied at once, since
-  the caller may reuse them; so are images, on their device, since a weight is
-  donated to the next step. (A scalar is not: hand over a metric of the step,
-  not a part of its state.)
+  `global_step` is an int, a numpy integer or an array whose elements are all
+  the step (one copy per device). To write costs the caller a few microseconds.
+  Device arrays are fetched on the background thread. NumPy arrays are copied at
+  once, since the caller may reuse them; so are images, on their device, since a
+  weight is donated to the next step. (A scalar is not: hand over a metric of
+  the step, not a part of its state.)
 
   - If the queue is full, a write waits until it is empty. It holds one image,
     or several of together at most 1 GiB.
-  - A write after the close raises RuntimeError.
   - The first error on the thread is raised, with its traceback, by every later
-    write and flush and by the close. What was queued when it happened is still
-    handed to the wrapped writer; what came later is refused.
-  - `resume`, `flush` and `close` wait for the queue, on whichever thread they
-    are called. The end of the program closes the writer.
-  - Periodic actions that are given the executor run on the thread too, where a
-    `write_*` call writes at once.
+    write and flush and by the close. An error of one backend does not keep what
+    was queued from the others.
+  - Any thread may call `flush`. What is queued at the end of the program is
+    written. A write after the close raises RuntimeError.
+  - A function on the thread (a periodic action's) writes at once.
+
+  Attributes:
+    executor: the thread, which periodic actions share.
   """
 
-  executor: async_lib.SerialExecutor
+  _conversions = values_lib.CONVERSIONS
 
-  def __init__(self, writer: Writer, *, max_queue: int = 1000) -> None:
+  def __init__(
+    self, *backends: base.Backend | base.Writer, max_queue: int = 1000
+  ) -> None:
     """Starts the thread.
 
     Args:
-      writer: what writes; from now on only the thread calls it. It is closed
-        with this one.
+      *backends: called by the thread alone, in this order, and closed with this
+        writer. Without any, everything is discarded.
       max_queue: how many records may wait.
     """
-    self._writer: MetricWriter = MultiWriter([writer])
+    self._backends: list[base.Backend] = []
+    for backend in backends:
+      self.add(backend)
     self._max_queue = max_queue
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
-    # Each is written by one side only; the bytes are those of arrays.
-    self._num_queued = self._bytes_queued = 0
-    self._num_done = self._bytes_done = 0
+    # The records since the last mark. The executor has a call for each.
+    self._items: collections.deque[_Item] = collections.deque()
+    self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
     self.executor = async_lib.SerialExecutor('jaxline-writer')
-    self.executor.put(lambda: None)  # No fork starts one of its own.
-    async_lib.at_exit.append(self.close)
 
-  def add(self, writer: Writer) -> None:
-    """Also writes to another writer, which is closed with this one."""
-    self.executor.wait()
-    self._writer = MultiWriter([self._writer, writer])
+  def add(self, backend: base.Backend | base.Writer) -> None:
+    """Also writes to another backend, which is closed with this writer."""
+    if not isinstance(backend, base.Backend):
+      backend = base.Adapter(backend)
+    self._backends.append(backend)
 
-  def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any]
+  def takes(self, kind: str) -> bool:
+    """Returns whether a backend takes records of a kind."""
+    return any(kind in backend.kinds for backend in self._backends)
+
+  def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers, as `to_scalars` accepts them."""
+    self.put('scalars', _snapshot(global_step), _snapshot(scalars))
+
+  def write_texts(self, global_step: Any, texts: Mapping[str, str]) -> None:
+    """Writes named plain texts of any number of lines, shown as they are."""
+    self.put('texts', _snapshot(global_step), dict(texts))
+
+  def write_images(self, global_step: Any, images: Mapping[str, Any]) -> None:
+    """Writes named images.
+
+    Args:
+      global_step: the step they belong to.
+      images: arrays [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB)
+        or 4 (RGBA); uint8 in 0..255, bool, or floating point in 0..1.
+
+    Raises:
+      ValueError: an array has another shape or dtype.
+    """
+    copies = {name: _copy(x) for name, x in images.items()}
+    for name, x in copies.items():
+      # Here the traceback still leads to the line that made the image.
+      values_lib.check_image(name, x)
+    size = sum(x.nbytes for x in copies.values())
+    if self._image_bytes and self._image_bytes + size > _MAX_BYTES:
+      self.wait_to_finish()
+      self._image_bytes = 0
+    self._image_bytes += size
+    self.put('images', _snapshot(global_step), copies)
+
+  def put(
+    self,
+    kind: str,
+    global_step: Any,
+    values: Mapping[str, Any],
+    finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
   ) -> None:
-    if self.executor.is_current:  # A periodic action calls it.
-      self.executor.run(lambda: self._hand_over(kind, global_step, values))
+    """Queues a record of values that the caller does not change.
+
+    Args:
+      kind: one of `base.KINDS`, or another that a backend knows.
+      global_step: the step they belong to.
+      values: by name.
+      finish: called on the thread with the converted values; returns those to
+        write.
+    """
+    if not self.takes(kind):
       return
-    size = 0  # Of the images in bytes.
-    if kind == 'images':
-      values = {
-        name: x if isinstance(x, jax.Array | np.ndarray) else np.array(x)
-        for name, x in values.items()
-      }
-      size = sum(x.nbytes for x in values.values())
-      for name, image in values.items():
-        # Here the traceback still leads to the line that made the image.
-        values_lib.check_image(name, image)
-    waiting_bytes = self._bytes_queued - self._bytes_done
-    if self._num_queued - self._num_done > self._max_queue or (
-      size and waiting_bytes and waiting_bytes + size > _MAX_BYTES
-    ):
-      self.executor.wait()
+    item = kind, global_step, time.time(), values, finish
+    if self.executor.is_current:
+      self._write(collections.deque([item]))
+      return
+    if len(self._items) >= self._max_queue:
+      self.wait_to_finish()
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
-      if size:
-        values = {name: _copy(x) for name, x in values.items()}
-      else:
-        values = _snapshot(values)
-      self._num_queued += 1
-      self._bytes_queued += size
-      record = kind, _snapshot(global_step), values
-      self.executor.put(functools.partial(self._write_queued, size, *record))
+      self._items.append(item)
+      self.executor.put(functools.partial(self._write, self._items))
 
-  def _write_queued(self, size: int, *record: Any) -> None:
-    try:
-      self._hand_over(*record)
-    finally:
-      self._bytes_done += size
-      self._num_done += 1
+  def _write(self, queued: collections.deque[_Item]) -> None:
+    """Converts all records that are queued now, and writes them.
 
-  def _hand_over(self, kind: str, step: Any, values: Mapping[str, Any]) -> None:
-    convert = to_scalars if kind == 'scalars' else values_lib.fetch
-    on_host = convert(values)
-    method = getattr(self._writer, f'write_{kind}')
-    method(to_step(step), on_host)
+    The calls for the others then find nothing left. Errors are kept.
+    """
+    items = [queued.popleft() for _ in range(len(queued))]
+    if not items:
+      return
+    records: list[base.Record] = []
+    values_lib.start_fetch([item[3] for item in items])
+
+    def convert(item: _Item) -> None:
+      kind, step, now, values, finish = item
+      on_host = self._conversions[kind](values)
+      if finish is not None:
+        on_host = finish(on_host)
+      if on_host:
+        record = base.Record(kind, values_lib.to_step(step), now, on_host)
+        records.append(record)
+
+    for item in items:
+      self.executor.run(functools.partial(convert, item))
+    for backend in self._backends:
+      chosen = [record for record in records if record.kind in backend.kinds]
+      if chosen:
+        self.executor.run(functools.partial(backend.write, chosen))
+
+  def _behind(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
+    """Queues calls behind all records so far, and before all later ones.
+
+    Returns:
+      A function that waits for the calls and returns the last one's result.
+    """
+    with self._lock:
+      self._items = collections.deque()
+      return self.executor.wait_async(*calls)
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
-    self.executor.wait(lambda: self._writer.resume(step, lengths))
+    """Removes what earlier processes wrote after the restored checkpoint.
+
+    A run calls it once, after it has restored and before it writes.
+
+    Args:
+      step: the restored step; -1 if the run is new.
+      lengths: of the log files, as the flush of the restored checkpoint
+        returned them. Other log files become empty.
+    """
+    resumes = [x.resume for x in self._backends]
+    self._behind(*(functools.partial(f, step, lengths) for f in resumes))()
 
   def flush(self) -> dict[str, int]:
+    """Waits until everything written so far has reached the disk.
+
+    Returns:
+      The length in bytes of each local log file, by absolute path.
+    """
     return self.flush_async()()
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    return self.executor.wait_async(self._writer.flush)
+    """Starts a flush on the thread.
+
+    Returns:
+      A function that waits for the flush and returns the lengths of the log
+      files without the records that were written after this call. It raises no
+      error of such a record.
+    """
+    return self._behind(
+      lambda: {k: v for x in self._backends for k, v in x.flush().items()}
+    )
+
+  def raise_error(self) -> None:
+    """Raises the first error of the thread, if there was one."""
+    self.executor.raise_error()
+
+  def wait_to_finish(self) -> None:
+    """Waits until the backends have all records, and raises their error."""
+    self._behind()()
 
   def close(self) -> None:
+    """Flushes and ends the writer; closing twice is allowed."""
     with self._lock:  # No write is between its check and the queue.
       if self._is_closed:
         return
       self._is_closed = True
-      wait = self.executor.wait_async(self._writer.flush, self._writer.close)
-    async_lib.at_exit.remove(self.close)
+      wait = self._behind(*(x.close for x in self._backends))
     wait()
+
+  def __enter__(self) -> 'MetricWriter':
+    return self
+
+  def __exit__(self, kind: object, *unused: object) -> None:
+    try:
+      self.close()
+    except Exception as e:
+      if kind is None:
+        raise
+      # It often has the same cause as the error that leaves the block.
+      logging.error('Closing a writer failed as well: %r', e)
+
+
+class RunWriter(MetricWriter):
+  """The backends of `config.writers` behind one background thread.
+
+  Their files are below `config.checkpoint_dir/<mode>`. The end of the program
+  closes them.
+  """
+
+  def __init__(self, config: Any, mode: str):
+    """Opens the files; a host that is not the first gets a directory of it."""
+    host = jax.process_index()
+    folder = f'{mode}/host_{host}' if host else mode
+    directory = spool.fetch(config.checkpoint_dir, folder)
+    made = [make(name, config, mode, directory) for name in config.writers]
+    if config.fingerprint and mode == 'train':
+      path = os.fspath(directory / fingerprints.FILE)
+      made.append(fingerprints.FingerprintWriter(path))
+    super().__init__(*made)
+    async_lib.at_exit.append(self.close)
+
+  def close(self) -> None:
+    try:
+      super().close()
+    finally:
+      with contextlib.suppress(ValueError):  # Closed before.
+        async_lib.at_exit.remove(self.close)
 
 
 # The first that fits is found fastest.
@@ -234,9 +313,8 @@ def _copy(value: Any) -> Any:
   return value.copy() if value.is_fully_addressable else value
 
 
-# (config, mode, directory) -> a writer.
-Factory = Callable[[Any, str, pathlib.Path], Writer]
-_factories: dict[str, Factory] = {
+# By name, from the config, the mode and the directory to a writer.
+_factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {
   'tensorboard': lambda config, mode, directory: TensorBoardWriter(directory),
   'jsonl': lambda config, mode, directory: JsonlWriter(
     directory / 'metrics.jsonl'
@@ -267,7 +345,7 @@ def register(name: str) -> Callable[[F], F]:
   return add
 
 
-def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Writer:
+def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Any:
   """Returns a new writer of a registered name.
 
   Raises:

@@ -86,7 +86,7 @@ class Replay:
       if step >= until:
         raise errors.StopTraining
 
-    log, action = writers.MultiWriter([]), adapters.full_action(act)
+    log, action = writers.MetricWriter(), adapters.full_action(act)
     with contextlib.suppress(errors.StopTraining):
       self.experiment.train_loop(self.config, self.state, [action], log)
     if self.state.global_step < until:

@@ -1,4 +1,4 @@
-"""Adds a report to an error of too little memory."""
+"""Explains an out-of-memory error: the largest arrays and what to change."""
 
 from collections.abc import Iterator
 import contextlib
@@ -14,36 +14,34 @@ _NUM_LISTED = 12
 
 @contextlib.contextmanager
 def explained(experiment: Any, config: Any) -> Iterator[None]:
-  """Adds the largest arrays and three remedies to such an error, as a note.
+  """Adds a note with the largest arrays and three remedies to such an error.
 
   Args:
-    experiment: whose attributes name arrays; None before it is constructed.
+    experiment: its attributes name arrays; None before it is constructed.
     config: the run's, complete.
-
-  Yields:
-    Nothing.
   """
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
+    text = ''.join([str(error), *getattr(error, '__notes__', [])])
     # XLA calls a full disk the same.
-    if 'RESOURCE_EXHAUSTED' in str(error) and 'No space left' not in str(error):
-      notes = getattr(error, '__notes__', [])
-      if not any(note.startswith('[jaxline]') for note in notes):
-        with contextlib.suppress(Exception):  # The run's own error counts.
-          error.add_note(_note(experiment, config))
+    is_disk = 'No space left' in text
+    # The evaluation inside of a training may have explained it.
+    is_new = '[jaxline]' not in text
+    if 'RESOURCE_EXHAUSTED' in text and is_new and not is_disk:
+      with contextlib.suppress(Exception):  # The run's own error counts.
+        error.add_note(_note(experiment, config))
     raise
 
 
 def _note(experiment: Any, config: Any) -> str:
-  # The attributes and not `snapshot_state`, which may make arrays.
   names: dict[int, str] = {}
-  arrays = list(jax.live_arrays())
+  arrays = jax.live_arrays()
   attributes = vars(experiment) if experiment else {}
   for path, x in jax.tree_util.tree_leaves_with_path(attributes):
     if isinstance(x, jax.Array):
       names[id(x)] = jax.tree_util.keystr(path, simple=True, separator='/')
-      # The step deletes what it is given, but it was in memory as it failed.
+      # The step deletes its arguments, which were in memory when it failed.
       arrays += [x] if x.is_deleted() else []
   sizes: dict[str, int] = {}
   for x in arrays:

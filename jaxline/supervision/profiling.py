@@ -3,8 +3,6 @@
 TensorBoard's profile plugin and Perfetto show a trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 import contextlib
 import pathlib
@@ -19,26 +17,10 @@ from jaxline.checkpoint import spool
 from jaxline.metrics import periodic
 
 
-def actions(
-  config: Any, say: Callable[[str], None] = logging.info
-) -> list[Profiler]:
-  """Returns the periodic action that traces steps of a run that trains.
-
-  Args:
-    config: the run's, complete.
-    say: gets what the user is to know.
-
-  Returns:
-    The action; none for a run without a directory.
-  """
-  return [] if config.checkpoint_dir is None else [Profiler(config, say)]
-
-
 class Profiler(periodic.Action):
-  """A periodic action that traces steps.
+  """A periodic action that traces steps, if the run has a directory.
 
-  A trace starts and stops between two steps, and training waits while it is
-  written.
+  A trace starts and stops between steps; training waits while it is written.
   """
 
   def __init__(
@@ -47,14 +29,13 @@ class Profiler(periodic.Action):
     """Makes the action; `update_time` begins.
 
     Args:
-      config: the run's, complete, with a directory.
+      config: the run's, complete.
       say: gets what the user is to know.
     """
-    self._ranges = keys.parse_ranges(config.profile_steps or '')
-    self._run_directory = spool.directory(config.checkpoint_dir).absolute()
-    self._directory = self._run_directory / 'train'
-    if process := jax.process_index():
-      self._directory /= f'host_{process}'
+    self._ranges: list[tuple[int, int]] = []
+    if config.checkpoint_dir is not None:
+      self._ranges = keys.parse_ranges(config.profile_steps or '')
+      self._run_directory = spool.directory(config.checkpoint_dir).absolute()
     self._say = say
     self._last = 0  # Last step of the trace that is being made.
     self._path: pathlib.Path | None = None  # That trace's, while it is made.
@@ -67,12 +48,10 @@ class Profiler(periodic.Action):
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     """Starts or stops a trace, if it is time to."""
-    del t
-    step = int(step)  # A restored step can be an array.
     if self._path is not None and step >= self._last:
       self._stop(scalar_outputs)
     if self._ranges and self._ranges[0][0] <= step + 1:
-      self._start(step, self._ranges.pop(0)[1])
+      self._start(int(step), self._ranges.pop(0)[1])
 
   def wait_to_finish(self) -> None:
     """Writes the trace of a run that ends."""
@@ -80,6 +59,9 @@ class Profiler(periodic.Action):
       self._stop(None)
 
   def _start(self, step: int, last: int) -> None:
+    directory = self._run_directory / 'train'
+    if process := jax.process_index():
+      directory /= f'host_{process}'
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
     options = jax.profiler.ProfileOptions()
     options.session_id = name
@@ -87,24 +69,19 @@ class Profiler(periodic.Action):
     # the trace.
     options.python_tracer_level = 0
     jax.profiler.start_trace(
-      self._directory, create_perfetto_trace=True, profiler_options=options
+      directory, create_perfetto_trace=True, profiler_options=options
     )
-    self._path = self._directory / 'plugins' / 'profile' / name
+    self._path = directory / 'plugins' / 'profile' / name
     self._last = last
-    logging.info('Tracing the steps %d to %d.', step + 1, last)
 
   def _stop(self, scalars: Any) -> None:
     """Stops the trace when the step of these scalars has run."""
     path, self._path = self._path, None
-    with contextlib.suppress(RuntimeError):  # The loop raises a step's error.
-      jax.block_until_ready(
-        [
-          x
-          for x in jax.tree.leaves(scalars)
-          # A later step may have been given its buffer.
-          if isinstance(x, jax.Array) and not x.is_deleted()
-        ]
-      )
+    for x in jax.tree.leaves(scalars):
+      # A later step may have been given its buffer.
+      if isinstance(x, jax.Array) and not x.is_deleted():
+        with contextlib.suppress(RuntimeError):  # The loop raises it.
+          x.block_until_ready()
     jax.profiler.stop_trace()
     self._say(
       f'Trace: {path}. To see it:'

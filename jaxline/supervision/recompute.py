@@ -1,4 +1,4 @@
-"""Computes a step twice, to find hardware that computes wrongly in silence."""
+"""Computes a step twice, to find hardware that silently computes wrong."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ class RecomputeError(ArithmeticError):
 
 
 def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
-  """Returns what a step returns, after it has been computed twice.
+  """Computes a step twice, compares, and returns its results.
 
-  It waits for both, and needs memory for one more state.
+  This waits for both, and needs memory for one more state.
 
   Args:
     step: the compiled step `(state, *args) -> results`; it donates its state.

@@ -1,0 +1,134 @@
+"""How a process ends: the exit code and the message for each error.
+
+0    the run has ended
+1    an error
+2    wrong usage: the command line, the config or the directory
+70   the watchdog, which ends the process itself
+75   SIGTERM
+130  Ctrl-C
+134  another process of the run was lost
+"""
+
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from absl import logging
+import jax
+from jax._src import distributed as jax_distributed
+
+from jaxline import debug
+from jaxline import disk
+from jaxline import errors
+from jaxline.checkpoint import store
+from jaxline.supervision import nonfinite
+from jaxline.supervision import preemption
+
+
+def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
+  """Returns the exit code for an error, and the text to print.
+
+  The text is empty if Python's traceback is what the user needs.
+
+  Args:
+    error: what ended the run.
+    others: whether the run has other processes.
+  """
+  notes = getattr(error, '__notes__', ())
+  # JAX's note would be a second line for an error in a traced function.
+  lines = [str(error), *(x for x in notes if 'JAX has removed its' not in x)]
+  match error:
+    case preemption.Preempted(code=int(code)):
+      return code, '\n'.join(f'[jaxline] {x}' for x in lines)
+    case SystemExit(code=int(code)) if code:
+      return code, ''
+    case SystemExit():  # Its code would say that the run is complete.
+      return 1, (
+        f'{"".join(traceback.format_exception(error))}[jaxline] To end a run,'
+        ' raise `experiment.StopTraining` in place of SystemExit.'
+      )
+    case errors.UsageError():
+      return 2, ' '.join(lines)
+    case store.DamagedError() | nonfinite.NonfiniteError():
+      return 1, ' '.join(lines)
+    case disk.FullDiskError():
+      return 1, ' '.join(lines)
+    case _ if others and errors.is_lost_process(error):
+      return errors.LOST_CODE, (
+        '[jaxline] This process has lost another process, whose own lines may'
+        ' say why. The same command resumes the run.'
+        f' ({str(error).splitlines()[0]:.300})'
+      )
+  return 1, ''
+
+
+class Ending:
+  """Prints what ends the run inside of it, once, and sets the exit code.
+
+  Attributes:
+    is_joint: whether a signal ends all processes of the run after the same
+      step. Otherwise each process leaves alone.
+  """
+
+  is_joint = True
+
+  def __enter__(self) -> 'Ending':
+    debug.settings.log_tracebacks = False
+    return self
+
+  def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+    """Leaves the other processes, or raises.
+
+    Raises:
+      SystemExit: the error has a message of its own, which is printed.
+    """
+    debug.settings.log_tracebacks = True
+    if not isinstance(error, Exception | SystemExit):
+      return
+    cause: BaseException | None = error
+    while isinstance(cause, ImportError):
+      cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, preemption.Preempted):
+      error = cause  # The signal interrupted the import of a C extension.
+    is_joint = self.is_joint and isinstance(error, preemption.Preempted)
+    if has_others() and not is_joint:
+      leave(error)
+    code, text = decide(error, others=False)
+    if text:
+      print(text, file=sys.stderr, flush=True)
+      end = SystemExit(text)
+      end.code = code
+      raise end from error
+
+
+def has_others() -> bool:
+  """Returns whether this process is connected to others of the run."""
+  # `jax.process_count` would start the devices, which takes all processes.
+  count = jax_distributed.global_state.num_processes
+  return jax.distributed.is_initialized() and (count or 1) > 1
+
+
+def leave(error: BaseException) -> NoReturn:
+  """Ends this process at once, while the others are still in the run.
+
+  At a normal exit of Python, JAX would wait for the other processes, which wait
+  for this one. They notice that it is gone by a lost connection or a heartbeat.
+  """
+  code, text = decide(error, others=True)
+  if not (text or isinstance(error, SystemExit)):
+    text = ''.join(traceback.format_exception(error))
+  print(text, file=sys.stderr)
+  logging.flush()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
+
+
+def leave_if_lost(kind: Any, error: BaseException | None, tb: Any) -> None:
+  """Leaves if another process was lost: closing what is open would hang.
+
+  To be pushed onto a `contextlib.ExitStack`.
+  """
+  if error and errors.is_lost_process(error) and has_others():
+    leave(error)
