@@ -38,6 +38,7 @@ from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
+from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
@@ -382,6 +383,7 @@ class Training:
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = base.new_state(checkpointer, self.experiment, rng)
+    self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
@@ -389,6 +391,7 @@ class Training:
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
+      self._budget.check(step, is_first=True)
     last = None if checkpointer.is_new() else step
     _resume_log(run, run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
@@ -408,6 +411,7 @@ class Training:
       action.share(run.log.executor)
     self.actions: list[periodic.Action] = [
       self.guard,
+      self._budget,
       profiling.Profiler(config, run.console.say),
       *given,
       *self._default_actions(),
@@ -530,6 +534,7 @@ class Training:
     self._run.checkpointer.raise_error()
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
+    self._budget.check(step)
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:

@@ -226,7 +226,8 @@ class Checkpoint:
 
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
-    described, keys = self.record['entries'], list(keys)
+    described = self.record['entries']
+    keys = [k for k in keys if k != base.OPTIONAL or k in described]
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
         f'{self.name} lacks {missing}; it holds {sorted(described)}.'
