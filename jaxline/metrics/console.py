@@ -201,11 +201,6 @@ class Console(periodic.Action):
     shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
     return '\n'.join(map(wrapper.fill, shown))
 
-  @property
-  def tells_how_to_go_on(self) -> bool:
-    """Whether the summary will have the command to go on."""
-    return self._saved is not None and bool(self._origin.command)
-
   def __enter__(self) -> Console:
     return self
 
