@@ -1,4 +1,4 @@
-"""The sharded style: pure functions in, one compiled step over a mesh out.
+"""The sharded style: compiles pure functions into one step over a mesh.
 
 A subclass of `ShardedExperiment` defines the initial weights (`init_fn`), the
 loss of a batch (`loss_fn`), the optimizer (`make_optimizer`) and the data

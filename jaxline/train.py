@@ -553,7 +553,7 @@ class Training:
           if run.stop and self.experiment.IS_SHARDED:
             self._count_last_step()
         self._finish()
-        # No host leaves before the first one has saved: its exit would end it.
+        # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
@@ -814,9 +814,9 @@ def evaluate(
   `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
 
   Raises:
-    ValueError: `one_off_evaluate` without a checkpoint or
-      `eval_initial_weights`; `eval_steps` of which one has no checkpoint; or
-      the best metric's name is not returned.
+    UsageError: `one_off_evaluate` without a checkpoint or
+      `eval_initial_weights`; a step of `eval_steps` has no checkpoint; or
+      `evaluate` did not return the best metric.
   """
   Run(
     experiment_class,

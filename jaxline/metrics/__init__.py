@@ -1,6 +1,6 @@
-"""Averages that stay right over uneven batches and shards.
+"""Weighted means that aggregate exactly over uneven batches and shards.
 
-What becomes of the numbers of a run: `writers`, `periodic`, `console`.
+`writers`, `periodic` and `console` log them.
 """
 
 from collections.abc import Mapping, Sequence
