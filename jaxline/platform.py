@@ -254,7 +254,10 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 
 def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
   """Returns a copy of the config of parsed flags: validated, `~` expanded."""
-  expected = 'expected --config=FILE or --jaxline_run=DIR.'
+  expected = (
+    'expected --config=FILE, such as configs/lm.py or examples/minimal.py, or'
+    ' --jaxline_run=DIR.'
+  )
   if values.config is None:
     raise UsageError(f'--config is missing; {expected}')
   if values['config'].present > values['jaxline_run'].present > 0:
