@@ -415,18 +415,17 @@ def check(name: str, config: config_dict.ConfigDict, *, is_ours: bool) -> None:
       f'--jaxline_mode={name} is for one process, and there are'
       f' {jax.process_count()}. Use train_and_eval.'
     )
-  directory = config.checkpoint_dir
-  has_none = config.checkpointer == 'memory' or not directory
+  has_none = config.checkpointer == 'memory' or not config.checkpoint_dir
   if config.one_off_evaluate or config.eval_steps:  # It does not wait.
-    has_none = has_none or not store_lib.at(directory).names()
+    has_none = has_none or not store_lib.at(config.checkpoint_dir).names()
   has_none &= mode.follows and is_ours and not config.eval_initial_weights
   weights = memory.InMemoryCheckpointer(config, name)
   if has_none and not weights.can_be_restored('latest'):
     raise UsageError(
       f'--jaxline_mode={name} takes the weights of a run, and there are none:'
-      f' config.checkpoint_dir is {directory!r}, config.checkpointer'
-      f' {config.checkpointer!r}. Give the directory of a run with durable'
-      ' checkpoints, or evaluate by --jaxline_mode=train_and_eval.'
+      f' config.checkpoint_dir is {config.checkpoint_dir!r}, and'
+      f' config.checkpointer {config.checkpointer!r}. Give the directory of a'
+      ' run on disk, or evaluate by --jaxline_mode=train_and_eval.'
     )
 
 

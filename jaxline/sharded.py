@@ -205,7 +205,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     hold the position of a `BaseInput`, and of an iterator with `get_state` and
     `set_state` whose state is a pytree of arrays and plain values.
 
-    It may take `shard`, an `inputs.Shard`: the rows that this process reads.
+    It may take `shard`, a `base.Shard`: the rows that this process reads.
     It must take it if processes hold the same rows of a batch.
     """
 

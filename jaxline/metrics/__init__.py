@@ -1,7 +1,4 @@
-"""Weighted means that aggregate exactly over uneven batches and shards.
-
-`writers`, `periodic` and `console` log them.
-"""
+"""Weighted means that aggregate exactly over uneven batches and shards."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses

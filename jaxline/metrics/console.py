@@ -154,6 +154,8 @@ class Console(periodic.Action):
     checkpointer: Any = None,
   ) -> None:
     """Prints the start block, once; without a state, the run only evaluates."""
+    if self.mode == 'off':  # A command that continues the run needs it.
+      self.say(f'Run directory: {config.checkpoint_dir}')
     if not self._is_shown or self._config is not None:
       return
     self._config, self._experiment, self._state = config, experiment, state
