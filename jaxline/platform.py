@@ -425,7 +425,7 @@ def check(name: str, config: config_dict.ConfigDict, *, is_ours: bool) -> None:
       f'--jaxline_mode={name} takes the weights of a run, and there are none:'
       f' config.checkpoint_dir is {config.checkpoint_dir!r}, and'
       f' config.checkpointer {config.checkpointer!r}. Give the directory of a'
-      ' run on disk, or evaluate by --jaxline_mode=train_and_eval.'
+      " run with 'durable' checkpoints, or evaluate in mode train_and_eval."
     )
 
 
