@@ -234,13 +234,13 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
 
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-  """Parses flags; returns the program's name and the other arguments.
+  """Parses flags; returns the program's name.
 
   Raises:
     UsageError: what is wrong, in a line.
   """
   try:
-    return values(argv)
+    name, *others = values(argv)
   except (flags.Error, AttributeError, KeyError) as e:
     # ml_collections raises the last two, one inside the other.
     message: Any = e
@@ -248,6 +248,9 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
       message = message.args[0]
     prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
     raise UsageError(prefix + ' '.join(str(message).split())) from e
+  if others:
+    raise UsageError(f'Got {others}; expected flags, such as --config.KEY=5.')
+  return [name]
 
 
 def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
@@ -414,14 +417,16 @@ def check(name: str, config: config_dict.ConfigDict, *, is_ours: bool) -> None:
       f' {jax.process_count()}. Use train_and_eval.'
     )
   has_none = config.checkpointer == 'memory' or not config.checkpoint_dir
+  if config.one_off_evaluate or config.eval_steps:  # It does not wait.
+    has_none = has_none or not store_lib.at(config.checkpoint_dir).names()
   has_none &= mode.follows and is_ours and not config.eval_initial_weights
   weights = memory.InMemoryCheckpointer(config, name)
   if has_none and not weights.can_be_restored('latest'):
     raise UsageError(
-      f'--jaxline_mode={name} takes the weights of a run, but'
-      f' config.checkpoint_dir is {config.checkpoint_dir!r} and'
+      f'--jaxline_mode={name} takes the weights of a run, and there are none:'
+      f' config.checkpoint_dir is {config.checkpoint_dir!r}, and'
       f' config.checkpointer {config.checkpointer!r}. Give the directory of a'
-      " run with 'durable' checkpoints, or use --jaxline_mode=train_and_eval."
+      " run with 'durable' checkpoints, or evaluate in mode train_and_eval."
     )
 
 

@@ -477,7 +477,7 @@ class Training:
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     run, config, state = self._run, self._run.config, self.state
-    actions = [*self.actions, adapters.full_action(self._after_step)]
+    actions: list[Any] = [*self.actions, adapters.full_action(self._after_step)]
     try:
       with run.watch.training():
         # An evaluation beside it cannot make the weights of another run.
@@ -498,14 +498,13 @@ class Training:
           if run.stop and self.experiment.IS_SHARDED:
             self._count_last_step()
         self._finish()
-        # No host leaves before the first one has saved: its exit would end it.
+        # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
-      waits = [action.wait_to_finish for action in actions]
-      for wait in [*waits, run.log.wait_to_finish]:
+      for part in [*actions, run.log]:
         try:
-          wait()
+          part.wait_to_finish()
         except Exception as e:
           is_new = async_lib.cause(e) != async_lib.cause(error)
           if is_new and not errors.is_lost_process(e):
@@ -760,9 +759,8 @@ def evaluate(
   `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
 
   Raises:
-    ValueError: `one_off_evaluate` without a checkpoint or
-      `eval_initial_weights`; `eval_steps` of which one has no checkpoint; or
-      the best metric's name is not returned.
+    UsageError: there is no checkpoint to evaluate, or none of a step in
+      `eval_steps`; or `evaluate` did not return the best metric.
   """
   Run(
     experiment_class,

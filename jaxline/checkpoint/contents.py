@@ -1,4 +1,4 @@
-"""A live state as a checkpoint holds it: arrays and JSON, and back."""
+"""Converts a run's state to arrays and JSON, and back."""
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -246,7 +246,7 @@ class Checkpoint:
     trees = module.snapshot_template()
     wants, is_named = module.wants_restored, module.has_entry
     saved = {e: x for e, x in self.record['module'].items() if is_named(e)}
-    # Name of an array -> where it goes; None is host memory.
+    # Maps an array's name to its target sharding; None means host memory.
     targets: dict[str, Any] = {}
     for entry, tree in trees.items():
       targets |= structure.named_leaves(tree, entry)

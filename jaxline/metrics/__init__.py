@@ -1,7 +1,4 @@
-"""Averages that stay right over uneven batches and shards.
-
-What becomes of the numbers of a run: `writers`, `periodic`, `console`.
-"""
+"""Weighted means that aggregate exactly over uneven batches and shards."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses

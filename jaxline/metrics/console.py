@@ -154,6 +154,8 @@ class Console(periodic.Action):
     checkpointer: Any = None,
   ) -> None:
     """Prints the start block, once; without a state, the run only evaluates."""
+    if self.mode == 'off':  # A command that continues the run needs it.
+      self.say(f'Run directory: {config.checkpoint_dir}')
     if not self._is_shown or self._config is not None:
       return
     self._config, self._experiment, self._state = config, experiment, state
@@ -200,11 +202,6 @@ class Console(periodic.Action):
     wrapper.max_lines, wrapper.placeholder = 5, ' ... (see config.json)'
     shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
     return '\n'.join(map(wrapper.fill, shown))
-
-  @property
-  def tells_how_to_go_on(self) -> bool:
-    """Whether the summary will have the command to go on."""
-    return self._saved is not None and bool(self._origin.command)
 
   def __enter__(self) -> Console:
     return self
