@@ -1,14 +1,14 @@
 """Parses flags, builds a run and starts it. No other module reads flags.
 
-`main` parses the command line. `start` is the life of a run: `check` refuses
-what would hang, `build` makes the parts, the function of the mode runs them.
+`main` parses the command line. `start` is the life of a run: it checks the mode
+and the directory, `build` makes the parts, the function of the mode runs them.
 """
 
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
-import errno
 import os
+import pathlib
 import runpy
 import sys
 import tempfile
@@ -310,16 +310,20 @@ def main(
   """
 
   def parse(argv: list[str]) -> list[str]:
-    with exits.Ending():
-      return _parse(flags.FLAGS, argv)
+    try:
+      with exits.ending():
+        return _parse(flags.FLAGS, argv)
+    except SystemExit as e:
+      if e.code == 1 and any(x.startswith(('-h', '--help')) for x in argv):
+        e.code = 0  # absl's --help ends with 1.
+      raise
 
   def run(unused_argv: Sequence[str]) -> None:
     name, cls = flags.FLAGS.jaxline_mode, experiment_class
-    with exits.Ending() as ending, goodput.run(), console_lib.quiet_log():
+    with exits.ending(), goodput.run(), console_lib.quiet_log():
       config = _read_config(flags.FLAGS)
-      ending.is_joint = find_mode(name).trains
       _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
-      watchdog.cover_exit()
+      watchdog.covers_exit = True
       if cls is None and _is_recorded(flags.FLAGS):
         cls = resolve_experiment_class(config, is_recorded=True)
       origin = console_lib.Origin.of(flags.FLAGS['config'])
@@ -360,11 +364,11 @@ def start(
   """Runs a mode, once the processes have met; see `main`.
 
   Args:
-    experiment_class: a class, a partial of one, or None.
+    experiment_class: as in `main`, like the factories.
     config: the run's, validated.
     name: the mode.
-    checkpointer_factory: makes the checkpointers.
-    writer_factory: makes the writers.
+    checkpointer_factory: see above.
+    writer_factory: see above.
     origin: how the run was started; None is a call from Python.
 
   Returns:
@@ -375,8 +379,13 @@ def start(
       directory; nothing has been changed there.
   """
   mode = find_mode(name)
-  check(name, config, is_ours=checkpointer_factory is create_checkpointer)
-  config = resolve_config(config)
+  if mode.is_threaded and jax.process_count() > 1:
+    raise UsageError(  # The threads would deadlock.
+      f'--jaxline_mode={name} is for one process, and there are'
+      f' {jax.process_count()}. Use train_and_eval.'
+    )
+  source = origin.config_file if origin else ''
+  config = resolve_config(config, pathlib.Path(source).stem or 'run')
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
   directory = memory.run_directory(
@@ -390,35 +399,6 @@ def start(
     stack.push(exits.leave_if_lost)
     # An error above is wrong usage, which needs no debugger.
     return directory, debug.debugger_fallback(mode.run)(run)
-
-
-def check(name: str, config: config_dict.ConfigDict, *, is_ours: bool) -> None:
-  """Refuses a mode that would hang.
-
-  Args:
-    name: the mode.
-    config: the run's.
-    is_ours: whether `create_checkpointer` makes the checkpointer.
-
-  Raises:
-    UsageError: threads would deadlock, or no checkpoint can come.
-  """
-  mode = find_mode(name)
-  if mode.is_threaded and jax.process_count() > 1:
-    raise UsageError(
-      f'--jaxline_mode={name} is for one process, and there are'
-      f' {jax.process_count()}. Use train_and_eval.'
-    )
-  has_none = config.checkpointer == 'memory' or not config.checkpoint_dir
-  has_none &= mode.follows and is_ours and not config.eval_initial_weights
-  weights = memory.InMemoryCheckpointer(config, name)
-  if has_none and not weights.can_be_restored('latest'):
-    raise UsageError(
-      f'--jaxline_mode={name} takes the weights of a run, but'
-      f' config.checkpoint_dir is {config.checkpoint_dir!r} and'
-      f' config.checkpointer {config.checkpointer!r}. Give the directory of a'
-      " run with 'durable' checkpoints, or use --jaxline_mode=train_and_eval."
-    )
 
 
 def build(
@@ -506,8 +486,7 @@ def _claim(
     except OSError as e:
       problem = f'Nothing can be written in {config.checkpoint_dir}: {e}.'
       is_once = config.one_off_evaluate or config.eval_steps
-      is_protected = e.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-      is_refused = 'train' in logs or not (is_once and is_protected)
+      is_refused = 'train' in logs or not is_once
   problem, is_refused = distributed.of_chief((problem, is_refused))
   if is_refused:
     raise UsageError(problem)
@@ -516,8 +495,12 @@ def _claim(
   return not problem
 
 
-def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+def resolve_config(
+  config: config_dict.ConfigDict, name: str = 'run'
+) -> config_dict.ConfigDict:
   """Returns a copy of a validated config, with the run's directory, locked.
+
+  A directory that is made for the run has this name in its own.
 
   Raises:
     UsageError: what is wrong with the directory.
@@ -528,8 +511,8 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; a run of'
       f' {jax.process_count()} processes needs one, the same for all.'
     )
-  stamp = time.strftime('%Y%m%d_%H%M%S')
-  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=f'jaxline_{stamp}_')
+  prefix = f'jaxline_{name}_{time.strftime("%Y%m%d_%H%M%S")}_'
+  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=prefix)
   with config.ignore_type(), config.unlocked():
     config.checkpoint_dir = store_lib.at(given).url
   return config.lock()

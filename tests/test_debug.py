@@ -64,17 +64,6 @@ def test_kwargs_only_refuses_positional_arguments():
     f(1)
 
 
-def test_log_activity_reports_errors_of_its_own():
-  def reported(error):
-    with mock.patch.object(logging, 'exception') as exception:
-      with pytest.raises(error), debug.log_activity('counting'):
-        raise error
-    return exception.call_count
-
-  assert reported(ValueError) == reported(KeyboardInterrupt) == 1
-  assert reported(SystemExit) == 0  # What is only stopped has not failed.
-
-
 def test_evaluate_returning_none_warns_once_and_means_no_scalars(caplog):
   evaluate = debug.evaluate_should_return_dict(lambda: None)
   with mock.patch.object(logging, 'log_first_n') as log:

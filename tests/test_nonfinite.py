@@ -111,14 +111,16 @@ def test_ignore_looks_at_nothing_and_the_flag_is_not_logged():
   assert 'nonfinite' in scalars
 
 
-@pytest.mark.parametrize(
-  ('mode', 'flagged'), [('skip', False), ('skip', True), ('raise', True)]
-)
-def test_a_step_without_the_flag_that_it_needs_is_refused(mode, flagged):
-  experiment = a_stand_in(SKIPS_NONFINITE=flagged)
-  with pytest.raises(ValueError, match='SimpleNamespace') as error:
-    drive(a_guard(mode, experiment=experiment), [{'loss': 1.0}])
-  assert isinstance(error.value, errors.UsageError) == (not flagged)
+def test_skip_needs_a_step_that_skips():
+  with pytest.raises(errors.UsageError, match='SimpleNamespace'):
+    a_guard('skip')
+
+
+@pytest.mark.parametrize('mode', ['skip', 'raise'])
+def test_a_step_without_its_flag_is_judged_by_the_scalars(mode):
+  guard = a_guard(mode, experiment=FLAGGED)
+  with pytest.raises(nonfinite.NonfiniteError, match='step 2'):
+    drive(guard, [{'loss': 1.0}, {'loss': NAN}])
 
 
 # When.
@@ -379,7 +381,7 @@ def test_reserved_names_are_refused(name):
     def step_scalars(self, state, grads, updates):
       return {name: jnp.zeros([])}
 
-  with pytest.raises(ValueError, match=rf"named \['{name}'\]; the step"):
+  with pytest.raises(ValueError, match=rf"\['{name}'\]"):
     train(make({}, Taken), 1, 'raise')
   train(make({}, Taken), 1, 'ignore')
 

@@ -63,12 +63,11 @@ class Guard(periodic.Action):
     default = 'raise' if experiment.IS_SHARDED else 'warn'
     self._mode = default if on_nonfinite is None else on_nonfinite
     self._has_flag = experiment.SKIPS_NONFINITE
-    self._class_name = type(experiment).__name__
     if self._mode == 'skip' and not self._has_flag:
       raise errors.UsageError(
         "config.on_nonfinite is 'skip', which the step of a ShardedExperiment"
-        f' supports and that of {self._class_name} does not. Wrap the optimizer'
-        ' in optax.apply_if_finite.'
+        f' supports and that of {type(experiment).__name__} does not. Wrap the'
+        ' optimizer in optax.apply_if_finite.'
       )
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
@@ -84,18 +83,10 @@ class Guard(periodic.Action):
 
     Raises:
       NonfiniteError: that step was not finite.
-      ValueError: the scalar NONFINITE is missing, unless on_nonfinite='warn'.
     """
     if self._mode == 'ignore':
       return
-    scalars = dict(scalar_outputs or {})
-    if self._has_flag and NONFINITE not in scalars and self._mode != 'warn':
-      raise ValueError(
-        f'{self._class_name}.step returned {list(scalars)}, without'
-        f' {NONFINITE!r}. Return all scalars of the compiled step, or set'
-        ' SKIPS_NONFINITE = False.'
-      )
-    self._steps.append((int(step), scalars))
+    self._steps.append((int(step), dict(scalar_outputs or {})))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
 
@@ -116,7 +107,7 @@ class Guard(periodic.Action):
     step, scalars = self._steps.popleft()
     has_flag = self._has_flag and NONFINITE in scalars
     in_a_row = int(_local(scalars[NONFINITE])[0]) if has_flag else 1
-    if in_a_row < self._max_in_a_row:
+    if has_flag and in_a_row < self._max_in_a_row:
       return
     if _nests(tuple(map(type, scalars.values()))):
       leaves = jax.tree_util.tree_leaves_with_path(scalars)
