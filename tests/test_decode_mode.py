@@ -329,7 +329,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
-    ({'directory': None}, 'config.checkpoint_dir is'),
+    ({'directory': None}, r"no checkpoint of 'latest'"),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
     (
       {'directory': 'new', 'series': 'best'},
