@@ -211,15 +211,6 @@ with preemption.Watch() as watch, watch.training():
 # --- op by op ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('is_on', [False, True])
-def test_chex_turns_jit_off_once_if_it_shall(is_on, monkeypatch):
-  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', is_on)
-  with mock.patch.object(chex, 'fake_pmap_and_jit', autospec=True) as fake:
-    assert debug.disable_pmap_jit(lambda x: x + 1)(1) == 2
-  assert fake.call_count == is_on
-  assert not jax.config.jax_disable_jit
-
-
 # What `_loss` saw: the value as Python sees it, and which way an `if` went.
 _seen = []
 

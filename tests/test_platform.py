@@ -760,14 +760,9 @@ def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):
 # Writers.
 
 
-@pytest.fixture
-def config(tmp_path):
+def test_writers_are_for_the_chief_only(tmp_path, monkeypatch):
   config = base_config.get_base_config()
   config.checkpoint_dir = str(tmp_path)
-  return config
-
-
-def test_writers_are_for_the_chief_only(config, tmp_path, monkeypatch):
   monkeypatch.setattr(platform.jax, 'process_index', lambda: 3)
   for config.log_all_hosts in (False, True):
     with platform.create_writer(config, 'train') as writer:
@@ -777,43 +772,28 @@ def test_writers_are_for_the_chief_only(config, tmp_path, monkeypatch):
   assert (tmp_path / 'train' / 'host_3' / 'metrics.jsonl').is_file()
 
 
-def test_the_config_names_the_writers(config, tmp_path, monkeypatch):
+@pytest.mark.parametrize('is_named', [True, False])
+def test_a_writer_of_the_users_own(is_named, tmp_path, monkeypatch):
   monkeypatch.setattr(writers, '_factories', dict(writers._factories))
-  written = []
-
-  @writers.register('mine')
-  class Mine:
-    def __init__(self, config, mode, directory):
-      written.append((mode, directory))
-
-    def write_scalars(self, global_step, scalars):
-      written.append((global_step, dict(scalars)))
-
-  config.writers = ('mine', 'jsonl')
-  with platform.create_writer(config, 'train') as writer:
-    writer.write_scalars(1, {'a': 1.0})
-  assert written == [('train', tmp_path / 'train'), (1, {'a': 1.0})]
-  files_there = {path.name for path in (tmp_path / 'train').iterdir()}
-  assert files_there == {'metrics.jsonl', 'fingerprints.bin'}
-
-
-def test_a_writer_of_the_users_own(tmp_path):
   made = []
 
   class Mine:
+    def __init__(self, config, mode, directory=None):
+      made.append(mode)
+
     def write_scalars(self, global_step, scalars):
       made.append(int(global_step))
 
+  writers.register('mine')(Mine)
   config = regression.get_config(3)
   config.checkpoint_dir = str(tmp_path)
   config.log_train_data_interval = 1
-  platform.start(
-    regression.Regression,
-    config,
-    'train',
-    writer_factory=lambda config, mode: made.append(mode) or Mine(),
-  )
+  config.writers = ('mine', 'jsonl')
+  factory = {} if is_named else {'writer_factory': Mine}
+  platform.start(regression.Regression, config, 'train', **factory)
   assert made == ['train', 1, 2, 3]
+  there = {path.name for path in (tmp_path / 'train').glob('*')}
+  assert there == ({'metrics.jsonl', 'fingerprints.bin'} if is_named else set())
 
 
 # Signals.

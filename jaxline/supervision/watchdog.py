@@ -154,11 +154,6 @@ def _before_fork() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _in_parent() -> None:
-  _backstop.release()
-  _arm()
-
-
 def _in_child() -> None:
   global _num_runs
   _num_runs = 0  # The parent watches over its run.
@@ -166,5 +161,7 @@ def _in_child() -> None:
 
 
 os.register_at_fork(
-  before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child
+  before=_before_fork,
+  after_in_parent=_backstop.release,  # The next tick winds up the timer.
+  after_in_child=_in_child,
 )
