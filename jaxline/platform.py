@@ -364,11 +364,11 @@ def start(
   """Runs a mode, once the processes have met; see `main`.
 
   Args:
-    experiment_class: as in `main`, like the factories.
+    experiment_class: a class, a partial of one, or None.
     config: the run's, validated.
     name: the mode.
-    checkpointer_factory: see above.
-    writer_factory: see above.
+    checkpointer_factory: makes the checkpointers.
+    writer_factory: makes the writers.
     origin: how the run was started; None is a call from Python.
 
   Returns:
@@ -379,8 +379,8 @@ def start(
       directory; nothing has been changed there.
   """
   mode = find_mode(name)
-  if mode.is_threaded and jax.process_count() > 1:
-    raise UsageError(  # The threads would deadlock.
+  if mode.is_threaded and jax.process_count() > 1:  # It would deadlock.
+    raise UsageError(
       f'--jaxline_mode={name} is for one process, and there are'
       f' {jax.process_count()}. Use train_and_eval.'
     )

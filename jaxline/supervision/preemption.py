@@ -120,12 +120,11 @@ class Watch:
     self._act()
     # Of hosts that cannot agree, one leaves at once, and the others notice.
     jax = sys.modules.get('jax')
-    before = self._defers
-    self._defers = before or jax is None or jax.process_count() == 1
+    self._defers |= jax is None or jax.process_count() == 1
     try:
       yield
     finally:
-      self._defers = before
+      self._defers = self._is_shared
     self._act()
 
   def reached(self, step: int) -> bool:
