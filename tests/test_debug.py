@@ -235,39 +235,33 @@ _jit_step = jax.jit(_step, donate_argnums=0)
 _pmapped_step = jax.pmap(_pmap_step, axis_name='i', donate_argnums=0)
 
 
-def _make_jit(when):
-  return _jit_step if when == 'before' else jax.jit(_step)
-
-
-def _make_pmap(when, **kwargs):
-  if when == 'before':
-    return _pmapped_step
-  return jax.pmap(_pmap_step, axis_name='i', **kwargs)
-
-
-@pytest.mark.parametrize('when', ['before', 'inside'])
-def test_op_by_op_in_jit(jit_off, when):
+# Compiled before, and inside.
+@pytest.mark.parametrize('make', [lambda: _jit_step, lambda: jax.jit(_step)])
+def test_op_by_op_in_jit(jit_off, make):
   _seen.clear()
 
   @debug.disable_pmap_jit
   def run():
-    return _make_jit(when)(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
+    return make()(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
 
   np.testing.assert_array_equal(run(), [-2.0, -6.0])
   assert [seen[:2] for seen in _seen] == [(-5.0, 'negative')]
   assert 'primal=-5.0' in _seen[0][2]
 
 
-@pytest.mark.parametrize('when', ['before', 'inside'])
+@pytest.mark.parametrize(
+  'make',
+  [lambda: _pmapped_step, lambda: jax.pmap(_pmap_step, axis_name='i')],
+)
 @pytest.mark.parametrize('num_devices', [1, 2])
-def test_op_by_op_in_pmap(jit_off, when, num_devices):
+def test_op_by_op_in_pmap(jit_off, make, num_devices):
   _seen.clear()
   w = jnp.array([[1.0, -2.0], [1.0, -2.0]])[:num_devices]
   x = jnp.array([[3.0, 4.0], [5.0, 0.0]])[:num_devices]
 
   @debug.disable_pmap_jit
   def run():
-    return _make_pmap(when)(w, x)
+    return make()(w, x)
 
   got = run()
   # The mean gradient is [4, 2] on two devices, [3, 4] on one.

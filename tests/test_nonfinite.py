@@ -411,19 +411,8 @@ def test_half_precision_and_mixed_weights_raise_no_false_alarm():
 # Warnings.
 
 
-@pytest.fixture
-def warnings_of(caplog):
-  """Returns a function that returns the text of each warning of a guard."""
-
-  def warnings_of(rows, mode='warn', experiment=None):
-    drive(a_guard(mode, experiment), rows)
-    return caplog.messages
-
-  return warnings_of
-
-
 @pytest.mark.parametrize('mode', ['warn', None])
-def test_each_name_is_warned_of_once_with_its_step(mode, warnings_of):
+def test_each_name_is_warned_of_once_with_its_step(mode, caplog):
   good = {'loss': 1.0, 'new_loss': 2.0, 'acc': NAN}
   rows = [
     good | {'new_loss': NAN},  # As kfac-jax logs it on purpose.
@@ -432,7 +421,8 @@ def test_each_name_is_warned_of_once_with_its_step(mode, warnings_of):
     good | {'new_loss': NAN, 'loss': np.float32([1, NAN]), 'grad': {'w': -INF}},
     good | {'loss': NAN},
   ]
-  first, second = warnings_of(rows, mode)
+  drive(a_guard(mode), rows)
+  first, second = caplog.messages
   assert 'of step 1 are not finite: new_loss = nan. ' in first
   for text in ('of step 4 ', 'loss = nan in 1 of 2 entries', 'grad/w = -inf'):
     assert text in second
@@ -440,8 +430,9 @@ def test_each_name_is_warned_of_once_with_its_step(mode, warnings_of):
 
 
 @pytest.mark.parametrize('shown', [{'acc': 1.0}, {'acc': NAN}])
-def test_a_flag_is_warned_of_once(shown, warnings_of):
+def test_a_flag_is_warned_of_once(shown, caplog):
   bad = {'nonfinite': jnp.int32(1), **shown}
-  (text,) = warnings_of([bad] * 3, experiment=FLAGGED)
+  drive(a_guard('warn', FLAGGED), [bad] * 3)
+  (text,) = caplog.messages
   assert 'step 1 are not finite' in text
   assert ('acc = nan' in text) == np.isnan(shown['acc'])

@@ -46,10 +46,10 @@ def started(code):
       process.kill()
 
 
-def run(code, stdin=None):
+def run(code):
   """Returns the exit code and stderr of a program."""
   with started(code) as process:
-    _, err = process.communicate(stdin, timeout=TIMEOUT_SECS)
+    _, err = process.communicate(timeout=TIMEOUT_SECS)
     return process.returncode, err
 
 
