@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from jaxline import errors
 from jaxline import goodput
 from jaxline.compat import op_by_op
 from jaxline.supervision import watchdog
@@ -31,20 +30,17 @@ F = TypeVar('F', bound=Callable[..., Any])
 class Settings:
   """The switches of this module, read at each use.
 
-  jaxline.platform makes the first three follow its flags.
+  jaxline.platform makes them follow its flags.
 
   Attributes:
     post_mortem: whether to enter pdb where an error was raised.
     disable_pmap_jit: whether to run op by op.
     mode: what `train.evaluate` constructs its experiment with by default.
-    log_tracebacks: whether `log_activity` logs an error's traceback. False
-      while `platform.main` runs, which prints the traceback at its end.
   """
 
   post_mortem: bool = False
   disable_pmap_jit: bool = False
   mode: str = 'eval'
-  log_tracebacks: bool = True
 
 
 settings = Settings()
@@ -66,8 +62,7 @@ def log_activity(
 ) -> Iterator[None]:
   """Logs the start and the end of the code inside, and its error.
 
-  The start and the end are signs of life. A SystemExit, such as
-  `preemption.Preempted`, and a `UsageError` are logged as a stop.
+  The start and the end are signs of life.
 
   Args:
     activity_name: its name in the log.
@@ -83,12 +78,8 @@ def log_activity(
     watchdog.give_sign_of_life()
     with measured:
       yield
-  except (SystemExit, errors.UsageError, errors.StopTraining):
-    logging.info('[jaxline] %s stopped.', activity_name)
-    raise
-  except BaseException:
-    log = logging.exception if settings.log_tracebacks else logging.info
-    log('[jaxline] %s failed with error.', activity_name)
+  except BaseException as e:
+    logging.info('[jaxline] %s ended by %s.', activity_name, type(e).__name__)
     raise
   else:
     logging.info('[jaxline] %s finished.', activity_name)

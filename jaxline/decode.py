@@ -24,7 +24,6 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import spool
 from jaxline.compat import adapters
 from jaxline.compat import prng
-from jaxline.supervision import preemption
 
 
 def check_checkpoint(
@@ -107,12 +106,11 @@ def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
 
 
 def _typed() -> Iterator[str]:
-  """Asks for lines at the terminal, until Ctrl-D or Ctrl-C."""
+  """Asks for lines at the terminal, until Ctrl-D."""
   while True:
     try:
-      with preemption.paused():
-        line = input('prompt> ')
-    except (EOFError, KeyboardInterrupt):
+      line = input('prompt> ')
+    except EOFError:
       print()
       return
     yield line

@@ -9,6 +9,8 @@
 134  another process of the run was lost
 """
 
+from collections.abc import Iterator
+import contextlib
 import os
 import sys
 import traceback
@@ -18,7 +20,6 @@ from absl import logging
 import jax
 from jax._src import distributed as jax_distributed
 
-from jaxline import debug
 from jaxline import disk
 from jaxline import errors
 from jaxline.checkpoint import store
@@ -50,9 +51,9 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
       )
     case errors.UsageError():
       return 2, ' '.join(lines)
-    case store.DamagedError() | nonfinite.NonfiniteError():
-      return 1, ' '.join(lines)
-    case disk.FullDiskError():
+    case (
+      store.DamagedError() | nonfinite.NonfiniteError() | disk.FullDiskError()
+    ):
       return 1, ' '.join(lines)
     case _ if others and errors.is_lost_process(error):
       return errors.LOST_CODE, (
@@ -63,43 +64,32 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
   return 1, ''
 
 
-class Ending:
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
   """Prints what ends the run inside of it, once, and sets the exit code.
 
-  Attributes:
-    is_joint: whether a signal ends all processes of the run after the same
-      step. Otherwise each process leaves alone.
+  It leaves the other processes at once, unless they end after the same step.
+
+  Raises:
+    SystemExit: the error has a message of its own, which is printed.
   """
-
-  is_joint = True
-
-  def __enter__(self) -> 'Ending':
-    debug.settings.log_tracebacks = False
-    return self
-
-  def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
-    """Leaves the other processes, or raises.
-
-    Raises:
-      SystemExit: the error has a message of its own, which is printed.
-    """
-    debug.settings.log_tracebacks = True
-    if not isinstance(error, Exception | SystemExit):
-      return
+  try:
+    yield
+  except (Exception, SystemExit) as error:
     cause: BaseException | None = error
     while isinstance(cause, ImportError):
       cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, preemption.Preempted):
-      error = cause  # The signal interrupted the import of a C extension.
-    is_joint = self.is_joint and isinstance(error, preemption.Preempted)
-    if has_others() and not is_joint:
-      leave(error)
-    code, text = decide(error, others=False)
-    if text:
-      print(text, file=sys.stderr, flush=True)
-      end = SystemExit(text)
-      end.code = code
-      raise end from error
+    # Then the signal interrupted the import of a C extension.
+    own = cause if isinstance(cause, preemption.Preempted) else error
+    if has_others() and not getattr(own, 'is_joint', False):
+      leave(own)
+    code, text = decide(own, others=False)
+    if not text:
+      raise
+    print(text, file=sys.stderr, flush=True)
+    end = SystemExit(text)
+    end.code = code
+    raise end from own
 
 
 def has_others() -> bool:

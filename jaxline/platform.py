@@ -1,14 +1,14 @@
 """Parses flags, builds a run and starts it. No other module reads flags.
 
-`main` parses the command line. `start` is the life of a run: `check` refuses
-what would hang, `build` makes the parts, the function of the mode runs them.
+`main` parses the command line. `start` is the life of a run: it checks the mode
+and the directory, `build` makes the parts, the function of the mode runs them.
 """
 
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
-import errno
 import os
+import pathlib
 import runpy
 import sys
 import tempfile
@@ -317,16 +317,20 @@ def main(
   """
 
   def parse(argv: list[str]) -> list[str]:
-    with exits.Ending():
-      return _parse(flags.FLAGS, argv)
+    try:
+      with exits.ending():
+        return _parse(flags.FLAGS, argv)
+    except SystemExit as e:
+      if e.code == 1 and any(x.startswith(('-h', '--help')) for x in argv):
+        e.code = 0  # absl's --help ends with 1.
+      raise
 
   def run(unused_argv: Sequence[str]) -> None:
     name, cls = flags.FLAGS.jaxline_mode, experiment_class
-    with exits.Ending() as ending, goodput.run(), console_lib.quiet_log():
+    with exits.ending(), goodput.run(), console_lib.quiet_log():
       config = _read_config(flags.FLAGS)
-      ending.is_joint = find_mode(name).trains
       _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
-      watchdog.cover_exit()
+      watchdog.covers_exit = True
       if cls is None and _is_recorded(flags.FLAGS):
         cls = resolve_experiment_class(config, is_recorded=True)
       origin = console_lib.Origin.of(flags.FLAGS['config'])
@@ -383,7 +387,8 @@ def start(
   """
   mode = find_mode(name)
   check(name, config, is_ours=checkpointer_factory is create_checkpointer)
-  config = resolve_config(config)
+  source = origin.config_file if origin else ''
+  config = resolve_config(config, pathlib.Path(source).stem or 'run')
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
   directory = memory.run_directory(
@@ -515,8 +520,7 @@ def _claim(
     except OSError as e:
       problem = f'Nothing can be written in {config.checkpoint_dir}: {e}.'
       is_once = config.one_off_evaluate or config.eval_steps
-      is_protected = e.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-      is_refused = 'train' in logs or not (is_once and is_protected)
+      is_refused = 'train' in logs or not is_once
   problem, is_refused = distributed.of_chief((problem, is_refused))
   if is_refused:
     raise UsageError(problem)
@@ -525,8 +529,12 @@ def _claim(
   return not problem
 
 
-def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+def resolve_config(
+  config: config_dict.ConfigDict, name: str = 'run'
+) -> config_dict.ConfigDict:
   """Returns a copy of a validated config, with the run's directory, locked.
+
+  A directory that is made for the run has this name in its own.
 
   Raises:
     UsageError: what is wrong with the directory.
@@ -537,8 +545,8 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; a run of'
       f' {jax.process_count()} processes needs one, the same for all.'
     )
-  stamp = time.strftime('%Y%m%d_%H%M%S')
-  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=f'jaxline_{stamp}_')
+  prefix = f'jaxline_{name}_{time.strftime("%Y%m%d_%H%M%S")}_'
+  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=prefix)
   with config.ignore_type(), config.unlocked():
     config.checkpoint_dir = store_lib.at(given).url
   return config.lock()

@@ -64,17 +64,6 @@ def test_kwargs_only_refuses_positional_arguments():
     f(1)
 
 
-def test_log_activity_reports_errors_of_its_own():
-  def reported(error):
-    with mock.patch.object(logging, 'exception') as exception:
-      with pytest.raises(error), debug.log_activity('counting'):
-        raise error
-    return exception.call_count
-
-  assert reported(ValueError) == reported(KeyboardInterrupt) == 1
-  assert reported(SystemExit) == 0  # What is only stopped has not failed.
-
-
 def test_evaluate_returning_none_warns_once_and_means_no_scalars(caplog):
   evaluate = debug.evaluate_should_return_dict(lambda: None)
   with mock.patch.object(logging, 'log_first_n') as log:
@@ -222,15 +211,6 @@ with preemption.Watch() as watch, watch.training():
 # --- op by op ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('is_on', [False, True])
-def test_chex_turns_jit_off_once_if_it_shall(is_on, monkeypatch):
-  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', is_on)
-  with mock.patch.object(chex, 'fake_pmap_and_jit', autospec=True) as fake:
-    assert debug.disable_pmap_jit(lambda x: x + 1)(1) == 2
-  assert fake.call_count == is_on
-  assert not jax.config.jax_disable_jit
-
-
 # What `_loss` saw: the value as Python sees it, and which way an `if` went.
 _seen = []
 
@@ -255,39 +235,33 @@ _jit_step = jax.jit(_step, donate_argnums=0)
 _pmapped_step = jax.pmap(_pmap_step, axis_name='i', donate_argnums=0)
 
 
-def _make_jit(when):
-  return _jit_step if when == 'before' else jax.jit(_step)
-
-
-def _make_pmap(when, **kwargs):
-  if when == 'before':
-    return _pmapped_step
-  return jax.pmap(_pmap_step, axis_name='i', **kwargs)
-
-
-@pytest.mark.parametrize('when', ['before', 'inside'])
-def test_op_by_op_in_jit(jit_off, when):
+# Compiled before, and inside.
+@pytest.mark.parametrize('make', [lambda: _jit_step, lambda: jax.jit(_step)])
+def test_op_by_op_in_jit(jit_off, make):
   _seen.clear()
 
   @debug.disable_pmap_jit
   def run():
-    return _make_jit(when)(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
+    return make()(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
 
   np.testing.assert_array_equal(run(), [-2.0, -6.0])
   assert [seen[:2] for seen in _seen] == [(-5.0, 'negative')]
   assert 'primal=-5.0' in _seen[0][2]
 
 
-@pytest.mark.parametrize('when', ['before', 'inside'])
+@pytest.mark.parametrize(
+  'make',
+  [lambda: _pmapped_step, lambda: jax.pmap(_pmap_step, axis_name='i')],
+)
 @pytest.mark.parametrize('num_devices', [1, 2])
-def test_op_by_op_in_pmap(jit_off, when, num_devices):
+def test_op_by_op_in_pmap(jit_off, make, num_devices):
   _seen.clear()
   w = jnp.array([[1.0, -2.0], [1.0, -2.0]])[:num_devices]
   x = jnp.array([[3.0, 4.0], [5.0, 0.0]])[:num_devices]
 
   @debug.disable_pmap_jit
   def run():
-    return _make_pmap(when)(w, x)
+    return make()(w, x)
 
   got = run()
   # The mean gradient is [4, 2] on two devices, [3, 4] on one.

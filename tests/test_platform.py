@@ -35,7 +35,6 @@ from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
 from tests.experiments import regression
-from tests.programs import events
 from tests.programs import toy
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -201,22 +200,13 @@ def test_evaluation_needs_weights(toy_here, tmp_path):
   assert list(records(tmp_path, 'eval_test')) == [0]
 
 
-@pytest.mark.parametrize('is_own', [True, False])
-def test_a_programs_own_checkpoints_need_no_directory(tmp_path, is_own):
+def test_a_programs_own_checkpoint_needs_no_directory(tmp_path):
   config = regression.get_config(2)
-  config.one_off_evaluate = True
-  config.checkpoint_dir = None
-  if is_own:  # It may read them where it likes.
-    with pytest.raises(errors.UsageError, match='no checkpoint of'):
-      platform.start(
-        regression.Regression, config, 'eval', utils.InMemoryCheckpointer
-      )
-    return
-  first = regression.get_config(2)
-  first.checkpoint_dir = str(tmp_path)
-  platform.start(regression.Regression, first, 'train')
+  config.checkpoint_dir = str(tmp_path)
+  platform.start(regression.Regression, config, 'train')
   history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
   history[:] = [utils.SnapshotNT(0, history[-1].pickle_nest)]
+  config.checkpoint_dir, config.one_off_evaluate = None, True
   path, _ = platform.start(regression.Regression, config, 'eval')
   assert list(records(pathlib.Path(path), 'eval')) == [2]
 
@@ -289,13 +279,14 @@ def test_a_compilation_trains_nothing(tmp_path):
 def outcome(error, others):
   """Returns how a process ends inside of which an error is raised."""
   left = mock.Mock()
+  state = types.SimpleNamespace(num_processes=1 + others)
   with (
     mock.patch.object(os, '_exit', left),
-    mock.patch.object(exits, 'has_others', return_value=others),
+    mock.patch.object(jax.distributed, 'is_initialized', return_value=True),
+    mock.patch.object(exits.jax_distributed, 'global_state', state),
     pytest.raises(BaseException) as caught,
-    exits.Ending() as ending,
+    exits.ending(),
   ):
-    ending.is_joint = False
     raise error
   codes = [call.args[0] for call in left.call_args_list]
   return codes or getattr(caught.value, 'code', None)
@@ -352,11 +343,10 @@ def test_an_experiment_that_exits_with_0_has_not_ended_the_run(capsys):
   assert 'in outcome\n' in capsys.readouterr().err  # Its traceback.
 
 
-def test_a_signal_that_all_have_heard_leaves_nobody(monkeypatch):
-  monkeypatch.setattr(exits, 'has_others', lambda: True)
-  with pytest.raises(SystemExit) as caught, exits.Ending():
-    raise preemption.Preempted(75, 'SIGTERM')
-  assert caught.value.code == 75
+def test_a_signal_that_all_have_heard_leaves_nobody():
+  error = preemption.Preempted(75, 'SIGTERM')
+  error.is_joint = True
+  assert outcome(error, others=True) == 75
 
 
 def test_a_users_error_in_a_traced_function_is_one_line(capsys):
@@ -365,24 +355,9 @@ def test_a_users_error_in_a_traced_function_is_one_line(capsys):
 
   # Only JAX's note about it is left out.
   for said in ('No such size.', 'JAX_TRACEBACK_FILTERING is wrong.'):
-    with pytest.raises(SystemExit), exits.Ending():
+    with pytest.raises(SystemExit), exits.ending():
       jax.eval_shape(wrong, 1.0)
     assert capsys.readouterr().err.strip() == said
-
-
-@pytest.mark.parametrize('num_processes', [1, 2])
-def test_who_fails_after_the_meeting_leaves_the_others(
-  here, monkeypatch, num_processes
-):
-  # Else its end waits for them, and they for it: for minutes.
-  monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
-  state = types.SimpleNamespace(num_processes=num_processes)
-  monkeypatch.setattr(exits.jax_distributed, 'global_state', state)
-  left = mock.Mock()
-  monkeypatch.setattr(exits.os, '_exit', left)
-  result = here(None, LM, '--config.experiment_class=nowhere:Experiment')
-  assert result.returncode == 2
-  assert left.call_args_list == [mock.call(2)] * (num_processes > 1)
 
 
 @pytest.mark.parametrize(
@@ -642,7 +617,8 @@ def test_default_directory_is_fresh_and_for_this_user_alone(
   # Nobody else can prepare it, since its name ends in random letters.
   monkeypatch.setattr(platform.tempfile, 'tempdir', str(tmp_path))
   config = base_config.get_base_config()
-  a = platform.resolve_config(config).checkpoint_dir
+  a = platform.resolve_config(config, 'lm').checkpoint_dir
+  assert a.startswith(f'{tmp_path}/jaxline_lm_')
   config.checkpoint_dir = ''
   b = platform.resolve_config(config).checkpoint_dir
   assert sorted(map(str, tmp_path.iterdir())) == sorted({a, b})
@@ -703,6 +679,7 @@ def test_overrides_on_the_command_line(overrides, key, expected):
 @pytest.mark.process
 def test_help_shows_the_program_and_our_flags():
   result = python('experiment.py', '--help')
+  assert result.returncode == 0
   assert 'python experiment.py --config=configs/lm.py' in result.stdout
   shown = re.findall(r'^  --(?:\[no\])?(\w+):', result.stdout, re.MULTILINE)
   assert sorted(shown) == [
@@ -790,14 +767,9 @@ def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):
 # Writers.
 
 
-@pytest.fixture
-def config(tmp_path):
+def test_writers_are_for_the_chief_only(tmp_path, monkeypatch):
   config = base_config.get_base_config()
   config.checkpoint_dir = str(tmp_path)
-  return config
-
-
-def test_writers_are_for_the_chief_only(config, tmp_path, monkeypatch):
   monkeypatch.setattr(platform.jax, 'process_index', lambda: 3)
   for config.log_all_hosts in (False, True):
     with platform.create_writer(config, 'train') as writer:
@@ -807,80 +779,31 @@ def test_writers_are_for_the_chief_only(config, tmp_path, monkeypatch):
   assert (tmp_path / 'train' / 'host_3' / 'metrics.jsonl').is_file()
 
 
-def test_the_config_names_the_writers(config, tmp_path, monkeypatch):
+@pytest.mark.parametrize('is_named', [True, False])
+def test_a_writer_of_the_users_own(is_named, tmp_path, monkeypatch):
   monkeypatch.setattr(writers, '_factories', dict(writers._factories))
-  written = []
-
-  @writers.register('mine')
-  class Mine:
-    def __init__(self, config, mode, directory):
-      written.append((mode, directory))
-
-    def write_scalars(self, global_step, scalars):
-      written.append((global_step, dict(scalars)))
-
-  config.writers = ('mine', 'jsonl')
-  with platform.create_writer(config, 'train') as writer:
-    writer.write_scalars(1, {'a': 1.0})
-  assert written == [('train', tmp_path / 'train'), (1, {'a': 1.0})]
-  files_there = {path.name for path in (tmp_path / 'train').iterdir()}
-  assert files_there == {'metrics.jsonl', 'fingerprints.bin'}
-
-
-def test_a_writer_of_the_users_own(tmp_path):
   made = []
 
   class Mine:
+    def __init__(self, config, mode, directory=None):
+      made.append(mode)
+
     def write_scalars(self, global_step, scalars):
       made.append(int(global_step))
 
+  writers.register('mine')(Mine)
   config = regression.get_config(3)
   config.checkpoint_dir = str(tmp_path)
   config.log_train_data_interval = 1
-  platform.start(
-    regression.Regression,
-    config,
-    'train',
-    writer_factory=lambda config, mode: made.append(mode) or Mine(),
-  )
+  config.writers = ('mine', 'jsonl')
+  factory = {} if is_named else {'writer_factory': Mine}
+  platform.start(regression.Regression, config, 'train', **factory)
   assert made == ['train', 1, 2, 3]
+  there = {path.name for path in (tmp_path / 'train').glob('*')}
+  assert there == ({'metrics.jsonl', 'fingerprints.bin'} if is_named else set())
 
 
 # Signals.
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-  ('signum', 'other', 'code'),
-  [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
-)
-def test_a_program_that_handles_a_signal_itself(tmp_path, signum, other, code):
-  noted = tmp_path / 'events.jsonl'
-  program = f"""{HEAD}
-import functools, signal
-from absl import app
-import events
-events.install()
-signal.signal({int(signum)}, lambda *unused: print('heard', flush=True))
-app.run(functools.partial(platform.main, toy.Sharded))
-"""
-  args = toy_args(tmp_path, '--config.training_steps=100000')
-  process = popen(program, *args, EVENTS=str(noted))
-  try:
-    assert events.wait(
-      lambda: bool(events.read(noted, 'training loop', what='start')),
-      is_over=lambda: process.poll() is not None,
-      secs=60,
-    )
-    process.send_signal(signum)
-    while 'heard' not in (line := process.stdout.readline()):
-      assert line, 'It ended.'
-    process.send_signal(other)
-    _, err = process.communicate(timeout=60)
-  finally:
-    process.kill()
-  assert process.returncode == code, err
-  assert (tmp_path / 'checkpoints' / 'latest').is_dir()
 
 
 def start_up(tmp_path, config=CONFIG):

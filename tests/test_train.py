@@ -493,9 +493,7 @@ def test_each_evaluation_of_a_checkpointer_begins_anew():
 
 @pytest.mark.parametrize('fails', [False, True])
 @pytest.mark.parametrize('loop', [train.Run.train, train.Run.train_and_eval])
-def test_a_run_that_has_ended_keeps_no_experiment(loop, fails, monkeypatch):
-  # pytest keeps the records of the log, and with them the traceback's frames.
-  monkeypatch.setattr(debug.settings, 'log_tracebacks', False)
+def test_a_run_that_has_ended_keeps_no_experiment(loop, fails):
   made = []
 
   def construct(mode, init_rng):

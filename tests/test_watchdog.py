@@ -46,10 +46,10 @@ def started(code):
       process.kill()
 
 
-def run(code, stdin=None):
+def run(code):
   """Returns the exit code and stderr of a program."""
   with started(code) as process:
-    _, err = process.communicate(stdin, timeout=TIMEOUT_SECS)
+    _, err = process.communicate(timeout=TIMEOUT_SECS)
     return process.returncode, err
 
 
@@ -119,7 +119,7 @@ with watchdog.limit(3600): time.sleep(0.6)
     ),
     # What holds up the end of a process that ran `platform.main`.
     *(
-      (f'watchdog.cover_exit()\nwith watchdog.limit(0.3): pass\n{hang}', 70)
+      (f'watchdog.covers_exit = 1\nwith watchdog.limit(0.3): pass\n{hang}', 70)
       for hang in (
         'atexit.register(for_ever)',
         'concurrent.futures.ThreadPoolExecutor().submit(for_ever)',
@@ -198,8 +198,8 @@ with watchdog.limit(0.3):
 
 
 def test_fit_leaves_no_limit(monkeypatch, tmp_path):
-  monkeypatch.setattr(watchdog, '_covers_exit', False)
+  monkeypatch.setattr(watchdog, 'covers_exit', False)
   config = regression.get_config(2)
   config.checkpoint_dir = str(tmp_path)
   jaxline.fit(regression.Regression, config, {'watchdog_secs': 60.0})
-  assert (watchdog._num_runs, watchdog._covers_exit) == (0, False)
+  assert (watchdog._num_runs, watchdog.covers_exit) == (0, False)

@@ -224,9 +224,7 @@ def find_nonfinite(
     The operation and the line of the model that called it; None if all results
     are finite.
   """
-  op_by_op = mock.patch.multiple(
-    debug.settings, disable_pmap_jit=True, log_tracebacks=False
-  )
+  op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', new=True)
   scalars: dict[str, Any] = {}
   found = None
   # A mask of minus infinity is meant, and no NaN: those count first. But the

@@ -43,10 +43,11 @@ class Preempted(SystemExit):
 
   Attributes:
     code: EXIT_CODE or SIGINT_EXIT_CODE; 0 for a SIGTERM when the run is over.
+    is_joint: whether all processes of the run leave after the same step.
     is_over: whether nothing of the run is left to do.
   """
 
-  is_over = False
+  is_joint = is_over = False
 
   def __init__(self, code: int, reason: str):
     super().__init__(reason)
@@ -119,12 +120,11 @@ class Watch:
     self._act()
     # Of hosts that cannot agree, one leaves at once, and the others notice.
     jax = sys.modules.get('jax')
-    before = self._defers
-    self._defers = before or jax is None or jax.process_count() == 1
+    self._defers |= jax is None or jax.process_count() == 1
     try:
       yield
     finally:
-      self._defers = before
+      self._defers = self._is_shared
     self._act()
 
   def reached(self, step: int) -> bool:
@@ -146,9 +146,11 @@ class Watch:
   def leave(self) -> NoReturn:
     """Raises Preempted with the exit code of the notice."""
     when = '' if self._step is None else f' after step {self._step}'
+    end = Preempted(EXIT_CODE, f'Preempted by SIGTERM{when}.')
     if self._notice == signal.SIGINT:
-      raise Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
-    raise Preempted(EXIT_CODE, f'Preempted by SIGTERM{when}.')
+      end = Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
+    end.is_joint = self._is_shared
+    raise end
 
   def _act(self) -> None:
     """Leaves if there is a notice, unless it is only noted."""
@@ -201,20 +203,6 @@ class Watch:
     if self._notice is None:
       self._notice = signum
       self._act()
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-  """Lets Ctrl-C raise KeyboardInterrupt, for a prompt."""
-  handler = signal.getsignal(signal.SIGINT)
-  if _active is None or handler != _active._on_signal:
-    yield
-    return
-  signal.signal(signal.SIGINT, signal.default_int_handler)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGINT, handler)
 
 
 def begin_run(takes_steps: bool = True) -> Watch:

@@ -29,10 +29,13 @@ _TICK_SECS = 1.0
 # A thread inside of these modules waits for a human.
 _DEBUGGERS = ('pdb', 'bdb')
 
+# Whether the limit of the newest run also applies to the end of the process: a
+# thread that is no daemon, or a function of `atexit`, may hang there.
+covers_exit = False
+
 _signs = 0
 _secs = 0.0  # The limit of the newest run.
 _num_runs = 0  # How many are inside of `limit`.
-_covers_exit = False
 _ticker: threading.Thread | None = None
 _backstop = threading.Lock()  # Of faulthandler's timer.
 
@@ -77,17 +80,6 @@ def limit(secs: float | None) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def cover_exit() -> None:
-  """Applies the limit of the newest run to the end of the process too.
-
-  A process whose run has ended then does not wait for ever for a thread that is
-  no daemon, or in a function of `atexit`. Between the end of a run and that of
-  the program there is no limit.
-  """
-  global _covers_exit
-  _covers_exit = True
-
-
 def is_debugged(frame: types.FrameType | None) -> bool:
   """Returns whether a thread that runs this frame waits in a debugger."""
   return any(
@@ -99,7 +91,7 @@ def is_debugged(frame: types.FrameType | None) -> bool:
 def _arm() -> bool:
   """Winds up faulthandler's timer, and returns True, if there is a limit."""
   with _backstop:
-    ends = _covers_exit and getattr(threading, '_SHUTTING_DOWN', False)
+    ends = covers_exit and getattr(threading, '_SHUTTING_DOWN', False)
     if is_watching := _num_runs > 0 or ends:
       faulthandler.dump_traceback_later(2 * _secs, exit=True, file=2)
     return is_watching
@@ -162,11 +154,6 @@ def _before_fork() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _in_parent() -> None:
-  _backstop.release()
-  _arm()
-
-
 def _in_child() -> None:
   global _num_runs
   _num_runs = 0  # The parent watches over its run.
@@ -174,5 +161,7 @@ def _in_child() -> None:
 
 
 os.register_at_fork(
-  before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child
+  before=_before_fork,
+  after_in_parent=_backstop.release,  # The next tick winds up the timer.
+  after_in_child=_in_child,
 )
