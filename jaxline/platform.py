@@ -458,7 +458,6 @@ def build(
     if log not in names or not is_writable:
       return writers.MetricWriter()
     made = writer_factory(config, log)
-    console.show_texts(made, log)
     logs.enter_context(adapters.full_writer(made))
     return made
 

@@ -477,21 +477,13 @@ class Training:
     """Returns what every training does at intervals: log, write, save."""
     config, log, console = self._run.config, self._run.log, self._run.console
     add_rates = rates.Rates(self.experiment)
-    options = {
-      'interval_type': config.logging_interval_type or config.interval_type,
-      'logging_growth_ratios': config.periodic_action_growth_ratios,
-      'executor': log.executor,  # The thread that writes also fetches.
-      **console.options(config),
-    }
-    show = options.pop('fn')
 
     def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
       return add_rates(self.guard.without_flag(scalars))
 
-    console.log_action = periodic.PeriodicAction(
-      lambda step, scalars: show(step, finish(scalars)), **options
-    )
-    actions: list[periodic.Action] = [console, console.log_action]
+    console.show(log, 'train')
+    hook = console_lib.Hook(console, config, log, finish)
+    actions: list[periodic.Action] = [hook]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
       actions.append(
@@ -634,6 +626,8 @@ class _Evaluation:
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
+    self._log = run.eval_mode if run.trained is None else 'eval'
+    run.console.show(run.eval_log, self._log)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
     self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
     # The live state of the series `best`; None if this process keeps none.
@@ -668,8 +662,7 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    log = run.eval_mode if run.trained is None else 'eval'
-    run.console.log_evaluation(step, scalars, log)
+    run.console.log_evaluation(step, scalars, self._log)
     self.last = step
     if not counts:
       return

@@ -36,8 +36,6 @@ from jaxline import compilation_cache
 from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import lines
-from jaxline.metrics import periodic
-from jaxline.metrics import values
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from tests.experiments import regression
@@ -172,18 +170,14 @@ def begun(
 
 def test_the_mode_off_logs_lines():
   with mock.patch.object(logging, 'info') as info:
-    console = console_lib.Console()
+    console, *_ = begun('off')
     numbers = {'lr': 3e-5, 'g/w': 1.5, 'loss': 2.34512, 'tokens': 2048000}
     console.log_training(1200, numbers | {'steps_per_sec': 8.31})
-    console.log_training(1201, {'tokens': 5, 'loss': math.nan})
     console.log_evaluation(4, {'loss': np.float32(1.5)})
-    console.say('That is all.')
-  assert [call.args[0] % call.args[1:] for call in info.call_args_list] == [
-    'step 1200 | loss 2.345 | 8.31 steps/s | lr 3e-05 | tokens 2048000'
-    ' | g/w 1.5',
-    'step 1201 | loss nan | tokens 5',
+  assert [call.args[0] % call.args[1:] for call in info.call_args_list][1:] == [
+    'step 1200 of 6000 (20%) | ETA 9:38 | loss 2.345 | 8.31 steps/s | lr 3e-05'
+    ' | tokens 2048000 | g/w 1.5',
     'eval step 4 | loss 1.5',
-    'That is all.',
   ]
 
 
@@ -195,7 +189,7 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys):
   checkpointer.saved_step = 1100
   for step, loss in ((1198, 2.0), (1199, 4.0)):
     console.log_training(step, {'lr': 0.5, 'loss': loss, 'count': step})
-  last = {'lr': 0.5, 'loss': 6.0, 'count': 9, 'gone': None} | rate
+  last = {'lr': 0.5, 'loss': 6.0, 'count': 9} | rate
   console.log_training(1200, last)
   assert capsys.readouterr().out == (
     'step 1200 of 6000 (20%) | ETA 4:00 | loss 4 (-1) | 20 steps/s'
@@ -217,10 +211,15 @@ def test_what_is_not_finite_is_counted_and_hides_no_mean(capsys):
   assert '| all nan (4 of 4 not finite)' in out
 
 
-def action_of(console, **overrides):
+def run_hook(console, steps, **overrides):
+  """Shows scalars per step, at one step per second."""
   config = make_config(interval_type='steps', **overrides)
-  options = {'interval_type': 'steps'} | console.options(config)
-  return periodic.PeriodicAction(**options)
+  with writers.MetricWriter() as log:
+    console.show(log, 'train')
+    hook = console_lib.Hook(console, config, log, dict)
+    for step, scalars in steps:
+      hook(float(step), step, scalars)
+    hook.wait_to_finish()
 
 
 @pytest.mark.parametrize(
@@ -228,14 +227,13 @@ def action_of(console, **overrides):
   [
     # Steps 51 to 150 and 201 to 300; those after 300 have no line.
     (150, 350, 'loss 100.5', 'loss 250.5 (+150)'),
-    (4, 8, 'loss 2.5', 'loss 6.333 (+3.83)'),  # Of 5, 6, 8: 7 was donated.
+    (4, 8, 'loss 2.5', 'loss 6.333 (+3.33)'),  # Of 5, 6, 8: 7 was donated.
   ],
 )
 def test_the_mean_is_over_the_last_100_steps_since_the_last_line(
   interval, steps, first, second, capsys
 ):
   console, *_ = begun()
-  action = action_of(console, log_tensors_interval=interval)
   fetched = []
 
   def asarray(x, *args, real=np.asarray, **kwargs):
@@ -246,10 +244,11 @@ def test_the_mean_is_over_the_last_100_steps_since_the_last_line(
   donated = jnp.float32(100.0)
   donated.delete()
   with mock.patch.object(np, 'asarray', asarray):
-    for step in range(1, steps + 1):
-      loss = donated if step == 7 else jnp.float32(step)
-      action(float(step), step, {'loss': loss})
-    action.wait_to_finish()
+    losses = (
+      (step, {'loss': donated if step == 7 else jnp.float32(step)})
+      for step in range(1, steps + 1)
+    )
+    run_hook(console, losses, log_tensors_interval=interval)
   shown = capsys.readouterr().out.splitlines()[-2:]
   found = [re.search(r'\| (loss .*?) \|', x)[1] for x in shown]
   assert found == [first, second]
@@ -260,21 +259,31 @@ def test_the_mean_is_over_the_last_100_steps_since_the_last_line(
 
 @pytest.mark.parametrize('interval', [None, -1])
 def test_without_an_interval_nothing_is_fetched(interval):
-  action = action_of(begun()[0], log_tensors_interval=interval)
-  with mock.patch.object(values, 'fetch') as fetch:
-    for step in range(1, 300):
-      action(float(step), step, {'loss': 1.0})
-    action.wait_to_finish()
-  fetch.assert_not_called()
+  console, *_ = begun()
+  with mock.patch.object(console, 'log_training') as log_training:
+    steps = ((step, {'loss': 1.0}) for step in range(1, 300))
+    run_hook(console, steps, log_tensors_interval=interval)
+  log_training.assert_not_called()
 
 
-def test_the_rate_begins_after_the_first_step():
+def test_the_rate_begins_after_the_first_step(capsys):
   console, *_ = begun()
   with console.training():
-    action = console.log_action = mock.Mock()
+    steps = ((step, {}) for step in (60, 61, 64))
+    run_hook(console, steps, log_tensors_interval=4)
+  out = capsys.readouterr().out
+  assert re.search(
+    r'Compiled in .*\nstep 60 of 6000 \(1%\)\nstep 64 .*1 steps', out
+  )
+
+
+def test_of_the_last_steps_no_large_array_is_kept():
+  with writers.MetricWriter() as log:
+    config = make_config(interval_type='steps', log_tensors_interval=100)
+    hook = console_lib.Hook(begun()[0], config, log, dict)
     for step in (1, 2):
-      console(float(step), step, None)
-  action.update_time.assert_called_once_with(1.0, 1)
+      hook(1.0, step, {'loss': jnp.float32(step), 'large': jnp.ones([3])})
+    assert [x for _, x in hook._kept] == [{'loss': 1.0}, {'loss': 2.0}]
 
 
 @pytest.mark.parametrize('log_all_hosts', [False, True])
@@ -284,11 +293,11 @@ def test_other_processes_print_nothing(log_all_hosts, monkeypatch, capsys):
   console = console_lib.Console.make(config)
   with mock.patch.object(logging, 'info') as info, console:
     console.begin(config, experiment_of())
-    console.say('A line.')
-    console.log_training(1, {'loss': 1.0})
     console.log_evaluation(1, {'loss': 1.0})
-  assert info.call_count == (3 if log_all_hosts else 0)
-  assert (console.options(config)['interval'] is None) is not log_all_hosts
+    writer = writers.MetricWriter()
+    console.show(writer, 'train')
+  assert bool(info.call_count) is log_all_hosts
+  assert writer.takes('console') is log_all_hosts
   assert capsys.readouterr().out == ''
 
 
@@ -313,7 +322,7 @@ def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
   console, *_ = begun()
   capsys.readouterr()
   with writers.MetricWriter(writers.JsonlWriter(tmp_path / 'x')) as writer:
-    console.show_texts(writer, 'eval')
+    console.show(writer, 'eval')
     writer.write_texts(0, {'config': '{}'})
     writer.write_texts(7, {'sample': 'a\x1b[2J\r\nc\x00'})
     writer.write_scalars(8, {'loss': 1.0})
@@ -567,7 +576,7 @@ def test_the_start_block_of_a_sharded_run(capsys):
     'Experiment:    tests.experiments.regression:Regression',
     'Config:        configs/x.py, sharding=fsdp',
     'Devices:       2 x cpu; mesh data 2; sharding fsdp',
-    'Parameters:    36 (144 B) in 2 arrays; 1 split over data',
+    'Parameters:    36 (144 B) in 2 arrays; 1 split over devices',
     'Data:          690 documents',
     'Run directory: runs/a',
   ]
@@ -592,9 +601,7 @@ def test_the_start_block_of_a_per_device_run_fits_80_columns(capsys):
 
 
 RECORDED = 'python x.py --jaxline_run=DIR'
-OWN_FLAGS = ('python', 'x.py', '--exp=A')
-WHERE = '--config.checkpoint_dir=DIR'
-SAME = f'the same command with {WHERE}'
+SAME = 'the same command with --config.checkpoint_dir=DIR'
 MORE = ' --config.training_steps=12 --config.on_config_change=continue'
 EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
@@ -625,17 +632,9 @@ LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
     (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
     # Flags of the program make those of the config.
     (
-      (*OWN_FLAGS, '--config.training_steps=6', '--config.eval_steps', '4'),
+      ('python', 'x.py', '--exp=A'),
       {'is_over': True},
-      [
-        f'{" ".join(OWN_FLAGS)} --config.eval_steps 4 {WHERE}{MORE}',
-        f'{" ".join(OWN_FLAGS)} --config.training_steps=6 {WHERE}{EVAL}',
-      ],
-    ),
-    (
-      COMMAND,
-      {'is_recorded': False},
-      [f'python x.py --config=a.py {WHERE}{x}' for x in ('', EVAL)],
+      [SAME + MORE, SAME + EVAL],
     ),
     ((), {}, [FIT + '})', LOOK]),
     ((), {'is_over': True}, [FIT + MORE_FIT, LOOK]),
@@ -650,8 +649,6 @@ LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
 def test_the_next_commands(
   command, how, expected, tmp_path, monkeypatch, capsys
 ):
-  if how.get('is_recorded', True):
-    (tmp_path / 'config.json').touch()
   monkeypatch.setattr(jax, 'process_count', lambda: how.get('processes', 1))
   experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
   keys = ('checkpoint_allow_pickle', 'training_steps')
@@ -663,7 +660,6 @@ def test_the_next_commands(
   state.global_step, console.stopped = step, how.get('stopped', '')
   if how.get('evaluates'):
     console._state = None
-  assert console.tells_how_to_go_on is (saved is not None and bool(command))
   capsys.readouterr()
   error = None if how.get('is_over') else STOP
   console.__exit__(type(error), error, None)
@@ -845,7 +841,7 @@ SLOW = '--config.experiment_kwargs.config.step_secs=0.03'
 @pytest.mark.parametrize(
   ('mode', 'platforms', 'code', 'error'),
   [
-    ('eval', 'cpu', 2, 'config.checkpoint_dir'),
+    ('eval', 'cpu', 2, 'config.one_off_evaluate'),
     ('train', 'rocm', 1, "Unable to initialize backend 'rocm'"),
   ],
 )

@@ -11,7 +11,6 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
-import itertools
 import logging as std_logging
 import math
 import os
@@ -31,6 +30,7 @@ import jax
 
 from jaxline import debug
 from jaxline import goodput
+from jaxline.metrics import base
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
@@ -83,24 +83,19 @@ class Origin(NamedTuple):
     return cls(('python', *sys.orig_argv[1:]), *given)
 
 
-class Console(periodic.Action):
+class Console:
   """Prints what one run does. Any thread may call it.
-
-  As an action it reports the end of the first step.
 
   Attributes:
     mode: 'live' redraws a line, 'plain' prints lines, 'off' logs them by absl,
       and 'silent' does nothing.
-    log_action: the action that calls `log_training`.
     stopped: why the experiment stopped the run early; '' if it did not.
   """
 
   def __init__(self, mode: str = 'off', origin: Origin | None = None):
     """Prints nothing yet."""
     self.mode = mode
-    self.log_action: Any = None
     self.stopped = ''
-    self._is_shown = mode in ('live', 'plain')
     self._origin = origin or Origin()
     self._began, self._spent = time.monotonic(), goodput.spent()
     self._config: Any = None  # Set by `begin`, and the next three.
@@ -111,7 +106,7 @@ class Console(periodic.Action):
     self._live: _LiveLine | None = None
     self._activity = ''  # What the run does instead of steps.
     self._compilations: tuple[int, float, int] | None = None
-    # The scalars of the newest steps, and how many came after the last line.
+    # The numbers of the newest steps, and how many came after the last line.
     self._records = collections.deque[dict[str, Any]](maxlen=2 * _MAX_STEPS)
     self._num_new = 0
     self._texts: list[str] = []
@@ -134,7 +129,7 @@ class Console(periodic.Action):
     """Prints text above the live line. In the mode off, logs it."""
     if self.mode == 'off':
       logging.info('%s', text)
-    if not self._is_shown:
+    if self.mode not in ('live', 'plain'):
       return
     encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
     text = f'{text}\n'.encode(encoding, 'replace').decode(encoding)
@@ -154,7 +149,7 @@ class Console(periodic.Action):
     checkpointer: Any = None,
   ) -> None:
     """Prints the start block, once; without a state, the run only evaluates."""
-    if not self._is_shown or self._config is not None:
+    if self._config is not None:
       return
     self._config, self._experiment, self._state = config, experiment, state
     self._checkpointer, start = checkpointer, ''
@@ -201,11 +196,6 @@ class Console(periodic.Action):
     shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
     return '\n'.join(map(wrapper.fill, shown))
 
-  @property
-  def tells_how_to_go_on(self) -> bool:
-    """Whether the summary will have the command to go on."""
-    return self._saved is not None and bool(self._origin.command)
-
   def __enter__(self) -> Console:
     return self
 
@@ -221,10 +211,9 @@ class Console(periodic.Action):
     """Returns what the run did, where its time went, and the next commands."""
     config, secs = self._config, time.monotonic() - self._began
     took = f' in {lines.duration(secs)}'
-    done = f'Evaluated {self._num_evaluated} checkpoint(s)'
-    # What to change in order to train on; None if that is not possible.
-    more: dict[str, Any] | None = None
-    if self._state is not None:
+    if self._state is None:
+      done = f'Evaluated {self._num_evaluated} checkpoint(s)'
+    else:
       step, how = int(self._state.global_step), 'Trained to'
       if error is not None and not isinstance(error, preemption.Preempted):
         how = 'Failed at'
@@ -233,15 +222,8 @@ class Console(periodic.Action):
       elif error is None and step == self._first_step:
         how, took = 'The run is already complete:', ''
       done = f'{how} {self._step_text(step)}'
-      if error is not None and not getattr(error, 'is_over', False):
-        more = {}
-      elif config.training_steps:
-        # A schedule of the experiment may depend on the number of steps.
-        more = {'training_steps': 2 * config.training_steps}
-        more['on_config_change'] = 'continue'
     block = [f'{done}{took}.']
     if self.stopped:
-      more = None
       block.append(f'Reason: {self.stopped}')
     if self._best:
       block.append(f'Best {self._best}.')
@@ -260,72 +242,59 @@ class Console(periodic.Action):
       return block
     directory, commands = _relative(config.checkpoint_dir), {}
     if self._state is None or self._saved is not None:
-      commands = self._next_commands(more)
-    run = shlex.quote(directory)
-    commands['Curves'] = f'python -m jaxline.runs compare {run}'
+      commands = self._next_commands(error)
+    commands['Curves'] = f'python -m jaxline.runs compare {directory}'
     block.append(f'Run directory: {directory}')
-    return block + [f'{f"{k}:":10}{text}' for k, text in commands.items()]
+    return block + [
+      f'{f"{k}:":10}{text}' for k, text in commands.items() if text
+    ]
 
-  def _next_commands(self, more: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns the next commands by label; `more` is to override to go on."""
+  def _next_commands(self, error: BaseException | None) -> dict[str, str]:
+    """Returns the commands to train on and to use the weights, by label."""
     config, command = self._config, self._origin.command
     directory = _relative(config.checkpoint_dir)
-    changes = {'checkpoint_dir': directory, **(more or {})}
+    changes: dict[str, Any] = {}
+    is_over = error is None or getattr(error, 'is_over', False)
+    if is_over and config.training_steps:
+      # A schedule of the experiment may depend on the number of steps.
+      changes = {'training_steps': 2 * config.training_steps}
+      changes['on_config_change'] = 'continue'
+    can_go_on = self._state is not None and not self.stopped
+    can_go_on &= bool(changes) or not is_over
     if not command:
+      changes = {'checkpoint_dir': directory, **changes}
       name = type(self._experiment).__name__
       argument = '' if config.experiment_class else f', experiment_class={name}'
       go_on = f'jaxline.fit(..., overrides={changes})'
       look, label = f'jaxline.evaluate({directory!r}{argument})', 'Evaluate'
     else:
-      where, *others = (f'--config.{key}={x}' for key, x in changes.items())
-      record = pathlib.Path(config.checkpoint_dir, 'config.json')
+      run = ['the', 'same', 'command', 'with']
+      run.append(f'--config.checkpoint_dir={directory}')
       flags = {arg.partition('=')[0].lstrip('-') for arg in command}
-      if jax.process_count() > 1:
-        # A process does not know the command of the launcher.
-        run = evaluate = ['the', 'same', 'command', 'with', where]
-      elif flags & {'config', 'jaxline_run'} and record.is_file():
+      # A process does not know the command of its launcher. A program without
+      # these flags makes the config itself.
+      if jax.process_count() == 1 and flags & {'config', 'jaxline_run'}:
         run = _without(command, 'config|jaxline_run')
         run.append(f'--jaxline_run={directory}')
         if config.checkpoint_allow_pickle:  # Never taken from the directory.
           run.append('--config.checkpoint_allow_pickle')
-        evaluate = run
-      else:  # A program that makes the config from flags of its own.
-        run = [*_without(command, rf'config\.({"|".join(changes)})'), where]
-        own = r'config\.(checkpoint_dir|one_off_evaluate|eval_steps)'
-        evaluate = [*_without(command, own), where]
-      go_on, label, mode = shlex.join([*run, *others]), 'Decode', ['decode']
+      others = [f'--config.{key}={x}' for key, x in changes.items()]
+      go_on, label, mode = shlex.join([*run, *others]), 'Decode', 'decode'
       # The method of the base class only raises.
       if self._experiment.decode.__module__ == 'jaxline.experiment':
-        label, mode = 'Evaluate', ['eval', '--config.one_off_evaluate']
-      run = _without(evaluate, 'jaxline_mode')
-      look = f'{shlex.join(run)} --jaxline_mode={" ".join(mode)}'
-    return ({} if more is None else {'Go on': go_on}) | {label: look}
+        label, mode = 'Evaluate', 'eval --config.one_off_evaluate'
+      look = (
+        f'{shlex.join(_without(run, "jaxline_mode"))} --jaxline_mode={mode}'
+      )
+    return {'Go on': go_on if can_go_on else '', label: look}
 
   # Training.
-
-  def options(self, config: Any) -> dict[str, Any]:
-    """Returns arguments of the `PeriodicAction` that calls `log_training`."""
-    interval = config.log_tensors_interval if self.mode != 'silent' else None
-    options = {
-      'fn': self.log_training,
-      'interval': interval,
-      'run_async': config.log_async,
-    }
-    if self._is_shown and interval is not None and interval >= 0:
-      options['keep_last'] = _MAX_STEPS
-      options['end_step_to_action'] = config.training_steps
-      if self.mode == 'live':
-        options |= {'interval': _LIVE_SECS, 'interval_type': 'secs'}
-        options['logging_growth_ratios'] = None
-    return options
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Shows the progress of the training steps inside."""
     state = self._state
-    if self._is_shown and self._experiment.should_run_step(
-      state.global_step, self._config
-    ):
+    if self._experiment.should_run_step(state.global_step, self._config):
       self.say('Compiling the train step...')
       self._activity = ', compiling the train step'
       self._compilations = goodput.compilations()
@@ -336,8 +305,7 @@ class Console(periodic.Action):
     try:
       yield
     finally:
-      # The action refers to the experiment, which would keep its weights.
-      self._compilations = self.log_action = None
+      self._compilations = None
       self._end_live()
 
   def _end_live(self) -> None:
@@ -345,39 +313,33 @@ class Console(periodic.Action):
       self._live.stop()
       self._live = None
 
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Reports what was compiled, after the first step."""
+  def report_compilation(self) -> bool:
+    """Reports what was compiled, once; returns whether it did."""
     if self._compilations is None:
-      return
+      return False
     before, after = self._compilations, goodput.compilations()
     self._compilations, self._activity = None, ''
-    self.log_action.update_time(t, step)  # Leave compilation out of the rate.
     count, secs, hits = (b - a for a, b in zip(before, after, strict=True))
     source = f'{hits} of {count} programs were in the cache'
     self.say(f'Compiled in {secs:.1f} s; {source}.')
+    return True
 
-  def log_training(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Collects the scalars of a step; with `steps_per_sec`, a line is due."""
-    # A scalar that was donated is None.
-    given = {name: x for name, x in scalars.items() if x is not None}
-    numbers = writers.to_scalars(given)
-    if not self._is_shown:
-      self._say_numbers(f'step {step}', numbers)
-      return
+  def log_training(self, step: int, numbers: dict[str, Any]) -> None:
+    """Takes the numbers of a step; with `steps_per_sec`, a line is due."""
     self._records.append(numbers)
     self._num_new += 1
     if (rate := numbers.get('steps_per_sec')) is None:
       return
     self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
     self._texts = self._describe()
-    if self.mode == 'plain':
+    if self.mode != 'live':
       self._num_new = 0
       self.say(self._progress(step, self._width))
 
   def _describe(self) -> list[str]:
     """Returns the scalars of the last step as texts, or means of them."""
     # The live line is due too often for a mean over the steps of an interval.
-    new = self._num_new if self.mode == 'plain' else (self._num_new + 1) // 2
+    new = self._num_new if self.mode != 'live' else (self._num_new + 1) // 2
     count, records = min(new, _MAX_STEPS), list(self._records)
     recent, earlier = records[-count:], records[-2 * count : -count]
     texts = []
@@ -393,11 +355,12 @@ class Console(periodic.Action):
   def _progress(self, step: int, width: int) -> str:
     """Returns a line of progress that fits a width."""
     steps, eta, saved = self._config.training_steps, '', ''
-    if steps and self._rate and step < steps and not self._activity:
+    activity = self._activity if self.mode == 'live' else ''
+    if steps and self._rate and step < steps and not activity:
       eta = f'ETA {lines.duration((steps - step) / self._rate)}'
     if self._saved is not None:
       saved = f'saved {self._saved}'
-    head = self._step_text(step) + self._activity
+    head = self._step_text(step) + activity
     first, others = self._texts[:2], self._texts[2:]
     return _fit([head, eta, *first, saved, *others], width)
 
@@ -414,7 +377,7 @@ class Console(periodic.Action):
   @property
   def _width(self) -> int:
     columns = shutil.get_terminal_size((_PIPE_WIDTH, 0)).columns
-    return columns if self._is_shown else sys.maxsize
+    return sys.maxsize if self.mode == 'off' else columns
 
   def _say_numbers(self, head: str, numbers: Mapping[str, Any]) -> None:
     texts = [_to_text(x, numbers[x]) for x in sorted(numbers, key=_rank)]
@@ -450,29 +413,83 @@ class Console(periodic.Action):
       where = _relative(directory) or 'memory'
       self.say(f'Waiting for a checkpoint{after} in {where}.')
 
-  def show_texts(self, writer: Any, log: str) -> None:
-    """Also prints the texts of a log, if its writer accepts another writer."""
-    if self._is_shown and isinstance(writer, writers.MetricWriter):
-      writer.add(_TextWriter(self, log))
+  def show(self, writer: writers.MetricWriter, log: str) -> None:
+    """Prints what reaches the thread of a log: texts, numbers of `hook`."""
+    if self.mode != 'silent':
+      writer.add(_Sink(self, log))
 
 
-class _TextWriter(writers.Backend):
-  """Prints the texts that an experiment writes."""
+class Hook(periodic.Every):
+  """Collects the scalars of the newest steps, and queues them for a line."""
 
-  kinds = ('texts',)
+  def __init__(
+    self,
+    console: Console,
+    config: Any,
+    log: writers.MetricWriter,
+    finish: Callable[[dict[str, Any]], dict[str, Any]],
+  ):
+    """Sets when a line is due; `log` and `finish` are as in `_Sink`, `put`."""
+    every, is_live = config.log_tensors_interval, console.mode == 'live'
+    is_on = every is not None and every >= 0
+    kind = config.logging_interval_type or config.interval_type
+    super().__init__(
+      console.log_training,
+      'secs' if is_live else kind,
+      _LIVE_SECS if is_live and is_on else every,
+      growth_ratios=None if is_live else config.periodic_action_growth_ratios,
+      end_step=config.training_steps if is_on else None,
+      takes_all=True,
+    )
+    self._console, self._log, self._finish = console, log, finish
+    self._is_async = config.log_async
+    self._kept = collections.deque[Any](maxlen=_MAX_STEPS)
+    self._large: list[str] = []
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    if self._console.report_compilation():
+      self.update_time(t, step)  # Leave compilation out of the rate.
+    super().__call__(t, step, scalar_outputs)
+
+  def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
+    if not self._kept:  # For each step it would take microseconds.
+      sizes = ((name, getattr(x, 'size', 1)) for name, x in scalars.items())
+      self._large = [name for name, size in sizes if size != 1]
+    for name in self._large:  # They would fill the memory of the devices.
+      scalars.pop(name, None)
+    self._kept.append((step, scalars))
+    if is_due:
+      self.wait_to_finish()
+
+  def wait_to_finish(self) -> None:
+    """Queues the scalars that are kept."""
+    for step, scalars in self._kept:
+      if self._is_async:
+        self._log.put('console', step, scalars, self._finish)
+      else:
+        self._fn(step, self._finish(writers.to_scalars(scalars)))
+    self._kept.clear()
+
+
+class _Sink(base.Backend):
+  """Passes a log's texts, and the numbers to print, to the console."""
+
+  kinds = ('console', 'texts')
 
   def __init__(self, console: Console, log: str):
     self._console, self._log = console, log
 
-  def write(self, records: list[writers.Record]) -> None:
-    for record in records:
-      for name, text in record.values.items():
+  def write(self, records: list[base.Record]) -> None:
+    for kind, step, _, values in records:
+      if kind == 'console':
+        self._console.log_training(step, values)
+        continue
+      for name, text in values.items():
         if name != 'config':  # config.json has the config.
           # A model's text may contain control sequences of a terminal.
           clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
           shown = textwrap.indent(clean.expandtabs(), '  ')
-          head = f'{self._log} step {record.step} | {name}:'
-          self._console.say(f'{head}\n{shown}')
+          self._console.say(f'{self._log} step {step} | {name}:\n{shown}')
 
 
 class _LiveLine:
@@ -614,13 +631,9 @@ def describe_weights(experiment: Any) -> str:
     weights = jax.tree.leaves(params)
     trained = jax.tree.leaves(experiment.trained(params))
     if len(trained) < len(weights):
-      count = sum(x.size for x in trained)
-      notes = f'; {count:,} of them train, in {len(trained)} arrays'
-    sizes = experiment.partitioner.axis_sizes
-    specs = [jax.tree.leaves(tuple(x.sharding.spec)) for x in weights]
-    split = [own for x in specs if (own := [a for a in x if sizes[a] > 1])]
-    axes = ' and '.join(dict.fromkeys(itertools.chain(*split)))
-    notes += f'; {len(split)} split over {axes}' if axes else ''
+      notes = f'; {sum(x.size for x in trained):,} of them train'
+    if split := [x for x in weights if not x.sharding.is_fully_replicated]:
+      notes += f'; {len(split)} split over devices'
   else:
     names = experiment.CHECKPOINT_ATTRS.items()
     found = [k for k, key in names if 'param' in f'{k} {key}']

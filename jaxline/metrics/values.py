@@ -170,4 +170,5 @@ CONVERSIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   'images': _to_images,
   'texts': _to_texts,
   'fingerprints': to_scalars,
+  'console': to_scalars,
 }
