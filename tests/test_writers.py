@@ -31,6 +31,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from jaxline import async_lib
 from jaxline.metrics import base
 from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard
@@ -588,20 +589,6 @@ def test_jsonl_records(set_clock, tmp_path):
     assert not math.isfinite(float(_lines(path)[0][name]))
 
 
-def test_jsonl_appends_and_survives_a_line_cut_short(opened, tmp_path):
-  path = tmp_path / 'm.jsonl'
-  for step in (1, 2):
-    opened(writers.JsonlWriter(path)).write(_record(step))
-  assert [line['step'] for line in _lines(path)] == [1, 2]
-  path.write_bytes(path.read_bytes()[:-9])
-  opened(writers.JsonlWriter(path)).write([*_record(3), *_record(4)])
-  first, torn, *rest = path.read_text().split('\n')
-  assert json.loads(first)['step'] == 1
-  assert torn == '{"step": 2, "time": 0.0, "kind": "scalars",'
-  assert [json.loads(line)['step'] for line in rest[:-1]] == [3, 4]
-  assert rest[-1] == ''
-
-
 # --- The queue. ---
 
 
@@ -656,33 +643,26 @@ def test_a_programs_own_writer_gets_what_it_has_methods_for(methods):
   assert calls == expected
 
 
-@pytest.mark.parametrize('kind', ['scalars', 'images'])
-def test_a_full_queue_blocks_and_loses_nothing(kind, gate, monkeypatch):
-  monkeypatch.setattr(writers, '_MAX_BYTES', 100)
+def test_a_full_queue_blocks_and_loses_nothing(gate, monkeypatch):
+  monkeypatch.setattr(async_lib, '_MAX_QUEUED', 3)
   recorder, written = _Recorder(gate), []
-  writer = writers.MetricWriter(recorder, max_queue=3)
+  writer = writers.MetricWriter(recorder)
   writer.write_texts(0, {'x': ''})
   assert recorder.entered.wait(_TIMEOUT)
-  # More than 100 bytes are taken only while no other image waits.
-  image = jnp.zeros((101, 1), jnp.uint8)
 
   def write() -> None:
     for step in range(8):
-      if kind == 'images':
-        writer.write_images(step, {'x': image})
-      else:
-        writer.write_scalars(step, {'x': step})
+      writer.write_scalars(step, {'x': step})
       written.append(step)
 
   thread = threading.Thread(target=write)
   thread.start()
   thread.join(0.2)
-  assert written == ([0] if kind == 'images' else [0, 1, 2])
+  assert written == [0, 1, 2]
   gate.set()
   thread.join(_TIMEOUT)
   writer.close()
-  kinds = [call[:2] for call in recorder.calls[1:-1]]
-  assert kinds == [(kind, step) for step in range(8)]
+  assert [call[1] for call in recorder.calls[1:-1]] == list(range(8))
 
 
 @pytest.mark.parametrize('place', ['backend', 'device'])
@@ -732,9 +712,8 @@ def test_an_error_on_the_thread_is_raised_on_the_caller(place, gate):
 def test_an_action_on_the_thread_writes_before_a_later_mark():
   recorder = _Recorder()
   writer = writers.MetricWriter(recorder)
-  action = periodic.PeriodicAction(
-    writer.write_scalars, 'steps', 1, executor=writer.executor
-  )
+  action = periodic.PeriodicAction(writer.write_scalars, 'steps', 1)
+  action.share(writer.executor)
   action(1.0, 1, {'a': 1})
   flushed = writer.flush_async()
   action(2.0, 2, {'a': 1})
@@ -757,7 +736,7 @@ def test_close_loses_nothing_that_a_write_accepted(often_switched):
   del often_switched
   for _ in range(30):
     recorder, accepted = _Recorder(), []
-    writer = writers.MetricWriter(recorder, max_queue=10**6)
+    writer = writers.MetricWriter(recorder)
 
     def write() -> None:
       with contextlib.suppress(RuntimeError):
@@ -818,18 +797,15 @@ def test_device_arrays_are_fetched_on_the_thread():
   recorder = _Recorder()
   step = _per_device(3)
   scalars = {'a': jnp.float32(2), 'nest': {'b': jnp.ones((1, 1))}}
-  image = jnp.ones((4, 4))
   writer = writers.MetricWriter(recorder)
   with mock.patch.object(np, 'asarray', fetch):
     writer.write_scalars(step, scalars)
-    writer.write_images(4, {'i': image})
     writer.flush()
   writer.close()
   # Of the step only one device's copy is needed.
-  shapes = [(), (1, 1), (1,), (4, 4)]
+  shapes = [(), (1, 1), (1,)]
   assert fetches == [('jaxline-writer', shape) for shape in shapes]
   assert recorder.calls[0] == ('scalars', 3, {'a': 2.0, 'nest/b': 1.0})
-  assert recorder.calls[1][2]['i'].dtype == np.uint8
 
 
 _PROGRAM = """

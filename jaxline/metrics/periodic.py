@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
@@ -10,12 +9,6 @@ from typing import Any
 
 from jaxline import async_lib
 from jaxline.metrics import values as values_lib
-
-# Calls that wait for a slow function before the loop waits as well.
-_MAX_QUEUED = 1000
-
-# A step and its scalars.
-_Record = tuple[int, dict[str, Any]]
 
 
 class Action:
@@ -177,17 +170,11 @@ class PeriodicAction(Every):
     log_all_data: bool = False,
     logging_growth_ratios: Sequence[float] | None = None,
     end_step_to_action: int | None = None,
-    *,
-    executor: async_lib.SerialExecutor | None = None,
-    keep_last: int | None = None,
   ):
     """Sets when the function runs, as `Every` does, and where.
 
-    With `run_async` the scalars are fetched and the function is called on the
-    thread of `executor`, or on one of its own. `log_all_data` hands on every
-    step's scalars and not only the due ones. `keep_last` hands on at most so
-    many steps before a due one, when that is due; without larger arrays, which
-    would fill the memory of the devices.
+    With `run_async` it runs on a thread: its own, or that of `share`.
+    `log_all_data` hands on every step's scalars and not only the due ones.
     """
     super().__init__(
       fn,
@@ -197,14 +184,11 @@ class PeriodicAction(Every):
       start_step,
       growth_ratios=logging_growth_ratios,
       end_step=end_step_to_action,
-      takes_all=log_all_data or keep_last is not None,
+      takes_all=log_all_data,
     )
-    if run_async and executor is None:
-      executor = async_lib.SerialExecutor(async_lib.function_name(fn))
-    self._executor = executor if run_async else None
-    self._keep_last = keep_last
-    self._large: list[str] = []
-    self._kept: collections.deque[_Record] = collections.deque(maxlen=keep_last)
+    self._executor: async_lib.SerialExecutor | None = None
+    if run_async:
+      self._executor = async_lib.SerialExecutor(async_lib.function_name(fn))
 
   def share(self, executor: async_lib.SerialExecutor) -> None:
     """Makes asynchronous calls on another thread."""
@@ -212,57 +196,38 @@ class PeriodicAction(Every):
       self._executor = executor
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Hands on the records that are kept, and queues a mark behind them.
+    """Queues a mark behind the records so far.
 
     Returns:
       A function that waits until the function has had every record so far, and
       raises the error because of which it has not. Any thread may call it.
     """
-    self._hand_on()
     if self._executor is None:
       return dict
     self._executor.raise_error()
     return self._executor.wait_async(dict)
 
   def wait_to_finish(self) -> None:
-    """Hands on what is left, waits for it, and raises its error if any."""
+    """Waits for the calls so far, and raises their error if any."""
     self.flush_async()()
 
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
     """Does `Every.__call__`, or raises the error of an earlier call."""
-    if self._executor is not None and self._executor.error is not None:
+    if self._executor is not None:
       self._executor.raise_error()
     super().__call__(t, step, scalar_outputs)
 
   def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
-    if self._keep_last is not None:
-      if not self._kept:  # Not for each step, which would take a microsecond.
-        sizes = ((name, getattr(x, 'size', 1)) for name, x in scalars.items())
-        self._large = [name for name, size in sizes if size != 1]
-      for name in self._large:
-        scalars.pop(name, None)
-    self._kept.append((step, scalars))
-    if is_due or self._keep_last is None:
-      self._hand_on()
-
-  def _hand_on(self) -> None:
-    """Gives the kept records to the function, here or on its thread."""
-    records = list(self._kept)
-    self._kept.clear()
-    if self._executor is None:
-      self._apply(records)
-    elif records:
-      if self._executor.num_queued >= _MAX_QUEUED:
-        self._executor.wait()
-      self._executor.put(functools.partial(self._apply, records))
-
-  def _apply(self, records: list[_Record]) -> None:
-    """Fetches the records' scalars and calls the function on each."""
-    values_lib.start_fetch(records)
-    for step, scalars in records:
+    def call() -> None:
       self._fn(step, values_lib.fetch(scalars))
+
+    if self._executor is None:
+      call()
+    else:
+      self._executor.wait_for_room()
+      self._executor.put(call)
 
 
 @functools.lru_cache
