@@ -338,19 +338,13 @@ def _record(step: int) -> list[base.Record]:
 
 
 @both
-@pytest.mark.parametrize('act', ['write', 'flush', 'close'])
-@pytest.mark.parametrize('is_made_again', [False, True])
-def test_a_deleted_directory_is_an_error(
-  make, act, is_made_again, opened, tmp_path
-):
+@pytest.mark.parametrize('act', ['flush', 'close'])
+def test_a_deleted_directory_is_an_error(make, act, opened, tmp_path):
   backend = opened(make(tmp_path / 'run'))
   backend.write(_record(0))
   shutil.rmtree(tmp_path / 'run')
-  if is_made_again:
-    (tmp_path / 'run').mkdir()
-    pathlib.Path(backend.path).touch()
-  with pytest.raises(FileNotFoundError, match='/run/'):
-    getattr(backend, act)(*[_record(1)][: act == 'write'])
+  with pytest.raises(FileNotFoundError, match='/run'):
+    getattr(backend, act)()
 
 
 @both
@@ -385,9 +379,6 @@ def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert backend.path in str(raised.value)
-  # Written behind the torn record it would be lost, so it is refused.
-  with pytest.raises(OSError, match='too large'):
-    backend.write(_record(5))
   backend.close()
   if make is writers.TensorBoardWriter:
     steps = [step for step, _ in _scalars(tmp_path, 'a')]
@@ -522,13 +513,6 @@ def test_two_processes_append_to_a_file_that_one_of_them_cuts(opened, tmp_path):
   for step, backend in enumerate([first, second, first]):
     backend.write(_record(step))
   assert [x['step'] for x in _lines(tmp_path / 'metrics.jsonl')] == [0, 1, 2]
-
-
-def test_a_device_has_no_length(opened):
-  backend = opened(writers.JsonlWriter(os.devnull))
-  backend.resume(3, {os.devnull: 5})
-  backend.write(_record(4))
-  assert backend.flush() == {}
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
         'Scalar "%s" is skipped, now and from here on: got %s, expected a '
         'number or an array with one element.',
         name,
-        _describe(value),
+        getattr(value, 'aval', type(value).__name__),
       )
   return flat
 
@@ -95,13 +95,8 @@ def start_fetch(tree: Any) -> None:
 def _to_number(value: Any) -> int | float | None:
   """Returns a number as int or float, anything else as None."""
   if isinstance(value, jax.Array):
-    try:
-      value = np.asarray(value) if value.size == 1 else None
-    except (RuntimeError, TypeError):
-      # Deleted, a random key, or a part of it is on another host. An error of
-      # the program that computes it is raised here again.
-      is_here = value.is_fully_addressable or value.is_fully_replicated
-      value = _fetch(value) if is_here else None
+    is_here = value.is_fully_addressable or value.is_fully_replicated
+    value = _fetch(value) if is_here and value.size == 1 else None
   elif hasattr(value, '__array__'):
     value = np.asarray(value)
   if isinstance(value, np.ndarray):
@@ -111,14 +106,6 @@ def _to_number(value: Any) -> int | float | None:
   if isinstance(value, int):
     return int(value) if abs(value) < 2**64 else None  # A bool is one.
   return float(value) if isinstance(value, numbers.Real) else None
-
-
-def _describe(value: Any) -> str:
-  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
-    is_deleted = isinstance(value, jax.Array) and value.is_deleted()
-    kind = 'a donated' if is_deleted else 'an'
-    return f'{kind} array of shape {list(value.shape)} and dtype {value.dtype}'
-  return f'{repr(value)[:60]} of type {type(value).__name__}'
 
 
 def to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
