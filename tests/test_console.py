@@ -36,6 +36,7 @@ from jaxline import compilation_cache
 from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import lines
+from jaxline.metrics import live as live_lib
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from tests.experiments import regression
@@ -425,7 +426,7 @@ def live(terminal, monkeypatch):
     # Not before: pytest sets both at the beginning of a test.
     for name in ('stdout', 'stderr'):
       monkeypatch.setattr(sys, name, streams.get(name, terminal.file))
-    made.append(console_lib._LiveLine(draw))
+    made.append(live_lib.LiveLine(draw))
     terminal.wait_for('drawn')
     return made[0]
 
@@ -450,7 +451,7 @@ def test_what_is_printed_stands_above_the_live_line(live, terminal):
       sys.stderr.write(f'\r{percent}% of it')
     sys.stderr.flush()
     terminal.wait_for('20% of it')
-    time.sleep(2 * console_lib._REFRESH_SECS)
+    time.sleep(2 * live_lib._REFRESH_SECS)
     assert screen(terminal.text)[4:] == ['20% of it']  # A progress bar.
     sys.stderr.write('\r100% of it\n')
     terminal.wait_for(lambda shown: shown[4:] == ['100% of it', 'drawn'])
@@ -498,8 +499,8 @@ def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
 def test_a_forked_worker_prints_as_if_there_were_no_line(terminal):
   program = """
 import os, sys, threading
-from jaxline.metrics import console
-line = console._LiveLine(lambda width: 'drawn')
+from jaxline.metrics import live
+line = live.LiveLine(lambda width: 'drawn')
 held, forked = threading.Event(), threading.Event()
 
 def hold():  # As the thread of the line may at the moment of the fork.
@@ -524,7 +525,7 @@ line.stop()
 def test_in_the_background_nothing_is_drawn(terminal):
   program = """
 import fcntl, os, signal, sys, termios, time
-from jaxline.metrics import console
+from jaxline.metrics import live
 fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 if not (shell := os.fork()):
@@ -535,7 +536,7 @@ def give_to(group, text):
   os.write(1, text)
   time.sleep(0.6)  # Longer than two refreshes.
 give_to(shell, b'$ python train.py &\\n')
-line = console._LiveLine(lambda width: 'drawn')
+line = live.LiveLine(lambda width: 'drawn')
 give_to(shell, b'$ typed')
 print(' by the user')
 give_to(os.getpgrp(), b'$ fg\\n')
@@ -933,7 +934,7 @@ def test_the_live_line_is_hidden_in_a_debugger(tmp_path, terminal):
     shown = screen(terminal.text)
     at = shown.index('(Pdb)')
     assert 'step(' in shown[at - 1] or '->' in shown[at - 1]
-    time.sleep(3 * console_lib._REFRESH_SECS)
+    time.sleep(3 * live_lib._REFRESH_SECS)
     assert screen(terminal.text) == shown
     process.stdin.write('p "step", global_step\nc\n')
     process.stdin.close()

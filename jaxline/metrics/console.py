@@ -10,9 +10,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import functools
 import logging as std_logging
-import math
 import os
 import pathlib
 import re
@@ -20,7 +18,6 @@ import shlex
 import shutil
 import sys
 import textwrap
-import threading
 import time
 import types
 from typing import Any, NamedTuple
@@ -32,28 +29,15 @@ from jaxline import debug
 from jaxline import goodput
 from jaxline.metrics import base
 from jaxline.metrics import lines
+from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
-from jaxline.supervision import watchdog
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
 _PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
-_LIVE_SECS = 1.0  # How often the live line gets new numbers,
-_REFRESH_SECS = 0.25  # and how often it is drawn.
-# Scalars with a format of their own. An empty format hides the scalar.
-_FORMATS = {
-  'steps_per_sec': '{:.4g} steps/s',
-  'tokens_per_sec': '{:,.0f} tokens/s',
-  'examples_per_sec': '{:,.0f} examples/s',
-  'mfu': 'mfu {:.1%}',
-  'input_wait_fraction': 'input wait {:.1%}',
-  'device_memory_gib': 'memory {:.1f} GiB',
-  'tflops_per_sec': '{:.3g} TFLOP/s',
-  'tokens_per_step': '',
-  'examples_per_step': '',
-}
+_LIVE_SECS = 1.0  # How often the live line gets new numbers.
 # Libraries whose information is hidden from absl's log, and the files in them
 # that report what takes minutes.
 _LIBRARIES = tuple(
@@ -103,7 +87,7 @@ class Console:
     self._state: Any = None
     self._checkpointer: Any = None
     self._first_step = 0
-    self._live: _LiveLine | None = None
+    self._live: live.LiveLine | None = None
     self._activity = ''  # What the run does instead of steps.
     self._compilations: tuple[int, float, int] | None = None
     # The numbers of the newest steps, and how many came after the last line.
@@ -121,7 +105,7 @@ class Console:
     if jax.process_index():
       return cls('off' if config.log_all_hosts else 'silent')
     mode = config.console or 'live'
-    if mode == 'live' and not _is_terminal(sys.stdout):
+    if mode == 'live' and not live.is_terminal(sys.stdout):
       mode = 'plain'
     return cls(mode, origin)
 
@@ -299,7 +283,7 @@ class Console:
       self._activity = ', compiling the train step'
       self._compilations = goodput.compilations()
       if self.mode == 'live':
-        self._live = _LiveLine(
+        self._live = live.LiveLine(
           lambda width: self._progress(int(state.global_step), width)
         )
     try:
@@ -343,13 +327,15 @@ class Console:
     count, records = min(new, _MAX_STEPS), list(self._records)
     recent, earlier = records[-count:], records[-2 * count : -count]
     texts = []
-    for name in sorted(recent[-1], key=_rank):
+    for name in sorted(recent[-1], key=lines.rank):
       value, note = recent[-1][name], ''
-      if isinstance(value, float) and name not in _FORMATS:  # No count or rate.
-        value, note = _mean(recent, name)
+      if (
+        isinstance(value, float) and name not in lines.FORMATS
+      ):  # No count or rate.
+        value, note = lines.mean(recent, name)
       if name == 'loss' and earlier and not note:
-        note = f' ({value - _mean(earlier, name)[0]:+.3g})'
-      texts.append(_to_text(name, value) + note)
+        note = f' ({value - lines.mean(earlier, name)[0]:+.3g})'
+      texts.append(lines.to_text(name, value) + note)
     return texts
 
   def _progress(self, step: int, width: int) -> str:
@@ -362,7 +348,7 @@ class Console:
       saved = f'saved {self._saved}'
     head = self._step_text(step) + activity
     first, others = self._texts[:2], self._texts[2:]
-    return _fit([head, eta, *first, saved, *others], width)
+    return lines.fit([head, eta, *first, saved, *others], width)
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
@@ -380,8 +366,10 @@ class Console:
     return sys.maxsize if self.mode == 'off' else columns
 
   def _say_numbers(self, head: str, numbers: Mapping[str, Any]) -> None:
-    texts = [_to_text(x, numbers[x]) for x in sorted(numbers, key=_rank)]
-    self.say(_fit([head, *texts], self._width))
+    texts = [
+      lines.to_text(x, numbers[x]) for x in sorted(numbers, key=lines.rank)
+    ]
+    self.say(lines.fit([head, *texts], self._width))
 
   # Evaluation.
 
@@ -492,75 +480,6 @@ class _Sink(base.Backend):
           self._console.say(f'{self._log} step {step} | {name}:\n{shown}')
 
 
-class _LiveLine:
-  """A line at the bottom of a terminal that other output scrolls past.
-
-  The cursor stays visible and no mode of the terminal is changed, so nothing
-  needs to be restored, however the process ends. The line is hidden while a
-  debugger prompts, and while a shell has the process in the background.
-  """
-
-  def __init__(self, text: Callable[[int], str]):
-    """Draws the line until `stop`; `text` returns it for a width."""
-    self._text, self._line = text, ''
-    self._out, self._pid = sys.stdout, os.getpid()
-    self._lock = threading.RLock()
-    self._stopped = threading.Event()
-    self._unended: set[Any] = set()  # Streams whose last line has no end yet.
-    self._writes: dict[Any, Callable[[str], int]] = {}
-    streams: set[Any] = {sys.stdout, sys.stderr}
-    for stream in filter(_is_terminal, streams):
-      self._writes[stream] = stream.write
-      # Replace the method, not the stream: handlers of logging have it too.
-      stream.write = functools.partial(self._write, stream)
-    threading.Thread(target=self._run, name='jaxline-live', daemon=True).start()
-
-  def stop(self) -> None:
-    """Removes the line."""
-    with self._lock, contextlib.suppress(OSError, ValueError):
-      self._line = ''
-      self._draw()
-    self._stopped.set()
-    for stream, write in self._writes.items():
-      stream.write = write
-
-  def _is_hidden(self) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # A terminal of no shell.
-      if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
-        return True
-    frames = sys._current_frames().values()
-    return self._stopped.is_set() or any(map(watchdog.is_debugged, frames))
-
-  def _write(self, stream: Any, text: str) -> int:
-    """Writes a text of the program above the line."""
-    write = self._writes[stream]
-    if os.getpid() != self._pid:  # Forked, perhaps while the lock was held.
-      return write(text)
-    with self._lock:
-      if not text or self._is_hidden():
-        return write(text)
-      write(f'\x1b[J{text}')
-      # A progress bar ends its text with neither, and is left as it is.
-      is_ended = text.endswith(('\n', '\r'))
-      (self._unended.discard if is_ended else self._unended.add)(stream)
-      self._draw()
-    return len(text)
-
-  def _draw(self) -> None:
-    if not (self._unended or self._is_hidden()):
-      self._writes[self._out](f'\x1b[J{self._line}\r')
-      self._out.flush()
-
-  def _run(self) -> None:
-    with contextlib.suppress(OSError, ValueError):  # The terminal is gone.
-      while not self._stopped.wait(_REFRESH_SECS):
-        columns = os.get_terminal_size(self._out.fileno()).columns or _WIDTH
-        line = self._text(columns - 1)
-        with self._lock:
-          self._line = line
-          self._draw()
-
-
 @contextlib.contextmanager
 def quiet_log() -> Iterator[None]:
   """Hides the libraries' information from absl's log, unless -v 1 is given."""
@@ -579,48 +498,6 @@ def quiet_log() -> Iterator[None]:
     yield
   finally:
     handler.removeFilter(is_shown)
-
-
-def _is_terminal(stream: Any) -> bool:
-  try:
-    return stream.isatty() and os.environ.get('TERM', '') != 'dumb'
-  except (AttributeError, ValueError):  # None, or closed.
-    return False
-
-
-# Lines of numbers.
-
-
-def _rank(name: str) -> tuple[bool, ...]:
-  """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
-  is_first = name != 'loss', name != 'steps_per_sec'
-  return *is_first, '/' in name, name in _FORMATS
-
-
-def _to_text(name: str, value: Any) -> str:
-  if name not in _FORMATS:
-    return f'{name} {lines.shorten(value)}'
-  return _FORMATS[name].format(value) if value else ''  # Not known yet.
-
-
-def _mean(records: Sequence[dict[str, Any]], name: str) -> tuple[float, str]:
-  """Returns the mean of the finite values, and a note of the others."""
-  values = [x[name] for x in records if name in x]
-  finite = [x for x in values if math.isfinite(x)]
-  bad = len(values) - len(finite)
-  note = f' ({bad} of {len(values)} not finite)' if bad else ''
-  return sum(finite) / len(finite) if finite else math.nan, note
-
-
-def _fit(parts: Sequence[str], width: int) -> str:
-  """Joins the first parts, as many as fit, and counts the rest."""
-  parts = list(filter(None, parts))
-  for count in range(len(parts), 0, -1):
-    left = len(parts) - count
-    line = ' | '.join([*parts[:count], *[f'+{left} more'] * bool(left)])
-    if len(line) <= width:
-      return line
-  return parts[0][:width]
 
 
 def describe_weights(experiment: Any) -> str:
