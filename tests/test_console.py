@@ -32,7 +32,6 @@ import pytest
 
 import jaxline
 from jaxline import base_config
-from jaxline import compilation_cache
 from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import lines
@@ -699,27 +698,6 @@ def test_the_summary_says_what_the_run_came_to(error, step, how, capsys):
   ]
   console.__exit__(None, None, None)
   assert capsys.readouterr().out == ''
-
-
-@pytest.mark.usefixtures('compiles')
-def test_the_start_says_whether_the_cache_had_the_step(
-  tmp_path, capsys, monkeypatch
-):
-  monkeypatch.setattr(compilation_cache, '_MIN_COMPILE_SECS', 0.0)
-  config = regression.get_config(1)
-  config.compilation_cache = str(tmp_path / 'programs')
-
-  def hits():
-    jax.clear_caches()
-    jaxline.fit(regression.Regression, config, mode='train')
-    said = (
-      r'^Compiling the train step...\nCompiled in \d+\.\d s; (\d+) of (\d+)'
-    )
-    return re.search(said, capsys.readouterr().out, re.M).groups()
-
-  none, count = hits()
-  assert none == '0'
-  assert hits() == (count, count)
 
 
 def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):

@@ -89,7 +89,7 @@ class Console:
     self._first_step = 0
     self._live: live.LiveLine | None = None
     self._activity = ''  # What the run does instead of steps.
-    self._compilations: tuple[int, float, int] | None = None
+    self._compiled_before: float | None = None
     # The numbers of the newest steps, and how many came after the last line.
     self._records = collections.deque[dict[str, Any]](maxlen=2 * _MAX_STEPS)
     self._num_new = 0
@@ -281,7 +281,8 @@ class Console:
     if self._experiment.should_run_step(state.global_step, self._config):
       self.say('Compiling the train step...')
       self._activity = ', compiling the train step'
-      self._compilations = goodput.compilations()
+      goodput.listen()
+      self._compiled_before = goodput.compiled_secs()
       if self.mode == 'live':
         self._live = live.LiveLine(
           lambda width: self._progress(int(state.global_step), width)
@@ -289,7 +290,7 @@ class Console:
     try:
       yield
     finally:
-      self._compilations = None
+      self._compiled_before = None
       self._end_live()
 
   def _end_live(self) -> None:
@@ -299,13 +300,11 @@ class Console:
 
   def report_compilation(self) -> bool:
     """Reports what was compiled, once; returns whether it did."""
-    if self._compilations is None:
+    if self._compiled_before is None:
       return False
-    before, after = self._compilations, goodput.compilations()
-    self._compilations, self._activity = None, ''
-    count, secs, hits = (b - a for a, b in zip(before, after, strict=True))
-    source = f'{hits} of {count} programs were in the cache'
-    self.say(f'Compiled in {secs:.1f} s; {source}.')
+    secs = goodput.compiled_secs() - self._compiled_before
+    self._compiled_before, self._activity = None, ''
+    self.say(f'Compiled in {secs:.1f} s.')
     return True
 
   def log_training(self, step: int, numbers: dict[str, Any]) -> None:
