@@ -280,7 +280,10 @@ class Run:
     with self.stoppable():
       if interval is not None and interval >= 0:
         action = periodic.Every(
-          evaluate_now, interval_type, interval, end_step=config.training_steps
+          evaluate_now,
+          interval_type,
+          interval,
+          end_step_to_action=config.training_steps,
         )
         # The last action, because it shifts the clocks of the others.
         training.actions.append(action)
@@ -491,9 +494,9 @@ class Training:
           lambda step, scalars: log.put('scalars', step, scalars, finish),
           config.logging_interval_type or config.interval_type,
           config.log_train_data_interval,
-          growth_ratios=config.periodic_action_growth_ratios,
-          end_step=config.training_steps,
-          takes_all=config.log_all_train_data,
+          logging_growth_ratios=config.periodic_action_growth_ratios,
+          end_step_to_action=config.training_steps,
+          log_all_data=config.log_all_train_data,
         )
       )
     # Another process may have the file, and all compute it together.
@@ -507,7 +510,7 @@ class Training:
           lambda *unused: self.save(),
           config.checkpoint_interval_type or config.interval_type,
           config.save_checkpoint_interval,
-          growth_ratios=config.periodic_action_growth_ratios,
+          logging_growth_ratios=config.periodic_action_growth_ratios,
         )
       )
     return actions

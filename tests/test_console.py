@@ -201,14 +201,12 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys):
   assert re.search(r'\| name_0 1 \|.* \| \+\d+ more\n$', out)
 
 
-def test_what_is_not_finite_is_counted_and_hides_no_mean(capsys):
+def test_what_is_not_finite_hides_no_mean(capsys):
   console, *_ = begun()
   for step, loss in enumerate([1.0, math.nan, 3.0, math.inf], 1):
     rate = {'steps_per_sec': 1.0} if step == 4 else {}
     console.log_training(step, {'loss': loss, 'all': math.nan, **rate})
-  out = capsys.readouterr().out
-  assert '| loss 2 (2 of 4 not finite) |' in out
-  assert '| all nan (4 of 4 not finite)' in out
+  assert re.search(r'\| loss 2 \|.*\| all nan', capsys.readouterr().out)
 
 
 def run_hook(console, steps, **overrides):

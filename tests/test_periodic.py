@@ -376,7 +376,7 @@ def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
 @pytest.mark.parametrize('takes_all', [False, True])
 def test_a_plain_hook_fetches_nothing(takes_all, fetches):
   recorder, loss = _Recorder(), jnp.float32(2)
-  hook = periodic.Every(recorder, 'steps', 2, takes_all=takes_all)
+  hook = periodic.Every(recorder, 'steps', 2, log_all_data=takes_all)
   for step in range(1, 5):
     hook(2.0 * step, step, {'loss': loss})
   due = [(n, {'loss': loss, 'steps_per_sec': 0.5}) for n in (2, 4)]

@@ -474,7 +474,7 @@ def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it():
   check()
 
 
-def test_only_own_files_are_cut_and_short_ones_stay(logged_warnings, tmp_path):
+def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
   foreign = [
     'events.out.tfevents.1700000000.host',
     'events.out.tfevents.1700000000.host.77.0',
@@ -497,8 +497,6 @@ def test_only_own_files_are_cut_and_short_ones_stay(logged_warnings, tmp_path):
     writer.resume(0, lengths)
     paths = {void.path, new.path, *(x.path for x in old)}
     assert set(writer.flush()) == paths
-  texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
-  assert [text.split()[0] for text in texts] == [x.path for x in old]
   before[pathlib.Path(void.path)] = b''
   after = {x: x.read_bytes() for x in tmp_path.iterdir()}
   del after[pathlib.Path(new.path)]

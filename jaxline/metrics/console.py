@@ -327,14 +327,13 @@ class Console:
     recent, earlier = records[-count:], records[-2 * count : -count]
     texts = []
     for name in sorted(recent[-1], key=lines.rank):
-      value, note = recent[-1][name], ''
-      if (
-        isinstance(value, float) and name not in lines.FORMATS
-      ):  # No count or rate.
-        value, note = lines.mean(recent, name)
-      if name == 'loss' and earlier and not note:
-        note = f' ({value - lines.mean(earlier, name)[0]:+.3g})'
-      texts.append(lines.to_text(name, value) + note)
+      value, trend = recent[-1][name], ''
+      # Counts and rates are not averaged.
+      if isinstance(value, float) and name not in lines.FORMATS:
+        value = lines.mean(recent, name)
+      if name == 'loss' and earlier:
+        trend = f' ({value - lines.mean(earlier, name):+.3g})'
+      texts.append(lines.to_text(name, value) + trend)
     return texts
 
   def _progress(self, step: int, width: int) -> str:
@@ -424,9 +423,11 @@ class Hook(periodic.Every):
       console.log_training,
       'secs' if is_live else kind,
       _LIVE_SECS if is_live and is_on else every,
-      growth_ratios=None if is_live else config.periodic_action_growth_ratios,
-      end_step=config.training_steps if is_on else None,
-      takes_all=True,
+      logging_growth_ratios=None
+      if is_live
+      else config.periodic_action_growth_ratios,
+      end_step_to_action=config.training_steps if is_on else None,
+      log_all_data=True,
     )
     self._console, self._log, self._finish = console, log, finish
     self._is_async = config.log_async

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 import os
 import pathlib
 
-from absl import logging
-
 from jaxline import disk
 from jaxline.metrics import base
 
@@ -50,7 +48,11 @@ class FileBackend(base.Backend):
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     for path in self._logs():
-      _cut(path, lengths.get(path, 0))
+      length = lengths.get(path, 0)
+      if os.path.getsize(path) > length:
+        with open(path, 'r+b') as file:
+          file.truncate(length)
+          os.fsync(file.fileno())
 
   def flush(self) -> dict[str, int]:
     os.fsync(self._file.fileno())
@@ -59,22 +61,3 @@ class FileBackend(base.Backend):
   def close(self) -> None:
     with self._file:
       self.flush()
-
-
-def _cut(path: str, length: int) -> None:
-  """Removes what a file has beyond a length in bytes, and waits for the disk.
-
-  A file that is shorter stays as it is, with a warning.
-  """
-  size = os.path.getsize(path)
-  if size < length:
-    logging.warning(
-      '%s has %d bytes, but had %d at the checkpoint: records were lost.',
-      path,
-      size,
-      length,
-    )
-  elif size > length:
-    with open(path, 'r+b') as file:
-      file.truncate(length)
-      os.fsync(file.fileno())

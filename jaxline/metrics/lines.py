@@ -56,13 +56,10 @@ def to_text(name: str, value: Any) -> str:
   return FORMATS[name].format(value) if value else ''  # Not known yet.
 
 
-def mean(records: Sequence[dict[str, Any]], name: str) -> tuple[float, str]:
-  """Returns the mean of the finite values, and a note of the others."""
-  values = [x[name] for x in records if name in x]
-  finite = [x for x in values if math.isfinite(x)]
-  bad = len(values) - len(finite)
-  note = f' ({bad} of {len(values)} not finite)' if bad else ''
-  return sum(finite) / len(finite) if finite else math.nan, note
+def mean(records: Sequence[dict[str, Any]], name: str) -> float:
+  """Returns the mean of the finite values; NaN of none."""
+  values = [x[name] for x in records if math.isfinite(x.get(name, math.nan))]
+  return sum(values) / len(values) if values else math.nan
 
 
 def fit(parts: Sequence[str], width: int) -> str:
