@@ -513,29 +513,6 @@ def test_two_processes_append_to_a_file_that_one_of_them_cuts(opened, tmp_path):
   assert [x['step'] for x in _lines(tmp_path / 'metrics.jsonl')] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-  'older', [None, 'events.out.tfevents.2000000000.zebra']
-)
-def test_a_clock_that_was_set_back_changes_no_order(
-  set_clock, older, opened, tmp_path
-):
-  set_clock(lambda: 2e9 + 0.5)
-  backend = opened(writers.TensorBoardWriter(tmp_path))
-  backend.write(_record(0))
-  if older is not None:
-    os.rename(backend.path, tmp_path / older)
-  set_clock(lambda: 1e9)
-  for step in (1, 2):
-    backend = opened(writers.TensorBoardWriter(tmp_path))
-    assert os.path.basename(backend.path) == max(os.listdir(tmp_path))
-    backend.write(_record(step))
-    assert backend.path in backend.flush()
-  # One second later each time.
-  prefix = 'events.out.tfevents.2000000002.000000.'
-  assert older or os.path.basename(backend.path).startswith(prefix)
-  assert _scalars(tmp_path, 'a') == [(0, 0.0), (1, 1.0), (2, 2.0)]
-
-
 # --- JSONL. ---
 
 

@@ -139,11 +139,9 @@ class Console:
     self._checkpointer, start = checkpointer, ''
     if state is not None:
       step = self._first_step = int(state.global_step)
-      source = 'from a snapshot of the program' if step else 'a fresh run'
-      if config.restore_from:
+      source = 'resumed' if step else 'a fresh run'
+      if config.restore_from and self._saved is None:
         source = f'from {config.restore_from}'
-      if self._saved is not None:
-        source = 'resumed'
       of = f' of {config.training_steps}' if config.training_steps else ''
       start = f'step {step}{of}, {source}'
     self.say(self._start_block(start))

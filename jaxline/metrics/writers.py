@@ -219,7 +219,7 @@ class MetricWriter:
 
   def wait_to_finish(self) -> None:
     """Waits until the backends have all records, and raises their error."""
-    self._behind()()
+    self.executor.wait()
 
   def close(self) -> None:
     """Flushes and ends the writer; closing twice is allowed."""
