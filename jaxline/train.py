@@ -502,7 +502,12 @@ class Training:
     # Another process may have the file, and all compute it together.
     is_kept = log.takes('fingerprints') or jax.process_count() > 1
     if config.fingerprint and is_kept:
-      actions.append(fingerprints.Fingerprints(self.experiment, log))
+
+      def fingerprint(step: int, scalars: Mapping[str, Any]) -> None:
+        value = fingerprints.of_step(scalars, self.experiment.last_batch)
+        log.put('fingerprints', step, {'step': value})
+
+      actions.append(periodic.Every(fingerprint, 'steps', 0))
     # After the writing: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(

@@ -35,9 +35,7 @@ _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
 Backend = base.Backend
 Record = base.Record
 Writer = base.Writer
-JSONL_KEYS = jsonl.KEYS
 JsonlWriter = jsonl.JsonlWriter
-read_record = jsonl.read_record
 TensorBoardWriter = tensorboard.TensorBoardWriter
 to_scalars = values_lib.to_scalars
 
