@@ -60,6 +60,10 @@ KEYS: tuple[Key, ...] = (
   Key('training_steps', 10000, optional(number(0)),
       'Number of training steps. With None the run ends when `should_run_step`'
       ' of the experiment returns False.'),
+  Key('max_seconds', None, optional(keys.POSITIVE),
+      'Seconds of training after which the run ends as by `training_steps`.'
+      ' Start-up, compilation and evaluations do not count; those before the'
+      ' checkpoint that a run is resumed from do.'),
   Key('gradient_accumulation_steps', 1, COUNT,
       'A sharded step computes its batch in this many parts and adds their'
       ' gradients: less memory for the same step.', 'program', sharded=True),

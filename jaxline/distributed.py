@@ -46,6 +46,8 @@ VARIABLES = {
   'num_processes': 'JAX_NUM_PROCESSES',
   'process_id': 'JAX_PROCESS_ID',
 }
+_CONNECT_SECS = int(os.environ.get('JAX_INITIALIZATION_TIMEOUT', '300'))
+_HEARTBEAT_SECS = int(os.environ.get('JAX_HEARTBEAT_TIMEOUT_SECONDS', '100'))
 
 
 def _check(source: str, value: Mapping[str, Any]) -> None:
@@ -81,7 +83,7 @@ KEYS = (
 )  # fmt: skip
 
 
-def initialize(value: Any, timeout_secs: float = 300.0) -> None:
+def initialize(value: Any) -> None:
   """Connects to the other processes of the run, if there are any.
 
   Call it before any device is used. If `jax.distributed` is initialized
@@ -90,7 +92,6 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
 
   Args:
     value: of `config.distributed`.
-    timeout_secs: how long to wait for the others, in seconds.
 
   Raises:
     UsageError: the value, or the environment, is invalid.
@@ -98,7 +99,7 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
   KEYS[0].check.require('config.distributed', value)
   if value == 'off' or jax.distributed.is_initialized():
     return
-  place = _found(timeout_secs) if value == 'auto' else dict(value)
+  place = _found() if value == 'auto' else dict(value)
   if place is None or place['num_processes'] == 1:
     return
   logging.info('Connecting to the other processes: this is %s.', place)
@@ -113,7 +114,8 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
         local_device_ids=place.get('local_device_ids'),
         # Every value is known.
         cluster_detection_method='deactivate',
-        initialization_timeout=int(timeout_secs),
+        initialization_timeout=_CONNECT_SECS,
+        heartbeat_timeout_seconds=_HEARTBEAT_SECS,
       )
     except BaseException as e:
       raised.append(e)
@@ -126,7 +128,7 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
     raise raised[0]
 
 
-def _found(timeout_secs: float) -> dict[str, Any] | None:
+def _found() -> dict[str, Any] | None:
   """Returns the place of this process by the environment; None without one."""
   given: dict[str, Any] = {
     key: int(text) if text.isdecimal() else text
@@ -148,7 +150,7 @@ def _found(timeout_secs: float) -> dict[str, Any] | None:
     'process_id': cluster.get_process_id(),
     'coordinator': given.get('coordinator')
     or cluster.get_coordinator_address(
-      timeout_secs=int(timeout_secs),
+      timeout_secs=_CONNECT_SECS,
       override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT'),
     ),
     # One GPU for each process of Slurm or MPI.

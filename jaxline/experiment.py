@@ -296,7 +296,7 @@ class AbstractExperiment(abc.ABC):
     return True
 
   def make_room(self) -> None:  # noqa: B027
-    """Drops what a restore is about to replace, once all is known to fit."""
+    """Frees the state that a restore will replace; the shapes fit."""
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores what `snapshot_state` returned.

@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes, and what JAX compiles.
+"""Accounts a run's wall time, and counts what JAX compiles.
 
 `run` begins the account of a run on the thread that trains. From then on each
 moment of that thread belongs to one category: that of the innermost `measure`,

@@ -40,6 +40,7 @@ from jaxline.checkpoint import spool
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import lazy
+from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
@@ -92,7 +93,7 @@ MODES = {
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
   'train_eval_multithreaded': Mode(
-    train.Run.train_eval_multithreaded,
+    threads.train_and_eval,
     trains=True,
     eval_log='eval',
     is_threaded=True,
@@ -233,13 +234,13 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
 
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-  """Parses flags; returns the program's name and the other arguments.
+  """Parses flags; returns the program's name.
 
   Raises:
     UsageError: what is wrong, in a line.
   """
   try:
-    return values(argv)
+    name, *others = values(argv)
   except (flags.Error, AttributeError, KeyError) as e:
     # ml_collections raises the last two, one inside the other.
     message: Any = e
@@ -247,11 +248,17 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
       message = message.args[0]
     prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
     raise UsageError(prefix + ' '.join(str(message).split())) from e
+  if others:
+    raise UsageError(f'Got {others}; expected flags, such as --config.KEY=5.')
+  return [name]
 
 
 def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
   """Returns a copy of the config of parsed flags: validated, `~` expanded."""
-  expected = 'expected --config=FILE or --jaxline_run=DIR.'
+  expected = (
+    'expected --config=FILE, such as configs/lm.py or examples/minimal.py, or'
+    ' --jaxline_run=DIR.'
+  )
   if values.config is None:
     raise UsageError(f'--config is missing; {expected}')
   if values['config'].present > values['jaxline_run'].present > 0:
@@ -410,14 +417,16 @@ def check(name: str, config: config_dict.ConfigDict, *, is_ours: bool) -> None:
       f' {jax.process_count()}. Use train_and_eval.'
     )
   has_none = config.checkpointer == 'memory' or not config.checkpoint_dir
+  if config.one_off_evaluate or config.eval_steps:  # It does not wait.
+    has_none = has_none or not store_lib.at(config.checkpoint_dir).names()
   has_none &= mode.follows and is_ours and not config.eval_initial_weights
   weights = memory.InMemoryCheckpointer(config, name)
   if has_none and not weights.can_be_restored('latest'):
     raise UsageError(
-      f'--jaxline_mode={name} takes the weights of a run, but'
-      f' config.checkpoint_dir is {config.checkpoint_dir!r} and'
+      f'--jaxline_mode={name} takes the weights of a run, and there are none:'
+      f' config.checkpoint_dir is {config.checkpoint_dir!r}, and'
       f' config.checkpointer {config.checkpointer!r}. Give the directory of a'
-      " run with 'durable' checkpoints, or use --jaxline_mode=train_and_eval."
+      " run with 'durable' checkpoints, or evaluate in mode train_and_eval."
     )
 
 

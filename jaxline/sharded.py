@@ -1,4 +1,4 @@
-"""The sharded style: pure functions in, one compiled step over a mesh out.
+"""The sharded style: compiles pure functions into one step over a mesh.
 
 A subclass of `ShardedExperiment` defines the initial weights (`init_fn`), the
 loss of a batch (`loss_fn`), the optimizer (`make_optimizer`) and the data
@@ -205,7 +205,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     hold the position of a `BaseInput`, and of an iterator with `get_state` and
     `set_state` whose state is a pytree of arrays and plain values.
 
-    It may take `shard`, an `inputs.Shard`: the rows that this process reads.
+    It may take `shard`, a `base.Shard`: the rows that this process reads.
     It must take it if processes hold the same rows of a batch.
     """
 

@@ -38,6 +38,7 @@ from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
+from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
@@ -48,8 +49,6 @@ lazy.complete(__name__)
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
-# How long a failed training waits for the evaluation beside it, in seconds.
-_GRACE_SECS = 5.0
 
 
 @dataclasses.dataclass
@@ -68,7 +67,7 @@ class Run:
     eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
     eval_mode: the mode of the experiment that is evaluated.
-    eval_checkpointer: for the evaluation thread of `train_eval_multithreaded`.
+    eval_checkpointer: for the evaluation in `compat.threads`.
     console: what the terminal shows; None logs a line at an interval.
     watch: told by a signal to end the run, which then saves and leaves.
     trained: for an evaluation beside a training: set once training has made
@@ -302,63 +301,6 @@ class Run:
     self.mark_ended(state.global_step)
     return training.experiment
 
-  def train_eval_multithreaded(self) -> None:
-    """Trains, and evaluates the checkpoints in a second thread meanwhile.
-
-    An exception of either ends both.
-    """
-    if self.eval_checkpointer is None and self.checkpointer.is_resumable:
-      raise ValueError(
-        'eval_checkpointer is None, but the evaluation beside the training'
-        ' needs a checkpointer of its own that reads what'
-        f' {type(self.checkpointer).__name__} writes.'
-      )
-    # Here already, since the evaluation looks for checkpoints at once.
-    self.checkpointer.begin_training(self.experiment_class)
-    trained = threading.Event()
-    failed: list[BaseException] = []
-
-    def raise_failure(*unused: Any) -> None:
-      if failed:
-        raise failed[0]
-
-    training = dataclasses.replace(
-      self,
-      eval_writer=None,
-      periodic_actions=[*self.periodic_actions, raise_failure],
-    )
-    evaluation = dataclasses.replace(
-      self,
-      checkpointer=self.eval_checkpointer,
-      watch=preemption.Watch(),  # Signals are for the training.
-      trained=trained,
-    )
-
-    def evaluate() -> None:
-      try:
-        debug.debugger_fallback(evaluation.evaluate)()
-      except BaseException as e:
-        if not isinstance(e, errors.UsageError):
-          e.add_note('[jaxline] raised in the eval thread.')
-        # A step may compile for minutes before it is raised.
-        logging.error(
-          'The evaluation failed; the run ends after this step: %.500r', e
-        )
-        failed.append(e)
-
-    # A daemon: deep in a compilation it must not outlive the run's error.
-    thread = threading.Thread(target=evaluate, name='eval', daemon=True)
-    thread.start()
-    try:
-      training.train()
-    except BaseException:
-      trained.set()
-      thread.join(_GRACE_SECS)
-      raise
-    trained.set()
-    thread.join()
-    raise_failure()
-
 
 # What the loops share.
 
@@ -444,6 +386,7 @@ class Training:
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = base.new_state(checkpointer, self.experiment, rng)
+    self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
@@ -451,6 +394,7 @@ class Training:
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
+      self._budget.check(step, is_first=True)
     last = None if checkpointer.is_new() else step
     _resume_log(run, run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
@@ -470,6 +414,7 @@ class Training:
       action.share(run.log.executor)
     self.actions: list[periodic.Action] = [
       self.guard,
+      self._budget,
       profiling.Profiler(config, run.console.say),
       *given,
       *self._default_actions(),
@@ -532,7 +477,7 @@ class Training:
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     run, config, state = self._run, self._run.config, self.state
-    actions = [*self.actions, adapters.full_action(self._after_step)]
+    actions: list[Any] = [*self.actions, adapters.full_action(self._after_step)]
     try:
       with run.watch.training():
         # An evaluation beside it cannot make the weights of another run.
@@ -553,14 +498,13 @@ class Training:
           if run.stop and self.experiment.IS_SHARDED:
             self._count_last_step()
         self._finish()
-        # No host leaves before the first one has saved: its exit would end it.
+        # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
-      waits = [action.wait_to_finish for action in actions]
-      for wait in [*waits, run.log.wait_to_finish]:
+      for part in [*actions, run.log]:
         try:
-          wait()
+          part.wait_to_finish()
         except Exception as e:
           is_new = async_lib.cause(e) != async_lib.cause(error)
           if is_new and not errors.is_lost_process(e):
@@ -589,6 +533,7 @@ class Training:
     self._run.checkpointer.raise_error()
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
+    self._budget.check(step)
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
@@ -815,9 +760,8 @@ def evaluate(
   `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
 
   Raises:
-    ValueError: `one_off_evaluate` without a checkpoint or
-      `eval_initial_weights`; `eval_steps` of which one has no checkpoint; or
-      the best metric's name is not returned.
+    UsageError: there is no checkpoint to evaluate, or none of a step in
+      `eval_steps`; or `evaluate` did not return the best metric.
   """
   Run(
     experiment_class,

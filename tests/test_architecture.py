@@ -61,7 +61,7 @@ STEPS = (
   ('evaluation', 'pipeline', 'train_step'),
   ('accumulate',),
   ('decode', 'exits', 'runs', 'sharded', 'train'),
-  ('aot',),
+  ('aot', 'compat.threads'),
   ('platform',),
   ('runs.replay',),
   ('runs.bisect', 'runs.explain'),

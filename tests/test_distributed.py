@@ -27,6 +27,8 @@ HERE = {'coordinator': 'localhost:1234', 'num_processes': 4, 'process_id': 1}
 # What could tell the tests' own process that it is one of several.
 NAMES = (
   *distributed.VARIABLES.values(),
+  'JAX_HEARTBEAT_TIMEOUT_SECONDS',
+  'JAX_INITIALIZATION_TIMEOUT',
   'JAX_LOCAL_DEVICE_IDS',
   'JAX_COORDINATOR_BIND_ADDRESS',
   'JAX_COORDINATOR_PORT',
@@ -66,7 +68,7 @@ def env(monkeypatch):
 
 
 def found():
-  return distributed._found(5)
+  return distributed._found()
 
 
 def who(place):
@@ -361,3 +363,16 @@ def test_a_signal_ends_the_wait_for_the_others(address):
     _, err = process.communicate(timeout=TIMEOUT_SECS)
   assert 'KeyboardInterrupt' in err
   assert 'in initialize' in err
+
+
+@pytest.mark.process
+def test_how_long_to_wait_for_a_process_is_set(address, env):
+  """JAX's own values, 300 and 100 s, are longer than this test waits."""
+  env(JAX_INITIALIZATION_TIMEOUT='20', JAX_HEARTBEAT_TIMEOUT_SECONDS='3')
+  code = f"{MEET}import time\nprint('met', flush=True)\ntime.sleep(600)"
+  with started(code, address, 2, 0) as first, started(code, address, 2, 1) as b:
+    assert [p.stdout.readline() for p in (first, b)] == ['met\n'] * 2
+    b.send_signal(signal.SIGSTOP)
+    assert first.wait(60) == -signal.SIGABRT
+  with started(MEET, address, 2, 1) as alone:
+    assert alone.wait(60) == -signal.SIGABRT

@@ -22,8 +22,10 @@ from jaxline.supervision import preemption
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / 'docs' / 'reference' / 'launching.md'
 LAUNCH = ROOT / 'launch'
-SCRIPTS = (LAUNCH / 'slurm.sbatch', LAUNCH / 'tpu_vm.sh')
+SPEEDRUN = ROOT / 'examples' / 'lm' / 'speedrun.sh'
+SCRIPTS = (LAUNCH / 'slurm.sbatch', LAUNCH / 'tpu_vm.sh', SPEEDRUN)
 TIMEOUT_SECS = 100
+BIN = pathlib.Path(sys.executable).parent  # Of `python`.
 
 
 def program(folder, name, text):
@@ -78,7 +80,7 @@ sys.exit(max(128 - code if code < 0 else code for code in codes))
 MEET = """
 import sys
 from jaxline import distributed
-distributed.initialize('auto', timeout_secs=60)
+distributed.initialize('auto')
 from jax.experimental import multihost_utils
 import jax
 import numpy as np
@@ -346,3 +348,31 @@ def test_recipes_parse():
     subprocess.run(['bash', '-n'], input=block, text=True, check=True)
   for block in blocks('yaml'):
     assert yaml.safe_load(block), block
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ('candidate', 'budget', 'last', 'code'),
+  [
+    ('--config.experiment_kwargs.config.learning_rate=1e-9', '', 'discard', 1),
+    ('--config.training_step=9', '1', 'discard: the candidate failed.', 1),
+    ('no_such_revision', '1', None, 2),
+  ],
+)
+def test_a_speedrun(tmp_path, candidate, budget, last, code):
+  done = subprocess.run(
+    [SPEEDRUN, '', candidate, '--config.training_steps=9'],
+    env=os.environ
+    | {'CONFIG': 'examples/minimal.py', 'OUT': str(tmp_path), 'SEEDS': '1 2'}
+    | {'BUDGET': budget, 'PATH': f'{BIN}{os.pathsep}{os.environ["PATH"]}'},
+    capture_output=True,
+    text=True,
+    timeout=2 * TIMEOUT_SECS,
+  )
+  assert done.returncode == code, done.stderr
+  lines = done.stdout.splitlines()
+  assert lines[-1:] == [last] * (last is not None)
+  if last == 'discard':
+    assert lines[-2].startswith('worse: eval/bits_per_byte')
+    turns = [line.split(',')[0] for line in lines[:4]]
+    assert turns == ['baseline', 'candidate', 'candidate', 'baseline']

@@ -379,7 +379,7 @@ def test_reserved_names_are_refused(name):
     def step_scalars(self, state, grads, updates):
       return {name: jnp.zeros([])}
 
-  with pytest.raises(ValueError, match=rf"named \['{name}'\]; the step"):
+  with pytest.raises(ValueError, match=name):
     train(make({}, Taken), 1, 'raise')
   train(make({}, Taken), 1, 'ignore')
 

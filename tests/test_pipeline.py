@@ -243,7 +243,7 @@ import jax
 sys.path.insert(0, 'tests')
 import numpy as np
 import test_pipeline as t
-from jaxline import partitioning
+from jaxline import partitioning, placement
 from jaxline.aot import hlo
 
 partitioner = partitioning.Partitioner.make(

@@ -271,6 +271,7 @@ def test_the_config_is_that_of_the_run(tmp_path):
     (['--jaxline_run=RUN', '--config.training_step=3'], 'training_step'),
     (['--jaxline_run=RUN', '--config.mesh.icy.data=3'], 'icy'),
     (['--jaxline_run=RUN', '--config.training_steps=-1'], 'training_steps'),
+    (['--jaxline_run=RUN', 'config.training_steps=3'], 'training_steps'),
     (['--jaxline_run=RUN/no'], 'RUN/no'),
     (['--jaxline_run=gs://b/r'], 'bucket'),
   ],

@@ -7,6 +7,7 @@ import pytest
 from jaxline import base_config
 from jaxline import runs
 from jaxline.runs import __main__ as cli
+from jaxline.runs import verdict
 
 
 @pytest.fixture
@@ -194,3 +195,63 @@ def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
   error = capsys.readouterr().err
   assert said in error
   assert error.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+  ('a', 'b', 'difference', 'half', 'confidence'),
+  [  # By tables of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
+    ([0, 1, 2], [3, 4, 5], 3, 2.776 * (2 / 3) ** 0.5, 0.97869),
+    ([1, 2], [3, 2], 1, 4.303 * 0.5**0.5, 0.5**0.5),
+    ([1, 1], [1, 1], 0, 0, 0),
+    ([2, 2], [1, 1], -1, 0, 1),
+  ],
+)
+def test_welch(a, b, difference, half, confidence):
+  found = verdict.welch(a, b)
+  assert found == pytest.approx((difference, half, confidence), abs=1e-3)
+
+
+@pytest.fixture
+def make_side(make_run, tmp_path):
+  """Returns what writes the runs of a side, one for each value; its name."""
+
+  def make(name, values, **config):
+    for seed, value in enumerate(values):
+      own = {'ended': 9, 'random_seed': seed, 'best_model_eval_metric': 'x'}
+      evals = [(3, {'x': 0.0, 'loss': value}), (9, {'x': value})]
+      make_run(f'{name}/{seed}', evals=evals, **own | config)
+    return str(tmp_path / name)
+
+  return make
+
+
+@pytest.mark.parametrize(
+  ('values', 'metric', 'word', 'code'),
+  [
+    ([5, 6, 7], None, 'better', 0),
+    ([-5, -6, -7], None, 'worse', 1),
+    ([1, 2, 4], None, 'not distinguishable', 1),
+    ([-5, -6, -7], 'eval/loss', 'better', 0),
+  ],
+)
+def test_a_verdict_over_seeds(make_side, capsys, values, metric, word, code):
+  sides = make_side('a', [1, 2, 3]), make_side('b', values)
+  argv = ['--metrics', metric] if metric else []
+  assert cli.main(['compare', '--seeds', *sides, *argv]) == code
+  assert capsys.readouterr().out.splitlines()[-1].startswith(word)
+
+
+@pytest.mark.parametrize(
+  ('values', 'config'),
+  [
+    ([1], {}),
+    ([1, 'NaN'], {}),
+    ([1, 2], {'ended': None}),
+    ([1, 2], {'random_seed': 1}),
+  ],
+)
+def test_no_verdict_without_seeds(make_side, capsys, values, config):
+  sides = make_side('a', [1, 2]), make_side('b', values, **config)
+  assert cli.main(['compare', '--seeds', *sides]) == 2
+  assert cli.main(['compare', '--seeds', sides[0]]) == 2
+  assert 'config.random_seed' in capsys.readouterr().err

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from jaxline import experiment
 from jaxline import train
 from jaxline.checkpoint import base
 from jaxline.checkpoint import notes
+from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from tests import remains
 from tests import test_averaged_weights
@@ -74,6 +76,61 @@ def test_a_killed_run_stops_at_the_same_step(dies_at, every, tmp_path):
   assert process.run(9) == []  # It stays ended,
   early_stop = {'patience': 5, 'metric': 'before'}
   assert process.run(9, early_stop=early_stop) == [5, 6]  # until this changes.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """Counts how often it is asked: a second each time."""
+  fake = types.SimpleNamespace(secs=0.0, compiled=0.0)
+
+  def now():
+    fake.secs += 1
+    return fake.secs
+
+  monkeypatch.setattr(budget, '_clock', now)
+  monkeypatch.setattr('jaxline.goodput.compiled_secs', lambda: fake.compiled)
+  return fake
+
+
+@pytest.mark.parametrize('every', [1, 3])
+@pytest.mark.parametrize('dies_at', [None, 0, 3])
+def test_a_killed_run_ends_after_the_same_seconds(
+  dies_at, every, tmp_path, clock
+):
+  """Each step takes a second."""
+  process = test_train.Process(
+    tmp_path, 'train', save_checkpoint_interval=every, max_seconds=4
+  )
+  if dies_at is not None:
+    process.run(9, dies_at=dies_at)
+  for seconds, end in ((4, 4), (4, 4), (6, 6), (None, 9), (1, 9)):
+    process.run(9, max_seconds=seconds)
+    assert noted(tmp_path) == {'step': end, 'why': ''}
+    assert remains.newest(tmp_path) == end
+
+
+def test_the_seconds_of_training(clock):
+  state = base.ExperimentState()
+  seconds = budget.Budget(100.0, state)
+  seconds.update_time(0.0, 0)
+  clock.secs, clock.compiled = clock.secs + 9, 7.0
+  seconds(0.0, 1, {})
+  assert state.trained_secs == 3  # 7 of 10 seconds compiled.
+  clock.secs, clock.compiled = clock.secs + 9, 12.0
+  seconds.skip_time(10.0)  # An evaluation, which has compiled as well.
+  seconds(0.0, 2, {})
+  assert state.trained_secs == 4
+
+
+def test_the_step_is_in_the_output(tmp_path, capfd):
+  config = regression.get_config(10**6)
+  config.checkpoint_dir = str(tmp_path)
+  config.console = 'plain'
+  config.max_seconds = 0.05
+  result = jaxline.fit(regression.Regression, config)
+  step = int(result.experiment.state.step)
+  assert noted(tmp_path)['step'] == remains.newest(tmp_path) == step
+  assert f'step {step}.' in capfd.readouterr().out
 
 
 class Stops(regression.Regression):
@@ -207,6 +264,17 @@ def test_two_processes_stop_together(style, tmp_path):
   assert sorted(multiprocess.logged(directory, 'eval')) == [2, 4, 5]
   multiprocess.run(*args)
   assert remains.steps(directory)[-1] == 5
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('style', ['sharded', 'per_device'])
+def test_two_processes_end_by_the_time_of_the_first(style, tmp_path):
+  directory = tmp_path / 'run'
+  args = directory, style, '--config.max_seconds=1.5'
+  for _ in range(2):
+    multiprocess.run(*args, step_secs=0.02, steps=100000)
+    assert noted(directory)['step'] == remains.steps(directory)[-1]
+    assert 3 < noted(directory)['step'] <= 75
 
 
 @pytest.mark.process

@@ -33,6 +33,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
 from jaxline.compat import devices
+from jaxline.compat import threads
 from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
@@ -537,7 +538,7 @@ def test_an_evaluation_beside_the_training_needs_a_checkpointer(tmp_path):
   config = make_config(2, checkpoint_dir=str(tmp_path))
   made = train.Run(Plain, config, durable.DurableCheckpointer(config, 'train'))
   with pytest.raises(ValueError, match='eval_checkpointer is None'):
-    made.train_eval_multithreaded()
+    threads.train_and_eval(made)
 
 
 # Periodic actions and the writer.
@@ -1762,14 +1763,15 @@ class Process:
           experiment_class, config, checkpointer('train'), writer('train')
         )
       else:
-        train.Run(
+        run = train.Run(
           experiment_class,
           config,
           checkpointer('train'),
           writer('train'),
           writer('eval'),
           eval_checkpointer=checkpointer('eval'),
-        ).train_eval_multithreaded()
+        )
+        threads.train_and_eval(run)
     return [step for step, _ in log.evals]
 
   def curve(self, mode='eval'):

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxline import errors
 
+# An entry of the live state that a checkpoint may lack.
+OPTIONAL = 'trained_secs'
+
 
 class Fresh(dict):
   """A snapshot just read: a restore may keep its arrays, no one else has them.

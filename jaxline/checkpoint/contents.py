@@ -1,4 +1,4 @@
-"""A live state as a checkpoint holds it: arrays and JSON, and back."""
+"""Converts a run's state to arrays and JSON, and back."""
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -226,7 +226,8 @@ class Checkpoint:
 
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
-    described, keys = self.record['entries'], list(keys)
+    described = self.record['entries']
+    keys = [k for k in keys if k != base.OPTIONAL or k in described]
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
         f'{self.name} lacks {missing}; it holds {sorted(described)}.'
@@ -245,7 +246,7 @@ class Checkpoint:
     trees = module.snapshot_template()
     wants, is_named = module.wants_restored, module.has_entry
     saved = {e: x for e, x in self.record['module'].items() if is_named(e)}
-    # Name of an array -> where it goes; None is host memory.
+    # Maps an array's name to its target sharding; None means host memory.
     targets: dict[str, Any] = {}
     for entry, tree in trees.items():
       targets |= structure.named_leaves(tree, entry)

@@ -195,7 +195,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         evaluated[step] = self._restored['data']
         known.add(step)
         return True
-      # Before the run's first checkpoint there may be what it starts from.
+      # A run without checkpoints may start from a seed snapshot.
       seed = None if self._has_any(ckpt_series) else memory.seed(ckpt_series)
       if seed is None or memory.step_of(seed) in done:
         return False

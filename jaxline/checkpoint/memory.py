@@ -290,7 +290,7 @@ def entries_of(
   module: Any = entries.get('experiment_module')
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
-  missing = sorted(set(keys) - set(entries))
+  missing = sorted(set(keys) - set(entries) - {base.OPTIONAL})
   if missing == ['train_step_rng']:
     # So are checkpoints that programs made for themselves.
     logging.warning(

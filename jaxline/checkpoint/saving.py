@@ -99,7 +99,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
         all_hosts=config[f'{kind}_checkpoint_all_hosts'],
         allow_pickle=self._allow_pickle,
       )
-    # Now: the flushes do not wait for what later steps log.
+    # Queue the flush now, so that it covers this step and not later ones.
     logs = self.logs if ckpt_series == 'latest' else ()
     flushes = [log.flush_async() for log in logs]
     published = self._published(ckpt_series, step, module)
@@ -213,7 +213,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       more = {}
       if series == 'best':
         more = added | {'entries': manifest['entries'] | added['entries']}
-        # Later than any other best one, also if the clock was put back.
+        # Keep timestamps increasing even if the clock went back.
         times = self._manifests.times('best').values()
         more['time'] = max([time.time(), *(t + 1 for t in times)])
       self._manifests.write(series, manifest | more)

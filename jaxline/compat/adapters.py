@@ -1,4 +1,4 @@
-"""Adapters of what follows JAXline's contract to the contract of the loops.
+"""Wraps JAXline-style parts of a run in this library's interfaces.
 
 `train`, `decode`, `platform` and `python -m jaxline.inputs` call these where a
 run begins. After that every checkpointer, writer, action and experiment has all

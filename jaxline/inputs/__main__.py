@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-  # Data is looked at beside a run that may have all accelerators.
+  # Use the CPU: a training run may hold all accelerators.
   jax.config.update('jax_platforms', 'cpu')
   if sys.argv[1:2] == ['tokenize']:
     logging.set_verbosity(logging.INFO)  # How far it is.

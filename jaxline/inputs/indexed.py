@@ -1,4 +1,4 @@
-"""Records that have numbers: shuffled, divided among hosts, counted.
+"""Random-access datasets: shuffling, sharding over hosts, epochs.
 
 There is one global order of the records, epoch after epoch (Grain's shuffle).
 With G = batch_size * num_infeed_hosts, global batch n is the positions [n * G,

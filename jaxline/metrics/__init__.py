@@ -1,7 +1,4 @@
-"""Averages that stay right over uneven batches and shards.
-
-What becomes of the numbers of a run: `writers`, `periodic`, `console`.
-"""
+"""Weighted means that aggregate exactly over uneven batches and shards."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -51,7 +48,7 @@ KEYS = (
   Key('log_all_hosts', False, BOOLEAN,
       'Log on all hosts instead of only the first.'),
   Key('log_all_train_data', False, BOOLEAN,
-      'Keep the scalars of every step, and log them together at the interval.'),
+      'Log the scalars of every step, not only of those at the interval.'),
   Key('fingerprint', True, BOOLEAN,
       'Write a number of the scalars and the batch of every step, for `runs'
       ' replay` and `runs bisect`.'),

@@ -40,7 +40,7 @@ KEYS = frozenset({'step', 'time', 'kind'})
 
 
 def read_record(line: bytes) -> dict[str, Any]:
-  """Returns a line's record, which has a step; of what is none, nothing."""
+  """Returns a line's record; {} if the line is no record with a step."""
   try:
     record = json.loads(line)
   except (ValueError, RecursionError):

@@ -4,8 +4,9 @@
   python -m jaxline.runs compare runs/lr_*
   python -m jaxline.runs replay runs/a 7310 --steps=10
 
-The exit status is 0; 1 where a replay differs from the run, or two runs differ;
-2 where there is no run or nothing of that name, in one line on stderr.
+The exit status is 0; 1 where a replay differs from the run, two runs differ or
+`compare --seeds` finds nothing better; 2 where there is no run or nothing of
+that name, in one line on stderr.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from jaxline.metrics import lines
 from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
+from jaxline.runs import verdict
 
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
 
@@ -72,7 +74,7 @@ def _ls(args: argparse.Namespace) -> None:
   inspection.print_table([header, *rows], right=(2, 3))
 
 
-def _compare(args: argparse.Namespace) -> None:
+def _compare(args: argparse.Namespace) -> int:
   runs = runs_lib.find(args.dir)
   metrics = args.metrics.split(',') if args.metrics else _common(runs)
   known = sorted({name for run in runs for name in run.curves})
@@ -90,6 +92,8 @@ def _compare(args: argparse.Namespace) -> None:
         cells = (f'{of[name]:.5g}' if name in of else '' for of in columns)
         rows.append((f'{what} {name}', *cells))
   inspection.print_table(rows, right=range(1, len(runs) + 1))
+  sides = [runs_lib.find([place]) for place in args.dir if args.seeds]
+  return int(args.seeds and not verdict.say(sides, args.metrics))
 
 
 def _common(runs: Sequence[runs_lib.Run]) -> list[str]:
@@ -120,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   arg = add('compare', _compare, what, 'runs/lr_* --metrics=eval/loss')
   arg('dir', nargs='+', help='a run, or what has runs below')
   arg('--metrics', help='the default is all of evaluation, and training losses')
+  what = 'then, whether the runs in the second DIR are better than in the first'
+  arg('--seeds', action='store_true', help=what)
   what = 'whether the steps of a run give the same numbers again'
   arg = add('replay', replay.command, what, 'runs/a 7310 --steps=10')
   arg('run_dir', metavar='RUN', help='the directory of a run')

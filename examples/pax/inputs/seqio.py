@@ -312,7 +312,7 @@ class SeqIOInput(tfdata.EpochInput):
     )
 
   def _check_tasks_have_examples(self, seed: int, host_index: int) -> None:
-    # Repeated, a task without any would be looked through for ever.
+    # Repeating an empty task would loop forever.
     for task in self._tasks:
       # Not shuffled, which would fill a buffer for one example.
       dataset = self._examples_of(task, seed, host_index, shuffle=False)

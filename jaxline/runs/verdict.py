@@ -1,0 +1,67 @@
+"""Whether a change is more than the noise of seeds."""
+
+from collections.abc import Sequence
+import math
+
+import numpy as np
+
+from jaxline import errors
+from jaxline import runs as runs_lib
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
+  """Compares the means of two samples by Welch's t test.
+
+  Returns:
+    mean(b) - mean(a), half the width of its 95% interval, and the confidence
+    that the means differ: 1 - p, two-sided.
+  """
+  parts = [np.var(x, ddof=1) / len(x) for x in (a, b)]
+  spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
+  freedom = sum(parts) ** 2 / spread if spread else 1.0
+  # By t = sqrt(freedom) * tan(angle), whose density is a power of its cosine.
+  angles = np.linspace(0, math.pi / 2, 100_001)
+  density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
+  within = np.append(0, np.cumsum(density) / density.sum())
+  unit = math.sqrt(freedom * sum(parts))
+  difference = float(np.mean(b) - np.mean(a))
+  angle = math.atan2(abs(difference), unit)
+  half = unit * math.tan(np.interp(0.95, within, angles))
+  return difference, half, float(np.interp(angle, angles, within))
+
+
+def say(sides: Sequence[Sequence[runs_lib.Run]], metric: str | None) -> bool:
+  """Prints whether the runs of the second side are better; returns whether.
+
+  Raises:
+    errors.UsageError: the runs cannot be compared.
+  """
+  first = sides[0][0]
+  metric = metric or next(iter(first.last), '')
+  samples = []
+  for side in sides:
+    sample = [run.last.get(metric, math.nan) for run in side if run.has_ended]
+    seeds = {run.recorded.get('random_seed') for run in side}
+    num_valid = np.isfinite(sample).sum()
+    if len(sides) != 2 or not 2 <= len(seeds) == len(side) == num_valid:
+      raise errors.UsageError(
+        f'--seeds: {metric!r} is {sample} with the seeds {seeds}; expected two'
+        ' directories, each with two or more runs that differ in'
+        ' config.random_seed and have ended, with finite values.'
+      )
+    samples.append(sample)
+  higher = 'loss' not in metric
+  if metric == f'eval/{first.recorded.get("best_model_eval_metric")}':
+    higher = first.recorded['best_model_eval_metric_higher_is_better']
+  for name, x in zip(('baseline', 'candidate'), samples, strict=True):
+    print(f'{name}: mean {np.mean(x):.5g}, deviation {np.std(x, ddof=1):.2g}')
+  difference, half, confidence = welch(*samples)
+  verdict = 'better' if (difference > 0) == higher else 'worse'
+  if confidence < 0.95:
+    verdict = 'not distinguishable at this number of seeds'
+  print(
+    f'{verdict}: {metric} ({"higher" if higher else "lower"} is better) by'
+    f' {difference:+.4g} \N{PLUS-MINUS SIGN} {half:.2g},'
+    f' confidence {confidence:.1%}'
+  )
+  return verdict == 'better'

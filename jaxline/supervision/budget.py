@@ -1,0 +1,52 @@
+"""Ends a run after `config.max_seconds` of training."""
+
+import time
+from typing import Any
+
+import jax
+
+from jaxline import distributed
+from jaxline import errors
+from jaxline import goodput
+from jaxline.metrics import periodic
+
+_clock = time.perf_counter
+_EVERY = 10  # Steps. Several processes wait for the devices to compare.
+
+
+class Budget(periodic.Action):
+  """Counts the seconds of training as `trained_secs` of a run's live state.
+
+  Compilation on the thread that trains and evaluations do not count.
+  """
+
+  def __init__(self, max_seconds: float | None, state: Any):
+    self._max, self._state = max_seconds, state
+    if max_seconds is not None:
+      goodput.listen()
+      state.trained_secs = 0.0
+
+  def update_time(self, t: float, step: int) -> None:
+    self._now, self._compiled = _clock(), goodput.compiled_secs()
+
+  def skip_time(self, seconds: float) -> None:
+    self.update_time(0.0, 0)  # Nothing but the evaluation since the last step.
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    if self._max is not None:
+      began = self._now - self._compiled
+      self.update_time(t, step)
+      secs = self._now - self._compiled - began
+      self._state.trained_secs += max(0.0, secs)
+
+  def check(self, step: int, is_first: bool = False) -> None:
+    """Raises StopTraining in all processes if the first one's time is over."""
+    is_due = is_first or jax.process_count() == 1 or step % _EVERY == 0
+    if self._max is None or not is_due:
+      return
+    secs = distributed.of_chief(float(self._state.trained_secs))
+    if secs >= self._max:
+      raise errors.StopTraining(
+        f'It has trained for {secs:.1f} s at step {step}.',
+        'raise config.max_seconds, or set it to None',
+      )
