@@ -42,6 +42,7 @@ from jaxline.compat import adapters
 from jaxline.compat import lazy
 from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
+from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
@@ -322,7 +323,7 @@ def main(
 
   def run(unused_argv: Sequence[str]) -> None:
     name, cls = flags.FLAGS.jaxline_mode, experiment_class
-    with exits.Ending() as ending, goodput.run(), console_lib.quiet_log():
+    with exits.Ending() as ending, goodput.run(), log_filter.quiet_log():
       config = _read_config(flags.FLAGS)
       ending.is_joint = find_mode(name).trains
       _start_jax(config, is_alone=name == 'compile' and bool(config.topology))

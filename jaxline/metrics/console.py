@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import logging as std_logging
 import os
 import pathlib
 import re
@@ -25,7 +24,6 @@ from typing import Any, NamedTuple
 from absl import logging
 import jax
 
-from jaxline import debug
 from jaxline import goodput
 from jaxline.metrics import base
 from jaxline.metrics import lines
@@ -38,13 +36,6 @@ _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
 _PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
 _LIVE_SECS = 1.0  # How often the live line gets new numbers.
-# Libraries whose information is hidden from absl's log, and the files in them
-# that report what takes minutes.
-_LIBRARIES = tuple(
-  f'{pathlib.Path(file).parent}{os.sep}'
-  for file in (debug.__file__, jax.__file__)
-)
-_HEARD = ('console.py', 'token_cache.py', 'xla.py')
 
 
 class Origin(NamedTuple):
@@ -86,7 +77,6 @@ class Console:
     self._experiment: Any = None
     self._state: Any = None
     self._checkpointer: Any = None
-    self._first_step = 0
     self._live: live.LiveLine | None = None
     self._activity = ''  # What the run does instead of steps.
     self._compiled_before: float | None = None
@@ -138,7 +128,7 @@ class Console:
     self._config, self._experiment, self._state = config, experiment, state
     self._checkpointer, start = checkpointer, ''
     if state is not None:
-      step = self._first_step = int(state.global_step)
+      step = int(state.global_step)
       source = 'resumed' if step else 'a fresh run'
       if config.restore_from and self._saved is None:
         source = f'from {config.restore_from}'
@@ -192,7 +182,6 @@ class Console:
   def _summary(self, error: BaseException | None) -> list[str]:
     """Returns what the run did, where its time went, and the next commands."""
     config, secs = self._config, time.monotonic() - self._began
-    took = f' in {lines.duration(secs)}'
     if self._state is None:
       done = f'Evaluated {self._num_evaluated} checkpoint(s)'
     else:
@@ -201,10 +190,8 @@ class Console:
         how = 'Failed at'
       elif self.stopped or self._experiment.should_run_step(step, config):
         how = 'Stopped at'
-      elif error is None and step == self._first_step:
-        how, took = 'The run is already complete:', ''
       done = f'{how} {self._step_text(step)}'
-    block = [f'{done}{took}.']
+    block = [f'{done} in {lines.duration(secs)}.']
     if self.stopped:
       block.append(f'Reason: {self.stopped}')
     if self._best:
@@ -278,7 +265,6 @@ class Console:
     state = self._state
     if self._experiment.should_run_step(state.global_step, self._config):
       self.say('Compiling the train step...')
-      self._activity = ', compiling the train step'
       goodput.listen()
       self._compiled_before = goodput.compiled_secs()
       if self.mode == 'live':
@@ -361,12 +347,6 @@ class Console:
     columns = shutil.get_terminal_size((_PIPE_WIDTH, 0)).columns
     return sys.maxsize if self.mode == 'off' else columns
 
-  def _say_numbers(self, head: str, numbers: Mapping[str, Any]) -> None:
-    texts = [
-      lines.to_text(x, numbers[x]) for x in sorted(numbers, key=lines.rank)
-    ]
-    self.say(lines.fit([head, *texts], self._width))
-
   # Evaluation.
 
   def evaluating(self, step: int) -> None:
@@ -379,7 +359,10 @@ class Console:
     """Prints the scalars that `evaluate` returned for a step."""
     self._activity = ''
     self._num_evaluated += 1
-    self._say_numbers(f'{log} step {step}', writers.to_scalars(scalars))
+    numbers = writers.to_scalars(scalars)
+    names = sorted(numbers, key=lines.rank)
+    texts = [lines.to_text(name, numbers[name]) for name in names]
+    self.say(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
     """Notes the best value so far; without a step, it is an earlier start's."""
@@ -476,26 +459,6 @@ class _Sink(base.Backend):
           clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
           shown = textwrap.indent(clean.expandtabs(), '  ')
           self._console.say(f'{self._log} step {step} | {name}:\n{shown}')
-
-
-@contextlib.contextmanager
-def quiet_log() -> Iterator[None]:
-  """Hides the libraries' information from absl's log, unless -v 1 is given."""
-  handler = logging.get_absl_handler()
-
-  def is_shown(record: std_logging.LogRecord) -> bool:
-    return (
-      record.levelno != std_logging.INFO
-      or not record.pathname.startswith(_LIBRARIES)
-      or record.filename in _HEARD
-      or logging.get_verbosity() >= logging.DEBUG
-    )
-
-  handler.addFilter(is_shown)
-  try:
-    yield
-  finally:
-    handler.removeFilter(is_shown)
 
 
 def describe_weights(experiment: Any) -> str:
