@@ -6,7 +6,6 @@ import atexit
 from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 import functools
-import os
 import queue
 import threading
 import time
@@ -37,9 +36,8 @@ def _log_all(name: str, errors: list[BaseException]) -> None:
 
 
 _PAUSE_SECS = 0.002
-# Called at the end of the process, when what was queued has run.
-at_exit: list[Callable[[], None]] = []
-os.register_at_fork(after_in_child=at_exit.clear)
+# How many calls may wait before the caller waits as well.
+_MAX_QUEUED = 1000
 _executors: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
 
 
@@ -83,10 +81,10 @@ class SerialExecutor:
     """Whether this is called on the executor's thread."""
     return threading.get_ident() == self._thread.ident
 
-  @property
-  def num_queued(self) -> int:
-    """How many calls wait, without the one that runs."""
-    return self._calls.qsize()
+  def wait_for_room(self) -> None:
+    """Waits for the calls so far, if there are too many of them."""
+    if self._calls.qsize() >= _MAX_QUEUED and not self.is_current:
+      self.wait()
 
   def put(self, call: Callable[[], Any]) -> None:
     """Queues a call without arguments, which an earlier error does not stop.
@@ -203,11 +201,6 @@ def _end_all() -> None:
     done = threading.Event()
     executor.put(done.set)
     done.wait()
-  for call in list(at_exit):
-    try:
-      call()
-    except BaseException as e:
-      logging.error('Error at the end of the process.', exc_info=e)
   for executor in executors:
     executor._calls.put(None)
     executor._thread.join()

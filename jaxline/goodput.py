@@ -34,8 +34,6 @@ CATEGORIES = (
 # Tracing, lowering and the backend's compilation or its retrieval from a cache.
 # JAX reports the start of each as a scalar, and the end as a duration.
 _PHASES = '/jax/core/compile/'
-_BACKEND_COMPILE = '/jax/core/compile/backend_compile_duration'
-_CACHE_HIT = '/jax/compilation_cache/cache_hits'
 
 _clock = time.perf_counter
 # A signal handler may ask while its thread holds it.
@@ -57,9 +55,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# What this process has compiled, in all threads: programs, seconds, and how
-# many of the programs were in a cache.
-_count, _secs, _hits = 0, 0.0, 0
 
 
 def _settle() -> None:
@@ -137,18 +132,6 @@ def spent() -> dict[str, float]:
     return dict(_spent)
 
 
-def compilations() -> tuple[int, float, int]:
-  """Returns what this process has compiled so far, in all threads.
-
-  Returns:
-    The number of programs, the seconds for them with tracing and lowering, and
-    how many of them JAX's persistent cache had. It never has those that compile
-    fast or call back to Python.
-  """
-  listen()
-  return _count, _secs, _hits
-
-
 def compiled_secs() -> float:
   """Returns for how many seconds this thread has compiled since `listen`."""
   return _thread.compiled_secs
@@ -157,31 +140,21 @@ def compiled_secs() -> float:
 # JAX calls these.
 
 
-def _on_event(event: str, **unused: Any) -> None:
-  global _hits
-  _hits += event == _CACHE_HIT
-
-
 def _on_start(event: str, *unused: Any, **also_unused: Any) -> None:
   _thread.depth += event.startswith(_PHASES)
 
 
 def _on_end(event: str, duration_secs: float, **unused: Any) -> None:
-  global _count, _secs
   if not event.startswith(_PHASES) or not _thread.depth:
     return
   _thread.depth -= 1
-  with _lock:
-    _count += event == _BACKEND_COMPILE
-    if not _thread.depth:
-      add('compilation', duration_secs)
-      _thread.compiled_secs += duration_secs
-      _secs += duration_secs
+  if not _thread.depth:
+    add('compilation', duration_secs)
+    _thread.compiled_secs += duration_secs
 
 
 @functools.cache
 def listen() -> None:
   """Has JAX say what it compiles, from the first call on."""
-  jax.monitoring.register_event_listener(_on_event)
   jax.monitoring.register_scalar_listener(_on_start)
   jax.monitoring.register_event_duration_secs_listener(_on_end)

@@ -42,6 +42,7 @@ from jaxline.compat import adapters
 from jaxline.compat import lazy
 from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
+from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
@@ -327,7 +328,7 @@ def main(
 
   def run(unused_argv: Sequence[str]) -> None:
     name, cls = flags.FLAGS.jaxline_mode, experiment_class
-    with exits.ending(), goodput.run(), console_lib.quiet_log():
+    with exits.ending(), goodput.run(), log_filter.quiet_log():
       config = _read_config(flags.FLAGS)
       _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
       watchdog.covers_exit = True
@@ -472,7 +473,6 @@ def build(
     if log not in names or not is_writable:
       return writers.MetricWriter()
     made = writer_factory(config, log)
-    console.show_texts(made, log)
     logs.enter_context(adapters.full_writer(made))
     return made
 

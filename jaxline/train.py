@@ -279,7 +279,10 @@ class Run:
     with self.stoppable():
       if interval is not None and interval >= 0:
         action = periodic.Every(
-          evaluate_now, interval_type, interval, end_step=config.training_steps
+          evaluate_now,
+          interval_type,
+          interval,
+          end_step_to_action=config.training_steps,
         )
         # The last action, because it shifts the clocks of the others.
         training.actions.append(action)
@@ -422,21 +425,13 @@ class Training:
     """Returns what every training does at intervals: log, write, save."""
     config, log, console = self._run.config, self._run.log, self._run.console
     add_rates = rates.Rates(self.experiment)
-    options = {
-      'interval_type': config.logging_interval_type or config.interval_type,
-      'logging_growth_ratios': config.periodic_action_growth_ratios,
-      'executor': log.executor,  # The thread that writes also fetches.
-      **console.options(config),
-    }
-    show = options.pop('fn')
 
     def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
       return add_rates(self.guard.without_flag(scalars))
 
-    console.log_action = periodic.PeriodicAction(
-      lambda step, scalars: show(step, finish(scalars)), **options
-    )
-    actions: list[periodic.Action] = [console, console.log_action]
+    console.show(log, 'train')
+    hook = console_lib.Hook(console, config, log, finish)
+    actions: list[periodic.Action] = [hook]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
       actions.append(
@@ -444,15 +439,20 @@ class Training:
           lambda step, scalars: log.put('scalars', step, scalars, finish),
           config.logging_interval_type or config.interval_type,
           config.log_train_data_interval,
-          growth_ratios=config.periodic_action_growth_ratios,
-          end_step=config.training_steps,
-          takes_all=config.log_all_train_data,
+          logging_growth_ratios=config.periodic_action_growth_ratios,
+          end_step_to_action=config.training_steps,
+          log_all_data=config.log_all_train_data,
         )
       )
     # Another process may have the file, and all compute it together.
     is_kept = log.takes('fingerprints') or jax.process_count() > 1
     if config.fingerprint and is_kept:
-      actions.append(fingerprints.Fingerprints(self.experiment, log))
+
+      def fingerprint(step: int, scalars: Mapping[str, Any]) -> None:
+        value = fingerprints.of_step(scalars, self.experiment.last_batch)
+        log.put('fingerprints', step, {'step': value})
+
+      actions.append(periodic.Every(fingerprint, 'steps', 0))
     # After the writing: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
       actions.append(
@@ -460,7 +460,7 @@ class Training:
           lambda *unused: self.save(),
           config.checkpoint_interval_type or config.interval_type,
           config.save_checkpoint_interval,
-          growth_ratios=config.periodic_action_growth_ratios,
+          logging_growth_ratios=config.periodic_action_growth_ratios,
         )
       )
     return actions
@@ -579,6 +579,8 @@ class _Evaluation:
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
+    self._log = run.eval_mode if run.trained is None else 'eval'
+    run.console.show(run.eval_log, self._log)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
     self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
     # The live state of the series `best`; None if this process keeps none.
@@ -613,8 +615,7 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    log = run.eval_mode if run.trained is None else 'eval'
-    run.console.log_evaluation(step, scalars, log)
+    run.console.log_evaluation(step, scalars, self._log)
     self.last = step
     if not counts:
       return

@@ -158,8 +158,6 @@ def heads(contract):
 OUR_ARGUMENTS = (
   'category',
   'depth_of',
-  'executor',
-  'keep_last',
   'on_stall',
   'records_config',
   'run_config',

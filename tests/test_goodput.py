@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxline import api
-from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import goodput
 from jaxline import train
@@ -117,12 +116,10 @@ def test_other_threads_measure_nothing(clock):
       jax.jit(lambda x: x - 1)(np.ones(3))
 
   with goodput.run(), goodput.measure('steps'):
-    count = goodput.compilations()[0]
     thread = threading.Thread(target=beside)
     thread.start()
     thread.join()
   assert since() == {'steps': 1}
-  assert goodput.compilations()[0] == count + 1
 
 
 def make_jit():
@@ -146,7 +143,6 @@ def test_a_compilation_is_taken_off_what_it_is_in(clock, make):
       clock.now += 4
 
   since = Since()
-  before = goodput.compilations()
   secs = goodput.compiled_secs()
   with (
     goodput.run(),
@@ -159,11 +155,8 @@ def test_a_compilation_is_taken_off_what_it_is_in(clock, make):
   took = since()
   assert took['steps'] == 1
   # Tracing, lowering and compiling; of several programs for `pmap`.
-  count = goodput.compilations()[0] - before[0]
-  assert count >= 1
   assert took['compilation'] >= 12
   assert set(took) == {'steps', 'compilation'}
-  assert goodput.compilations()[1] - before[1] == took['compilation']
   assert goodput.compiled_secs() - secs == took['compilation']
 
 
@@ -178,29 +171,6 @@ def test_an_error_in_tracing_ends_the_compilation(clock):
       jax.jit(fail)(1.0)
     clock.now += 1
   assert since() == {'compilation': 2, 'steps': 1}
-
-
-@pytest.mark.usefixtures('compiles')
-def test_hits_and_misses_of_the_cache(tmp_path):
-  def program(x):
-    return jax.lax.fori_loop(0, 9, lambda i, y: jnp.sin(y @ y), x) * 12345
-
-  found = []
-  store = {
-    'jax_compilation_cache_dir': str(tmp_path),
-    'jax_persistent_cache_min_compile_time_secs': 0.0,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-  }
-  for _ in range(2):
-    with compilation_cache.configured(store):
-      before = goodput.compilations()
-      jax.jit(program)(np.ones([7, 7]))
-      found.append(np.subtract(goodput.compilations(), before))
-      jax.clear_caches()
-  (count, secs, *miss), (count_again, _, *hit) = found
-  assert count == count_again == 1
-  assert secs > 0
-  assert (miss, hit) == ([0], [1])
 
 
 def test_an_activity_has_a_category(clock):

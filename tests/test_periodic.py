@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxline import async_lib
 from jaxline import metrics
 from jaxline.metrics import periodic
 
@@ -219,23 +220,6 @@ def test_each_array_is_fetched_once_on_the_background_thread(fetches):
   assert threading.current_thread() not in {thread for thread, _ in fetches}
 
 
-def test_all_transfers_begin_before_one_is_waited_for(fetches, monkeypatch):
-  begun = []
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  monkeypatch.setattr(
-    type(jnp.ones([])),
-    'copy_to_host_async',
-    lambda self: begun.append(len(fetches)),
-  )
-  action = periodic.PeriodicAction(
-    _Recorder(), 'steps', 2, keep_last=5, run_async=False
-  )
-  for step in (1, 2):
-    action(1.0, step, {'a': jnp.ones([]), 'b': {'x': jnp.ones([])}, 'c': None})
-  assert begun == [0, 0, 0, 0]
-  assert len(fetches) == 4
-
-
 # --- log_all_data ------------------------------------------------------------
 
 
@@ -258,18 +242,17 @@ def test_log_all_data_hands_on_each_step(run_async):
   ]  # fmt: skip
 
 
-# --- handing on before it is due ---------------------------------------------
+# --- flushes -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('kwargs', [{'log_all_data': True}, {'keep_last': 9}])
-def test_flush_async_waits_for_what_came_before_and_for_nothing_later(kwargs):
+def test_flush_async_waits_for_what_came_before_and_for_nothing_later():
   recorder, may_go = _Recorder(), threading.Event()
 
   def fn(step, scalars):
     assert step < 10 or may_go.wait(TIMEOUT)
     recorder(step, scalars)
 
-  action = periodic.PeriodicAction(fn, 'steps', 10, **kwargs)
+  action = periodic.PeriodicAction(fn, 'steps', 10, log_all_data=True)
   for step in range(1, 4):
     action(float(step), step, {'x': 10 * step})
   wait = action.flush_async()
@@ -280,19 +263,6 @@ def test_flush_async_waits_for_what_came_before_and_for_nothing_later(kwargs):
   may_go.set()
   action.wait_to_finish()
   assert recorder.calls[3:] == [(10, {'steps_per_sec': 1.0})]
-
-
-def test_flush_async_of_a_synchronous_action_calls_at_once():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(
-    recorder, 'steps', 10, run_async=False, keep_last=5
-  )
-  action(1.0, 1, {'x': 1})
-  assert not recorder.calls
-  for _ in range(2):
-    wait = action.flush_async()
-    assert recorder.calls == [(1, {'x': 1})]
-    wait()
 
 
 def test_flush_async_raises_the_error_that_lost_a_record_and_no_later_one():
@@ -381,7 +351,7 @@ def test_what_a_later_step_was_given_is_handed_on_as_nothing():
 def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
   monkeypatch,
 ):
-  monkeypatch.setattr(periodic, '_MAX_QUEUED', 5)
+  monkeypatch.setattr(async_lib, '_MAX_QUEUED', 5)
   slow = _Slow()
   action = periodic.PeriodicAction(slow, 'steps', 4, log_all_data=True)
   action(1.0, 1, {})
@@ -403,27 +373,10 @@ def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
   assert slow.steps == list(range(1, 9))
 
 
-def test_of_the_last_steps_no_large_array_is_kept():
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(
-    recorder, 'steps', 4, run_async=False, keep_last=2
-  )
-  for step in range(1, 9):
-    large = jnp.ones([3])
-    action(float(step), step, {'loss': jnp.float32(step), 'large': large})
-    assert all('large' not in scalars for _, scalars in action._kept)
-  assert recorder.calls == [
-    (3, {'loss': 3.0}),
-    (4, {'loss': 4.0, 'steps_per_sec': 1.0}),
-    (7, {'loss': 7.0}),
-    (8, {'loss': 8.0, 'steps_per_sec': 1.0}),
-  ]
-
-
 @pytest.mark.parametrize('takes_all', [False, True])
 def test_a_plain_hook_fetches_nothing(takes_all, fetches):
   recorder, loss = _Recorder(), jnp.float32(2)
-  hook = periodic.Every(recorder, 'steps', 2, takes_all=takes_all)
+  hook = periodic.Every(recorder, 'steps', 2, log_all_data=takes_all)
   for step in range(1, 5):
     hook(2.0 * step, step, {'loss': loss})
   due = [(n, {'loss': loss, 'steps_per_sec': 0.5}) for n in (2, 4)]

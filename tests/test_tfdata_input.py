@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxline.inputs import tfdata
-from jaxline.metrics import console
+from jaxline.metrics import log_filter
 
 tf = pytest.importorskip('tensorflow')
 
@@ -236,7 +236,7 @@ def test_determinism_is_turned_on_in_the_open_or_not_at_all(
   )
   assert not calls  # Neither the import nor the construction does it.
   read([inputs], 4)
-  with console.quiet_log():  # As a run has it.
+  with log_filter.quiet_log():  # As a run has it.
     shown = list(filter(logging.get_absl_handler().filter, caplog.records))
   assert len(calls) == len(shown) == op_determinism
   tfdata._enable_op_determinism.cache_clear()

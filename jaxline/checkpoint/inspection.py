@@ -39,8 +39,8 @@ from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
+from jaxline.metrics import jsonl
 from jaxline.metrics import lines as lines_lib
-from jaxline.metrics import writers
 
 Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
@@ -234,9 +234,9 @@ def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   """
   for folder in run.names():
     raw = run.read(f'{folder}/metrics.jsonl')
-    for record in map(writers.read_record, (raw or b'').splitlines()):
+    for record in map(jsonl.read_record, (raw or b'').splitlines()):
       if record.get('kind') == 'scalars':
-        names = [name for name in record if name not in writers.JSONL_KEYS]
+        names = [name for name in record if name not in jsonl.KEYS]
         yield record['step'], {f'{folder}/{n}': record[n] for n in names}
 
 

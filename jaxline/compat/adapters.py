@@ -167,7 +167,7 @@ class _ForeignWriter(writers.MetricWriter):
   """
 
   # What is no number as well.
-  _conversions = dict.fromkeys(values.CONVERSIONS, values.fetch)
+  _conversions = values.CONVERSIONS | {'scalars': values.fetch}
 
   def __init__(self, writer: Any):
     super().__init__(types.SimpleNamespace(write_scalars=writer.write_scalars))

@@ -10,10 +10,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import functools
-import itertools
-import logging as std_logging
-import math
 import os
 import pathlib
 import re
@@ -21,7 +17,6 @@ import shlex
 import shutil
 import sys
 import textwrap
-import threading
 import time
 import types
 from typing import Any, NamedTuple
@@ -29,38 +24,18 @@ from typing import Any, NamedTuple
 from absl import logging
 import jax
 
-from jaxline import debug
 from jaxline import goodput
+from jaxline.metrics import base
 from jaxline.metrics import lines
+from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
-from jaxline.supervision import watchdog
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
 _PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
-_LIVE_SECS = 1.0  # How often the live line gets new numbers,
-_REFRESH_SECS = 0.25  # and how often it is drawn.
-# Scalars with a format of their own. An empty format hides the scalar.
-_FORMATS = {
-  'steps_per_sec': '{:.4g} steps/s',
-  'tokens_per_sec': '{:,.0f} tokens/s',
-  'examples_per_sec': '{:,.0f} examples/s',
-  'mfu': 'mfu {:.1%}',
-  'input_wait_fraction': 'input wait {:.1%}',
-  'device_memory_gib': 'memory {:.1f} GiB',
-  'tflops_per_sec': '{:.3g} TFLOP/s',
-  'tokens_per_step': '',
-  'examples_per_step': '',
-}
-# Libraries whose information is hidden from absl's log, and the files in them
-# that report what takes minutes.
-_LIBRARIES = tuple(
-  f'{pathlib.Path(file).parent}{os.sep}'
-  for file in (debug.__file__, jax.__file__)
-)
-_HEARD = ('console.py', 'token_cache.py', 'xla.py')
+_LIVE_SECS = 1.0  # How often the live line gets new numbers.
 
 
 class Origin(NamedTuple):
@@ -83,35 +58,29 @@ class Origin(NamedTuple):
     return cls(('python', *sys.orig_argv[1:]), *given)
 
 
-class Console(periodic.Action):
+class Console:
   """Prints what one run does. Any thread may call it.
-
-  As an action it reports the end of the first step.
 
   Attributes:
     mode: 'live' redraws a line, 'plain' prints lines, 'off' logs them by absl,
       and 'silent' does nothing.
-    log_action: the action that calls `log_training`.
     stopped: why the experiment stopped the run early; '' if it did not.
   """
 
   def __init__(self, mode: str = 'off', origin: Origin | None = None):
     """Prints nothing yet."""
     self.mode = mode
-    self.log_action: Any = None
     self.stopped = ''
-    self._is_shown = mode in ('live', 'plain')
     self._origin = origin or Origin()
     self._began, self._spent = time.monotonic(), goodput.spent()
     self._config: Any = None  # Set by `begin`, and the next three.
     self._experiment: Any = None
     self._state: Any = None
     self._checkpointer: Any = None
-    self._first_step = 0
-    self._live: _LiveLine | None = None
+    self._live: live.LiveLine | None = None
     self._activity = ''  # What the run does instead of steps.
-    self._compilations: tuple[int, float, int] | None = None
-    # The scalars of the newest steps, and how many came after the last line.
+    self._compiled_before: float | None = None
+    # The numbers of the newest steps, and how many came after the last line.
     self._records = collections.deque[dict[str, Any]](maxlen=2 * _MAX_STEPS)
     self._num_new = 0
     self._texts: list[str] = []
@@ -126,7 +95,7 @@ class Console(periodic.Action):
     if jax.process_index():
       return cls('off' if config.log_all_hosts else 'silent')
     mode = config.console or 'live'
-    if mode == 'live' and not _is_terminal(sys.stdout):
+    if mode == 'live' and not live.is_terminal(sys.stdout):
       mode = 'plain'
     return cls(mode, origin)
 
@@ -134,7 +103,7 @@ class Console(periodic.Action):
     """Prints text above the live line. In the mode off, logs it."""
     if self.mode == 'off':
       logging.info('%s', text)
-    if not self._is_shown:
+    if self.mode not in ('live', 'plain'):
       return
     encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
     text = f'{text}\n'.encode(encoding, 'replace').decode(encoding)
@@ -154,19 +123,15 @@ class Console(periodic.Action):
     checkpointer: Any = None,
   ) -> None:
     """Prints the start block, once; without a state, the run only evaluates."""
-    if self.mode == 'off':  # A command that continues the run needs it.
-      self.say(f'Run directory: {config.checkpoint_dir}')
-    if not self._is_shown or self._config is not None:
+    if self._config is not None:
       return
     self._config, self._experiment, self._state = config, experiment, state
     self._checkpointer, start = checkpointer, ''
     if state is not None:
-      step = self._first_step = int(state.global_step)
-      source = 'from a snapshot of the program' if step else 'a fresh run'
-      if config.restore_from:
+      step = int(state.global_step)
+      source = 'resumed' if step else 'a fresh run'
+      if config.restore_from and self._saved is None:
         source = f'from {config.restore_from}'
-      if self._saved is not None:
-        source = 'resumed'
       of = f' of {config.training_steps}' if config.training_steps else ''
       start = f'step {step}{of}, {source}'
     self.say(self._start_block(start))
@@ -217,28 +182,17 @@ class Console(periodic.Action):
   def _summary(self, error: BaseException | None) -> list[str]:
     """Returns what the run did, where its time went, and the next commands."""
     config, secs = self._config, time.monotonic() - self._began
-    took = f' in {lines.duration(secs)}'
-    done = f'Evaluated {self._num_evaluated} checkpoint(s)'
-    # What to change in order to train on; None if that is not possible.
-    more: dict[str, Any] | None = None
-    if self._state is not None:
+    if self._state is None:
+      done = f'Evaluated {self._num_evaluated} checkpoint(s)'
+    else:
       step, how = int(self._state.global_step), 'Trained to'
       if error is not None and not isinstance(error, preemption.Preempted):
         how = 'Failed at'
       elif self.stopped or self._experiment.should_run_step(step, config):
         how = 'Stopped at'
-      elif error is None and step == self._first_step:
-        how, took = 'The run is already complete:', ''
       done = f'{how} {self._step_text(step)}'
-      if error is not None and not getattr(error, 'is_over', False):
-        more = {}
-      elif config.training_steps:
-        # A schedule of the experiment may depend on the number of steps.
-        more = {'training_steps': 2 * config.training_steps}
-        more['on_config_change'] = 'continue'
-    block = [f'{done}{took}.']
+    block = [f'{done} in {lines.duration(secs)}.']
     if self.stopped:
-      more = None
       block.append(f'Reason: {self.stopped}')
     if self._best:
       block.append(f'Best {self._best}.')
@@ -257,84 +211,70 @@ class Console(periodic.Action):
       return block
     directory, commands = _relative(config.checkpoint_dir), {}
     if self._state is None or self._saved is not None:
-      commands = self._next_commands(more)
-    run = shlex.quote(directory)
-    commands['Curves'] = f'python -m jaxline.runs compare {run}'
+      commands = self._next_commands(error)
+    commands['Curves'] = f'python -m jaxline.runs compare {directory}'
     block.append(f'Run directory: {directory}')
-    return block + [f'{f"{k}:":10}{text}' for k, text in commands.items()]
+    return block + [
+      f'{f"{k}:":10}{text}' for k, text in commands.items() if text
+    ]
 
-  def _next_commands(self, more: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns the next commands by label; `more` is to override to go on."""
+  def _next_commands(self, error: BaseException | None) -> dict[str, str]:
+    """Returns the commands to train on and to use the weights, by label."""
     config, command = self._config, self._origin.command
     directory = _relative(config.checkpoint_dir)
-    changes = {'checkpoint_dir': directory, **(more or {})}
+    changes: dict[str, Any] = {}
+    is_over = error is None or getattr(error, 'is_over', False)
+    if is_over and config.training_steps:
+      # A schedule of the experiment may depend on the number of steps.
+      changes = {'training_steps': 2 * config.training_steps}
+      changes['on_config_change'] = 'continue'
+    can_go_on = self._state is not None and not self.stopped
+    can_go_on &= bool(changes) or not is_over
     if not command:
+      changes = {'checkpoint_dir': directory, **changes}
       name = type(self._experiment).__name__
       argument = '' if config.experiment_class else f', experiment_class={name}'
       go_on = f'jaxline.fit(..., overrides={changes})'
       look, label = f'jaxline.evaluate({directory!r}{argument})', 'Evaluate'
     else:
-      where, *others = (f'--config.{key}={x}' for key, x in changes.items())
-      record = pathlib.Path(config.checkpoint_dir, 'config.json')
+      run = ['the', 'same', 'command', 'with']
+      run.append(f'--config.checkpoint_dir={directory}')
       flags = {arg.partition('=')[0].lstrip('-') for arg in command}
-      if jax.process_count() > 1:
-        # A process does not know the command of the launcher.
-        run = evaluate = ['the', 'same', 'command', 'with', where]
-      elif flags & {'config', 'jaxline_run'} and record.is_file():
+      # A process does not know the command of its launcher. A program without
+      # these flags makes the config itself.
+      if jax.process_count() == 1 and flags & {'config', 'jaxline_run'}:
         run = _without(command, 'config|jaxline_run')
         run.append(f'--jaxline_run={directory}')
         if config.checkpoint_allow_pickle:  # Never taken from the directory.
           run.append('--config.checkpoint_allow_pickle')
-        evaluate = run
-      else:  # A program that makes the config from flags of its own.
-        run = [*_without(command, rf'config\.({"|".join(changes)})'), where]
-        own = r'config\.(checkpoint_dir|one_off_evaluate|eval_steps)'
-        evaluate = [*_without(command, own), where]
-      go_on, label, mode = shlex.join([*run, *others]), 'Decode', ['decode']
+      others = [f'--config.{key}={x}' for key, x in changes.items()]
+      go_on, label, mode = shlex.join([*run, *others]), 'Decode', 'decode'
       # The method of the base class only raises.
       if self._experiment.decode.__module__ == 'jaxline.experiment':
-        label, mode = 'Evaluate', ['eval', '--config.one_off_evaluate']
-      run = _without(evaluate, 'jaxline_mode')
-      look = f'{shlex.join(run)} --jaxline_mode={" ".join(mode)}'
-    return ({} if more is None else {'Go on': go_on}) | {label: look}
+        label, mode = 'Evaluate', 'eval --config.one_off_evaluate'
+      look = (
+        f'{shlex.join(_without(run, "jaxline_mode"))} --jaxline_mode={mode}'
+      )
+    return {'Go on': go_on if can_go_on else '', label: look}
 
   # Training.
-
-  def options(self, config: Any) -> dict[str, Any]:
-    """Returns arguments of the `PeriodicAction` that calls `log_training`."""
-    interval = config.log_tensors_interval if self.mode != 'silent' else None
-    options = {
-      'fn': self.log_training,
-      'interval': interval,
-      'run_async': config.log_async,
-    }
-    if self._is_shown and interval is not None and interval >= 0:
-      options['keep_last'] = _MAX_STEPS
-      options['end_step_to_action'] = config.training_steps
-      if self.mode == 'live':
-        options |= {'interval': _LIVE_SECS, 'interval_type': 'secs'}
-        options['logging_growth_ratios'] = None
-    return options
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Shows the progress of the training steps inside."""
     state = self._state
-    if self._is_shown and self._experiment.should_run_step(
-      state.global_step, self._config
-    ):
+    if self._experiment.should_run_step(state.global_step, self._config):
       self.say('Compiling the train step...')
-      self._activity = ', compiling the train step'
-      self._compilations = goodput.compilations()
+      goodput.listen()
+      self._compiled_before = goodput.compiled_secs()
       if self.mode == 'live':
-        self._live = _LiveLine(
+        self._live = live.LiveLine(
           lambda width: self._progress(int(state.global_step), width)
         )
     try:
       yield
     finally:
-      # The action refers to the experiment, which would keep its weights.
-      self._compilations = self.log_action = None
+      self._compiled_before = None
       self._end_live()
 
   def _end_live(self) -> None:
@@ -342,61 +282,55 @@ class Console(periodic.Action):
       self._live.stop()
       self._live = None
 
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Reports what was compiled, after the first step."""
-    if self._compilations is None:
-      return
-    before, after = self._compilations, goodput.compilations()
-    self._compilations, self._activity = None, ''
-    self.log_action.update_time(t, step)  # Leave compilation out of the rate.
-    count, secs, hits = (b - a for a, b in zip(before, after, strict=True))
-    source = f'{hits} of {count} programs were in the cache'
-    self.say(f'Compiled in {secs:.1f} s; {source}.')
+  def report_compilation(self) -> bool:
+    """Reports what was compiled, once; returns whether it did."""
+    if self._compiled_before is None:
+      return False
+    secs = goodput.compiled_secs() - self._compiled_before
+    self._compiled_before, self._activity = None, ''
+    self.say(f'Compiled in {secs:.1f} s.')
+    return True
 
-  def log_training(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Collects the scalars of a step; with `steps_per_sec`, a line is due."""
-    # A scalar that was donated is None.
-    given = {name: x for name, x in scalars.items() if x is not None}
-    numbers = writers.to_scalars(given)
-    if not self._is_shown:
-      self._say_numbers(f'step {step}', numbers)
-      return
+  def log_training(self, step: int, numbers: dict[str, Any]) -> None:
+    """Takes the numbers of a step; with `steps_per_sec`, a line is due."""
     self._records.append(numbers)
     self._num_new += 1
     if (rate := numbers.get('steps_per_sec')) is None:
       return
     self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
     self._texts = self._describe()
-    if self.mode == 'plain':
+    if self.mode != 'live':
       self._num_new = 0
       self.say(self._progress(step, self._width))
 
   def _describe(self) -> list[str]:
     """Returns the scalars of the last step as texts, or means of them."""
     # The live line is due too often for a mean over the steps of an interval.
-    new = self._num_new if self.mode == 'plain' else (self._num_new + 1) // 2
+    new = self._num_new if self.mode != 'live' else (self._num_new + 1) // 2
     count, records = min(new, _MAX_STEPS), list(self._records)
     recent, earlier = records[-count:], records[-2 * count : -count]
     texts = []
-    for name in sorted(recent[-1], key=_rank):
-      value, note = recent[-1][name], ''
-      if isinstance(value, float) and name not in _FORMATS:  # No count or rate.
-        value, note = _mean(recent, name)
-      if name == 'loss' and earlier and not note:
-        note = f' ({value - _mean(earlier, name)[0]:+.3g})'
-      texts.append(_to_text(name, value) + note)
+    for name in sorted(recent[-1], key=lines.rank):
+      value, trend = recent[-1][name], ''
+      # Counts and rates are not averaged.
+      if isinstance(value, float) and name not in lines.FORMATS:
+        value = lines.mean(recent, name)
+      if name == 'loss' and earlier:
+        trend = f' ({value - lines.mean(earlier, name):+.3g})'
+      texts.append(lines.to_text(name, value) + trend)
     return texts
 
   def _progress(self, step: int, width: int) -> str:
     """Returns a line of progress that fits a width."""
     steps, eta, saved = self._config.training_steps, '', ''
-    if steps and self._rate and step < steps and not self._activity:
+    activity = self._activity if self.mode == 'live' else ''
+    if steps and self._rate and step < steps and not activity:
       eta = f'ETA {lines.duration((steps - step) / self._rate)}'
     if self._saved is not None:
       saved = f'saved {self._saved}'
-    head = self._step_text(step) + self._activity
+    head = self._step_text(step) + activity
     first, others = self._texts[:2], self._texts[2:]
-    return _fit([head, eta, *first, saved, *others], width)
+    return lines.fit([head, eta, *first, saved, *others], width)
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
@@ -411,11 +345,7 @@ class Console(periodic.Action):
   @property
   def _width(self) -> int:
     columns = shutil.get_terminal_size((_PIPE_WIDTH, 0)).columns
-    return columns if self._is_shown else sys.maxsize
-
-  def _say_numbers(self, head: str, numbers: Mapping[str, Any]) -> None:
-    texts = [_to_text(x, numbers[x]) for x in sorted(numbers, key=_rank)]
-    self.say(_fit([head, *texts], self._width))
+    return sys.maxsize if self.mode == 'off' else columns
 
   # Evaluation.
 
@@ -429,7 +359,10 @@ class Console(periodic.Action):
     """Prints the scalars that `evaluate` returned for a step."""
     self._activity = ''
     self._num_evaluated += 1
-    self._say_numbers(f'{log} step {step}', writers.to_scalars(scalars))
+    numbers = writers.to_scalars(scalars)
+    names = sorted(numbers, key=lines.rank)
+    texts = [lines.to_text(name, numbers[name]) for name in names]
+    self.say(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
     """Notes the best value so far; without a step, it is an earlier start's."""
@@ -447,160 +380,85 @@ class Console(periodic.Action):
       where = _relative(directory) or 'memory'
       self.say(f'Waiting for a checkpoint{after} in {where}.')
 
-  def show_texts(self, writer: Any, log: str) -> None:
-    """Also prints the texts of a log, if its writer accepts another writer."""
-    if self._is_shown and isinstance(writer, writers.MetricWriter):
-      writer.add(_TextWriter(self, log))
+  def show(self, writer: writers.MetricWriter, log: str) -> None:
+    """Prints what reaches the thread of a log: texts, numbers of `hook`."""
+    if self.mode != 'silent':
+      writer.add(_Sink(self, log))
 
 
-class _TextWriter(writers.Backend):
-  """Prints the texts that an experiment writes."""
+class Hook(periodic.Every):
+  """Collects the scalars of the newest steps, and queues them for a line."""
 
-  kinds = ('texts',)
+  def __init__(
+    self,
+    console: Console,
+    config: Any,
+    log: writers.MetricWriter,
+    finish: Callable[[dict[str, Any]], dict[str, Any]],
+  ):
+    """Sets when a line is due; `log` and `finish` are as in `_Sink`, `put`."""
+    every, is_live = config.log_tensors_interval, console.mode == 'live'
+    is_on = every is not None and every >= 0
+    kind = config.logging_interval_type or config.interval_type
+    super().__init__(
+      console.log_training,
+      'secs' if is_live else kind,
+      _LIVE_SECS if is_live and is_on else every,
+      logging_growth_ratios=None
+      if is_live
+      else config.periodic_action_growth_ratios,
+      end_step_to_action=config.training_steps if is_on else None,
+      log_all_data=True,
+    )
+    self._console, self._log, self._finish = console, log, finish
+    self._is_async = config.log_async
+    self._kept = collections.deque[Any](maxlen=_MAX_STEPS)
+    self._large: list[str] = []
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    if self._console.report_compilation():
+      self.update_time(t, step)  # Leave compilation out of the rate.
+    super().__call__(t, step, scalar_outputs)
+
+  def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
+    if not self._kept:  # For each step it would take microseconds.
+      sizes = ((name, getattr(x, 'size', 1)) for name, x in scalars.items())
+      self._large = [name for name, size in sizes if size != 1]
+    for name in self._large:  # They would fill the memory of the devices.
+      scalars.pop(name, None)
+    self._kept.append((step, scalars))
+    if is_due:
+      self.wait_to_finish()
+
+  def wait_to_finish(self) -> None:
+    """Queues the scalars that are kept."""
+    for step, scalars in self._kept:
+      if self._is_async:
+        self._log.put('console', step, scalars, self._finish)
+      else:
+        self._fn(step, self._finish(writers.to_scalars(scalars)))
+    self._kept.clear()
+
+
+class _Sink(base.Backend):
+  """Passes a log's texts, and the numbers to print, to the console."""
+
+  kinds = ('console', 'texts')
 
   def __init__(self, console: Console, log: str):
     self._console, self._log = console, log
 
-  def write(self, records: list[writers.Record]) -> None:
-    for record in records:
-      for name, text in record.values.items():
+  def write(self, records: list[base.Record]) -> None:
+    for kind, step, _, values in records:
+      if kind == 'console':
+        self._console.log_training(step, values)
+        continue
+      for name, text in values.items():
         if name != 'config':  # config.json has the config.
           # A model's text may contain control sequences of a terminal.
           clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
           shown = textwrap.indent(clean.expandtabs(), '  ')
-          head = f'{self._log} step {record.step} | {name}:'
-          self._console.say(f'{head}\n{shown}')
-
-
-class _LiveLine:
-  """A line at the bottom of a terminal that other output scrolls past.
-
-  The cursor stays visible and no mode of the terminal is changed, so nothing
-  needs to be restored, however the process ends. The line is hidden while a
-  debugger prompts, and while a shell has the process in the background.
-  """
-
-  def __init__(self, text: Callable[[int], str]):
-    """Draws the line until `stop`; `text` returns it for a width."""
-    self._text, self._line = text, ''
-    self._out, self._pid = sys.stdout, os.getpid()
-    self._lock = threading.RLock()
-    self._stopped = threading.Event()
-    self._unended: set[Any] = set()  # Streams whose last line has no end yet.
-    self._writes: dict[Any, Callable[[str], int]] = {}
-    streams: set[Any] = {sys.stdout, sys.stderr}
-    for stream in filter(_is_terminal, streams):
-      self._writes[stream] = stream.write
-      # Replace the method, not the stream: handlers of logging have it too.
-      stream.write = functools.partial(self._write, stream)
-    threading.Thread(target=self._run, name='jaxline-live', daemon=True).start()
-
-  def stop(self) -> None:
-    """Removes the line."""
-    with self._lock, contextlib.suppress(OSError, ValueError):
-      self._line = ''
-      self._draw()
-    self._stopped.set()
-    for stream, write in self._writes.items():
-      stream.write = write
-
-  def _is_hidden(self) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # A terminal of no shell.
-      if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
-        return True
-    frames = sys._current_frames().values()
-    return self._stopped.is_set() or any(map(watchdog.is_debugged, frames))
-
-  def _write(self, stream: Any, text: str) -> int:
-    """Writes a text of the program above the line."""
-    write = self._writes[stream]
-    if os.getpid() != self._pid:  # Forked, perhaps while the lock was held.
-      return write(text)
-    with self._lock:
-      if not text or self._is_hidden():
-        return write(text)
-      write(f'\x1b[J{text}')
-      # A progress bar ends its text with neither, and is left as it is.
-      is_ended = text.endswith(('\n', '\r'))
-      (self._unended.discard if is_ended else self._unended.add)(stream)
-      self._draw()
-    return len(text)
-
-  def _draw(self) -> None:
-    if not (self._unended or self._is_hidden()):
-      self._writes[self._out](f'\x1b[J{self._line}\r')
-      self._out.flush()
-
-  def _run(self) -> None:
-    with contextlib.suppress(OSError, ValueError):  # The terminal is gone.
-      while not self._stopped.wait(_REFRESH_SECS):
-        columns = os.get_terminal_size(self._out.fileno()).columns or _WIDTH
-        line = self._text(columns - 1)
-        with self._lock:
-          self._line = line
-          self._draw()
-
-
-@contextlib.contextmanager
-def quiet_log() -> Iterator[None]:
-  """Hides the libraries' information from absl's log, unless -v 1 is given."""
-  handler = logging.get_absl_handler()
-
-  def is_shown(record: std_logging.LogRecord) -> bool:
-    return (
-      record.levelno != std_logging.INFO
-      or not record.pathname.startswith(_LIBRARIES)
-      or record.filename in _HEARD
-      or logging.get_verbosity() >= logging.DEBUG
-    )
-
-  handler.addFilter(is_shown)
-  try:
-    yield
-  finally:
-    handler.removeFilter(is_shown)
-
-
-def _is_terminal(stream: Any) -> bool:
-  try:
-    return stream.isatty() and os.environ.get('TERM', '') != 'dumb'
-  except (AttributeError, ValueError):  # None, or closed.
-    return False
-
-
-# Lines of numbers.
-
-
-def _rank(name: str) -> tuple[bool, ...]:
-  """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
-  is_first = name != 'loss', name != 'steps_per_sec'
-  return *is_first, '/' in name, name in _FORMATS
-
-
-def _to_text(name: str, value: Any) -> str:
-  if name not in _FORMATS:
-    return f'{name} {lines.shorten(value)}'
-  return _FORMATS[name].format(value) if value else ''  # Not known yet.
-
-
-def _mean(records: Sequence[dict[str, Any]], name: str) -> tuple[float, str]:
-  """Returns the mean of the finite values, and a note of the others."""
-  values = [x[name] for x in records if name in x]
-  finite = [x for x in values if math.isfinite(x)]
-  bad = len(values) - len(finite)
-  note = f' ({bad} of {len(values)} not finite)' if bad else ''
-  return sum(finite) / len(finite) if finite else math.nan, note
-
-
-def _fit(parts: Sequence[str], width: int) -> str:
-  """Joins the first parts, as many as fit, and counts the rest."""
-  parts = list(filter(None, parts))
-  for count in range(len(parts), 0, -1):
-    left = len(parts) - count
-    line = ' | '.join([*parts[:count], *[f'+{left} more'] * bool(left)])
-    if len(line) <= width:
-      return line
-  return parts[0][:width]
+          self._console.say(f'{self._log} step {step} | {name}:\n{shown}')
 
 
 def describe_weights(experiment: Any) -> str:
@@ -611,13 +469,9 @@ def describe_weights(experiment: Any) -> str:
     weights = jax.tree.leaves(params)
     trained = jax.tree.leaves(experiment.trained(params))
     if len(trained) < len(weights):
-      count = sum(x.size for x in trained)
-      notes = f'; {count:,} of them train, in {len(trained)} arrays'
-    sizes = experiment.partitioner.axis_sizes
-    specs = [jax.tree.leaves(tuple(x.sharding.spec)) for x in weights]
-    split = [own for x in specs if (own := [a for a in x if sizes[a] > 1])]
-    axes = ' and '.join(dict.fromkeys(itertools.chain(*split)))
-    notes += f'; {len(split)} split over {axes}' if axes else ''
+      notes = f'; {sum(x.size for x in trained):,} of them train'
+    if split := [x for x in weights if not x.sharding.is_fully_replicated]:
+      notes += f'; {len(split)} split over devices'
   else:
     names = experiment.CHECKPOINT_ATTRS.items()
     found = [k for k, key in names if 'param' in f'{k} {key}']

@@ -2,12 +2,8 @@
 
 import abc
 from collections.abc import Mapping
-import errno
 import os
 import pathlib
-import stat
-
-from absl import logging
 
 from jaxline import disk
 from jaxline.metrics import base
@@ -27,11 +23,9 @@ class FileBackend(base.Backend):
   def __init__(self, path: str) -> None:
     disk.check_local(path, 'The file of a writer')
     self.path = os.path.abspath(path)
-    self._error: OSError | None = None
     directory = pathlib.Path(self.path).parent
     disk.make_directory(directory)
     self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115
-    self._stat = os.fstat(self._file.fileno())
     disk.sync_directory(directory)
 
   @abc.abstractmethod
@@ -43,61 +37,27 @@ class FileBackend(base.Backend):
 
   def _logs(self) -> list[str]:
     """Returns the paths of the log files that this library wrote here."""
-    # A pipe or a device has no length.
-    return [self.path] if stat.S_ISREG(self._stat.st_mode) else []
-
-  def _check_exists(self) -> None:
-    # Linux accepts writes to a deleted file without an error.
-    if not os.path.samestat(os.stat(self.path), self._stat):
-      raise FileNotFoundError(
-        errno.ENOENT,
-        'This file was replaced while a writer had it open; keep the run'
-        ' directory in place while it runs',
-        self.path,
-      )
+    return [self.path]
 
   def _append(self, data: bytes) -> None:
-    if self._error is not None:
-      # The file may end in half a record; what follows could not be read.
-      raise self._error
-    self._check_exists()
     try:
       while data:
         data = data[self._file.write(data) :]
     except OSError as error:
-      self._error = disk.failed_write(error, pathlib.Path(self.path))
-      raise self._error from None
+      raise disk.failed_write(error, pathlib.Path(self.path)) from None
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     for path in self._logs():
-      _cut(path, lengths.get(path, 0))
+      length = lengths.get(path, 0)
+      if os.path.getsize(path) > length:
+        with open(path, 'r+b') as file:
+          file.truncate(length)
+          os.fsync(file.fileno())
 
   def flush(self) -> dict[str, int]:
-    self._check_exists()
-    lengths = {path: os.path.getsize(path) for path in self._logs()}
-    if lengths:
-      os.fsync(self._file.fileno())
-    return lengths
+    os.fsync(self._file.fileno())
+    return {path: os.path.getsize(path) for path in self._logs()}
 
   def close(self) -> None:
     with self._file:
       self.flush()
-
-
-def _cut(path: str, length: int) -> None:
-  """Removes what a file has beyond a length in bytes, and waits for the disk.
-
-  A file that is shorter stays as it is, with a warning.
-  """
-  size = os.path.getsize(path)
-  if size < length:
-    logging.warning(
-      '%s has %d bytes, but had %d at the checkpoint: records were lost.',
-      path,
-      size,
-      length,
-    )
-  elif size > length:
-    with open(path, 'r+b') as file:
-      file.truncate(length)
-      os.fsync(file.fileno())

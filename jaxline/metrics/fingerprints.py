@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxline.metrics import base
 from jaxline.metrics import files
-from jaxline.metrics import periodic
 
 FILE = 'fingerprints.bin'
 _DTYPE = np.dtype('<u4')
@@ -69,19 +68,6 @@ def fingerprint(tree: Any) -> jax.Array:
     mixed = (mixed ^ (mixed >> 13)) * _MULTIPLIER
     total = (total ^ mixed.sum(dtype=jnp.uint32)) * _MULTIPLIER
   return total
-
-
-class Fingerprints(periodic.Action):
-  """Computes the fingerprint of each step; all processes do it together."""
-
-  def __init__(self, experiment: Any, writer: Any):
-    """Writes to a writer, if that has a `FingerprintWriter`."""
-    self._experiment, self._writer = experiment, writer
-
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Queues the fingerprint of a step, which the devices compute meanwhile."""
-    value = of_step(scalar_outputs or {}, self._experiment.last_batch)
-    self._writer.put('fingerprints', step, {'step': value})
 
 
 def unclocked(scalars: Mapping[str, Any]) -> dict[str, Any]:

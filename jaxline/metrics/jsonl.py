@@ -22,16 +22,12 @@ class JsonlWriter(files.FileBackend):
     "Infinity" and "-Infinity" stand for them, which Python's `float` and
     pandas' `astype(float)` read.
   - Images are recorded by their shape, [B, H, W, C].
-  - A crash can leave a last line that is cut short. A new writer begins on a
-    line of its own, so a reader loses that line and no other.
   - `resume` cuts the file to the length that the checkpoint recorded.
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
     """Opens the file to append to it; makes its directory."""
     super().__init__(os.fspath(path))
-    if _ends_within_a_line(self.path):
-      self._append(b'\n')
 
   def encode(self, record: base.Record) -> bytes:
     kind, step, time, values = record
@@ -67,11 +63,3 @@ def _to_json(value: Any) -> str:
   elif hasattr(value, 'shape'):
     value = list(value.shape)
   return json.dumps(value)
-
-
-def _ends_within_a_line(path: str) -> bool:
-  if not os.path.getsize(path):  # As that of a pipe or a device.
-    return False
-  with open(path, 'rb') as file:
-    file.seek(-1, os.SEEK_END)
-    return file.read() != b'\n'

@@ -1,6 +1,21 @@
-"""Formats numbers, sizes and durations."""
+"""Formats numbers, sizes, durations and lines of them."""
 
+from collections.abc import Sequence
+import math
 from typing import Any
+
+# Scalars with a format of their own. An empty format hides the scalar.
+FORMATS = {
+  'steps_per_sec': '{:.4g} steps/s',
+  'tokens_per_sec': '{:,.0f} tokens/s',
+  'examples_per_sec': '{:,.0f} examples/s',
+  'mfu': 'mfu {:.1%}',
+  'input_wait_fraction': 'input wait {:.1%}',
+  'device_memory_gib': 'memory {:.1f} GiB',
+  'tflops_per_sec': '{:.3g} TFLOP/s',
+  'tokens_per_step': '',
+  'examples_per_step': '',
+}
 
 
 def shorten(value: Any) -> str:
@@ -26,3 +41,33 @@ def size(num_bytes: float, digits: str = '.4g') -> str:
       return f'{num_bytes:{".4g" if unit == "B" else digits}} {unit}'
     num_bytes /= 1024
   return f'{num_bytes:{digits}} TiB'
+
+
+def rank(name: str) -> tuple[bool, ...]:
+  """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
+  is_first = name != 'loss', name != 'steps_per_sec'
+  return *is_first, '/' in name, name in FORMATS
+
+
+def to_text(name: str, value: Any) -> str:
+  """Returns a scalar with its name or unit; '' if it is not shown."""
+  if name not in FORMATS:
+    return f'{name} {shorten(value)}'
+  return FORMATS[name].format(value) if value else ''  # Not known yet.
+
+
+def mean(records: Sequence[dict[str, Any]], name: str) -> float:
+  """Returns the mean of the finite values; NaN of none."""
+  values = [x[name] for x in records if math.isfinite(x.get(name, math.nan))]
+  return sum(values) / len(values) if values else math.nan
+
+
+def fit(parts: Sequence[str], width: int) -> str:
+  """Joins the first parts, as many as fit, and counts the rest."""
+  parts = list(filter(None, parts))
+  for count in range(len(parts), 0, -1):
+    left = len(parts) - count
+    line = ' | '.join([*parts[:count], *[f'+{left} more'] * bool(left)])
+    if len(line) <= width:
+      return line
+  return parts[0][:width]

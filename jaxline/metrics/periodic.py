@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
@@ -10,12 +9,6 @@ from typing import Any
 
 from jaxline import async_lib
 from jaxline.metrics import values as values_lib
-
-# Calls that wait for a slow function before the loop waits as well.
-_MAX_QUEUED = 1000
-
-# A step and its scalars.
-_Record = tuple[int, dict[str, Any]]
 
 
 class Action:
@@ -41,10 +34,12 @@ class Action:
     """Is called after the last step; waits for its background work."""
 
 
-class Every(Action):
-  """Calls a function on the training thread, every so many steps or seconds.
+class PeriodicAction(Action):
+  """Calls a function every so many steps or seconds, on a thread.
 
-  A call costs well under a microsecond where nothing is due.
+  A call costs well under a microsecond where nothing is due. An error of the
+  function is raised by the next call, due or not, and by `flush_async` and
+  `wait_to_finish`.
   """
 
   def __init__(
@@ -54,16 +49,16 @@ class Every(Action):
     interval: float | None,
     start_time: float = 0.0,
     start_step: int = 0,
-    *,
-    growth_ratios: Sequence[float] | None = None,
-    end_step: int | None = None,
-    takes_all: bool = False,
+    run_async: bool = True,
+    log_all_data: bool = False,
+    logging_growth_ratios: Sequence[float] | None = None,
+    end_step_to_action: int | None = None,
   ):
     """Sets when the function is due.
 
     Args:
       fn: called as `fn(step, scalars)` with a new dict of the step's scalars,
-        where they are. Those of a due step have `steps_per_sec`, the mean rate
+        on the host. Those of a due step have `steps_per_sec`, the mean rate
         since the last due step. Where the clock did not advance, that is the
         rate before (0 at first), so that no curve has an infinity or a NaN.
       interval_type: 'steps' (due where step is a multiple of the interval) or
@@ -73,17 +68,18 @@ class Every(Action):
         never.
       start_time: when the first interval begins, in seconds.
       start_step: the step at that time.
-      growth_ratios: ratios r for which the steps round(r * 10**k), for any
-        k >= 0, are also due; so are the powers of ten. Needs 'steps'.
-      end_step: a step that is also due; the last one.
-      takes_all: whether to call the function after every step, if any can be
+      run_async: whether it runs on a thread: its own, or that of `share`.
+      log_all_data: whether to call the function after every step, if any can be
         due.
+      logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
+        any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
+      end_step_to_action: a step that is also due; the last one.
 
     Raises:
       ValueError: for an unknown interval_type, for growth ratios that are not
         positive or come without 'steps'.
     """
-    ratios = tuple(growth_ratios or ())
+    ratios = tuple(logging_growth_ratios or ())
     if interval_type not in ('secs', 'steps', None) or (
       ratios and (interval_type != 'steps' or min(ratios) <= 0)
     ):
@@ -97,12 +93,15 @@ class Every(Action):
     off = interval is None or interval < 0
     self._every = None if off else interval or 1  # Every step is what 0 means.
     self._seconds = math.inf if off else interval or -math.inf
-    self._end_step = end_step
+    self._end_step = end_step_to_action
     self._growth_ratios = ratios
-    can_be_due = not off or ratios or end_step is not None
-    self._takes_all = bool(takes_all and can_be_due)
+    can_be_due = not off or ratios or end_step_to_action is not None
+    self._takes_all = bool(log_all_data and can_be_due)
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
+    self._executor: async_lib.SerialExecutor | None = None
+    if run_async:
+      self._executor = async_lib.SerialExecutor(async_lib.function_name(fn))
 
   def update_time(self, t: float, step: int) -> None:
     """Starts the interval, and the measurement of the rate, anew."""
@@ -116,7 +115,7 @@ class Every(Action):
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
-    """Calls the function if it is due.
+    """Calls the function if it is due, or raises the error of an earlier call.
 
     Args:
       t: the time in seconds.
@@ -124,6 +123,8 @@ class Every(Action):
       scalar_outputs: the step's scalars, on the devices or the host. They are
         not changed, and may be changed by the caller afterwards.
     """
+    if self._executor is not None:
+      self._executor.raise_error()
     step = int(step)  # A restored step can be an array.
     is_due = self._is_due(t, step)
     if is_due or self._takes_all:
@@ -131,9 +132,6 @@ class Every(Action):
       if is_due:
         scalars['steps_per_sec'] = self._measure_rate(t, step)
       self._act(step, scalars, is_due)
-
-  def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
-    self._fn(step, scalars)
 
   def _is_due(self, t: float, step: int) -> bool:
     if step == self._end_step:
@@ -158,111 +156,47 @@ class Every(Action):
       self.update_time(t, step)
     return self._steps_per_sec
 
-
-class PeriodicAction(Every):
-  """An `Every` whose function gets the scalars on the host, on a thread.
-
-  An error of the function is raised by the next call, due or not, and by
-  `flush_async` and `wait_to_finish`.
-  """
-
-  def __init__(
-    self,
-    fn: Callable[[int, dict[str, Any]], Any],
-    interval_type: str | None,
-    interval: float | None,
-    start_time: float = 0.0,
-    start_step: int = 0,
-    run_async: bool = True,
-    log_all_data: bool = False,
-    logging_growth_ratios: Sequence[float] | None = None,
-    end_step_to_action: int | None = None,
-    *,
-    executor: async_lib.SerialExecutor | None = None,
-    keep_last: int | None = None,
-  ):
-    """Sets when the function runs, as `Every` does, and where.
-
-    With `run_async` the scalars are fetched and the function is called on the
-    thread of `executor`, or on one of its own. `log_all_data` hands on every
-    step's scalars and not only the due ones. `keep_last` hands on at most so
-    many steps before a due one, when that is due; without larger arrays, which
-    would fill the memory of the devices.
-    """
-    super().__init__(
-      fn,
-      interval_type,
-      interval,
-      start_time,
-      start_step,
-      growth_ratios=logging_growth_ratios,
-      end_step=end_step_to_action,
-      takes_all=log_all_data or keep_last is not None,
-    )
-    if run_async and executor is None:
-      executor = async_lib.SerialExecutor(async_lib.function_name(fn))
-    self._executor = executor if run_async else None
-    self._keep_last = keep_last
-    self._large: list[str] = []
-    self._kept: collections.deque[_Record] = collections.deque(maxlen=keep_last)
-
   def share(self, executor: async_lib.SerialExecutor) -> None:
     """Makes asynchronous calls on another thread."""
     if self._executor is not None:
       self._executor = executor
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Hands on the records that are kept, and queues a mark behind them.
+    """Queues a mark behind the records so far.
 
     Returns:
       A function that waits until the function has had every record so far, and
       raises the error because of which it has not. Any thread may call it.
     """
-    self._hand_on()
     if self._executor is None:
       return dict
     self._executor.raise_error()
     return self._executor.wait_async(dict)
 
   def wait_to_finish(self) -> None:
-    """Hands on what is left, waits for it, and raises its error if any."""
+    """Waits for the calls so far, and raises their error if any."""
     self.flush_async()()
 
-  def __call__(
-    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
-  ) -> None:
-    """Does `Every.__call__`, or raises the error of an earlier call."""
-    if self._executor is not None and self._executor.error is not None:
-      self._executor.raise_error()
-    super().__call__(t, step, scalar_outputs)
+  def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
+    def call() -> None:
+      self._fn(step, values_lib.fetch(scalars))
+
+    if self._executor is None:
+      call()
+    else:
+      self._executor.wait_for_room()
+      self._executor.put(call)
+
+
+class Every(PeriodicAction):
+  """Calls a function on the training thread, with scalars on the devices."""
+
+  def __init__(self, fn: Any, interval_type: Any, interval: Any, **kwargs: Any):
+    """Sets when the function is due, as `PeriodicAction` does."""
+    super().__init__(fn, interval_type, interval, run_async=False, **kwargs)
 
   def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
-    if self._keep_last is not None:
-      if not self._kept:  # Not for each step, which would take a microsecond.
-        sizes = ((name, getattr(x, 'size', 1)) for name, x in scalars.items())
-        self._large = [name for name, size in sizes if size != 1]
-      for name in self._large:
-        scalars.pop(name, None)
-    self._kept.append((step, scalars))
-    if is_due or self._keep_last is None:
-      self._hand_on()
-
-  def _hand_on(self) -> None:
-    """Gives the kept records to the function, here or on its thread."""
-    records = list(self._kept)
-    self._kept.clear()
-    if self._executor is None:
-      self._apply(records)
-    elif records:
-      if self._executor.num_queued >= _MAX_QUEUED:
-        self._executor.wait()
-      self._executor.put(functools.partial(self._apply, records))
-
-  def _apply(self, records: list[_Record]) -> None:
-    """Fetches the records' scalars and calls the function on each."""
-    values_lib.start_fetch(records)
-    for step, scalars in records:
-      self._fn(step, values_lib.fetch(scalars))
+    self._fn(step, scalars)
 
 
 @functools.lru_cache

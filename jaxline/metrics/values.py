@@ -54,7 +54,7 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
         'Scalar "%s" is skipped, now and from here on: got %s, expected a '
         'number or an array with one element.',
         name,
-        _describe(value),
+        getattr(value, 'aval', type(value).__name__),
       )
   return flat
 
@@ -95,13 +95,8 @@ def start_fetch(tree: Any) -> None:
 def _to_number(value: Any) -> int | float | None:
   """Returns a number as int or float, anything else as None."""
   if isinstance(value, jax.Array):
-    try:
-      value = np.asarray(value) if value.size == 1 else None
-    except (RuntimeError, TypeError):
-      # Deleted, a random key, or a part of it is on another host. An error of
-      # the program that computes it is raised here again.
-      is_here = value.is_fully_addressable or value.is_fully_replicated
-      value = _fetch(value) if is_here else None
+    is_here = value.is_fully_addressable or value.is_fully_replicated
+    value = _fetch(value) if is_here and value.size == 1 else None
   elif hasattr(value, '__array__'):
     value = np.asarray(value)
   if isinstance(value, np.ndarray):
@@ -113,17 +108,17 @@ def _to_number(value: Any) -> int | float | None:
   return float(value) if isinstance(value, numbers.Real) else None
 
 
-def _describe(value: Any) -> str:
-  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
-    is_deleted = isinstance(value, jax.Array) and value.is_deleted()
-    kind = 'a donated' if is_deleted else 'an'
-    return f'{kind} array of shape {list(value.shape)} and dtype {value.dtype}'
-  return f'{repr(value)[:60]} of type {type(value).__name__}'
+def to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns new batches, uint8 [B, H, W, C], of any images that are accepted.
+
+  Raises:
+    ValueError: an array has another shape or dtype.
+  """
+  return {str(name): _to_batch(name, np.array(x)) for name, x in images.items()}
 
 
-def check_image(name: str, image: Any) -> None:
-  """Checks shape and dtype, which needs no transfer from a device."""
-  shape = tuple(image.shape)
+def _to_batch(name: str, image: np.ndarray) -> np.ndarray:
+  shape = image.shape
   channels = shape[-1] if len(shape) > 2 else 1
   if len(shape) not in (2, 3, 4) or channels not in (1, 3, 4) or 0 in shape:
     raise ValueError(
@@ -131,27 +126,17 @@ def check_image(name: str, image: Any) -> None:
       '[B, H, W, C] with C in (1, 3, 4) and no empty axis. Grey images in a '
       'batch need a last axis of 1: images[..., None].'
     )
-  if image.dtype not in (np.uint8, bool) and not jax.dtypes.issubdtype(
-    image.dtype, np.floating
-  ):
+  if image.dtype == bool:
+    image = image.astype(np.uint8) * np.uint8(255)
+  elif jax.dtypes.issubdtype(image.dtype, np.floating):
+    # What is out of range is clipped, as by TensorFlow, and NaN is black.
+    image = np.clip(np.nan_to_num(image.astype(np.float32)), 0, 1)
+    image = np.round(image * 255).astype(np.uint8)
+  elif image.dtype != np.uint8:
     raise ValueError(
       f'Image "{name}": got dtype {image.dtype}, expected uint8 in 0..255, '
       'bool, or floating point in 0..1. Cast it: image.astype(np.uint8).'
     )
-
-
-def _to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns any accepted images as batches, uint8 [B, H, W, C]."""
-  return {str(name): _to_batch(np.asarray(x)) for name, x in images.items()}
-
-
-def _to_batch(image: np.ndarray) -> np.ndarray:
-  if image.dtype == bool:
-    image = image.astype(np.uint8) * np.uint8(255)
-  elif image.dtype != np.uint8:
-    # What is out of range is clipped, as by TensorFlow, and NaN is black.
-    image = np.clip(np.nan_to_num(image.astype(np.float32)), 0, 1)
-    image = np.round(image * 255).astype(np.uint8)
   if image.ndim == 2:
     image = image[:, :, None]
   return image if image.ndim == 4 else image[None]
@@ -167,7 +152,8 @@ def _to_texts(texts: Mapping[str, str]) -> dict[str, str]:
 
 CONVERSIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   'scalars': to_scalars,
-  'images': _to_images,
+  'images': dict,
   'texts': _to_texts,
   'fingerprints': to_scalars,
+  'console': to_scalars,
 }

@@ -6,7 +6,6 @@ and converts it once, the `write` of each backend.
 
 import collections
 from collections.abc import Callable, Mapping
-import contextlib
 import functools
 import os
 import pathlib
@@ -29,8 +28,6 @@ from jaxline.metrics import values as values_lib
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-# The most bytes of images that may wait: copies, on the devices.
-_MAX_BYTES = 1 << 30
 # The arguments of `put`, and the time.
 _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
 
@@ -38,9 +35,7 @@ _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
 Backend = base.Backend
 Record = base.Record
 Writer = base.Writer
-JSONL_KEYS = jsonl.KEYS
 JsonlWriter = jsonl.JsonlWriter
-read_record = jsonl.read_record
 TensorBoardWriter = tensorboard.TensorBoardWriter
 to_scalars = values_lib.to_scalars
 
@@ -49,14 +44,11 @@ class MetricWriter:
   """Writes to backends on one background thread, behind a bounded queue.
 
   `global_step` is an int, a numpy integer or an array whose elements are all
-  the step (one copy per device). To write costs the caller a few microseconds.
-  Device arrays are fetched on the background thread. NumPy arrays are copied at
-  once, since the caller may reuse them; so are images, on their device, since a
-  weight is donated to the next step. (A scalar is not: hand over a metric of
-  the step, not a part of its state.)
+  the step (one copy per device). Scalars on a device are fetched on the thread:
+  hand over a metric of the step, not a part of its state, which is donated to
+  the next step. Images are fetched at once; what is in NumPy is copied.
 
-  - If the queue is full, a write waits until it is empty. It holds one image,
-    or several of together at most 1 GiB.
+  - If the queue is full, a write waits until it is empty.
   - The first error on the thread is raised, with its traceback, by every later
     write and flush and by the close. An error of one backend does not keep what
     was queued from the others.
@@ -70,25 +62,20 @@ class MetricWriter:
 
   _conversions = values_lib.CONVERSIONS
 
-  def __init__(
-    self, *backends: base.Backend | base.Writer, max_queue: int = 1000
-  ) -> None:
+  def __init__(self, *backends: base.Backend | base.Writer) -> None:
     """Starts the thread.
 
     Args:
       *backends: called by the thread alone, in this order, and closed with this
         writer. Without any, everything is discarded.
-      max_queue: how many records may wait.
     """
     self._backends: list[base.Backend] = []
     for backend in backends:
       self.add(backend)
-    self._max_queue = max_queue
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
     # The records since the last mark. The executor has a call for each.
     self._items: collections.deque[_Item] = collections.deque()
-    self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
@@ -121,16 +108,8 @@ class MetricWriter:
     Raises:
       ValueError: an array has another shape or dtype.
     """
-    copies = {name: _copy(x) for name, x in images.items()}
-    for name, x in copies.items():
-      # Here the traceback still leads to the line that made the image.
-      values_lib.check_image(name, x)
-    size = sum(x.nbytes for x in copies.values())
-    if self._image_bytes and self._image_bytes + size > _MAX_BYTES:
-      self.wait_to_finish()
-      self._image_bytes = 0
-    self._image_bytes += size
-    self.put('images', _snapshot(global_step), copies)
+    # Here the traceback of an error leads to the line that made the image.
+    self.put('images', _snapshot(global_step), values_lib.to_images(images))
 
   def put(
     self,
@@ -154,8 +133,7 @@ class MetricWriter:
     if self.executor.is_current:
       self._write(collections.deque([item]))
       return
-    if len(self._items) >= self._max_queue:
-      self.wait_to_finish()
+    self.executor.wait_for_room()
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
@@ -239,7 +217,7 @@ class MetricWriter:
 
   def wait_to_finish(self) -> None:
     """Waits until the backends have all records, and raises their error."""
-    self._behind()()
+    self.executor.wait()
 
   def close(self) -> None:
     """Flushes and ends the writer; closing twice is allowed."""
@@ -266,8 +244,7 @@ class MetricWriter:
 class RunWriter(MetricWriter):
   """The backends of `config.writers` behind one background thread.
 
-  Their files are below `config.checkpoint_dir/<mode>`. The end of the program
-  closes them.
+  Their files are below `config.checkpoint_dir/<mode>`.
   """
 
   def __init__(self, config: Any, mode: str):
@@ -280,37 +257,15 @@ class RunWriter(MetricWriter):
       path = os.fspath(directory / fingerprints.FILE)
       made.append(fingerprints.FingerprintWriter(path))
     super().__init__(*made)
-    async_lib.at_exit.append(self.close)
-
-  def close(self) -> None:
-    try:
-      super().close()
-    finally:
-      with contextlib.suppress(ValueError):  # Closed before.
-        async_lib.at_exit.remove(self.close)
-
-
-# The first that fits is found fastest.
-_UNCHANGEABLE = (jax.Array, float, int, str, np.generic)
 
 
 def _snapshot(value: Any) -> Any:
   """Copies what the caller may change: mappings and arrays on the host."""
-  if isinstance(value, _UNCHANGEABLE):
-    return value
+  if isinstance(value, np.ndarray):
+    return value.copy()
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}
-  return np.array(value) if hasattr(value, '__array__') else value
-
-
-def _copy(value: Any) -> Any:
-  """Copies an array, on its device if it is on one."""
-  if not isinstance(value, jax.Array):
-    return np.array(value)
-  if value.is_fully_replicated:
-    value = value.addressable_data(0)
-  # What other processes have a part of cannot be fetched either.
-  return value.copy() if value.is_fully_addressable else value
+  return value
 
 
 # By name, from the config, the mode and the directory to a writer.

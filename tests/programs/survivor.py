@@ -44,7 +44,7 @@ from jaxline import platform  # noqa: E402
 from jaxline import sharded  # noqa: E402
 from jaxline.inputs import base  # noqa: E402
 from jaxline.inputs import indexed  # noqa: E402
-from jaxline.metrics import console  # noqa: E402
+from jaxline.metrics import log_filter  # noqa: E402
 from tests.programs import events  # noqa: E402
 
 FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
@@ -168,5 +168,5 @@ class Survivor(sharded.ShardedExperiment):
 if __name__ == '__main__':
   events.install()
   # The tests read what the library says about itself.
-  console.quiet_log = contextlib.nullcontext
+  log_filter.quiet_log = contextlib.nullcontext
   platform.main(Survivor, sys.argv[1:])

@@ -1,0 +1,93 @@
+"""A live status line that other output scrolls past."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import functools
+import os
+import sys
+import threading
+from typing import Any
+
+from jaxline.supervision import watchdog
+
+_REFRESH_SECS = 0.25
+_WIDTH = 80  # Of a terminal that does not know its width.
+
+
+class LiveLine:
+  """A line at the bottom of a terminal that other output scrolls past.
+
+  The cursor stays visible and no mode of the terminal is changed, so nothing
+  needs to be restored, however the process ends. The line is hidden while a
+  debugger prompts, and while a shell has the process in the background.
+  """
+
+  def __init__(self, text: Callable[[int], str]):
+    """Draws the line until `stop`; `text` returns it for a width."""
+    self._text, self._line = text, ''
+    self._out, self._pid = sys.stdout, os.getpid()
+    self._lock = threading.RLock()
+    self._stopped = threading.Event()
+    self._unended: set[Any] = set()  # Streams whose last line has no end yet.
+    self._writes: dict[Any, Callable[[str], int]] = {}
+    streams: set[Any] = {sys.stdout, sys.stderr}
+    for stream in filter(is_terminal, streams):
+      self._writes[stream] = stream.write
+      # Replace the method, not the stream: handlers of logging have it too.
+      stream.write = functools.partial(self._write, stream)
+    threading.Thread(target=self._run, name='jaxline-live', daemon=True).start()
+
+  def stop(self) -> None:
+    """Removes the line."""
+    with self._lock, contextlib.suppress(OSError, ValueError):
+      self._line = ''
+      self._draw()
+    self._stopped.set()
+    for stream, write in self._writes.items():
+      stream.write = write
+
+  def _is_hidden(self) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # A terminal of no shell.
+      if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
+        return True
+    frames = sys._current_frames().values()
+    return self._stopped.is_set() or any(map(watchdog.is_debugged, frames))
+
+  def _write(self, stream: Any, text: str) -> int:
+    """Writes a text of the program above the line."""
+    write = self._writes[stream]
+    if os.getpid() != self._pid:  # Forked, perhaps while the lock was held.
+      return write(text)
+    with self._lock:
+      if not text or self._is_hidden():
+        return write(text)
+      write(f'\x1b[J{text}')
+      # A progress bar ends its text with neither, and is left as it is.
+      is_ended = text.endswith(('\n', '\r'))
+      (self._unended.discard if is_ended else self._unended.add)(stream)
+      self._draw()
+    return len(text)
+
+  def _draw(self) -> None:
+    if not (self._unended or self._is_hidden()):
+      self._writes[self._out](f'\x1b[J{self._line}\r')
+      self._out.flush()
+
+  def _run(self) -> None:
+    with contextlib.suppress(OSError, ValueError):  # The terminal is gone.
+      while not self._stopped.wait(_REFRESH_SECS):
+        columns = os.get_terminal_size(self._out.fileno()).columns or _WIDTH
+        line = self._text(columns - 1)
+        with self._lock:
+          self._line = line
+          self._draw()
+
+
+def is_terminal(stream: Any) -> bool:
+  """Returns whether a stream is a terminal that can redraw a line."""
+  try:
+    return stream.isatty() and os.environ.get('TERM', '') != 'dumb'
+  except (AttributeError, ValueError):  # None, or closed.
+    return False
