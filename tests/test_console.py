@@ -207,7 +207,10 @@ def test_what_is_not_finite_hides_no_mean(capsys):
   for step, loss in enumerate([1.0, math.nan, 3.0, math.inf], 1):
     rate = {'steps_per_sec': 1.0} if step == 4 else {}
     console.log_training(step, {'loss': loss, 'all': math.nan, **rate})
-  assert re.search(r'\| loss 2 \|.*\| all nan', capsys.readouterr().out)
+  assert re.search(
+    r'\| loss 2 \(2 of 4 not finite\) \|.*\| all nan \(4 of 4 not finite\)',
+    capsys.readouterr().out,
+  )
 
 
 def run_hook(console, steps, **overrides):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import math
 import os
 import pathlib
 import re
@@ -311,13 +312,15 @@ class Console:
     recent, earlier = records[-count:], records[-2 * count : -count]
     texts = []
     for name in sorted(recent[-1], key=lines.rank):
-      value, trend = recent[-1][name], ''
+      value, note = recent[-1][name], ''
       # Counts and rates are not averaged.
       if isinstance(value, float) and name not in lines.FORMATS:
         value = lines.mean(recent, name)
-      if name == 'loss' and earlier:
-        trend = f' ({value - lines.mean(earlier, name):+.3g})'
-      texts.append(lines.to_text(name, value) + trend)
+        if bad := sum(not math.isfinite(x.get(name, 0.0)) for x in recent):
+          note = f' ({bad} of {count} not finite)'
+      if name == 'loss' and earlier and not note:
+        note = f' ({value - lines.mean(earlier, name):+.3g})'
+      texts.append(lines.to_text(name, value) + note)
     return texts
 
   def _progress(self, step: int, width: int) -> str:

@@ -108,35 +108,44 @@ def _to_number(value: Any) -> int | float | None:
   return float(value) if isinstance(value, numbers.Real) else None
 
 
-def to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns new batches, uint8 [B, H, W, C], of any images that are accepted.
+def copy_image(name: str, image: Any) -> Any:
+  """Returns a copy of an image that no later step can change, on its device.
 
   Raises:
-    ValueError: an array has another shape or dtype.
+    ValueError: the array has another shape or dtype than an image.
   """
-  return {str(name): _to_batch(name, np.array(x)) for name, x in images.items()}
-
-
-def _to_batch(name: str, image: np.ndarray) -> np.ndarray:
-  shape = image.shape
-  channels = shape[-1] if len(shape) > 2 else 1
-  if len(shape) not in (2, 3, 4) or channels not in (1, 3, 4) or 0 in shape:
+  if not isinstance(image, jax.Array):
+    image = np.asarray(image)
+  elif image.is_fully_replicated:
+    image = image.addressable_data(0)
+  channels = image.shape[-1] if image.ndim > 2 else 1
+  if image.ndim not in (2, 3, 4) or channels not in (1, 3, 4) or not image.size:
     raise ValueError(
-      f'Image "{name}": got shape {list(shape)}, expected [H, W], [H, W, C] or '
-      '[B, H, W, C] with C in (1, 3, 4) and no empty axis. Grey images in a '
-      'batch need a last axis of 1: images[..., None].'
+      f'Image "{name}": got shape {list(image.shape)}, expected [H, W],'
+      ' [H, W, C] or [B, H, W, C] with C in (1, 3, 4) and no empty axis. Grey'
+      ' images in a batch need a last axis of 1: images[..., None].'
     )
-  if image.dtype == bool:
-    image = image.astype(np.uint8) * np.uint8(255)
-  elif jax.dtypes.issubdtype(image.dtype, np.floating):
-    # What is out of range is clipped, as by TensorFlow, and NaN is black.
-    image = np.clip(np.nan_to_num(image.astype(np.float32)), 0, 1)
-    image = np.round(image * 255).astype(np.uint8)
-  elif image.dtype != np.uint8:
+  is_floating = jax.dtypes.issubdtype(image.dtype, np.floating)
+  if not is_floating and image.dtype not in (np.uint8, bool):
     raise ValueError(
       f'Image "{name}": got dtype {image.dtype}, expected uint8 in 0..255, '
       'bool, or floating point in 0..1. Cast it: image.astype(np.uint8).'
     )
+  return image.copy()
+
+
+def _to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns images as batches, uint8 [B, H, W, C]."""
+  return {str(name): _to_batch(np.asarray(x)) for name, x in images.items()}
+
+
+def _to_batch(image: np.ndarray) -> np.ndarray:
+  if image.dtype == bool:
+    image = image.astype(np.uint8) * np.uint8(255)
+  elif image.dtype != np.uint8:
+    # What is out of range is clipped, as by TensorFlow, and NaN is black.
+    image = np.clip(np.nan_to_num(image.astype(np.float32)), 0, 1)
+    image = np.round(image * 255).astype(np.uint8)
   if image.ndim == 2:
     image = image[:, :, None]
   return image if image.ndim == 4 else image[None]
@@ -152,7 +161,7 @@ def _to_texts(texts: Mapping[str, str]) -> dict[str, str]:
 
 CONVERSIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   'scalars': to_scalars,
-  'images': dict,
+  'images': _to_images,
   'texts': _to_texts,
   'fingerprints': to_scalars,
   'console': to_scalars,

@@ -28,6 +28,8 @@ from jaxline.metrics import values as values_lib
 
 F = TypeVar('F', bound=Callable[..., Any])
 
+# The most bytes of images that may wait: copies, on the devices.
+_MAX_BYTES = 1 << 30
 # The arguments of `put`, and the time.
 _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
 
@@ -46,9 +48,10 @@ class MetricWriter:
   `global_step` is an int, a numpy integer or an array whose elements are all
   the step (one copy per device). Scalars on a device are fetched on the thread:
   hand over a metric of the step, not a part of its state, which is donated to
-  the next step. Images are fetched at once; what is in NumPy is copied.
+  the next step. Images are copied at once, on their device.
 
-  - If the queue is full, a write waits until it is empty.
+  - If the queue is full, a write waits until it is empty. Images that wait
+    have at most 1 GiB together.
   - The first error on the thread is raised, with its traceback, by every later
     write and flush and by the close. An error of one backend does not keep what
     was queued from the others.
@@ -76,6 +79,7 @@ class MetricWriter:
     self._lock = threading.RLock()
     # The records since the last mark. The executor has a call for each.
     self._items: collections.deque[_Item] = collections.deque()
+    self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
@@ -108,8 +112,13 @@ class MetricWriter:
     Raises:
       ValueError: an array has another shape or dtype.
     """
-    # Here the traceback of an error leads to the line that made the image.
-    self.put('images', _snapshot(global_step), values_lib.to_images(images))
+    copies = {k: values_lib.copy_image(k, x) for k, x in images.items()}
+    size = sum(x.nbytes for x in copies.values())
+    if self._image_bytes + size > _MAX_BYTES:
+      self.wait_to_finish()
+      self._image_bytes = 0
+    self._image_bytes += size
+    self.put('images', _snapshot(global_step), copies)
 
   def put(
     self,
