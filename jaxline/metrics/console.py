@@ -401,17 +401,18 @@ class Hook(periodic.Every):
   ):
     """Sets when a line is due; `log` and `finish` are as in `_Sink`, `put`."""
     every, is_live = config.log_tensors_interval, console.mode == 'live'
-    is_on = every is not None and every >= 0
+    is_on = every is not None and every >= 0 and console.mode != 'silent'
     kind = config.logging_interval_type or config.interval_type
     super().__init__(
       console.log_training,
       'secs' if is_live else kind,
-      _LIVE_SECS if is_live and is_on else every,
+      (_LIVE_SECS if is_live else every) if is_on else None,
       logging_growth_ratios=None
       if is_live
       else config.periodic_action_growth_ratios,
       end_step_to_action=config.training_steps if is_on else None,
-      log_all_data=True,
+      # Arrays that are kept slow the next steps by some microseconds.
+      log_all_data=console.mode != 'off',
     )
     self._console, self._log, self._finish = console, log, finish
     self._is_async = config.log_async
