@@ -97,9 +97,9 @@ def test_files(tmp_path, monkeypatch, files, expected):
     'x/image.png': b'\x89PNG\0',
     'x/.hidden': b'no',
     'x/.git/config': b'no',
-    'x/zip.gz': gzip.compress(b'zip'),
-    'x/empty.gz': gzip.compress(b''),
-    'x/binary.gz': gzip.compress(b'\0'),
+    'x/zip.gz': gzip.compress(b'zip', mtime=0),
+    'x/empty.gz': gzip.compress(b'', mtime=0),
+    'x/binary.gz': gzip.compress(b'\0', mtime=0),
     'z/b.txt': b'2',
   }
   write(tmp_path, contents)
@@ -117,7 +117,7 @@ def test_files(tmp_path, monkeypatch, files, expected):
 
 
 LINES = b'one\n\ntwo\xff \r\n  \nthree\n'
-FILES = {'b.txt': LINES, 'a.gz': gzip.compress(b'zip\nped')}
+FILES = {'b.txt': LINES, 'a.gz': gzip.compress(b'zip\nped', mtime=0)}
 VALUES = ['na\u00efve', '', 'two\nlines', '\ud800', 'last']
 JSON = '\n'.join(json.dumps({'id': 1, 'text': v}) for v in VALUES) + '\n\n'
 
@@ -170,7 +170,7 @@ def test_contents(tmp_path, kind, files, contents):
   ('kind', 'name', 'data'),
   [
     ('file', 'bad.gz', b'no gzip'),
-    ('line', 'bad.gz', gzip.compress(b'text' * 100)[:20]),
+    ('line', 'bad.gz', gzip.compress(b'text' * 100, mtime=0)[:20]),
     *(
       ('jsonl', 'bad.jsonl:2', b'{"text": "x"}\n' + bad)
       for bad in (b'{"text": 3}', b'{"txt": ""}', b'[]', b'{')
