@@ -330,7 +330,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
     ({'directory': None}, r'takes the weights of a run'),
-    ({'directory': 'new'}, r'new has takes the weights of a run.*train first'),
+    ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
     (
       {'directory': 'new', 'series': 'best'},
       r"no checkpoint of 'best'.*config.decode.series = 'latest'",

@@ -48,11 +48,7 @@ class FileBackend(base.Backend):
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     for path in self._logs():
-      length = lengths.get(path, 0)
-      if os.path.getsize(path) > length:
-        with open(path, 'r+b') as file:
-          file.truncate(length)
-          os.fsync(file.fileno())
+      _cut(path, lengths.get(path, 0))
 
   def flush(self) -> dict[str, int]:
     os.fsync(self._file.fileno())
@@ -61,3 +57,11 @@ class FileBackend(base.Backend):
   def close(self) -> None:
     with self._file:
       self.flush()
+
+
+def _cut(path: str, length: int) -> None:
+  """Cuts a file that is longer than a length in bytes; waits for the disk."""
+  if os.path.getsize(path) > length:
+    with open(path, 'r+b') as file:
+      file.truncate(length)
+      os.fsync(file.fileno())
