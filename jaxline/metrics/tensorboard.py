@@ -22,10 +22,9 @@ import numpy as np
 from jaxline.metrics import base
 from jaxline.metrics import files
 
+_TIME = re.compile(r'events\.out\.tfevents\.(\d{10})')
 # TIME.HOST.PID.ID: TensorFlow and PyTorch give no such time and ID.
-_OWN_NAME = re.compile(
-  r'events\.out\.tfevents\.\d{10}\.\d{6}\..+\.\d+\.[0-9a-f]{8}'
-)
+_OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 
 
 class TensorBoardWriter(files.FileBackend):
@@ -53,7 +52,11 @@ class TensorBoardWriter(files.FileBackend):
     log_dir = os.fspath(log_dir)
     # The suffix distinguishes writers opened within the same second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
-    name = f'events.out.tfevents.{time.time():017.6f}.{owner}'
+    names = os.listdir(log_dir) if os.path.isdir(log_dir) else []
+    found = map(_TIME.match, names)
+    # A later name than all others, also if the clock was set back.
+    now = max([time.time(), *(int(x[1]) + 1 for x in found if x)])
+    name = f'events.out.tfevents.{now:017.6f}.{owner}'
     super().__init__(os.path.join(log_dir, name))
     self._append(_event(time.time(), 0, _field(3, b'brain.Event:2')))
 
