@@ -65,8 +65,8 @@ class Feed:
     """Returns this process's batches of one evaluation: see `batches`."""
     if not source.reset_for_eval:
       if self._evaluations_fed.get(name, 0) != num_evaluated:
-        # A resumed run continues with the batches that it would have had
-        # without the interruption: those before are read and dropped.
+        # Read and drop the batches of earlier evaluations: a resumed run gets
+        # the same batches as a run without an interruption.
         source.reset()
         for _ in range(num_evaluated):
           for _ in source.eval_batches():
@@ -79,8 +79,8 @@ class Feed:
   ) -> Iterator[Batch]:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
-    All processes call it together. A process whose batches end before those of
-    the others adds padding. Closes the input at the end.
+    All processes call it together. A process that runs out of batches before
+    the others adds batches of padding. At the end it closes the input.
 
     Args:
       name: of the set.

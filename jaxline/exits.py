@@ -116,9 +116,9 @@ def leave(error: BaseException) -> NoReturn:
 
 
 def leave_if_lost(kind: Any, error: BaseException | None, tb: Any) -> None:
-  """Leaves if another process was lost: closing what is open would hang.
+  """Ends this process if it has lost another one.
 
-  To be pushed onto a `contextlib.ExitStack`.
+  To be pushed onto a `contextlib.ExitStack`, whose other callbacks would hang.
   """
   if error and errors.is_lost_process(error) and has_others():
     leave(error)

@@ -7,9 +7,9 @@ is a run of four processes with two devices each, which communicate like those
 of a cluster (by gloo instead of a network of accelerators). Each process gets
 its number by the variables that `jaxline.distributed` reads. Each line that it
 prints begins with that number. Signals are passed on to all processes. When one
-fails, the others have some seconds to end and are then killed; the exit code is
-that of the first to fail, other than by the loss of another, which the last
-line names.
+fails, the others have some seconds to end and are then killed. The exit code is
+that of the process that failed first, which the last line names. A process that
+fails because it lost another one counts only if no other process fails.
 
 It starts nothing on other machines: docs/reference/launching.md has clusters.
 """

@@ -1,4 +1,4 @@
-"""Hooks of the training loop that run every so many steps or seconds."""
+"""Hooks that the training loop calls, at intervals of steps or seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Action:
 
 
 class PeriodicAction(Action):
-  """Calls a function every so many steps or seconds, on a thread.
+  """Calls a function at an interval of steps or seconds, on a thread.
 
   A call costs well under a microsecond where nothing is due. An error of the
   function is raised by the next call, due or not, and by `flush_async` and

@@ -95,10 +95,10 @@ def _field(number: int, data: bytes) -> bytes:
   return bytes([number << 3 | 2]) + _varint(len(data)) + data
 
 
-def _event(wall_time: float, step: int, what: bytes) -> bytes:
-  """Returns the record of an event, of which `what` is a field."""
+def _event(wall_time: float, step: int, content: bytes) -> bytes:
+  """Encodes an event as a record; `content` is one more encoded field."""
   step_field = b'\x10' + _varint(step)
-  data = b'\x09' + struct.pack('<d', wall_time) + step_field + what
+  data = b'\x09' + struct.pack('<d', wall_time) + step_field + content
   length = struct.pack('<Q', len(data))
   return length + _checksum(length) + data + _checksum(data)
 
@@ -141,7 +141,7 @@ def _images(name: str, images: np.ndarray) -> bytes:
 
 
 def _text(name: str, text: str) -> bytes:
-  # Four spaces make it a code block in Markdown, whatever it contains.
+  # Indented by four spaces, Markdown shows any text as it is.
   block = '\n'.join('    ' + line for line in text.split('\n'))
   return _strings(name, 'text', [block.encode()])
 

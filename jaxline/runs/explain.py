@@ -75,7 +75,7 @@ def explain(
     experiment.in_mesh(functools.partial(_of_rows, experiment, with_grads)),
     out_shardings=experiment.partitioner.replicated,
   )
-  # As `train_step` derives the key of the step.
+  # The key of the step, as `ShardedExperiment._pure_step` derives it.
   rng = jax.random.fold_in(replay.state.train_step_rng, experiment.state.step)
   batch = placement.put_batch(on_host, experiment.partitioner)
   numbers = np.asarray(compute(experiment.state, batch, rng))
