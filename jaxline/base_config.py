@@ -224,15 +224,14 @@ def validate_config(config: config_dict.ConfigDict) -> None:
   Raises:
     errors.UsageError: the first thing that is wrong, by name.
   """
-  required = get_base_config()
+  required, defaults = get_base_config(), get_base_config()
   # A key that it leaves out has its default.
   required.mesh = required.early_stop = {}
   validate_keys(required, config)
   for key in KEYS:
     key.check.require(f'config.{key.name}', _value(config, key.name))
   for name in ('decode', 'early_stop', 'xla'):  # They have no other keys.
-    valid = list(get_base_config()[name])
-    errors.check_names(config[name], valid, 'key', f'config.{name}')
+    errors.check_names(config[name], defaults[name], 'key', f'config.{name}')
   check_constraints(config)
 
 

@@ -452,15 +452,15 @@ def build(
   """
   mode = find_mode(name)
   names = [log for log in ('train' * mode.trains, mode.eval_log) if log]
-  if names:  # It closes last: whatever closes before may hang.
+  if names:  # First, so that it closes last: closing the others may hang.
     stack.enter_context(watchdog.limit(config.watchdog_secs))
   stack.enter_context(compilation_cache.of_run(config))
-  # It closes behind the other parts, and prints the summary.
+  # The console prints the summary after the other parts have closed.
   console = stack.enter_context(console_lib.Console.make(config, origin))
   is_writable = bool(names) and _claim(names, config, stack)
   if is_writable:
     stack.callback(spool.upload, config.checkpoint_dir)
-  # They close behind the checkpointers: what is being saved is still logged.
+  # Logs close after the checkpointers, so that a last save is still logged.
   logs = stack.enter_context(contextlib.ExitStack())
 
   def checkpointer(name: str, *, follows: bool) -> base.FullCheckpointer:
@@ -534,7 +534,7 @@ def resolve_config(
 ) -> config_dict.ConfigDict:
   """Returns a copy of a validated config, with the run's directory, locked.
 
-  A directory that is made for the run has this name in its own.
+  Without a directory in the config, it makes one whose name contains `name`.
 
   Raises:
     UsageError: what is wrong with the directory.

@@ -664,8 +664,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
   @property
   def next_batch_number(self) -> int:
     """The number of the batch of the next step, from 1."""
-    numbers = itertools.count(self._num_read + 1)
-    return next(x for x in numbers if x not in self._skipped)
+    number = self._num_read + 1
+    while number in self._skipped:
+      number += 1
+    return number
 
   def _close_input(self) -> None:
     if self._infeed is not None:

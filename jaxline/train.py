@@ -529,7 +529,7 @@ class Training:
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
-    self._run.log.raise_error()  # Of its thread, such as on a full disk.
+    self._run.log.executor.raise_error()  # Such as of a full disk.
     self._run.checkpointer.raise_error()
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)

@@ -651,7 +651,7 @@ def test_an_error_on_the_thread_is_raised_on_the_caller(place, gate):
   for act in (
     writer.flush,
     lambda: writer.write_scalars(5, {'a': 5}),
-    writer.raise_error,
+    writer.executor.raise_error,
     writer.wait_to_finish,
     writer.close,
   ):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import math
 import os
 import pathlib
 import re
@@ -138,7 +137,7 @@ class Console:
     self.say(self._start_block(start))
 
   def _start_block(self, start: str) -> str:
-    """Returns what is shown before the first step or evaluation."""
+    """Returns the lines to print before the first step or evaluation."""
     config, experiment = self._config, self._experiment
     kind = type(experiment)
     directory = _relative(config.checkpoint_dir)
@@ -284,7 +283,7 @@ class Console:
       self._live = None
 
   def report_compilation(self) -> bool:
-    """Reports what was compiled, once; returns whether it did."""
+    """Prints the time of the first compilation, once; returns True then."""
     if self._compiled_before is None:
       return False
     secs = goodput.compiled_secs() - self._compiled_before
@@ -315,11 +314,11 @@ class Console:
       value, note = recent[-1][name], ''
       # Counts and rates are not averaged.
       if isinstance(value, float) and name not in lines.FORMATS:
-        value = lines.mean(recent, name)
-        if bad := sum(not math.isfinite(x.get(name, 0.0)) for x in recent):
-          note = f' ({bad} of {count} not finite)'
+        value, num_bad = lines.mean(recent, name)
+        if num_bad:
+          note = f' ({num_bad} of {count} not finite)'
       if name == 'loss' and earlier and not note:
-        note = f' ({value - lines.mean(earlier, name):+.3g})'
+        note = f' ({value - lines.mean(earlier, name)[0]:+.3g})'
       texts.append(lines.to_text(name, value) + note)
     return texts
 
@@ -384,7 +383,7 @@ class Console:
       self.say(f'Waiting for a checkpoint{after} in {where}.')
 
   def show(self, writer: writers.MetricWriter, log: str) -> None:
-    """Prints what reaches the thread of a log: texts, numbers of `hook`."""
+    """Also prints the texts of a log, and the numbers that `Hook` queues."""
     if self.mode != 'silent':
       writer.add(_Sink(self, log))
 
@@ -399,7 +398,7 @@ class Hook(periodic.Every):
     log: writers.MetricWriter,
     finish: Callable[[dict[str, Any]], dict[str, Any]],
   ):
-    """Sets when a line is due; `log` and `finish` are as in `_Sink`, `put`."""
+    """Sets when a line is due; `finish` is as in `MetricWriter.put`."""
     every, is_live = config.log_tensors_interval, console.mode == 'live'
     is_on = every is not None and every >= 0 and console.mode != 'silent'
     kind = config.logging_interval_type or config.interval_type

@@ -56,10 +56,12 @@ def to_text(name: str, value: Any) -> str:
   return FORMATS[name].format(value) if value else ''  # Not known yet.
 
 
-def mean(records: Sequence[dict[str, Any]], name: str) -> float:
-  """Returns the mean of the finite values; NaN of none."""
-  values = [x[name] for x in records if math.isfinite(x.get(name, math.nan))]
-  return sum(values) / len(values) if values else math.nan
+def mean(records: Sequence[dict[str, Any]], name: str) -> tuple[float, int]:
+  """Returns the mean of the finite values, and the number of the others."""
+  values = [x[name] for x in records if name in x]
+  finite = list(filter(math.isfinite, values))
+  value = sum(finite) / len(finite) if finite else math.nan
+  return value, len(values) - len(finite)
 
 
 def fit(parts: Sequence[str], width: int) -> str:

@@ -220,10 +220,6 @@ class MetricWriter:
       lambda: {k: v for x in self._backends for k, v in x.flush().items()}
     )
 
-  def raise_error(self) -> None:
-    """Raises the first error of the thread, if there was one."""
-    self.executor.raise_error()
-
   def wait_to_finish(self) -> None:
     """Waits until the backends have all records, and raises their error."""
     self.executor.wait()
