@@ -7,6 +7,7 @@ its method of the same name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import threading
@@ -20,15 +21,14 @@ import numpy as np
 
 from jaxline import async_lib
 from jaxline import base_config
+from jaxline import best
 from jaxline import debug
-from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
 from jaxline.checkpoint import base
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
-from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.compat import experiments
@@ -54,7 +54,7 @@ _POLL_SECS = 0.25
 
 @dataclasses.dataclass
 class Run:
-  """A run: the experiment class, the config and everything the loops use.
+  """The parts of a run, and the loops that use them.
 
   What follows JAXline's looser contract is adapted when a `Run` is made.
 
@@ -73,6 +73,8 @@ class Run:
     watch: told by a signal to end the run, which then saves and leaves.
     trained: for an evaluation beside a training: set once training has made
       its last checkpoint. None where training is somewhere else.
+    log: `writer` with all methods, for the loops and for experiments.
+    eval_log: the same of `eval_writer`.
     stop: what ended the run before its last step; None if nothing did.
   """
 
@@ -87,7 +89,9 @@ class Run:
   console: Any = None
   watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
   trained: threading.Event | None = None
-  stop: errors.StopTraining | None = None
+  log: writers.MetricWriter = dataclasses.field(init=False)
+  eval_log: writers.MetricWriter = dataclasses.field(init=False)
+  stop: errors.StopTraining | None = dataclasses.field(init=False, default=None)
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
@@ -95,14 +99,204 @@ class Run:
       self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
     self.checkpointer = adapters.full_checkpointer(self.checkpointer)
     self.console = self.console or console_lib.Console()
-    # With all methods, for the loops and for experiments.
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
+
+  # The loops.
+
+  @debug.disable_pmap_jit
+  def train(self) -> experiment_lib.AbstractExperiment:
+    """Trains, and returns the experiment: see the function `train`."""
+    training = Training(self)
+    state, experiment = training.state, training.experiment
+    try:
+      training.run()
+    except preemption.Preempted as e:
+      if not self.stop and experiment.should_run_step(
+        state.global_step, self.config
+      ):
+        raise
+      # The signal came too late to stop the training; all is saved.
+      self.mark_ended(state.global_step)
+      if self.eval_checkpointer is None:  # Else an evaluation may be left.
+        e.is_over = True
+        e.add_note('The run has ended.')
+        e.code = 0 if e.code == preemption.EXIT_CODE else e.code
+      raise
+    self.mark_ended(state.global_step)
+    return experiment
+
+  @debug.disable_pmap_jit
+  def train_and_eval(self) -> experiment_lib.AbstractExperiment:
+    """Trains, pausing every `eval_interval` to evaluate the current weights.
+
+    One thread: two experiments, constructed with the modes 'train' and 'eval',
+    share the live state, which is not copied (see
+    `AbstractExperiment.share_state`). Also evaluates after the last step.
+
+    Returns:
+      The experiment that was trained.
+    """
+    config, checkpointer = self.config, self.checkpointer
+    training = Training(self)
+    state = training.state
+    evaluation = Evaluation(self, until=state.global_step)
+    # Records of the restored step itself are dropped unless its evaluation is
+    # noted as complete.
+    if state.global_step in evaluation.done:
+      last, lengths = state.global_step, evaluation.noted[-1].lengths
+    elif state.global_step and not checkpointer.is_new():
+      last, lengths = state.global_step - 1, checkpointer.lengths
+    else:
+      last, lengths = None, {}
+    self.resume_log(self.eval_log, last, lengths)
+
+    def evaluate_now(*unused: Any) -> None:
+      if state.global_step in evaluation.done:
+        return
+      began = time.time()
+      training.guard.wait()  # A state that is not finite must not be the best.
+      evaluation.experiment.share_state(training.experiment)
+      evaluation(state)
+      for hook in training.hooks:
+        hook.skip_time(time.time() - began)
+      notes.stop_without_gain(config, evaluation.noted)
+
+    interval_type = config.eval_interval_type or config.interval_type
+    interval = config.eval_interval
+    with self.stoppable():
+      if interval is not None and interval >= 0:
+        hook = periodic.Every(
+          evaluate_now,
+          interval_type,
+          interval,
+          end_step_to_action=config.training_steps,
+        )
+        # The last hook, because it shifts the clocks of the others.
+        training.hooks.append(hook)
+        # The run may have been ended between this step and its evaluation.
+        if state.global_step and interval_type == 'steps':
+          hook(time.time(), state.global_step, None)
+        elif state.global_step:  # By seconds: one may have been due.
+          evaluate_now()
+      is_first = state.global_step == 0 or checkpointer.is_new()
+      if config.eval_initial_weights and is_first:
+        evaluate_now()
+    training.run()
+    with self.stoppable():
+      evaluate_now()
+    evaluation.wait()
+    self.mark_ended(state.global_step)
+    return training.experiment
+
+  @debug.disable_pmap_jit
+  def evaluate(self) -> None:
+    """Evaluates checkpoints: see the function `evaluate`."""
+    config, checkpointer = self.config, self.checkpointer
+    checkpointer.restrict(follows=True)
+    one_off = config.one_off_evaluate
+    has_any = checkpointer.can_be_restored('latest') if one_off else False
+    if one_off and not (has_any or config.eval_initial_weights):
+      raise errors.UsageError(
+        'config.one_off_evaluate is True but there is no checkpoint of'
+        f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
+        ' config.eval_initial_weights = True to evaluate untrained weights.'
+      )
+    steps = _listed_steps(config, checkpointer)
+    evaluation = Evaluation(self)
+    logging.info('Evaluating with config:\n%s', config)
+    if self.trained is None:  # Else the training says it.
+      self.console.begin(config, evaluation.experiment)
+    state = base.new_state(checkpointer, evaluation.experiment)
+    with self.stoppable():
+      for step in steps:
+        restore(checkpointer, step)
+        evaluation(state)
+        evaluation.wait()
+      if one_off and not steps:
+        if has_any:
+          restore(checkpointer)
+        evaluation(state, counts=has_any)
+        evaluation.wait()
+      elif not steps:
+        self._evaluate_each(evaluation, state)
+    if self.stop and not (steps or one_off):
+      self.mark_ended(state.global_step)  # Training reads it at a save.
+
+  def _evaluate_each(self, evaluation: 'Evaluation', state: Any) -> None:
+    """Evaluates each new checkpoint, until training makes no further one."""
+    config, checkpointer = self.config, self.checkpointer
+    lengths = evaluation.noted[-1].lengths if evaluation.noted else {}
+    self.resume_log(self.eval_log, evaluation.last, lengths)
+    initial_is_due = (
+      config.eval_initial_weights
+      and 0 not in evaluation.done
+      # A checkpoint will hold the weights that the run begins with.
+      and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
+      and not config.restore_from  # `Training.run` saves one.
+    )
+    restore_next = checkpointer.follow('latest')
+    is_over = False
+    while not is_over:
+      self.check(evaluation.last or 0)
+      # Read before `restore_next`, so that a checkpoint saved just before the
+      # end is still evaluated.
+      is_over = self._is_over(evaluation)
+      is_restored = restore_next(evaluation.done)
+      if is_restored or (
+        initial_is_due and not checkpointer.can_be_restored('latest')
+      ):
+        initial_is_due = False
+        evaluation(state, counts=is_restored or evaluation.starts_as_run)
+        evaluation.wait()
+        # In JAXline the last step ends it, and nothing later is looked at.
+        is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
+      elif not is_over:
+        self.console.log_waiting(evaluation.last, config.checkpoint_dir)
+        with goodput.measure('waiting'):
+          time.sleep(_POLL_SECS)
+
+  def _is_over(self, evaluation: 'Evaluation') -> bool:
+    """Returns whether training will make no further checkpoint."""
+    if self.trained is not None:
+      return self.trained.is_set()
+    # Without the note of its end, training was killed before it wrote it, or a
+    # training that restarts has removed it.
+    return self.checkpointer.ended() is not None or evaluation.is_of_last_step()
+
+  # What the loops share.
 
   def saves_here(self, all_hosts: bool) -> bool:
     """Returns whether this host saves, if `all_hosts` or only the first do."""
     collective = self.checkpointer.collective
     return collective or all_hosts or jax.process_index() == 0
+
+  def resume_log(
+    self,
+    log: writers.MetricWriter,
+    last: int | None,
+    lengths: Mapping[str, int],
+  ) -> None:
+    """Removes records after the restored step; logs the config of a new run.
+
+    The steps of those records run again, and log the same again.
+
+    Args:
+      log: of training or of evaluation.
+      last: the last step that is not run or evaluated again; None if the run
+        has done nothing yet, so that all of the log is void.
+      lengths: path -> length of what counts of each file.
+    """
+    # Else the records before are those of an earlier training.
+    if self.checkpointer.is_resumable and not self.checkpointer.has_moved:
+      with debug.log_activity('resuming the logs'):
+        log.resume(-1 if last is None else last, lengths)
+    # Of a writer without files nothing is void.
+    is_empty = last is None or (not lengths and bool(log.flush()))
+    if is_empty or not self.checkpointer.is_resumable:
+      recorded = base_config.recorded(self.config)
+      text = json.dumps(recorded, indent=2, sort_keys=True)
+      log.write_texts(0, {'config': text})
 
   @contextlib.contextmanager
   def stoppable(self) -> Iterator[None]:
@@ -112,12 +306,6 @@ class Run:
     except errors.StopTraining as e:
       self.stop = self.stop or e.with_traceback(None)
       self.console.stopped = str(self.stop)
-
-  def mark_ended(self, step: int) -> None:
-    """Notes that training has ended, and the experiment's reason if any."""
-    # Early stopping decides anew at the next start, perhaps by another config.
-    why = str(self.stop) if self.stop and not self.stop.is_noted else ''
-    self.checkpointer.mark_ended(step, why)
 
   def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
     """Ends the loop if a signal asks for it; called after each step.
@@ -136,221 +324,36 @@ class Run:
         finish()
       self.watch.leave()
 
-  @debug.disable_pmap_jit
-  def train(self) -> experiment_lib.AbstractExperiment:
-    """Trains, and returns the experiment: see the function `train`."""
-    training = Training(self)
-    state, experiment = training.state, training.experiment
-    try:
-      training.run_loop()
-    except preemption.Preempted as e:
-      if not self.stop and experiment.should_run_step(
-        state.global_step, self.config
-      ):
-        raise
-      # The signal came too late to stop the training; all is saved.
-      self.mark_ended(state.global_step)
-      if self.eval_checkpointer is None:  # Else an evaluation may be left.
-        e.is_over = True
-        e.add_note('The run has ended.')
-        e.code = 0 if e.code == preemption.EXIT_CODE else e.code
-      raise
-    self.mark_ended(state.global_step)
-    return experiment
-
-  @debug.disable_pmap_jit
-  def evaluate(self) -> None:
-    """Evaluates checkpoints: see the function `evaluate`."""
-    config, checkpointer = self.config, self.checkpointer
-    checkpointer.restrict(follows=True)
-    if config.one_off_evaluate and not (
-      config.eval_initial_weights or checkpointer.can_be_restored('latest')
-    ):
-      raise errors.UsageError(
-        'config.one_off_evaluate is True but there is no checkpoint of'
-        f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
-        ' config.eval_initial_weights = True to evaluate untrained weights.'
-      )
-    steps = _listed_steps(config, checkpointer)
-    evaluation = _Evaluation(self)
-    logging.info('Evaluating with config:\n%s', config)
-    if self.trained is None:  # Else the training says it.
-      self.console.begin(config, evaluation.experiment)
-    state = base.new_state(checkpointer, evaluation.experiment)
-    with self.stoppable():
-      for counts in self._restored(evaluation, steps):
-        evaluation(state, counts)
-        evaluation.wait()
-    if self.stop and not (steps or config.one_off_evaluate):
-      self.mark_ended(state.global_step)  # Training reads it at a save.
-
-  def _restored(
-    self, evaluation: '_Evaluation', steps: list[int]
-  ) -> Iterator[bool]:
-    """Restores each state to evaluate; yields whether its evaluation counts."""
-    config, checkpointer = self.config, self.checkpointer
-    for step in steps:
-      _restore(checkpointer, step)
-      yield True
-    if steps:
-      return
-    if config.one_off_evaluate:
-      if has_checkpoint := checkpointer.can_be_restored('latest'):
-        _restore(checkpointer)
-      yield has_checkpoint
-      return
-    lengths = evaluation.noted[-1].lengths if evaluation.noted else {}
-    _resume_log(self, self.eval_log, evaluation.last, lengths)
-    initial_is_due = (
-      config.eval_initial_weights
-      and 0 not in evaluation.done
-      # A checkpoint will hold the weights that the run begins with.
-      and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
-      and not config.restore_from  # `run_loop` saves one.
-    )
-    restore_next = checkpointer.follow('latest')
-    is_over = False
-    while not is_over:
-      self.check(evaluation.last or 0)
-      # Read before `restore_next`, so that a checkpoint saved just before the
-      # end is still evaluated.
-      is_over = self._is_over(evaluation)
-      is_restored = restore_next(evaluation.done)
-      if is_restored or (
-        initial_is_due and not checkpointer.can_be_restored('latest')
-      ):
-        initial_is_due = False
-        yield is_restored or evaluation.starts_as_run
-        # In JAXline the last step ends it, and nothing later is looked at.
-        is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
-      elif not is_over:
-        self.console.log_waiting(evaluation.last, config.checkpoint_dir)
-        with goodput.measure('waiting'):
-          time.sleep(_POLL_SECS)
-
-  def _is_over(self, evaluation: '_Evaluation') -> bool:
-    """Returns whether training will make no further checkpoint."""
-    if self.trained is not None:
-      return self.trained.is_set()
-    # Without the note of its end, training was killed before it wrote it, or a
-    # training that restarts has removed it.
-    return self.checkpointer.ended() is not None or evaluation.is_of_last_step()
-
-  @debug.disable_pmap_jit
-  def train_and_eval(self) -> experiment_lib.AbstractExperiment:
-    """Trains, pausing every `eval_interval` to evaluate the current weights.
-
-    One thread: two experiments, constructed with the modes 'train' and 'eval',
-    share the live state, which is not copied (see
-    `AbstractExperiment.share_state`). Also evaluates after the last step.
-
-    Returns:
-      The experiment that was trained.
-    """
-    config, checkpointer = self.config, self.checkpointer
-    interval_type = config.eval_interval_type or config.interval_type
-    _check_clocks('eval_interval_type', interval_type)
-    training = Training(self)
-    state = training.state
-    evaluation = _Evaluation(self, until=state.global_step)
-    # Records of the restored step itself are dropped unless its evaluation is
-    # noted as complete.
-    last: int | None = state.global_step
-    lengths: Mapping[str, int] = {}
-    if last in evaluation.done:
-      lengths = evaluation.noted[-1].lengths
-    elif last and not checkpointer.is_new():
-      last, lengths = last - 1, checkpointer.lengths
-    else:
-      last = None
-    _resume_log(self, self.eval_log, last, lengths)
-
-    def evaluate_now(*unused: Any) -> None:
-      if state.global_step in evaluation.done:
-        return
-      began = time.time()
-      training.guard.wait()  # A state that is not finite must not be the best.
-      evaluation.experiment.share_state(training.experiment)
-      evaluation(state)
-      for action in training.actions:
-        action.skip_time(time.time() - began)
-      notes.stop_without_gain(config, evaluation.noted)
-
-    interval = config.eval_interval
-    with self.stoppable():
-      if interval is not None and interval >= 0:
-        action = periodic.Every(
-          evaluate_now,
-          interval_type,
-          interval,
-          end_step_to_action=config.training_steps,
-        )
-        # The last action, because it shifts the clocks of the others.
-        training.actions.append(action)
-        # The run may have been ended between this step and its evaluation.
-        if state.global_step and interval_type == 'steps':
-          action(time.time(), state.global_step, None)
-        elif state.global_step:  # By seconds: one may have been due.
-          evaluate_now()
-      is_first = state.global_step == 0 or checkpointer.is_new()
-      if config.eval_initial_weights and is_first:
-        evaluate_now()
-    training.run_loop()
-    with self.stoppable():
-      evaluate_now()
-    evaluation.wait()
-    self.mark_ended(state.global_step)
-    return training.experiment
+  def mark_ended(self, step: int) -> None:
+    """Notes that training has ended, and the experiment's reason if any."""
+    # Early stopping decides anew at the next start, perhaps by another config.
+    why = str(self.stop) if self.stop and not self.stop.is_noted else ''
+    self.checkpointer.mark_ended(step, why)
 
 
-# What the loops share.
-
-
-def _check_clocks(key: str, interval_type: str | None) -> None:
-  """Refuses that processes do by time what they must do together."""
-  if jax.process_count() > 1 and interval_type != 'steps':
-    raise errors.UsageError(
-      f'{key} is {interval_type!r}, but {jax.process_count()} processes must do'
-      f" it together, and their clocks differ. Set config.{key} = 'steps'."
-    )
-
-
-def _restore(
-  checkpointer: base.FullCheckpointer,
-  step: int | None = None,
-  series: str = 'latest',
+def restore(
+  checkpointer: base.FullCheckpointer, step: int | None = None
 ) -> None:
+  """Restores the series `latest`; None is its newest checkpoint."""
   with debug.log_activity('checkpoint restore', category='restore'):
-    checkpointer.restore(series, step=step)
+    checkpointer.restore('latest', step=step)
 
 
-def _resume_log(
-  run: Run,
-  log: writers.MetricWriter,
-  last: int | None,
-  lengths: Mapping[str, int],
-) -> None:
-  """Removes records after the restored step; logs the config of a new run.
-
-  The steps of those records run again, and log the same again.
-
-  Args:
-    run: the run.
-    log: of training or of evaluation.
-    last: the last step that is not run or evaluated again; None if the run has
-      done nothing yet, so that all of the log is void.
-    lengths: path -> length of what counts of each file.
-  """
-  # Else the records before are those of an earlier training.
-  if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
-    with debug.log_activity('resuming the logs'):
-      log.resume(-1 if last is None else last, lengths)
-  # Of a writer without files nothing is void.
-  is_empty = last is None or (not lengths and bool(log.flush()))
-  if is_empty or not run.checkpointer.is_resumable:
-    recorded = base_config.recorded(run.config)
-    text = json.dumps(recorded, indent=2, sort_keys=True)
-    log.write_texts(0, {'config': text})
+def _listed_steps(
+  config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
+) -> list[int]:
+  """Returns the steps that `config.eval_steps` means; none if it is None."""
+  text = config.eval_steps
+  if text is None:
+    return []
+  kept = checkpointer.steps('latest')
+  steps = kept if text == 'all' else [int(s) for s in text.split(',')]
+  if missing := sorted(set(steps) - set(kept)) or not steps:
+    raise errors.UsageError(
+      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
+      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
+    )
+  return steps
 
 
 _initialize_experiment = experiments.initialize_experiment  # Forks call it.
@@ -363,25 +366,21 @@ class Training:
     experiment: the experiment.
     state: the live state of `latest`, restored.
     guard: judges whether losses and gradients are finite.
-    actions: called after each step, in this order.
+    hooks: called after each step as `hook(time, step, scalars)`, in this order.
   """
 
   def __init__(self, run: Run):
+    """Constructs the experiment, and restores its newest checkpoint."""
     self._run = run
     config, checkpointer = run.config, run.checkpointer
-    if checkpointer.collective and (config.save_checkpoint_interval or 0) > 0:
-      _check_clocks(
-        'checkpoint_interval_type',
-        config.checkpoint_interval_type or config.interval_type,
-      )
     checkpointer.begin_training(run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
       oom.explained(None, config),
     ):
       rng, init_rng = prng.run_keys(config)
-      self.experiment: experiment_lib.AbstractExperiment = (
-        experiments.construct(run.experiment_class, 'train', init_rng, config)
+      self.experiment: Any = experiments.construct(
+        run.experiment_class, 'train', init_rng, config
       )
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
@@ -390,14 +389,14 @@ class Training:
     self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
-      _restore(checkpointer)
+      restore(checkpointer)
     step = int(self.state.global_step)
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
       self._budget.check(step, is_first=True)
     last = None if checkpointer.is_new() else step
-    _resume_log(run, run.log, last, checkpointer.lengths)
+    run.resume_log(run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
     self._saved_step = checkpointer.saved_step
@@ -406,41 +405,48 @@ class Training:
       self.experiment,
       config.on_nonfinite,
       config.max_nonfinite_steps,
-      # The newest step that the loop waits for anyway, right after the actions.
+      # The newest step that the loop waits for anyway, right after the hooks.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
-    given = [adapters.full_action(x) for x in run.periodic_actions]
-    for action in given:
-      # On a thread of its own it would write behind a save's mark in the log.
-      action.share(run.log.executor)
-    self.actions: list[periodic.Action] = [
-      self.guard,
-      self._budget,
-      profiling.Profiler(config, run.console.say),
-      *given,
-      *self._default_actions(),
-    ]
-    checkpointer.logs = [*self.actions, run.log, run.eval_log]
+    self.hooks = self._make_hooks()
+    checkpointer.logs = [*self.hooks, run.log, run.eval_log]
 
-  def _default_actions(self) -> list[periodic.Action]:
-    """Returns what every training does at intervals: log, write, save."""
-    config, log, console = self._run.config, self._run.log, self._run.console
+  def _make_hooks(self) -> list[periodic.Action]:
+    """Returns what is done after each step, in this order."""
+    run, config, log = self._run, self._run.config, self._run.log
     add_rates = rates.Rates(self.experiment)
 
     def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
       return add_rates(self.guard.without_flag(scalars))
 
-    console.show(log, 'train')
-    hook = console_lib.Hook(console, config, log, finish)
-    actions: list[periodic.Action] = [hook]
+    def fingerprint(step: int, scalars: Mapping[str, Any]) -> None:
+      value = fingerprints.of_step(scalars, self.experiment.last_batch)
+      log.put('fingerprints', step, {'step': value})
+
+    every = functools.partial(
+      periodic.Every, logging_growth_ratios=config.periodic_action_growth_ratios
+    )
+    given = [adapters.full_action(x) for x in run.periodic_actions]
+    for action in given:
+      # On a thread of its own it would write behind a save's mark in the log.
+      action.share(log.executor)
+    run.console.show(log, 'train')
+    hooks: list[periodic.Action] = [
+      # First: nothing is done with a step that is not finite.
+      self.guard,
+      # Before the hooks whose time is not that of a step.
+      self._budget,
+      profiling.Profiler(config, run.console.say),
+      *given,
+      console_lib.Hook(run.console, config, log, finish),
+    ]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
-    if is_logged and self._run.writer is not None:
-      actions.append(
-        periodic.Every(
+    if is_logged and run.writer is not None:
+      hooks.append(
+        every(
           lambda step, scalars: log.put('scalars', step, scalars, finish),
           config.logging_interval_type or config.interval_type,
           config.log_train_data_interval,
-          logging_growth_ratios=config.periodic_action_growth_ratios,
           end_step_to_action=config.training_steps,
           log_all_data=config.log_all_train_data,
         )
@@ -448,23 +454,17 @@ class Training:
     # Another process may have the file, and all compute it together.
     is_kept = log.takes('fingerprints') or jax.process_count() > 1
     if config.fingerprint and is_kept:
-
-      def fingerprint(step: int, scalars: Mapping[str, Any]) -> None:
-        value = fingerprints.of_step(scalars, self.experiment.last_batch)
-        log.put('fingerprints', step, {'step': value})
-
-      actions.append(periodic.Every(fingerprint, 'steps', 0))
-    # After the writing: the checkpoint waits for what was logged before it.
+      hooks.append(periodic.Every(fingerprint, 'steps', 0))
+    # After the logs: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:
-      actions.append(
-        periodic.Every(
+      hooks.append(
+        every(
           lambda *unused: self.save(),
           config.checkpoint_interval_type or config.interval_type,
           config.save_checkpoint_interval,
-          logging_growth_ratios=config.periodic_action_growth_ratios,
         )
       )
-    return actions
+    return hooks
 
   def save(self) -> None:
     """Saves the series `latest`, once a step, on the hosts that save."""
@@ -475,10 +475,11 @@ class Training:
       self._run.checkpointer.save('latest')
     self._saved_step = int(self.state.global_step)
 
-  def run_loop(self) -> None:
+  def run(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     run, config, state = self._run, self._run.config, self.state
-    actions: list[Any] = [*self.actions, adapters.full_action(self._after_step)]
+    # Behind the evaluation, which `train_and_eval` has added.
+    hooks: list[Any] = [*self.hooks, adapters.full_action(self._leave)]
     try:
       with run.watch.training():
         # An evaluation beside it cannot make the weights of another run.
@@ -487,21 +488,21 @@ class Training:
         if saves and run.checkpointer.is_new():
           with debug.log_activity('first checkpoint'):
             self.save()
-        for action in actions:
-          action.update_time(time.time(), state.global_step)
+        for hook in hooks:
+          hook.update_time(time.time(), state.global_step)
         if not run.stop:
           with (
             run.stoppable(),
             run.console.training(),
             oom.explained(self.experiment, config),
           ):
-            self.experiment.train_loop(config, state, actions, run.log)
+            self.experiment.train_loop(config, state, hooks, run.log)
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
-      for part in [*actions, run.log]:
+      for part in [*hooks, run.log]:
         try:
           part.wait_to_finish()
         except Exception as e:
@@ -511,11 +512,11 @@ class Training:
       raise
     finally:
       # They refer to `self`: the cycle would keep the weights.
-      self.actions.clear()
+      self.hooks.clear()
       run.checkpointer.logs = ()
 
-  def _after_step(self, t: float, step: int, scalars: Any) -> None:
-    """The last of the periodic actions: ends the run if something asks to."""
+  def _leave(self, t: float, step: int, scalars: Any) -> None:
+    """The last hook: ends the run if something asks to."""
     self._run.log.executor.raise_error()  # Such as of a full disk.
     self._run.checkpointer.raise_error()
     if step == self._saved_step:
@@ -529,13 +530,13 @@ class Training:
       self.save()
       if self._saves:
         self._run.checkpointer.wait_for_checkpointing_to_finish()
-      for action in self.actions:
-        action.wait_to_finish()
+      for hook in self.hooks:
+        hook.wait_to_finish()
       self._run.log.wait_to_finish()
 
 
-class _Evaluation:
-  """An experiment that is evaluated, and the series `best`.
+class Evaluation:
+  """An experiment that is evaluated, and what is noted of its evaluations.
 
   Attributes:
     experiment: the experiment.
@@ -554,14 +555,14 @@ class _Evaluation:
       until: the last step that may count as evaluated.
     """
     self._run = run
-    config = run.config
+    config, checkpointer = run.config, run.checkpointer
     init_rng = experiments.declared(run.experiment_class).eval_init_rng(config)
     self.starts_as_run = np.array_equal(init_rng, prng.run_keys(config)[1])
     with debug.log_activity('experiment init', category='start'):
       self.experiment = experiments.construct(
         run.experiment_class, run.eval_mode, init_rng, config
       )
-    self.noted = [x for x in run.checkpointer.evaluated() if x.step <= until]
+    self.noted = [x for x in checkpointer.evaluated() if x.step <= until]
     self.done = {x.step for x in self.noted}
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
@@ -569,15 +570,15 @@ class _Evaluation:
     self._log = run.eval_mode if run.trained is None else 'eval'
     run.console.show(run.eval_log, self._log)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
-    # The live state of the series `best`; None if this process keeps none.
-    self._best: Any = None
+    self._best: best.Best | None = None
     if (
-      config.best_model_eval_metric
-      and not run.checkpointer.reads_only
+      (metric := config.best_model_eval_metric)
+      and not checkpointer.reads_only
       and run.saves_here(config.best_checkpoint_all_hosts)
     ):
-      self._best = self._begin_best()
+      self._best = best.Best(config, checkpointer)
+      if math.isfinite(self._best.value):
+        run.console.log_best(metric, self._best.value)
 
   def __call__(self, state: Any, counts: bool = True) -> None:
     """Evaluates the weights of the experiment, those of `state.global_step`.
@@ -604,13 +605,22 @@ class _Evaluation:
     run.eval_log.write_scalars(step, scalars)
     run.console.log_evaluation(step, scalars, self._log)
     self.last = step
-    if not counts:
-      return
-    if self._best is not None:
-      self._keep_best(scalars, step, state.train_step_rng)
-    checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
+    if counts:
+      self._note(step, scalars, state.train_step_rng)
+
+  def _note(self, step: int, scalars: Any, train_step_rng: Any) -> None:
+    """Saves the best checkpoint, and notes that the step is evaluated."""
+    run, checkpointer = self._run, self._run.checkpointer
+    if self._best is not None and self._best.keep(
+      self.experiment, scalars, step, train_step_rng
+    ):
+      key = run.config.best_model_eval_metric
+      run.console.log_best(key, self._best.value, step)
+    flushed = run.eval_log.flush_async()
     metric, patience, _ = notes.early_stop(run.config)
-    value = patience and self._value_of('early_stop.metric', metric, scalars)
+    value = None
+    if patience:
+      value = best.metric_of('early_stop.metric', metric, scalars, checkpointer)
     name = '' if value is None else metric
     self.noted.append(base.Evaluation(step, name, value))
 
@@ -631,81 +641,6 @@ class _Evaluation:
     """Waits until what has been evaluated is safe and noted."""
     with goodput.measure('checkpoints'):
       self._run.checkpointer.wait_for_checkpointing_to_finish()
-
-  def _begin_best(self) -> Any:
-    """Returns the state of the series `best`, with the best value so far."""
-    checkpointer = self._run.checkpointer
-    metric = self._run.config.best_model_eval_metric
-    state = checkpointer.get_experiment_state('best')
-    state.best_model_eval_metric = metric
-    state.best_eval_metric_value = -self._sign * math.inf
-    # Now, so that a conflict is reported before the first evaluation.
-    checkpointer.claim('best')
-    if checkpointer.can_be_restored('best'):
-      # Only the best value and its metric are restored, not the weights.
-      try:
-        _restore(checkpointer, series='best')
-      except store_lib.DamagedError as e:
-        # The weights that count are those of `latest`.
-        logging.error('The series best begins anew: %s', e)
-    if (old := state.best_model_eval_metric) != metric:
-      logging.warning(
-        'The series best was of %r; now it is of %r.', old, metric
-      )
-      state.best_model_eval_metric = metric
-      state.best_eval_metric_value = -self._sign * math.inf
-    value = float(state.best_eval_metric_value)
-    if math.isfinite(value):
-      self._run.console.log_best(metric, value)
-    return state
-
-  def _value_of(self, key: str, metric: str, scalars: Any) -> float:
-    """Returns a metric; if the processes' differ, the first one's counts."""
-    values = writers.to_scalars(scalars)
-    if metric not in values:
-      raise errors.UsageError(
-        f'config.{key} is {metric!r}, but evaluate returned'
-        f' no number of that name. It returned {sorted(values)}.'
-        f'{errors.did_you_mean(metric, values)}'
-      )
-    value = float(values[metric])
-    collective = self._run.checkpointer.collective
-    return distributed.of_chief(value) if collective else value
-
-  def _keep_best(
-    self, scalars: Mapping[str, Any], step: int, train_step_rng: Any
-  ) -> None:
-    """Saves the experiment if its metric is strictly better than ever."""
-    run, state, key = self._run, self._best, 'best_model_eval_metric'
-    metric, old = run.config[key], state.best_eval_metric_value
-    value = self._value_of(key, metric, scalars)
-    if not self._sign * value > self._sign * old:  # A NaN is never better.
-      return
-    run.console.log_best(metric, value, step)
-    state.global_step = step
-    state.experiment_module = self.experiment
-    state.best_eval_metric_value = value
-    state.train_step_rng = train_step_rng
-    self.experiment.on_new_best_model(state)
-    with goodput.measure('checkpoints'):
-      run.checkpointer.save('best')
-
-
-def _listed_steps(
-  config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
-) -> list[int]:
-  """Returns the steps that `config.eval_steps` means; none if it is None."""
-  text = config.eval_steps
-  if text is None:
-    return []
-  kept = checkpointer.steps('latest')
-  steps = kept if text == 'all' else [int(s) for s in text.split(',')]
-  if missing := sorted(set(steps) - set(kept)) or not steps:
-    raise errors.UsageError(
-      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
-      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
-    )
-  return steps
 
 
 # JAXline's functions. Their arguments are the attributes of `Run`.

@@ -1680,7 +1680,7 @@ def test_of_several_processes_the_first_decides_what_is_best(
     1, checkpoint_dir=str(tmp_path), best_model_eval_metric='score'
   )
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-  evaluation = train._Evaluation(train.Run(Scored, config, checkpointer))
+  evaluation = train.Evaluation(train.Run(Scored, config, checkpointer))
   monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
