@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxline import partitioning
+from jaxline import train_state
 from jaxline import train_step
 
 
@@ -75,7 +76,7 @@ def gradients(
       return jnp.where(weight > 0, scaled, jnp.zeros_like(x))
 
     loss, grads = jax.tree.map(weighted, (loss, grads))
-    model_state = train_step.strongly_typed(model_state)
+    model_state = train_state.strongly_typed(model_state)
     return (weight, loss, grads, dict(metrics)), model_state
 
   def accumulate(carry: Any, microbatch: Any) -> tuple[Any, None]:
@@ -90,7 +91,7 @@ def gradients(
   weight, loss, grads, metrics = jax.tree.map(jnp.zeros_like, shapes)
   carry = (
     (weight, loss, place_grads(grads), metrics),
-    train_step.strongly_typed(model_state),
+    train_state.strongly_typed(model_state),
   )
   carry, _ = jax.lax.scan(accumulate, carry, microbatches)
   (weight, loss, grads, metrics), model_state = carry

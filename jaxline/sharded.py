@@ -4,18 +4,16 @@ A subclass of `ShardedExperiment` defines the initial weights (`init_fn`), the
 loss of a batch (`loss_fn`), the optimizer (`make_optimizer`) and the data
 (`train_input`, `eval_input`). This module makes of them one jitted program
 `(state, batch, rng) -> (state, metrics)` with donated buffers over all devices
-of all hosts, an evaluation that averages exactly, checkpoints, and batches that
-are on the devices before the step needs them.
+of all hosts, an evaluation that averages exactly, and checkpoints.
 
-`train_step` has the functions that are compiled, `mesh` the mesh and
-`partitioning` the shardings.
+`train_step` has the functions that are compiled, `feed` gives the batches,
+`mesh` makes the mesh and `partitioning` the shardings.
 """
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 import time
 from typing import Any
 
@@ -28,34 +26,29 @@ import optax
 from jaxline import accumulate
 from jaxline import base_config
 from jaxline import errors
-from jaxline import evaluation
 from jaxline import experiment
-from jaxline import keys
+from jaxline import feed
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline import placement
+from jaxline import train_state
 from jaxline import train_step as step_lib
 from jaxline.checkpoint import base
 from jaxline.compat import prng
-from jaxline.inputs import base as inputs
-from jaxline.inputs import infeed
-from jaxline.inputs import iterable
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import recompute
 
-# The names of `train_step` that experiments use.
+# Names that experiments use.
 Batch = step_lib.Batch
-EMA = step_lib.EMA
 LossOutput = step_lib.LossOutput
 OVERWRITE = step_lib.OVERWRITE
-TrainState = step_lib.TrainState
-average_weights = step_lib.average_weights
-eval_step = step_lib.eval_step
-init_state = step_lib.init_state
-trainable = step_lib.trainable
+EMA = train_state.EMA
+TrainState = train_state.TrainState
+average_weights = train_state.average_weights
+trainable = train_state.trainable
 
 
 class ShardedExperiment(experiment.AbstractExperiment):
@@ -146,23 +139,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self.accumulation_steps: int = config.gradient_accumulation_steps
     self.on_nonfinite = config.on_nonfinite or type(self).on_nonfinite
     self._recompute_interval: int | None = config.recompute_interval
-    self._infeed_options = {
-      'buffer_size': config.infeed_buffer_size,
-      'stall_secs': config.infeed_stall_secs,
-    }
-    skipped = keys.parse_ranges(config.skip_batches)
-    self._skipped = {n for a, b in skipped for n in range(a, b + 1)}
     self._init_rng = init_rng
     self._state: TrainState | None = None
     self._is_dropped = False
-    # The training data on the devices; what returns its state behind the batch
-    # that was taken last; the number of that batch, from 1.
-    self._infeed: infeed.Infeed | None = None
-    self._input_state: Callable[[], Any] | None = None
-    self._num_read = 0
     # What the compiled step returned last, for `train_loop`.
     self._scalars: dict[str, Any] = {}
-    self._eval_feed = evaluation.Feed(self.partitioner, **self._infeed_options)
+    args = self.partitioner, config
+    self.train_feed = feed.TrainFeed(self.train_input, *args)
+    self._eval_feed = feed.EvalFeed(self.eval_input, *args)
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -276,7 +260,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return jax.jit(
       self.in_mesh(step),
       donate_argnums=0,
-      out_shardings=(self._state_shardings, self.partitioner.replicated),
+      out_shardings=(self._layout.shardings, self.partitioner.replicated),
     )
 
   def _pure_step(
@@ -295,11 +279,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
       `step_scalars`, and those of `train_step.guard_step`.
     """
     loss_fn = lambda params, *args: self.loss_fn(
-      step_lib.with_frozen(params, state.params), *args
+      train_state.with_frozen(params, state.params), *args
     )
     # Like the weights, so that no device ever holds the gradients whole.
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
-      grads, self.trained(self._state_shardings.params)
+      grads, self.trained(self._layout.shardings.params)
     )
     loss, metrics, model_state, grads = accumulate.gradients(
       loss_fn,
@@ -337,7 +321,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     shapes = jax.tree.map(jax.typeof, batch)
     before, self.traced_batch = self.traced_batch, shapes
     if before and self._warns_of_shapes:
-      lines = step_lib.differences(shapes, before, 'now', 'before', 'batch')
+      lines = train_state.differences(shapes, before, 'now', 'before', 'batch')
       if lines:
         self._warns_of_shapes = False
         logging.warning(
@@ -361,7 +345,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     ) -> Any:
       for number in place:
         rng = jax.random.fold_in(rng, number)
-      return eval_step(self.loss_fn, state, batch, rng)
+      return step_lib.eval_step(self.loss_fn, state, batch, rng)
 
     return jax.jit(
       self.in_mesh(evaluation), out_shardings=self.partitioner.replicated
@@ -390,14 +374,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     These are the averaged weights if `model_state` has them (see
     `average_weights`), else `state.params`. A subclass may choose others.
     """
-    params, model_state = self.state.params, self.state.model_state
-    has_average = isinstance(model_state, Mapping) and EMA in model_state
-    # Before its first step, a run may have only the weights of another run.
-    if not has_average or int(self.state.step) == 0:
-      return params
-    return jax.tree.map(
-      lambda x, like: x.astype(like.dtype), model_state[EMA], params
-    )
+    return train_state.averaged_weights(self.state)
 
   @property
   def state(self) -> TrainState:
@@ -412,80 +389,34 @@ class ShardedExperiment(experiment.AbstractExperiment):
         ' not end. Restore a checkpoint, or construct the experiment again.'
       )
     if self._state is None:
-      self._state = self._make_state()
+      self._state = self._layout.make()
     return self._state
 
-  def _make_state(self) -> TrainState:
-    """Returns the initial state, on the devices."""
-    if lines := self.undersharded_weights:
-      logging.info(
-        'These weights are whole on every device, or split less than the'
-        ' sharding asks for, although it splits weights:\n%s',
-        '\n'.join(lines),
-      )
-    make = jax.jit(
-      self._init_state,
-      out_shardings=self._state_shardings,
-      compiler_options=self._init_options,
-    )
-    replicated = self.partitioner.replicated
-    return make(placement.put(self._init_rng, replicated))
+  @functools.cached_property
+  def _layout(self) -> train_state.Layout:
+    """The shapes and shardings of the state."""
 
-  @property
-  def _init_options(self) -> dict[str, Any] | None:
-    """Options of the compiler for a program that runs once.
-
-    On CPU, random numbers take longer to compile than to make: with fewer
-    optimizations half as long, for the same bits.
-    """
-    is_cpu = self.partitioner.mesh.devices.flat[0].platform == 'cpu'
-    if not is_cpu or jax.config.read('jax_disable_most_optimizations'):
-      return None
-    return {'xla_backend_optimization_level': 1}
-
-  def _init_state(self, rng: jax.Array) -> TrainState:
-    return partitioning.unbox(self._init_named_state(rng))
-
-  def _init_named_state(self, rng: jax.Array) -> TrainState:
-    with self.partitioner.activate():
-      return step_lib.init_state(
+    def init(rng: jax.Array) -> TrainState:
+      return train_state.init_state(
         self.init_fn, self._optimizer, rng, self.trainable_rules
       )
 
+    return train_state.Layout(
+      self.in_mesh(init), self._init_rng, self.partitioner
+    )
+
   def trained(self, params: Any) -> Any:
     """Returns a tree like the weights', None in place of those frozen."""
-    return step_lib.trained(params, self.trainable_rules)
-
-  @functools.cached_property
-  def _named_shapes(self) -> TrainState:
-    """The shapes of the state, those of weights with the names of their axes.
-
-    Cached, since every save needs them while training waits.
-    """
-    return jax.eval_shape(self._init_named_state, self._init_rng)
-
-  @functools.cached_property
-  def _state_shardings(self) -> TrainState:
-    """The sharding of each array of the state."""
-    boxed = self._named_shapes
-    specs = dataclasses.replace(
-      self.partitioner.specs(boxed),
-      opt_state=self.partitioner.specs_like(boxed.opt_state, boxed.params),
-    )
-    return self.partitioner.shardings(specs)
+    return train_state.trained(params, self.trainable_rules)
 
   @property
   def undersharded_weights(self) -> Sequence[str]:
     """A line for each weight that is split less than the sharding asks for."""
-    return self.partitioner.undersharded_weights(self._named_shapes.params)
+    return self.partitioner.undersharded_weights(self._layout.named.params)
 
   def abstract_state(self) -> TrainState:
     """Returns the shapes and shardings of the state."""
-    return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      partitioning.unbox(self._named_shapes),
-      self._state_shardings,
-    )
+    return self._layout.abstract()
 
   def abstract_rng(self) -> jax.ShapeDtypeStruct:
     """Returns the shape and sharding of the key of a step."""
@@ -500,35 +431,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     Args:
       is_training: whether of `train_input` or of `eval_input`, whose first
-        batch is read. Of several evaluation sets the first is used. If the
-        devices are not those of this process, it stands for all hosts and reads
-        all rows.
+        batch is read.
     """
-    sources = (
-      {'': self._open_input()} if is_training else self._make_eval_inputs()
-    )
-    source = next(iter(sources.values()))
-    try:
-      batch = next(source if is_training else source.eval_batches(), None)
-      if batch is None:
-        raise ValueError(f'{source.name} gave no batch.')
-    finally:
-      for source in sources.values():
-        source.close()
-    rows = inputs.num_rows(batch)
-    num_hosts = self.partitioner.host[1]
-    if is_training:
-      placement.check_rows(rows * num_hosts, self.partitioner)
-    else:
-      rows = placement.padded_rows(rows, self.partitioner)
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(
-        (rows * num_hosts, *x.shape[1:]),
-        jax.dtypes.canonicalize_dtype(x.dtype),
-        sharding=self.partitioner.batch_sharding,
-      ),
-      inputs.pad_rows(batch, rows),
-    )
+    source = self.train_feed if is_training else self._eval_feed
+    return source.abstract_batch()
 
   def summary(self) -> dict[str, str]:
     """Returns name -> text of lines that the terminal shows at the start."""
@@ -594,7 +500,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       raise
     finally:
       # The thread would keep the experiment and its arrays alive.
-      self._close_input()
+      self.train_feed.close()
       self.last_batch = None
 
   def step(
@@ -602,115 +508,15 @@ class ShardedExperiment(experiment.AbstractExperiment):
   ) -> dict[str, Any]:
     """Trains on the next batch; returns the scalars of `train_step`."""
     del writer
-    if self._infeed is None:
-      self._infeed = self._read_ahead(self._open_input(self._input_state))
-    if (batch := next(self._infeed, None)) is None:
-      # Not a StopIteration, which could end a loop silently.
-      raise ValueError(
-        'train_input ended; training needs an endless iterator (repeat it).'
-      )
-    self.last_batch = batch
+    self.last_batch = batch = self.train_feed.take()
     every, step = self._recompute_interval, self.compiled_train_step
     if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.twice, step)
     self._state, self._scalars = step(self.state, batch, rng)
-    # Not before: a step that fails has not had its batch.
-    self._num_read, self._input_state = self.next_batch_number, None
-    if (mark := self._infeed.mark) is not None:
-      state_of = self._infeed.source.state_of
-      self._input_state = functools.partial(state_of, mark)
-    self._scalars['input_wait_fraction'] = self._infeed.wait_fraction
+    # Only now: a step that fails has not had its batch.
+    self.train_feed.commit()
+    self._scalars['input_wait_fraction'] = self.train_feed.wait_fraction
     return dict(self._scalars)
-
-  @property
-  def _shard(self) -> inputs.Shard:
-    return inputs.Shard(*self.partitioner.host)
-
-  def _as_input(self, source: Any, is_training: bool) -> inputs.BaseInput:
-    """Returns what a method gave, and refuses an input for anything else."""
-    source = iterable.as_input(
-      source, is_training=is_training, shard=self._shard
-    )
-    got = source.is_training, source.infeed_host_index, source.num_infeed_hosts
-    expected = is_training, *self.partitioner.host
-    if got != expected:
-      method = 'train_input' if is_training else 'eval_input'
-      raise ValueError(
-        f'{method} returned {source.name} with (is_training, infeed_host_index,'
-        f' num_infeed_hosts) = {got}; expected {expected}. Set is_training, and'
-        f' give it the shard that {method}(shard) gets.'
-      )
-    return source
-
-  def _open_input(
-    self, state: Callable[[], Any] | None = None
-  ) -> inputs.BaseInput:
-    """Returns `train_input`, set to a state if there is one."""
-    given = inputs.of_shard(self.train_input, self._shard)
-    source = self._as_input(given, is_training=True)
-    if source.saves_position:
-      if state is not None:
-        source.set_state(state())
-    elif state is not None:
-      raise ValueError(
-        'The checkpoint holds the position of the data, but train_input'
-        f' returned {source.name}, whose position cannot be set. Use the input'
-        ' that the run was trained with (in a BaseInput with'
-        ' input_checkpointing_enabled=True), or start a new run.'
-      )
-    else:
-      logging.warning(
-        'The position of %s is not saved: a run that is resumed begins its'
-        ' data anew.',
-        source.name,
-      )
-    return source
-
-  def _read_ahead(self, source: inputs.BaseInput) -> infeed.Infeed:
-    """Returns a source's batches on the devices, read ahead of the step."""
-    # Without `self`: the thread would keep the experiment and its arrays alive.
-    skipped, numbers = self._skipped, itertools.count(self._num_read + 1)
-    return infeed.Infeed(
-      source,
-      functools.partial(placement.put_batch, partitioner=self.partitioner),
-      kept=(number not in skipped for number in numbers),
-      **self._infeed_options,
-    )
-
-  def peek(self) -> tuple[inputs.BaseInput, Batch, list[str]]:
-    """Reads the batch of the next step, which stays the next one.
-
-    Returns:
-      The input, closed; this process's rows; where each row comes from.
-    """
-    if self._input_state is None and self._num_read:
-      raise errors.UsageError(
-        'The next batch is not known: train_input has no position. Use a'
-        ' BaseInput, or an iterator with get_state and set_state.'
-      )
-    source = self._open_input(self._input_state)
-    for _ in range(self._num_read + 1, self.next_batch_number):
-      next(source)
-    where, batch = source.where_rows(), next(source)
-    source.close()
-    return source, batch, where
-
-  @property
-  def next_batch_number(self) -> int:
-    """The number of the batch of the next step, from 1."""
-    number = self._num_read + 1
-    while number in self._skipped:
-      number += 1
-    return number
-
-  def _close_input(self) -> None:
-    if self._infeed is not None:
-      self._infeed.close()
-      self._infeed = None
-    if self._input_state is not None:
-      # Without the input, whose iterator may have workers that end with it.
-      state = self._input_state()
-      self._input_state = lambda: state
 
   # Evaluation.
 
@@ -737,12 +543,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self.state, params=self.eval_params, opt_state=None
     )
     scalars: dict[str, float] = {}
-    sources = self._eval_feed.open(self._make_eval_inputs)
-    for name, source in sources.items():
+    for name, batches in self._eval_feed.sets(self.num_evaluated):
       sums: Any = None
       metrics: Any = None
       set_number = prng.stream_number(name)
-      batches = self._eval_feed.batches(name, source, self.num_evaluated)
       for i, batch in enumerate(batches):
         # This waits for the batch before, while this batch is transferred.
         # Without it, batches that wait for the devices would fill their memory.
@@ -756,26 +560,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
       scalars |= {f'{prefix}{key}': float(x) for key, x in means.items()}
     return scalars
 
-  def _make_eval_inputs(self) -> dict[str, inputs.BaseInput]:
-    """Returns name -> input of the evaluation sets; '' if there is only one."""
-    found: Any = inputs.of_shard(self.eval_input, self._shard)
-    given = dict(found) if isinstance(found, Mapping) else {'': found}
-    if not given:
-      raise ValueError(
-        f'{type(self).__name__}.eval_input returned an empty mapping; expected'
-        ' name -> input of at least one evaluation set.'
-      )
-    return {name: self._as_input(x, False) for name, x in given.items()}
-
   # Checkpoints.
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the state and the position of the data."""
-    # With `skip_batches`, of this run or of one it began from, the number of
-    # batches is not that of the step.
-    snapshot = {'state': self.state, 'batches': self._num_read}
-    if self._input_state is not None:
-      snapshot['input'] = self._input_state()
+    snapshot = {'state': self.state, 'batches': self.train_feed.num_read}
+    if (position := self.train_feed.position) is not None:
+      snapshot['input'] = position
     return snapshot
 
   def snapshot_template(self) -> dict[str, Any]:
@@ -809,9 +600,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
       ValueError: the checkpoint's weights are not this model's, or the input
         cannot be set to its position; then nothing was changed.
     """
-    saved = snapshot_state['state']
-    is_training = self.mode == 'train'
-    if wrong := step_lib.differences(
+    saved, is_training = snapshot_state['state'], self.mode == 'train'
+    if wrong := train_state.differences(
       saved, self.abstract_state(), 'it has', 'the model expects', 'state'
     ):
       raise errors.UsageError(
@@ -819,30 +609,21 @@ class ShardedExperiment(experiment.AbstractExperiment):
         ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
       )
     num_read = int(snapshot_state.get('batches', saved.step))
-    state = None
-    if (position := snapshot_state.get('input')) is not None:
-      state = lambda: position
+    position = snapshot_state.get('input')
+    # An evaluation keeps the position, and the optimizer's state on the host,
+    # for the case that this is the best checkpoint.
+    on_host: dict[str, Any] = {}
     if is_training:
-      if state is None and saved.step > 0:
-        logging.warning(
-          'The checkpoint holds no position of the data, which begins anew: if'
-          ' its order does not change, the run sees the same again.'
-        )
-      source = self._open_input(state)
-      self._close_input()
-    # An evaluation keeps them for the case that this is the best checkpoint.
-    self._input_state, self._num_read = state, num_read
-    if is_training:
-      self._infeed = self._read_ahead(source)
+      self.train_feed.restore(num_read, position)
+    else:
+      self.train_feed.note(num_read, position)
+      on_host = {'opt_state': saved.opt_state}
     # Free the old arrays first: memory need not hold both.
     self.make_room()
-    # An evaluation keeps the optimizer's state on the host, likewise for the
-    # best checkpoint.
-    on_host = {} if is_training else {'opt_state': saved.opt_state}
     without = dict.fromkeys(on_host)
     placed = placement.put(
       dataclasses.replace(saved, **without),
-      dataclasses.replace(self._state_shardings, **without),
+      dataclasses.replace(self._layout.shardings, **without),
       may_keep=isinstance(snapshot_state, base.Fresh),
     )
     self._state = dataclasses.replace(placed, **on_host)
@@ -852,8 +633,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Takes over the live state of the experiment in training."""
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
-    self._input_state = trained._input_state
-    self._num_read = trained._num_read
+    source = trained.train_feed
+    self.train_feed.note(source.num_read, source.position)
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:

@@ -7,22 +7,18 @@ select if finite.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jaxline import errors
 from jaxline import metrics as metrics_lib
-from jaxline import partitioning
-from jaxline.checkpoint import structure
+from jaxline import train_state
 from jaxline.inputs import base as inputs
 from jaxline.supervision import nonfinite as guard
 
+TrainState = train_state.TrainState
 Batch = dict[str, Any]
 LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]
 # (params, model_state, batch, rng, is_training) ->
@@ -41,36 +37,8 @@ WEIGHTS = inputs.WEIGHTS
 # gradients does not include them.
 OVERWRITE = '_overwrite_with_gradient'
 
-# The entry of a model state with the average of the weights over the steps, if
-# the experiment keeps one: see `average_weights`.
-EMA = 'ema'
-
 # A scalar that `train_step` adds to those of the loss, like `guard.NONFINITE`.
 SKIPPED_STEPS = 'skipped_steps'
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-  """Everything that a step changes.
-
-  Attributes:
-    step: number of steps done, an int32 scalar.
-    params: the weights that the optimizer changes.
-    model_state: what the loss function itself changes, such as statistics.
-    opt_state: the optimizer's state.
-    skipped: number of steps that `on_nonfinite = 'skip'` left out because their
-      loss or gradients were not finite, [2] int32: in a row up to now, and in
-      all.
-  """
-
-  step: Any
-  params: Any
-  model_state: Any
-  opt_state: Any
-  skipped: Any = dataclasses.field(
-    default_factory=lambda: np.zeros([2], np.int32)
-  )
 
 
 def gradients(
@@ -118,11 +86,13 @@ def update(
     model_state: the new model state.
     trainable_rules: the weights that train, as for `trained`.
   """
-  params = trained(state.params, trainable_rules)
+  params = train_state.trained(state.params, trainable_rules)
   # Optax relies on promotion, although a model may be written to do without.
   with jax.numpy_dtype_promotion('standard'):
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
-  params = with_frozen(optax.apply_updates(params, updates), state.params)
+  params = train_state.with_frozen(
+    optax.apply_updates(params, updates), state.params
+  )
   after = TrainState(
     state.step + 1, params, model_state, opt_state, state.skipped
   )
@@ -135,39 +105,16 @@ def checked(after: TrainState, before: TrainState) -> TrainState:
   Raises:
     ValueError: an array has another shape or type.
   """
-  after = strongly_typed(after)
-  if wrong := differences(after, before, 'the step returns', 'it got'):
+  after = train_state.strongly_typed(after)
+  if wrong := train_state.differences(
+    after, before, 'the step returns', 'it got'
+  ):
     raise ValueError(
       'The state after a step must have the shapes and types of the state'
       ' before it. loss_fn returns the model state; the optimizer makes the'
       ' rest.\n' + '\n'.join(wrong)
     )
   return after
-
-
-def differences(
-  a: Any, b: Any, a_says: str, b_says: str, name: str = ''
-) -> list[str]:
-  """Returns a line for each array whose shape or type differs.
-
-  Args:
-    a: tree of arrays, or of any leaves with shape and dtype.
-    b: another.
-    a_says: the text before the shape in `a`.
-    b_says: the text before the shape in `b`.
-    name: of the trees, with which the names of their leaves begin.
-  """
-  have, want = (structure.named_leaves(tree, name) for tree in (a, b))
-
-  def shape(x: Any) -> str:
-    dtype = getattr(x, 'dtype', type(x).__name__)
-    return 'nothing' if x is None else f'{dtype}{list(np.shape(x))}'
-
-  return [
-    f'{k}: {a_says} {shape(have.get(k))}, {b_says} {shape(want.get(k))}'
-    for k in sorted(have | want)
-    if shape(have.get(k)) != shape(want.get(k))
-  ]
 
 
 def guard_step(
@@ -208,76 +155,6 @@ def guard_step(
   return state, {guard.NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
 
 
-def trainable(params: Any, rules: str | Sequence[str]) -> Any:
-  """Returns a tree of bools: which weights train.
-
-  Args:
-    params: the weights, or any tree with their names.
-    rules: regular expressions. A weight trains if one of them matches its whole
-      name, such as 'embedding/norm/scale'; one that matches none is an error.
-  """
-  trains = dict.fromkeys(structure.named_leaves(params), False)
-  for rule in [rules] if isinstance(rules, str) else rules:
-    found = [name for name in trains if re.fullmatch(rule, name)]
-    if not found:
-      raise errors.UsageError(
-        f'{rule!r} in trainable matches the whole name of no weight; nearest'
-        f' are {errors.nearest(rule, trains, n=8, cutoff=0)}.'
-      )
-    trains |= dict.fromkeys(found, True)
-  return jax.tree.unflatten(jax.tree.structure(params), trains.values())
-
-
-def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
-  """Returns the weights with None for those that do not train, if any."""
-  if rules is None:
-    return params
-  mask = trainable(params, rules)
-  return jax.tree.map(lambda x, trains: x if trains else None, params, mask)
-
-
-def with_frozen(params: Any, whole: Any) -> Any:
-  """Returns weights with those of `whole` in place of each None."""
-  return jax.tree.map(
-    lambda x, frozen: frozen if x is None else x,
-    params,
-    whole,
-    is_leaf=lambda x: x is None,
-  )
-
-
-def average_weights(
-  before: TrainState, after: TrainState, decay: float
-) -> dict[str, Any]:
-  """Returns the model state with a new moving average of the weights.
-
-  For `after_update`. `init_fn` puts the initial weights into the entry `EMA` of
-  the model state as it returns them, so that the average is sharded like them.
-
-  This is an exponential moving average with the bias correction of
-  `optax.ema(debias=True)`: the initial weights do not count, and neither do
-  skipped steps. It keeps the dtypes of its entry: average bfloat16 in float32.
-
-  Args:
-    before: the state before the step.
-    after: the state after it.
-    decay: the share of the average that a step keeps, above 0 and below 1; near
-      1 an average over about 1 / (1 - decay) steps.
-  """
-  count = (after.step - after.skipped[1]).astype(jnp.float32)
-  # The corrected average is kept, and not the moment of `optax.ema`, so that
-  # each checkpoint has weights to use. `expm1`, since float32 would round
-  # 1 - decay**count to few digits.
-  share = (1 - decay) / -jnp.expm1(count * math.log(decay))
-
-  def new_average(average: jax.Array, weight: jax.Array) -> jax.Array:
-    change = weight.astype(average.dtype) - average
-    return average + share.astype(average.dtype) * change
-
-  average = jax.tree.map(new_average, before.model_state[EMA], after.params)
-  return {**after.model_state, EMA: average}
-
-
 def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
   """Returns whether the loss or the gradients' norm is not finite."""
 
@@ -298,40 +175,3 @@ def eval_step(
   """Returns the metrics of one batch; the state needs no `opt_state`."""
   _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
   return dict(metrics)
-
-
-def init_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  optimizer: optax.GradientTransformation,
-  rng: jax.Array,
-  trainable_rules: str | Sequence[str] | None = None,
-) -> TrainState:
-  """Returns the state before the first step.
-
-  Args:
-    init_fn: `rng -> (params, model_state)`; weights may be
-      `partitioning.Logical`. They stay so: `partitioning.unbox` gives arrays.
-    optimizer: makes its own part of the state.
-    rng: the key that `init_fn` gets.
-    trainable_rules: as for `train_step`.
-  """
-  params, model_state = strongly_typed(init_fn(rng))
-  return strongly_typed(
-    TrainState(
-      step=jnp.zeros((), jnp.int32),
-      params=params,
-      model_state=model_state,
-      opt_state=optimizer.init(
-        trained(partitioning.unbox(params), trainable_rules)
-      ),
-    )
-  )
-
-
-def strongly_typed(tree: Any) -> Any:
-  """Replaces the weak types of Python numbers by strong ones.
-
-  The first step would turn a weak type into a strong one, and the second step
-  would then be compiled again.
-  """
-  return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

@@ -109,7 +109,7 @@ def test_what_follows_the_weights_is_called_once_a_step(parts):
     state = experiment.state.model_state
     np.testing.assert_allclose(state['sum'], expected, rtol=1e-6)
     assert state['step'] == step + 1
-  experiment._close_input()
+  experiment.train_feed.close()
 
 
 def run_config(steps, sharding='fsdp', **values):
@@ -132,7 +132,7 @@ def train(experiment, steps=1):
     jax.device_get(experiment.step(global_step=i, rng=key, writer=None))
     for i in range(steps)
   ]
-  experiment._close_input()
+  experiment.train_feed.close()
   return rows
 
 
@@ -185,7 +185,7 @@ def test_parts_are_the_whole(parts, weights):
       np.testing.assert_allclose(
         experiment.state.params['w'], w - 0.1 * grad, rtol=2e-6, atol=2e-6
       )
-  experiment._close_input()
+  experiment.train_feed.close()
   assert len(experiment.state.params['w'].addressable_shards) == 2
 
 
@@ -315,7 +315,7 @@ def test_what_does_not_divide_is_refused(parts, fits):
   experiment = make(parts)
   with pytest.raises(ValueError, match='gradient_accumulation_steps') as error:
     train(experiment)
-  experiment._close_input()
+  experiment.train_feed.close()
   assert f'multiple of {fits} rows' in str(error.value)
 
 

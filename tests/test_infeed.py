@@ -297,8 +297,8 @@ def test_close_ends_the_thread_and_closes_the_source(num_read):
 def test_an_experiment_that_is_dropped_ends_its_thread():
   experiment = make()
   steps(experiment, 2)  # Outside of a training loop, which would close it.
-  source = weakref.ref(experiment._infeed.source)
-  experiment._close_input()
+  source = weakref.ref(experiment.train_feed._infeed.source)
+  experiment.train_feed.close()
   assert source() is None  # It may have workers; its position is kept.
   steps(experiment, 1)
   assert threads()
@@ -379,16 +379,16 @@ def losses(rows):
 def test_a_resumed_experiment_sees_what_follows(after, num_workers):
   straight = make()
   expected = steps(straight, 7)
-  straight._close_input()
+  straight.train_feed.close()
   first = make(with_fields({'num_workers': num_workers}))
   rows = steps(first, after)
   saved = jax.device_get(first.snapshot_state())
-  first._close_input()
+  first.train_feed.close()
   assert isinstance(saved['input'], bytes)
   resumed = make()
   resumed.restore_from_snapshot(saved)
   rows += steps(resumed, 7 - after)
-  resumed._close_input()
+  resumed.train_feed.close()
   assert losses(rows) == losses(expected)
 
 
@@ -432,7 +432,7 @@ def test_a_position_that_nobody_can_set():
   first = make()
   steps(first, 1)
   saved = jax.device_get(first.snapshot_state())
-  first._close_input()
+  first.train_feed.close()
   other = make(with_fields({'input_checkpointing_enabled': False}))
   with pytest.raises(ValueError, match=r'Examples.*cannot be set'):
     other.restore_from_snapshot(saved)
@@ -445,7 +445,7 @@ def test_without_a_position_it_is_said_that_data_begins_anew(caplog):
   steps(first, 1)
   assert 'The position of Examples is not saved' in caplog.text
   saved = jax.device_get(first.snapshot_state())
-  first._close_input()
+  first.train_feed.close()
   assert 'input' not in saved
   make(cls).restore_from_snapshot(saved)
   assert 'the run sees the same again' in caplog.text

@@ -333,7 +333,7 @@ def test_the_state_is_donated_in_every_mode():
     state = experiment.state
     rng = experiment.initialize_train_step_rng(KEY)
     experiment.step(global_step=0, rng=rng, writer=None)
-    experiment._close_input()
+    experiment.train_feed.close()
     big = (state.params, state.model_state, state.opt_state)
     assert all(x.is_deleted() for x in jax.tree.leaves(big))
     assert experiment.compiled_train_step._cache_size() == 1

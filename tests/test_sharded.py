@@ -32,7 +32,7 @@ from jaxline import placement
 from jaxline import platform
 from jaxline import sharded
 from jaxline import train
-from jaxline import train_step
+from jaxline import train_state
 from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
@@ -140,7 +140,7 @@ def test_steps_compile_and_trace_nothing_further():
     assert [e for e in events if e.startswith('/jax/core/compile')] == []
   finally:
     jax.monitoring.unregister_event_duration_listener(listener)
-    experiment._close_input()
+    experiment.train_feed.close()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_step_that_changes_shapes_or_types_is_refused_by_name():
 def test_state_is_made_sharded():
   made = []
   with mock.patch.object(
-    train_step, 'init_state', side_effect=train_step.init_state
+    train_state, 'init_state', side_effect=train_state.init_state
   ) as init_state:
     state = make(sharding='fsdp').state
     # Only while the shapes and the program are traced: nothing is whole on a
@@ -265,8 +265,7 @@ def test_a_state_has_the_bits_that_all_optimizations_give(whole_compiler):
       return {'normal': jax.random.normal(rng, (64, 64))}, None
 
   experiment = make(Drawn)
-  assert experiment._init_options == {'xla_backend_optimization_level': 1}
-  expected = jax.jit(experiment._init_state)(KEY)
+  expected = jax.jit(experiment._layout.init)(KEY)
   jax.tree.map(
     np.testing.assert_array_equal, experiment.state.params, expected.params
   )
@@ -274,13 +273,10 @@ def test_a_state_has_the_bits_that_all_optimizations_give(whole_compiler):
 
 def test_a_state_larger_than_any_device_may_hold_is_never_whole():
   experiment = make(sharding='fsdp')
-  compiled = (
-    jax.jit(experiment._init_state, out_shardings=experiment._state_shardings)
-    .lower(KEY)
-    .compile()
-  )
-  whole = re.findall(r'f32\[8,4\]', compiled.as_text())
-  assert not whole
+  layout = experiment._layout
+  make_state = jax.jit(layout.init, out_shardings=layout.shardings)
+  text = make_state.lower(KEY).compile().as_text()
+  assert not re.findall(r'f32\[8,4\]', text)
 
 
 def test_the_list_of_whole_weights_is_logged():
@@ -302,7 +298,7 @@ def test_raw_and_typed_keys_are_the_same(impl):
     for experiment, key in ((a, typed), (b, raw)):
       rng = experiment.initialize_train_step_rng(key)
       experiment.step(global_step=0, rng=rng, writer=None)
-      experiment._close_input()
+      experiment.train_feed.close()
   assert_same(a.state, b.state)
 
 
@@ -325,7 +321,7 @@ def test_each_step_has_the_key_of_its_number():
     float(experiment.step(global_step=0, rng=rng, writer=None)['noise'])
     for _ in range(4)
   ]
-  experiment._close_input()
+  experiment.train_feed.close()
   np.testing.assert_array_equal(
     np.float32(got),
     [jax.random.uniform(jax.random.fold_in(key, i), []) for i in range(4)],
@@ -413,7 +409,7 @@ def test_the_inputs_own_weights(shape, weight_shape, weight_dtype):
   )
   rng = experiment.initialize_train_step_rng(KEY)
   scalars = experiment.step(global_step=0, rng=rng, writer=None)
-  experiment._close_input()
+  experiment.train_feed.close()
   np.testing.assert_allclose(
     scalars['loss'], np.average(y, weights=w), rtol=1e-5
   )
@@ -587,7 +583,7 @@ def test_trainable_matches_whole_joined_names():
 def test_evaluation_counts_every_example_once(sizes, sharding):
   experiment = make(sharding=sharding, eval_sizes=sizes)
   experiment._state = placement.put(
-    trained_state(), experiment._state_shardings
+    trained_state(), experiment._layout.shardings
   )
   scalars = regression.evaluate(experiment)
   assert {name: type(value) for name, value in scalars.items()} == {
@@ -1013,7 +1009,7 @@ def test_a_position_without_set_state_is_refused_and_changes_nothing():
     if step == 1:
       with pytest.raises(ValueError, match='a generator, whose position'):
         experiment.restore_from_snapshot(snapshot)
-  experiment._close_input()
+  experiment.train_feed.close()
   regression.train_steps(straight, 3)
   assert_same(experiment.snapshot_state(), straight.snapshot_state())
 

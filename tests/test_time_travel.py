@@ -256,7 +256,7 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
   # The numbers go on in a run that begins from it and skips none.
   fork = run(tmp_path / 'fork', {'restore_from': f'{part}:8'}, shuffled=False)
   with replay.opened(fork, 13) as found:
-    assert found.experiment.next_batch_number == 16
+    assert found.experiment.train_feed.next_number == 16
 
 
 def test_a_fork_around_a_batch(shared, tmp_path):

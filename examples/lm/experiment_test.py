@@ -149,7 +149,7 @@ def test_it_learns_in_rows_of_any_packing(config, packing):
     float(subject.step(global_step=i, rng=rng, writer=None)['loss'])
     for i in range(30)
   ]
-  subject._close_input()
+  subject.train_feed.close()
   assert losses[-1] < 0.7 * losses[0]
   # Each byte is a label once, however rows are made.
   count = sum(float(batch['weights'].sum()) for batch in subject.eval_input())
@@ -248,7 +248,7 @@ def test_a_batch_is_rounded_up_to_the_devices(
   assert batch['ids'].shape == (used, 16)
   said.clear()
   _, tokens = losses_of(subject, 2)
-  subject._close_input()
+  subject.train_feed.close()
   assert tokens == used * 16
   if used == rows:
     assert not said

@@ -36,6 +36,7 @@ from jaxline import errors
 from jaxline import partitioning
 from jaxline import platform
 from jaxline import sharded
+from jaxline import train_state
 from jaxline.checkpoint import base
 from jaxline.checkpoint import structure
 from jaxline.compat import adapters
@@ -470,7 +471,7 @@ def _read_state(
 
   def init(params: Any) -> sharded.TrainState:
     optimizer = experiment.make_optimizer()
-    return sharded.init_state(lambda _: (params, {}), optimizer, rng)
+    return train_state.init_state(lambda _: (params, {}), optimizer, rng)
 
   params = jax.tree_util.tree_map_with_path(read, abstract.params)
   shardings = jax.tree.map(lambda x: x.sharding, abstract)

@@ -186,7 +186,7 @@ def test_accumulated_steps_are_exact():
   config.gradient_accumulation_steps = 4  # Of two rows each, of other weights.
   run = Run('train', KEY, make_task(), run_config=config)
   scalars = run.step(global_step=0, rng=KEY, writer=None)
-  run._close_input()
+  run.train_feed.close()
   batch, weights = examples(0), examples(0)['weights']
   error = error_of(np.ones(FEATURES), 1.0, batch)
   gradient = 2 * (error * weights) @ batch['x'] / weights.sum()
@@ -326,7 +326,7 @@ def test_moving_average_in_a_run():
     # It takes in the weights of before the step.
     decay = (0.1, 0.15, 0.15)[step]
     ema = decay * ema + (1 - decay) * before
-  run._close_input()
+  run.train_feed.close()
   state = jax.device_get(run.state)
   np.testing.assert_allclose(state.params['line']['w'], w, rtol=1e-4)
   np.testing.assert_allclose(state.model_state['ema']['line']['w'], ema, 1e-4)

@@ -18,7 +18,7 @@ from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
 from jaxline import errors
-from jaxline import evaluation
+from jaxline import feed
 from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
@@ -261,7 +261,7 @@ class _TwoSets(lm_cloud.LmCloudSpmd2BLimitSteps):
 
 def test_several_datasets_have_metrics_of_their_own(monkeypatch):
   given = {'rolling': [], 'whole': []}
-  batches = evaluation.Feed.batches
+  batches = feed.EvalFeed.batches
 
   def noted(self, name, *args):
     given[name].append([])
@@ -269,7 +269,7 @@ def test_several_datasets_have_metrics_of_their_own(monkeypatch):
       given[name][-1].append(np.array(batch['ids']))
       yield batch
 
-  monkeypatch.setattr(evaluation.Feed, 'batches', noted)
+  monkeypatch.setattr(feed.EvalFeed, 'batches', noted)
   made = make(tiny('LmCloudSpmd2BLimitSteps'))
   constants = type(made.experiment).constants()
   made.experiment = _TwoSets.with_constants(constants)(1)

@@ -44,7 +44,7 @@ from jaxline.metrics import lines as lines_lib
 
 Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
-AVERAGED = 'state/model_state/ema/'  # See `train_step.average_weights`.
+AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _METRICS_SHOWN = 4
 _WIDTH = 200  # Of a plain value that `show` prints.

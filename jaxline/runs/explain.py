@@ -138,7 +138,7 @@ def command(args: argparse.Namespace) -> int:
   step = _find(run) if args.step is None else args.step
   with replay_lib.opened(args.run_dir, step) as replay:
     rows = explain(replay, step, args.grads)
-    number = replay.experiment.next_batch_number
+    number = replay.experiment.train_feed.next_number
   losses = run.curves.get('train/loss', {})
   near = [x for s, x in losses.items() if 0 < abs(s - step) <= _NEAR]
   around = f'; around it the loss is {np.nanmedian(near):.5g}' if near else ''

@@ -112,14 +112,14 @@ class Replay:
     return found
 
   def peek(self, step: int) -> tuple[Any, Any, list[str]]:
-    """Runs to the step before, and returns what `experiment.peek` does."""
+    """Runs to the step before, and returns what `TrainFeed.peek` does."""
     if not isinstance(self.experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
         f'{type(self.experiment).__name__} is no ShardedExperiment: its steps'
         ' can be replayed, and not looked into.'
       )
     self.run(step - 1)
-    return self.experiment.peek()
+    return self.experiment.train_feed.peek()
 
 
 @contextlib.contextmanager

@@ -165,7 +165,7 @@ def run(case, folder):
   result['pieces'].append(pieces(live.state.params))
   result['losses'] = [float(x['loss']) for x in (first, second, step())]
   result['grad_norm'] = float(first['grad_norm'])
-  live._close_input()
+  live.train_feed.close()
   np.savez(
     folder / f'{case["name"]}.npz',
     **{f'{kind}/{k}': x for kind, of in arrays.items() for k, x in of.items()},

@@ -188,7 +188,7 @@ class Sharded(Reporting, regression.Regression):
         what,
         step=int(self.state.step),
         digest=digest(self.state),
-        position=jax.tree.map(int, self._input_state()['state']),
+        position=jax.tree.map(int, self.train_feed.position['state']),
         shards=[list(s.data.shape) for s in
                 self.state.params['w'].addressable_shards],
       )  # fmt: skip
@@ -250,7 +250,7 @@ class Fed(Reporting, sharded.ShardedExperiment):
 
   def _say(self, what):
     if self.mode == 'train':
-      position = json.loads(self._input_state())['position']
+      position = json.loads(self.train_feed.position)['position']
       say(what, step=int(self.state.step), position=position)
 
 

@@ -1,0 +1,349 @@
+"""Feeds training and evaluation with global batches on the devices.
+
+`TrainFeed` reads `train_input` ahead of the step and holds the position that
+checkpoints store. `EvalFeed` gives every host equally many batches of one
+shape. Neither needs a model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import functools
+import itertools
+from typing import Any, ClassVar
+
+from absl import logging
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from jaxline import errors
+from jaxline import keys
+from jaxline import partitioning
+from jaxline import placement
+from jaxline.inputs import base as inputs
+from jaxline.inputs import infeed
+from jaxline.inputs import iterable
+
+Batch = dict[str, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class _Feed:
+  """Opens what one of the two input methods of an experiment returns.
+
+  Attributes:
+    method: `train_input` or `eval_input`.
+    partitioner: the mesh, and the rows of this process.
+    config: the run's config, for `skip_batches` and the keys of the infeed.
+  """
+
+  is_training: ClassVar[bool]
+  method: Callable[..., Any]
+  partitioner: partitioning.Partitioner
+  config: Any
+
+  def _open_all(self) -> dict[str, inputs.BaseInput]:
+    """Returns name -> input of what the method gave; '' if there is only one.
+
+    Raises:
+      ValueError: an input is not for this purpose, or not for this process.
+    """
+    shard = inputs.Shard(*self.partitioner.host)
+    found = inputs.of_shard(self.method, shard)
+    has_sets = isinstance(found, Mapping) and not self.is_training
+    what = 'train_input' if self.is_training else 'eval_input'
+    sources = {
+      name: iterable.as_input(x, is_training=self.is_training, shard=shard)
+      for name, x in (found.items() if has_sets else [('', found)])
+    }
+    if not sources:
+      raise ValueError(
+        f'{what} returned an empty mapping; expected name -> input of at least'
+        ' one evaluation set.'
+      )
+    expected = self.is_training, shard.index, shard.count
+    for source in sources.values():
+      hosts = source.infeed_host_index, source.num_infeed_hosts
+      if (got := (source.is_training, *hosts)) != expected:
+        raise ValueError(
+          f'{what} returned {source.name} with (is_training, infeed_host_index,'
+          f' num_infeed_hosts) = {got}; expected {expected}. Set is_training,'
+          f' and give it the shard that {what}(shard) gets.'
+        )
+    return sources
+
+  def abstract_batch(self) -> Batch:
+    """Returns the shapes and shardings of a global batch: reads the first."""
+    sources = self._open_all()
+    source = next(iter(sources.values()))
+    try:
+      batches = source if self.is_training else source.eval_batches()
+      batch = next(batches, None)
+    finally:
+      for x in sources.values():
+        x.close()
+    if batch is None:
+      raise ValueError(f'{source.name} gave no batch.')
+    rows, num_hosts = inputs.num_rows(batch), self.partitioner.host[1]
+    if self.is_training:
+      placement.check_rows(rows * num_hosts, self.partitioner)
+    else:
+      rows = placement.padded_rows(rows, self.partitioner)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        (rows * num_hosts, *x.shape[1:]),
+        jax.dtypes.canonicalize_dtype(x.dtype),
+        sharding=self.partitioner.batch_sharding,
+      ),
+      inputs.pad_rows(batch, rows),
+    )
+
+
+class TrainFeed(_Feed):
+  """The batches of `train_input`, and the position behind the last step's.
+
+  Attributes:
+    num_read: the number of the last step's batch, from 1. It is not the step's
+      number if this run, or the one that it began from, has skipped batches.
+  """
+
+  is_training = True
+
+  num_read = 0
+  _infeed: infeed.Infeed | None = None
+  # The position is `_saved`, or what the open input makes of `_mark`.
+  _saved: Any = None
+  _mark: Any = None
+
+  @functools.cached_property
+  def _skipped(self) -> set[int]:
+    ranges = keys.parse_ranges(self.config.skip_batches)
+    return {n for first, last in ranges for n in range(first, last + 1)}
+
+  @property
+  def position(self) -> Any:
+    """The position for a checkpoint; None if the input saves none."""
+    if self._infeed is None or self._mark is None:
+      return self._saved
+    return self._infeed.source.state_of(self._mark)
+
+  @property
+  def next_number(self) -> int:
+    """The number of the next step's batch, from 1."""
+    number = self.num_read + 1
+    while number in self._skipped:
+      number += 1
+    return number
+
+  @property
+  def wait_fraction(self) -> float:
+    """The share of the last steps' time that was a wait for batches."""
+    return self._infeed.wait_fraction if self._infeed else 0.0
+
+  def take(self) -> Batch:
+    """Returns the next batch. `commit` moves the position behind it.
+
+    Raises:
+      ValueError: the input has ended.
+    """
+    if self._infeed is None:
+      self._infeed = self._read_ahead(self._open(self._saved))
+    if (batch := next(self._infeed, None)) is None:
+      # Not a StopIteration, which could end a loop silently.
+      raise ValueError(
+        'train_input ended; training needs an endless iterator (repeat it).'
+      )
+    return batch
+
+  def commit(self) -> None:
+    """Counts the batch taken last as used by a step."""
+    assert self._infeed is not None
+    self.num_read, self._saved = self.next_number, None
+    self._mark = self._infeed.mark
+
+  def restore(self, num_read: int, position: Any) -> None:
+    """Reads on from the position of a checkpoint; None begins anew.
+
+    Raises:
+      ValueError: the input cannot be set to it; then nothing was changed.
+    """
+    if position is None and num_read:
+      logging.warning(
+        'The checkpoint holds no position of the data, which begins anew: if'
+        ' its order does not change, the run sees the same again.'
+      )
+    source = self._open(position)
+    self.note(num_read, position)
+    self._infeed = self._read_ahead(source)
+
+  def note(self, num_read: int, position: Any) -> None:
+    """Notes where training is, for a checkpoint; opens no input."""
+    self.close()
+    self.num_read, self._saved = num_read, position
+
+  def peek(self) -> tuple[inputs.BaseInput, Batch, list[str]]:
+    """Reads the next step's batch, which stays the next one.
+
+    Returns:
+      The input, closed; this process's rows; where each row comes from.
+    """
+    if self.position is None and self.num_read:
+      raise errors.UsageError(
+        'The next batch is not known: train_input has no position. Use a'
+        ' BaseInput, or an iterator with get_state and set_state.'
+      )
+    source = self._open(self.position)
+    for _ in range(self.num_read + 1, self.next_number):
+      next(source)
+    where, batch = source.where_rows(), next(source)
+    source.close()
+    return source, batch, where
+
+  def close(self) -> None:
+    """Ends the thread and closes the input; `take` opens it again."""
+    self._saved, self._mark = self.position, None
+    if self._infeed is not None:
+      self._infeed.close()
+      self._infeed = None
+
+  def _open(self, position: Any) -> inputs.BaseInput:
+    """Returns the input, set to a position if there is one."""
+    source = self._open_all()['']
+    if source.saves_position:
+      if position is not None:
+        source.set_state(position)
+    elif position is not None:
+      raise ValueError(
+        'The checkpoint holds the position of the data, but train_input'
+        f' returned {source.name}, whose position cannot be set. Use the input'
+        ' that the run was trained with (in a BaseInput with'
+        ' input_checkpointing_enabled=True), or start a new run.'
+      )
+    else:
+      logging.warning(
+        'The position of %s is not saved: a run that is resumed begins its'
+        ' data anew.',
+        source.name,
+      )
+    return source
+
+  def _read_ahead(self, source: inputs.BaseInput) -> infeed.Infeed:
+    # Without `self`: the thread would keep the experiment and its arrays alive.
+    skipped, numbers = self._skipped, itertools.count(self.num_read + 1)
+    return infeed.Infeed(
+      source,
+      functools.partial(placement.put_batch, partitioner=self.partitioner),
+      kept=(number not in skipped for number in numbers),
+      **_read_ahead_options(self.config),
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class EvalFeed(_Feed):
+  """The batches of the evaluation sets.
+
+  An input with `reset_for_eval=False` is kept, and each evaluation continues
+  where the one before it stopped.
+  """
+
+  is_training = False
+
+  # Name of a set -> its input, None if that is reset for each evaluation.
+  _persistent_inputs: dict[str, Any] = dataclasses.field(
+    default_factory=dict, init=False
+  )
+  # Name of a set -> the number of evaluations that its input has fed.
+  _evaluations_fed: dict[str, int] = dataclasses.field(
+    default_factory=dict, init=False
+  )
+
+  def sets(self, num_evaluated: int) -> Iterator[tuple[str, Iterator[Batch]]]:
+    """Yields name -> batches of each set; '' if there is only one.
+
+    Args:
+      num_evaluated: the number of earlier evaluations of the run.
+    """
+    for name, source in self._open().items():
+      yield name, self.batches(name, source, num_evaluated)
+
+  def _open(self) -> dict[str, inputs.BaseInput]:
+    kept = self._persistent_inputs
+    if kept and None not in kept.values():
+      return kept
+    sources = self._open_all()
+    for name, source in sources.items():
+      if not source.reset_for_eval and kept.get(name) is not None:
+        source.close()
+        sources[name] = kept[name]
+    self._persistent_inputs = {
+      name: None if source.reset_for_eval else source
+      for name, source in sources.items()
+    }
+    return sources
+
+  def _host_batches(
+    self, name: str, source: inputs.BaseInput, num_evaluated: int
+  ) -> Iterator[Batch]:
+    """Returns this process's batches of one evaluation."""
+    if not source.reset_for_eval:
+      if self._evaluations_fed.get(name, 0) != num_evaluated:
+        # Read and drop the batches of earlier evaluations: a resumed run gets
+        # the same batches as a run without an interruption.
+        source.reset()
+        for _ in range(num_evaluated):
+          for _ in source.eval_batches():
+            pass
+      self._evaluations_fed[name] = num_evaluated + 1
+    return source.eval_batches()
+
+  def batches(
+    self, name: str, source: inputs.BaseInput, num_evaluated: int
+  ) -> Iterator[Batch]:
+    """Yields the global batches of one evaluation of a set, all of one shape.
+
+    All processes call it together. A process that runs out of batches before
+    the others adds batches of padding. At the end it closes the input.
+
+    Raises:
+      ValueError: a process has no batch at all, or the batches grow.
+    """
+    # Training waits for an evaluation, which must not wait for a disk.
+    host_batches = infeed.read_ahead(
+      source,
+      self._host_batches(name, source, num_evaluated),
+      **_read_ahead_options(self.config),
+    )
+    rows, last = 0, None
+    try:
+      while True:
+        batch = next(host_batches, None)
+        num_rows = inputs.num_rows(batch) if batch else 0
+        sizes = multihost_utils.process_allgather(np.asarray(num_rows)).tolist()
+        if last is None and not all(sizes):
+          raise ValueError(
+            f'eval_input gave no batch{f" for {name!r}" if name else ""}: the'
+            f' first batches have {sizes} rows in the processes; give each'
+            ' process at least one.'
+          )
+        if not any(sizes):
+          break
+        rows = rows or max(sizes)
+        if max(sizes) > rows:
+          raise ValueError(
+            f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
+            ' of an evaluation may differ, and be smaller.'
+          )
+        last = batch or jax.tree.map(lambda x: x[:0], last)
+        size = placement.padded_rows(rows, self.partitioner)
+        padded = inputs.pad_rows(last, size)
+        yield placement.put_batch(padded, self.partitioner)
+    finally:
+      host_batches.close()
+      source.close()
+
+
+def _read_ahead_options(config: Any) -> dict[str, Any]:
+  return {
+    'buffer_size': config.infeed_buffer_size,
+    'stall_secs': config.infeed_stall_secs,
+  }
