@@ -411,24 +411,10 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
   # Not by its class: a ConfigDict is no Mapping.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
-      f'{type(experiment).__name__}.{method} returned {describe(scalars)};'
-      " expected a dict of scalars, such as {'loss': loss}, or None."
+      f'{type(experiment).__name__}.{method} returned a'
+      f' {type(scalars).__name__}: {scalars!r:.80}; expected a dict of scalars,'
+      " such as {'loss': loss}, or None."
     )
-
-
-def describe(value: Any) -> str:
-  """Returns the kind of a value for a message, without its content."""
-  if isinstance(value, tuple | list):
-    kinds = ', '.join(describe(x) for x in value[:5])
-    more = ', ...' if len(value) > 5 else ''
-    return f'a {type(value).__name__} of {len(value)} ({kinds}{more})'
-  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
-    return f'an array {value.dtype}{list(value.shape)}'
-  if isinstance(value, Mapping):
-    return f'a {type(value).__name__} with the keys {list(value)[:5]}'
-  if isinstance(value, str | int | float | bool | None):
-    return f'{type(value).__name__} {value!r}'[:80]
-  return f'an object of the class {type(value).__name__}'
 
 
 def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
@@ -452,8 +438,8 @@ def _wait(leaves: list[Any]) -> None:
     # A number, or an array whose buffer the experiment has donated.
     if not hasattr(x, 'is_ready') or x.is_deleted():
       continue
-    # Each wait gives up Python's lock. The first raises the error of the step's
-    # program; of an array of another program, whoever fetches it does.
+    # Block once: it releases Python's lock and raises this step's error. Errors
+    # of other programs surface when they are fetched.
     if not has_waited or not x.is_ready():
       x.block_until_ready()
       has_waited = True

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import threading
 import time
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
-import numpy as np
 
 from jaxline import async_lib
 from jaxline import base_config
-from jaxline import best
 from jaxline import debug
 from jaxline import errors
+from jaxline import evaluation
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
 from jaxline.checkpoint import base
@@ -47,9 +45,6 @@ from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
 
 lazy.complete(__name__)
-
-# How often evaluation looks for a new checkpoint, in seconds.
-_POLL_SECS = 0.25
 
 
 @dataclasses.dataclass
@@ -140,11 +135,11 @@ class Run:
     config, checkpointer = self.config, self.checkpointer
     training = Training(self)
     state = training.state
-    evaluation = Evaluation(self, until=state.global_step)
+    evaluator = evaluation.Evaluation(self, until=state.global_step)
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
-    if state.global_step in evaluation.done:
-      last, lengths = state.global_step, evaluation.noted[-1].lengths
+    if state.global_step in evaluator.done:
+      last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not checkpointer.is_new():
       last, lengths = state.global_step - 1, checkpointer.lengths
     else:
@@ -152,15 +147,15 @@ class Run:
     self.resume_log(self.eval_log, last, lengths)
 
     def evaluate_now(*unused: Any) -> None:
-      if state.global_step in evaluation.done:
+      if state.global_step in evaluator.done:
         return
       began = time.time()
       training.guard.wait()  # A state that is not finite must not be the best.
-      evaluation.experiment.share_state(training.experiment)
-      evaluation(state)
+      evaluator.experiment.share_state(training.experiment)
+      evaluator(state)
       for hook in training.hooks:
         hook.skip_time(time.time() - began)
-      notes.stop_without_gain(config, evaluation.noted)
+      notes.stop_without_gain(config, evaluator.noted)
 
     interval_type = config.eval_interval_type or config.interval_type
     interval = config.eval_interval
@@ -185,84 +180,14 @@ class Run:
     training.run()
     with self.stoppable():
       evaluate_now()
-    evaluation.wait()
+    evaluator.wait()
     self.mark_ended(state.global_step)
     return training.experiment
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
     """Evaluates checkpoints: see the function `evaluate`."""
-    config, checkpointer = self.config, self.checkpointer
-    checkpointer.restrict(follows=True)
-    one_off = config.one_off_evaluate
-    has_any = checkpointer.can_be_restored('latest') if one_off else False
-    if one_off and not (has_any or config.eval_initial_weights):
-      raise errors.UsageError(
-        'config.one_off_evaluate is True but there is no checkpoint of'
-        f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
-        ' config.eval_initial_weights = True to evaluate untrained weights.'
-      )
-    steps = _listed_steps(config, checkpointer)
-    evaluation = Evaluation(self)
-    logging.info('Evaluating with config:\n%s', config)
-    if self.trained is None:  # Else the training says it.
-      self.console.begin(config, evaluation.experiment)
-    state = base.new_state(checkpointer, evaluation.experiment)
-    with self.stoppable():
-      for step in steps:
-        restore(checkpointer, step)
-        evaluation(state)
-        evaluation.wait()
-      if one_off and not steps:
-        if has_any:
-          restore(checkpointer)
-        evaluation(state, counts=has_any)
-        evaluation.wait()
-      elif not steps:
-        self._evaluate_each(evaluation, state)
-    if self.stop and not (steps or one_off):
-      self.mark_ended(state.global_step)  # Training reads it at a save.
-
-  def _evaluate_each(self, evaluation: 'Evaluation', state: Any) -> None:
-    """Evaluates each new checkpoint, until training makes no further one."""
-    config, checkpointer = self.config, self.checkpointer
-    lengths = evaluation.noted[-1].lengths if evaluation.noted else {}
-    self.resume_log(self.eval_log, evaluation.last, lengths)
-    initial_is_due = (
-      config.eval_initial_weights
-      and 0 not in evaluation.done
-      # A checkpoint will hold the weights that the run begins with.
-      and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
-      and not config.restore_from  # `Training.run` saves one.
-    )
-    restore_next = checkpointer.follow('latest')
-    is_over = False
-    while not is_over:
-      self.check(evaluation.last or 0)
-      # Read before `restore_next`, so that a checkpoint saved just before the
-      # end is still evaluated.
-      is_over = self._is_over(evaluation)
-      is_restored = restore_next(evaluation.done)
-      if is_restored or (
-        initial_is_due and not checkpointer.can_be_restored('latest')
-      ):
-        initial_is_due = False
-        evaluation(state, counts=is_restored or evaluation.starts_as_run)
-        evaluation.wait()
-        # In JAXline the last step ends it, and nothing later is looked at.
-        is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
-      elif not is_over:
-        self.console.log_waiting(evaluation.last, config.checkpoint_dir)
-        with goodput.measure('waiting'):
-          time.sleep(_POLL_SECS)
-
-  def _is_over(self, evaluation: 'Evaluation') -> bool:
-    """Returns whether training will make no further checkpoint."""
-    if self.trained is not None:
-      return self.trained.is_set()
-    # Without the note of its end, training was killed before it wrote it, or a
-    # training that restarts has removed it.
-    return self.checkpointer.ended() is not None or evaluation.is_of_last_step()
+    evaluation.evaluate(self)
 
   # What the loops share.
 
@@ -331,31 +256,6 @@ class Run:
     self.checkpointer.mark_ended(step, why)
 
 
-def restore(
-  checkpointer: base.FullCheckpointer, step: int | None = None
-) -> None:
-  """Restores the series `latest`; None is its newest checkpoint."""
-  with debug.log_activity('checkpoint restore', category='restore'):
-    checkpointer.restore('latest', step=step)
-
-
-def _listed_steps(
-  config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
-) -> list[int]:
-  """Returns the steps that `config.eval_steps` means; none if it is None."""
-  text = config.eval_steps
-  if text is None:
-    return []
-  kept = checkpointer.steps('latest')
-  steps = kept if text == 'all' else [int(s) for s in text.split(',')]
-  if missing := sorted(set(steps) - set(kept)) or not steps:
-    raise errors.UsageError(
-      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
-      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
-    )
-  return steps
-
-
 _initialize_experiment = experiments.initialize_experiment  # Forks call it.
 
 
@@ -389,7 +289,7 @@ class Training:
     self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
-      restore(checkpointer)
+      evaluation.restore(checkpointer)
     step = int(self.state.global_step)
     with run.stoppable():
       checkpointer.stop_if_noted(step)
@@ -533,114 +433,6 @@ class Training:
       for hook in self.hooks:
         hook.wait_to_finish()
       self._run.log.wait_to_finish()
-
-
-class Evaluation:
-  """An experiment that is evaluated, and what is noted of its evaluations.
-
-  Attributes:
-    experiment: the experiment.
-    done: the steps that are evaluated, by earlier processes as well.
-    last: the step that was evaluated last; None if there is none.
-    noted: the evaluations that early stopping compares.
-    starts_as_run: whether the experiment's initial weights are those that the
-      training of this config initialises.
-  """
-
-  def __init__(self, run: Run, until: float = math.inf):
-    """Constructs the experiment.
-
-    Args:
-      run: the run.
-      until: the last step that may count as evaluated.
-    """
-    self._run = run
-    config, checkpointer = run.config, run.checkpointer
-    init_rng = experiments.declared(run.experiment_class).eval_init_rng(config)
-    self.starts_as_run = np.array_equal(init_rng, prng.run_keys(config)[1])
-    with debug.log_activity('experiment init', category='start'):
-      self.experiment = experiments.construct(
-        run.experiment_class, run.eval_mode, init_rng, config
-      )
-    self.noted = [x for x in checkpointer.evaluated() if x.step <= until]
-    self.done = {x.step for x in self.noted}
-    self.last = max(self.done, default=None)
-    rng = jax.random.PRNGKey(config.random_seed)
-    self._inputs = self.experiment.evaluate_inputs(config, rng)
-    self._log = run.eval_mode if run.trained is None else 'eval'
-    run.console.show(run.eval_log, self._log)
-    self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._best: best.Best | None = None
-    if (
-      (metric := config.best_model_eval_metric)
-      and not checkpointer.reads_only
-      and run.saves_here(config.best_checkpoint_all_hosts)
-    ):
-      self._best = best.Best(config, checkpointer)
-      if math.isfinite(self._best.value):
-        run.console.log_best(metric, self._best.value)
-
-  def __call__(self, state: Any, counts: bool = True) -> None:
-    """Evaluates the weights of the experiment, those of `state.global_step`.
-
-    Args:
-      state: the live state of `latest`.
-      counts: whether these are weights of the run: they may be the best, and
-        the step counts as evaluated, for later processes too.
-    """
-    run, step = self._run, int(state.global_step)
-    run.console.evaluating(step)
-    if counts:  # Already now: it may raise StopTraining.
-      self.done.add(step)
-    global_step, rng = self._inputs(step)
-    self.experiment.num_evaluated = sum(s < step for s in self.done)
-    with (
-      debug.log_activity(f'evaluation of step {step}', category='evaluation'),
-      oom.explained(self.experiment, run.config),
-    ):
-      scalars = self._evaluate(
-        global_step=global_step, rng=rng, writer=run.eval_log
-      )
-    experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
-    run.eval_log.write_scalars(step, scalars)
-    run.console.log_evaluation(step, scalars, self._log)
-    self.last = step
-    if counts:
-      self._note(step, scalars, state.train_step_rng)
-
-  def _note(self, step: int, scalars: Any, train_step_rng: Any) -> None:
-    """Saves the best checkpoint, and notes that the step is evaluated."""
-    run, checkpointer = self._run, self._run.checkpointer
-    if self._best is not None and self._best.keep(
-      self.experiment, scalars, step, train_step_rng
-    ):
-      key = run.config.best_model_eval_metric
-      run.console.log_best(key, self._best.value, step)
-    flushed = run.eval_log.flush_async()
-    metric, patience, _ = notes.early_stop(run.config)
-    value = None
-    if patience:
-      value = best.metric_of('early_stop.metric', metric, scalars, checkpointer)
-    name = '' if value is None else metric
-    self.noted.append(base.Evaluation(step, name, value))
-
-    def note() -> None:
-      lengths = flushed()  # First: what is noted as evaluated is in the log.
-      checkpointer.mark_evaluated(step, value, lengths)
-
-    checkpointer.when_saved(note)
-
-  def is_of_last_step(self) -> bool:
-    """Returns whether the step evaluated last is the last of training."""
-    should_run_step = self.experiment.should_run_step
-    return self.last is not None and not should_run_step(
-      self.last, self._run.config
-    )
-
-  def wait(self) -> None:
-    """Waits until what has been evaluated is safe and noted."""
-    with goodput.measure('checkpoints'):
-      self._run.checkpointer.wait_for_checkpointing_to_finish()
 
 
 # JAXline's functions. Their arguments are the attributes of `Run`.

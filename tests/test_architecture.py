@@ -59,7 +59,7 @@ STEPS = (
   ('compat.experiments',),
   ('checkpoint', 'inputs'),
   ('compat.adapters',),
-  ('feed', 'pipeline', 'train_state'),
+  ('evaluation', 'feed', 'pipeline', 'train_state'),
   ('train_step',),
   ('accumulate',),
   ('decode', 'exits', 'runs', 'sharded', 'train'),

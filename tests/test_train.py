@@ -25,6 +25,7 @@ from jaxline import base_config
 from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
+from jaxline import evaluation
 from jaxline import experiment
 from jaxline import platform
 from jaxline import train
@@ -39,7 +40,7 @@ from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from tests import remains
 
-POLL_SECS = train._POLL_SECS
+POLL_SECS = evaluation._POLL_SECS
 MODES = (
   'unique_host_unique_device',
   'unique_host_same_device',
@@ -55,7 +56,7 @@ def no_checkpoints(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def short_poll(monkeypatch):
-  monkeypatch.setattr(train, '_POLL_SECS', 0.001)
+  monkeypatch.setattr(evaluation, '_POLL_SECS', 0.001)
 
 
 class Log:
@@ -1047,7 +1048,7 @@ def test_each_new_checkpoint_is_evaluated_once_until_the_last():
 
 
 def test_a_new_checkpoint_is_noticed_within_a_second(monkeypatch):
-  monkeypatch.setattr(train, '_POLL_SECS', POLL_SECS)
+  monkeypatch.setattr(evaluation, '_POLL_SECS', POLL_SECS)
   config = make_config(2)
   evaluated = {0: threading.Event(), 2: threading.Event()}
 
@@ -1680,11 +1681,11 @@ def test_of_several_processes_the_first_decides_what_is_best(
     1, checkpoint_dir=str(tmp_path), best_model_eval_metric='score'
   )
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-  evaluation = train.Evaluation(train.Run(Scored, config, checkpointer))
+  evaluate = evaluation.Evaluation(train.Run(Scored, config, checkpointer))
   monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
-  evaluation(base.ExperimentState(global_step=1, train_step_rng=None))
+  evaluate(base.ExperimentState(global_step=1, train_step_rng=None))
   assert saved == (['best'] if is_best else [])
 
 

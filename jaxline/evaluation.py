@@ -1,0 +1,345 @@
+"""Evaluates weights, keeps the best ones, and notes what is evaluated.
+
+`evaluate` is the mode `eval`: it follows the checkpoints of a training.
+`train.Run.train_and_eval` uses `Evaluation` alone.
+"""
+
+from collections.abc import Mapping
+import math
+import time
+from typing import Any
+
+from absl import logging
+import jax
+import numpy as np
+
+from jaxline import debug
+from jaxline import distributed
+from jaxline import errors
+from jaxline import experiment as experiment_lib
+from jaxline import goodput
+from jaxline.checkpoint import base
+from jaxline.checkpoint import notes
+from jaxline.checkpoint import store as store_lib
+from jaxline.compat import experiments
+from jaxline.compat import prng
+from jaxline.metrics import writers
+from jaxline.supervision import out_of_memory as oom
+
+# How often evaluation looks for a new checkpoint, in seconds.
+_POLL_SECS = 0.25
+
+
+def evaluate(run: Any) -> None:
+  """Evaluates checkpoints, as `train.evaluate` describes it.
+
+  Args:
+    run: a `train.Run`.
+  """
+  config, checkpointer = run.config, run.checkpointer
+  checkpointer.restrict(follows=True)
+  steps, one_off = _listed_steps(config, checkpointer), config.one_off_evaluate
+  has_any = one_off and checkpointer.can_be_restored('latest')
+  if one_off and not (has_any or config.eval_initial_weights):
+    raise errors.UsageError(
+      'config.one_off_evaluate is True but there is no checkpoint of'
+      f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
+      ' config.eval_initial_weights = True to evaluate untrained weights.'
+    )
+  evaluation = Evaluation(run)
+  logging.info('Evaluating with config:\n%s', config)
+  if run.trained is None:  # Else the training says it.
+    run.console.begin(config, evaluation.experiment)
+  state = base.new_state(checkpointer, evaluation.experiment)
+  with run.stoppable():
+    for step in steps:
+      restore(checkpointer, step)
+      evaluation(state)
+      evaluation.wait()
+    if one_off and not steps:
+      if has_any:
+        restore(checkpointer)
+      evaluation(state, counts=has_any)
+      evaluation.wait()
+    elif not steps:
+      _follow(run, evaluation, state)
+  if run.stop and not (steps or one_off):
+    run.mark_ended(state.global_step)  # Training reads it at a save.
+
+
+def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
+  """Evaluates each new checkpoint, until training makes no further one."""
+  config, checkpointer = run.config, run.checkpointer
+  lengths = evaluation.noted[-1].lengths if evaluation.noted else {}
+  run.resume_log(run.eval_log, evaluation.last, lengths)
+  initial_is_due = (
+    config.eval_initial_weights
+    and 0 not in evaluation.done
+    # A checkpoint will hold the weights that the run begins with.
+    and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
+    and not config.restore_from  # Training saves one.
+  )
+
+  def training_is_over() -> bool:
+    if run.trained is not None:
+      return run.trained.is_set()
+    # Without the note of its end, training was killed before it wrote it, or a
+    # training that restarts has removed it.
+    return checkpointer.ended() is not None or evaluation.is_of_last_step()
+
+  restore_next = checkpointer.follow('latest')
+  is_over = False
+  while not is_over:
+    run.check(evaluation.last or 0)
+    # Read before `restore_next`, so that a checkpoint saved just before the end
+    # is still evaluated.
+    is_over = training_is_over()
+    is_restored = restore_next(evaluation.done)
+    if is_restored or (
+      initial_is_due and not checkpointer.can_be_restored('latest')
+    ):
+      initial_is_due = False
+      evaluation(state, counts=is_restored or evaluation.starts_as_run)
+      evaluation.wait()
+      # In JAXline the last step ends it, and nothing later is looked at.
+      is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
+    elif not is_over:
+      run.console.log_waiting(evaluation.last, config.checkpoint_dir)
+      with goodput.measure('waiting'):
+        time.sleep(_POLL_SECS)
+
+
+def restore(
+  checkpointer: base.FullCheckpointer,
+  step: int | None = None,
+  series: str = 'latest',
+) -> None:
+  """Restores a checkpoint; None is the newest."""
+  with debug.log_activity('checkpoint restore', category='restore'):
+    checkpointer.restore(series, step=step)
+
+
+def _listed_steps(
+  config: Any, checkpointer: base.FullCheckpointer
+) -> list[int]:
+  """Returns the steps that `config.eval_steps` means; none if it is None."""
+  text = config.eval_steps
+  if text is None:
+    return []
+  kept = checkpointer.steps('latest')
+  steps = kept if text == 'all' else [int(s) for s in text.split(',')]
+  if missing := sorted(set(steps) - set(kept)) or not steps:
+    raise errors.UsageError(
+      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
+      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
+    )
+  return steps
+
+
+class Evaluation:
+  """An experiment that is evaluated, and what is noted of its evaluations.
+
+  Attributes:
+    experiment: the experiment.
+    done: the steps that are evaluated, by earlier processes as well.
+    last: the step that was evaluated last; None if there is none.
+    noted: the evaluations that early stopping compares.
+    starts_as_run: whether the experiment's initial weights are those that the
+      training of this config initialises.
+  """
+
+  def __init__(self, run: Any, until: float = math.inf):
+    """Constructs the experiment.
+
+    Args:
+      run: a `train.Run`.
+      until: the last step that may count as evaluated.
+    """
+    self._run = run
+    config, checkpointer = run.config, run.checkpointer
+    init_rng = experiments.declared(run.experiment_class).eval_init_rng(config)
+    self.starts_as_run = np.array_equal(init_rng, prng.run_keys(config)[1])
+    with debug.log_activity('experiment init', category='start'):
+      self.experiment = experiments.construct(
+        run.experiment_class, run.eval_mode, init_rng, config
+      )
+    self.noted = [x for x in checkpointer.evaluated() if x.step <= until]
+    self.done = {x.step for x in self.noted}
+    self.last = max(self.done, default=None)
+    rng = jax.random.PRNGKey(config.random_seed)
+    self._inputs = self.experiment.evaluate_inputs(config, rng)
+    self._log = run.eval_mode if run.trained is None else 'eval'
+    run.console.show(run.eval_log, self._log)
+    self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
+    self._best: Best | None = None
+    if (
+      (metric := config.best_model_eval_metric)
+      and not checkpointer.reads_only
+      and run.saves_here(config.best_checkpoint_all_hosts)
+    ):
+      self._best = Best(config, checkpointer)
+      if math.isfinite(self._best.value):
+        run.console.log_best(metric, self._best.value)
+
+  def __call__(self, state: Any, counts: bool = True) -> None:
+    """Evaluates the weights of the experiment, those of `state.global_step`.
+
+    Args:
+      state: the live state of `latest`.
+      counts: whether these are weights of the run: they may be the best, and
+        the step counts as evaluated, for later processes too.
+    """
+    run, step = self._run, int(state.global_step)
+    run.console.evaluating(step)
+    if counts:  # Already now: it may raise StopTraining.
+      self.done.add(step)
+    global_step, rng = self._inputs(step)
+    self.experiment.num_evaluated = sum(s < step for s in self.done)
+    with (
+      debug.log_activity(f'evaluation of step {step}', category='evaluation'),
+      oom.explained(self.experiment, run.config),
+    ):
+      scalars = self._evaluate(
+        global_step=global_step, rng=rng, writer=run.eval_log
+      )
+    experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
+    run.eval_log.write_scalars(step, scalars)
+    run.console.log_evaluation(step, scalars, self._log)
+    self.last = step
+    if counts:
+      self._note(step, scalars, state.train_step_rng)
+
+  def _note(self, step: int, scalars: Any, train_step_rng: Any) -> None:
+    """Saves the best checkpoint, and notes that the step is evaluated."""
+    run, checkpointer = self._run, self._run.checkpointer
+    if self._best is not None and self._best.keep(
+      self.experiment, scalars, step, train_step_rng
+    ):
+      key = run.config.best_model_eval_metric
+      run.console.log_best(key, self._best.value, step)
+    flushed = run.eval_log.flush_async()
+    metric, patience, _ = notes.early_stop(run.config)
+    value = None
+    if patience:
+      value = metric_of('early_stop.metric', metric, scalars, checkpointer)
+    name = '' if value is None else metric
+    self.noted.append(base.Evaluation(step, name, value))
+
+    def note() -> None:
+      lengths = flushed()  # First: what is noted as evaluated is in the log.
+      checkpointer.mark_evaluated(step, value, lengths)
+
+    checkpointer.when_saved(note)
+
+  def is_of_last_step(self) -> bool:
+    """Returns whether the step evaluated last is the last of training."""
+    should_run_step = self.experiment.should_run_step
+    return self.last is not None and not should_run_step(
+      self.last, self._run.config
+    )
+
+  def wait(self) -> None:
+    """Waits until what has been evaluated is safe and noted."""
+    with goodput.measure('checkpoints'):
+      self._run.checkpointer.wait_for_checkpointing_to_finish()
+
+
+class Best:
+  """The series `best`, which `evaluate` and `train_and_eval` save."""
+
+  def __init__(self, config: Any, checkpointer: base.FullCheckpointer):
+    """Restores the best value so far, but not its weights.
+
+    Args:
+      config: the run's; `best_model_eval_metric` is set.
+      checkpointer: saves the series.
+    """
+    self._checkpointer, self._metric = (
+      checkpointer,
+      config.best_model_eval_metric,
+    )
+    self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
+    state = self._state = checkpointer.get_experiment_state('best')
+    worst = -self._sign * math.inf
+    state.best_model_eval_metric = self._metric
+    state.best_eval_metric_value = worst
+    # Now, so that a conflict is reported before the first evaluation.
+    checkpointer.claim('best')
+    if checkpointer.can_be_restored('best'):
+      try:
+        restore(checkpointer, series='best')
+      except store_lib.DamagedError as e:
+        # The weights that count are those of `latest`.
+        logging.error('The series best begins anew: %s', e)
+    if (old := state.best_model_eval_metric) != self._metric:
+      logging.warning(
+        'The series best was of %r; now it is of %r.', old, self._metric
+      )
+      state.best_model_eval_metric = self._metric
+      state.best_eval_metric_value = worst
+
+  @property
+  def value(self) -> float:
+    """The best value so far; an infinity without one."""
+    return float(self._state.best_eval_metric_value)
+
+  def keep(
+    self,
+    experiment: Any,
+    scalars: Mapping[str, Any],
+    step: int,
+    train_step_rng: Any,
+  ) -> bool:
+    """Saves an experiment if its metric is strictly better than ever.
+
+    Args:
+      experiment: the experiment that was evaluated.
+      scalars: the metrics of its evaluation.
+      step: the step of its weights.
+      train_step_rng: the state key of that step.
+
+    Returns:
+      Whether it was better.
+    """
+    state = self._state
+    value = metric_of(
+      'best_model_eval_metric', self._metric, scalars, self._checkpointer
+    )
+    if not self._sign * value > self._sign * self.value:  # A NaN is not better.
+      return False
+    state.global_step = step
+    state.experiment_module = experiment
+    state.best_eval_metric_value = value
+    state.train_step_rng = train_step_rng
+    experiment.on_new_best_model(state)
+    with goodput.measure('checkpoints'):
+      self._checkpointer.save('best')
+    return True
+
+
+def metric_of(
+  key: str,
+  metric: str,
+  scalars: Mapping[str, Any],
+  checkpointer: base.FullCheckpointer,
+) -> float:
+  """Returns a metric; process 0's, if the processes save together.
+
+  Args:
+    key: the config key that names the metric.
+    metric: the name of the metric.
+    scalars: what `evaluate` returned.
+    checkpointer: the run's.
+
+  Raises:
+    UsageError: there is no number of that name.
+  """
+  values = writers.to_scalars(scalars)
+  if metric not in values:
+    raise errors.UsageError(
+      f'config.{key} is {metric!r}, but evaluate returned no number of that'
+      f' name. It returned {sorted(values)}.'
+      f'{errors.did_you_mean(metric, values)}'
+    )
+  value = float(values[metric])
+  return distributed.of_chief(value) if checkpointer.collective else value
