@@ -228,7 +228,8 @@ def call(
   Raises:
     RuntimeError: it failed; with the end of what it said.
   """
-  python_path = os.pathsep.join(filter(None, [path, str(ROOT)]))
+  places = path, str(ROOT), os.environ.get('PYTHONPATH')
+  python_path = os.pathsep.join(filter(None, places))
   with tempfile.TemporaryDirectory() as folder:
     done = subprocess.run(
       [
