@@ -213,7 +213,7 @@ def of_chief(value: T) -> T:
 
 
 _decisions = itertools.count()
-_EXCHANGE_MS = 3600_000  # A process may write its shards that much slower.
+_DECIDE_MS = 3600_000  # A process may write its shards that much slower.
 _FOREVER_MS = 10**12
 
 
@@ -221,6 +221,7 @@ def decide(
   value: Any,
   choose: Callable[[list[Any]], T],
   error: BaseException | None = None,
+  name: str = '',
 ) -> T:
   """Returns in all processes what the first one chooses by the values of all.
 
@@ -232,6 +233,7 @@ def decide(
     choose: called in process 0 with the values in the order of the processes;
       JSON holds what it returns.
     error: what went wrong in this process; then nothing is chosen.
+    name: 'SERIES/NUMBER', if another thread may decide something meanwhile.
 
   Raises:
     BaseException: the error, or in process 0 what `choose` raised.
@@ -242,28 +244,17 @@ def decide(
     if error is not None:
       raise error
     return choose([value])
-  return _exchange('decision', next(_decisions), value, choose, error)
-
-
-def _exchange(
-  kind: str,
-  number: int,
-  value: Any,
-  choose: Callable[[list[Any]], T],
-  error: BaseException | None = None,
-) -> T:
-  """Does what `decide` does; all processes number the exchanges of a kind."""
   client: Any = jax_distributed.global_state.client
+  name = f'jaxline/{name or f"decision/{next(_decisions)}"}'
   process, processes = jax.process_index(), jax.process_count()
 
   def put(key: str, value: Any, error: BaseException | None) -> None:
     text = None if error is None else f'process {process}: {error}'
     said = value, text, isinstance(error, OSError)
-    client.key_value_set(f'jaxline/{kind}/{number}/{key}', json.dumps(said))
+    client.key_value_set(f'{name}/{key}', json.dumps(said))
 
   def get(key: str) -> Any:
-    key = f'jaxline/{kind}/{number}/{key}'
-    found = client.blocking_key_value_get(key, _EXCHANGE_MS)
+    found = client.blocking_key_value_get(f'{name}/{key}', _DECIDE_MS)
     value, text, is_os_error = json.loads(found)
     if text is not None:
       raise (OSError if is_os_error else RuntimeError)(text)
@@ -283,13 +274,14 @@ def _exchange(
   if error is not None:
     raise error
   chosen = get('chosen')
-  if process == 0 and number > 0:
+  series, _, number = name.rpartition('/')
+  if process == 0 and number != '0':
     # All have read the one before: they have taken part in this one.
-    client.key_value_delete(f'jaxline/{kind}/{number - 1}/')
+    client.key_value_delete(f'{series}/{int(number) - 1}/')
   return chosen
 
 
-_requests, _answers = itertools.count(), itertools.count()
+_agreements = itertools.count()
 
 
 class Agreement:
@@ -306,6 +298,8 @@ class Agreement:
   def __init__(self) -> None:
     """Makes the agreement of one training loop."""
     self._is_alone = jax.process_count() == 1
+    self._series = f'agreement/{next(_agreements)}'
+    self._requests, self._answers = itertools.count(), itertools.count()
     self._step = -1
     self._due: set[tuple[str, int]] = set()
     self._asked: set[str] = set()  # By this process, and not done yet.
@@ -352,7 +346,8 @@ class Agreement:
 
   def _ask(self, name: str) -> None:
     client: Any = jax_distributed.global_state.client
-    client.key_value_set(f'jaxline/agreement/{next(_requests)}/name', name)
+    request = f'{self._series}/{next(self._requests)}'
+    client.key_value_set(f'jaxline/{request}/name', name)
 
   def _answer(self) -> None:
     """Answers the requests of process 0; the last one has no name."""
@@ -360,11 +355,11 @@ class Agreement:
     name = None
     try:
       while name != '':
-        number = next(_answers)
-        key = f'jaxline/agreement/{number}/name'
+        request = f'{self._series}/{next(self._answers)}'
+        key = f'jaxline/{request}/name'
         name = client.blocking_key_value_get(key, _FOREVER_MS)
         with self._lock:
-          newest = _exchange('agreement', number, self._step, max)
+          newest = decide(self._step, max, name=request)
           self._due.add((name, newest + 1))
     except BaseException as e:
       self._error = e

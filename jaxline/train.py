@@ -7,7 +7,6 @@ its method of the same name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import json
 import threading
 import time
@@ -20,6 +19,7 @@ from ml_collections import config_dict
 from jaxline import async_lib
 from jaxline import base_config
 from jaxline import debug
+from jaxline import distributed
 from jaxline import errors
 from jaxline import evaluation
 from jaxline import experiment as experiment_lib
@@ -161,7 +161,9 @@ class Run:
     interval = config.eval_interval
     with self.stoppable():
       if interval is not None and interval >= 0:
-        hook = periodic.Every(
+        hook = _Together(
+          training.agreement,
+          'evaluation',
           evaluate_now,
           interval_type,
           interval,
@@ -256,6 +258,23 @@ class Run:
     self.checkpointer.mark_ended(step, why)
 
 
+class _Together(periodic.Every):
+  """Is due at the same step in all processes, by the clock of the first."""
+
+  def __init__(
+    self, agreement: distributed.Agreement, name: str, *args: Any, **kwargs: Any
+  ):
+    super().__init__(*args, **kwargs)
+    self._agreement, self._name = agreement, name
+
+  def _is_due(self, t: float, step: int) -> bool:
+    is_due = super()._is_due(t, step)
+    if self._by_steps:
+      return is_due
+    agreed = self._agreement.is_due(self._name, step, is_due)
+    return agreed or step == self._end_step
+
+
 _initialize_experiment = experiments.initialize_experiment  # Forks call it.
 
 
@@ -266,6 +285,7 @@ class Training:
     experiment: the experiment.
     state: the live state of `latest`, restored.
     guard: judges whether losses and gradients are finite.
+    agreement: of the processes, on what they do at intervals of seconds.
     hooks: called after each step as `hook(time, step, scalars)`, in this order.
   """
 
@@ -286,6 +306,7 @@ class Training:
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = base.new_state(checkpointer, self.experiment, rng)
+    self.agreement = distributed.Agreement()
     self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
@@ -294,7 +315,7 @@ class Training:
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
-      self._budget.check(step, is_first=True)
+      self._budget.check(step)
     last = None if checkpointer.is_new() else step
     run.resume_log(run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
@@ -323,9 +344,7 @@ class Training:
       value = fingerprints.of_step(scalars, self.experiment.last_batch)
       log.put('fingerprints', step, {'step': value})
 
-    every = functools.partial(
-      periodic.Every, logging_growth_ratios=config.periodic_action_growth_ratios
-    )
+    growth = config.periodic_action_growth_ratios
     given = [adapters.full_action(x) for x in run.periodic_actions]
     for action in given:
       # On a thread of its own it would write behind a save's mark in the log.
@@ -343,10 +362,11 @@ class Training:
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and run.writer is not None:
       hooks.append(
-        every(
+        periodic.Every(
           lambda step, scalars: log.put('scalars', step, scalars, finish),
           config.logging_interval_type or config.interval_type,
           config.log_train_data_interval,
+          logging_growth_ratios=growth,
           end_step_to_action=config.training_steps,
           log_all_data=config.log_all_train_data,
         )
@@ -356,12 +376,15 @@ class Training:
     if config.fingerprint and is_kept:
       hooks.append(periodic.Every(fingerprint, 'steps', 0))
     # After the logs: the checkpoint waits for what was logged before it.
-    if self._saves and (config.save_checkpoint_interval or 0) > 0:
+    if (config.save_checkpoint_interval or 0) > 0:
       hooks.append(
-        every(
+        _Together(
+          self.agreement,
+          'save',
           lambda *unused: self.save(),
           config.checkpoint_interval_type or config.interval_type,
           config.save_checkpoint_interval,
+          logging_growth_ratios=growth,
         )
       )
     return hooks
@@ -400,6 +423,7 @@ class Training:
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
+        self.agreement.close()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
       for part in [*hooks, run.log]:
@@ -421,7 +445,7 @@ class Training:
     self._run.checkpointer.raise_error()
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
-    self._budget.check(step)
+    self._budget.check(step, self.agreement)
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
