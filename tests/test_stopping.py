@@ -274,7 +274,8 @@ def test_two_processes_end_by_the_time_of_the_first(style, tmp_path):
   for _ in range(2):
     multiprocess.run(*args, step_secs=0.02, steps=100000)
     assert noted(directory)['step'] == remains.steps(directory)[-1]
-    assert 3 < noted(directory)['step'] <= 75
+    # They agree on a step soon after the one that took the last second.
+    assert 3 < noted(directory)['step'] <= 75 + 3
 
 
 @pytest.mark.process
