@@ -19,6 +19,7 @@ import itertools
 import math
 from typing import Any
 
+from absl import logging
 import jax
 
 from jaxline import errors
@@ -199,7 +200,14 @@ class Partitioner:
     devices = mesh_lib.current_devices(sizes)
     shape = mesh_lib.mesh_shape(sizes, devices)
     mesh = mesh_lib.build_mesh(shape, devices)
-    return cls(mesh, get_rules(sharding, changes), shape)
+    made = cls(mesh, get_rules(sharding, changes), shape)
+    if idle := made.idle_axes():
+      logging.warning(
+        'The sharding does not use the mesh along %s: all devices along it'
+        ' compute the same.',
+        idle,
+      )
+    return made
 
   @property
   def slices(self) -> list[int]:

@@ -4,13 +4,15 @@
 select if finite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxline import experiment
@@ -170,9 +172,63 @@ def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
   return ~(jnp.isfinite(loss) & jnp.isfinite(norm))
 
 
+def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
+  """Warns if the step is traced for another batch than before; shapes."""
+  lines = before and experiment.differences(
+    batch, before, 'now', 'before', 'batch'
+  )
+  if lines:
+    logging.warning(
+      'train_input gave a batch of another shape or type, for which the step is'
+      ' compiled again. Pad its batches to one shape, or to few.\n%s',
+      '\n'.join(lines),
+    )
+
+
 def eval_step(
-  loss_fn: LossFn, state: TrainState, batch: Batch, rng: jax.Array
+  loss_fn: LossFn,
+  state: TrainState,
+  batch: Batch,
+  rng: jax.Array,
+  place: jax.Array,
 ) -> dict[str, metrics_lib.Mean]:
-  """Returns the metrics of one batch; the state needs no `opt_state`."""
+  """Returns the metrics of one batch of an evaluation.
+
+  Args:
+    loss_fn: the loss of a batch.
+    state: the state; it needs no `opt_state`.
+    batch: a batch, [B, ...].
+    rng: the key of evaluation.
+    place: [2] uint32, the numbers of the set and of the batch, which are folded
+      into the key.
+  """
+  for number in place:
+    rng = jax.random.fold_in(rng, number)
   _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
   return dict(metrics)
+
+
+def mean_metrics(
+  compiled_eval_step: Callable[..., Any],
+  state: TrainState,
+  batches: Iterable[Batch],
+  rng: jax.Array,
+  set_number: Any,
+) -> dict[str, float]:
+  """Returns the means of an evaluation, summed in float64 on the host."""
+  sums: Any = None
+  metrics: Any = None
+
+  def add() -> Any:
+    fetched = jax.tree.map(np.float64, jax.device_get(metrics))
+    return fetched if sums is None else metrics_lib.add(sums, fetched)
+
+  for i, batch in enumerate(batches):
+    # This waits for the batch before, while this batch is transferred. Without
+    # it, batches that wait for the devices would fill their memory.
+    sums = add() if i else None
+    place = np.array([set_number, i], np.uint32)
+    metrics = compiled_eval_step(state, batch, rng, place)
+  sums = add()
+  with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
+    return {name: float(x) for name, x in metrics_lib.compute(sums).items()}

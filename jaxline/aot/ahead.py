@@ -103,7 +103,7 @@ def make_report(
     ]
     notes += [
       f'Whole, or cut less than the sharding asks for: {line}'
-      for line in experiment.undersharded_weights
+      for line in experiment.layout.undersharded
     ]
     # XLA writes its dump only if it compiles.
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
