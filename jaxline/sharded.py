@@ -458,9 +458,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state onto this mesh and, in training, the position.
 
-    Args:
-      snapshot_state: as `snapshot_state` returned it, its arrays whole.
-
     Raises:
       ValueError: the checkpoint's weights are not this model's, or the input
         cannot be set to its position; then nothing was changed.

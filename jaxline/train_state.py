@@ -125,8 +125,7 @@ class Layout:
     """Returns the initial state. No array is ever whole on a device."""
     if lines := self.undersharded:
       logging.info(
-        'These weights are whole on every device, or split less than the'
-        ' sharding asks for:\n%s',
+        'These weights are split less than the sharding asks for:\n%s',
         '\n'.join(lines),
       )
     options = None

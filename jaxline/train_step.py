@@ -52,8 +52,8 @@ def gradients(
   Args:
     loss_fn: the loss of a batch.
     params: the weights to differentiate by; None stands for a frozen weight.
-    model_state: the model state before the step.
-    batch: a batch, [B, ...].
+    model_state: that of the state before the step.
+    batch: [B, ...].
     rng: the key of the batch.
   """
   overwritten: dict[str, Any] = {}
@@ -85,9 +85,9 @@ def update(
   Args:
     optimizer: turns gradients into updates.
     state: the state before the step.
-    grads: the gradients, a tree like `trained(state.params)`.
+    grads: a tree like `trained(state.params, trainable_rules)`.
     model_state: the new model state.
-    trainable_rules: the weights that train, as for `trained`.
+    trainable_rules: the weights that train.
   """
   params = train_state.trained(state.params, trainable_rules)
   # Optax relies on promotion, although a model may be written to do without.
@@ -96,9 +96,8 @@ def update(
   params = train_state.with_frozen(
     optax.apply_updates(params, updates), state.params
   )
-  after = TrainState(
-    state.step + 1, params, model_state, opt_state, state.skipped
-  )
+  step, skipped = state.step + 1, state.skipped
+  after = TrainState(step, params, model_state, opt_state, skipped)
   return after, updates
 
 
@@ -130,8 +129,8 @@ def guard_step(
   """Selects the state after a step by whether its numbers are finite.
 
   Args:
-    on_nonfinite: 'skip' returns the state before a step whose loss or gradients
-      are not finite, with new counts. The other modes return `after`.
+    on_nonfinite: 'skip' returns the state before a step that is not finite,
+      with new counts. The other modes return `after`.
     before: the state before the step.
     after: the state after it.
     loss: the loss of the step.
