@@ -54,7 +54,6 @@ import numpy as np
 
 from benchmarks import harness
 from examples.pax.inputs import seqio as seqio_input
-from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import placement
 from jaxline.inputs import base
@@ -507,8 +506,8 @@ def _infeed_rows(
   documents: text.Documents, rows: int, length: int, options: harness.Options
 ) -> Iterator[harness.Row]:
   """Compares steps that are fed by the infeed with steps without it."""
-  partitioner = partitioning.Partitioner(
-    mesh_lib.make_mesh(devices=jax.devices()[:1]), partitioning.Rules()
+  partitioner = partitioning.Partitioner.make(
+    None, 'ddp', devices=jax.devices()[:1]
   )
 
   def read() -> text.TextInput:

@@ -271,9 +271,8 @@ def test_each_device_calls_splash_attention_on_its_part(
   preset, axis, groups, axes
 ):
   *arrays, ids = _attention_inputs(128, groups, 2)
-  partitioner = partitioning.Partitioner(
-    mesh_lib.make_mesh({'data': 1, axis: 2}, jax.devices()[:2]),
-    partitioning.get_rules(preset),
+  partitioner = partitioning.Partitioner.make(
+    {'data': 1, axis: 2}, preset, devices=jax.devices()[:2]
   )
   places = [partitioner.spec(axes, x.shape) for x in arrays]
   places = [*partitioner.shardings(places), partitioner.batch_sharding]
@@ -298,9 +297,8 @@ def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
 
   assert program('flash', q, k, v, ids) == program('einsum', q, k, v, ids)
   # The chips of a topology, on a machine that has none.
-  partitioner = partitioning.Partitioner(
-    mesh_lib.make_mesh(None, mesh_lib.abstract_devices(4)),
-    partitioning.get_rules('fsdp'),
+  partitioner = partitioning.Partitioner.make(
+    None, 'fsdp', devices=mesh_lib.abstract_devices(4)
   )
   with partitioner.activate():
     assert 'splash_mha_fwd_segmented' in program('flash', q, k, v, ids)

@@ -108,7 +108,6 @@ class TrainFeed(_Feed):
   """
 
   is_training = True
-
   num_read = 0
   _infeed: infeed.Infeed | None = None
   # The position is `_saved`, or what the open input makes of `_mark`.
@@ -247,9 +246,7 @@ class EvalFeed(_Feed):
   """
 
   is_training = False
-
-  # Name of a set -> its input, None if that is reset for each evaluation.
-  _persistent_inputs: dict[str, Any] = dataclasses.field(
+  _sources: dict[str, inputs.BaseInput] = dataclasses.field(
     default_factory=dict, init=False
   )
   # Name of a set -> the number of evaluations that its input has fed.
@@ -267,19 +264,16 @@ class EvalFeed(_Feed):
       yield name, self.batches(name, source, num_evaluated)
 
   def _open(self) -> dict[str, inputs.BaseInput]:
-    kept = self._persistent_inputs
-    if kept and None not in kept.values():
+    old = self._sources.items()
+    kept = {name: x for name, x in old if not x.reset_for_eval}
+    if kept and len(kept) == len(old):
       return kept
-    sources = self._open_all()
-    for name, source in sources.items():
-      if not source.reset_for_eval and kept.get(name) is not None:
-        source.close()
-        sources[name] = kept[name]
-    self._persistent_inputs = {
-      name: None if source.reset_for_eval else source
-      for name, source in sources.items()
-    }
-    return sources
+    self._sources = self._open_all()
+    for name in kept.keys() & self._sources.keys():
+      if not self._sources[name].reset_for_eval:
+        self._sources[name].close()
+        self._sources[name] = kept[name]
+    return self._sources
 
   def _host_batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int

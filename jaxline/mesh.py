@@ -90,41 +90,6 @@ class MeshShape:
     slices = np.arange(math.prod(self.dcn)).reshape(self.dcn)
     return np.kron(slices, np.ones(self.ici, int)).ravel().tolist()
 
-  def __str__(self) -> str:
-    ici, dcn = (
-      ', '.join(f'{axis} {n}' for axis, n in zip(MESH_AXES, shape, strict=True))
-      for shape in (self.ici, self.dcn)
-    )
-    return ici if math.prod(self.dcn) == 1 else f'{ici}; across slices {dcn}'
-
-
-def make_mesh(
-  sizes: Mapping[str, Any] | None = None,
-  devices: Sequence[Any] | None = None,
-) -> Mesh:
-  """Makes the mesh of a run.
-
-  Args:
-    sizes: {'ici': {axis: size}, 'dcn': {axis: size}}, the number of devices
-      along each of `MESH_AXES` within a slice and of slices; or only the
-      former. In each, one size may be -1, which means all that are left. By
-      default `data` is all devices of a slice, `replica` is all slices, and the
-      other sizes are 1.
-    devices: the devices to use. None is those of `on_devices`, or else all
-      devices of all hosts. Devices form one slice, or those of their
-      `slice_index`, or one for each process if `dcn` asks for that number. CPU
-      devices form as many slices as `dcn` asks for.
-
-  Returns:
-    A mesh with the axes `MESH_AXES`, its devices in an order that JAX finds
-    good for their network; an abstract mesh for `abstract_devices`.
-
-  Raises:
-    errors.UsageError: an axis is unknown, or the sizes do not fit the devices.
-  """
-  devices = list(devices or current_devices(sizes))
-  return build_mesh(mesh_shape(sizes, devices), devices)
-
 
 def current_devices(sizes: Mapping[str, Any] | None = None) -> Sequence[Any]:
   """Returns the devices of `on_devices`, or all devices of all hosts."""
@@ -135,7 +100,21 @@ def current_devices(sizes: Mapping[str, Any] | None = None) -> Sequence[Any]:
 def mesh_shape(
   sizes: Mapping[str, Any] | None, devices: Sequence[Any]
 ) -> MeshShape:
-  """Returns the sizes of the mesh that `make_mesh` would make."""
+  """Returns the sizes of a mesh of these devices.
+
+  Args:
+    sizes: {'ici': {axis: size}, 'dcn': {axis: size}}, the number of devices
+      along each of `MESH_AXES` within a slice and of slices; or only the
+      former. In each, one size may be -1, which means all that are left. By
+      default `data` is all devices of a slice, `replica` is all slices, and the
+      other sizes are 1.
+    devices: they form one slice, or those of their `slice_index`, or one for
+      each process if `dcn` asks for that number. CPU devices form as many
+      slices as `dcn` asks for.
+
+  Raises:
+    errors.UsageError: an axis is unknown, or the sizes do not fit the devices.
+  """
   ici, dcn = check_sizes(sizes)
   asked = math.prod(size for size in dcn.values() if size != -1)
   num_slices = len(_slices(devices, asked))
@@ -148,7 +127,10 @@ def mesh_shape(
 
 
 def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-  """Returns the mesh of a shape that fits the devices."""
+  """Returns a mesh, in an order that JAX finds good for the devices' network.
+
+  It is an abstract mesh for `abstract_devices`.
+  """
   sizes = tuple(shape.sizes.values())
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
   if isinstance(devices[0], AbstractDevice):
@@ -197,7 +179,7 @@ def check_sizes(
 ) -> tuple[dict[str, int], dict[str, int]]:
   """Returns the sizes within a slice and across slices, with their defaults.
 
-  Refuses unknown names, and sizes that fit no devices; see `make_mesh`.
+  Refuses unknown names, and sizes that fit no devices; see `mesh_shape`.
   """
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
@@ -254,13 +236,13 @@ KEYS = (
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
-  """Returns the sizes of the mesh axes, their product `count`, without a -1.
+  """Returns the sizes of the mesh axes without -1; their product is `count`.
 
   Args:
     sizes: the size of each mesh axis; one may be -1.
-    count: how many of `what` exist.
+    count: how many devices or slices there are.
     where: the config key of `sizes`.
-    what: devices or slices.
+    what: of what `count` is the number.
   """
   fixed = math.prod(size for size in sizes.values() if size != -1)
   has_free = -1 in sizes.values()

@@ -19,6 +19,7 @@ import itertools
 import math
 from typing import Any
 
+from absl import logging
 import jax
 
 from jaxline import errors
@@ -181,12 +182,12 @@ class Partitioner:
   Attributes:
     mesh: the devices, with the axes `MESH_AXES`.
     rules: logical axes to mesh axes.
-    shape: the sizes of the mesh, within slices and across; None is one slice.
+    shape: the sizes of the mesh, within slices and across.
   """
 
   mesh: mesh_lib.Mesh
   rules: Rules
-  shape: mesh_lib.MeshShape | None = None
+  shape: mesh_lib.MeshShape
 
   @classmethod
   def make(
@@ -194,17 +195,27 @@ class Partitioner:
     sizes: Mapping[str, Any] | None,
     sharding: str,
     changes: Mapping[str, Any] | None = None,
+    devices: Sequence[Any] | None = None,
   ) -> 'Partitioner':
-    """Makes the mesh and the rules: see `make_mesh` and `get_rules`."""
-    devices = mesh_lib.current_devices(sizes)
+    """Makes a mesh and rules.
+
+    Args:
+      sizes: of the mesh; see `mesh.mesh_shape`.
+      sharding: one of `PRESETS`.
+      changes: to its rules; see `get_rules`.
+      devices: None is those of `mesh.on_devices`, or else all of all hosts.
+    """
+    devices = devices or mesh_lib.current_devices(sizes)
     shape = mesh_lib.mesh_shape(sizes, devices)
     mesh = mesh_lib.build_mesh(shape, devices)
-    return cls(mesh, get_rules(sharding, changes), shape)
-
-  @property
-  def slices(self) -> list[int]:
-    """The slice of each device of the flattened mesh."""
-    return self.shape.slices if self.shape else [0] * self.mesh.size
+    made = cls(mesh, get_rules(sharding, changes), shape)
+    if idle := made.idle_axes():
+      logging.warning(
+        'The sharding does not use the mesh along %s: all devices along it'
+        ' compute the same.',
+        idle,
+      )
+    return made
 
   @property
   def axis_sizes(self) -> dict[str, int]:
@@ -229,8 +240,8 @@ class Partitioner:
     """The index of this process among those that read rows, and their number.
 
     Processes that hold the same rows, such as those that share a
-    tensor-parallel weight, count as one. (0, 1) if the devices are not those of
-    this process.
+    tensor-parallel weight, count as one. If the devices are not those of this
+    process, it stands for all: (0, 1).
 
     Raises:
       ValueError: processes have some rows in common and others not.
@@ -367,30 +378,23 @@ class Partitioner:
     splits = any(self.size(name) > 1 for name in WEIGHT_AXES)
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
       axes, shape = self._axes(x), unbox(x).shape
-      spec = self.spec(axes, shape)
       splits |= any(self.size(name) > 1 for name in axes)  # Or a mesh axis.
       misfits = ''.join(
-        f'; {name} is {length}, no multiple of the {self.size(name)} of'
-        f' {" x ".join(self.rules.mesh_axes(name))}'
+        f'; {name} is {length}, no multiple of {self.size(name)}'
         for name, length in zip(axes, shape, strict=True)
         if length % self.size(name)
       )
+      spec = self.spec(axes, shape)
       if misfits or NamedSharding(self.mesh, spec).is_fully_replicated:
         named = axes if is_logical(x) else 'no axes named'
         lines.append(f'{name_of(path)} {tuple(shape)} {named}{misfits}')
     return lines if splits else []
 
   def idle_axes(self) -> list[str]:
-    """Lists the axes of the mesh that no rule uses.
-
-    All devices along such an axis compute the same.
-    """
+    """Lists the mesh axes that no rule uses: devices along one do the same."""
     used = {axis for axes in vars(self.rules).values() for axis in axes}
-    return [
-      axis
-      for axis, size in self.mesh.shape.items()
-      if size > 1 and axis not in used
-    ]
+    sizes = self.axis_sizes.items()
+    return [axis for axis, size in sizes if size > 1 and axis not in used]
 
   @contextlib.contextmanager
   def activate(self) -> Iterator[None]:
@@ -415,16 +419,6 @@ _active: contextvars.ContextVar[Partitioner | None] = contextvars.ContextVar(
 def active() -> Partitioner | None:
   """Returns the partitioner of the step being traced, if there is one."""
   return _active.get()
-
-
-def mesh_axes(name: str) -> tuple[str, ...]:
-  """Returns the mesh axes of a logical axis, for `spmd_axis_name` of `vmap`.
-
-  Without it, a `constrain` inside a `vmap` would make the mapped axis whole.
-  Empty if no `Partitioner` is active.
-  """
-  partitioner = _active.get()
-  return () if partitioner is None else getattr(partitioner.rules, name)
 
 
 def constrain(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:

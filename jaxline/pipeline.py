@@ -148,10 +148,11 @@ def pipeline(
     )
   partitioner = partitioning.active()
   devices = 1 if partitioner is None else partitioner.size('stages')
+  mesh_axes = () if partitioner is None else partitioner.rules.stages
   if num_stages % devices:
     raise ValueError(
       f'{num_stages} stages do not divide over the {devices} devices along the'
-      f" mesh's {partitioning.mesh_axes('stages')}. Expected {devices} stages,"
+      f" mesh's {mesh_axes}. Expected {devices} stages,"
       ' or a mesh with as many of them as there are stages.'
     )
 
@@ -181,7 +182,8 @@ def pipeline(
   stages = jax.vmap(
     stage,
     in_axes=(0, 0, None if num_repeats == 1 else 0),
-    spmd_axis_name=partitioning.mesh_axes('stages') or None,
+    # Without it, a `constrain` in a layer would make the stages' axis whole.
+    spmd_axis_name=mesh_axes or None,
   )
   # Rows stay where they are: their number in a microbatch varies slower than
   # the microbatch's own.

@@ -77,17 +77,15 @@ def check_rows(total: int, partitioner: partitioning.Partitioner) -> None:
     partitioner: has the mesh and the sharding of a batch.
 
   Raises:
-    mesh.MeshError: it does not divide; the message names the nearest that do.
+    mesh.MeshError: it does not divide; the message names the next that does.
   """
   shards = partitioner.batch_shards
   if remainder := total % shards:
-    less = total - remainder
-    near = [*([less] if less else []), less + shards]
     raise mesh_lib.MeshError(
       f'A global batch of {total} rows does not divide over {shards} devices'
       f' ({" x ".join(partitioner.rules.batch)} of the mesh'
       f' {partitioner.axis_sizes}); make it a multiple of {shards}, such as'
-      f' {" or ".join(map(str, near))}.'
+      f' {total - remainder + shards}.'
     )
 
 

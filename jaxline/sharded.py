@@ -17,10 +17,8 @@ import functools
 import time
 from typing import Any
 
-from absl import logging
 import jax
 from ml_collections import config_dict
-import numpy as np
 import optax
 
 from jaxline import accumulate
@@ -38,7 +36,6 @@ from jaxline.compat import prng
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.supervision import nonfinite
 from jaxline.supervision import recompute
 
 # Names that experiments use.
@@ -55,21 +52,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
   """An experiment of pure functions, run as one program over a mesh.
 
   A subclass overrides the five abstract methods. `init_fn` and `loss_fn` must
-  be pure: they are traced once.
+  be pure: they are traced once. A constructor of a subclass takes `run_config`
+  and passes it on. A model that continues text has one more method,
+  `decode(prompts, rng)`, whose compiled functions are wrapped in `in_mesh`.
 
-  `loss_fn` gets every batch with an entry `weights`: the input's own, [B, ...],
-  or ones, [B]. Padding rows of an evaluation have weight 0. Metrics are
-  `metrics.Mean`s, in which an example must count by its weight.
-
-  `step` and `evaluate` get scalars, without an axis of devices: the number of
-  the step, and the key of all steps or of all evaluations, from which the
-  compiled programs derive the key of each batch.
-
-  A model that continues text has one more method, `decode(prompts, rng)`, whose
-  compiled functions are wrapped in `in_mesh`.
-
-  A constructor of a subclass takes `run_config` and passes it on: the run's
-  config holds the mesh, the sharding and other settings of this class.
+  `step` and `evaluate` get scalars, without an axis of devices: the step, and
+  the key of the run, from which the programs derive the key of each batch.
 
   Attributes:
     on_nonfinite: what the step does if its loss or gradients are not finite,
@@ -79,6 +67,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     row_losses: None, or a method `(params, model_state, batch, rng)` that
       returns the training loss of each row, [B]. Without it, `runs explain`
       calls `loss_fn` for each row, with the weights of the others at 0.
+    train_feed: the batches of training, and their position.
   """
 
   PER_PROCESS_ENTRIES = ('input',)
@@ -92,7 +81,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   on_nonfinite = 'raise'
   trainable_rules: str | Sequence[str] | None = None
   row_losses: Any = None
-  _warns_of_shapes = True  # Until it has.
 
   def __init__(
     self,
@@ -108,15 +96,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     Args:
       mode: 'train', 'decode', or what evaluation was started as.
       init_rng: the key that `init_fn` gets.
-      run_config: the config of the run, for `mesh`, `sharding`,
-        `sharding_rules`, `gradient_accumulation_steps` and the keys of the
-        infeed. None is the base config.
+      run_config: the config of the run; None is the base config.
       sharding: one of `partitioning.PRESETS`; None is `run_config.sharding`.
-      mesh: sizes of mesh axes, as for `mesh.make_mesh`; None is
-        `run_config.mesh`.
+      mesh: sizes of mesh axes, as `run_config.mesh`, which None stands for.
     """
-    self.mode = mode
-    self.run_config = run_config
+    self.mode, self.run_config = mode, run_config
     config = base_config.get_base_config() if run_config is None else run_config
     self.sharding = config.sharding if sharding is None else sharding
     self.partitioner = partitioning.Partitioner.make(
@@ -124,18 +108,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self.sharding,
       config.sharding_rules,
     )
-    logging.info(
-      'Mesh: %s. Sharding %r: %s.',
-      self.partitioner.shape,
-      self.sharding,
-      self.partitioner.rules,
-    )
-    if idle := self.partitioner.idle_axes():
-      logging.warning(
-        'The sharding does not use the mesh along %s: all devices along it'
-        ' compute the same.',
-        idle,
-      )
     self.accumulation_steps: int = config.gradient_accumulation_steps
     self.on_nonfinite = config.on_nonfinite or type(self).on_nonfinite
     self._recompute_interval: int | None = config.recompute_interval
@@ -144,9 +116,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._is_dropped = False
     # What the compiled step returned last, for `train_loop`.
     self._scalars: dict[str, Any] = {}
-    args = self.partitioner, config
-    self.train_feed = feed.TrainFeed(self.train_input, *args)
-    self._eval_feed = feed.EvalFeed(self.eval_input, *args)
+    self.train_feed = feed.TrainFeed(self.train_input, self.partitioner, config)
+    self._eval_feed = feed.EvalFeed(self.eval_input, self.partitioner, config)
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -166,16 +137,16 @@ class ShardedExperiment(experiment.AbstractExperiment):
     Args:
       params: the weights.
       model_state: the value that `init_fn` or the step before returned.
-      batch: global arrays [B, ...], one of them `weights`.
-      rng: a key of this batch alone. In training it is the run's step key,
-        folded with the step's number (and with that of the part of the batch,
-        if gradients are accumulated). In evaluation it is the run's key, folded
-        with 'evaluation', the name of the evaluation set and the number of the
-        batch: the same in each evaluation and on any number of hosts.
+      batch: global arrays [B, ...]. The entry `weights` is the input's own,
+        [B, ...], or ones, [B]; padding rows of an evaluation have weight 0.
+      rng: a key of this batch alone: the run's step key, folded with the step
+        and the microbatch; in evaluation the run's key, folded with
+        'evaluation', the name of the set and the number of the batch.
       is_training: True in training, False in evaluation.
 
     Returns:
-      A scalar to minimise; name -> `metrics.Mean`; the new model state.
+      A scalar to minimise; name -> `metrics.Mean`, in which an example counts
+      by its weight; the new model state.
     """
 
   @abc.abstractmethod
@@ -186,27 +157,23 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def train_input(self) -> Iterator[Batch]:
     """Returns an endless input: anything that `iterable.as_input` takes.
 
-    Each process reads its own rows of every global batch, as numpy arrays.
-    These must not change afterwards: another thread reads them. Checkpoints
-    hold the position of a `BaseInput`, and of an iterator with `get_state` and
-    `set_state` whose state is a pytree of arrays and plain values.
+    Each process reads its own rows of every global batch, as numpy arrays that
+    do not change afterwards. Checkpoints hold the position of a `BaseInput`,
+    and of an iterator with `get_state` and `set_state`.
 
-    It may take `shard`, a `base.Shard`: the rows that this process reads.
-    It must take it if processes hold the same rows of a batch.
+    It may take `shard`, a `base.Shard`: the rows that this process reads. It
+    must if processes hold the same rows of a batch.
     """
 
   @abc.abstractmethod
   def eval_input(self) -> Iterable[Batch] | Mapping[str, Iterable[Batch]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
 
-    It may take `shard`, as `train_input` does.
+    It may take `shard`, as `train_input` does. Several evaluation sets are a
+    mapping name -> batches; their metrics are named `<set>/<metric>`.
 
-    Of several evaluation sets: a mapping name -> batches. The names of metrics
-    are `<set>/<metric>` then.
-
-    Called once per evaluation. If every set is a `BaseInput` with
-    `reset_for_eval=False`, it is called only once, and later evaluations
-    continue where the last one stopped.
+    Called once per evaluation; or once in all if every set is a `BaseInput`
+    with `reset_for_eval=False`, which continues where it stopped.
     """
 
   def step_scalars(
@@ -216,9 +183,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     Args:
       state: the state before the step.
-      grads: the gradients, a tree like `state.params`, with None in place of
-        weights that do not train.
-      updates: the optimizer's changes of the weights, a tree like these.
+      grads: the gradients, like `trained(state.params)`.
+      updates: the optimizer's changes of the weights, likewise.
     """
     del state, updates
     return {'grad_norm': optax.tree.norm(grads)}
@@ -231,8 +197,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     Args:
       before: the state before the step.
-      after: the state after it: the new weights, the optimizer's new state,
-        the number of steps done, and the model state that `loss_fn` returned.
+      after: the state after it, with the model state that `loss_fn` returned.
     """
     del before
     return after.model_state
@@ -254,36 +219,36 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
-      self._warn_of_another_shape(batch)
+      shapes = jax.tree.map(jax.typeof, batch)
+      step_lib.warn_of_another_shape(self.traced_batch, shapes)
+      self.traced_batch = shapes
       return self._pure_step(state, batch, rng)
 
     return jax.jit(
       self.in_mesh(step),
       donate_argnums=0,
-      out_shardings=(self._layout.shardings, self.partitioner.replicated),
+      out_shardings=(self.layout.shardings, self.partitioner.replicated),
     )
 
   def _pure_step(
     self, state: TrainState, batch: Batch, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Computes a training step.
+    """Returns the state after a step and its scalars.
+
+    These are the loss's metrics, those of `step_scalars`, and those of
+    `train_step.guard_step`.
 
     Args:
       state: the state before the step.
       batch: a global batch.
-      rng: the run's step key. The key of the step is its `fold_in` of
-        `state.step`.
-
-    Returns:
-      The state after the step, and its scalars: the loss's metrics, those of
-      `step_scalars`, and those of `train_step.guard_step`.
+      rng: the run's step key; that of the step is folded with `state.step`.
     """
     loss_fn = lambda params, *args: self.loss_fn(
       train_state.with_frozen(params, state.params), *args
     )
     # Like the weights, so that no device ever holds the gradients whole.
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
-      grads, self.trained(self._layout.shardings.params)
+      grads, self.trained(self.layout.shardings.params)
     )
     loss, metrics, model_state, grads = accumulate.gradients(
       loss_fn,
@@ -309,61 +274,23 @@ class ShardedExperiment(experiment.AbstractExperiment):
     after, counts = step_lib.guard_step(
       self.on_nonfinite, state, after, loss, grads
     )
-    if taken := scalars.keys() & {nonfinite.NONFINITE, step_lib.SKIPPED_STEPS}:
-      raise ValueError(
-        f'The experiment returns scalars named {sorted(taken)}, which the step'
-        ' adds itself. Choose other names.'
-      )
     return after, scalars | counts
-
-  def _warn_of_another_shape(self, batch: Batch) -> None:
-    """Warns once that the step, which is being traced, is compiled again."""
-    shapes = jax.tree.map(jax.typeof, batch)
-    before, self.traced_batch = self.traced_batch, shapes
-    if before and self._warns_of_shapes:
-      lines = train_state.differences(shapes, before, 'now', 'before', 'batch')
-      if lines:
-        self._warns_of_shapes = False
-        logging.warning(
-          'train_input gave a batch of another shape or type, for which the'
-          ' step is compiled again. Pad its batches to one shape, or to few;'
-          ' there is no further warning.\n%s',
-          '\n'.join(lines),
-        )
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
-    """`eval_step` as one program `(state, batch, rng, place) -> metrics`.
-
-    `rng` is the key of evaluation; `place`, [2] uint32, are the numbers of the
-    set and of the batch, which are folded into it.
-    """
+    """`train_step.eval_step` as one program, without its `loss_fn`."""
 
     # Lists of programs show this name.
-    def evaluation(
-      state: TrainState, batch: Batch, rng: jax.Array, place: jax.Array
-    ) -> Any:
-      for number in place:
-        rng = jax.random.fold_in(rng, number)
-      return step_lib.eval_step(self.loss_fn, state, batch, rng)
+    def evaluation(*args: Any) -> Any:
+      return step_lib.eval_step(self.loss_fn, *args)
 
     return jax.jit(
       self.in_mesh(evaluation), out_shardings=self.partitioner.replicated
     )
 
   def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `partitioning.constrain` work while `fn` is traced.
-
-    Args:
-      fn: a function of positional arguments, to be passed to `jax.jit`.
-    """
-
-    @functools.wraps(fn)
-    def in_mesh(*args: Any) -> Any:
-      with self.partitioner.activate():
-        return fn(*args)
-
-    return in_mesh
+    """Makes `partitioning.constrain` work while `fn` is traced by `jax.jit`."""
+    return self.partitioner.activate()(fn)
 
   # The state and its shapes.
 
@@ -371,8 +298,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def eval_params(self) -> Any:
     """The weights to evaluate and to decode with.
 
-    These are the averaged weights if `model_state` has them (see
-    `average_weights`), else `state.params`. A subclass may choose others.
+    The averaged weights if the model state has them (see `average_weights`),
+    else those of `state`. A subclass may choose others.
     """
     return train_state.averaged_weights(self.state)
 
@@ -389,18 +316,15 @@ class ShardedExperiment(experiment.AbstractExperiment):
         ' not end. Restore a checkpoint, or construct the experiment again.'
       )
     if self._state is None:
-      self._state = self._layout.make()
+      self._state = self.layout.make()
     return self._state
 
   @functools.cached_property
-  def _layout(self) -> train_state.Layout:
+  def layout(self) -> train_state.Layout:
     """The shapes and shardings of the state."""
-
-    def init(rng: jax.Array) -> TrainState:
-      return train_state.init_state(
-        self.init_fn, self._optimizer, rng, self.trainable_rules
-      )
-
+    init = lambda rng: train_state.init_state(
+      self.init_fn, self._optimizer, rng, self.trainable_rules
+    )
     return train_state.Layout(
       self.in_mesh(init), self._init_rng, self.partitioner
     )
@@ -409,30 +333,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Returns a tree like the weights', None in place of those frozen."""
     return train_state.trained(params, self.trainable_rules)
 
-  @property
-  def undersharded_weights(self) -> Sequence[str]:
-    """A line for each weight that is split less than the sharding asks for."""
-    return self.partitioner.undersharded_weights(self._layout.named.params)
-
   def abstract_state(self) -> TrainState:
     """Returns the shapes and shardings of the state."""
-    return self._layout.abstract()
+    return self.layout.abstract()
 
   def abstract_rng(self) -> jax.ShapeDtypeStruct:
     """Returns the shape and sharding of the key of a step."""
-    return jax.ShapeDtypeStruct(
-      self._init_rng.shape,
-      self._init_rng.dtype,
-      sharding=self.partitioner.replicated,
-    )
+    key, sharding = self._init_rng, self.partitioner.replicated
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
 
   def abstract_batch(self, is_training: bool) -> Batch:
-    """Returns the shapes and shardings of a global batch.
-
-    Args:
-      is_training: whether of `train_input` or of `eval_input`, whose first
-        batch is read.
-    """
+    """Returns the shapes and shardings of a global batch; reads the first."""
     source = self.train_feed if is_training else self._eval_feed
     return source.abstract_batch()
 
@@ -544,20 +455,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
     scalars: dict[str, float] = {}
     for name, batches in self._eval_feed.sets(self.num_evaluated):
-      sums: Any = None
-      metrics: Any = None
-      set_number = prng.stream_number(name)
-      for i, batch in enumerate(batches):
-        # This waits for the batch before, while this batch is transferred.
-        # Without it, batches that wait for the devices would fill their memory.
-        sums = _add_fetched(sums, metrics)
-        place = np.array([set_number, i], np.uint32)
-        metrics = self.compiled_eval_step(state, batch, rng, place)
-      sums = _add_fetched(sums, metrics)
-      with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
-        means = metrics_lib.compute(sums)
+      means = step_lib.mean_metrics(
+        self.compiled_eval_step, state, batches, rng, prng.stream_number(name)
+      )
       prefix = f'{name}/' if name else ''
-      scalars |= {f'{prefix}{key}': float(x) for key, x in means.items()}
+      scalars |= {f'{prefix}{key}': mean for key, mean in means.items()}
     return scalars
 
   # Checkpoints.
@@ -579,10 +481,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     An evaluation needs neither the optimizer's state nor the position of the
     training data.
     """
-    if self.mode == 'train':
-      return True
-    parts = name.split('/')
-    return parts[:2] != ['state', 'opt_state'] and parts[0] != 'input'
+    unused = ('state/opt_state/', 'input/')
+    return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
     """Drops the state: until it is restored, using it is an error."""
@@ -590,11 +490,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state onto this mesh and, in training, the position.
-
-    A checkpoint without a position starts the data anew.
-
-    Args:
-      snapshot_state: as `snapshot_state` returned it, its arrays whole.
 
     Raises:
       ValueError: the checkpoint's weights are not this model's, or the input
@@ -609,21 +504,21 @@ class ShardedExperiment(experiment.AbstractExperiment):
         ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
       )
     num_read = int(snapshot_state.get('batches', saved.step))
-    position = snapshot_state.get('input')
+    place = num_read, snapshot_state.get('input')
     # An evaluation keeps the position, and the optimizer's state on the host,
     # for the case that this is the best checkpoint.
     on_host: dict[str, Any] = {}
     if is_training:
-      self.train_feed.restore(num_read, position)
+      self.train_feed.restore(*place)
     else:
-      self.train_feed.note(num_read, position)
+      self.train_feed.note(*place)
       on_host = {'opt_state': saved.opt_state}
     # Free the old arrays first: memory need not hold both.
     self.make_room()
     without = dict.fromkeys(on_host)
     placed = placement.put(
       dataclasses.replace(saved, **without),
-      dataclasses.replace(self._layout.shardings, **without),
+      dataclasses.replace(self.layout.shardings, **without),
       may_keep=isinstance(snapshot_state, base.Fresh),
     )
     self._state = dataclasses.replace(placed, **on_host)
@@ -632,14 +527,5 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def share_state(self, trained: experiment.AbstractExperiment) -> None:
     """Takes over the live state of the experiment in training."""
     assert isinstance(trained, ShardedExperiment)
-    self._state = trained.state
-    source = trained.train_feed
+    self._state, source = trained.state, trained.train_feed
     self.train_feed.note(source.num_read, source.position)
-
-
-def _add_fetched(sums: Any, metrics: Any) -> Any:
-  """Adds metrics on the devices to sums on the host, in float64."""
-  if metrics is None:
-    return sums
-  metrics = jax.tree.map(np.float64, jax.device_get(metrics))
-  return metrics if sums is None else metrics_lib.add(sums, metrics)

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,8 +116,18 @@ class Layout:
       self.shardings,
     )
 
+  @property
+  def undersharded(self) -> list[str]:
+    """A line for each weight that is split less than the sharding asks for."""
+    return self.partitioner.undersharded_weights(self.named.params)
+
   def make(self) -> TrainState:
     """Returns the initial state. No array is ever whole on a device."""
+    if lines := self.undersharded:
+      logging.info(
+        'These weights are split less than the sharding asks for:\n%s',
+        '\n'.join(lines),
+      )
     options = None
     if jax.default_backend() == 'cpu' and not jax.config.read(
       'jax_disable_most_optimizations'

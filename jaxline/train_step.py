@@ -4,13 +4,15 @@
 select if finite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxline import metrics as metrics_lib
@@ -49,8 +51,8 @@ def gradients(
   Args:
     loss_fn: the loss of a batch.
     params: the weights to differentiate by; None stands for a frozen weight.
-    model_state: the model state before the step.
-    batch: a batch, [B, ...].
+    model_state: that of the state before the step.
+    batch: [B, ...].
     rng: the key of the batch.
   """
   overwritten: dict[str, Any] = {}
@@ -82,9 +84,9 @@ def update(
   Args:
     optimizer: turns gradients into updates.
     state: the state before the step.
-    grads: the gradients, a tree like `trained(state.params)`.
+    grads: a tree like `trained(state.params, trainable_rules)`.
     model_state: the new model state.
-    trainable_rules: the weights that train, as for `trained`.
+    trainable_rules: the weights that train.
   """
   params = train_state.trained(state.params, trainable_rules)
   # Optax relies on promotion, although a model may be written to do without.
@@ -93,9 +95,8 @@ def update(
   params = train_state.with_frozen(
     optax.apply_updates(params, updates), state.params
   )
-  after = TrainState(
-    state.step + 1, params, model_state, opt_state, state.skipped
-  )
+  step, skipped = state.step + 1, state.skipped
+  after = TrainState(step, params, model_state, opt_state, skipped)
   return after, updates
 
 
@@ -127,8 +128,8 @@ def guard_step(
   """Selects the state after a step by whether its numbers are finite.
 
   Args:
-    on_nonfinite: 'skip' returns the state before a step whose loss or gradients
-      are not finite, with new counts. The other modes return `after`.
+    on_nonfinite: 'skip' returns the state before a step that is not finite,
+      with new counts. The other modes return `after`.
     before: the state before the step.
     after: the state after it.
     loss: the loss of the step.
@@ -169,9 +170,63 @@ def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
   return ~(jnp.isfinite(loss) & jnp.isfinite(norm))
 
 
+def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
+  """Warns if the step is traced for another batch than before; shapes."""
+  lines = before and experiment.differences(
+    batch, before, 'now', 'before', 'batch'
+  )
+  if lines:
+    logging.warning(
+      'train_input gave a batch of another shape or type, for which the step is'
+      ' compiled again. Pad its batches to one shape, or to few.\n%s',
+      '\n'.join(lines),
+    )
+
+
 def eval_step(
-  loss_fn: LossFn, state: TrainState, batch: Batch, rng: jax.Array
+  loss_fn: LossFn,
+  state: TrainState,
+  batch: Batch,
+  rng: jax.Array,
+  place: jax.Array,
 ) -> dict[str, metrics_lib.Mean]:
-  """Returns the metrics of one batch; the state needs no `opt_state`."""
+  """Returns the metrics of one batch of an evaluation.
+
+  Args:
+    loss_fn: the loss of a batch.
+    state: the state; it needs no `opt_state`.
+    batch: a batch, [B, ...].
+    rng: the key of evaluation.
+    place: [2] uint32, the numbers of the set and of the batch, which are folded
+      into the key.
+  """
+  for number in place:
+    rng = jax.random.fold_in(rng, number)
   _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
   return dict(metrics)
+
+
+def mean_metrics(
+  compiled_eval_step: Callable[..., Any],
+  state: TrainState,
+  batches: Iterable[Batch],
+  rng: jax.Array,
+  set_number: Any,
+) -> dict[str, float]:
+  """Returns the means of an evaluation, summed in float64 on the host."""
+  sums: Any = None
+  metrics: Any = None
+
+  def add() -> Any:
+    fetched = jax.tree.map(np.float64, jax.device_get(metrics))
+    return fetched if sums is None else metrics_lib.add(sums, fetched)
+
+  for i, batch in enumerate(batches):
+    # This waits for the batch before, while this batch is transferred. Without
+    # it, batches that wait for the devices would fill their memory.
+    sums = add() if i else None
+    place = np.array([set_number, i], np.uint32)
+    metrics = compiled_eval_step(state, batch, rng, place)
+  sums = add()
+  with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
+    return {name: float(x) for name, x in metrics_lib.compute(sums).items()}

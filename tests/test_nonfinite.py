@@ -355,17 +355,6 @@ def test_the_loop_takes_the_mode_from_the_config():
   assert experiment.on_nonfinite == 'ignore'
 
 
-@pytest.mark.parametrize('name', ['nonfinite', 'skipped_steps'])
-def test_reserved_names_are_refused(name):
-  class Taken(Faulty):
-    def step_scalars(self, state, grads, updates):
-      return {name: jnp.zeros([])}
-
-  with pytest.raises(ValueError, match=name):
-    train(make({}, Taken), 1, 'raise')
-  train(make({}, Taken), 1, 'ignore')
-
-
 def test_half_precision_and_mixed_weights_raise_no_false_alarm():
   class Mixed(Faulty):
     def init_fn(self, rng):

@@ -267,8 +267,9 @@ for parts, repeats in ((1, 1), (3, 1), (3, 2)):
   (_, y), grads = jax.block_until_ready(compiled(*placed))
   for a, b in zip((y, *grads), expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-  measures = hlo.measure(
-    hlo.parse(compiled.as_text()), partitioner.axis_sizes, partitioner.slices)
+  program = hlo.parse(compiled.as_text())
+  slices = partitioner.shape.slices
+  measures = hlo.measure(program, partitioner.axis_sizes, slices)
   out.append({
     t.kind: t.count
     for t in measures.traffic

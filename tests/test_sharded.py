@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import pathlib
 import re
@@ -28,7 +27,6 @@ from jaxline import experiment as experiment_lib
 from jaxline import mesh as mesh_lib
 from jaxline import metrics
 from jaxline import partitioning
-from jaxline import placement
 from jaxline import platform
 from jaxline import sharded
 from jaxline import train
@@ -38,7 +36,6 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 from jaxline.compat import experiments
-from jaxline.inputs import base as inputs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
@@ -98,7 +95,7 @@ def test_a_step_is_one_program_compiled_once():
   assert experiment.compiled_eval_step._cache_size() == 1
 
 
-def test_a_batch_that_compiles_the_step_again_is_warned_of_once(caplog):
+def test_a_batch_that_compiles_the_step_again_is_warned_of(caplog):
   class Ragged(Regression):
     sizes = (16, 16, 8, 8, 16, 8)
 
@@ -111,12 +108,13 @@ def test_a_batch_that_compiles_the_step_again_is_warned_of_once(caplog):
   experiment = make(cls=Ragged, sharding='fsdp')
   regression.train_steps(experiment, len(Ragged.sizes))
   assert experiment.compiled_train_step._cache_size() == 3
-  (warning,) = [
+  first, second = (
     record.getMessage().splitlines()
     for record in caplog.records
     if 'compiled again' in record.getMessage()
-  ]
-  assert warning[1:] == [
+  )
+  assert second[1:] == ['batch/kind: now int8[8], before int32[8]']
+  assert first[1:] == [
     'batch/kind: now int32[8], before int32[16]',
     'batch/weights: now float32[8], before float32[16]',
     'batch/x: now float32[8, 8], before float32[16, 8]',
@@ -265,7 +263,7 @@ def test_a_state_has_the_bits_that_all_optimizations_give(whole_compiler):
       return {'normal': jax.random.normal(rng, (64, 64))}, None
 
   experiment = make(Drawn)
-  expected = jax.jit(experiment._layout.init)(KEY)
+  expected = jax.jit(experiment.layout.init)(KEY)
   jax.tree.map(
     np.testing.assert_array_equal, experiment.state.params, expected.params
   )
@@ -273,19 +271,16 @@ def test_a_state_has_the_bits_that_all_optimizations_give(whole_compiler):
 
 def test_a_state_larger_than_any_device_may_hold_is_never_whole():
   experiment = make(sharding='fsdp')
-  layout = experiment._layout
+  layout = experiment.layout
   make_state = jax.jit(layout.init, out_shardings=layout.shardings)
   text = make_state.lower(KEY).compile().as_text()
   assert not re.findall(r'f32\[8,4\]', text)
 
 
-def test_the_list_of_whole_weights_is_logged():
-  with mock.patch.object(sharded.logging, 'info') as info:
+def test_weights_that_stay_whole_are_logged():
+  with mock.patch.object(train_state.logging, 'info') as info:
     _ = make(sharding='fsdp').state
-  (text,) = [
-    str(c.args[1]) for c in info.call_args_list if 'whole' in c.args[0]
-  ]
-  assert text == 'b (4,) no axes named'
+  assert info.call_args.args[1] == 'b (4,) no axes named'
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
@@ -454,7 +449,7 @@ def test_a_metric_that_is_no_mean_is_refused_by_name():
       loss, values, new = super().loss_fn(*args)
       return loss, {**values, 'norm': loss}, new
 
-  with pytest.raises(TypeError, match=r"'norm' .*Mean\.of"):
+  with pytest.raises(TypeError, match="'norm'"):
     regression.train_steps(make(Wrong), 1)
 
 
@@ -567,29 +562,13 @@ def test_trainable_matches_whole_joined_names():
 
 
 @pytest.mark.parametrize(
-  'sizes',
-  [
-    (16, 16, 16),
-    (16, 16, 6),  # Divides over the devices.
-    (16, 16, 5),
-    (16, 1),
-    (5,),
-    (1,),  # Fewer rows than devices.
-    (3, 3, 2),
-    (4, 1, 4),
-  ],
+  'sizes', [(16, 16, 6), (16, 16, 5), (5,), (1,), (4, 1, 4)]
 )
 @pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
 def test_evaluation_counts_every_example_once(sizes, sharding):
   experiment = make(sharding=sharding, eval_sizes=sizes)
-  experiment._state = placement.put(
-    trained_state(), experiment._layout.shardings
-  )
   scalars = regression.evaluate(experiment)
-  assert {name: type(value) for name, value in scalars.items()} == {
-    'loss': float,
-    'rows': float,
-  }
+  assert {*map(type, scalars.values())} == {float}
   np.testing.assert_allclose(
     scalars['loss'],
     regression.expected_evaluation(experiment.state, sizes),
@@ -597,17 +576,6 @@ def test_evaluation_counts_every_example_once(sizes, sharding):
   )
   assert scalars['rows'] == sum(sizes) / len(sizes)
   assert experiment.compiled_eval_step._cache_size() == 1
-
-
-_trained = []
-
-
-def trained_state():
-  if not _trained:
-    experiment = make()
-    regression.train_steps(experiment, 5)
-    _trained.append(save(experiment)['state'])
-  return copy.deepcopy(_trained[0])
 
 
 def test_evaluation_is_exact_over_many_batches():
@@ -641,29 +609,6 @@ def test_evaluation_of_weight_zero_is_nan():
   experiment = make(Fixed)
   experiment.batches = [{'y': f32(4), 'weights': np.zeros(4, np.float32)}]
   assert np.isnan(regression.evaluate(experiment)['loss'])
-
-
-@pytest.mark.parametrize(
-  ('given', 'said'),
-  [
-    ([], 'gave no batch'),
-    ({}, 'an empty mapping'),
-    ({'some': [{'y': np.ones(4)}], 'none': []}, "no batch for 'none'"),
-  ],
-)
-def test_evaluation_of_nothing_is_an_error(given, said):
-  class Nothing(Fixed):
-    def eval_input(self):
-      return given
-
-  with pytest.raises(ValueError, match=rf'eval_input.*{said}'):
-    regression.evaluate(make(Nothing))
-
-
-def test_evaluation_refuses_a_batch_that_grows():
-  experiment = make(eval_sizes=(4, 8))
-  with pytest.raises(ValueError, match='batch of 8 rows follows one of 4'):
-    regression.evaluate(experiment)
 
 
 # Several evaluation sets.
@@ -734,70 +679,7 @@ def test_the_best_checkpoint_goes_by_the_metric_of_a_set():
     train.Run(Sets, config, checkpointer, None, None).train_and_eval()
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Numbers(inputs.BaseInput):
-  """One row a batch: 0, 1, ... 9."""
-
-  batch_size: int = 1
-  next_number: int = 0
-
-  def get_next(self):
-    if self.next_number == 10:
-      raise StopIteration
-    self.next_number += 1
-    return inputs.Batch(y=np.float32([self.next_number - 1]))
-
-  def reset(self):
-    super().reset()
-    self.next_number = 0
-
-
-def test_each_of_several_sets_keeps_its_place():
-  class Places(Fixed):
-    asked = 0
-
-    def eval_input(self):
-      self.asked += 1
-      return {
-        'two': Numbers(reset_for_eval=False, eval_loop_num_batches=2),
-        'one': Numbers(reset_for_eval=False, eval_loop_num_batches=1),
-        'all': Numbers(reset_for_eval=True),
-      }
-
-  experiment = make(Places, mode='eval')
-  found = []
-  for experiment.num_evaluated in range(3):
-    scalars = regression.evaluate(experiment)
-    found.append([scalars[f'{name}/loss'] for name in ('two', 'one', 'all')])
-  assert found == [[0.5, 0, 4.5], [2.5, 1, 4.5], [4.5, 2, 4.5]]
-  # A process that starts there has the same batches.
-  again = make(Places, mode='eval')
-  again.num_evaluated = 2
-  scalars = regression.evaluate(again)
-  assert [scalars[f'{name}/loss'] for name in ('two', 'one')] == found[2][:2]
-
-  class Rolling(Places):
-    def eval_input(self):
-      found = super().eval_input()
-      del found['all']
-      return found
-
-  # Where all inputs go on, they are made once.
-  experiment = make(Rolling, mode='eval')
-  for experiment.num_evaluated in range(2):
-    regression.evaluate(experiment)
-  assert experiment.asked == 1
-
-
 # The training input.
-
-
-def test_an_input_that_ends_is_an_error():
-  experiment = make(Fixed)
-  experiment.batches = [{'y': f32(4)}] * 2
-  with pytest.raises(ValueError, match='train_input ended'):
-    regression.train_steps(experiment, 4)
-  assert int(experiment.state.step) == 2
 
 
 class InputError(Exception):
@@ -853,21 +735,6 @@ def test_training_goes_on_behind_a_loop_that_has_ended():
   assert_same(straight.state, twice.state)
 
 
-def test_input_may_be_an_iterable():
-  class Iterable(Regression):
-    def train_input(self):
-      class Loader:
-        def __iter__(self):
-          return regression.Input(16)
-
-      return Loader()
-
-  a, b = make(), make(Iterable)
-  regression.train_steps(a, 2)
-  regression.train_steps(b, 2)
-  assert_same(a.snapshot_state(), b.snapshot_state())
-
-
 # Checkpoints.
 
 
@@ -878,18 +745,10 @@ def test_restore_is_exact_with_batches_in_flight(sharding):
 
   experiment = make(sharding=sharding)
   rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(1))
-  opened = []
-  with mock.patch.object(
-    regression.Input,
-    '__init__',
-    lambda self, size, init=regression.Input.__init__: (
-      init(self, size),
-      opened.append(self),
-    )[0],
-  ):
-    for step in range(3):
-      experiment.step(global_step=step, rng=rng, writer=None)
-    wait_until(lambda: int(opened[0].state['next']) > 4)
+  for step in range(3):
+    experiment.step(global_step=step, rng=rng, writer=None)
+  read = experiment.train_feed._infeed.source._iterator.state
+  wait_until(lambda: int(read['next']) > 4)
   snapshot = save(experiment)
   # Not the position of the thread that reads ahead.
   assert int(snapshot['input']['state']['next']) == 3
@@ -1000,20 +859,6 @@ def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():
   assert regression.digest(experiment.state) == before
 
 
-def test_a_position_without_set_state_is_refused_and_changes_nothing():
-  snapshot = save_after('ddp', 1)
-  experiment, straight = make(MethodInput), make(MethodInput)
-  rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(1))
-  for step in range(3):
-    experiment.step(global_step=step, rng=rng, writer=None)
-    if step == 1:
-      with pytest.raises(ValueError, match='a generator, whose position'):
-        experiment.restore_from_snapshot(snapshot)
-  experiment.train_feed.close()
-  regression.train_steps(straight, 3)
-  assert_same(experiment.snapshot_state(), straight.snapshot_state())
-
-
 def test_a_checkpoint_without_a_position_starts_the_data_anew():
   experiment = make()
   initial = save(experiment)
@@ -1087,26 +932,6 @@ def test_a_run_cut_in_two_is_the_run(monkeypatch):
   assert digests[0] == digests[1]
 
 
-def test_evaluate_follows_the_checkpoints():
-  run_train(5)
-  config = regression.get_config(5)
-  writer = mock.create_autospec(utils.Writer)
-  train.evaluate(
-    Regression,
-    config,
-    utils.InMemoryCheckpointer(config, 'eval'),
-    writer,
-    'eval',
-  )
-  ((step, scalars),) = [c.args for c in writer.write_scalars.call_args_list]
-  history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
-  state = history[-1].pickle_nest.to_dict()['experiment_module']['state']
-  assert step == 5
-  np.testing.assert_allclose(
-    scalars['loss'], regression.expected_evaluation(state, [37]), rtol=1e-5
-  )
-
-
 @pytest.mark.parametrize(
   'mode', ['eval', 'train_and_eval', 'train_eval_multithreaded']
 )
@@ -1162,21 +987,16 @@ def test_without_jit_loss_fn_sees_values():
   assert np.isfinite(evaluation['loss'])
 
 
-def test_constrain_works_inside_of_the_step():
+def test_the_mesh_is_active_inside_of_the_programs():
   class Constrained(Regression):
-    def loss_fn(self, params, model_state, batch, rng, is_training):
-      assert partitioning._active.get() is self.partitioner
-      x = partitioning.constrain(batch['x'], ('batch', 'embed'))
-      return super().loss_fn(
-        params, model_state, {**batch, 'x': x}, rng, is_training
-      )
+    def loss_fn(self, *args):
+      assert partitioning.active() is self.partitioner
+      return super().loss_fn(*args)
 
-  plain, constrained = make(), make(Constrained)
-  a = regression.train_steps(plain, 2)
-  b = regression.train_steps(constrained, 2)
-  np.testing.assert_allclose(a[1]['loss'], b[1]['loss'], rtol=1e-5)
-  regression.evaluate(constrained)
-  assert partitioning._active.get() is None
+  experiment = make(Constrained)
+  regression.train_steps(experiment, 1)
+  regression.evaluate(experiment)
+  assert partitioning.active() is None
 
 
 # The config of a run.
@@ -1276,48 +1096,6 @@ def described(tree):
   ]
 
 
-class Listed(Regression):
-  """Counts how often its inputs are opened and closed."""
-
-  batches = None
-
-  def train_input(self):
-    self.opened = self.closed = 0
-
-    def read():
-      self.opened += 1
-      try:
-        yield from self.batches
-      finally:
-        self.closed += 1
-
-    return read()
-
-  eval_input = train_input
-
-
-@pytest.mark.parametrize('is_training', [True, False])
-def test_shapes_of_a_batch_take_one_and_close_the_input(is_training):
-  threads = infeed_threads()
-  experiment = make(Listed)
-  # An evaluation's rows are filled up to divide over the two devices.
-  rows = 4 if is_training else 3
-  # Of a type that JAX narrows.
-  experiment.batches = [{'x': np.zeros([rows, 2]), 'n': np.arange(rows)}] * 2
-  shapes = experiment.abstract_batch(is_training)
-  assert {k: (x.shape, str(x.dtype)) for k, x in shapes.items()} == {
-    'x': ((4, 2), 'float32'),
-    'n': ((4,), 'int32'),
-    'weights': ((4,), 'float32'),
-  }
-  assert experiment.opened == experiment.closed == 1
-  assert infeed_threads() == threads
-  experiment.batches = []
-  with pytest.raises(ValueError, match='gave no batch'):
-    experiment.abstract_batch(is_training)
-  assert experiment.closed == 1
-
-
 def test_where_the_devices_are_not_here_all_rows_are_of_this_process():
   with mesh_lib.on_devices(mesh_lib.abstract_devices(8, 2)):
     experiment = make(sharding='fsdp')
@@ -1328,49 +1106,3 @@ def test_where_the_devices_are_not_here_all_rows_are_of_this_process():
   assert batch['x'].shape == (16, 8)
   assert batch['x'].sharding.shard_shape(batch['x'].shape) == (2, 8)
   assert w.sharding.shard_shape(w.shape) == (2, 4)
-
-
-# Processes that share rows.
-
-
-class Hosts(Regression):
-  """Reads the rows of its shard, unless it has hosts of its own."""
-
-  own_hosts: dict = {}
-
-  def train_input(self, shard):
-    fields = {'shard': shard} | self.own_hosts
-    return Rows(batch_size=4, is_training=True, **fields)
-
-  def eval_input(self, shard):
-    fields = {'shard': shard} | self.own_hosts
-    return Rows(batch_size=4, reset_for_eval=True, **fields)
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Rows(inputs.BaseInput):
-  input_checkpointing_enabled: bool = False
-
-  def get_next(self):
-    return inputs.Batch(x=np.zeros([self.batch_size], np.float32))
-
-
-@pytest.mark.parametrize('is_training', [True, False])
-def test_inputs_are_those_of_the_partitioners_host(is_training):
-  experiment = make(Hosts)
-  experiment.partitioner.host = (1, 2)  # As on four processes, two by two.
-  batch = experiment.abstract_batch(is_training)
-  assert batch['x'].shape == (8,)
-  experiment.own_hosts = {'infeed_host_index': 3, 'num_infeed_hosts': 4}
-  with pytest.raises(ValueError, match=r', 3, 4\); expected \(.*, 1, 2\)'):
-    experiment.abstract_batch(is_training)
-
-
-def test_the_first_batches_come_in_order():
-  class Numbers(Fixed):
-    def train_input(self):
-      return ({'y': np.float32([i, i])} for i in itertools.count())
-
-  experiment = make(Numbers)
-  rows = regression.train_steps(experiment, 12)
-  assert [float(row['loss']) for row in rows] == list(range(12))

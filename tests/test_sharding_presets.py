@@ -205,8 +205,8 @@ def test_sizes_that_do_not_divide_stay_whole_and_say_why():
     NORM2_ND,
     NORM_D,
   }
-  assert 'vocab is 257, no multiple of the 4 of mdl' in lines[TOKENS_VD]
-  assert 'heads is 2, no multiple of the 4 of mdl' in lines[QKV_NDSHK]
+  assert 'vocab is 257, no multiple of 4' in lines[TOKENS_VD]
+  assert 'heads is 2, no multiple of 4' in lines[QKV_NDSHK]
   # Where another axis splits them, they are cut less than asked.
   partitioner = make('fsdp_tp', {'mdl': 4, 'data': 2})
   cut_less = whole(partitioner, **changes)

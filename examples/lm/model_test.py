@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from examples import transformer
-from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 
 from . import model
@@ -222,9 +221,8 @@ def test_parameter_count_and_axes():
 def test_axes_give_a_sharding_that_computes_the_same():
   params, tokens = params_of(TINY), _tokens(TINY)
   expected = _apply(params, tokens, TINY)
-  partitioner = partitioning.Partitioner(
-    mesh_lib.make_mesh({'data': 2}, jax.devices()[:2]),
-    partitioning.get_rules('fsdp'),
+  partitioner = partitioning.Partitioner.make(
+    {'data': 2}, 'fsdp', devices=jax.devices()[:2]
   )
   boxed = jax.eval_shape(_init, jax.random.key(0), TINY)
   specs = partitioner.specs(boxed)
@@ -366,9 +364,8 @@ def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
     run = _jit(jax.value_and_grad(mean), **options)
     return jax.device_get(run(params, tokens, segments))
 
-  partitioner = partitioning.Partitioner(
-    mesh_lib.make_mesh({'stage': 2, 'data': 1}, jax.devices()[:2]),
-    partitioning.get_rules('pipeline'),
+  partitioner = partitioning.Partitioner.make(
+    {'stage': 2, 'data': 1}, 'pipeline', devices=jax.devices()[:2]
   )
   specs = partitioner.specs(jax.eval_shape(_init, jax.random.key(0), config))
   rows = partitioner.batch_sharding

@@ -93,7 +93,7 @@ def make_report(
     experiment = _build(experiment_class, config)
     partitioner = experiment.partitioner
     target = dataclasses.replace(
-      target, num_slices=len(set(partitioner.slices))
+      target, num_slices=len(set(partitioner.shape.slices))
     )
     steps = list(_steps(experiment, notes))
     notes += [
@@ -103,7 +103,7 @@ def make_report(
     ]
     notes += [
       f'Whole, or cut less than the sharding asks for: {line}'
-      for line in experiment.undersharded_weights
+      for line in experiment.layout.undersharded
     ]
     # XLA writes its dump only if it compiles.
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
@@ -264,7 +264,9 @@ def _compile(
     return program
   module = hlo.parse(text)
   partitioner = experiment.partitioner
-  measures = hlo.measure(module, partitioner.axis_sizes, partitioner.slices)
+  measures = hlo.measure(
+    module, partitioner.axis_sizes, partitioner.shape.slices
+  )
   return dataclasses.replace(
     program,
     measures=measures,

@@ -133,7 +133,7 @@ def run(folder, name, sharding, mesh):
     'saved': digest(live.state),
     'eval': regression.evaluate(live),
     'host': live.partitioner.host,
-    'slices': live.partitioner.slices,
+    'slices': live.partitioner.shape.slices,
     'records': records,
     'shards': [shard.data.shape for shard in w.addressable_shards],
   }

@@ -21,7 +21,6 @@ from examples.pax.layers import normalizations
 from examples.pax.layers import repeats
 from examples.pax.layers import resnets
 from examples.pax.layers import transformers
-from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 
 B, L, V, D, H, F = 4, 8, 11, 16, 2, 24
@@ -351,9 +350,8 @@ def test_axes_give_shardings_that_compute_the_same():
     ('pipeline', {'stage': 2, 'data': 1}, ('stage', 'data', 'mdl')),
     ('fsdp', {'data': 2}, (None, 'data', None)),
   ):
-    partitioner = partitioning.Partitioner(
-      mesh_lib.make_mesh(sizes, jax.devices()[:2]),
-      partitioning.get_rules(preset),
+    partitioner = partitioning.Partitioner.make(
+      sizes, preset, devices=jax.devices()[:2]
     )
     specs = partitioner.specs(boxed)
     w = specs[base_layer.PARAMS][f'{layer}/ff_layer/ffn_layer1']['w']

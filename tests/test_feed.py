@@ -1,0 +1,238 @@
+"""Tests of jaxline.feed, without a model, on the two devices of conftest.py."""
+
+import copy
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxline import base_config
+from jaxline import errors
+from jaxline import feed
+from jaxline import partitioning
+from jaxline.inputs import base as inputs
+
+
+class Stateful:
+  """Counts; its state is changed in place."""
+
+  def __init__(self):
+    self.state = {'next': np.zeros((), np.int64)}
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self.state['next'] += 1
+    return {'y': np.float32([self.state['next'], 0])}
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state['next'][...] = state['next']
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Numbers(inputs.ResumableInput):
+  """The numbers from 1, in rows of their own."""
+
+  batch_size: int = 2
+
+  def read_from(self, position):
+    for i in itertools.count(position + 1):
+      yield {'y': np.float32([i, 0])}, i
+
+
+def plain():
+  return ({'y': np.float32([i, 0])} for i in itertools.count(1))
+
+
+def numbers():
+  return Numbers(is_training=True)
+
+
+def make(method, cls=feed.TrainFeed, **values):
+  config = base_config.get_base_config()
+  config.update(values)
+  return cls(method, partitioning.Partitioner.make(None, 'ddp'), config)
+
+
+def take(source):
+  """Takes a batch as a step does; returns its number."""
+  number = int(source.take()['y'][0])
+  source.commit()
+  return number
+
+
+# Training.
+
+
+@pytest.mark.parametrize('method', [numbers, Stateful])
+@pytest.mark.parametrize('after', [0, 2, 4])
+def test_a_restored_feed_goes_on_behind_the_last_step(method, after):
+  skips = {'skip_batches': '3-4,7'}
+  expected = [1, 2, 5, 6, 8, 9]
+  source = make(method, **skips)
+  assert [take(source) for _ in range(after)] == expected[:after]
+  before = source.num_read
+  source.take()  # Of a step that failed.
+  saved = copy.deepcopy((source.num_read, source.position))
+  other = make(method, **skips)
+  if after:  # A checkpoint before the first step has no position.
+    other.restore(*saved)
+  assert other.next_number == expected[after]
+  _, batch, _ = other.peek()
+  assert batch['y'][0] == expected[after]
+  assert [take(other) for _ in range(6 - after)] == expected[after:]
+  assert source.num_read == before
+  # A closed feed keeps its place, and goes on.
+  other.close()
+  assert take(other) == 10
+  source.close()
+  source.note(other.num_read, other.position)
+  assert take(source) == 11
+  for x in (source, other):
+    x.close()
+
+
+def test_a_position_that_cannot_be_set_changes_nothing(caplog):
+  source = make(plain)
+  assert [take(source), take(source)] == [1, 2]
+  assert source.position is None
+  with pytest.raises(ValueError, match='cannot be set'):
+    source.restore(1, {'next': 1})
+  assert take(source) == 3
+  with pytest.raises(errors.UsageError, match='no position'):
+    source.peek()
+  source.restore(3, None)  # Which is warned of.
+  assert 'begins anew' in caplog.text
+  assert (take(source), source.num_read) == (1, 4)
+  source.close()
+
+
+def test_an_input_that_ends_is_an_error():
+  source = make(lambda: [{'y': np.ones(2)}])
+  source.take()
+  for _ in range(2):
+    with pytest.raises(ValueError, match='train_input ended'):
+      source.take()
+  source.close()
+
+
+# Evaluation.
+
+
+def evaluate(source, num_evaluated=0):
+  """Returns name -> the arrays of each batch of an evaluation."""
+  return {
+    name: [jax.device_get(batch) for batch in batches]
+    for name, batches in source.sets(num_evaluated)
+  }
+
+
+@pytest.mark.parametrize('sizes', [(4, 4), (4, 3), (5,), (1,), (4, 1, 4)])
+def test_batches_of_an_evaluation_have_one_shape(sizes):
+  given = [{'y': np.arange(1, n + 1, dtype=np.float32)} for n in sizes]
+  (batches,) = evaluate(make(lambda: given, feed.EvalFeed)).values()
+  assert len({len(batch['y']) for batch in batches}) == 1
+  for batch, rows in zip(batches, given, strict=True):
+    np.testing.assert_array_equal(batch['y'][batch['weights'] > 0], rows['y'])
+
+
+@pytest.mark.parametrize(
+  ('given', 'said'),
+  [
+    ([], 'gave no batch'),
+    ({}, 'an empty mapping'),
+    ({'some': [{'y': np.ones(4)}], 'none': []}, "no batch for 'none'"),
+    ([{'y': np.ones(4)}, {'y': np.ones(8)}], '8 rows follows one of 4'),
+  ],
+)
+def test_an_evaluation_that_cannot_be_fed_is_refused(given, said):
+  with pytest.raises(ValueError, match=said):
+    evaluate(make(lambda: given, feed.EvalFeed))
+
+
+def test_each_of_several_sets_keeps_its_place():
+  opened = []
+
+  def sets(names):
+    opened.append(names)
+    made = {
+      'two': Numbers(eval_loop_num_batches=2),
+      'one': Numbers(eval_loop_num_batches=1),
+      'all': [{'y': np.float32([n, 0])} for n in range(3)],
+    }
+    return {name: made[name] for name in names}
+
+  def places(source, num_evaluated):
+    found = evaluate(source, num_evaluated)
+    return {
+      k: [int(x['y'][0]) for x in batches] for k, batches in found.items()
+    }
+
+  source = make(lambda: sets(['two', 'one', 'all']), feed.EvalFeed)
+  expected = [
+    {'two': [2 * i + 1, 2 * i + 2], 'one': [i + 1], 'all': [0, 1, 2]}
+    for i in range(3)
+  ]
+  assert [places(source, i) for i in range(3)] == expected
+  # A process that starts there has the same batches.
+  again = make(lambda: sets(['two', 'one', 'all']), feed.EvalFeed)
+  assert places(again, 2) == expected[2]
+  # Where all inputs go on, they are made once.
+  opened.clear()
+  rolling = make(lambda: sets(['two']), feed.EvalFeed)
+  assert [places(rolling, i)['two'] for i in range(2)] == [[1, 2], [3, 4]]
+  assert len(opened) == 1
+
+
+# Both.
+
+
+@pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
+def test_shapes_of_a_batch_take_one_and_close_the_input(cls):
+  # An evaluation's rows are filled up to divide over the two devices.
+  rows = 4 if cls.is_training else 3
+  # Of a type that JAX narrows.
+  given = [{'x': np.zeros([rows, 2]), 'n': np.arange(rows)}] * 2
+  events = []
+
+  def read():
+    events.append('opened')
+    try:
+      yield from given
+    finally:
+      events.append('closed')
+
+  source = make(lambda: read(), cls)
+  assert {
+    k: (x.shape, str(x.dtype)) for k, x in source.abstract_batch().items()
+  } == {
+    'x': ((4, 2), 'float32'),
+    'n': ((4,), 'int32'),
+    'weights': ((4,), 'float32'),
+  }
+  assert events == ['opened', 'closed']
+  given.clear()
+  with pytest.raises(ValueError, match='gave no batch'):
+    source.abstract_batch()
+
+
+@pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
+def test_inputs_are_those_of_the_partitioners_host(cls):
+  own_hosts = {}
+
+  def method(shard):
+    fields = {'is_training': cls.is_training, 'shard': shard} | own_hosts
+    return Numbers(**fields)
+
+  source = make(method, cls)
+  source.partitioner.host = (1, 2)  # As on four processes, two by two.
+  assert source.abstract_batch()['y'].shape == (4,)
+  own_hosts |= {'infeed_host_index': 3, 'num_infeed_hosts': 4}
+  with pytest.raises(ValueError, match=r', 3, 4\); expected \(.*, 1, 2\)'):
+    source.abstract_batch()
