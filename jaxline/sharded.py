@@ -35,6 +35,7 @@ from jaxline.checkpoint import base
 from jaxline.compat import prng
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
 from jaxline.supervision import recompute
 
@@ -115,7 +116,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._state: TrainState | None = None
     self._is_dropped = False
     # What the compiled step returned last, for `train_loop`.
-    self._scalars: dict[str, Any] = {}
+    self._scalars = scalars_lib.Scalars((), None, {})
     self.train_feed = feed.TrainFeed(self.train_input, self.partitioner, config)
     self._eval_feed = feed.EvalFeed(self.eval_input, self.partitioner, config)
 
@@ -214,7 +215,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def compiled_train_step(self) -> Callable[..., Any]:
     """`_pure_step` as one program `(state, batch, rng) -> (state, scalars)`.
 
-    It donates the buffers of its state.
+    It donates the buffers of its state, and packs the scalars.
     """
 
     # A partial would keep the experiment alive: JAX caches its signature.
@@ -222,7 +223,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
       shapes = jax.tree.map(jax.typeof, batch)
       step_lib.warn_of_another_shape(self.traced_batch, shapes)
       self.traced_batch = shapes
-      return self._pure_step(state, batch, rng)
+      after, scalars = self._pure_step(state, batch, rng)
+      return after, scalars_lib.pack(scalars)
 
     return jax.jit(
       self.in_mesh(step),
@@ -416,7 +418,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
-  ) -> dict[str, Any]:
+  ) -> scalars_lib.Scalars:
     """Trains on the next batch; returns the scalars of `train_step`."""
     del writer
     self.last_batch = batch = self.train_feed.take()
@@ -427,7 +429,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # Only now: a step that fails has not had its batch.
     self.train_feed.commit()
     self._scalars['input_wait_fraction'] = self.train_feed.wait_fraction
-    return dict(self._scalars)
+    return self._scalars.copy()
 
   # Evaluation.
 

@@ -340,10 +340,6 @@ class Training:
     def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
       return add_rates(self.guard.without_flag(scalars))
 
-    def fingerprint(step: int, scalars: Mapping[str, Any]) -> None:
-      value = fingerprints.of_step(scalars, self.experiment.last_batch)
-      log.put('fingerprints', step, {'step': value})
-
     growth = config.periodic_action_growth_ratios
     given = [adapters.full_action(x) for x in run.periodic_actions]
     for action in given:
@@ -374,7 +370,7 @@ class Training:
     # Another process may have the file, and all compute it together.
     is_kept = log.takes('fingerprints') or jax.process_count() > 1
     if config.fingerprint and is_kept:
-      hooks.append(periodic.Every(fingerprint, 'steps', 0))
+      hooks.append(fingerprints.Hook(log, self.experiment))
     # After the logs: the checkpoint waits for what was logged before it.
     if (config.save_checkpoint_interval or 0) > 0:
       hooks.append(

@@ -172,7 +172,7 @@ def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
 
 def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
   """Warns if the step is traced for another batch than before; shapes."""
-  lines = before and experiment.differences(
+  lines = before and train_state.differences(
     batch, before, 'now', 'before', 'batch'
   )
   if lines:

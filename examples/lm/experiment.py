@@ -423,7 +423,7 @@ class Experiment(sharded.ShardedExperiment):
     """Trains on the next batch; says how many tokens it had."""
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     tokens = self._rows * self.config.length
-    return {**scalars, 'tokens_per_step': tokens}
+    return scalars | {'tokens_per_step': tokens}
 
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None

@@ -204,7 +204,7 @@ class Experiment(TaskExperiment):
     if int(global_step) == 0 and writer is not None:
       writer.write_texts(0, {'task': self.task.hparams.to_text()})
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
-    return {**scalars, **self._counts}
+    return scalars | self._counts
 
   # Data.
 

@@ -417,9 +417,10 @@ class Hook(periodic.Every):
       self.update_time(t, step)  # Leave compilation out of the rate.
     super().__call__(t, step, scalar_outputs)
 
-  def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
+  def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     if not self._kept:  # For each step it would take microseconds.
-      sizes = ((name, getattr(x, 'size', 1)) for name, x in scalars.items())
+      others = getattr(scalars, 'others', scalars)  # What is packed is small.
+      sizes = ((name, getattr(x, 'size', 1)) for name, x in others.items())
       self._large = [name for name, size in sizes if size != 1]
     for name in self._large:  # They would fill the memory of the devices.
       scalars.pop(name, None)

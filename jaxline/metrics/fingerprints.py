@@ -6,7 +6,8 @@ are. Sums of integers make it independent of how arrays are sharded. The file
 has two little-endian uint32 for each step: its number and its fingerprint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+import functools
 import re
 from typing import Any
 
@@ -16,9 +17,12 @@ import numpy as np
 
 from jaxline.metrics import base
 from jaxline.metrics import files
+from jaxline.metrics import periodic
+from jaxline.metrics import scalars as scalars_lib
 
 FILE = 'fingerprints.bin'
 _DTYPE = np.dtype('<u4')
+_MAX_KEPT = 100
 # Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
 _MULTIPLIER = np.uint32(2654435769)
 # Scalars that depend on the clock or the machine, not on the step.
@@ -31,7 +35,7 @@ class FingerprintWriter(files.FileBackend):
   kinds = ('fingerprints',)
 
   def encode(self, record: base.Record) -> bytes:
-    return np.array([record.step, record.values['step']], _DTYPE).tobytes()
+    return np.array([*record.values.items()], _DTYPE).tobytes()
 
 
 def read(raw: bytes | None) -> dict[int, int]:
@@ -70,9 +74,19 @@ def fingerprint(tree: Any) -> jax.Array:
   return total
 
 
-def unclocked(scalars: Mapping[str, Any]) -> dict[str, Any]:
+def unclocked(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the scalars that depend on neither the clock nor the machine."""
-  return {k: x for k, x in scalars.items() if not _CLOCKED.fullmatch(k)}
+  kept = scalars_lib.copied(scalars)
+  # Nothing that the compiled step packs depends on a clock.
+  others = getattr(kept, 'others', kept)
+  for name in _clocked(tuple(others)):
+    del others[name]
+  return kept
+
+
+@functools.lru_cache
+def _clocked(names: tuple[str, ...]) -> list[str]:
+  return [name for name in names if _CLOCKED.fullmatch(name)]
 
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
@@ -81,4 +95,32 @@ def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
   # Of the per-device style, scalars may lie on one device or on all; a program
   # takes those of the same devices.
-  return fingerprint([x for x in arrays if x.devices() == arrays[0].devices()])
+  sets = [x.sharding.device_set for x in arrays]
+  return fingerprint(
+    [x for x, s in zip(arrays, sets, strict=True) if s == sets[0]]
+  )
+
+
+class Hook(periodic.Action):
+  """Computes a fingerprint after each step, and logs many at once."""
+
+  def __init__(self, log: Any, experiment: Any):
+    """Makes the hook of a training that logs to a `MetricWriter`."""
+    self._log, self._experiment = log, experiment
+    self._kept: dict[int, jax.Array] = {}
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    batch = self._experiment.last_batch
+    self._kept[step] = of_step(scalar_outputs or {}, batch)
+    if len(self._kept) >= _MAX_KEPT:
+      self.wait_to_finish()
+
+  def flush_async(self) -> Callable[[], dict[str, int]]:
+    self.wait_to_finish()
+    return dict
+
+  def wait_to_finish(self) -> None:
+    """Queues the fingerprints so far."""
+    if self._kept:
+      self._log.put('fingerprints', 0, self._kept)
+      self._kept = {}

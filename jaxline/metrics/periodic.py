@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from jaxline import async_lib
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
 
 
@@ -128,7 +129,7 @@ class PeriodicAction(Action):
     step = int(step)  # A restored step can be an array.
     is_due = self._is_due(t, step)
     if is_due or self._takes_all:
-      scalars = dict(scalar_outputs or {})
+      scalars = scalars_lib.copied(scalar_outputs)
       if is_due:
         scalars['steps_per_sec'] = self._measure_rate(t, step)
       self._act(step, scalars, is_due)
@@ -177,7 +178,7 @@ class PeriodicAction(Action):
     """Waits for the calls so far, and raises their error if any."""
     self.flush_async()()
 
-  def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
+  def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     def call() -> None:
       self._fn(step, values_lib.fetch(scalars))
 
@@ -195,7 +196,7 @@ class Every(PeriodicAction):
     """Sets when the function is due, as `PeriodicAction` does."""
     super().__init__(fn, interval_type, interval, run_async=False, **kwargs)
 
-  def _act(self, step: int, scalars: dict[str, Any], is_due: bool) -> None:
+  def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     self._fn(step, scalars)
 
 

@@ -11,6 +11,8 @@ from absl import logging
 import jax
 import numpy as np
 
+from jaxline.metrics import scalars as scalars_lib
+
 # Names of scalars that were skipped.
 _warned: set[str] = set()
 
@@ -42,6 +44,8 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
       donated meanwhile) is skipped, with one warning per name.
   """
   flat: dict[str, int | float] = {}
+  if isinstance(scalars, scalars_lib.Scalars):
+    scalars = scalars.on_host()
   for name, value in scalars.items():
     number = value if type(value) is float else _to_number(value)
     if number is not None:
@@ -65,6 +69,8 @@ def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
   It waits for them to be computed. An array that a later step was given the
   buffer of becomes None. On a CPU the arrays are not copied.
   """
+  if isinstance(values, scalars_lib.Scalars):
+    values = values.on_host()
   return {name: _fetch(value) for name, value in values.items()}
 
 
@@ -163,6 +169,6 @@ CONVERSIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   'scalars': to_scalars,
   'images': _to_images,
   'texts': _to_texts,
-  'fingerprints': to_scalars,
+  'fingerprints': fetch,
   'console': to_scalars,
 }

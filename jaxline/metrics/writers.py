@@ -23,6 +23,7 @@ from jaxline.checkpoint import spool
 from jaxline.metrics import base
 from jaxline.metrics import fingerprints
 from jaxline.metrics import jsonl
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values as values_lib
 
@@ -30,6 +31,8 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 # The most bytes of images that may wait: copies, on the devices.
 _MAX_BYTES = 1 << 30
+# How many records may wait before a write waits as well.
+_MAX_QUEUED = 1000
 # The arguments of `put`, and the time.
 _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
 
@@ -73,11 +76,13 @@ class MetricWriter:
         writer. Without any, everything is discarded.
     """
     self._backends: list[base.Backend] = []
+    self._kinds: set[str] = set()
     for backend in backends:
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
-    # The records since the last mark. The executor has a call for each.
+    # The records since the last mark. If there are any, the executor has a call
+    # that writes all of them.
     self._items: collections.deque[_Item] = collections.deque()
     self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
@@ -88,10 +93,11 @@ class MetricWriter:
     if not isinstance(backend, base.Backend):
       backend = base.Adapter(backend)
     self._backends.append(backend)
+    self._kinds.update(backend.kinds)
 
   def takes(self, kind: str) -> bool:
     """Returns whether a backend takes records of a kind."""
-    return any(kind in backend.kinds for backend in self._backends)
+    return kind in self._kinds
 
   def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
     """Writes named numbers, as `to_scalars` accepts them."""
@@ -142,22 +148,22 @@ class MetricWriter:
     if self.executor.is_current:
       self._write(collections.deque([item]))
       return
-    self.executor.wait_for_room()
+    if len(self._items) >= _MAX_QUEUED:
+      self.executor.wait()
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
       self._items.append(item)
-      self.executor.put(functools.partial(self._write, self._items))
+      if len(self._items) == 1:
+        self.executor.put(functools.partial(self._write, self._items))
 
   def _write(self, queued: collections.deque[_Item]) -> None:
-    """Converts all records that are queued now, and writes them.
+    """Converts and writes records until none is queued. Errors are kept."""
+    while queued:
+      self._write_all([queued.popleft() for _ in range(len(queued))])
 
-    The calls for the others then find nothing left. Errors are kept.
-    """
-    items = [queued.popleft() for _ in range(len(queued))]
-    if not items:
-      return
+  def _write_all(self, items: list[_Item]) -> None:
     records: list[base.Record] = []
     values_lib.start_fetch([item[3] for item in items])
 
@@ -267,6 +273,8 @@ class RunWriter(MetricWriter):
 def _snapshot(value: Any) -> Any:
   """Copies what the caller may change: mappings and arrays on the host."""
   if isinstance(value, np.ndarray):
+    return value.copy()
+  if isinstance(value, scalars_lib.Scalars):
     return value.copy()
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxline import errors
 from jaxline.metrics import periodic
+from jaxline.metrics import scalars as scalars_lib
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
@@ -60,9 +61,7 @@ class Guard(periodic.Action):
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
     self._steps_late = steps_late
-    self._steps: collections.deque[tuple[int, dict[str, Any]]] = (
-      collections.deque()
-    )
+    self._steps: collections.deque[tuple[int, Any]] = collections.deque()
 
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
@@ -75,7 +74,7 @@ class Guard(periodic.Action):
     """
     if self._mode == 'ignore':
       return
-    scalars = dict(scalar_outputs or {})
+    scalars = scalars_lib.copied(scalar_outputs)
     if self._mode == 'skip' and NONFINITE not in scalars:
       raise errors.UsageError(
         f"config.on_nonfinite is 'skip', but {self._class_name}.step returned"

@@ -1,0 +1,67 @@
+"""Packed scalars are the mapping that a step would return without them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline.metrics import scalars as scalars_lib
+from jaxline.metrics import values
+
+GIVEN = {
+  'loss': 1 / 3,
+  'nan': float('nan'),
+  'tiny': 1e-45,
+  'zero': -0.0,
+}
+
+
+@pytest.fixture(params=['eager', 'compiled', 'mesh'])
+def packed(request):
+  """Scalars of a program: four in the array, and two that cannot be."""
+
+  def step():
+    numbers = {k: jnp.float32(x) for k, x in GIVEN.items()}
+    others = {'count': jnp.int32(2**31 - 1), 'row': jnp.arange(3.0)}
+    return scalars_lib.pack({**others, **numbers})
+
+  if request.param == 'eager':
+    return step()
+  if request.param == 'compiled':
+    return jax.jit(step)()
+  mesh = jax.make_mesh((jax.device_count(),), ('x',))
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return jax.jit(step, out_shardings=whole)()
+
+
+def bits(mapping):
+  return {k: np.float32(mapping[k]).tobytes() for k in GIVEN}
+
+
+def test_it_is_the_mapping_to_the_bit(packed):
+  assert len(jax.tree.leaves(packed)) == 3  # The array and the others.
+  assert {*packed} == {*GIVEN, 'count', 'row'}
+  assert len(packed) == 6
+  assert 'loss' in packed
+  assert 'losses' not in packed
+  assert bits(packed.on_host()) == bits(GIVEN)
+  assert packed.on_host()['count'] == 2**31 - 1
+  assert len(jax.tree.leaves(packed)) == 3
+  assert bits(packed) == bits({**packed}) == bits(GIVEN)  # Splits it.
+  assert packed['loss'].sharding.device_set == packed['row'].sharding.device_set
+  with pytest.raises(KeyError, match='losses'):
+    packed['losses']
+
+
+def test_a_copy_and_more_entries_leave_it_packed(packed):
+  more = packed | {'rows': 8, 'zero': 5.0}
+  more['loss'] = 3.0
+  assert len(jax.tree.leaves(more)) == 6
+  assert values.to_scalars(more) == pytest.approx(
+    GIVEN | {'loss': 3.0, 'zero': 5.0, 'rows': 8, 'count': 2**31 - 1},
+    nan_ok=True,
+  )
+  assert len(more) == len({*more}) == 7
+  assert bits(packed.on_host()) == bits(GIVEN)  # Unchanged.
+  del more['tiny']
+  assert 'tiny' not in more
