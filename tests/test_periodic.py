@@ -351,7 +351,7 @@ def test_what_a_later_step_was_given_is_handed_on_as_nothing():
 def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
   monkeypatch,
 ):
-  monkeypatch.setattr(async_lib, '_MAX_QUEUED', 5)
+  monkeypatch.setattr(async_lib, 'MAX_QUEUED', 5)
   slow = _Slow()
   action = periodic.PeriodicAction(slow, 'steps', 4, log_all_data=True)
   action(1.0, 1, {})

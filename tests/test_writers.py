@@ -603,7 +603,7 @@ def test_a_programs_own_writer_gets_what_it_has_methods_for(methods):
 
 
 def test_a_full_queue_blocks_and_loses_nothing(gate, monkeypatch):
-  monkeypatch.setattr(async_lib, '_MAX_QUEUED', 3)
+  monkeypatch.setattr(async_lib, 'MAX_QUEUED', 3)
   recorder, written = _Recorder(gate), []
   writer = writers.MetricWriter(recorder)
   writer.write_texts(0, {'x': ''})

@@ -7,6 +7,7 @@ has two little-endian uint32 for each step: its number and its fingerprint.
 """
 
 from collections.abc import Mapping
+import functools
 import re
 from typing import Any
 
@@ -72,13 +73,22 @@ def fingerprint(tree: Any) -> jax.Array:
 
 def unclocked(scalars: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the scalars that depend on neither the clock nor the machine."""
-  return {k: x for k, x in scalars.items() if not _CLOCKED.fullmatch(k)}
+  return {name: scalars[name] for name in _unclocked(tuple(scalars))}
+
+
+@functools.lru_cache
+def _unclocked(names: tuple[str, ...]) -> tuple[str, ...]:
+  return tuple(name for name in names if not _CLOCKED.fullmatch(name))
 
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
   leaves = jax.tree.leaves((batch, unclocked(scalars)))
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
-  # Of the per-device style, scalars may lie on one device or on all; a program
-  # takes those of the same devices.
-  return fingerprint([x for x in arrays if x.devices() == arrays[0].devices()])
+  try:
+    return fingerprint(arrays)
+  except ValueError:
+    # In the per-device style, some scalars may be on one device and others on
+    # all, which no program takes together.
+    devices = arrays[0].devices()
+    return fingerprint([x for x in arrays if x.devices() == devices])

@@ -95,8 +95,12 @@ def start_fetch(tree: Any) -> None:
 def _to_number(value: Any) -> int | float | None:
   """Returns a number as int or float, anything else as None."""
   if isinstance(value, jax.Array):
-    is_here = value.is_fully_addressable or value.is_fully_replicated
-    value = _fetch(value) if is_here and value.size == 1 else None
+    # These properties take as long as the fetch: none of them for a scalar.
+    is_one = not value.shape or (
+      value.size == 1
+      and (value.is_fully_addressable or value.is_fully_replicated)
+    )
+    value = _fetch(value) if is_one else None
   elif hasattr(value, '__array__'):
     value = np.asarray(value)
   if isinstance(value, np.ndarray):

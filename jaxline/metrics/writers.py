@@ -73,11 +73,13 @@ class MetricWriter:
         writer. Without any, everything is discarded.
     """
     self._backends: list[base.Backend] = []
+    self._kinds: set[str] = set()
     for backend in backends:
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
-    # The records since the last mark. The executor has a call for each.
+    # The records since the last mark. While there are any, the executor has a
+    # call that writes them all.
     self._items: collections.deque[_Item] = collections.deque()
     self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
@@ -88,10 +90,11 @@ class MetricWriter:
     if not isinstance(backend, base.Backend):
       backend = base.Adapter(backend)
     self._backends.append(backend)
+    self._kinds.update(backend.kinds)
 
   def takes(self, kind: str) -> bool:
     """Returns whether a backend takes records of a kind."""
-    return any(kind in backend.kinds for backend in self._backends)
+    return kind in self._kinds
 
   def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
     """Writes named numbers, as `to_scalars` accepts them."""
@@ -140,24 +143,25 @@ class MetricWriter:
       return
     item = kind, global_step, time.time(), values, finish
     if self.executor.is_current:
-      self._write(collections.deque([item]))
+      self._write([item])
       return
-    self.executor.wait_for_room()
+    if len(self._items) >= async_lib.MAX_QUEUED:
+      self.executor.wait()
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
       self._items.append(item)
-      self.executor.put(functools.partial(self._write, self._items))
+      if len(self._items) == 1:
+        write = functools.partial(self._write_queued, self._items)
+        self.executor.put(write)
 
-  def _write(self, queued: collections.deque[_Item]) -> None:
-    """Converts all records that are queued now, and writes them.
+  def _write_queued(self, queued: collections.deque[_Item]) -> None:
+    while queued:
+      self._write([queued.popleft() for _ in range(len(queued))])
 
-    The calls for the others then find nothing left. Errors are kept.
-    """
-    items = [queued.popleft() for _ in range(len(queued))]
-    if not items:
-      return
+  def _write(self, items: list[_Item]) -> None:
+    """Converts records and writes them; keeps the first error."""
     records: list[base.Record] = []
     values_lib.start_fetch([item[3] for item in items])
 
