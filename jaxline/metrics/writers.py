@@ -139,7 +139,7 @@ class MetricWriter:
       return
     item = kind, global_step, time.time(), values, finish
     if self.executor.is_current:
-      self._write([item])
+      self._write(collections.deque([item]))
       return
     if len(self._items) >= async_lib.MAX_QUEUED:
       self.executor.wait()
@@ -149,15 +149,13 @@ class MetricWriter:
       self.executor.raise_error()
       self._items.append(item)
       if len(self._items) == 1:
-        write = functools.partial(self._write_queued, self._items)
-        self.executor.put(write)
+        self.executor.put(functools.partial(self._write, self._items))
 
-  def _write_queued(self, queued: collections.deque[_Item]) -> None:
-    while queued:
-      self._write([queued.popleft() for _ in range(len(queued))])
-
-  def _write(self, items: list[_Item]) -> None:
-    """Converts records and writes them; keeps the first error."""
+  def _write(self, queued: collections.deque[_Item]) -> None:
+    """Converts and writes all queued records; keeps the first error."""
+    items: list[_Item] = []
+    while queued:  # Until it is empty, so that the next `put` makes a call.
+      items.append(queued.popleft())
     records: list[base.Record] = []
     values_lib.start_fetch([item[3] for item in items])
 
