@@ -37,7 +37,7 @@ def _log_all(name: str, errors: list[BaseException]) -> None:
 
 _PAUSE_SECS = 0.002
 # How many calls may wait before the caller waits as well.
-_MAX_QUEUED = 1000
+MAX_QUEUED = 1000
 _executors: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
 
 
@@ -83,7 +83,7 @@ class SerialExecutor:
 
   def wait_for_room(self) -> None:
     """Waits for the calls so far, if there are too many of them."""
-    if self._calls.qsize() >= _MAX_QUEUED and not self.is_current:
+    if self._calls.qsize() >= MAX_QUEUED and not self.is_current:
       self.wait()
 
   def put(self, call: Callable[[], Any]) -> None:

@@ -119,25 +119,7 @@ def test_make_async_does_not_run_what_waits_behind_an_error():
     fail(3)
 
 
-def test_each_decorated_function_has_its_own_errors():
-  decorate = async_lib.make_async()
-  fail, succeed = decorate(lambda: 1 // 0), decorate(lambda: 1)
-  assert isinstance(fail().exception(TIMEOUT), ZeroDivisionError)
-  assert succeed().result(TIMEOUT) == 1
-  with pytest.raises(ZeroDivisionError):  # Else it is logged at the end.
-    fail()
-
-
 # --- SerialExecutor ----------------------------------------------------------
-
-
-def test_wait_waits_for_all_calls():
-  executor, done = async_lib.SerialExecutor(), []
-  executor.wait()
-  for i in range(10):
-    executor.submit(done.append, i)
-  executor.wait()
-  assert done == list(range(10))
 
 
 @pytest.mark.parametrize('error', [ValueError, SystemExit])
@@ -373,13 +355,6 @@ def test_py_prefetch_ends_early(how, buffer_size):
       prefetched.throw(ZeroDivisionError())
   assert not _threads('early')
   assert endless.closed.is_set()
-
-
-def test_py_prefetch_closed_before_the_first_element_never_starts():
-  started = []
-  prefetched = async_lib.py_prefetch(lambda: started.append(1) or ())
-  prefetched.close()
-  assert not started
 
 
 def test_py_prefetch_leaves_behind_an_iterable_that_blocks(monkeypatch):

@@ -69,10 +69,8 @@ TEN = range(1, 11)
     ('steps', 5, [0], [0]),
   ],
 )
-@pytest.mark.parametrize('run_async', [True, False])
-def test_interval(interval_type, interval, steps, expected, run_async):
-  due = _due_steps(interval_type, interval, steps, run_async=run_async)
-  assert due == expected
+def test_interval(interval_type, interval, steps, expected):
+  assert _due_steps(interval_type, interval, steps) == expected
 
 
 @pytest.mark.parametrize('interval_type', ['steps', 'secs', None])
@@ -220,28 +218,6 @@ def test_each_array_is_fetched_once_on_the_background_thread(fetches):
   assert threading.current_thread() not in {thread for thread, _ in fetches}
 
 
-# --- log_all_data ------------------------------------------------------------
-
-
-@pytest.mark.parametrize('run_async', [True, False])
-def test_log_all_data_hands_on_each_step(run_async):
-  recorder = _Recorder()
-  action = periodic.PeriodicAction(
-    recorder, 'steps', 3, log_all_data=True, run_async=run_async
-  )
-  for step in range(1, 7):
-    action(float(step), step, {'x': jnp.int32(10 * step)})
-  action.wait_to_finish()
-  assert recorder.steps == [1, 2, 3, 4, 5, 6]
-  assert [scalars['x'] for _, scalars in recorder.calls] == [
-    10, 20, 30, 40, 50, 60,
-  ]  # fmt: skip
-  # The rate is one of the whole interval, and stands at its end.
-  assert [s for s, scalars in recorder.calls if 'steps_per_sec' in scalars] == [
-    3, 6,
-  ]  # fmt: skip
-
-
 # --- flushes -----------------------------------------------------------------
 
 
@@ -265,32 +241,11 @@ def test_flush_async_waits_for_what_came_before_and_for_nothing_later():
   assert recorder.calls[3:] == [(10, {'steps_per_sec': 1.0})]
 
 
-def test_flush_async_raises_the_error_that_lost_a_record_and_no_later_one():
-  def fail(step, scalars):
-    if step == 3:
-      raise ValueError('disk full')
-
-  action = periodic.PeriodicAction(fail, 'steps', 10, log_all_data=True)
-  action(1.0, 1, {})
-  wait_for_1 = action.flush_async()
-  assert wait_for_1() == {}
-  action(3.0, 3, {})
-  wait_for_3 = action.flush_async()
-  for _ in range(2):
-    with pytest.raises(ValueError, match='disk full') as info:
-      wait_for_3()
-    frames = traceback.extract_tb(info.value.__traceback__)
-    assert frames[-1].name == 'fail'
-  wait_for_1()
-  with pytest.raises(ValueError, match='disk full'):
-    action.flush_async()
-
-
 # --- asynchronous ------------------------------------------------------------
 
 
 class _Slow(_Recorder):
-  """A function that waits for leave at each call."""
+  """A function that waits at each call until it may go."""
 
   def __init__(self):
     super().__init__()
@@ -303,37 +258,25 @@ class _Slow(_Recorder):
     super().__call__(step, scalars)
 
 
-def test_a_dict_changed_while_it_waits_is_not_changed_for_the_function():
-  slow = _Slow()
-  action = periodic.PeriodicAction(slow, 'steps', 1)
-  scalars = {}
-  for step in range(1, 4):
-    scalars['x'] = step
-    action(float(step), step, scalars)
-  slow.may_go.set()
-  action.wait_to_finish()
-  assert [scalars['x'] for _, scalars in slow.calls] == [1, 2, 3]
-
-
-@pytest.mark.parametrize('is_due', [True, False])
-def test_an_asynchronous_error_comes_at_the_next_call(is_due):
-  failed = threading.Event()
-
+def test_an_error_is_raised_by_every_later_use_and_by_no_earlier_flush():
   def fail(step, scalars):
-    failed.set()
-    raise ValueError('disk full')
+    if step == 3:
+      raise ValueError('disk full')
 
-  action = periodic.PeriodicAction(fail, 'steps', 10)
-  action(10.0, 10, {})
-  assert failed.wait(TIMEOUT)
-  with pytest.raises(ValueError, match='disk full'):
-    action.wait_to_finish()
-  step = 20 if is_due else 11
-  for use in (lambda: action(11.0, step, {}), action.wait_to_finish):
+  action = periodic.PeriodicAction(fail, 'steps', 10, log_all_data=True)
+  action(1.0, 1, {})
+  wait_for_1 = action.flush_async()
+  action(3.0, 3, {})
+  wait_for_3 = action.flush_async()
+  for use in (
+    *(wait_for_3, wait_for_3, action.flush_async, action.wait_to_finish),
+    *(lambda: action(11.0, 11, {}), lambda: action(20.0, 20, {})),
+  ):
     with pytest.raises(ValueError, match='disk full') as info:
       use()
     frames = traceback.extract_tb(info.value.__traceback__)
     assert frames[-1].name == 'fail'
+  assert wait_for_1() == {}
 
 
 def test_what_a_later_step_was_given_is_handed_on_as_nothing():
@@ -351,16 +294,17 @@ def test_what_a_later_step_was_given_is_handed_on_as_nothing():
 def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
   monkeypatch,
 ):
-  monkeypatch.setattr(async_lib, '_MAX_QUEUED', 5)
+  monkeypatch.setattr(async_lib, 'MAX_QUEUED', 5)
   slow = _Slow()
   action = periodic.PeriodicAction(slow, 'steps', 4, log_all_data=True)
   action(1.0, 1, {})
   assert slow.started.acquire(timeout=TIMEOUT)
-  called = []
+  called, scalars = [], {}
 
   def call():
     for step in range(2, 9):
-      action(float(step), step, {})
+      scalars['x'] = step  # What waits keeps its own value.
+      action(float(step), step, scalars)
       called.append(step)
 
   thread = threading.Thread(target=call)
@@ -371,6 +315,7 @@ def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
   thread.join(TIMEOUT)
   action.wait_to_finish()
   assert slow.steps == list(range(1, 9))
+  assert [scalars['x'] for _, scalars in slow.calls[1:]] == [*range(2, 9)]
 
 
 @pytest.mark.parametrize('takes_all', [False, True])

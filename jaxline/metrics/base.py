@@ -1,4 +1,4 @@
-"""What a writer of metrics hands over to its backends."""
+"""The interface between a metric writer and its backends."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -62,13 +62,11 @@ class Adapter(Backend):
 
   def __init__(self, writer: Writer):
     self._writer = writer
-    methods = {kind: getattr(writer, f'write_{kind}', None) for kind in KINDS}
-    self._methods = {kind: x for kind, x in methods.items() if x is not None}
-    self.kinds = tuple(self._methods)
+    self.kinds = [kind for kind in KINDS if hasattr(writer, f'write_{kind}')]
 
   def write(self, records: list[Record]) -> None:
-    for record in records:
-      self._methods[record.kind](record.step, dict(record.values))
+    for kind, step, _, values in records:
+      getattr(self._writer, f'write_{kind}')(step, dict(values))
 
   def flush(self) -> dict[str, int]:
     getattr(self._writer, 'flush', dict)()

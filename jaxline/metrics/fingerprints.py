@@ -93,12 +93,13 @@ def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
   leaves = jax.tree.leaves((batch, unclocked(scalars)))
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
-  # Of the per-device style, scalars may lie on one device or on all; a program
-  # takes those of the same devices.
-  sets = [x.sharding.device_set for x in arrays]
-  return fingerprint(
-    [x for x, s in zip(arrays, sets, strict=True) if s == sets[0]]
-  )
+  try:
+    return fingerprint(arrays)
+  except ValueError:
+    # In the per-device style, some scalars may be on one device and others on
+    # all, which no program takes together.
+    devices = arrays[0].devices()
+    return fingerprint([x for x in arrays if x.devices() == devices])
 
 
 class Hook(periodic.Action):

@@ -13,11 +13,10 @@ from jaxline.metrics import files
 class JsonlWriter(files.FileBackend):
   """Appends one JSON object per record to a file; flat, ready for pandas.
 
-  `{"step": 10, "time": 1700000000.5, "kind": "scalars", "loss": 2.5,
-  "kl/total": 0.1}`
+  `{"step": 10, "time": 1700000000.5, "kind": "scalars", "loss": 2.5}`
 
-  - `kind` is scalars, texts or images. A scalar that has one of the
-    first three names is written as `scalars/step` and so on.
+  - `kind` is scalars, texts or images. A scalar with one of the first three
+    names is written as `scalars/step` and so on.
   - Ints are exact, floats round-trip. JSON has no NaN: the strings "NaN",
     "Infinity" and "-Infinity" stand for them, which Python's `float` and
     pandas' `astype(float)` read.

@@ -60,34 +60,28 @@ class PeriodicAction(Action):
     Args:
       fn: called as `fn(step, scalars)` with a new dict of the step's scalars,
         on the host. Those of a due step have `steps_per_sec`, the mean rate
-        since the last due step. Where the clock did not advance, that is the
-        rate before (0 at first), so that no curve has an infinity or a NaN.
-      interval_type: 'steps' (due where step is a multiple of the interval) or
-        'secs' (due where the interval has passed since it was last due); None
-        means 'secs'.
-      interval: steps or seconds; 0 is always due, None or a negative number
-        never.
+        since the last due step; the rate before if the clock did not advance.
+      interval_type: 'steps' (due at multiples of the interval) or 'secs' (due
+        when the interval has passed since it was last due); None is 'secs'.
+      interval: steps or seconds; 0 is always, None or a negative number never.
       start_time: when the first interval begins, in seconds.
       start_step: the step at that time.
       run_async: whether it runs on a thread: its own, or that of `share`.
-      log_all_data: whether to call the function after every step, if any can be
-        due.
+      log_all_data: call the function after every step, if any can be due.
       logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
         any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
       end_step_to_action: a step that is also due; the last one.
 
     Raises:
-      ValueError: for an unknown interval_type, for growth ratios that are not
-        positive or come without 'steps'.
+      ValueError: the interval_type is unknown or does not allow the ratios.
     """
     ratios = tuple(logging_growth_ratios or ())
     if interval_type not in ('secs', 'steps', None) or (
       ratios and (interval_type != 'steps' or min(ratios) <= 0)
     ):
       raise ValueError(
-        f'Got interval_type={interval_type!r} with logging_growth_ratios='
-        f"{ratios}; expected 'steps' and positive ratios, or 'secs' or None,"
-        " which means 'secs', and no ratios."
+        f'Got interval_type={interval_type!r}, logging_growth_ratios={ratios};'
+        " expected 'steps' with positive ratios or none, or 'secs' without."
       )
     self._fn = fn
     self._by_steps = interval_type == 'steps'
@@ -120,9 +114,8 @@ class PeriodicAction(Action):
 
     Args:
       t: the time in seconds.
-      step: the step that `scalar_outputs` are of.
-      scalar_outputs: the step's scalars, on the devices or the host. They are
-        not changed, and may be changed by the caller afterwards.
+      step: the number of steps done.
+      scalar_outputs: the step's scalars, on the devices or the host; copied.
     """
     if self._executor is not None:
       self._executor.raise_error()
@@ -166,8 +159,8 @@ class PeriodicAction(Action):
     """Queues a mark behind the records so far.
 
     Returns:
-      A function that waits until the function has had every record so far, and
-      raises the error because of which it has not. Any thread may call it.
+      A function for any thread. It waits until `fn` was called for all of them,
+      and raises its error.
     """
     if self._executor is None:
       return dict
@@ -193,7 +186,6 @@ class Every(PeriodicAction):
   """Calls a function on the training thread, with scalars on the devices."""
 
   def __init__(self, fn: Any, interval_type: Any, interval: Any, **kwargs: Any):
-    """Sets when the function is due, as `PeriodicAction` does."""
     super().__init__(fn, interval_type, interval, run_async=False, **kwargs)
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
@@ -202,7 +194,7 @@ class Every(PeriodicAction):
 
 @functools.lru_cache
 def _growth_steps(num_digits: int, ratios: tuple[float, ...]) -> frozenset[int]:
-  """Returns the growth steps that have up to so many digits, and more."""
+  """Returns all growth steps of up to `num_digits` digits, and some longer."""
   # A ratio may be as small as 1e-9.
   powers = [10**k for k in range(num_digits + 10)]
   steps = {round(ratio * power) for ratio in (1, *ratios) for power in powers}

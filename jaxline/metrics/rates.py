@@ -27,16 +27,14 @@ class Rates:
   """Adds the rates of an experiment in training to its scalars.
 
   - `tokens_per_sec` and `examples_per_sec`, of what the step counts;
-  - `tflops_per_sec`: 10^12 FLOPs of the model a second, for each device, where
-    the experiment is sharded: three times those of the products of the forward
-    pass, as `--jaxline_mode=compile` reports them;
-  - `mfu`: that as a part of the bfloat16 peak of the device, where it is known;
-  - `device_memory_gib`: in use now, on the local device that has most in use,
-    where the backend tells.
+  - `tflops_per_sec`, if the experiment is sharded: 10^12 FLOPs of the model a
+    second and device, three times those of the products of the forward pass;
+  - `mfu`: the same as a fraction of the device's bfloat16 peak, if known;
+  - `device_memory_gib`: the most in use on a local device now, if known.
   """
 
   def __init__(self, experiment: Any):
-    """Counts nothing yet of the experiment in training."""
+    """Adds the rates of an experiment in training."""
     self._experiment = experiment
     self._batch: Any = None
     self._flops = 0.0
@@ -82,8 +80,7 @@ class Rates:
 def model_flops(experiment: Any, batch: Any) -> float:
   """Returns the FLOPs that the model needs for a training step, in all.
 
-  They are counted in the step that JAX has traced already, which takes
-  milliseconds.
+  Counting them in the step that JAX has traced takes milliseconds.
 
   Args:
     experiment: a `ShardedExperiment`.
@@ -95,10 +92,7 @@ def model_flops(experiment: Any, batch: Any) -> float:
 
 
 def bytes_in_use(devices: Sequence[Any]) -> int | None:
-  """Returns the most memory in use on one of some devices of this process.
-
-  Or None, where the backend does not tell.
-  """
+  """Returns the most bytes in use on one of the devices; None if unknown."""
   try:
     stats = [device.memory_stats() or {} for device in devices]
   except (NotImplementedError, jax.errors.JaxRuntimeError):

@@ -75,19 +75,22 @@ def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fetch(value: Any) -> Any:
-  # jax.device_get would take ten times as long, with Python's lock, which the
-  # thread that trains needs.
   if isinstance(value, jax.Array):
-    try:
-      return np.asarray(value)
-    except TypeError:  # A typed random key.
-      return value
-    except RuntimeError:
-      if not value.is_deleted():
-        raise
-      return None
+    return _fetch_array(value)
   is_leaf = jax.tree_util.all_leaves([value])
   return value if is_leaf else jax.tree.map(_fetch, value)
+
+
+def _fetch_array(array: jax.Array) -> Any:
+  # jax.device_get would hold the GIL ten times as long.
+  try:
+    return np.asarray(array)
+  except TypeError:  # A typed random key.
+    return array
+  except RuntimeError:
+    if not array.is_deleted():
+      raise
+    return None
 
 
 def start_fetch(tree: Any) -> None:
@@ -101,8 +104,12 @@ def start_fetch(tree: Any) -> None:
 def _to_number(value: Any) -> int | float | None:
   """Returns a number as int or float, anything else as None."""
   if isinstance(value, jax.Array):
-    is_here = value.is_fully_addressable or value.is_fully_replicated
-    value = _fetch(value) if is_here and value.size == 1 else None
+    # These properties take as long as the fetch: none of them for a scalar.
+    is_one = not value.shape or (
+      value.size == 1
+      and (value.is_fully_addressable or value.is_fully_replicated)
+    )
+    value = _fetch_array(value) if is_one else None
   elif hasattr(value, '__array__'):
     value = np.asarray(value)
   if isinstance(value, np.ndarray):

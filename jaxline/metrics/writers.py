@@ -31,8 +31,6 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 # The most bytes of images that may wait: copies, on the devices.
 _MAX_BYTES = 1 << 30
-# How many records may wait before a write waits as well.
-_MAX_QUEUED = 1000
 # The arguments of `put`, and the time.
 _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
 
@@ -48,19 +46,16 @@ to_scalars = values_lib.to_scalars
 class MetricWriter:
   """Writes to backends on one background thread, behind a bounded queue.
 
-  `global_step` is an int, a numpy integer or an array whose elements are all
-  the step (one copy per device). Scalars on a device are fetched on the thread:
-  hand over a metric of the step, not a part of its state, which is donated to
-  the next step. Images are copied at once, on their device.
+  `global_step` is an int or an array whose elements are all the step (one copy
+  per device). Scalars on a device are fetched on the thread: pass metrics of a
+  step, not parts of its state, which is donated to the next step. Images are
+  copied at once, on their device.
 
-  - If the queue is full, a write waits until it is empty. Images that wait
-    have at most 1 GiB together.
-  - The first error on the thread is raised, with its traceback, by every later
-    write and flush and by the close. An error of one backend does not keep what
-    was queued from the others.
-  - Any thread may call `flush`. What is queued at the end of the program is
-    written. A write after the close raises RuntimeError.
-  - A function on the thread (a periodic action's) writes at once.
+  - A write waits while the queue is full or has 1 GiB of images.
+  - The first error on the thread is raised by every later write and flush and
+    by the close. The other backends still get what was queued.
+  - Any thread may write and flush; the writer's own thread writes at once.
+    What is queued at the end of the program is written.
 
   Attributes:
     executor: the thread, which periodic actions share.
@@ -81,8 +76,8 @@ class MetricWriter:
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
-    # The records since the last mark. If there are any, the executor has a call
-    # that writes all of them.
+    # The records since the last mark. While there are any, the executor has a
+    # call that writes them all.
     self._items: collections.deque[_Item] = collections.deque()
     self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
@@ -139,8 +134,7 @@ class MetricWriter:
       kind: one of `base.KINDS`, or another that a backend knows.
       global_step: the step they belong to.
       values: by name.
-      finish: called on the thread with the converted values; returns those to
-        write.
+      finish: maps the converted values to those to write; runs on the thread.
     """
     if not self.takes(kind):
       return
@@ -148,7 +142,7 @@ class MetricWriter:
     if self.executor.is_current:
       self._write(collections.deque([item]))
       return
-    if len(self._items) >= _MAX_QUEUED:
+    if len(self._items) >= async_lib.MAX_QUEUED:
       self.executor.wait()
     with self._lock:
       if self._is_closed:
@@ -159,11 +153,10 @@ class MetricWriter:
         self.executor.put(functools.partial(self._write, self._items))
 
   def _write(self, queued: collections.deque[_Item]) -> None:
-    """Converts and writes records until none is queued. Errors are kept."""
-    while queued:
-      self._write_all([queued.popleft() for _ in range(len(queued))])
-
-  def _write_all(self, items: list[_Item]) -> None:
+    """Converts and writes all queued records; keeps the first error."""
+    items: list[_Item] = []
+    while queued:  # Until it is empty, so that the next `put` makes a call.
+      items.append(queued.popleft())
     records: list[base.Record] = []
     values_lib.start_fetch([item[3] for item in items])
 
@@ -200,8 +193,8 @@ class MetricWriter:
 
     Args:
       step: the restored step; -1 if the run is new.
-      lengths: of the log files, as the flush of the restored checkpoint
-        returned them. Other log files become empty.
+      lengths: what `flush` returned at the restored checkpoint. Other log files
+        become empty.
     """
     resumes = [x.resume for x in self._backends]
     self._behind(*(functools.partial(f, step, lengths) for f in resumes))()
@@ -219,8 +212,7 @@ class MetricWriter:
 
     Returns:
       A function that waits for the flush and returns the lengths of the log
-      files without the records that were written after this call. It raises no
-      error of such a record.
+      files at this call. It raises no error of a later record.
     """
     return self._behind(
       lambda: {k: v for x in self._backends for k, v in x.flush().items()}
@@ -259,7 +251,7 @@ class RunWriter(MetricWriter):
   """
 
   def __init__(self, config: Any, mode: str):
-    """Opens the files; a host that is not the first gets a directory of it."""
+    """Opens the files; each host but the first has a directory of its own."""
     host = jax.process_index()
     folder = f'{mode}/host_{host}' if host else mode
     directory = spool.fetch(config.checkpoint_dir, folder)
@@ -281,7 +273,6 @@ def _snapshot(value: Any) -> Any:
   return value
 
 
-# By name, from the config, the mode and the directory to a writer.
 _factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {
   'tensorboard': lambda config, mode, directory: TensorBoardWriter(directory),
   'jsonl': lambda config, mode, directory: JsonlWriter(
@@ -291,19 +282,15 @@ _factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {
 
 
 def register(name: str) -> Callable[[F], F]:
-  """Lets `config.writers` name a writer; a decorator of its factory or class.
+  """Lets `config.writers` name a writer; decorates its factory or class.
 
     @writers.register('mine')
     def make_mine(config, mode, directory):
       return Mine(directory / 'mine.txt')
 
-  Args:
-    name: the name. The latest factory of a name counts.
-
-  Returns:
-    A decorator. The factory gets the config, the log ('train' or 'eval') and
-    its directory; the writer needs no method but `write_scalars`, and is called
-    on the background thread only.
+  `mode` is 'train' or 'eval'. The writer needs no method but `write_scalars`,
+  and is called on the background thread only. A later factory replaces one of
+  the same name.
   """
 
   def add(factory: F) -> F:
