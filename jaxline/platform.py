@@ -31,6 +31,7 @@ from jaxline import errors
 from jaxline import exits
 from jaxline import goodput
 from jaxline import train
+from jaxline import watchdog
 from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
@@ -45,7 +46,6 @@ from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
-from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
 Factory = Callable[[config_dict.ConfigDict, str], Any]

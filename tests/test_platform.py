@@ -27,13 +27,13 @@ from jaxline import errors
 from jaxline import exits
 from jaxline import platform
 from jaxline import utils
+from jaxline import watchdog
 from jaxline.aot import ahead
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import store
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
-from jaxline.supervision import watchdog
 from tests.experiments import regression
 from tests.programs import toy
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-from jaxline.supervision import watchdog
+from jaxline import watchdog
 
 # EX_TEMPFAIL of sysexits.h: all is saved, and the run can be started again.
 EXIT_CODE = 75
