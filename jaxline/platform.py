@@ -143,14 +143,14 @@ def start(
   writer_factory: Callable[..., Any] = create_writer,
   origin: console_lib.Origin | None = None,
 ) -> Any:
-  """Runs a mode after the processes have connected; see `main`.
+  """Runs a mode after the processes have connected.
 
   Args:
-    experiment_class: a class, a partial of one, or None.
+    experiment_class: as for `main`, like both factories.
     config: the run's, validated.
     name: the mode's.
-    checkpointer_factory: makes the checkpointers.
-    writer_factory: makes the writers.
+    checkpointer_factory: see `main`.
+    writer_factory: see `main`.
     origin: how the run was started; None is a call from Python.
 
   Returns:
@@ -399,8 +399,13 @@ def main(
   """
 
   def parse(argv: list[str]) -> list[str]:
-    with exits.ending():
-      return _parse(flags.FLAGS, argv)
+    try:
+      with exits.ending():
+        return _parse(flags.FLAGS, argv)
+    except SystemExit as e:
+      if e.code == 1:  # absl's --help.
+        e.code = 0
+      raise
 
   def run(unused_argv: Sequence[str]) -> None:
     name = flags.FLAGS.jaxline_mode
