@@ -424,11 +424,10 @@ def main(
 
 
 def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
-  """Returns the config that a command line names, validated and locked.
+  """Returns the validated, locked config of --config or --jaxline_run.
 
   Args:
-    argv: `--config=FILE` or `--jaxline_run=DIR`, and overrides,
-      `--config.key=value`; nothing else.
+    argv: that flag, and overrides, `--config.key=value`; nothing else.
 
   Raises:
     UsageError: the command line or the config is wrong.
@@ -444,11 +443,7 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
 
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-  """Parses flags; returns the program's name.
-
-  Raises:
-    UsageError: what is wrong, in a line.
-  """
+  """Parses flags; returns the program's name, or raises UsageError."""
   try:
     name, *others = values(argv)
   except (flags.Error, AttributeError, KeyError) as e:
