@@ -34,7 +34,6 @@ import jaxline
 from jaxline import base_config
 from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
-from jaxline.metrics import lines
 from jaxline.metrics import live as live_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
@@ -712,14 +711,6 @@ def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   assert 'step 4 of 4, resumed' in second
   assert 'Compiling' not in second
   assert '\nTrained to step 4 of 4 (100%) in ' in second
-
-
-@pytest.mark.parametrize(
-  ('seconds', 'text'),
-  [(0.4, '0:00'), (187.2, '3:07'), (7387, '2:03:07'), (216000, '2.5 days')],
-)
-def test_durations(seconds, text):
-  assert lines.duration(seconds) == text
 
 
 # --- Whole runs. ---

@@ -196,9 +196,9 @@ class Console:
       block.append(f'Reason: {self.stopped}')
     if self._best:
       block.append(f'Best {self._best}.')
-    texts = self._describe() if self._num_new else self._texts
-    if texts and texts[0].startswith('loss '):
-      loss = texts[0].split()[1]
+    if self._num_new:
+      self._texts = self._describe()
+    for loss in [x.split()[1] for x in self._texts[:1] if x[:5] == 'loss ']:
       block.append(
         f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
       )
