@@ -28,6 +28,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
@@ -201,8 +202,8 @@ def _load(
   full.restrict(reads_only=True)
   with contextlib.closing(full):
     decode.check_checkpoint(config, full, series, step)
-    rng = adapters.init_rng(experiment_class, config)
-    experiment = adapters.construct(experiment_class, mode, rng, config)
+    rng = experiments.declared(experiment_class).eval_init_rng(config)
+    experiment = experiments.construct(experiment_class, mode, rng, config)
     state = base.new_state(full, experiment, series=series)
     full.restore(series, step=step)
     return experiment, int(state.global_step), config

@@ -349,7 +349,7 @@ def recorded_config(
   """Returns the config of a run from its directory, which may have moved.
 
   Lists become tuples. The class that it names is not checked:
-  `adapters.resolve_experiment_class` does that.
+  `experiments.resolve_experiment_class` does that.
 
   Raises:
     errors.UsageError: the directory is not that of a run.

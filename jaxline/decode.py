@@ -22,7 +22,7 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
 from jaxline.checkpoint import spool
-from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.compat import prng
 
 
@@ -153,10 +153,10 @@ def decode(
   records, size = _source(options) if is_chief else (iter(()), 1)
   rng = prng.stream(jax.random.PRNGKey(config.random_seed), 'decoding')
   with debug.log_activity('experiment init'):
-    experiment: experiment_lib.AbstractExperiment = adapters.construct(
+    experiment: experiment_lib.AbstractExperiment = experiments.construct(
       experiment_class,
       'decode',
-      adapters.init_rng(experiment_class, config),
+      experiments.declared(experiment_class).eval_init_rng(config),
       config,
     )
   state = base.new_state(checkpointer, experiment, series=series)

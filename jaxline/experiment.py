@@ -10,15 +10,14 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
-import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
 from jaxline import errors
-from jaxline.checkpoint import structure
 from jaxline.compat import devices
 from jaxline.compat import lazy
 from jaxline.compat import prng
+from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 
@@ -56,12 +55,19 @@ class AbstractExperiment(abc.ABC):
     CONFIG_CLASS: the dataclass that `base_config.read` makes of
       `experiment_kwargs.config`, or None. A checkpoint from before a field was
       added counts as made with the field's default.
-    IS_SHARDED: whether this is a `sharded.ShardedExperiment`.
-    SKIPS_NONFINITE: whether the step supports `config.on_nonfinite = 'skip'`.
+    EVALUATION_IS_PURE: whether `evaluate` and `on_new_best_model` leave the
+      values above as they are. Then a checkpoint of `best` names the data of
+      `latest` instead of copying it, and one of them is kept by default.
+    on_nonfinite: what the loop does after a step that is not finite if
+      `config.on_nonfinite` is None.
+    run_config: the config of the run, if the experiment reads its keys of
+      sharded steps; else None.
     num_evaluated: the number of earlier steps that were evaluated, in this
       process or before the run was resumed; set before each `evaluate`.
     data_summary: what the data is, in a line for the terminal.
     last_batch: the batch of the last step on the devices; None if unknown.
+    traced_batch: the shapes of the batch for which one program of the step was
+      compiled last; None if the step is no such program.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
@@ -70,11 +76,14 @@ class AbstractExperiment(abc.ABC):
   CHANGEABLE_ON_RESUME: tuple[str, ...] = ()
   NEVER_BY_RULES: tuple[str, ...] = ()
   CONFIG_CLASS: type | None = None
-  IS_SHARDED: bool = False
-  SKIPS_NONFINITE: bool = False
+  EVALUATION_IS_PURE: bool = False
+  # JAXline continues after a NaN, and its experiments may log one on purpose.
+  on_nonfinite: str = 'warn'
+  run_config: Any = None
   num_evaluated: int = 0
   data_summary: str = ''
   last_batch: Any = None
+  traced_batch: Any = None
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):
@@ -84,6 +93,14 @@ class AbstractExperiment(abc.ABC):
       mode: 'train', 'decode', or the mode of evaluation, such as 'eval'.
       init_rng: the key to initialise weights from.
     """
+
+  @classmethod
+  def eval_init_rng(cls, config: config_dict.ConfigDict) -> jax.Array:
+    """Returns the key that an experiment outside of training initialises from.
+
+    As in JAXline, it is not the one of training, which is split from it.
+    """
+    return jax.random.PRNGKey(config.random_seed)
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
     """Places the key of the training steps on the devices.
@@ -95,6 +112,20 @@ class AbstractExperiment(abc.ABC):
       A copy for each local device, [local devices, ...].
     """
     return devices.bcast_local_devices(rng)
+
+  def overrides(self, method: str) -> bool:
+    """Returns whether this has its own method instead of the default."""
+    found = getattr(getattr(self, method), '__func__', None)
+    return found is not getattr(AbstractExperiment, method)
+
+  def summary(self) -> dict[str, str]:
+    """Returns name -> text of lines that the terminal shows at the start."""
+    names = self.CHECKPOINT_ATTRS.items()
+    found = [k for k, name in names if 'param' in f'{k} {name}']
+    leaves = jax.tree.leaves([getattr(self, k, None) for k in found])
+    # Without the axis of devices.
+    weights = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
+    return {'Parameters': lines.weights(weights), 'Data': self.data_summary}
 
   def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
     """Returns the function that makes the arguments of each step.
@@ -287,13 +318,20 @@ class AbstractExperiment(abc.ABC):
     return {}
 
   def wants_restored(self, name: str) -> bool:
-    """Returns whether a restore reads an array.
+    """Returns whether a restore reads an entry or an array.
+
+    By default it reads the entries of the attributes; of a class with its own
+    `snapshot_state`, all.
 
     Args:
-      name: of an entry or an array in it, such as 'state/params/w'. For one
-        that is not read, the snapshot has a jax.ShapeDtypeStruct or no value.
+      name: of an entry or an array in it, such as 'state/params/w'. An array
+        that is not read arrives as a jax.ShapeDtypeStruct. An entry is absent
+        if neither it nor an array in it is read.
     """
-    return True
+    names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
+    return self.overrides('snapshot_state') or any(
+      f'{name}/'.startswith(f'{entry}/') for entry in names.values()
+    )
 
   def make_room(self) -> None:  # noqa: B027
     """Frees the state that a restore will replace; the shapes fit."""
@@ -339,7 +377,7 @@ class AbstractExperiment(abc.ABC):
     Args:
       trained: the experiment in training, of the same class.
     """
-    if self.snapshot_state.__module__ != __name__:
+    if self.overrides('snapshot_state'):
       # The override alone knows the state. It is copied, since the next step
       # may donate the arrays of the snapshot.
       snapshot = jax.tree.map(devices.freeze, trained.snapshot_state())
@@ -357,31 +395,6 @@ class AbstractExperiment(abc.ABC):
       best_state: the state about to be saved; entries may be added.
     """
     del best_state
-
-
-def differences(
-  a: Any, b: Any, a_says: str, b_says: str, name: str = ''
-) -> list[str]:
-  """Returns a line for each array whose shape or type differs.
-
-  Args:
-    a: tree of arrays, or of any leaves with shape and dtype.
-    b: another.
-    a_says: the text before the shape in `a`.
-    b_says: the text before the shape in `b`.
-    name: of the trees, with which the names of their leaves begin.
-  """
-  have, want = (structure.named_leaves(tree, name) for tree in (a, b))
-
-  def shape(x: Any) -> str:
-    dtype = getattr(x, 'dtype', type(x).__name__)
-    return 'nothing' if x is None else f'{dtype}{list(np.shape(x))}'
-
-  return [
-    f'{k}: {a_says} {shape(have.get(k))}, {b_says} {shape(want.get(k))}'
-    for k in sorted(have | want)
-    if shape(have.get(k)) != shape(want.get(k))
-  ]
 
 
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:

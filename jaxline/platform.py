@@ -41,6 +41,7 @@ from jaxline.checkpoint import owner
 from jaxline.checkpoint import spool
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.compat import lazy
 from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
@@ -50,7 +51,7 @@ from jaxline.supervision import preemption
 
 UsageError = errors.UsageError
 TensorBoardLogger = writers.RunWriter  # JAXline's name.
-resolve_experiment_class = adapters.resolve_experiment_class
+resolve_experiment_class = experiments.resolve_experiment_class
 
 lazy.complete(__name__)
 

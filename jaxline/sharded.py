@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
+import time
 from typing import Any
 
 from absl import logging
@@ -39,6 +40,7 @@ from jaxline.compat import prng
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
 from jaxline.inputs import iterable
+from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
@@ -77,15 +79,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
   config holds the mesh, the sharding and other settings of this class.
 
   Attributes:
-    run_config: the config of the run; None if the constructor got none.
-    on_nonfinite: what `train_step` does if its loss or gradients are not
-      finite, as `config.on_nonfinite`; `train_loop` sets it.
+    on_nonfinite: what the step does if its loss or gradients are not finite,
+      as `config.on_nonfinite`; `train_loop` sets it.
     trainable_rules: the weights that train, as for `trainable`; the others have
       neither gradients nor optimizer state. None is all. A subclass may set it.
     row_losses: None, or a method `(params, model_state, batch, rng)` that
       returns the training loss of each row, [B]. Without it, `runs explain`
       calls `loss_fn` for each row, with the weights of the others at 0.
-    traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
   PER_PROCESS_ENTRIES = ('input',)
@@ -95,12 +95,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
     'experiment_kwargs.sharding',
   )
   NEVER_BY_RULES = ('state/step', 'state/skipped')
-  SKIPS_NONFINITE = True
-  IS_SHARDED = True
-  run_config: Any = None
+  EVALUATION_IS_PURE = True
+  on_nonfinite = 'raise'
   trainable_rules: str | Sequence[str] | None = None
   row_losses: Any = None
-  traced_batch: Any = None
   _warns_of_shapes = True  # Until it has.
 
   def __init__(
@@ -127,14 +125,16 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self.mode = mode
     self.run_config = run_config
     config = base_config.get_base_config() if run_config is None else run_config
-    sharding = config.sharding if sharding is None else sharding
+    self.sharding = config.sharding if sharding is None else sharding
     self.partitioner = partitioning.Partitioner.make(
-      config.mesh if mesh is None else mesh, sharding, config.sharding_rules
+      config.mesh if mesh is None else mesh,
+      self.sharding,
+      config.sharding_rules,
     )
     logging.info(
       'Mesh: %s. Sharding %r: %s.',
       self.partitioner.shape,
-      sharding,
+      self.sharding,
       self.partitioner.rules,
     )
     if idle := self.partitioner.idle_axes():
@@ -144,7 +144,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         idle,
       )
     self.accumulation_steps: int = config.gradient_accumulation_steps
-    self.on_nonfinite: str | None = config.on_nonfinite
+    self.on_nonfinite = config.on_nonfinite or type(self).on_nonfinite
     self._recompute_interval: int | None = config.recompute_interval
     self._infeed_options = {
       'buffer_size': config.infeed_buffer_size,
@@ -160,6 +160,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._infeed: infeed.Infeed | None = None
     self._input_state: Callable[[], Any] | None = None
     self._num_read = 0
+    # What the compiled step returned last, for `train_loop`.
+    self._scalars: dict[str, Any] = {}
     self._eval_feed = evaluation.Feed(self.partitioner, **self._infeed_options)
 
   @abc.abstractmethod
@@ -318,10 +320,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     after = step_lib.checked(
       dataclasses.replace(after, model_state=model_state), state
     )
-    mode = self.on_nonfinite or 'raise'
-    if mode == 'ignore':
+    if self.on_nonfinite == 'ignore':
       return after, scalars
-    after, counts = step_lib.guard_step(mode, state, after, loss, grads)
+    after, counts = step_lib.guard_step(
+      self.on_nonfinite, state, after, loss, grads
+    )
     if taken := scalars.keys() & {nonfinite.NONFINITE, step_lib.SKIPPED_STEPS}:
       raise ValueError(
         f'The experiment returns scalars named {sorted(taken)}, which the step'
@@ -334,7 +337,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     shapes = jax.tree.map(jax.typeof, batch)
     before, self.traced_batch = self.traced_batch, shapes
     if before and self._warns_of_shapes:
-      lines = experiment.differences(shapes, before, 'now', 'before', 'batch')
+      lines = step_lib.differences(shapes, before, 'now', 'before', 'batch')
       if lines:
         self._warns_of_shapes = False
         logging.warning(
@@ -527,7 +530,29 @@ class ShardedExperiment(experiment.AbstractExperiment):
       inputs.pad_rows(batch, rows),
     )
 
+  def summary(self) -> dict[str, str]:
+    """Returns name -> text of lines that the terminal shows at the start."""
+    sizes = self.partitioner.axis_sizes.items()
+    axes = ', '.join(f'{axis} {size}' for axis, size in sizes if size > 1)
+    params = self.abstract_state().params
+    weights, trained = map(jax.tree.leaves, (params, self.trained(params)))
+    text = lines.weights(weights)
+    if len(trained) < len(weights):
+      text += f'; {sum(x.size for x in trained):,} of them train'
+    if split := [x for x in weights if not x.sharding.is_fully_replicated]:
+      text += f'; {len(split)} split over devices'
+    return {
+      'Mesh': axes and f'{axes}; sharding {self.sharding}',
+      'Parameters': text,
+      'Data': self.data_summary,
+    }
+
   # Training.
+
+  @classmethod
+  def eval_init_rng(cls, config: config_dict.ConfigDict) -> jax.Array:
+    """Returns the key that training initialises from."""
+    return prng.run_keys(config)[1]
 
   def step_inputs(
     self, config: config_dict.ConfigDict
@@ -549,8 +574,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
   ) -> None:
     """Runs steps until `should_run_step` returns False."""
     config = base_config.complete_config(config)
-    if self.on_nonfinite != config.on_nonfinite:
-      self.on_nonfinite = config.on_nonfinite
+    mode = config.on_nonfinite or type(self).on_nonfinite
+    if self.on_nonfinite != mode:
+      self.on_nonfinite = mode
       self.__dict__.pop('compiled_train_step', None)
     # A restored key is on the host; each step would put it on the devices.
     state.train_step_rng = placement.put(
@@ -558,6 +584,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
     try:
       super().train_loop(config, state, periodic_actions, writer)
+    except errors.StopTraining:
+      # An override of `step` may raise it behind the update, which counts.
+      step = state.global_step + 1
+      if int(self.state.step) == step:
+        state.global_step = step
+        for action in periodic_actions:
+          action(time.time(), step, self._scalars)
+      raise
     finally:
       # The thread would keep the experiment and its arrays alive.
       self._close_input()
@@ -579,14 +613,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
     every, step = self._recompute_interval, self.compiled_train_step
     if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.twice, step)
-    self._state, scalars = step(self.state, batch, rng)
+    self._state, self._scalars = step(self.state, batch, rng)
     # Not before: a step that fails has not had its batch.
     self._num_read, self._input_state = self.next_batch_number, None
     if (mark := self._infeed.mark) is not None:
       state_of = self._infeed.source.state_of
       self._input_state = functools.partial(state_of, mark)
-    scalars['input_wait_fraction'] = self._infeed.wait_fraction
-    return scalars
+    self._scalars['input_wait_fraction'] = self._infeed.wait_fraction
+    return dict(self._scalars)
 
   @property
   def _shard(self) -> inputs.Shard:
@@ -777,7 +811,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     saved = snapshot_state['state']
     is_training = self.mode == 'train'
-    if wrong := experiment.differences(
+    if wrong := step_lib.differences(
       saved, self.abstract_state(), 'it has', 'the model expects', 'state'
     ):
       raise errors.UsageError(

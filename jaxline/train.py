@@ -32,6 +32,7 @@ from jaxline.checkpoint import notes
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.compat import experiments
 from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import console as console_lib
@@ -352,7 +353,7 @@ def _resume_log(
     log.write_texts(0, {'config': text})
 
 
-_initialize_experiment = adapters.initialize_experiment  # Forks call it.
+_initialize_experiment = experiments.initialize_experiment  # Forks call it.
 
 
 class Training:
@@ -379,8 +380,8 @@ class Training:
       oom.explained(None, config),
     ):
       rng, init_rng = prng.run_keys(config)
-      self.experiment: experiment_lib.AbstractExperiment = adapters.construct(
-        run.experiment_class, 'train', init_rng, config
+      self.experiment: experiment_lib.AbstractExperiment = (
+        experiments.construct(run.experiment_class, 'train', init_rng, config)
       )
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
@@ -495,8 +496,6 @@ class Training:
             oom.explained(self.experiment, config),
           ):
             self.experiment.train_loop(config, state, actions, run.log)
-          if run.stop and self.experiment.IS_SHARDED:
-            self._count_last_step()
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
@@ -514,18 +513,6 @@ class Training:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
       run.checkpointer.logs = ()
-
-  def _count_last_step(self) -> None:
-    """Counts a step that raised StopTraining behind its update."""
-    after = self.experiment.snapshot_state()['state']
-    step = self.state.global_step + 1
-    if int(after.step) == step:
-      self.state.global_step = step
-      # Its scalars are lost, but it may not save weights that are not finite.
-      weights = jax.tree.leaves(after.params)
-      is_finite = all(bool(jax.numpy.isfinite(x).all()) for x in weights)
-      flag = {nonfinite.NONFINITE: np.bool_(not is_finite)}
-      self.guard(time.time(), step, flag)
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
@@ -568,10 +555,10 @@ class _Evaluation:
     """
     self._run = run
     config = run.config
-    init_rng = adapters.init_rng(run.experiment_class, config)
+    init_rng = experiments.declared(run.experiment_class).eval_init_rng(config)
     self.starts_as_run = np.array_equal(init_rng, prng.run_keys(config)[1])
     with debug.log_activity('experiment init', category='start'):
-      self.experiment = adapters.construct(
+      self.experiment = experiments.construct(
         run.experiment_class, run.eval_mode, init_rng, config
       )
     self.noted = [x for x in run.checkpointer.evaluated() if x.step <= until]

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 
 from jaxline import errors
-from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline.checkpoint import structure
@@ -137,15 +136,38 @@ def checked(after: TrainState, before: TrainState) -> TrainState:
     ValueError: an array has another shape or type.
   """
   after = strongly_typed(after)
-  if wrong := experiment.differences(
-    after, before, 'the step returns', 'it got'
-  ):
+  if wrong := differences(after, before, 'the step returns', 'it got'):
     raise ValueError(
       'The state after a step must have the shapes and types of the state'
       ' before it. loss_fn returns the model state; the optimizer makes the'
       ' rest.\n' + '\n'.join(wrong)
     )
   return after
+
+
+def differences(
+  a: Any, b: Any, a_says: str, b_says: str, name: str = ''
+) -> list[str]:
+  """Returns a line for each array whose shape or type differs.
+
+  Args:
+    a: tree of arrays, or of any leaves with shape and dtype.
+    b: another.
+    a_says: the text before the shape in `a`.
+    b_says: the text before the shape in `b`.
+    name: of the trees, with which the names of their leaves begin.
+  """
+  have, want = (structure.named_leaves(tree, name) for tree in (a, b))
+
+  def shape(x: Any) -> str:
+    dtype = getattr(x, 'dtype', type(x).__name__)
+    return 'nothing' if x is None else f'{dtype}{list(np.shape(x))}'
+
+  return [
+    f'{k}: {a_says} {shape(have.get(k))}, {b_says} {shape(want.get(k))}'
+    for k in sorted(have | want)
+    if shape(have.get(k)) != shape(want.get(k))
+  ]
 
 
 def guard_step(

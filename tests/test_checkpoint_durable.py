@@ -489,7 +489,7 @@ class Declaring(Bare):
 
   CHECKPOINT_ATTRS = {'_w': 'w'}
   PER_PROCESS_ENTRIES = ('n',)
-  IS_SHARDED = True
+  EVALUATION_IS_PURE = True
 
   def wants_restored(self, name):
     return name != 'n'

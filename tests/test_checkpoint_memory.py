@@ -142,7 +142,7 @@ def test_the_newest_are_kept(keep):
 
 
 @pytest.mark.parametrize(
-  ('is_sharded', 'values', 'kept'),
+  ('is_pure', 'values', 'kept'),
   [
     (False, {}, 3),
     (False, {'max_best_checkpoints_to_keep': None}, 3),
@@ -151,21 +151,21 @@ def test_the_newest_are_kept(keep):
     (False, {'max_best_checkpoints_to_keep': 2}, 2),
   ],
 )
-def test_how_many_of_the_best_are_kept(is_sharded, values, kept):
+def test_how_many_of_the_best_are_kept(is_pure, values, kept):
   config = config_dict.ConfigDict({'max_checkpoints_to_keep': 3} | values)
   checkpointer = utils.InMemoryCheckpointer(config, 'eval')
   module = Toy()
-  module.IS_SHARDED = is_sharded
+  module.EVALUATION_IS_PURE = is_pure
   checkpointer.get_experiment_state('best').experiment_module = module
   for _ in range(5):
     checkpointer.save('best')
   assert len(history('best')) == kept
 
 
-@pytest.mark.parametrize('is_sharded', [False, True])
-def test_the_best_of_the_sharded_style_is_the_latest(is_sharded):
+@pytest.mark.parametrize('is_pure', [False, True])
+def test_the_best_of_the_sharded_style_is_the_latest(is_pure):
   checkpointer, state = make()
-  state.experiment_module.IS_SHARDED = is_sharded
+  state.experiment_module.EVALUATION_IS_PURE = is_pure
   checkpointer.save(SERIES)
   best = checkpointer.get_experiment_state('best')
   assert best is not state
@@ -174,7 +174,7 @@ def test_the_best_of_the_sharded_style_is_the_latest(is_sharded):
   checkpointer.save('best')
   nests = [history(name)[0].pickle_nest for name in (SERIES, 'best')]
   latest, held = (nest.experiment_module.params.w for nest in nests)
-  assert (latest is held) == is_sharded
+  assert (latest is held) == is_pure
   best.experiment_module._params = None
   checkpointer.restore('best')
   np.testing.assert_array_equal(best.experiment_module._params['w'][0], [1, 2])

@@ -32,7 +32,7 @@ import pytest
 
 import jaxline
 from jaxline import base_config
-from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import live as live_lib
 from jaxline.metrics import log_filter
@@ -149,7 +149,7 @@ def make_config(**overrides):
 
 def experiment_of(**attributes):
   """Returns an object that is enough of an experiment for both blocks."""
-  return adapters.full_experiment(types.SimpleNamespace(**attributes))
+  return experiments.full_experiment(types.SimpleNamespace(**attributes))
 
 
 def begun(
@@ -576,7 +576,8 @@ def test_the_start_block_of_a_sharded_run(capsys):
   assert capsys.readouterr().out.splitlines() == [
     'Experiment:    tests.experiments.regression:Regression',
     'Config:        configs/x.py, sharding=fsdp',
-    'Devices:       2 x cpu; mesh data 2; sharding fsdp',
+    'Devices:       2 x cpu',
+    'Mesh:          data 2; sharding fsdp',
     'Parameters:    36 (144 B) in 2 arrays; 1 split over devices',
     'Data:          690 documents',
     'Run directory: runs/a',

@@ -14,7 +14,7 @@ import pytest
 from jaxline import errors
 from jaxline import metrics
 from jaxline import train as train_lib
-from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.supervision import nonfinite
 
 KEY = jax.random.PRNGKey(0)
@@ -26,11 +26,7 @@ def a_guard(mode='raise', experiment=None):
 
 
 def a_stand_in(**attributes):
-  return adapters.full_experiment(types.SimpleNamespace(**attributes))
-
-
-# Stands for an experiment whose step returns the flag.
-FLAGGED = a_stand_in(SKIPS_NONFINITE=True)
+  return experiments.full_experiment(types.SimpleNamespace(**attributes))
 
 
 def drive(guard, rows):
@@ -94,31 +90,17 @@ def test_one_of_several_devices_is_enough():
     drive(guard, [rows(jnp.float32([1, 0]))])
 
 
-@pytest.mark.parametrize('own', [lambda: 3, 5, INF])
-def test_a_scalar_of_the_flags_name_is_no_flag_of_other_experiments(own):
-  guard = a_guard()
-  drive(guard, [{'loss': 1.0, 'nonfinite': own}] * 3)
-  assert guard.without_flag({'nonfinite': own}) == {'nonfinite': own}
-  with pytest.raises(nonfinite.NonfiniteError, match=r'step 1 .*: loss = nan'):
-    drive(guard, [{'loss': NAN, 'nonfinite': own}])
-
-
 def test_ignore_looks_at_nothing_and_the_flag_is_not_logged():
-  guard = a_guard('ignore', experiment=FLAGGED)
+  guard = a_guard('ignore')
   scalars = {'loss': NAN, 'nonfinite': 1}
   drive(guard, [scalars] * 20)
   assert list(guard.without_flag(scalars)) == ['loss']
   assert 'nonfinite' in scalars
 
 
-@pytest.mark.parametrize(
-  ('mode', 'flagged'), [('skip', False), ('skip', True), ('raise', True)]
-)
-def test_a_step_without_the_flag_that_it_needs_is_refused(mode, flagged):
-  experiment = a_stand_in(SKIPS_NONFINITE=flagged)
-  with pytest.raises(ValueError, match='SimpleNamespace') as error:
-    drive(a_guard(mode, experiment=experiment), [{'loss': 1.0}])
-  assert isinstance(error.value, errors.UsageError) == (not flagged)
+def test_skip_needs_the_flag():
+  with pytest.raises(errors.UsageError, match='SimpleNamespace'):
+    drive(a_guard('skip'), [{'loss': 1.0}])
 
 
 # When.
@@ -359,7 +341,7 @@ def test_the_state_is_donated_in_every_mode():
 
 def test_the_loop_takes_the_mode_from_the_config():
   experiment = make({1: NAN})
-  assert experiment.on_nonfinite is None
+  assert experiment.on_nonfinite == 'raise'
   train(experiment, 1, 'raise')
   before = experiment.compiled_train_step
   train(experiment, 2, 'skip')  # Though the step was compiled already.
@@ -440,6 +422,6 @@ def test_each_name_is_warned_of_once_with_its_step(mode, warnings_of):
 @pytest.mark.parametrize('shown', [{'acc': 1.0}, {'acc': NAN}])
 def test_a_flag_is_warned_of_once(shown, warnings_of):
   bad = {'nonfinite': jnp.int32(1), **shown}
-  (text,) = warnings_of([bad] * 3, experiment=FLAGGED)
+  (text,) = warnings_of([bad] * 3)
   assert 'step 1 are not finite' in text
   assert ('acc = nan' in text) == np.isnan(shown['acc'])

@@ -22,7 +22,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.inputs import __main__ as inputs_main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -384,7 +384,7 @@ def add(folder):
 
 def place():
   config = config_dict.ConfigDict({'experiment_class': 'shown.mine.own:Mine'})
-  return adapters.resolve_experiment_class(config).place
+  return experiments.resolve_experiment_class(config).place
 
 
 # Folders with the module, the working directory, where it is found: the nearest

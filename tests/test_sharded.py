@@ -37,9 +37,8 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
-from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.inputs import base as inputs
-from jaxline.metrics import console
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
@@ -509,7 +508,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_decay(
   experiment, restored = (
     make(Frozen, sharding='fsdp', run_config=config) for _ in range(2)
   )
-  shown = console.describe_weights(experiment)
+  shown = experiment.summary()['Parameters']
   count = {'b': 4, 'w': 32}[name]
   assert f'36 (144 B) in 2 arrays; {count} of them train' in shown
   compiled = experiment.compiled_train_step.lower(
@@ -1244,12 +1243,12 @@ def test_keys_that_do_not_reach_the_experiment_are_refused(key, value):
   rng = jax.random.key(0)
   for cls in (PerDevice, Deaf, Forgetful):
     config = regression.get_config(1)
-    adapters.construct(cls, 'train', rng, config)
+    experiments.construct(cls, 'train', rng, config)
     config[key] = value
     said = rf'config\.{key} is .*{cls.__name__}'
     with pytest.raises(errors.UsageError, match=said):
-      adapters.construct(cls, 'train', rng, config)
-  adapters.construct(Regression, 'train', rng, config)
+      experiments.construct(cls, 'train', rng, config)
+  experiments.construct(Regression, 'train', rng, config)
 
 
 def test_shapes_of_state_batch_and_key_are_those_of_a_step():

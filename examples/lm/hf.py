@@ -39,6 +39,7 @@ from jaxline import sharded
 from jaxline.checkpoint import base
 from jaxline.checkpoint import structure
 from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.compat import prng
 from jaxline.inputs import tokenization
 
@@ -438,7 +439,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     distributed.of_chief(None)  # The others read it too.
     cls = platform.resolve_experiment_class(config)
     step_rng, init_rng = prng.run_keys(config)
-    experiment = adapters.construct(cls, 'decode', init_rng, config)
+    experiment = experiments.construct(cls, 'decode', init_rng, config)
     state = _read_state(tensors, experiment, init_rng)
     experiment.restore_from_snapshot(base.Fresh(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)

@@ -32,7 +32,7 @@ from jaxline.aot import hlo
 from jaxline.aot import memory
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import spool
-from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.compat import prng
 from jaxline.metrics import rates
 
@@ -183,7 +183,7 @@ def _build(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> sharded.ShardedExperiment:
   rng = prng.run_keys(config)[1]
-  experiment = adapters.construct(experiment_class, 'train', rng, config)
+  experiment = experiments.construct(experiment_class, 'train', rng, config)
   if not isinstance(experiment, sharded.ShardedExperiment):
     raise chips.TargetError(
       f'{type(experiment).__name__} has no sharded step, and no other is'

@@ -1,7 +1,6 @@
 """What the loops ask of a checkpointer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 from jaxline import errors
@@ -60,56 +59,6 @@ class ExperimentState(dict):
       key: value.to_dict() if isinstance(value, ExperimentState) else value
       for key, value in self.items()
     }
-
-
-@dataclasses.dataclass(kw_only=True)
-class Module:
-  """What a checkpointer asks of an experiment.
-
-  A program may save any object that has JAXline's two methods `snapshot_state`
-  and `restore_from_snapshot`. `of` gives it the defaults of the others.
-
-  Attributes:
-    live: the experiment; None if there is none.
-    (the others): see `jaxline.experiment.AbstractExperiment`.
-  """
-
-  live: Any = None
-  CHECKPOINT_ATTRS: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  NON_BROADCAST_CHECKPOINT_ATTRS: Mapping[str, str] = dataclasses.field(
-    default_factory=dict
-  )
-  PER_PROCESS_ENTRIES: Collection[str] = ()
-  NEVER_BY_RULES: Collection[str] = ()
-  CHANGEABLE_ON_RESUME: Collection[str] = ()
-  CONFIG_CLASS: Any = None
-  IS_SHARDED: bool = False
-  snapshot_state: Callable[[], Mapping[str, Any]] = dict
-  snapshot_template: Callable[[], Mapping[str, Any]] = dict
-  wants_restored: Callable[[str], bool] = lambda name: True
-  make_room: Callable[[], Any] = lambda: None
-
-  @classmethod
-  def of(cls, live: Any) -> 'Module':
-    """Returns that of an experiment, or its class; None wants nothing."""
-    if live is None:
-      return cls(wants_restored=lambda name: False)
-    # Without this method there is nothing to save, which must not pass for {}.
-    needed = () if isinstance(live, type) else ('snapshot_state',)
-    fields = [f.name for f in dataclasses.fields(cls)]
-    names = [x for x in fields if x in needed or hasattr(live, x)]
-    return cls(**{name: getattr(live, name) for name in names} | {'live': live})
-
-  def has_entry(self, name: str) -> bool:
-    """Returns whether an entry of a checkpoint is the experiment's.
-
-    Its attributes name the entries. A class that overrides `snapshot_state` may
-    restore any entry.
-    """
-    if self.snapshot_state.__module__ != 'jaxline.experiment':
-      return True
-    attributes = self.CHECKPOINT_ATTRS, self.NON_BROADCAST_CHECKPOINT_ATTRS
-    return any(name in entries.values() for entries in attributes)
 
 
 class Checkpointer(Protocol):
@@ -278,13 +227,13 @@ class FullCheckpointer(Checkpointer):
     """Waits for the saves, and gives back what was claimed."""
 
 
-def num_to_keep(config: Any, ckpt_series: str, module: Module) -> int:
+def num_to_keep(config: Any, ckpt_series: str, module: Any) -> int:
   """Returns how many of the newest checkpoints of a series are kept."""
   if ckpt_series != 'best':
     return config.max_checkpoints_to_keep
   if config.max_best_checkpoints_to_keep is not None:
     return config.max_best_checkpoints_to_keep
-  return 1 if module.IS_SHARDED else config.max_checkpoints_to_keep
+  return 1 if module.EVALUATION_IS_PURE else config.max_checkpoints_to_keep
 
 
 def new_state(

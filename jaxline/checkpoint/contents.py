@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import time
+import types
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 from jaxline.compat import devices
+from jaxline.compat import experiments
 
 _MAX_DIFF = 2**20  # Characters.
 
@@ -54,7 +56,7 @@ class Content:
 
 def content(
   state: Any,
-  module: base.Module,
+  module: Any,
   recorded: Any,
   *,
   all_hosts: bool,
@@ -108,7 +110,7 @@ def content(
   return Content(arrays_lib.to_host(arrays), manifest, per_process)
 
 
-def check_storable(state: Any, module: base.Module) -> None:
+def check_storable(state: Any, module: Any) -> None:
   """Refuses by name what a save of the live state could not store.
 
   Attributes that the experiment makes later, and those of a class with its own
@@ -119,10 +121,10 @@ def check_storable(state: Any, module: base.Module) -> None:
   """
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   _encode(entries, {}, False, 'run/')
-  if module.snapshot_state.__module__ == 'jaxline.experiment':
+  if not module.overrides('snapshot_state'):
     names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
     for attribute, name in names.items():
-      _encode({name: getattr(module.live, attribute, None)}, {}, False)
+      _encode({name: getattr(module, attribute, None)}, {}, False)
 
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
@@ -237,15 +239,19 @@ class Checkpoint:
     arrays |= _from_json(self.record.get('small', {}))
     return {key: self._decode(described[key], arrays) for key in keys}
 
-  def snapshot(self, module: base.Module) -> dict[str, Any]:
+  def snapshot(self, module: Any) -> dict[str, Any]:
     """Reads an experiment's snapshot; of what it does not want, the shapes.
 
     Raises:
       MismatchError: naming each array that does not fit it.
     """
     trees = module.snapshot_template()
-    wants, is_named = module.wants_restored, module.has_entry
-    saved = {e: x for e, x in self.record['module'].items() if is_named(e)}
+    wants = module.wants_restored
+    saved = {
+      entry: about
+      for entry, about in self.record['module'].items()
+      if any(map(wants, [entry, *self._below(entry)]))
+    }
     # Maps an array's name to its target sharding; None means host memory.
     targets: dict[str, Any] = {}
     for entry, tree in trees.items():
@@ -270,7 +276,7 @@ class Checkpoint:
     # What the experiment itself puts onto its devices, by `devices.put`.
     placed = set(module.CHECKPOINT_ATTRS.values())
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      if devices.layout(getattr(module.live, attribute, None)) is not None:
+      if devices.layout(getattr(module, attribute, None)) is not None:
         placed.add(entry)
     snapshot = base.Fresh()
     for entry, about in saved.items():
@@ -280,11 +286,11 @@ class Checkpoint:
         snapshot[entry] = self._decode(
           about['structure'], arrays, on_host=entry in placed
         )
-    snapshot.update(self._per_process(lambda e: is_named(e) and wants(e)))
+    snapshot.update(self._per_process(wants))
     return snapshot
 
   def by_rules(
-    self, module: base.Module, rules: list[tuple[str, str | None]]
+    self, module: Any, rules: list[tuple[str, str | None]]
   ) -> dict[str, Any]:
     """Returns the experiment's own snapshot with arrays replaced by rules.
 
@@ -430,9 +436,12 @@ def read_whole(
   while True:
     try:
       saved = Checkpoint(manifests, series, step, allow_pickle)
-      everything = base.Module(
-        CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
-        snapshot_template=lambda: trees,
+      everything = experiments.full_experiment(
+        types.SimpleNamespace(
+          CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
+          snapshot_template=lambda: trees,
+          wants_restored=lambda name: True,
+        )
       )
       with manager.naming(saved.name):
         snapshot = saved.snapshot(everything)

@@ -8,7 +8,6 @@ half.
 
 from collections.abc import Callable, Collection
 import contextlib
-import functools
 import os
 import time
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ from jaxline import base_config
 from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import arrays
-from jaxline.checkpoint import base
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
@@ -31,6 +29,7 @@ from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
 from jaxline.checkpoint import saving
 from jaxline.checkpoint import store as store_lib
+from jaxline.compat import experiments
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 # How often an evaluation lists the checkpoints in a bucket.
@@ -52,7 +51,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   collective = True
   is_resumable = True
-  _declared = base.Module()  # Of its config, by the experiment's class.
+  _declared = experiments.declared(None)  # The class, if it is known.
 
   # The protocol.
 
@@ -107,9 +106,10 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       DamagedError: it is damaged, and no earlier checkpoint is whole.
     """
     state = self.get_experiment_state(ckpt_series)
-    module = base.Module.of(state.get('experiment_module'))
-    if module.live is not None:
-      self._declared = base.Module.of(type(module.live))
+    live = state.get('experiment_module')
+    module = experiments.full_experiment(live)
+    if live is not None:
+      self._declared = experiments.declared(type(live))
     if not self.follows:
       self.claim(ckpt_series)
     begin = None
@@ -144,7 +144,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       self._recorded['restore_from'] = own['config'].get('restore_from')
       self.saved_step = own['step']
       self.lengths = self._local(own['logs'])
-    if module.live is not None and not self.follows:
+    if live is not None and not self.follows:
       published = self._published(ckpt_series, own['step'], module)
       memory.publish(ckpt_series, published)
 
@@ -224,10 +224,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     """
     if self._forks and not self._has_any('latest'):
       _foreign(self._config.restore_from)
-    while isinstance(experiment_class, functools.partial):
-      experiment_class = experiment_class.func
-    if isinstance(experiment_class, type):
-      self._declared = base.Module.of(experiment_class)
+    if experiments.class_of(experiment_class) is not None:
+      self._declared = experiments.declared(experiment_class)
     elif experiment_class is not None:
       return
     for step in self._candidates('latest')[:1]:
@@ -294,7 +292,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     )
 
   def _read_own(
-    self, series: str, step: int | None, state: Any, module: base.Module
+    self, series: str, step: int | None, state: Any, module: Any
   ) -> tuple[contents.Checkpoint, dict[str, Any]]:
     """Reads a checkpoint of the run: the newest that is whole, or a step's.
 
@@ -338,7 +336,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         reports.append(str(e))
 
   def _read_foreign(
-    self, at: inspection.Found, state: Any, module: base.Module
+    self, at: inspection.Found, state: Any, module: Any
   ) -> tuple[str, dict[str, Any]]:
     """Returns name and entries of another run's checkpoint, or of a newer one.
 
@@ -363,12 +361,12 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         at = newer
 
   def _read(
-    self, found: contents.Checkpoint, state: Any, module: base.Module
+    self, found: contents.Checkpoint, state: Any, module: Any
   ) -> dict[str, Any]:
     """Returns what a checkpoint has for the entries of the live state."""
     entries = found.entries([k for k in state if k != 'experiment_module'])
     entries = {key: _placed(key, entries, state) for key in entries}
-    if module.live is not None:
+    if state.get('experiment_module') is not None:
       entries['experiment_module'] = found.snapshot(module)
     return entries
 

@@ -25,6 +25,7 @@ from jaxline import distributed
 from jaxline.checkpoint import base
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import devices
+from jaxline.compat import experiments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,7 @@ class Training:
   @classmethod
   def of(cls, constructor: Any, config: Any = None) -> 'Training':
     """Makes one from an experiment's constructor and a recorded config."""
-    while isinstance(constructor, functools.partial):
-      constructor = constructor.func
-    experiment = constructor if isinstance(constructor, type) else None
-    return cls(experiment, config)
+    return cls(experiments.class_of(constructor), config)
 
   def changes(self, earlier: 'Training') -> list[str]:
     """Returns a line for each difference; none if it is the same run."""
@@ -60,7 +58,7 @@ class Training:
       return []
     if self.config['on_config_change'] == 'continue':
       return []
-    declared = base.Module.of(self.experiment or object)
+    declared = experiments.declared(self.experiment)
     changes = base_config.changes(earlier.config, self.config, declared)
     return [f'config.{change}' for change in changes]
 
@@ -376,26 +374,27 @@ class InMemoryCheckpointer(base.FullCheckpointer):
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, as the newest checkpoint."""
     entries = dict(self.get_experiment_state(ckpt_series))
-    module = base.Module.of(entries.pop('experiment_module', None))
+    live = entries.pop('experiment_module', None)
+    module = experiments.full_experiment(live)
     entries = jax.tree.map(devices.freeze, entries)
     # The library's own evaluation changes nothing that a checkpoint holds.
     same = [
       snapshot for snapshot in _history('latest')
-      if ckpt_series == 'best' and module.IS_SHARDED
+      if ckpt_series == 'best' and module.EVALUATION_IS_PURE
       and isinstance(snapshot, Published)
       and step_of(snapshot) == entries['global_step']
     ]  # fmt: skip
     if same:
       snapshot = same[-1].pickle_nest['experiment_module']
       entries['experiment_module'] = snapshot
-    elif module.live is not None:
+    elif live is not None:
       snapshot = dict(module.snapshot_state())
       entries['experiment_module'] = jax.tree.map(devices.freeze, snapshot)
     nest = nest_of(entries, module.CHECKPOINT_ATTRS)
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
       keep = base.num_to_keep(self._config, ckpt_series, module)
-    of = self._training or Training.of(type(module.live))
+    of = self._training or Training.of(type(live))
     newest = _newest(ckpt_series)
     id_ = newest.id + 1 if newest else 0
     publish(ckpt_series, Published(id_, lambda: nest, of), keep)

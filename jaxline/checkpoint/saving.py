@@ -31,6 +31,7 @@ from jaxline.checkpoint import notes
 from jaxline.checkpoint import owner
 from jaxline.checkpoint import spool
 from jaxline.checkpoint import store as store_lib
+from jaxline.compat import experiments
 
 
 class SavingCheckpointer(notes.NotingCheckpointer):
@@ -84,13 +85,13 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       futures.wait([self._saving])
     self.raise_error()
     state = self.get_experiment_state(ckpt_series)
-    module = base.Module.of(state.get('experiment_module'))
+    module = experiments.full_experiment(state.get('experiment_module'))
     config, step = self._config, int(state['global_step'])
     content, added = None, {}
     if ckpt_series == 'best':
       added = contents.added(state, self._allow_pickle)
     # The library's own evaluation changes nothing that a checkpoint holds.
-    if not (added and module.IS_SHARDED and step == self._held_step):
+    if not (added and module.EVALUATION_IS_PURE and step == self._held_step):
       kind = 'best' if ckpt_series == 'best' else 'train'
       content = contents.content(
         state,
@@ -155,8 +156,8 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       TypeError: a save could not store something in the live state.
     """
     state = self.get_experiment_state('latest')
-    module = base.Module.of(state.get('experiment_module'))
-    if not self._allow_pickle and module.live is not None:
+    if not self._allow_pickle:
+      module = experiments.full_experiment(state.get('experiment_module'))
       contents.check_storable(state, module)
     super().mark_begun(step)
     if jax.process_index() == 0:
@@ -344,9 +345,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
   def _data_of(self, step: int) -> str:
     return self._latest(step).get('data', '')
 
-  def _published(
-    self, series: str, step: int, module: base.Module
-  ) -> memory.Published:
+  def _published(self, series: str, step: int, module: Any) -> memory.Published:
     """Returns a checkpoint as programs written against JAXline look at it.
 
     Args:

@@ -22,7 +22,7 @@ import jax
 from jaxline import errors
 from jaxline import mesh
 from jaxline import platform
-from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.inputs import base
 from jaxline.inputs import show
 from jaxline.inputs import text
@@ -58,7 +58,7 @@ def input_maker(
   @functools.cache
   def experiment() -> Any:
     rng = jax.random.PRNGKey(config.random_seed)
-    return adapters.construct(experiment_class, split, rng, config)
+    return experiments.construct(experiment_class, split, rng, config)
 
   def make(shard: base.Shard) -> Any:
     # Data needs no devices, so those of the run need not be here.

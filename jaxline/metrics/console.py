@@ -147,17 +147,12 @@ class Console:
     devices = f'{jax.device_count()} x {jax.devices()[0].device_kind}'
     if jax.process_count() > 1:
       devices += f' in {jax.process_count()} processes'
-    if experiment.IS_SHARDED:
-      sizes = experiment.partitioner.axis_sizes.items()
-      if axes := [f'{axis} {size}' for axis, size in sizes if size > 1]:
-        devices += f'; mesh {", ".join(axes)}; sharding {config.sharding}'
     values = {
       'Experiment': config.experiment_class
       or f'{kind.__module__}:{kind.__qualname__}',
       'Config': ', '.join(filter(None, [self._origin.config_file, *overrides])),
       'Devices': devices,
-      'Parameters': describe_weights(experiment),
-      'Data': str(experiment.data_summary).strip(),
+      **experiment.summary(),
       'Run directory': directory,
       'TensorBoard': events if has_events else '',
       'Start': start,
@@ -196,9 +191,9 @@ class Console:
       block.append(f'Reason: {self.stopped}')
     if self._best:
       block.append(f'Best {self._best}.')
-    if self._num_new:
-      self._texts = self._describe()
-    for loss in [x.split()[1] for x in self._texts[:1] if x[:5] == 'loss ']:
+    texts = self._describe() if self._num_new else self._texts
+    if texts and texts[0].startswith('loss '):
+      loss = texts[0].split()[1]
       block.append(
         f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
       )
@@ -249,8 +244,7 @@ class Console:
       others = [f'--config.{key}={x}' for key, x in changes.items()]
       go_on = shlex.join([*program, *modes, run, *others])
       label, mode = 'Decode', 'decode'
-      # The method of the base class only raises.
-      if self._experiment.decode.__module__ == 'jaxline.experiment':
+      if not self._experiment.overrides('decode'):
         label, mode = 'Evaluate', 'eval --config.one_off_evaluate'
       look = f'{shlex.join([*program, run])} --jaxline_mode={mode}'
     return {'Go on': go_on if can_go_on else '', label: look}
@@ -459,31 +453,6 @@ class _Sink(base.Backend):
           clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
           shown = textwrap.indent(clean.expandtabs(), '  ')
           self._console.say(f'{self._log} step {step} | {name}:\n{shown}')
-
-
-def describe_weights(experiment: Any) -> str:
-  """Returns the number of weights, and how many arrays train and are split."""
-  notes = ''
-  if experiment.IS_SHARDED:
-    params = experiment.abstract_state().params
-    weights = jax.tree.leaves(params)
-    trained = jax.tree.leaves(experiment.trained(params))
-    if len(trained) < len(weights):
-      notes = f'; {sum(x.size for x in trained):,} of them train'
-    if split := [x for x in weights if not x.sharding.is_fully_replicated]:
-      notes += f'; {len(split)} split over devices'
-  else:
-    names = experiment.CHECKPOINT_ATTRS.items()
-    found = [k for k, key in names if 'param' in f'{k} {key}']
-    weights = [
-      jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # Without the device axis.
-      for x in jax.tree.leaves([getattr(experiment, k, None) for k in found])
-    ]
-  if not weights:
-    return ''
-  count = sum(x.size for x in weights)
-  size = lines.size(sum(x.size * x.dtype.itemsize for x in weights))
-  return f'{count:,} ({size}) in {len(weights)} arrays{notes}'
 
 
 def _relative(directory: str | None) -> str:

@@ -43,6 +43,14 @@ def size(num_bytes: float, digits: str = '.4g') -> str:
   return f'{num_bytes:{digits}} TiB'
 
 
+def weights(arrays: Sequence[Any]) -> str:
+  """Returns the number and size of some weights; '' if there are none."""
+  count = sum(x.size for x in arrays)
+  num_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
+  text = f'{count:,} ({size(num_bytes)}) in {len(arrays)} arrays'
+  return text if arrays else ''
+
+
 def rank(name: str) -> tuple[bool, ...]:
   """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
   is_first = name != 'loss', name != 'steps_per_sec'

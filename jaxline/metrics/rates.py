@@ -62,7 +62,7 @@ class Rates:
   def _step_flops(self) -> float:
     """Returns the FLOPs of the model in a step; 0 where they are not known."""
     experiment = self._experiment
-    batch = experiment.traced_batch if experiment.IS_SHARDED else None
+    batch = experiment.traced_batch
     # Op by op nothing is traced, and a trace would enter breakpoints again.
     if batch is None or debug.settings.disable_pmap_jit:
       return 0.0

@@ -28,9 +28,11 @@ from jaxline import debug
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
+from jaxline import sharded
 from jaxline import train
 from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.metrics import writers
@@ -111,7 +113,7 @@ class Replay:
 
   def peek(self, step: int) -> tuple[Any, Any, list[str]]:
     """Runs to the step before, and returns what `experiment.peek` does."""
-    if not self.experiment.IS_SHARDED:
+    if not isinstance(self.experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
         f'{type(self.experiment).__name__} is no ShardedExperiment: its steps'
         ' can be replayed, and not looked into.'
@@ -141,7 +143,7 @@ def opened(
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
-  experiment_class = experiment_class or adapters.resolve_experiment_class(
+  experiment_class = experiment_class or experiments.resolve_experiment_class(
     config, is_recorded=True
   )
   start, _ = next(run.manifests(before), (None, None))

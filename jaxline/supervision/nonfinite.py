@@ -17,9 +17,9 @@ from jaxline.metrics import periodic
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
 
-# The scalar that the step of an experiment with SKIPS_NONFINITE returns, int32:
-# 0 if the loss and the gradients were finite; else 1, or with 'skip' the number
-# of consecutive steps that were not.
+# The scalar by which a step may judge itself, int32: 0 if the loss and the
+# gradients were finite; else 1, or with 'skip' the number of consecutive steps
+# that were not. A sharded step returns it.
 NONFINITE = 'nonfinite'
 
 
@@ -30,12 +30,11 @@ class NonfiniteError(ArithmeticError):
 class Guard(periodic.Action):
   """A periodic action that raises `NonfiniteError`, or warns.
 
-  The step of an experiment with SKIPS_NONFINITE = True returns the scalar
-  NONFINITE, which is the same on all hosts. Otherwise the guard judges the
-  scalars whose name contains 'loss' or 'grad' in any case, also in nested
-  dicts, and every entry of an array such as [devices]. Each host judges its own
-  part of a global array. An array whose buffer a later step has reused is not
-  judged.
+  If a step returns the scalar NONFINITE, which is the same on all hosts, that
+  counts. Otherwise the guard judges the scalars whose name contains 'loss' or
+  'grad' in any case, also in nested dicts, and every entry of an array such as
+  [devices]. Each host judges its own part of a global array. An array whose
+  buffer a later step has reused is not judged.
 
   A step is judged `steps_late` steps later, when the loop has to wait for its
   end anyway. Call `wait` before saving.
@@ -55,21 +54,9 @@ class Guard(periodic.Action):
       on_nonfinite: see `config.on_nonfinite`.
       max_nonfinite_steps: see `config.max_nonfinite_steps`.
       steps_late: how many steps may be in flight when one is judged.
-
-    Raises:
-      UsageError: on_nonfinite is 'skip', which the step does not support.
     """
-    # JAXline continues after a NaN, and its experiments may log one on purpose.
-    default = 'raise' if experiment.IS_SHARDED else 'warn'
-    self._mode = default if on_nonfinite is None else on_nonfinite
-    self._has_flag = experiment.SKIPS_NONFINITE
+    self._mode = on_nonfinite or experiment.on_nonfinite
     self._class_name = type(experiment).__name__
-    if self._mode == 'skip' and not self._has_flag:
-      raise errors.UsageError(
-        "config.on_nonfinite is 'skip', which the step of a ShardedExperiment"
-        f' supports and that of {self._class_name} does not. Wrap the optimizer'
-        ' in optax.apply_if_finite.'
-      )
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
     self._steps_late = steps_late
@@ -84,16 +71,18 @@ class Guard(periodic.Action):
 
     Raises:
       NonfiniteError: that step was not finite.
-      ValueError: the scalar NONFINITE is missing, unless on_nonfinite='warn'.
+      UsageError: on_nonfinite is 'skip', and the step does not support it.
     """
     if self._mode == 'ignore':
       return
     scalars = dict(scalar_outputs or {})
-    if self._has_flag and NONFINITE not in scalars and self._mode != 'warn':
-      raise ValueError(
-        f'{self._class_name}.step returned {list(scalars)}, without'
-        f' {NONFINITE!r}. Return all scalars of the compiled step, or set'
-        ' SKIPS_NONFINITE = False.'
+    if self._mode == 'skip' and NONFINITE not in scalars:
+      raise errors.UsageError(
+        f"config.on_nonfinite is 'skip', but {self._class_name}.step returned"
+        f' {list(scalars)}, without {NONFINITE!r}. A step of'
+        ' ShardedExperiment supports it, if it returns all scalars of the'
+        ' compiled step. Another one may wrap its optimizer in'
+        ' optax.apply_if_finite.'
       )
     self._steps.append((int(step), scalars))
     if len(self._steps) > self._steps_late:
@@ -101,8 +90,6 @@ class Guard(periodic.Action):
 
   def without_flag(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the scalars to log, of those that a step returned."""
-    if not self._has_flag:
-      return scalars
     return {name: x for name, x in scalars.items() if name != NONFINITE}
 
   def wait(self) -> None:
@@ -114,7 +101,7 @@ class Guard(periodic.Action):
 
   def _judge_oldest(self) -> None:
     step, scalars = self._steps.popleft()
-    has_flag = self._has_flag and NONFINITE in scalars
+    has_flag = NONFINITE in scalars
     in_a_row = int(_local(scalars[NONFINITE])[0]) if has_flag else 1
     if in_a_row < self._max_in_a_row:
       return

@@ -1,0 +1,237 @@
+"""Finds an experiment's class, constructs the experiment and completes it.
+
+JAXline's clients hand over experiments that do not derive from
+`AbstractExperiment`, or whose constructors take fewer arguments. After
+`construct` or `full_experiment`, an experiment has all attributes.
+"""
+
+from collections.abc import Mapping
+import functools
+import importlib
+import inspect
+import os
+import pathlib
+import stat
+import sys
+from typing import Any
+
+from absl import logging
+import jax
+from ml_collections import config_dict
+
+from jaxline import base_config
+from jaxline import errors
+from jaxline import experiment as experiment_lib
+
+
+def resolve_experiment_class(
+  config: config_dict.ConfigDict, *, is_recorded: bool = False
+) -> Any:
+  """Returns the class that `config.experiment_class` names.
+
+  Args:
+    config: the run's.
+    is_recorded: whether the directory of a run names the class, and not the
+      user. It may be anybody's directory.
+
+  Raises:
+    errors.UsageError: it names none, or none that can be imported; or it is
+      recorded and no subclass of `AbstractExperiment`.
+  """
+  name = config.experiment_class
+  module_name, separator, class_name = (name or '').partition(':')
+  if not separator:
+    raise errors.UsageError(
+      f"config.experiment_class is {name!r}; expected 'package.module:Class',"
+      " such as 'examples.lm.experiment:Experiment'. (`jaxline.load` and"
+      ' `jaxline.evaluate` also take experiment_class=Class.)'
+    )
+  _prefer_working_directory(module_name)
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as e:
+    # A missing dependency of the module is not a wrong name: let it through.
+    if e.name and module_name.startswith(e.name):
+      raise errors.UsageError(
+        f'config.experiment_class is {name!r}: {e}.'
+      ) from e
+    raise
+  found = getattr(module, class_name, None)
+  if found is None:
+    raise errors.UsageError(
+      f'config.experiment_class is {name!r}: {module_name} has no'
+      f' {class_name!r}.'
+    )
+  if is_recorded and not (
+    isinstance(found, type)
+    and issubclass(found, experiment_lib.AbstractExperiment)
+  ):
+    raise errors.UsageError(
+      f'config.experiment_class in the directory of the run is {name!r};'
+      ' expected a subclass of experiment.AbstractExperiment. To use it all the'
+      ' same, override experiment_class with this name.'
+    )
+  return found
+
+
+def _prefer_working_directory(module: str) -> None:
+  """Lets a module be imported from the working directory or one above it.
+
+  The nearest directory that has the module is inserted into sys.path before the
+  installed packages, because dm-haiku installs a package `examples`. The
+  directory of the program and PYTHONPATH still come first.
+  """
+
+  def has_module(folder: pathlib.Path) -> bool:
+    path = folder.joinpath(*module.split('.'))
+    return os.path.isfile(f'{path}.py') or os.path.isfile(path / '__init__.py')
+
+  def is_installed(path: str) -> bool:
+    return bool(
+      {'site-packages', 'dist-packages'} & {*pathlib.Path(path).parts}
+    )
+
+  if module in sys.modules:
+    return
+  cwd = pathlib.Path.cwd()
+  # Anybody may write in directories like /tmp.
+  above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
+  folder = next(filter(has_module, [cwd, *above]), None)
+  if folder is None:
+    return
+  end = next((i for i, x in enumerate(sys.path) if is_installed(x)), None)
+  first = sys.path[:end]
+  if str(folder) not in first:
+    # Permanently: worker processes and imports inside functions need it, too.
+    sys.path[:end] = [*first, str(folder)]
+  top = module.partition('.')[0]
+  loaded = [*getattr(sys.modules.get(top), '__path__', ())]
+  if any(map(is_installed, loaded)) and not any(
+    has_module(pathlib.Path(x).parent) for x in loaded
+  ):
+    # The installed package of the same name was imported.
+    for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
+      del sys.modules[name]
+
+
+class _Nothing:
+  """Stands for the experiment of a state that has none: nothing is stored."""
+
+  def snapshot_state(self) -> dict[str, Any]:
+    return {}
+
+  def wants_restored(self, name: str) -> bool:
+    return False
+
+
+def full_experiment(experiment: Any) -> Any:
+  """Returns an experiment with all attributes of `AbstractExperiment`.
+
+  Args:
+    experiment: any object that a program trains or saves. One that does not
+      derive from `AbstractExperiment` gets what it lacks. For None, the result
+      stands for no experiment.
+  """
+  if experiment is None:
+    experiment = _Nothing()
+  base_class = experiment_lib.AbstractExperiment
+  if isinstance(experiment, base_class):
+    return experiment
+  for name, default in vars(base_class).items():
+    if (
+      not name.startswith(('__', '_abc'))
+      # The loops say it where one of these is missing.
+      and name not in base_class.__abstractmethods__
+      and not hasattr(experiment, name)
+    ):
+      has_self = hasattr(default, '__get__')
+      value = default.__get__(experiment) if has_self else default
+      setattr(experiment, name, value)
+  return experiment
+
+
+def class_of(constructor: Any) -> type | None:
+  """Returns the class that a constructor is, or is a partial of, if any."""
+  while isinstance(constructor, functools.partial):
+    constructor = constructor.func
+  return constructor if isinstance(constructor, type) else None
+
+
+def declared(constructor: Any) -> type[experiment_lib.AbstractExperiment]:
+  """Returns the class whose attributes are known before it is constructed.
+
+  Args:
+    constructor: as for `class_of`. For another one than of an
+      `AbstractExperiment`, the result has the defaults.
+  """
+  found = class_of(constructor)
+  base_class = experiment_lib.AbstractExperiment
+  return found if found and issubclass(found, base_class) else base_class
+
+
+def initialize_experiment(
+  experiment_class: Any,
+  mode: str,
+  rng: jax.Array,
+  experiment_kwargs: Mapping[str, Any],
+  *,
+  run_config: config_dict.ConfigDict | None = None,
+) -> Any:
+  """Constructs an experiment.
+
+  Args:
+    experiment_class: a class or a partial of one. Its constructor gets
+      `init_rng`, which JAXline's first experiments lack, and `run_config` if it
+      names them: a `**kwargs` may be passed on to a constructor that does not.
+    mode: the experiment's mode.
+    rng: the key to initialise weights from.
+    experiment_kwargs: the other arguments.
+    run_config: the config of the run.
+  """
+  parameters = inspect.signature(experiment_class).parameters
+  offered = {'init_rng': rng, 'run_config': run_config}
+  given = {
+    name: x
+    for name, x in offered.items()
+    if name in parameters and name not in experiment_kwargs and x is not None
+  }
+  if 'init_rng' not in given:
+    logging.warning(
+      'Deprecated: %s takes no init_rng, so config.random_seed does not reach'
+      ' its initial weights. Add `init_rng` to its constructor and initialise'
+      ' from that.',
+      getattr(experiment_class, '__name__', experiment_class),
+    )
+  return experiment_class(mode, **given, **experiment_kwargs)
+
+
+def construct(
+  experiment_class: Any,
+  mode: str,
+  rng: jax.Array,
+  config: config_dict.ConfigDict,
+) -> Any:
+  """Does `initialize_experiment` with `config.experiment_kwargs`.
+
+  Raises:
+    errors.UsageError: the config sets a key that only a sharded step reads, and
+      the experiment does not read it.
+  """
+  experiment = full_experiment(
+    initialize_experiment(
+      experiment_class, mode, rng, config.experiment_kwargs, run_config=config
+    )
+  )
+  if experiment.run_config is not None:
+    return experiment
+  defaults = base_config.recorded(base_config.get_base_config())
+  values = base_config.recorded(config)
+  for key in base_config.KEYS:
+    if key.sharded and (value := values[key.name]) != defaults[key.name]:
+      raise errors.UsageError(
+        f'config.{key.name} is {value!r}, but {type(experiment).__name__} does'
+        ' not read it. A subclass of sharded.ShardedExperiment reads it if its'
+        ' constructor passes on `run_config`; other experiments have no sharded'
+        ' step. Leave the key as it is in jaxline/base_config.py.'
+      )
+  return experiment
