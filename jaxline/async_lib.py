@@ -15,7 +15,7 @@ import weakref
 
 from absl import logging
 
-from jaxline.supervision import watchdog
+from jaxline import watchdog
 
 T = TypeVar('T')
 

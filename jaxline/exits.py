@@ -36,9 +36,7 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
     error: what ended the run.
     others: whether the run has other processes.
   """
-  notes = getattr(error, '__notes__', ())
-  # JAX's note would be a second line for an error in a traced function.
-  lines = [str(error), *(x for x in notes if 'JAX has removed its' not in x)]
+  lines = [str(error), *getattr(error, '__notes__', ())]
   match error:
     case preemption.Preempted(code=int(code)):
       return code, '\n'.join(f'[jaxline] {x}' for x in lines)
@@ -66,9 +64,9 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-  """Prints what ends the run inside of it, once, and sets the exit code.
+  """Prints the error that leaves the block, and sets the exit code.
 
-  It leaves the other processes at once, unless they end after the same step.
+  A process among others ends at once, unless all end after the same step.
 
   Raises:
     SystemExit: the error has a message of its own, which is printed.
@@ -77,9 +75,9 @@ def ending() -> Iterator[None]:
     yield
   except (Exception, SystemExit) as error:
     cause: BaseException | None = error
+    # A signal in the import of a C extension arrives as an ImportError.
     while isinstance(cause, ImportError):
       cause = cause.__cause__ or cause.__context__
-    # Then the signal interrupted the import of a C extension.
     own = cause if isinstance(cause, preemption.Preempted) else error
     if has_others() and not getattr(own, 'is_joint', False):
       leave(own)
@@ -102,8 +100,8 @@ def has_others() -> bool:
 def leave(error: BaseException) -> NoReturn:
   """Ends this process at once, while the others are still in the run.
 
-  At a normal exit of Python, JAX would wait for the other processes, which wait
-  for this one. They notice that it is gone by a lost connection or a heartbeat.
+  At a normal exit JAX would wait for the other processes, which wait for this
+  one. They notice that it is gone by a lost connection or a heartbeat.
   """
   code, text = decide(error, others=True)
   if not (text or isinstance(error, SystemExit)):
@@ -118,7 +116,7 @@ def leave(error: BaseException) -> NoReturn:
 def leave_if_lost(kind: Any, error: BaseException | None, tb: Any) -> None:
   """Ends this process if it has lost another one.
 
-  To be pushed onto a `contextlib.ExitStack`, whose other callbacks would hang.
+  Push it onto a `contextlib.ExitStack`, whose other callbacks would hang.
   """
   if error and errors.is_lost_process(error) and has_others():
     leave(error)

@@ -1,7 +1,8 @@
 """Parses flags, builds a run and starts it. No other module reads flags.
 
-`main` parses the command line. `start` is the life of a run: it checks the mode
-and the directory, `build` makes the parts, the function of the mode runs them.
+`main` parses the command line and configures JAX. `start` checks the mode and
+the directory, `build` makes the parts of the run, and the mode's function runs
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from jaxline import errors
 from jaxline import exits
 from jaxline import goodput
 from jaxline import train
+from jaxline import watchdog
 from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
@@ -46,10 +48,9 @@ from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
-from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
-Factory = Callable[[config_dict.ConfigDict, str], Any]
+TensorBoardLogger = writers.RunWriter  # JAXline's name.
 resolve_experiment_class = experiments.resolve_experiment_class
 
 lazy.complete(__name__)
@@ -90,15 +91,12 @@ class Mode:
 
 MODES = {
   'train': Mode(train.Run.train, trains=True),
-  'eval': Mode(train.Run.evaluate, follows=True, eval_log='eval'),
+  'eval': Mode(train.Run.evaluate, eval_log='eval', follows=True),
   'train_and_eval': Mode(
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
   'train_eval_multithreaded': Mode(
-    threads.train_and_eval,
-    trains=True,
-    eval_log='eval',
-    is_threaded=True,
+    threads.train_and_eval, trains=True, eval_log='eval', is_threaded=True
   ),
   'decode': Mode(_decode, follows=True),
   'compile': Mode(_compile),
@@ -106,7 +104,7 @@ MODES = {
 
 
 def find_mode(name: str) -> Mode:
-  """Returns the mode of a name; one that begins with eval logs below it."""
+  """Returns the mode of a name; one that begins with eval names its log."""
   if name.startswith('eval'):
     return dataclasses.replace(MODES['eval'], eval_log=name)
   note = ' A name that begins with eval evaluates.'
@@ -114,13 +112,13 @@ def find_mode(name: str) -> Mode:
   return MODES[name]
 
 
-# What a run is made of.
+# A run.
 
 
 def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> base.Checkpointer:
-  """Returns the run's checkpointer for a mode, as `config.checkpointer`."""
+  """Returns the checkpointer of `config.checkpointer` for a mode."""
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
@@ -128,238 +126,14 @@ def create_checkpointer(
   return checkpointer
 
 
-TensorBoardLogger = writers.RunWriter  # JAXline's name.
-
-
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
-  """Returns the run's writer for one mode.
+  """Returns the writer of a log, `train` or `eval`.
 
-  It writes on the first host, and on the others only with
-  `config.log_all_hosts`.
+  Process 0 writes; the others only with `config.log_all_hosts`.
   """
   if jax.process_index() == 0 or config.log_all_hosts:
     return writers.RunWriter(config, mode)
   return writers.MetricWriter()
-
-
-# Flags.
-
-
-class _Parser(flags.ArgumentParser):
-  """Parses a flag by a function."""
-
-  def __init__(self, parse: Callable[[str], Any]):
-    self.parse = parse  # type: ignore[assignment,method-assign]
-
-
-def _load(path: str) -> config_dict.ConfigDict:
-  """Loads FILE.py or FILE.py:OPTION, or the config.json of a run."""
-  directory, name = os.path.split(path)
-  if name == base_config.RECORD:
-    return base_config.recorded_config(directory).lock()
-  file, *option = path.split(':', 1)
-  if not os.path.isfile(file):
-    raise UsageError('no such file; expected one such as configs/lm.py')
-  try:
-    return runpy.run_path(file)['get_config'](*option).lock()
-  except (AttributeError, LookupError, TypeError, ValueError) as e:
-    if isinstance(e, UsageError):
-      raise
-    # absl and `_parse` would take it for a wrong flag.
-    raise RuntimeError(f'--config={path} raised an error.') from e
-
-
-def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
-  """Defines --config and --jaxline_run, whose overrides are in `argv`."""
-  text = (
-    'The run: a config file, such as configs/lm.py. --config.key=value'
-    ' overrides its values.'
-  )
-  config_flags.DEFINE_config_file('config', None, text, values, sys_argv=argv)
-  values['config'].parser = _Parser(_load)
-
-  def parse_run(directory: str) -> str:
-    values['config'].parse(os.path.join(directory, base_config.RECORD))
-    return directory
-
-  text = 'In place of --config: the directory of a run, whose config is taken.'
-  flags.DEFINE(_Parser(parse_run), 'jaxline_run', None, text, values)
-
-
-class _SettingFlag(flags.Flag):
-  """A flag, --jaxline_X, whose value is also `debug.settings.X`.
-
-  So `debug` follows the command line of a program that does not call `main`.
-  """
-
-  def _set(self, value: Any) -> None:
-    self._value = value
-    setattr(debug.settings, self.name.removeprefix('jaxline_'), value)
-
-  value = property(lambda self: self._value, _set)
-
-
-def _define_setting(name: str, default: Any, text: str) -> None:
-  is_switch = isinstance(default, bool)
-  parser = flags.BooleanParser() if is_switch else flags.ArgumentParser()
-  flag = _SettingFlag(parser, None, name, default, text, boolean=is_switch)
-  flags.DEFINE_flag(flag)
-
-
-_define_config(flags.FLAGS, None)
-_define_setting(
-  'jaxline_mode',
-  'train',
-  'train: from the newest checkpoint if there is one; eval, or any name that'
-  ' begins with eval: evaluate each new checkpoint; train_and_eval: in one'
-  ' thread; train_eval_multithreaded: in two threads; decode: continue prompts;'
-  ' compile: report memory, communication and time of the steps.',
-)
-_define_setting(
-  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
-)
-_define_setting(
-  'jaxline_disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
-)
-flags.DEFINE_bool(
-  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
-)
-flags.DEFINE_string(
-  'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
-)
-# `--help` shows the flags of the program's own module.
-for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
-  flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
-
-
-# The command line.
-
-
-def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-  """Parses flags; returns the program's name.
-
-  Raises:
-    UsageError: what is wrong, in a line.
-  """
-  try:
-    name, *others = values(argv)
-  except (flags.Error, AttributeError, KeyError) as e:
-    # ml_collections raises the last two, one inside the other.
-    message: Any = e
-    while isinstance(message, Exception) and message.args:
-      message = message.args[0]
-    prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
-    raise UsageError(prefix + ' '.join(str(message).split())) from e
-  if others:
-    raise UsageError(f'Got {others}; expected flags, such as --config.KEY=5.')
-  return [name]
-
-
-def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
-  """Returns a copy of the config of parsed flags: validated, `~` expanded."""
-  expected = (
-    'expected --config=FILE, such as configs/lm.py or examples/minimal.py, or'
-    ' --jaxline_run=DIR.'
-  )
-  if values.config is None:
-    raise UsageError(f'--config is missing; {expected}')
-  if values['config'].present > values['jaxline_run'].present > 0:
-    raise UsageError(f'--config and --jaxline_run are given; {expected}')
-  base_config.validate_config(values.config)
-  return base_config.expand_paths(values.config)
-
-
-def _is_recorded(values: flags.FlagValues) -> bool:
-  """Returns whether a run's directory, maybe anybody's, names the class."""
-  flag: Any = values['config']
-  if not flag.present or 'experiment_class' in flag.override_values:
-    return False
-  return os.path.basename(flag.config_filename) == base_config.RECORD
-
-
-def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
-  """Returns the config that a command line names, validated and locked.
-
-  Args:
-    argv: `--config=FILE` or `--jaxline_run=DIR`, and overrides,
-      `--config.key=value`; nothing else.
-
-  Raises:
-    UsageError: what is wrong with the command line or the config.
-  """
-  values = flags.FlagValues()
-  argv = [sys.argv[0], *argv]
-  _define_config(values, argv)
-  _parse(values, argv)
-  config = _read_config(values)
-  if config.experiment_class is not None and _is_recorded(values):
-    resolve_experiment_class(config, is_recorded=True)
-  return config.lock()
-
-
-# The run.
-
-
-def main(
-  experiment_class: Any,
-  argv: Sequence[str],
-  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
-  *,
-  writer_factory: Factory = create_writer,
-) -> None:
-  """Runs an experiment as the command line says.
-
-  Args:
-    experiment_class: a class or a partial of one; None is the class that
-      `config.experiment_class` names.
-    argv: the command line without the program's name. Parsed here, unless
-      absl has parsed it already (`app.run(functools.partial(main, Class))`).
-    checkpointer_factory: makes the checkpointer of a config and a mode.
-    writer_factory: makes the writer of a config and a log, 'train' or 'eval'.
-  """
-
-  def parse(argv: list[str]) -> list[str]:
-    try:
-      with exits.ending():
-        return _parse(flags.FLAGS, argv)
-    except SystemExit as e:
-      if e.code == 1 and any(x.startswith(('-h', '--help')) for x in argv):
-        e.code = 0  # absl's --help ends with 1.
-      raise
-
-  def run(unused_argv: Sequence[str]) -> None:
-    name, cls = flags.FLAGS.jaxline_mode, experiment_class
-    with exits.ending(), goodput.run(), log_filter.quiet_log():
-      config = _read_config(flags.FLAGS)
-      _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
-      watchdog.covers_exit = True
-      if cls is None and _is_recorded(flags.FLAGS):
-        cls = resolve_experiment_class(config, is_recorded=True)
-      origin = console_lib.Origin.of(flags.FLAGS['config'])
-      start(cls, config, name, checkpointer_factory, writer_factory, origin)
-
-  with preemption.Watch():
-    if flags.FLAGS.is_parsed():
-      run(argv)
-    else:
-      app.run(run, argv=[sys.argv[0], *argv], flags_parser=parse)
-
-
-def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:
-  """Configures JAX, and connects the processes unless one compiles alone."""
-  if is_alone and not jax.config.values['jax_platforms']:
-    # With libtpu installed JAX would look for TPUs here.
-    jax.config.update('jax_platforms', 'cpu')
-  for line in xla.apply(config.xla):
-    print(f'[jaxline] {line}', flush=True)
-  if not is_alone:
-    distributed.initialize(config.distributed)
-    if flags.FLAGS.jaxline_ensure_tpu and jax.default_backend() != 'tpu':
-      raise UsageError(
-        f'--jaxline_ensure_tpu is set, but JAX runs on'
-        f' {jax.default_backend()!r}. Does another process use the TPU, and is'
-        ' jax[tpu] installed?'
-      )
 
 
 def start(
@@ -367,74 +141,66 @@ def start(
   config: config_dict.ConfigDict,
   name: str,
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
-  writer_factory: Factory = create_writer,
+  writer_factory: Callable[..., Any] = create_writer,
   origin: console_lib.Origin | None = None,
 ) -> Any:
-  """Runs a mode, once the processes have met; see `main`.
+  """Runs a mode after the processes have connected.
 
   Args:
-    experiment_class: a class, a partial of one, or None.
+    experiment_class: as for `main`, like both factories.
     config: the run's, validated.
-    name: the mode.
-    checkpointer_factory: makes the checkpointers.
-    writer_factory: makes the writers.
+    name: the mode's.
+    checkpointer_factory: see `main`.
+    writer_factory: see `main`.
     origin: how the run was started; None is a call from Python.
 
   Returns:
     The run's directory, and what the function of the mode returns.
 
   Raises:
-    UsageError: what is wrong with the command line, the config or the run's
-      directory; nothing has been changed there.
+    UsageError: the command line, the config or the run's directory is wrong.
   """
   mode = find_mode(name)
-  check(name, config, is_ours=checkpointer_factory is create_checkpointer)
-  source = origin.config_file if origin else ''
-  config = resolve_config(config, pathlib.Path(source).stem or 'run')
+  if mode.is_threaded and (count := jax.process_count()) > 1:
+    raise UsageError(
+      f'--jaxline_mode={name} runs in one process, and this run has {count}.'
+      ' Use train_and_eval.'
+    )
+  origin = origin or console_lib.Origin()
+  config = resolve_config(config, pathlib.Path(origin.config_file).stem)
   if experiment_class is None:
-    experiment_class = resolve_experiment_class(config)
+    experiment_class = resolve_experiment_class(
+      config, is_recorded=_is_recorded(origin)
+    )
   directory = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
   )
   with config.ignore_type(), config.unlocked():
     config.checkpoint_dir = directory
+  factories = checkpointer_factory, writer_factory
   with goodput.run(), contextlib.ExitStack() as stack:
-    factories = checkpointer_factory, writer_factory
     run = build(experiment_class, config, name, *factories, origin, stack)
     stack.push(exits.leave_if_lost)
-    # An error above is wrong usage, which needs no debugger.
+    # Not around `build`: a UsageError needs no debugger.
     return directory, debug.debugger_fallback(mode.run)(run)
 
 
-def check(name: str, config: config_dict.ConfigDict, *, is_ours: bool) -> None:
-  """Refuses a mode that would hang.
+def resolve_config(
+  config: config_dict.ConfigDict, name: str = ''
+) -> config_dict.ConfigDict:
+  """Returns a locked copy of a validated config, with absolute paths.
 
-  Args:
-    name: the mode.
-    config: the run's.
-    is_ours: whether `create_checkpointer` makes the checkpointer.
+  If the config has no directory, this makes one whose name contains `name`.
 
   Raises:
-    UsageError: threads would deadlock, or no checkpoint can come.
+    UsageError: the directory is an address that cannot be used.
   """
-  mode = find_mode(name)
-  if mode.is_threaded and jax.process_count() > 1:
-    raise UsageError(
-      f'--jaxline_mode={name} is for one process, and there are'
-      f' {jax.process_count()}. Use train_and_eval.'
-    )
-  has_none = config.checkpointer == 'memory' or not config.checkpoint_dir
-  if config.one_off_evaluate or config.eval_steps:  # It does not wait.
-    has_none = has_none or not store_lib.at(config.checkpoint_dir).names()
-  has_none &= mode.follows and is_ours and not config.eval_initial_weights
-  weights = memory.InMemoryCheckpointer(config, name)
-  if has_none and not weights.can_be_restored('latest'):
-    raise UsageError(
-      f'--jaxline_mode={name} takes the weights of a run, and there are none:'
-      f' config.checkpoint_dir is {config.checkpoint_dir!r}, and'
-      f' config.checkpointer {config.checkpointer!r}. Give the directory of a'
-      " run with 'durable' checkpoints, or evaluate in mode train_and_eval."
-    )
+  config = base_config.expand_paths(config)
+  prefix = f'jaxline_{name or "run"}_{time.strftime("%Y%m%d_%H%M%S")}_'
+  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=prefix)
+  with config.ignore_type(), config.unlocked():
+    config.checkpoint_dir = store_lib.at(given).url
+  return config.lock()
 
 
 def build(
@@ -442,8 +208,8 @@ def build(
   config: config_dict.ConfigDict,
   name: str,
   checkpointer_factory: base.CheckpointerFactory,
-  writer_factory: Factory,
-  origin: console_lib.Origin | None,
+  writer_factory: Callable[..., Any],
+  origin: console_lib.Origin,
   stack: contextlib.ExitStack,
 ) -> train.Run:
   """Makes the parts of a run, which `stack` closes in reverse order.
@@ -505,11 +271,10 @@ def _claim(
   """Claims the logs of a run, so that no other process writes them.
 
   Returns:
-    Whether the directory can be written. An evaluation that does not wait for
-    checkpoints also works where it cannot.
+    Whether the directory can be written; an evaluation only needs to read it.
 
   Raises:
-    UsageError: another run writes there, or nothing can be written.
+    UsageError: another run writes there, or a training cannot.
   """
   problem, is_refused = '', False
   if jax.process_index() == 0:
@@ -520,34 +285,215 @@ def _claim(
       problem, is_refused = str(e), True
     except OSError as e:
       problem = f'Nothing can be written in {config.checkpoint_dir}: {e}.'
-      is_once = config.one_off_evaluate or config.eval_steps
-      is_refused = 'train' in logs or not is_once
+      is_refused = 'train' in logs
   problem, is_refused = distributed.of_chief((problem, is_refused))
   if is_refused:
     raise UsageError(problem)
   if problem:
-    logging.warning('%s This evaluation is logged here alone.', problem)
+    logging.warning('%s Only the console shows this evaluation.', problem)
   return not problem
 
 
-def resolve_config(
-  config: config_dict.ConfigDict, name: str = 'run'
-) -> config_dict.ConfigDict:
-  """Returns a copy of a validated config, with the run's directory, locked.
+# Flags.
 
-  Without a directory in the config, it makes one whose name contains `name`.
+
+class _ConfigParser(flags.ArgumentParser):
+  """Loads the config of FILE.py, FILE.py:OPTION, or the directory of a run."""
+
+  def parse(self, argument: str) -> config_dict.ConfigDict:
+    if _is_directory(argument):
+      return base_config.recorded_config(argument).lock()
+    file, *option = argument.split(':', 1)
+    if not os.path.isfile(file):
+      raise UsageError(
+        'not found; expected a file such as configs/lm.py, or the directory of'
+        ' a run'
+      )
+    try:
+      return runpy.run_path(file)['get_config'](*option).lock()
+    except UsageError:
+      raise
+    except Exception as e:  # absl and `_parse` would take some for wrong flags.
+      raise RuntimeError(f'--config={argument} raised an error.') from e
+
+
+def _is_directory(path: str) -> bool:
+  return os.path.isdir(os.path.expanduser(path))
+
+
+def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
+  """Defines --config and --jaxline_run, whose overrides are in `argv`."""
+  text = (
+    'The run: a config file, such as configs/lm.py, or the directory of a run,'
+    ' whose config is taken. --config.key=value overrides its values.'
+  )
+  config_flags.DEFINE_config_file('config', None, text, values, sys_argv=argv)
+  values['config'].parser = _ConfigParser()
+  flags.DEFINE_alias('jaxline_run', 'config', values)
+
+
+class _SettingFlag(flags.Flag):
+  """A flag, --jaxline_X, whose value is also `debug.settings.X`.
+
+  So `debug` follows the command line of a program that does not call `main`.
+  """
+
+  def _set(self, value: Any) -> None:
+    self._value = value
+    setattr(debug.settings, self.name.removeprefix('jaxline_'), value)
+
+  value = property(lambda self: self._value, _set)
+
+
+def _define_setting(name: str, default: Any, text: str) -> None:
+  is_switch = isinstance(default, bool)
+  parser = flags.BooleanParser() if is_switch else flags.ArgumentParser()
+  flag = _SettingFlag(parser, None, name, default, text, boolean=is_switch)
+  flags.DEFINE_flag(flag)
+
+
+_define_config(flags.FLAGS, None)
+_define_setting(
+  'jaxline_mode',
+  'train',
+  'train: from the newest checkpoint if there is one; eval, or any name that'
+  ' begins with eval: evaluate each new checkpoint; train_and_eval: in one'
+  ' thread; train_eval_multithreaded: in two threads; decode: continue prompts;'
+  ' compile: report memory, communication and time of the steps.',
+)
+_define_setting(
+  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
+)
+_define_setting(
+  'jaxline_disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
+)
+flags.DEFINE_bool(
+  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
+)
+flags.DEFINE_string(
+  'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
+)
+# `--help` shows the flags of the program's own module.
+for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
+  flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
+
+
+# The command line.
+
+
+def main(
+  experiment_class: Any,
+  argv: Sequence[str],
+  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+  *,
+  writer_factory: Callable[..., Any] = create_writer,
+) -> None:
+  """Runs an experiment as the command line says.
+
+  Args:
+    experiment_class: a class or a partial of one; None is the class that
+      `config.experiment_class` names.
+    argv: the command line without the program's name. Parsed here, unless
+      absl has parsed it already (`app.run(functools.partial(main, Class))`).
+    checkpointer_factory: makes the checkpointer of a config and a mode.
+    writer_factory: makes the writer of a config and a log, 'train' or 'eval'.
+  """
+
+  def parse(argv: list[str]) -> list[str]:
+    try:
+      with exits.ending():
+        return _parse(flags.FLAGS, argv)
+    except SystemExit as e:
+      if e.code == 1:  # absl's --help.
+        e.code = 0
+      raise
+
+  def run(unused_argv: Sequence[str]) -> None:
+    name = flags.FLAGS.jaxline_mode
+    factories = checkpointer_factory, writer_factory
+    with exits.ending(), log_filter.quiet_log():
+      config, origin = _read_config(flags.FLAGS)
+      _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
+      watchdog.covers_exit = True
+      start(experiment_class, config, name, *factories, origin)
+
+  with preemption.Watch():
+    if flags.FLAGS.is_parsed():
+      run(argv)
+    else:
+      app.run(run, argv=[sys.argv[0], *argv], flags_parser=parse)
+
+
+def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
+  """Returns the validated, locked config of --config or --jaxline_run.
+
+  Args:
+    argv: that flag, and overrides, `--config.key=value`; nothing else.
 
   Raises:
-    UsageError: what is wrong with the directory.
+    UsageError: the command line or the config is wrong.
   """
-  config = base_config.expand_paths(config)
-  if not config.checkpoint_dir and jax.process_count() > 1:
-    raise UsageError(
-      f'config.checkpoint_dir is {config.checkpoint_dir!r}; a run of'
-      f' {jax.process_count()} processes needs one, the same for all.'
-    )
-  prefix = f'jaxline_{name}_{time.strftime("%Y%m%d_%H%M%S")}_'
-  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=prefix)
-  with config.ignore_type(), config.unlocked():
-    config.checkpoint_dir = store_lib.at(given).url
+  values = flags.FlagValues()
+  argv = [sys.argv[0], *argv]
+  _define_config(values, argv)
+  _parse(values, argv)
+  config, origin = _read_config(values)
+  if config.experiment_class is not None and _is_recorded(origin):
+    resolve_experiment_class(config, is_recorded=True)
   return config.lock()
+
+
+def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
+  """Parses flags; returns the program's name, or raises UsageError."""
+  try:
+    name, *others = values(argv)
+  except (flags.Error, AttributeError, KeyError) as e:
+    # ml_collections raises the last two, one inside the other.
+    message: Any = e
+    while isinstance(message, Exception) and message.args:
+      message = message.args[0]
+    prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
+    raise UsageError(prefix + ' '.join(str(message).split())) from e
+  if others:
+    raise UsageError(f'Got {others}; expected flags, such as --config.KEY=5.')
+  return [name]
+
+
+def _read_config(
+  values: flags.FlagValues,
+) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
+  """Returns a validated copy of the config of parsed flags, and its origin."""
+  is_twice = values['config'].present > values['jaxline_run'].present > 0
+  if values.config is None or is_twice:
+    raise UsageError(
+      f'Got {"--config and --jaxline_run" if is_twice else "no --config"};'
+      ' expected either --config=FILE, such as configs/lm.py, or'
+      ' --jaxline_run=DIR.'
+    )
+  base_config.validate_config(values.config)
+  origin = console_lib.Origin.of(values['config'])
+  return base_config.expand_paths(values.config), origin
+
+
+def _is_recorded(origin: console_lib.Origin) -> bool:
+  """Returns whether a run's directory, maybe anybody's, names the class."""
+  is_users = 'experiment_class' in origin.overrides
+  return not is_users and _is_directory(origin.config_file)
+
+
+def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:
+  """Configures JAX, and connects the processes unless one compiles alone."""
+  if is_alone and not jax.config.values['jax_platforms']:
+    # With libtpu installed JAX would look for TPUs here.
+    jax.config.update('jax_platforms', 'cpu')
+  for line in xla.apply(config.xla):
+    print(f'[jaxline] {line}', flush=True)
+  if is_alone:
+    return
+  distributed.initialize(config.distributed)
+  if flags.FLAGS.jaxline_ensure_tpu and jax.default_backend() != 'tpu':
+    raise UsageError(
+      f'--jaxline_ensure_tpu is set, but JAX runs on {jax.default_backend()!r}.'
+      ' Check that jax[tpu] is installed and that no other process uses the'
+      ' TPU.'
+    )

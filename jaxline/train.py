@@ -24,6 +24,7 @@ from jaxline import errors
 from jaxline import evaluation
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
+from jaxline import watchdog
 from jaxline.checkpoint import base
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
@@ -42,7 +43,6 @@ from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
-from jaxline.supervision import watchdog
 
 lazy.complete(__name__)
 

@@ -49,7 +49,7 @@ LEAVES = (
 # leaf, from other leaves. `a.b` has a step of its own within its package;
 # `a.__init__` is the package itself, with the rows of its config keys.
 STEPS = (
-  ('errors',),
+  ('errors', 'watchdog'),
   ('keys',),
   LEAVES,
   ('partitioning',),

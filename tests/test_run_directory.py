@@ -273,7 +273,7 @@ def test_the_config_is_that_of_the_run(tmp_path):
     (['--jaxline_run=RUN', '--config.training_steps=-1'], 'training_steps'),
     (['--jaxline_run=RUN', 'config.training_steps=3'], 'training_steps'),
     (['--jaxline_run=RUN/no'], 'RUN/no'),
-    (['--jaxline_run=gs://b/r'], 'bucket'),
+    (['--jaxline_run=gs://b/r'], 'gs://b/r'),
   ],
 )
 def test_a_wrong_command_line_is_refused(args, said, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tests of jaxline.supervision.watchdog: real processes that hang."""
+"""Tests of jaxline.watchdog: real processes that hang."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import time
 import pytest
 
 import jaxline
-from jaxline.supervision import watchdog
+from jaxline import watchdog
 from tests.experiments import regression
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -23,7 +23,7 @@ import concurrent.futures
 import sys
 import threading
 import time
-from jaxline.supervision import watchdog
+from jaxline import watchdog
 for_ever = threading.Event().wait
 """
 

@@ -8,8 +8,9 @@ TensorBoard and JSON lines get the numbers of each step.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -30,7 +31,6 @@ from jaxline.metrics import lines
 from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.supervision import preemption
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
@@ -181,7 +181,7 @@ class Console:
       done = f'Evaluated {self._num_evaluated} checkpoint(s)'
     else:
       step, how = int(self._state.global_step), 'Trained to'
-      if error is not None and not isinstance(error, preemption.Preempted):
+      if error is not None and not isinstance(error, SystemExit):
         how = 'Failed at'
       elif self.stopped or self._experiment.should_run_step(step, config):
         how = 'Stopped at'
@@ -232,23 +232,21 @@ class Console:
       go_on = f'jaxline.fit(..., overrides={changes})'
       look, label = f'jaxline.evaluate({directory!r}{argument})', 'Evaluate'
     else:
-      run = ['the', 'same', 'command', 'with']
-      run.append(f'--config.checkpoint_dir={directory}')
+      program, modes = ['the', 'same', 'command', 'with'], list[str]()
+      run = f'--config.checkpoint_dir={directory}'
       flags = {arg.partition('=')[0].lstrip('-') for arg in command}
       # A process does not know the command of its launcher. A program without
       # these flags makes the config itself.
       if jax.process_count() == 1 and flags & {'config', 'jaxline_run'}:
-        run = _without(command, 'config|jaxline_run')
-        run.append(f'--jaxline_run={directory}')
-        if config.checkpoint_allow_pickle:  # Never taken from the directory.
-          run.append('--config.checkpoint_allow_pickle')
+        program = [*itertools.takewhile(lambda x: x[:2] != '--', command)]
+        modes = [x for x in command if x.startswith('--jaxline_mode=')]
+        run = f'--jaxline_run={directory}'
       others = [f'--config.{key}={x}' for key, x in changes.items()]
-      go_on, label, mode = shlex.join([*run, *others]), 'Decode', 'decode'
+      go_on = shlex.join([*program, *modes, run, *others])
+      label, mode = 'Decode', 'decode'
       if not self._experiment.overrides('decode'):
         label, mode = 'Evaluate', 'eval --config.one_off_evaluate'
-      look = (
-        f'{shlex.join(_without(run, "jaxline_mode"))} --jaxline_mode={mode}'
-      )
+      look = f'{shlex.join([*program, run])} --jaxline_mode={mode}'
     return {'Go on': go_on if can_go_on else '', label: look}
 
   # Training.
@@ -431,11 +429,10 @@ class Hook(periodic.Every):
   def wait_to_finish(self) -> None:
     """Queues the scalars that are kept."""
     for step, scalars in self._kept:
-      if self._is_async:
-        self._log.put('console', step, scalars, self._finish)
-      else:
-        self._fn(step, self._finish(writers.to_scalars(scalars)))
+      self._log.put('console', step, scalars, self._finish)
     self._kept.clear()
+    if not self._is_async:
+      self._log.wait_to_finish()
 
 
 class _Sink(base.Backend):
@@ -462,12 +459,3 @@ class _Sink(base.Backend):
 def _relative(directory: str | None) -> str:
   """Returns a directory relative to the working directory, if it is in it."""
   return (directory or '').removeprefix(f'{pathlib.Path.cwd()}{os.sep}')
-
-
-def _without(args: Sequence[str], flags: str) -> list[str]:
-  """Returns arguments without some flags, which are joined by `|`."""
-  # Also removes `--flag x`, `--flag.key=x` and `--noflag.key`.
-  key, value = r'(\.[^=\0]+)?', r'(=[^\0]*|\0(?!-)[^\0]*)?'
-  text = ''.join(f'\0{arg}' for arg in args)
-  kept = re.sub(rf'\0--?(no)?({flags}){key}{value}(?=\0|$)', '', text)
-  return kept.split('\0')[1:]

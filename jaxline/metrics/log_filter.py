@@ -9,13 +9,11 @@ import pathlib
 from absl import logging
 import jax
 
-from jaxline import debug
-
 # Libraries whose information is hidden from absl's log, and the files in them
 # that report what takes minutes.
 _LIBRARIES = tuple(
   f'{pathlib.Path(file).parent}{os.sep}'
-  for file in (debug.__file__, jax.__file__)
+  for file in (pathlib.Path(__file__).parent, jax.__file__)
 )
 _HEARD = ('console.py', 'token_cache.py', 'xla.py')
 

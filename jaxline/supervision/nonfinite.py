@@ -138,9 +138,9 @@ class Guard(periodic.Action):
       f'{what} The newest checkpoint, if any, is of an earlier step. Resume'
       ' from it with a smaller learning rate or clipped gradients (a changed'
       " config needs config.on_config_change = 'continue'), or with"
-      " config.on_nonfinite = 'ignore' ('skip' in the sharded style). To find"
-      ' the cause, run again with JAX_DEBUG_NANS=True,'
-      ' --jaxline_disable_pmap_jit and --jaxline_post_mortem.'
+      " config.on_nonfinite = 'ignore' ('skip' in the sharded style). To name"
+      ' the operation that was not finite (sharded style), run `python -m'
+      f' jaxline.runs replay RUN {step} --nan` with the directory of the run.'
     )
 
 

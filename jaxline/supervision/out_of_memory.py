@@ -24,28 +24,25 @@ def explained(experiment: Any, config: Any) -> Iterator[None]:
     yield
   except jax.errors.JaxRuntimeError as error:
     text = ''.join([str(error), *getattr(error, '__notes__', [])])
-    # XLA calls a full disk the same.
-    is_disk = 'No space left' in text
-    # The evaluation inside of a training may have explained it.
-    is_new = '[jaxline]' not in text
-    if 'RESOURCE_EXHAUSTED' in text and is_new and not is_disk:
+    # Not a full disk, nor what an evaluation in the training has explained.
+    others = 'No space left', '[jaxline]'
+    if 'RESOURCE_EXHAUSTED' in text and not any(x in text for x in others):
       with contextlib.suppress(Exception):  # The run's own error counts.
         error.add_note(_note(experiment, config))
     raise
 
 
 def _note(experiment: Any, config: Any) -> str:
-  names: dict[int, str] = {}
-  arrays = jax.live_arrays()
+  arrays = {id(x): (x, '(unnamed)') for x in jax.live_arrays()}
   attributes = vars(experiment) if experiment else {}
+  # Also the deleted ones: the failed step had taken them as its arguments.
   for path, x in jax.tree_util.tree_leaves_with_path(attributes):
     if isinstance(x, jax.Array):
-      names[id(x)] = jax.tree_util.keystr(path, simple=True, separator='/')
-      # The step deletes its arguments, which were in memory when it failed.
-      arrays += [x] if x.is_deleted() else []
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      arrays[id(x)] = x, name
   sizes: dict[str, int] = {}
-  for x in arrays:
-    row = f'{names.get(id(x), "(unnamed)")} {x.dtype.name}{list(x.shape)}'
+  for x, name in arrays.values():
+    row = f'{name} {x.dtype.name}{list(x.shape)}'
     shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     sizes[row] = sizes.get(row, 0) + shard
   largest = sorted(sizes.items(), key=lambda item: -item[1])[:_NUM_LISTED]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-from jaxline.supervision import watchdog
+from jaxline import watchdog
 
 # EX_TEMPFAIL of sysexits.h: all is saved, and the run can be started again.
 EXIT_CODE = 75
@@ -59,22 +59,20 @@ class Watch:
 
   The first signal decides the exit code. The first SIGINT restores the default
   handler, so that the second one ends the process at once, also in C code.
-  Ignored signals (nohup, a shell's background jobs) stay ignored. A signal for
-  which the program has its own Python handler is left to that handler. While a
-  thread is in pdb, SIGINT is for pdb.
+  Ignored signals (nohup, a shell's background jobs) stay ignored, and a
+  program's own Python handler keeps its signal. While a thread is in pdb,
+  SIGINT is for pdb.
 
   Python drops what a handler raises inside `__del__` or a callback of the
-  garbage collector, of which JAX has one. The notice is kept: it acts when the
-  run or its training begins, or at the next `reached`.
+  garbage collector, such as JAX's. So the notice is kept: it acts when the run
+  or its training begins, or at the next `reached`.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
-  agree on the step after which they leave. A notice during start-up then acts
-  after the first step. A watch that is entered on another thread than the main
-  one knows only of JAX's notice.
+  agree on the step after which they leave; a notice during start-up acts after
+  the first step. Outside of the main thread a watch only has JAX's notice.
   """
 
   def __init__(self) -> None:
-    """Makes the watch; it handles no signals before it is entered."""
     self._notice: int | None = None
     self._is_shared = False  # Whether JAX has SIGTERM, for all hosts alike.
     self._defers = False  # Whether a notice is only noted, and not raised.
@@ -234,18 +232,14 @@ def _is_programs(handler: Any) -> bool:
 
 
 def _in_child() -> None:
-  """Gives a forked worker the handlers from before, also in place of JAX's."""
-  if _active is None:
-    return
-  is_first = signal.getsignal(signal.SIGINT) == _active._on_signal
-  _active._is_shared = False
-  _active.__exit__()
-  if is_first:
-    # The parent needs its workers while it saves, so they ignore the first.
-    signal.signal(
-      signal.SIGINT,
-      lambda *unused: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+  """Gives a forked worker the default handlers, in place of the run's."""
+  default = signal.SIG_DFL
+  for signum in _active._old_handlers if _active else ():
+    if not _is_programs(signal.getsignal(signum)):
+      signal.signal(signum, default)
+      if signum == signal.SIGINT:
+        # The parent needs its workers while it saves: ignore the first one.
+        signal.signal(signum, lambda n, unused: signal.signal(n, default))
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -21,17 +21,12 @@ class Profiler(periodic.Action):
   """A periodic action that traces steps, if the run has a directory.
 
   A trace starts and stops between steps; training waits while it is written.
+  `say` gets its path and how to open it.
   """
 
   def __init__(
     self, config: Any, say: Callable[[str], None] = logging.info
   ) -> None:
-    """Makes the action; `update_time` begins.
-
-    Args:
-      config: the run's, complete.
-      say: gets what the user is to know.
-    """
     self._ranges: list[tuple[int, int]] = []
     if config.checkpoint_dir is not None:
       self._ranges = keys.parse_ranges(config.profile_steps or '')
@@ -42,7 +37,7 @@ class Profiler(periodic.Action):
 
   def update_time(self, t: float, step: int) -> None:
     """Begins: a range may begin with the first step of this process."""
-    # Without those that an earlier process has run.
+    # Drop the ranges that an earlier process has run.
     self._ranges = [ends for ends in self._ranges if ends[1] > step]
     self(t, step, None)
 
@@ -65,8 +60,7 @@ class Profiler(periodic.Action):
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
     options = jax.profiler.ProfileOptions()
     options.session_id = name
-    # Stacks of Python would slow down the steps that are measured, and fill
-    # the trace.
+    # Python's stacks would slow down the measured steps and fill the trace.
     options.python_tracer_level = 0
     jax.profiler.start_trace(
       directory, create_perfetto_trace=True, profiler_options=options
