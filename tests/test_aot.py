@@ -17,6 +17,7 @@ import optax
 import pytest
 
 from jaxline import base_config
+from jaxline import chips
 from jaxline import compilation_cache
 from jaxline import errors
 from jaxline import experiment
@@ -24,7 +25,6 @@ from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.aot import ahead
-from jaxline.aot import chips
 
 pytestmark = pytest.mark.usefixtures('compiles')
 

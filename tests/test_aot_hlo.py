@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline.aot import counting
+from jaxline import counting
 from jaxline.aot import hlo
 
 P = jax.sharding.PartitionSpec

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxline.aot import chips
+from jaxline import chips
 from jaxline.aot import hlo
 from jaxline.aot import memory
 from jaxline.aot import report

@@ -21,13 +21,13 @@ import jaxlib
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline import chips
 from jaxline import compilation_cache
+from jaxline import counting
 from jaxline import disk
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import sharded
-from jaxline.aot import chips
-from jaxline.aot import counting
 from jaxline.aot import hlo
 from jaxline.aot import memory
 from jaxline.aot import report as report_lib

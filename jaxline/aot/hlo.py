@@ -31,6 +31,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxline import counting
+
 # Bytes that one device sends by the algorithm that sends the fewest, relative
 # to the larger of operand and result, in a group of n (Patarasuk and Yuan
 # 2009).
@@ -521,19 +523,8 @@ def _splash_flops(i: Instruction) -> float | None:
   queries, keys, *_ = (x.dims for x in arrays if 'f' in x.dtype)
   flops = 2.0 * _SPLASH_PRODUCTS[phase[1]] * math.prod(queries) * keys[-2]
   if arrays[0].dtype.startswith('s'):
-    flops *= splash_share(*arrays[0].dims[-2:])
+    flops *= counting.splash_share(*arrays[0].dims[-2:])
   return flops
-
-
-def splash_share(rows: int, columns: int) -> float:
-  """Returns the part of splash attention's blocks that a mask leaves.
-
-  Args:
-    rows: blocks of queries.
-    columns: blocks of keys that the kernel goes through for each. A causal mask
-      has as many; for a local one the kernel goes through fewer.
-  """
-  return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
 
 def _product_flops(i: Instruction, contracted: Sequence[int]) -> float:
@@ -562,7 +553,7 @@ def _convolution_flops(
     at = lambda key, default, n=int(d): int(
       window[key][n].split('_')[0] if key in window else default
     )
-    met *= count_meetings(
+    met *= counting.count_meetings(
       size=sizes[0][d],
       kernel=sizes[1][d],
       out=sizes[2][d],
@@ -575,33 +566,6 @@ def _convolution_flops(
   return (
     2.0 * met * sizes[1]['i'] * sizes[1]['o'] * sizes[0]['b'] / batch_groups
   )
-
-
-def count_meetings(
-  *,
-  size: int,
-  kernel: int,
-  out: int,
-  stride: int,
-  low: int,
-  dilation: int,
-  kernel_dilation: int,
-) -> int:
-  """Counts the pairs of output and kernel position that meet an element.
-
-  Output o and kernel position k meet what is at x = o * stride - low +
-  k * kernel_dilation; that is an element of the input, not padding nor a hole
-  of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
-  """
-  at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
-  first = np.maximum(-(at // stride), 0)
-  last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
-  common = math.gcd(stride, dilation)
-  every = dilation // common
-  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
-  rest = -at // common * pow(stride // common, -1, every) % every
-  solutions = (last - rest) // every - (first - 1 - rest) // every
-  return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
 
 
 # Bytes.

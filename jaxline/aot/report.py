@@ -11,7 +11,7 @@ import math
 import textwrap
 from typing import Any
 
-from jaxline.aot import chips
+from jaxline import chips
 from jaxline.aot import hlo
 from jaxline.aot import memory
 from jaxline.metrics import lines as lines_lib

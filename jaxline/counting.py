@@ -1,10 +1,8 @@
-"""Counts the operations of a traced program, without a compiler or an array.
+"""Counts the FLOPs of a traced program, without a compiler or an array.
 
-It does not know XLA's changes to the program (fusions, recomputation, dead
-code): `hlo` measures those. It does not estimate the peak memory of activations
-either: the order of a traced program is not the order of execution, most values
-are never stored, and how they are split over devices is known only where the
-program says so. An estimate would be neither an upper nor a lower bound.
+XLA changes the program (fusions, recomputation, dead code); `aot.hlo` measures
+the result. The peak memory of activations cannot be bounded from a trace, which
+has neither the order of execution nor the placement of most values.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +12,7 @@ from typing import Any
 
 from absl import logging
 import jax
-
-from jaxline.aot import hlo
+import numpy as np
 
 # The forward pass, and for the backward pass one product for each operand.
 PRODUCTS_IN_TRAINING = 3
@@ -151,7 +148,7 @@ def _share(equation: Any) -> float:
     return 1.0
   first = equation.invars[0].aval  # The blocks of the mask, if there is one.
   is_mask = jax.numpy.issubdtype(first.dtype, jax.numpy.integer)
-  return hlo.splash_share(*first.shape[-2:]) if is_mask else 1.0
+  return splash_share(*first.shape[-2:]) if is_mask else 1.0
 
 
 def _jaxprs(params: Any) -> Iterator[Any]:
@@ -160,6 +157,44 @@ def _jaxprs(params: Any) -> Iterator[Any]:
     for x in value if isinstance(value, (tuple, list)) else (value,):
       if hasattr(x, 'eqns'):
         yield x
+
+
+def splash_share(rows: int, columns: int) -> float:
+  """Returns the part of splash attention's blocks that a mask leaves.
+
+  Args:
+    rows: blocks of queries.
+    columns: blocks of keys that the kernel goes through for each. A causal mask
+      has as many; for a local one the kernel goes through fewer.
+  """
+  return (rows + 1) / (2 * rows) if rows == columns else 1.0
+
+
+def count_meetings(
+  *,
+  size: int,
+  kernel: int,
+  out: int,
+  stride: int,
+  low: int,
+  dilation: int,
+  kernel_dilation: int,
+) -> int:
+  """Counts the pairs of output and kernel position that meet an element.
+
+  Output o and kernel position k meet what is at x = o * stride - low +
+  k * kernel_dilation; that is an element of the input, not padding nor a hole
+  of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
+  """
+  at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
+  first = np.maximum(-(at // stride), 0)
+  last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
+  common = math.gcd(stride, dilation)
+  every = dilation // common
+  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
+  rest = -at // common * pow(stride // common, -1, every) % every
+  solutions = (last - rest) // every - (first - 1 - rest) // every
+  return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
 
 
 # The primitives that multiply. Each function takes the shapes of the operands,
@@ -186,7 +221,7 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
   batch = lhs[numbers.lhs_spec[0]] // params['batch_group_count']
   out_features, in_features = (rhs[d] for d in numbers.rhs_spec[:2])
   met = math.prod(
-    hlo.count_meetings(
+    count_meetings(
       size=lhs[numbers.lhs_spec[n + 2]],
       kernel=rhs[numbers.rhs_spec[n + 2]],
       out=out[numbers.out_spec[n + 2]],

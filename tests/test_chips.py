@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jaxline.aot import chips
+from jaxline import chips
 
 
 def chip_of(kind):
