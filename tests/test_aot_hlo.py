@@ -1,4 +1,4 @@
-"""Tests of jaxline.aot.hlo.
+"""Tests of jaxline.aot.hlo and jaxline.aot.measure.
 
 Programs compiled here for eight devices, and excerpts of what the compilers for
 TPU and GPU have written, shortened by hand. This file is also the program that
@@ -21,6 +21,7 @@ import pytest
 
 from jaxline import counting
 from jaxline.aot import hlo
+from jaxline.aot import measure as measure_lib
 
 P = jax.sharding.PartitionSpec
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -170,7 +171,7 @@ def measure(text, axis_sizes=None, slices=None):
   module = hlo.parse(text)
   axis_sizes = axis_sizes or {'data': module.num_devices}
   slices = slices or [0] * math.prod(axis_sizes.values())
-  return hlo.measure(module, axis_sizes, slices)
+  return measure_lib.measure(module, axis_sizes, slices)
 
 
 def module(main, num_devices=1, **computations):

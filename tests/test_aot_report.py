@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxline import chips
-from jaxline.aot import hlo
+from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.aot import report
 
@@ -28,7 +28,7 @@ TARGET = report.Target(
   num_devices=8,
   chip=CHIP,
 )
-GATHER = hlo.Traffic(
+GATHER = measure.Traffic(
   kind='all-gather',
   axes=('data',),
   count=3,
@@ -36,7 +36,7 @@ GATHER = hlo.Traffic(
   wire_bytes=60.0,
   dcn_bytes=0.0,
 )
-REDUCE = hlo.Traffic(
+REDUCE = measure.Traffic(
   kind='all-reduce',
   axes=('replica', 'data'),
   count=1,
@@ -52,7 +52,7 @@ BUFFER = memory.Buffer(
 )
 
 
-MEASURES = hlo.Measures(
+MEASURES = measure.Measures(
   flops=1000.0,
   hbm_bytes=200.0,
   traffic=(GATHER, REDUCE),

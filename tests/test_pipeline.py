@@ -245,6 +245,7 @@ import numpy as np
 import test_pipeline as t
 from jaxline import partitioning, placement
 from jaxline.aot import hlo
+from jaxline.aot import measure
 
 partitioner = partitioning.Partitioner.make(
   {'stage': 2, 'data': 2, 'mdl': 2}, 'pipeline')
@@ -267,7 +268,7 @@ for parts, repeats in ((1, 1), (3, 1), (3, 2)):
   (_, y), grads = jax.block_until_ready(compiled(*placed))
   for a, b in zip((y, *grads), expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-  measures = hlo.measure(
+  measures = measure.measure(
     hlo.parse(compiled.as_text()), partitioner.axis_sizes, partitioner.slices)
   out.append({
     t.kind: t.count

@@ -29,6 +29,7 @@ from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.aot import hlo
+from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import spool
@@ -264,7 +265,7 @@ def _compile(
     return program
   module = hlo.parse(text)
   partitioner = experiment.partitioner
-  measures = hlo.measure(module, partitioner.axis_sizes, partitioner.slices)
+  measures = measure.measure(module, partitioner.axis_sizes, partitioner.slices)
   return dataclasses.replace(
     program,
     measures=measures,

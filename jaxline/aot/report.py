@@ -12,7 +12,7 @@ import textwrap
 from typing import Any
 
 from jaxline import chips
-from jaxline.aot import hlo
+from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.metrics import lines as lines_lib
 
@@ -67,7 +67,7 @@ class Roofline:
 
 
 def roofline(
-  target: Target, measures: hlo.Measures, model_flops: float
+  target: Target, measures: measure.Measures, model_flops: float
 ) -> Roofline | None:
   """Returns how long a step takes at least.
 
@@ -129,7 +129,7 @@ class Program:
   temp_bytes: int | None = None
   peak_bytes: int | None = None
   fits: bool | None = None
-  measures: hlo.Measures | None = None
+  measures: measure.Measures | None = None
   roofline: Roofline | None = None
   compile_secs: float | None = None
   buffers: tuple[memory.Buffer, ...] = ()
