@@ -206,4 +206,4 @@ def test_what_does_not_fit_says_so(hbm_bytes, expected):
   ],
 )
 def test_sizes(num_bytes, text):
-  assert report.size_text(num_bytes) == text
+  assert report._size(num_bytes) == text

@@ -400,7 +400,7 @@ def test_argument_errors(tmp_path):
   given = {'files': tmp_path, 'docs': 'file'}
   for key, fields in (
     ('length', {'length': 0}),
-    ('max_batches', {'max_batches': True}),
+    ('max_batches', {'max_batches': 0}),
     ('max_batches', {'max_batches': 3, 'is_training': True}),
     ('packing', {'packing': 'rows'}),
     ('files', {'docs': 'file'}),

@@ -199,7 +199,7 @@ def _flops(i: hlo.Instruction) -> float | None:
   if i.opcode in ('dot', 'scaled-dot', 'ragged-dot'):
     return _product_flops(i, i.numbers('lhs_contracting_dims'))
   if i.opcode == 'convolution':
-    return _convolution_flops(i, *i.operands[:2], i)
+    return _convolution_flops(i, i.operands[0], i.operands[1], i)
   if i.kind != 'custom-call':
     return 0.0
   target = i.target

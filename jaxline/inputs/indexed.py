@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from jaxline.inputs import base
+from jaxline.inputs import resumable
 
 # Below this many records, Grain's shuffle takes up to a millisecond per record:
 # it shuffles 2**16 numbers and skips those that are too large. The order of an
@@ -54,7 +55,7 @@ def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class IndexedInput(base.ResumableInput):
+class IndexedInput(resumable.ResumableInput):
   """An input that can read any record by its number.
 
   Attributes:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxline import errors
 from jaxline.inputs import base
+from jaxline.inputs import resumable
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -97,7 +98,7 @@ class IterableInput(base.BaseInput):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _SkippingInput(base.ResumableInput):
+class _SkippingInput(resumable.ResumableInput):
   """The batches of a `tf.data.Dataset`, counted.
 
   Attributes:

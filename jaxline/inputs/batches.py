@@ -1,0 +1,105 @@
+"""The batch of an input: its type, its rows, its padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+# The entry of a batch with its weights: float32, 0 for padding.
+WEIGHTS = 'weights'
+# The entry of a batch that marks padding: 1 for padding, else 0.
+PADDINGS = 'paddings'
+
+
+class Batch(dict[str, Any]):
+  """A dict whose entries are also attributes: `batch.ids` is `batch['ids']`.
+
+  Inputs give plain dicts; `Batch(batch)` is for code written for Pax's
+  `NestedMap`. Nested dicts become `Batch` too. As a pytree it has the leaves
+  and paths of a dict, but is another type of node.
+  """
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    super().__init__(*args, **kwargs)
+    for key, value in self.items():
+      if isinstance(value, Mapping):
+        self[key] = Batch(value)
+
+  def __getattr__(self, name: str) -> Any:
+    if name in self:
+      return self[name]
+    raise AttributeError(f'No entry {name!r}; the batch has {sorted(self)}.')
+
+  __setattr__ = dict.__setitem__
+  __delattr__ = dict.__delitem__
+
+
+def _unflatten_batch(keys: tuple[str, ...], values: Iterable[Any]) -> Batch:
+  batch = Batch()
+  batch.update(zip(keys, values, strict=True))
+  return batch
+
+
+jax.tree_util.register_pytree_with_keys(
+  Batch,
+  lambda batch: (
+    [(jax.tree_util.DictKey(key), batch[key]) for key in sorted(batch)],
+    tuple(sorted(batch)),
+  ),
+  _unflatten_batch,
+)
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+  """Returns how many rows a batch has.
+
+  Raises:
+    ValueError: its arrays differ in their first dimension, or one has none.
+    TypeError: it is not a dict.
+  """
+  if not isinstance(batch, Mapping):
+    raise TypeError(
+      f'A batch is a {type(batch).__name__}; expected a dict of arrays by name,'
+      " such as {'x': x}."
+    )
+  rows = {np.shape(x)[:1] for x in jax.tree.leaves(dict(batch))}
+  if len(rows) != 1 or () in rows:
+    shapes = jax.tree.map(np.shape, dict(batch))
+    raise ValueError(
+      f'The arrays of a batch must share their first dimension; got {shapes}.'
+    )
+  return rows.pop()[0]
+
+
+def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+  """Fills a batch up to a number of rows.
+
+  Args:
+    batch: arrays [b, ...] with b <= rows.
+    rows: the number of rows of the result.
+
+  Returns:
+    Arrays [rows, ...]. The new rows are zeros, or ones in `paddings`, which
+    marks padding. A batch without `weights` gets them, 1 for its own rows.
+  """
+  # A `Batch` stays one.
+  batch = type(batch)(batch) if isinstance(batch, Batch) else dict(batch)
+  have = len(jax.tree.leaves(batch)[0])
+  batch.setdefault(WEIGHTS, np.ones(have, np.float32))
+  if have == rows:
+    return batch
+
+  def fill(path: Any, x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    shape = (rows - have, *x.shape[1:])
+    if x.dtype == object:  # Strings, as TensorFlow gives them.
+      padding = np.full(shape, type(x.flat[0])() if x.size else b'', object)
+    else:
+      is_mark = getattr(path[-1], 'key', None) == PADDINGS
+      padding = (np.ones if is_mark else np.zeros)(shape, x.dtype)
+    return np.concatenate([x, padding])
+
+  return jax.tree_util.tree_map_with_path(fill, batch)
