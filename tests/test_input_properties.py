@@ -596,29 +596,6 @@ def test_resumed_is_uninterrupted(
   close(straight + first + second)
 
 
-@promise(seeds, steps, saves_position=True, evaluates=True)
-def test_one_epoch_resumed_is_uninterrupted(
-  name, size, batch_size, hosts, seed, killed_at
-):
-  def read(inputs):
-    return [
-      [np.asarray(SOURCES[name].records(b)).tolist() for b in part]
-      for part in inputs
-    ]
-
-  fields = {'batch_size': batch_size, 'input_random_seed': seed, **ONE_EPOCH}
-  straight = make_hosts(name, size, hosts, **fields)
-  expected = read(straight)
-  killed_at = min(killed_at, len(expected[0]))
-  first = make_hosts(name, size, hosts, **fields)
-  take(name, first, killed_at)
-  second = make_hosts(name, size, hosts, **fields)
-  for old, new in zip(first, second, strict=True):
-    new.set_state(old.get_state())
-  assert read(second) == [part[killed_at:] for part in expected]
-  close(straight + first + second)
-
-
 @promise(
   batch_sizes,
   host_counts,
