@@ -22,11 +22,10 @@ def flops(function: Any, *args: Any) -> float:
   """Returns the FLOPs of a program's matrix products and convolutions.
 
   A multiplication and an addition are two. The whole program counts, over all
-  devices: a `shard_map` as often as it has devices, a `scan` its length, and a
-  pipeline without its bubble (`partly_idle`). Of a `cond` the most expensive
-  branch counts. A `while` counts once, with a warning if it has products.
-  cuDNN's attention counts fully, although a causal kernel skips about half;
-  splash attention counts without the blocks that it skips.
+  devices, a pipeline without its bubble (`partly_idle`). Of a `cond` the most
+  expensive branch counts. A `while` counts once, with a warning if it has
+  products. cuDNN's attention counts fully, although a causal kernel skips about
+  half; splash attention counts without the blocks that it skips.
 
   Args:
     function: a function of arrays, or its jaxpr.
@@ -41,8 +40,8 @@ def flops(function: Any, *args: Any) -> float:
 def forward_flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products in the forward pass of a traced gradient.
 
-  What a backward pass computes again is left out, as is all outside of
-  `jax.grad`. So are gradients that the differentiated function takes itself.
+  Left out are recomputation, all outside of `jax.grad`, and gradients that the
+  differentiated function takes itself.
 
   Args:
     jaxpr: that of a function that calls `jax.grad` or `jax.value_and_grad`.
@@ -54,10 +53,9 @@ _SCOPE = re.compile(r'(\d+)_rounds_used')
 
 
 def partly_idle(num_used: int) -> Any:
-  """Returns a context for a `scan` whose rounds are not all used.
+  """Returns a context for a `scan` of which only some rounds count.
 
-  The stages of a pipeline compute in each round, but in the bubble nothing that
-  is used. Such rounds are no work of the model, and are not counted.
+  What a pipeline's stages compute in the bubble is not used.
   """
   return jax.named_scope(f'{num_used}_rounds_used')
 
@@ -84,9 +82,8 @@ def _used_rounds(scan: Any) -> int:
   return scan.params['length']
 
 
-# What of a program is counted: all of it; or the products of a forward pass,
-# which JAX has named 'jvp' and not 'transpose', looked for outside of it, and
-# inside.
+# What is counted: all of a program; or the products of its forward pass, which
+# JAX names 'jvp' and not 'transpose', from outside or inside of it.
 _ALL, _OUTSIDE, _INSIDE = range(3)
 
 
@@ -114,9 +111,7 @@ def _equation_flops(equation: Any, counted: int) -> float:
   if name == 'while':
     if sum(inner):
       logging.warning(
-        'A while loop of %.3g FLOPs a round was counted once: how often it'
-        ' runs is not known before it does.',
-        sum(inner),
+        'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
       )
     return sum(inner)
   return _repeats(equation) * _share(equation) * sum(inner)
@@ -164,8 +159,7 @@ def splash_share(rows: int, columns: int) -> float:
 
   Args:
     rows: blocks of queries.
-    columns: blocks of keys that the kernel goes through for each. A causal mask
-      has as many; for a local one the kernel goes through fewer.
+    columns: blocks of keys for each; as many in a causal mask, else fewer.
   """
   return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
@@ -260,8 +254,6 @@ _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   'dot_general': _dot,
   # Backward: the weights again, and a gradient of either factor of both.
   'dot_product_attention_bwd': _attention(3, 2),
-  'dot_product_attention_fp8_bwd': _attention(3, 2),
-  'dot_product_attention_fp8_fwd': _attention(1, 1),
   'dot_product_attention_fwd': _attention(1, 1),
   'ragged_dot_general': _ragged_dot,
   'scaled_matmul': _scaled_matmul,

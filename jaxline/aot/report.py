@@ -255,10 +255,8 @@ def _run_rows(report: Report) -> Iterable[tuple[str, str]]:
   text = _size(report.state_bytes)
   if report.target.chip:
     text += f' of {_size(hbm_bytes)} ({report.state_bytes / hbm_bytes:.0%})'
-  yield (
-    'state per chip',
-    f'{text}; gradients {_size(report.gradient_bytes)}',
-  )
+  text += f'; gradients {_size(report.gradient_bytes)}'
+  yield 'state per chip', text
 
 
 def _program_rows(
@@ -312,21 +310,20 @@ def _program_rows(
 
 
 def _peak_text(program: Program, target: Target) -> str:
-  peak, rest = program.peak_bytes, 0.0
-  text = ''
-  if peak is not None:
-    text = _size(peak)
-    if target.chip:
-      text += f' of {_size(target.hbm_bytes)}'
-      rest = target.hbm_bytes - peak
-    text += ': ' if program.fits is not None else ''
-  if program.fits is None:
+  peak, fits = program.peak_bytes, program.fits
+  if peak is None:
+    return '' if fits is None else 'DOES NOT FIT'
+  text = _size(peak)
+  if target.chip:
+    text += f' of {_size(target.hbm_bytes)}'
+  if fits is None:
     return text
-  if program.fits:
-    return f'{text}fits, {_size(rest)} to spare'
+  rest = target.hbm_bytes - peak
+  if fits:
+    return f'{text}: fits, {_size(rest)} to spare'
   # The compiler may have less memory to give than what is published.
   much = f', {_size(-rest)} too much' if rest < 0 else ''
-  return f'{text}DOES NOT FIT{much}'
+  return f'{text}: DOES NOT FIT{much}'
 
 
 def _buffer_text(buffer: memory.Buffer) -> str:
