@@ -388,15 +388,11 @@ def test_argument_errors(tmp_path):
   write(tmp_path, {'a': b'1', 'b': b'2'})
   given = {'files': tmp_path, 'docs': 'file'}
   for key, fields in (
-    ('length', {'length': 0}),
-    ('max_batches', {'max_batches': 0}),
     ('max_batches', {'max_batches': 3, 'is_training': True}),
     ('packing', {'packing': 'rows'}),
     ('files', {'docs': 'file'}),
     ('tokenizer', {'tokenizer': 'bytes'}),  # COUNTING has one.
-    ('split', {**given, 'split': 'test'}),
     ('eval_fraction', {**given, 'eval_fraction': 1}),
-    ('documents', {**given, 'docs': 'word'}),
   ):
     with pytest.raises(ValueError, match=key):
       make(**fields)
