@@ -211,6 +211,10 @@ def case(make_input, verdicts, *words, marks=(), **options):
       'ANY_NUMBER_OF_HOSTS',
     ),
     case(
+      make(Numbers, order=lambda self, at: (at + self.num_infeed_hosts) % 10),
+      'rows resume position!',
+    ),
+    case(
       make(Numbers, identity=lambda self: {'hosts': self.num_infeed_hosts}),
       'rows resume position!',
       'hosts is 2',
