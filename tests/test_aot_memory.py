@@ -1,6 +1,7 @@
 """Buffers of a program, from what XLA writes of its memory."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import pytest
 
 from jaxline.aot import hlo
 from jaxline.aot import memory
+
+HLO = pathlib.Path(__file__).parent / 'hlo'
 
 # libtpu 0.0.52 for v5e:2x2: two layers, w f32[2,28000,28000] replicated, so
 # that a chip's 15.75 GiB do not hold it, its gradient and its update. Left out
@@ -18,40 +21,8 @@ OUT_OF_MEMORY = (
   ' (15.75G). HLO module: jit_f.\nSee'
   ' https://openxla.org/xla/errors/error_1000 for more details.'
 )
-ASSIGNMENT = r"""BufferAssignment:
-allocation 0: size 100352000, color 1, page 0, preallocated-temp:
- value: <73 copy-start{0} @1> (size=28672000,offset=0): f32[256,28000]{0,1:T(8,128)S(1)}
-allocation 1: size 4, color 2, page 0, preallocated-temp:
- value: <74 copy-start{2} @2> (size=4,offset=0): u32[]{:S(2)}
-allocation 2: size 512, page 0, thread-local:
- value: <2 add.1 @0> (size=512,offset=0): f32[]{:T(128)}
-allocation 4: size 6279168000, page 0, parameter 0, shape |f32[2,28000,28000]| at ShapeIndex {}, output shape is |f32[2,28000,28000]|, maybe-live-out:
- value: <70 param @0> (size=6279168000,offset=0): f32[2,28000,28000]{2,1,0:T(8,128)}
- value: <91 sub.8 @0> (size=6279168000,offset=0): f32[2,28000,28000]{2,1,0:T(8,128)}
-allocation 5: size 28672000, page 0, parameter 1, shape |f32[256,28000]| at ShapeIndex {}:
- value: <71 param.1 @0> (size=28672000,offset=0): f32[256,28000]{0,1:T(8,128)}
-allocation 7: size 12558385664, page 0, preallocated-temp:
- value: <72 copy-start{} @0> (size=512,offset=12558385152): (f32[256,28000]{0,1:T(8,128)S(1)}, f32[256,28000]{0,1:T(8,128)}, u32[]{:S(2)})
- value: <77 copy-start.1{0} @0> (size=28672000,offset=49152): f32[256,28000]{0,1:T(8,128)}
- value: <81 convolution_bitcast_fusion @0> (size=3139584000,offset=6279217152): f32[1,28000,28000]{2,1,0:T(8,128)}
- value: <88 convolution_bitcast_fusion.1 @0> (size=3139584000,offset=9418801152): f32[1,28000,28000]{2,1,0:T(8,128)}
- value: <89 pad_add_fusion @0> (size=6279168000,offset=49152): f32[2,28000,28000]{2,1,0:T(8,128)}
- value: <90 all-reduce.2 @0> (size=6279168000,offset=49152): f32[2,28000,28000]{2,1,0:T(8,128)}
-"""  # noqa: E501
-MODULE = r"""HloModule jit_f, is_scheduled=true
-
-%fused_computation.16 (param_0.34: f32[256,28000]) -> f32[256,28000] {
-  %param_0.34 = f32[256,28000]{0,1:T(8,128)S(1)} parameter(0)
-  ROOT %convolution.11 = f32[256,28000]{0,1:T(8,128)} convolution(%param_0.34), metadata={op_name="jit(f)/jvp(layer0)/dot_general" stack_frame_id=4}
-}
-
-ENTRY %main.0_spmd (param: f32[2,28000,28000], param.1: f32[256,28000]) -> f32[2,28000,28000] {
-  %param.1 = f32[256,28000]{0,1:T(8,128)} parameter(1), metadata={op_name="x"}
-  %param = f32[2,28000,28000]{2,1,0:T(8,128)} parameter(0), metadata={op_name="p[\'w\']"}
-  %convolution_bitcast_fusion = f32[1,28000,28000]{2,1,0:T(8,128)} fusion(%param), kind=kOutput, metadata={op_name="jit(f)/transpose(jvp(layer1))/dot_general" stack_frame_id=4}
-  %pad_add_fusion = f32[2,28000,28000]{2,1,0:T(8,128)} fusion(%param), kind=kLoop, metadata={op_name="jit(f)/add_any" stack_frame_id=4}
-}
-"""  # noqa: E501
+ASSIGNMENT = (HLO / 'out_of_memory.txt').read_text()
+MODULE = (HLO / 'out_of_memory.hlo').read_text()
 
 
 def test_the_buffers_of_a_program_that_does_not_fit():
@@ -84,20 +55,12 @@ def test_the_buffers_of_a_program_that_does_not_fit():
       ' by 6.01G.',
       True,
     ),
-    ('RESOURCE_EXHAUSTED: the total memory required for HLO (512.0M)', True),
-    ('', False),
     ('INVALID_ARGUMENT: Invalid TPU program.', False),
     ('RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.', False),
   ],
 )
 def test_errors_of_too_little_memory(error, expected):
   assert memory.is_out_of_memory(RuntimeError(error)) == expected
-
-
-def test_nothing_is_known_of_nothing(tmp_path):
-  assert memory.dumped(tmp_path) == ('', '')
-  assert memory.total_bytes('') == 0
-  assert memory.buffers('', hlo.parse(MODULE)) == []
 
 
 def test_a_real_dump_of_this_machine(tmp_path):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from jaxline.aot import chips
-from jaxline.aot import hlo
+from jaxline import chips
+from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.aot import report
 
@@ -28,7 +28,7 @@ TARGET = report.Target(
   num_devices=8,
   chip=CHIP,
 )
-GATHER = hlo.Traffic(
+GATHER = measure.Traffic(
   kind='all-gather',
   axes=('data',),
   count=3,
@@ -36,7 +36,7 @@ GATHER = hlo.Traffic(
   wire_bytes=60.0,
   dcn_bytes=0.0,
 )
-REDUCE = hlo.Traffic(
+REDUCE = measure.Traffic(
   kind='all-reduce',
   axes=('replica', 'data'),
   count=1,
@@ -52,7 +52,7 @@ BUFFER = memory.Buffer(
 )
 
 
-MEASURES = hlo.Measures(
+MEASURES = measure.Measures(
   flops=1000.0,
   hbm_bytes=200.0,
   traffic=(GATHER, REDUCE),
@@ -138,9 +138,6 @@ def test_json_has_all_that_the_report_has():
   assert train['roofline']['seconds']['DCN'] == 1
   assert train['buffers'] == [dataclasses.asdict(BUFFER)]
   assert evaluation['measures'] is None
-  # Nothing is left out.
-  names = {field.name for field in dataclasses.fields(report.Report)}
-  assert set(values) == names
 
 
 def test_the_text_says_it_all():
@@ -193,17 +190,3 @@ def test_what_does_not_fit_says_so(hbm_bytes, expected):
   assert not made.fits
   assert expected in str(made)
   assert 'First this.' in str(made)
-
-
-@pytest.mark.parametrize(
-  ('num_bytes', 'text'),
-  [
-    (0, '0 B'),
-    (1023, '1023 B'),
-    (1536, '1.50 KiB'),
-    (3 << 20, '3.00 MiB'),
-    (5 << 40, '5.00 TiB'),
-  ],
-)
-def test_sizes(num_bytes, text):
-  assert report.size_text(num_bytes) == text

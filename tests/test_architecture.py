@@ -24,16 +24,15 @@ from jaxline import base_config
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LEAVES = (
-  'aot.chips',
-  'aot.counting',
-  'aot.hlo',
   'async_lib',
   'checkpoint.__init__',
   'checkpoint.owner',
   'checkpoint.spool',
   'checkpoint.store',
+  'chips',
   'compat',
   'compilation_cache',
+  'counting',
   'debug',
   'disk',
   'distributed',

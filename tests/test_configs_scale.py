@@ -16,10 +16,10 @@ from examples.pax import config as pax_config
 from examples.pax import experiment_registry
 from examples.pax import optimizers
 from jaxline import base_config
+from jaxline import chips
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import platform
-from jaxline.aot import chips
 
 # What config flags load a file with.
 pytestmark = pytest.mark.filterwarnings('ignore:the load_module')

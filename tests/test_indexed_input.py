@@ -109,12 +109,6 @@ def test_the_order_never_changes_between_versions():
   assert large.order(np.arange(2**16, 2**16 + 2)).tolist() == [61429, 36773]
 
 
-def test_a_large_order_is_not_held():
-  source = Numbers(batch_size=32, size=2**40, is_training=True)
-  assert len(set(rows(take(source, 3)))) == 96
-  assert len(cloudpickle.dumps(source)) < 5_000
-
-
 def test_without_shuffling_the_order_is_that_of_the_data():
   source = Numbers(batch_size=4)
   assert not source.shuffle
@@ -150,19 +144,6 @@ def test_no_records_are_an_error_and_no_endless_loop():
 def test_a_state_of_another_order_is_refused(fields, message):
   with pytest.raises(ValueError, match=message):
     Numbers(batch_size=2, **fields).set_state(Numbers(batch_size=2).get_state())
-
-
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
-    ({'num_threads': -1}, 'num_threads'),
-    ({'num_workers': -1}, 'num_workers'),
-    ({'repeat': True, **ONE_EPOCH}, 'repeat'),
-  ],
-)
-def test_a_wrong_field_is_named(fields, message):
-  with pytest.raises(ValueError, match=message):
-    next(Numbers(batch_size=2, **fields))
 
 
 def test_a_pickled_input_is_small_and_goes_on_where_it_stood():
@@ -222,32 +203,6 @@ def test_a_reader_that_loses_or_doubles_rows_is_an_error(fields, wrong):
     next(source)
   assert caught.value.__notes__[0] == 'While Wrong read file f1, row 1.'
   source.close()
-
-
-def test_an_error_of_no_single_record_names_the_first():
-  class Together(Numbers):
-    def read(self, records, epochs):
-      if len(records) > 1:
-        raise ValueError('shapes differ')
-      return super().read(records, epochs)
-
-  with pytest.raises(ValueError) as caught:
-    next(Together(batch_size=6))
-  assert 'one by one: file f0, row 0' in caught.value.__notes__[0]
-
-
-def test_where():
-  source = Numbers(batch_size=3, num_infeed_hosts=2, infeed_host_index=1)
-  assert (
-    source.where() == 'a batch from record 3 of epoch 0 on (file f0, row 3)'
-  )
-  take(source, 2)
-  assert (
-    source.where() == 'a batch from record 5 of epoch 1 on (file f1, row 0)'
-  )
-  source = Numbers(batch_size=5, **ONE_EPOCH)
-  take(source, 2)
-  assert source.where() == 'the rows that fill up the end of the epoch'
 
 
 # Workers: each takes seconds to start.

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxline import async_lib
 from jaxline import goodput
 from jaxline.inputs import base
 from jaxline.inputs import indexed
@@ -114,13 +113,6 @@ def test_batches_read_ahead_are_bounded_by_number_and_bytes(
   time.sleep(0.1)
   assert source.number == expected
   feed.close()
-
-
-def test_the_end():
-  feed = infeed.Infeed(counting(end=3), lambda x: x)
-  assert [value(batch) for batch in feed] == [0, 1, 2]
-  with pytest.raises(StopIteration):
-    next(feed)
 
 
 # Time.
@@ -239,48 +231,7 @@ def test_an_error_names_the_source_and_the_place():
   assert 'get_next' in [t.name for t in caught.traceback]
 
 
-def test_an_error_of_placing_names_the_source():
-  def place(batch):
-    raise ValueError('does not fit')
-
-  feed = infeed.Infeed(counting(), place)
-  with pytest.raises(ValueError, match='does not fit') as caught:
-    next(feed)
-  assert 'Counting, reading file a.txt, record 1' in caught.value.__notes__[0]
-
-
 # The end of it.
-
-
-def test_a_source_that_starts_late_is_closed_all_the_same(monkeypatch):
-  monkeypatch.setattr(async_lib, '_JOIN_SECONDS', 0.1)
-  go_on, started = threading.Event(), threading.Event()
-
-  class Starting(Counting):
-    workers = None
-
-    def get_next(self):
-      started.set()
-      assert go_on.wait(30)
-      self.workers = 'running'
-      return super().get_next()
-
-    def close(self):
-      super().close()
-      self.workers = None
-
-  source = Starting(batch_size=2)
-  feed = infeed.Infeed(source, lambda x: x)
-  reader = threading.Thread(target=lambda: next(feed, None), daemon=True)
-  reader.start()
-  assert started.wait(10)
-  threading.Timer(0.3, go_on.set).start()
-  reader.join(10)
-  feed.close()
-  deadline = time.monotonic() + 5
-  while threads() and time.monotonic() < deadline:
-    time.sleep(0.01)
-  assert source.workers is None
 
 
 @pytest.mark.parametrize('num_read', [0, 1, 5])
@@ -496,16 +447,6 @@ def test_an_evaluation_that_stalls_is_told_of(caplog):
   experiment = make(Slow, 'eval', run_config=config)
   experiment.evaluate(global_step=0, rng=KEY, writer=None)
   assert 'The evaluation has waited 0 s for a batch: a gen' in caplog.text
-
-
-def test_an_evaluation_on_one_epoch():
-  experiment = make(mode='eval')
-  state = jax.device_get(experiment.state)
-  expected = regression.expected_loss(state, regression.examples(0, 50))
-  for _ in range(2):
-    scalars = regression.evaluate(experiment)
-    assert scalars['loss'] == pytest.approx(expected, rel=1e-5)
-    assert scalars['rows'] == pytest.approx(50 / 4)
 
 
 def rolling_losses(experiment, numbers):

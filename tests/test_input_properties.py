@@ -11,7 +11,6 @@ import collections
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-import json
 import pathlib
 import tempfile
 from typing import Any
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from examples.pax.inputs import c4
 from examples.pax.inputs import lingvo
 from examples.pax.inputs import seqio as seqio_input
 from jaxline.inputs import base
@@ -31,7 +29,6 @@ from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 from jaxline.inputs import mixture
 from jaxline.inputs import show
-from jaxline.inputs import synthetic
 from jaxline.inputs import text
 from jaxline.inputs import tfdata
 
@@ -224,19 +221,6 @@ def make_text(size, packing, **fields):
   )
 
 
-class NumberedSynthetic(synthetic.SyntheticInput):
-  """Gives the numbers of its records too."""
-
-  def read(self, records, epochs):
-    return base.Batch(super().read(records, epochs), x=records)
-
-
-def make_synthetic(size, **fields):
-  return NumberedSynthetic(
-    kind='random', length=4, size=size, shuffle=True, **fields
-  )
-
-
 def make_children(names, sizes, fields):
   """Makes inputs of numbers; takes what is theirs from a parent's fields."""
   shared = ('num_infeed_hosts', 'infeed_host_index', *ONE_EPOCH, 'is_training')
@@ -301,25 +285,6 @@ def make_seqio(size, **fields):
   )
 
 
-FIRST_LETTER = ord('A')
-
-
-def make_c4(size, **fields):
-  import seqio
-
-  path = folder() / f'{size}.json'
-  # Each document is one byte, and a row, that of the letter of its number.
-  lines = [json.dumps({'text': chr(FIRST_LETTER + i)}) for i in range(size)]
-  path.write_text('\n'.join(lines))
-  task = c4.c4_task(
-    train_files=path,
-    eval_files=path,
-    vocabulary=seqio.ByteVocabulary(),
-    append_eos=False,
-  )
-  return c4.c4_input(task, length=1, **{'is_training': False, **fields})
-
-
 SOURCES = {
   'indexed': Source(make_numbers),
   'indexed_threads': Source(
@@ -361,7 +326,6 @@ SOURCES = {
     )
     for packing in text.PACKINGS
   },
-  'synthetic': Source(make_synthetic),
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
   # Lingvo need not be installed.
   'lingvo': Source(
@@ -390,14 +354,6 @@ SOURCES = {
   'seqio': Source(
     make_seqio,
     lambda batch: batch['labels'][:, 0] - 1,
-    is_sharded=True,
-    needs='seqio',
-    examples=SEQIO,
-  ),
-  'c4': Source(
-    make_c4,
-    # SeqIO's bytes are behind three special tokens.
-    lambda batch: batch['labels'][:, 0] - 3 - FIRST_LETTER,
     is_sharded=True,
     needs='seqio',
     examples=SEQIO,
@@ -593,29 +549,6 @@ def test_resumed_is_uninterrupted(
       make_hosts(name, size + 4, 4, **fields)[0].set_state(
         make_hosts(name, size + 4, 3, **fields)[0].get_state()
       )
-  close(straight + first + second)
-
-
-@promise(seeds, steps, saves_position=True, evaluates=True)
-def test_one_epoch_resumed_is_uninterrupted(
-  name, size, batch_size, hosts, seed, killed_at
-):
-  def read(inputs):
-    return [
-      [np.asarray(SOURCES[name].records(b)).tolist() for b in part]
-      for part in inputs
-    ]
-
-  fields = {'batch_size': batch_size, 'input_random_seed': seed, **ONE_EPOCH}
-  straight = make_hosts(name, size, hosts, **fields)
-  expected = read(straight)
-  killed_at = min(killed_at, len(expected[0]))
-  first = make_hosts(name, size, hosts, **fields)
-  take(name, first, killed_at)
-  second = make_hosts(name, size, hosts, **fields)
-  for old, new in zip(first, second, strict=True):
-    new.set_state(old.get_state())
-  assert read(second) == [part[killed_at:] for part in expected]
   close(straight + first + second)
 
 

@@ -17,7 +17,6 @@ class Numbers(indexed.IndexedInput):
 
   source: int = 0
   size: int = 1000
-  closed: bool = False
 
   def num_records(self):
     return self.size
@@ -29,13 +28,6 @@ class Numbers(indexed.IndexedInput):
       'x': np.stack([records, epochs], 1),
       'source': np.full(len(records), self.source),
     }
-
-  def ids_to_strings(self, ids, lengths, key=None):
-    return [f'{self.source} {key} {ids.tolist()} {lengths.tolist()}']
-
-  def close(self):
-    super().close()
-    self.closed = True
 
 
 class Changed(Numbers):
@@ -55,16 +47,6 @@ def numbers(sizes, **fields):
     'abcdefgh'[i]: Numbers(batch_size=size, source=i, **fields)
     for i, size in enumerate(sizes)
   }
-
-
-def assert_same(actual, expected):
-  assert list(actual) == list(expected)
-  for one, other in zip(actual.values(), expected.values(), strict=True):
-    if isinstance(other, dict):
-      assert_same(one, other)
-    else:
-      assert one.dtype == other.dtype
-      np.testing.assert_array_equal(one, other)
 
 
 def mixture(sizes, weights, *, batch_size=5, host=None, **fields):
@@ -190,11 +172,9 @@ def test_children_that_cannot_be_mixed_are_refused(child, message):
 @pytest.mark.parametrize(
   ('change', 'error'),
   [
-    (lambda batch: {'x': batch['x']}, ValueError),
     (lambda batch: {**batch, 'y': batch['source']}, ValueError),
     (lambda batch: {**batch, 'x': batch['x'].astype(np.int32)}, TypeError),
     (lambda batch: {**batch, 'x': batch['x'][:, :1]}, ValueError),
-    (lambda batch: {**batch, 'x': {'y': batch['x']}}, ValueError),
   ],
 )
 def test_children_that_differ_are_refused(change, error):
@@ -212,9 +192,7 @@ def test_children_that_differ_are_refused(change, error):
   ('fields', 'message'),
   [
     ({'weights': {'a': 1}}, 'weights'),
-    ({'weights': {'a': 1, 'b': 1, 'c': 1}}, 'weights'),
     ({'weights': {'a': 1, 'b': 0}}, 'weights'),
-    ({'weights': {'a': 1, 'b': float('nan')}}, 'nan'),
     ({'input_random_seed': 1}, 'input_random_seed'),
     ({'reset_for_eval': True}, 'repeat'),
     ({'shuffle': True}, 'shuffle'),

@@ -245,6 +245,7 @@ import numpy as np
 import test_pipeline as t
 from jaxline import partitioning, placement
 from jaxline.aot import hlo
+from jaxline.aot import measure
 
 partitioner = partitioning.Partitioner.make(
   {'stage': 2, 'data': 2, 'mdl': 2}, 'pipeline')
@@ -267,9 +268,11 @@ for parts, repeats in ((1, 1), (3, 1), (3, 2)):
   (_, y), grads = jax.block_until_ready(compiled(*placed))
   for a, b in zip((y, *grads), expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-  program = hlo.parse(compiled.as_text())
-  slices = partitioner.shape.slices
-  measures = hlo.measure(program, partitioner.axis_sizes, slices)
+  measures = measure.measure(
+    hlo.parse(compiled.as_text()),
+    partitioner.axis_sizes,
+    partitioner.shape.slices,
+  )
   out.append({
     t.kind: t.count
     for t in measures.traffic

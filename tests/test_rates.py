@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import pytest
 
+from jaxline import chips
+from jaxline import counting
 from jaxline import debug
 from jaxline import metrics as metrics_lib
 from jaxline import pipeline
 from jaxline import sharded
 from jaxline import train
 from jaxline.aot import ahead
-from jaxline.aot import chips
-from jaxline.aot import counting
 from jaxline.metrics import rates
 from tests.experiments import regression
 

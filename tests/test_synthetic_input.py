@@ -92,17 +92,6 @@ def test_spec_of_ones():
   assert (batch['labels'] == 1).all()
 
 
-def test_random_spec():
-  spec = {'images': ((16, 16), np.float32), 'labels': ((), np.int64)}
-  fields = {'length': None, 'spec': spec, 'vocab_size': 10, 'kind': 'random'}
-  batch = next(make(batch_size=64, **fields))
-  assert abs(batch['images'].mean()) < 0.05
-  assert abs(batch['images'].std() - 1) < 0.05
-  assert abs((np.abs(batch['images']) < 1).mean() - 0.6827) < 0.02
-  assert set(batch['labels'].tolist()) == set(range(10))
-  assert_same(read(4, 1, **fields)[0], read(1, 1, **fields)[0])
-
-
 def test_state_of_other_values_is_refused():
   state = make(kind='random', vocab_size=10).get_state()
   with pytest.raises(ValueError, match='vocab_size is 10 in the state and 11'):

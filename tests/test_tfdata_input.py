@@ -320,8 +320,3 @@ def test_elements_that_make_no_batch_are_refused(element, named):
   dataset = lambda seed: tf.data.Dataset.from_tensors(element())
   with pytest.raises(TypeError, match=named):
     next(train(dataset=dataset, batch_size=2))
-
-
-def test_no_gpu_is_left_to_tensorflow():
-  tfdata.import_tensorflow()
-  assert tf.config.get_visible_devices('GPU') == []

@@ -31,6 +31,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from jaxline import async_lib
 from jaxline.metrics import base
 from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard

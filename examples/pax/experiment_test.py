@@ -17,13 +17,13 @@ from examples.pax import experiment
 from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
+from jaxline import counting
 from jaxline import errors
 from jaxline import feed
 from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
-from jaxline.aot import counting
 from jaxline.inputs import synthetic
 
 # One of each family; the others differ in numbers only.

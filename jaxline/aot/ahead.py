@@ -1,8 +1,7 @@
-"""`--jaxline_mode=compile`: what a run needs and sends, without its chips.
+"""`--jaxline_mode=compile`: compiles a run's steps, without its chips.
 
 The experiment is built from shapes, over devices of a topology that hold no
-arrays. The compiler of those devices compiles its two steps, and the compiled
-programs are measured.
+arrays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,21 +13,22 @@ import math
 import pathlib
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline import chips
 from jaxline import compilation_cache
+from jaxline import counting
 from jaxline import disk
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import sharded
-from jaxline.aot import chips
-from jaxline.aot import counting
 from jaxline.aot import hlo
+from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import spool
@@ -51,23 +51,19 @@ _HINTS = (
 def compile_experiment(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> bool:
-  """Compiles a run's steps; prints the report, and writes it as JSON.
-
-  Args:
-    experiment_class: as for `train.train`.
-    config: the run's. The report goes below its `checkpoint_dir`.
+  """Prints the report of a run, and writes it below its `checkpoint_dir`.
 
   Returns:
     Whether the run fits, as far as is known.
-
-  Raises:
-    chips.TargetError: the config's target cannot be compiled for.
   """
   directory = spool.directory(config.checkpoint_dir) / 'compile'
   directory.mkdir(parents=True, exist_ok=True)
   report = make_report(experiment_class, config)
   if jax.process_index() == 0:
-    path = directory / f'{_file_name(report.target)}.json'
+    name = report.target.name.replace(':', '-')
+    if report.target.num_slices > 1:
+      name = f'{report.target.num_slices}x{name}'
+    path = directory / f'{name}.json'
     disk.write_json(path, report.to_json())
     print(report)
     print(f'\nWritten to {path}', flush=True)
@@ -129,11 +125,6 @@ def make_report(
   return report
 
 
-def _file_name(target: report_lib.Target) -> str:
-  name = target.name.replace(':', '-')
-  return name if target.num_slices == 1 else f'{target.num_slices}x{name}'
-
-
 def _target(
   config: config_dict.ConfigDict, notes: list[str]
 ) -> tuple[Sequence[Any], report_lib.Target]:
@@ -159,8 +150,8 @@ def _target(
     stats = jax.local_devices()[0].memory_stats() or {}
     if chip is None:
       notes.append(
-        f'What a device of kind {kind!r} can do is not known: nothing is said'
-        ' of whether it fits, of times and of utilization. Compile for chips,'
+        f'What a device of kind {kind!r} can do is not known, so neither are'
+        ' times, utilization and whether it fits. For those, compile for chips,'
         " such as config.topology = 'v4:2x2x1'."
       )
     elif limit := stats.get('bytes_limit'):
@@ -186,19 +177,17 @@ def _build(
   experiment = experiments.construct(experiment_class, 'train', rng, config)
   if not isinstance(experiment, sharded.ShardedExperiment):
     raise chips.TargetError(
-      f'{type(experiment).__name__} has no sharded step, and no other is'
-      ' compiled with --jaxline_mode=compile. Derive it from'
+      f'{type(experiment).__name__} has no sharded step to compile; expected a'
       ' sharded.ShardedExperiment.'
     )
-  experiment.on_nonfinite = config.on_nonfinite
+  experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
   return experiment
 
 
 # The steps.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
   """A traced step: its name, arguments (shapes) and the model's FLOPs."""
 
   name: str
@@ -216,9 +205,8 @@ def _steps(
   eval_step: Any = experiment.compiled_eval_step
   batch = experiment.abstract_batch(is_training=True)
   args = state, batch, rng
-  traced = train_step.trace(*args)
   flops = rates.model_flops(experiment, batch)
-  yield _Step('train step', traced, args, flops)
+  yield _Step('train step', train_step.trace(*args), args, flops)
   try:
     batch = experiment.abstract_batch(is_training=False)
   except NotImplementedError:
@@ -229,8 +217,7 @@ def _steps(
   )
   eval_args = dataclasses.replace(state, opt_state=None), batch, rng, place
   traced = eval_step.trace(*eval_args)
-  flops = counting.flops(traced.jaxpr)
-  yield _Step('eval step', traced, eval_args, flops)
+  yield _Step('eval step', traced, eval_args, counting.flops(traced.jaxpr))
 
 
 def _compile(
@@ -264,9 +251,8 @@ def _compile(
     return program
   module = hlo.parse(text)
   partitioner = experiment.partitioner
-  measures = hlo.measure(
-    module, partitioner.axis_sizes, partitioner.shape.slices
-  )
+  slices = partitioner.shape.slices
+  measures = measure.measure(module, partitioner.axis_sizes, slices)
   return dataclasses.replace(
     program,
     measures=measures,

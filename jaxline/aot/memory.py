@@ -1,8 +1,6 @@
-"""The largest buffers of a program, from what XLA writes about its memory.
+"""The largest buffers of a program, from what XLA dumps about its memory.
 
-With `--xla_dump_to` XLA writes the scheduled program and how it assigned the
-buffers to memory. It also does so for a program that does not fit, for which
-there is no compiled object.
+It dumps a program that does not fit too, for which there is no compiled object.
 """
 
 import dataclasses
@@ -49,11 +47,7 @@ def dump_options(directory: pathlib.Path) -> dict[str, str | bool]:
 
 
 def dumped(directory: pathlib.Path) -> tuple[str, str]:
-  """Returns the scheduled program, and its buffers' assignment to memory.
-
-  Args:
-    directory: that XLA wrote to. What is not there is ''.
-  """
+  """Returns the scheduled program and its buffer assignment, or ''."""
 
   def read(pattern: str) -> str:
     # XLA compiles small programs besides, such as of constants.
@@ -76,18 +70,14 @@ def total_bytes(assignment: str) -> int:
 
 
 def buffers(assignment: str, module: hlo.Module) -> list[Buffer]:
-  """Returns the buffers of a program in the chip's main memory.
+  """Returns the buffers of a program in the chip's main memory, largest first.
 
-  Temporaries share one stretch of memory at different times. Of them, the
-  largest that do not overlap each other are listed, so that they can be added.
-  What fills the memory at the worst moment is mostly, but not exactly, these.
+  Temporaries share memory at different times: the largest that do not overlap
+  are listed, which is mostly what fills the memory at the worst moment.
 
   Args:
     assignment: XLA's `buffer-assignment.txt`.
     module: the program, for their names.
-
-  Returns:
-    The largest first.
   """
   instructions = {
     name: instruction

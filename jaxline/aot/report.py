@@ -1,7 +1,6 @@
 """The report of a compiled run, as data, as JSON and as text.
 
-All times are lower bounds, for chips that do only one thing at their peak;
-docs/reference/compile.md says what they leave out.
+docs/reference/compile.md explains each line, and what the times leave out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +10,8 @@ import math
 import textwrap
 from typing import Any
 
-from jaxline.aot import chips
-from jaxline.aot import hlo
+from jaxline import chips
+from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.metrics import lines as lines_lib
 
@@ -30,8 +29,7 @@ class Target:
   Attributes:
     name: of the topology, such as 'v4:4x4x4'; 'local' for the devices here.
     device_kind: as JAX names it.
-    num_slices: how many such topologies; of local devices, groups that a
-      slower network joins.
+    num_slices: how many such topologies a slower network joins.
     num_devices: chips, in all.
     chip: one of them, with the links that it has in this topology; None if it
       is not known.
@@ -54,9 +52,7 @@ class Roofline:
   """How long a step takes at least.
 
   Attributes:
-    seconds: of 'compute', FLOPs at the chip's peak; of 'memory', bytes of HBM
-      at its bandwidth; of 'ICI' and 'DCN', bytes that are sent within a slice
-      and to other slices.
+    seconds: of 'compute', 'memory', 'ICI' and 'DCN' alone, each at its peak.
     mfu_bound: model FLOPs utilization if all four overlap completely.
     mfu_sum: the same if nothing overlaps.
   """
@@ -67,17 +63,14 @@ class Roofline:
 
 
 def roofline(
-  target: Target, measures: hlo.Measures, model_flops: float
+  target: Target, measures: measure.Measures, model_flops: float
 ) -> Roofline | None:
-  """Returns how long a step takes at least.
+  """Returns how long a step takes at least; None if the chip is not known.
 
   Args:
     target: the chips.
     measures: of the compiled program.
     model_flops: of the model, all chips together.
-
-  Returns:
-    None if the chip is not known.
   """
   chip = target.chip
   if chip is None:
@@ -101,22 +94,21 @@ def roofline(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """One step: what is known from shapes, and from its compiled program.
+  """A step. Sizes are per chip, None if the compiler does not tell them.
 
   Attributes:
     name: 'train step' or 'eval step'.
-    model_flops: of the model in one step, all chips together: matrix products
-      and convolutions of the forward pass, and in training twice as many for
-      the backward pass, without recomputation.
-    argument_bytes: per chip: state, batch and key.
-    output_bytes: per chip. Sizes are None if the compiler does not tell them.
+    model_flops: of the model in one step, all chips together, without
+      recomputation.
+    argument_bytes: state, batch and key.
+    output_bytes: new state and metrics.
     alias_bytes: outputs that share the memory of arguments.
-    temp_bytes: per chip, their largest sum.
+    temp_bytes: the largest sum of temporaries.
     peak_bytes: arguments, outputs and temporaries; shared memory counts once.
     fits: whether the peak is within the chip's memory. For TPUs the compiler
       itself refuses a program that does not fit.
     measures: of the compiled program, per chip.
-    roofline: None also if the chip is not known.
+    roofline: its bounds.
     compile_secs: the time of the compiler.
     buffers: the largest.
   """
@@ -129,7 +121,7 @@ class Program:
   temp_bytes: int | None = None
   peak_bytes: int | None = None
   fits: bool | None = None
-  measures: hlo.Measures | None = None
+  measures: measure.Measures | None = None
   roofline: Roofline | None = None
   compile_secs: float | None = None
   buffers: tuple[memory.Buffer, ...] = ()
@@ -137,7 +129,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-  """What is known of a run before it runs.
+  """What is known of a run before it runs. Sizes are per chip.
 
   Attributes:
     experiment: name of its class.
@@ -146,15 +138,14 @@ class Report:
     sharding: name of the preset.
     batch_rows: rows of a global batch.
     parameters: number of weights.
-    state_bytes: of the whole state, per chip: weights, optimizer, model state.
-    gradient_bytes: per chip, if all gradients exist at once; with sums over
-      parts of a batch, those of one such sum.
-    batch_bytes: of one batch, per chip.
+    state_bytes: weights, optimizer and model state.
+    gradient_bytes: the gradients, if all exist at once.
+    batch_bytes: one batch.
     bubble_fraction: part of a step in which a pipeline's stage idles.
     programs: the train step and the eval step.
     hints: suggested changes if it does not fit.
     notes: what is missing in this report, and why.
-    versions: name -> version.
+    versions: of jax, jaxlib and libtpu.
     schema: of the JSON.
   """
 
@@ -190,24 +181,21 @@ class Report:
 # Text.
 
 
-# Returns a size as people read it, such as '3.52 GiB'.
-size_text = functools.partial(lines_lib.size, digits='.2f')
+_size = functools.partial(lines_lib.size, digits='.2f')
 
 
-def _count(number: float) -> str:
+def _scaled(
+  value: float, units: Sequence[str] = ('', 'k', 'M', 'G', 'T', 'P', 'E')
+) -> str:
   """Returns a number with a unit, such as '1.10 T'."""
-  return _scaled(number, ('', 'k', 'M', 'G', 'T', 'P', 'E')).strip()
+  power = 0
+  while abs(value) >= 1000 and power < len(units) - 1:
+    value, power = value / 1000, power + 1
+  return f'{value:.{2 if power else 0}f} {units[power]}'.strip()
 
 
 def _time(seconds: float) -> str:
   return _scaled(1e6 * seconds, ('us', 'ms', 's'))
-
-
-def _scaled(value: float, units: Sequence[str]) -> str:
-  power = 0
-  while abs(value) >= 1000 and power < len(units) - 1:
-    value, power = value / 1000, power + 1
-  return f'{value:.{2 if power else 0}f} {units[power]}'
 
 
 def _wrap(first: str, text: str) -> Iterable[str]:
@@ -260,17 +248,15 @@ def _run_rows(report: Report) -> Iterable[tuple[str, str]]:
   yield 'mesh', f'{count} device{"s" if count > 1 else ""}: {mesh}'
   yield 'sharding', report.sharding
   yield 'parameters', f'{report.parameters:,}'
-  batch = size_text(report.batch_bytes)
+  batch = _size(report.batch_bytes)
   yield 'global batch', f'{report.batch_rows} rows; {batch} per chip'
   if report.bubble_fraction:
     yield 'pipeline bubble', f'{report.bubble_fraction:.1%} of each stage'
-  text = size_text(report.state_bytes)
+  text = _size(report.state_bytes)
   if report.target.chip:
-    text += f' of {size_text(hbm_bytes)} ({report.state_bytes / hbm_bytes:.0%})'
-  yield (
-    'state per chip',
-    f'{text}; gradients {size_text(report.gradient_bytes)}',
-  )
+    text += f' of {_size(hbm_bytes)} ({report.state_bytes / hbm_bytes:.0%})'
+  text += f'; gradients {_size(report.gradient_bytes)}'
+  yield 'state per chip', text
 
 
 def _program_rows(
@@ -283,28 +269,28 @@ def _program_rows(
     ('shared by both', program.alias_bytes),
     ('temporaries', program.temp_bytes),
   )
-  sizes = (f'{k} {size_text(v)}' for k, v in parts if v is not None)
+  sizes = (f'{k} {_size(v)}' for k, v in parts if v is not None)
   yield 'per chip', ', '.join(sizes)
   for buffer in program.buffers:
     if buffer.bytes >= _SMALL:
       yield '', _buffer_text(buffer)
-  text = _count(program.model_flops)
+  text = _scaled(program.model_flops)
   if target.chip:
     peak = target.num_devices * target.chip.peak_flops
     text += f'; {_time(program.model_flops / peak)} at the peak of all chips'
   yield 'model FLOPs', text
   if measures := program.measures:
     total = measures.flops * target.num_devices
-    text = _count(total)
+    text = _scaled(total)
     if program.model_flops:
       text += f' ({total / program.model_flops:.2f} x)'
-    yield 'compiled FLOPs', f'{text}; {_count(measures.flops)} per chip'
-    yield 'memory traffic', f'{size_text(measures.hbm_bytes)} per chip'
+    yield 'compiled FLOPs', f'{text}; {_scaled(measures.flops)} per chip'
+    yield 'memory traffic', f'{_size(measures.hbm_bytes)} per chip'
     for t in measures.traffic:
       axes = ' x '.join(t.axes) or 'no axis'
-      text = f'{t.count} over {axes}: {size_text(t.bytes)}'
+      text = f'{t.count} over {axes}: {_size(t.bytes)}'
       if t.dcn_bytes:
-        text += f', of which sent to other slices {size_text(t.dcn_bytes)}'
+        text += f', of which sent to other slices {_size(t.dcn_bytes)}'
       yield t.kind, text
     loops, kernels = measures.unknown_loops, measures.unknown_kernels
     yield 'loops counted once', ', '.join(loops[:_MAX_NAMES])
@@ -324,29 +310,28 @@ def _program_rows(
 
 
 def _peak_text(program: Program, target: Target) -> str:
-  peak, rest = program.peak_bytes, 0.0
-  text = ''
-  if peak is not None:
-    text = size_text(peak)
-    if target.chip:
-      text += f' of {size_text(target.hbm_bytes)}'
-      rest = target.hbm_bytes - peak
-    text += ': ' if program.fits is not None else ''
-  if program.fits is None:
+  peak, fits = program.peak_bytes, program.fits
+  if peak is None:
+    return '' if fits is None else 'DOES NOT FIT'
+  text = _size(peak)
+  if target.chip:
+    text += f' of {_size(target.hbm_bytes)}'
+  if fits is None:
     return text
-  if program.fits:
-    return f'{text}fits, {size_text(rest)} to spare'
+  rest = target.hbm_bytes - peak
+  if fits:
+    return f'{text}: fits, {_size(rest)} to spare'
   # The compiler may have less memory to give than what is published.
-  much = f', {size_text(-rest)} too much' if rest < 0 else ''
-  return f'{text}DOES NOT FIT{much}'
+  much = f', {_size(-rest)} too much' if rest < 0 else ''
+  return f'{text}: DOES NOT FIT{much}'
 
 
 def _buffer_text(buffer: memory.Buffer) -> str:
   """Returns a line; of a long path the end says more than the beginning."""
   shape, name = buffer.shape, buffer.name or buffer.kind
-  line = f'    {size_text(buffer.bytes):>10}  {shape}  '
+  line = f'    {_size(buffer.bytes):>10}  {shape}  '
   if len(line) + len(name) > _WIDTH:
     shape = shape if len(shape) <= 28 else f'{shape[:26]}..'
-    line = f'    {size_text(buffer.bytes):>10}  {shape}  ..'
+    line = f'    {_size(buffer.bytes):>10}  {shape}  ..'
     name = name[len(line) - _WIDTH :]
   return line + name

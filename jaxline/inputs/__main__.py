@@ -1,6 +1,4 @@
-"""`python -m jaxline.inputs`: `show` looks at a config's data, see show.py.
-
-`tokenize` makes the tokens of text files before a run does; see text.py.
+"""`python -m jaxline.inputs show` and `tokenize`: see show.py and text.py.
 
 The exit status is 0; 1 if a check found something wrong; 2 if the command line,
 the config or the input itself is refused, in one line on stderr.
@@ -42,17 +40,13 @@ def input_maker(
   Returns:
     A function of a shard, or of nothing if the experiment's method is. It makes
     the experiment on a mesh of placeholders, but no weights.
-
-  Raises:
-    UsageError: the config names no experiment, or one without such a method.
   """
   experiment_class = platform.resolve_experiment_class(config)
   method = f'{split}_input'
   if not hasattr(experiment_class, method):
-    raise platform.UsageError(
-      f'{config.experiment_class} has no {method}(): experiments in the'
-      ' per-device style read their data in step() and evaluate(). Only those'
-      ' of sharded.ShardedExperiment have an input that can be shown.'
+    raise errors.UsageError(
+      f'{config.experiment_class} has no {method}(); expected a'
+      ' ShardedExperiment: others read their data in step() and evaluate().'
     )
 
   @functools.cache
@@ -144,7 +138,7 @@ def _shard(text: str) -> base.Shard:
 def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
   given = {k: v for k, v in vars(args).items() if k != 'run'}
   if given and (rest or 'files' not in given):
-    raise platform.UsageError(
+    raise errors.UsageError(
       f'tokenize got {given} and {list(rest)}; expected either FILES and'
       ' options, or --config=FILE (with an equals sign), whose fields say what'
       ' is read.'
@@ -160,7 +154,7 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
     folder = given.get('cache_dir') or token_cache.default_cache_dir()
     print(f'{corpus.summary}, in {folder}')
   except (ValueError, OSError, ImportError) as e:
-    raise platform.UsageError(str(e)) from e
+    raise errors.UsageError(str(e)) from e
   return 0
 
 
@@ -175,7 +169,7 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
       opened = show.opened(make_input, is_training, shard)
       source = stack.enter_context(opened)
     except (ValueError, OSError, ImportError) as e:
-      raise platform.UsageError(f'As {host}: {e}') from e
+      raise errors.UsageError(f'As {host}: {e}') from e
     print(f'{_about(source)}, for {host}')
     for number, batch in enumerate(itertools.islice(source, args.n)):
       print(f'\nbatch {number}\n{show.describe(batch)}')
@@ -215,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Whoever read, such as `head`, has read enough; nothing more is written.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-  except platform.UsageError as e:
+  except errors.UsageError as e:
     print(f'jaxline.inputs: {" ".join(str(e).split())}', file=sys.stderr)
     return 2
 

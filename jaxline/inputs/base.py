@@ -11,11 +11,6 @@ If it overrides `position` and `set_position` too, every checkpoint holds the
 position in the data, and a resumed run neither repeats nor skips a record.
 `iterable.as_input` makes an input of anything else that gives batches.
 
-Each process has its own input and reads `batch_size` rows of a global batch of
-`batch_size * num_infeed_hosts`. In training no two processes read the same
-record. One epoch ends on all processes after the same number of batches, padded
-with rows of weight 0.
-
 How evaluation reads (`eval_batches`):
 
                         N = eval_loop_num_batches    N = None or -1
@@ -29,69 +24,26 @@ The contract is that of Pax's documents, section 'Data inputs'
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import copy
 import dataclasses
 import inspect
 import json
-import numbers
-import os
-import pathlib
 import secrets
 from typing import Any, ClassVar, NoReturn, Self
 
 import jax
 import numpy as np
 
-from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
+from jaxline.inputs import batches
 
-# The entry of a batch with its weights: float32, 0 for padding.
-WEIGHTS = 'weights'
-# The entry of a batch that marks padding: 1 for padding, else 0.
-PADDINGS = 'paddings'
-
-
-class Batch(dict[str, Any]):
-  """A dict whose entries are also attributes: `batch.ids` is `batch['ids']`.
-
-  Inputs give plain dicts; `Batch(batch)` is for code written for Pax's
-  `NestedMap`. Nested dicts become `Batch` too. As a pytree it has the leaves
-  and paths of a dict, but is a node of another type: `jax.tree.map` over a
-  `Batch` and a dict raises.
-  """
-
-  def __init__(self, *args: Any, **kwargs: Any):
-    super().__init__(*args, **kwargs)
-    for key, value in self.items():
-      if isinstance(value, Mapping):
-        self[key] = Batch(value)
-
-  def __getattr__(self, name: str) -> Any:
-    if name in self:
-      return self[name]
-    raise AttributeError(f'No entry {name!r}; the batch has {sorted(self)}.')
-
-  __setattr__ = dict.__setitem__
-  __delattr__ = dict.__delitem__
-
-
-def _unflatten_batch(keys: tuple[str, ...], values: Iterable[Any]) -> Batch:
-  batch = Batch()
-  batch.update(zip(keys, values, strict=True))
-  return batch
-
-
-jax.tree_util.register_pytree_with_keys(
-  Batch,
-  lambda batch: (
-    [(jax.tree_util.DictKey(key), batch[key]) for key in sorted(batch)],
-    tuple(sorted(batch)),
-  ),
-  _unflatten_batch,
-)
+WEIGHTS = batches.WEIGHTS
+PADDINGS = batches.PADDINGS
+Batch = batches.Batch
+num_rows = batches.num_rows
+pad_rows = batches.pad_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +102,7 @@ class BaseInput:
     infeed_host_index: the index of this host; None is the shard's index.
     input_random_seed: the seed of the order of the data and of its other random
       numbers. None is 0 if the position is saved or in evaluation; else another
-      number at each start, drawn by all hosts together when the input is made.
+      number at each start, drawn by all hosts together.
     is_training: whether it feeds training.
     reset_for_eval: whether each evaluation is one epoch from its beginning.
     eval_loop_num_batches: batches per evaluation; see the top of this module.
@@ -185,51 +137,43 @@ class BaseInput:
     shard = self.shard or process_shard()
     count, index = self.num_infeed_hosts, self.infeed_host_index
     count = shard.count if count is None else count or 1
-    if index is None:
-      if shard.count != 1 and count not in (1, shard.count):
-        raise errors.UsageError(
-          f'{self.name} has num_infeed_hosts={count} and no infeed_host_index,'
-          f' but there are {shard.count} hosts. Give both, or neither.'
-        )
-      index = 0 if count == 1 else shard.index
-    if not (is_integer(index) and is_integer(count) and 0 <= index < count):
+    if index is None and (shard.count == 1 or count in (1, shard.count)):
+      index = shard.index % count
+    if index is None or not 0 <= index < count:
       raise errors.UsageError(
-        f'infeed_host_index is {index!r} and num_infeed_hosts {count!r};'
-        ' expected integers, the first at least 0 and less than the second.'
+        f'{self.name} has infeed_host_index={index} and num_infeed_hosts='
+        f'{count}, and there are {shard.count} hosts; expected an index from 0'
+        ' on that is less than the number. Give both, or neither.'
       )
     self.infeed_host_index, self.num_infeed_hosts = index, count
 
   def _check_fields(self) -> None:
     self._check_batch_size()
     n = self.eval_loop_num_batches
-    if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
-      self.refuse(
-        'eval_loop_num_batches',
-        'an integer of at least 1, or None or -1 for one epoch',
-      )
+    if n != -1 and n is not None:
+      self.check_integer('eval_loop_num_batches')
     if self.is_training and self.reset_for_eval:
       self.refuse('reset_for_eval', 'False in training, which is never reset')
     if self.reset_for_eval and n not in (None, -1, 1):
       self.refuse(
         'eval_loop_num_batches',
-        'None with reset_for_eval=True: to evaluate on the same first batches'
-        ' each time is not supported. Give the input less data, or set'
-        ' reset_for_eval=False and repeat=True for the next batches each time',
+        'None with reset_for_eval=True, which evaluates on one epoch. Give the'
+        ' input less data, or set reset_for_eval=False and repeat=True for the'
+        ' next batches each time',
       )
     if not self.is_training and not self.reset_for_eval and n in (None, -1):
       self.refuse(
         'eval_loop_num_batches',
-        'a number with reset_for_eval=False: an evaluation would not know where'
-        ' to end. Or set reset_for_eval=True to evaluate on one epoch',
+        'a number with reset_for_eval=False: an evaluation would have no end.'
+        ' Or set reset_for_eval=True to evaluate on one epoch',
       )
     seed = self.input_random_seed
     if self.is_training and seed is not None and not self.saves_position:
-      raise errors.UsageError(
-        f'{self.name} feeds training with input_random_seed={seed}, but its'
-        ' position is not saved: after a preemption the run would see the same'
-        ' data again. Save it (input_checkpointing_enabled=True and methods'
-        ' position() and set_position()), or leave input_random_seed None,'
-        ' which is another order at each start.'
+      self.refuse(
+        'input_random_seed',
+        'None, since the position is not saved: after a preemption the run'
+        ' would see the same data again. Or save it'
+        ' (input_checkpointing_enabled=True, position() and set_position())',
       )
 
   def _check_batch_size(self) -> None:
@@ -246,8 +190,8 @@ class BaseInput:
   ) -> None:
     """Refuses a field that is not an integer of at least `least`."""
     value = getattr(self, key)
-    is_fine = or_none if value is None else is_integer(value) and value >= least
-    if not is_fine:
+    is_integer = isinstance(value, (int, np.integer)) and value >= least
+    if not (or_none if value is None else is_integer):
       none = ', or None' if or_none else ''
       self.refuse(key, f'an integer of at least {least}{none}')
 
@@ -408,9 +352,8 @@ class BaseInput:
       if batch is None:
         raise ValueError(
           f'{self.name} ended after {number} of eval_loop_num_batches='
-          f'{self.eval_loop_num_batches} batches of an evaluation. Set'
-          ' repeat=True, so that its data begins again, or reset_for_eval=True'
-          ' for one epoch an evaluation.'
+          f'{self.eval_loop_num_batches} batches. Set repeat=True, so that its'
+          ' data begins again, or reset_for_eval=True for one epoch.'
         )
       yield batch
 
@@ -447,16 +390,16 @@ class BaseInput:
       ValueError: the state belongs to another input, other data or another
         order, or to other hosts if the input depends on them.
     """
+    here = json.loads(BaseInput.state_of(self, None))
     try:
       values = json.loads(state)
       there = {'input': values['input']} | values['identity']
     except (LookupError, TypeError, ValueError) as e:
       raise ValueError(
-        f'{self.name}.set_state got {state!r:.80}, which is not the state of an'
-        ' input. Give what get_state() returned.'
+        f'{self.name}.set_state got {state!r:.80}; expected what get_state()'
+        ' of such an input returned.'
       ) from e
-    here = json.loads(json.dumps(self.identity(), default=_plain))
-    here = {'input': type(self).__name__} | here
+    here = {'input': here['input']} | here['identity']
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
       for key in {**there, **here}
@@ -464,141 +407,12 @@ class BaseInput:
     ]
     if differences:
       raise ValueError(
-        f'{self.name} cannot go on from this state: {"; ".join(differences)}.'
-        ' Use the data and the settings of the run that saved it, or start'
-        ' anew.'
+        f'{self.name} cannot continue from this state:'
+        f' {"; ".join(differences)}. Use the data and the settings of the run'
+        ' that saved it, or start anew.'
       )
     self.set_position(values['position'])
     self._ended = False
-
-  def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the state to a file; an existing one is replaced whole."""
-    with disk.replacing(pathlib.Path(path)) as file:
-      file.write(self.get_state())
-
-  def restore(self, path: str | os.PathLike[str]) -> None:
-    """Reads the state from a file that `save` wrote."""
-    self.set_state(pathlib.Path(path).read_bytes())
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class ResumableInput(BaseInput, abc.ABC):
-  """An input that can start to read at any position.
-
-  Attributes:
-    repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
-  """
-
-  repeat: bool | None = None
-
-  # The position of the first batch.
-  FIRST: ClassVar[Any] = 0
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    if self.repeat and self.reset_for_eval:
-      raise errors.UsageError(
-        f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'
-        ' never end. Set repeat=False.'
-      )
-    if self.repeat is None:
-      self.repeat = not self.reset_for_eval
-    self._at: Any = self.FIRST
-    self._iterator: Iterator[tuple[dict[str, Any], Any]] | None = None
-
-  @abc.abstractmethod
-  def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yields the batches from a position on, each with the position behind it.
-
-    A generator, which ends its threads and workers when it is closed.
-    """
-
-  def get_next(self) -> dict[str, Any]:
-    """Returns the next batch, arrays [b, ...]."""
-    try:
-      if self._iterator is None:
-        self._iterator = self.read_from(copy.deepcopy(self._at))
-      batch, position = next(self._iterator)
-      self._at = copy.deepcopy(position)  # The generator may change its own.
-      return batch
-    except StopIteration:
-      raise
-    except BaseException:
-      # It has read further than the batch that failed: another try must begin
-      # at that batch.
-      self.close()
-      raise
-
-  def reset(self) -> None:
-    """Goes back to the first batch."""
-    super().reset()
-    self.set_position(self.FIRST)
-
-  def position(self) -> Any:
-    """Returns where the next batch begins."""
-    return self._at
-
-  def set_position(self, position: Any) -> None:
-    """Reads on from where `position` was called."""
-    self.close()
-    self._at = position
-
-  def close(self) -> None:
-    """Ends the threads and workers that read ahead."""
-    # Not `close()`, which refuses while another thread reads.
-    self._iterator = None
-
-
-def num_rows(batch: Mapping[str, Any]) -> int:
-  """Returns how many rows a batch has.
-
-  Raises:
-    ValueError: its arrays differ in their first dimension, or one has none.
-    TypeError: it is not a dict.
-  """
-  if not isinstance(batch, Mapping):
-    raise TypeError(
-      f'A batch is a {type(batch).__name__}; expected a dict of arrays by name,'
-      " such as {'x': x}."
-    )
-  rows = {np.shape(x)[:1] for x in jax.tree.leaves(dict(batch))}
-  if len(rows) != 1 or () in rows:
-    shapes = jax.tree.map(np.shape, dict(batch))
-    raise ValueError(
-      f'The arrays of a batch must share their first dimension; got {shapes}.'
-    )
-  return rows.pop()[0]
-
-
-def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-  """Fills a batch up to a number of rows.
-
-  Args:
-    batch: arrays [b, ...] with b <= rows.
-    rows: the number of rows of the result.
-
-  Returns:
-    Arrays [rows, ...]. The new rows are zeros, or ones in `paddings`, which
-    marks padding. A batch without `weights` gets them, 1 for its own rows.
-  """
-  # A `Batch` stays one.
-  batch = type(batch)(batch) if isinstance(batch, Batch) else dict(batch)
-  have = len(jax.tree.leaves(batch)[0])
-  batch.setdefault(WEIGHTS, np.ones(have, np.float32))
-  if have == rows:
-    return batch
-
-  def fill(path: Any, x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    shape = (rows - have, *x.shape[1:])
-    if x.dtype == object:  # Strings, as TensorFlow gives them.
-      padding = np.full(shape, type(x.flat[0])() if x.size else b'', object)
-    else:
-      is_mark = getattr(path[-1], 'key', None) == PADDINGS
-      padding = (np.ones if is_mark else np.zeros)(shape, x.dtype)
-    return np.concatenate([x, padding])
-
-  return jax.tree_util.tree_map_with_path(fill, batch)
 
 
 def choose_arguments(
@@ -615,20 +429,12 @@ def of_shard(function: Callable[..., Any], shard: Shard) -> Any:
 
 
 def is_end(e: Exception) -> bool:
-  """Returns whether an error means the end of the data.
-
-  It does if it is `StopIteration` or TensorFlow's `OutOfRangeError`.
-  """
+  """Returns whether it is `StopIteration`, or TensorFlow's end of the data."""
   return isinstance(e, StopIteration) or any(
     cls.__name__ == 'OutOfRangeError'
     and cls.__module__.startswith('tensorflow.')
     for cls in type(e).__mro__
   )
-
-
-def is_integer(x: Any) -> bool:
-  """Returns whether it is an integer, of Python's or NumPy's, but no bool."""
-  return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def _plain(x: Any) -> Any:

@@ -39,18 +39,15 @@ class GrainInput(indexed.IndexedInput):
   """Records that Grain can read, each a dict of arrays, as batches of them.
 
   A stream ignores `shuffle` and `num_threads` (see `to_iter_dataset`), and has
-  one-epoch evaluation on one host only, since nobody knows how many records it
-  has. With `repeat` it begins again at its end: in the same order, unless it is
-  made by a function that takes `epoch`.
+  one-epoch evaluation on one host only. With `repeat` it begins again at its
+  end: in the same order, unless it is made by a function that takes `epoch`.
 
   Attributes:
     dataset: one of
       - a `grain.MapDataset`, finite, neither filtered nor batched;
-      - anything with `__len__` and `__getitem__` (which is faster than the same
-        in a `MapDataset.source`); its `__getitems__`, if there is one, gets the
-        numbers of a whole batch, as a list;
-      - a `grain.IterDataset` of records, not batched, for one host; it ends
-        where it raises `StopIteration`, even if a function of its own does;
+      - anything with `__len__` and `__getitem__`; its `__getitems__`, if there
+        is one, gets the numbers of a whole batch, as a list;
+      - a `grain.IterDataset` of records, not batched, for one host;
       - a function that returns one of these. It is called with those of
         `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments.
         A stream of several hosts needs the first two: the function returns the
@@ -99,8 +96,7 @@ class GrainInput(indexed.IndexedInput):
     if taken & {'host_index', 'num_hosts', 'epoch'}:
       raise ValueError(
         f'{self.name}.dataset takes {sorted(taken)} and returns records with'
-        ' numbers, which the input divides among hosts and shuffles itself. Let'
-        ' it return all records.'
+        ' numbers, which the input divides itself; return all records.'
       )
     self._length = len(self._records)
     if self._length == sys.maxsize:
@@ -124,10 +120,9 @@ class GrainInput(indexed.IndexedInput):
       self.repeat and {'host_index', 'num_hosts'} <= taken
     ):
       raise ValueError(
-        f'{self.name} has {self.num_infeed_hosts} hosts, which would read the'
-        ' same stream, or (repeat=False) end after other numbers of batches.'
-        ' Give a function that takes host_index and num_hosts and returns the'
-        ' part of that host, and set repeat=True; or give a grain.MapDataset.'
+        f'{self.name} reads a stream on {self.num_infeed_hosts} hosts; expected'
+        ' repeat=True and a function that takes host_index and num_hosts and'
+        ' returns the part of that host. Or give a grain.MapDataset.'
       )
 
   # Records with numbers: the methods of `IndexedInput`.
@@ -266,8 +261,8 @@ def _from_text(text: str) -> Any:
     return ast.literal_eval(text)
   except (SyntaxError, ValueError) as e:
     raise TypeError(
-      f"The state of Grain's iterator is {text:.200}; expected plain values. Or"
-      ' set input_checkpointing_enabled=False where that is no loss.'
+      f"The state of Grain's iterator is {text:.200}; expected plain values, or"
+      ' input_checkpointing_enabled=False.'
     ) from e
 
 

@@ -3,9 +3,8 @@
 There is one global order of the records, epoch after epoch (Grain's shuffle).
 With G = batch_size * num_infeed_hosts, global batch n is the positions [n * G,
 (n + 1) * G) of this order, and host h reads the rows [h * batch_size, (h + 1) *
-batch_size) of it. So all hosts together see the same batches for any number of
-hosts. A position is one integer, the rows of the global order that were given:
-it fits any number of hosts, any batch size and any number of workers.
+batch_size) of it. A position is one integer, the rows of the global order that
+were given: it fits any number of hosts, any batch size and any workers.
 
 Shapes: b rows, N records of an epoch.
 """
@@ -30,31 +29,28 @@ import jax
 import numpy as np
 
 from jaxline.inputs import base
+from jaxline.inputs import resumable
 
 # Below this many records, Grain's shuffle takes up to a millisecond per record:
-# it shuffles 2**16 numbers and skips those that are too large. The order of an
-# epoch is held in memory instead. Another limit would be another order.
+# the order of an epoch is held in memory instead. Another limit would be
+# another order.
 _SMALL = 2**16
-# How long to wait for workers to end.
-_MAX_CLOSE_SECS = 30
+_MAX_CLOSE_SECS = 30  # How long to wait for workers to end.
 # What a terminal or a scheduler sends to all processes of a job at once.
 _SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
 
 
 @functools.lru_cache(maxsize=64)  # At most 32 MB.
 def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
-  """Returns the order of an epoch of a small dataset, int64 [size].
-
-  It sorts raw random numbers, since NumPy promises never to change these,
-  unlike its permutations.
-  """
+  """Returns the order of an epoch of a small dataset, int64 [size]."""
+  # NumPy promises never to change raw numbers, unlike its permutations.
   key = np.array([seed % 2**64, epoch], np.uint64)
   draws = np.random.Philox(key=key).random_raw(size)
   return np.argsort(draws, kind='stable')
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class IndexedInput(base.ResumableInput):
+class IndexedInput(resumable.ResumableInput):
   """An input that can read any record by its number.
 
   Attributes:
@@ -153,8 +149,7 @@ class IndexedInput(base.ResumableInput):
     rows = self.get_global_batch_size()
     end = sys.maxsize - rows if self.repeat else self._size
     positions = range(position, end, rows)
-    # Grain's iterator would cost as much as copying eight rows of a thousand
-    # tokens.
+    # Grain's iterator costs as much as eight rows of a thousand tokens.
     if not self.num_threads and not self.num_workers:
       for start in positions:
         yield self.batch_at(start), start + rows
@@ -270,8 +265,7 @@ class IndexedInput(base.ResumableInput):
     closing.join(_MAX_CLOSE_SECS)
     if closing.is_alive():
       logging.warning(
-        'A worker of %s still reads after %.0f s, and is left to itself; it'
-        ' ends with this process.',
+        'A worker of %s still reads after %.0f s; it ends with this process.',
         self.name,
         _MAX_CLOSE_SECS,
       )
@@ -310,9 +304,8 @@ def start_iterator(dataset: Any, num_workers: int) -> Any:
 def _start_worker(index: int, count: int) -> None:
   """Makes a worker process leave with its parent, and only then."""
   del index, count
-  # At Ctrl-C the terminal interrupts every process, and a scheduler that takes
-  # the machine away terminates them all; the parent still wants batches for the
-  # step that it finishes and saves.
+  # Ctrl-C and schedulers signal every process, but the parent still wants
+  # batches for the step that it finishes and saves.
   for number in _SIGNALS_TO_ALL:
     signal.signal(number, signal.SIG_IGN)
   # The accelerator is the parent's.
@@ -330,15 +323,14 @@ def _start_worker(index: int, count: int) -> None:
 
 @functools.cache
 def _sender_class() -> type:
-  """Returns a node that raises only what a parent process can be sent.
+  """Returns a node that raises only errors that can be pickled.
 
-  Grain's worker drops an error that cannot be pickled, and its parent would
-  wait for it for ever.
+  Grain's worker drops others, and its parent would wait for ever.
   """
   import grain
 
   class Sender(grain.DatasetIterator):
-    """What its parent gives, and errors that can be pickled."""
+    """Passes on what its parent gives."""
 
     def __next__(self) -> Any:
       try:
@@ -392,22 +384,14 @@ def record_generator(
 
 
 def own_arrays(tree: Any) -> Any:
-  """Returns a copy of a worker's batch, outside the shared memory.
-
-  Shared memory is small and takes a file descriptor per array, and a batch may
-  be kept for long.
-  """
+  """Returns a copy of a worker's batch, outside the shared memory."""
   return jax.tree.map(
     lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree
   )
 
 
 def call_without_end(function: Callable[..., Any], *args: Any) -> Any:
-  """Calls a reader of records, whose errors do not mean the end of the data.
-
-  Instead of `StopIteration` and TensorFlow's `OutOfRangeError`, a
-  `RuntimeError` is raised, as by generators.
-  """
+  """Calls a reader of records; the end of its data becomes a RuntimeError."""
   try:
     return function(*args)
   except Exception as e:

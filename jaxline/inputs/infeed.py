@@ -20,13 +20,10 @@ from jaxline import async_lib
 from jaxline import goodput
 from jaxline.inputs import base
 
-# To take a batch that is ready lasts no longer.
-_READY_SECS = 1e-4
-# What the wait is measured over.
-_WINDOW_STEPS = 100
-# Beyond this share of the time the log says once that the input is slow.
-_SLOW_FRACTION = 0.5
-# Small batches are read in bursts: so many are held, of so many bytes in all.
+_READY_SECS = 1e-4  # Taking a batch that is ready takes less.
+_WINDOW_STEPS = 100  # The wait is measured over these.
+_SLOW_FRACTION = 0.5  # The log says once if the wait is a larger share.
+# Small batches are read in bursts: the most that are held.
 _MAX_HELD = 32
 _MAX_HELD_BYTES = 2**24
 
@@ -54,11 +51,8 @@ class Infeed:
     Args:
       source: the input.
       place: puts a batch of numpy arrays on the devices.
-      buffer_size: how many batches are in memory besides that of the step: at
-        least 2, one being read and one that is ready. Of small batches there
-        are up to 32, of 16 MiB in all.
-      stall_secs: after a step has waited that long, the log says so and names
-        the position of the source; None disables the warning.
+      buffer_size: as `config.infeed_buffer_size`.
+      stall_secs: as `config.infeed_stall_secs`.
       kept: for each batch, whether it is given; the others are dropped.
     """
     goodput.listen()
@@ -110,9 +104,8 @@ class Infeed:
     if is_full and not self._is_slow and self.wait_fraction > _SLOW_FRACTION:
       self._is_slow = True
       logging.warning(
-        'The input limits the speed: of the last %d steps, %.0f%% of the time'
-        ' was a wait for %s. `python -m jaxline.inputs show` measures the'
-        ' input alone.',
+        'The input limits the speed: in the last %d steps, %.0f%% of the time'
+        ' was a wait for %s. `python -m jaxline.inputs show` measures it.',
         _WINDOW_STEPS,
         100 * self.wait_fraction,
         self.source.name,

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxline import errors
 from jaxline.inputs import base
+from jaxline.inputs import resumable
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -88,8 +89,8 @@ class IterableInput(base.BaseInput):
     if any(got.get(key) != expected[key] for key in ('host', 'hosts')):
       raise ValueError(
         f'{self.name} got the state {state!r:.200}; expected that of host'
-        f' {self.infeed_host_index} of {self.num_infeed_hosts}. The position of'
-        ' an iterator does not fit another number of hosts.'
+        f' {self.infeed_host_index} of this number of hosts,'
+        f' {self.num_infeed_hosts}.'
       )
     # A copy, since the iterator may change what it gets.
     self._open().set_state(copy.deepcopy(state['state']))
@@ -97,7 +98,7 @@ class IterableInput(base.BaseInput):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _SkippingInput(base.ResumableInput):
+class _SkippingInput(resumable.ResumableInput):
   """The batches of a `tf.data.Dataset`, counted.
 
   Attributes:
@@ -126,22 +127,17 @@ def from_generator(
 
   Args:
     function: called without arguments, or with those of `host_index` and
-      `num_hosts` that it takes.
+      `num_hosts` that it takes; with several hosts it must take the first.
     batch_size: rows per batch.
     **fields: further fields of `base.BaseInput`.
-
-  Raises:
-    UsageError: there are several hosts, and the function does not take
-      `host_index`.
   """
   source = IterableInput(function=function, batch_size=batch_size, **fields)
   if source.num_infeed_hosts != 1 and not base.choose_arguments(
     function, {'host_index': 0}
   ):
     raise errors.UsageError(
-      f'{source.name} has {source.num_infeed_hosts} hosts, and its function'
-      ' does not take host_index: all hosts would read the same. Let it take'
-      ' (host_index, num_hosts) and give host_index its own part.'
+      f'All {source.num_infeed_hosts} hosts of {source.name} would read the'
+      ' same: its function must take host_index and give it its own part.'
     )
   return source
 

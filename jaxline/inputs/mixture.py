@@ -25,14 +25,12 @@ from jaxline.inputs import indexed
 class MixtureInput(indexed.IndexedInput):
   """A mixture of inputs whose records have numbers, in exact proportions.
 
-  Each row comes from one child, which follows from the weights and the row's
-  position in the global order alone: after any number n of rows, each of k
-  children has given n * weight of them, at most one more and fewer than k less.
-  (Grain's `MapDataset.mix` rounds the weights to a hundredth of the smallest.)
+  The weights and a row's position in the global order fix its child: after any
+  number n of rows, each of k children has given n * weight of them, at most one
+  more and fewer than k less.
 
   Children repeat, since a mixture has no epoch. Their rows must have the same
-  entries, of the same dtypes and shapes, and tokens of the same vocabulary. The
-  mixture calls their `read_at`: their batch sizes and workers are not used.
+  entries, dtypes and shapes. Their batch sizes and workers are not used.
 
   Attributes:
     inputs: the children by name, all of one host.
@@ -82,9 +80,8 @@ class MixtureInput(indexed.IndexedInput):
       and child.repeat
     ):
       raise errors.UsageError(
-        f'The input {name} of {self.name}, a {type(child).__name__}, cannot'
-        ' give any record by its number without end; expected an IndexedInput'
-        ' with repeat=True. Mix streams inside tf.data, SeqIO or'
+        f'The input {name} of {self.name}, a {type(child).__name__}, is no'
+        ' IndexedInput with repeat=True. Mix streams inside tf.data, SeqIO or'
         ' grain.IterDataset.mix.'
       )
     for key in (

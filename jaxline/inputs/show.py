@@ -1,4 +1,4 @@
-"""Prints and checks an input: its batches, hosts, resuming, speed.
+"""Describes and checks an input: its batches, hosts, resuming, speed.
 
 `python -m jaxline.inputs show` prints what these functions return. They are
 also for notebooks:
@@ -8,13 +8,10 @@ also for notebooks:
   make_input = lambda shard: text.TextInput(batch_size=8, shard=shard, ...)
   print(show.check(make_input, num_hosts=4))
 
-`make_input` is a function that returns a new input: anything that
-`iterable.as_input` takes. Its argument `shard` is a `base.Shard`; a function
-without this argument makes the input of a single host. `check` tests each of
-`PROMISES`.
-
-A `batch` is one that `next(source)` returned, so it has `weights`. Rows of
-weight 0 are padding and are not counted.
+`make_input` returns a new input, or anything that `iterable.as_input` takes;
+without the argument `shard`, that of a single host. A `batch` is one that
+`next(source)` returned, so it has `weights`. Rows of weight 0 are padding and
+are not counted.
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ import textwrap
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxline.inputs import base
+from jaxline.inputs import batches
 from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 
@@ -59,82 +56,9 @@ _RECORDS = '_records'
 
 # One batch.
 
-
-def _arrays(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns name -> array; an entry of a nested batch is 'src.ids'."""
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='.'): np.asarray(x)
-    for path, x in jax.tree_util.tree_leaves_with_path(batch)
-  }
-
-
-def _real_rows(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Returns which rows have a weight, bool [B]."""
-  is_real = arrays[base.WEIGHTS] != 0
-  return np.any(is_real, axis=tuple(range(1, is_real.ndim)))
-
-
-def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Returns which positions hold tokens, bool [B, ..., L], by entry `ids`."""
-  found = {}
-  for name, ids in arrays.items():
-    if name.rpartition('.')[2] != 'ids' or ids.ndim < 2:
-      continue
-    paddings, segments, weights = (
-      arrays.get(name.removesuffix('ids') + key)
-      for key in (base.PADDINGS, 'segment_ids', base.WEIGHTS)
-    )
-    # In this order: a prompt has no weight, but is not padding.
-    if paddings is not None:
-      is_token = paddings == 0
-    elif segments is not None:
-      is_token = segments > 0
-    elif weights is not None and weights.shape == ids.shape:
-      is_token = weights != 0
-    else:
-      is_token = np.ones(ids.shape, bool)
-    of_rows = _real_rows(arrays).reshape(-1, *[1] * (ids.ndim - 1))
-    found[name] = is_token & of_rows
-  return found
-
-
-def counts(batch: Mapping[str, Any]) -> dict[str, float]:
-  """Counts what is in a batch.
-
-  Returns:
-    'batches': 1. 'rows': those with a weight. 'all_rows': with padding.
-    'weights': their sum. 'padding': the fraction of the tokens, or else of the
-    rows, that is padding. 'tokens', if there are entries `ids` [B, ..., L], in
-    nested batches too: those that are not padding by `paddings`, or else
-    `segment_ids`, or else `weights`.
-  """
-  arrays = _arrays(batch)
-  is_row, are_tokens = _real_rows(arrays), _real_tokens(arrays)
-  masks = list(are_tokens.values()) or [is_row]
-  num_real = sum(int(x.sum()) for x in masks)
-  return {
-    'batches': 1,
-    'rows': int(is_row.sum()),
-    'all_rows': is_row.size,
-    'weights': float(arrays[base.WEIGHTS].sum(dtype=np.float64)),
-    'padding': 1 - num_real / sum(x.size for x in masks),
-    **({'tokens': num_real} if are_tokens else {}),
-  }
-
-
-def describe(batch: Mapping[str, Any]) -> str:
-  """Returns a table: each entry's name, shape, dtype, least, greatest, mean."""
-  table = [['entry', 'shape', 'dtype', 'min', 'max', 'mean']]
-  for name, x in _arrays(batch).items():
-    table.append([name, ' x '.join(map(str, x.shape)), x.dtype.name])
-    if x.size and x.dtype.kind not in 'OSU':
-      x = x.astype(np.float64)  # Else sums of bfloat16 are cut off.
-      table[-1] += f'{x.min():.6g}', f'{x.max():.6g}', f'{x.mean():.4g}'
-  columns = []
-  for number, cells in enumerate(itertools.zip_longest(*table, fillvalue='')):
-    align = str.ljust if number < 3 else str.rjust
-    columns.append([align(cell, max(map(len, cells))) for cell in cells])
-  return '\n'.join('  '.join(x).rstrip() for x in zip(*columns, strict=True))
+counts = batches.counts
+describe = batches.describe
+digest = batches.digest
 
 
 def texts(
@@ -146,9 +70,9 @@ def texts(
     The name of an entry `ids` ('ids', 'tgt.ids') -> text of each row. Empty if
     the input has no `ids_to_strings`.
   """
-  arrays = _arrays(batch)
+  arrays = batches.arrays(batch)
   found = {}
-  for name, is_token in _real_tokens(arrays).items():
+  for name, is_token in batches.real_tokens(arrays).items():
     length = is_token.shape[-1]
     is_token_BL = is_token.reshape(-1, length)[:num_rows]
     ids_BL = arrays[name].reshape(-1, length)[:num_rows]
@@ -163,35 +87,13 @@ def texts(
 # Several batches.
 
 
-def digest(batches: Iterable[Mapping[str, Any]]) -> str:
-  """Returns a hash of batches, 16 letters.
-
-  It is the same for the same names, dtypes, shapes and values in the same
-  order, on every machine and in every process.
-  """
-  hashed = hashlib.sha256()
-  for batch in batches:
-    hashed.update(_serialized(_arrays(batch)))
-  return hashed.hexdigest()[:16]
-
-
 def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
   """Returns the hash of each row that has a weight."""
-  arrays = _arrays(batch)
+  arrays = batches.arrays(batch)
   return [
     digest([{name: x[i : i + 1] for name, x in arrays.items()}])
-    for i in np.flatnonzero(_real_rows(arrays)).tolist()
+    for i in np.flatnonzero(batches.real_rows(arrays)).tolist()
   ]
-
-
-def _serialized(arrays: Mapping[str, np.ndarray]) -> bytes:
-  """Returns names, dtypes, shapes and values as bytes."""
-  parts = [f'{len(arrays)} arrays;'.encode()]
-  for name, x in arrays.items():
-    # The bytes of an array of objects are addresses.
-    data = repr(x.tolist()).encode() if x.dtype == object else x.tobytes()
-    parts += [f'{name} {x.dtype.name} {x.shape};'.encode(), data]
-  return b''.join(parts)
 
 
 # Several hosts.
@@ -207,10 +109,7 @@ def opened(
     ValueError: there are several hosts, and `make_input` takes no `shard`.
   """
   if shard.count > 1 and not takes_shard(make_input):
-    raise ValueError(
-      f'the input is of one host, and not of {shard.count}, as the function'
-      ' that makes it takes no `shard`'
-    )
+    raise ValueError('the function that makes the input takes no `shard`')
   source = iterable.as_input(
     base.of_shard(make_input, shard), is_training=is_training, shard=shard
   )
@@ -258,7 +157,7 @@ def _read(source: base.BaseInput, num_batches: int, max_batches: int) -> _Host:
   for batch in itertools.islice(source, limit):
     records = batch.pop(_RECORDS, np.zeros((0, 2), int))
     host.records += map(tuple, records[records[:, 0] > 0].tolist())
-    hashed.update(_serialized(_arrays(batch)))
+    hashed.update(batches.serialized(batches.arrays(batch)))
     host.rows.append(_hash_rows(batch))
     host.totals.update(counts(batch))
     if source.saves_position:
@@ -298,12 +197,7 @@ _Result = tuple[str, str] | None
 
 
 def _check_rows(hosts: Sequence[_Host]) -> _Result:
-  """Compares the rows of all hosts: their records, or else their contents.
-
-  A record that is read twice in an epoch is wrong, and so are hosts that read
-  the same rows in the same order. Other identical rows are for people to judge:
-  the data may have them.
-  """
+  """Compares the rows of all hosts: their records, or else their contents."""
   source, is_numbered = hosts[0].source, bool(hosts[0].records)
   read: list[list[Any]] = [
     host.records if is_numbered else _flat(host.rows) for host in hosts
@@ -436,7 +330,6 @@ class Finding:
   text: str
 
   def __str__(self) -> str:
-    """Returns lines of at most `WIDTH` columns."""
     return textwrap.fill(
       self.text,
       WIDTH,
@@ -465,7 +358,6 @@ class Report:
     return all(finding.verdict != WRONG for finding in self.findings)
 
   def __str__(self) -> str:
-    """Returns lines of at most `WIDTH` columns."""
     num_hosts = len(self.digests)
     lines = [
       f'digest of the first {self.num_batches} batches',
@@ -530,7 +422,7 @@ def _measure(
 ) -> str:
   """Reads for some seconds, and returns the tokens, rows, batches per second.
 
-  Only batches are counted meanwhile; `totals` of other batches tell the rest.
+  It counts batches only; `totals` tell what a batch holds.
   """
   start = time.perf_counter()
   next(source, None)

@@ -5,8 +5,6 @@
 
 A document is a file, or a line of a file. Its tokens are the document token and
 those of its text; the documents of a split, sorted by name, form one stream.
-Whole documents are held out for evaluation. The tokens are made once and kept
-on disk: see `token_cache`.
 
 `packing` defines a row:
 
@@ -25,8 +23,7 @@ A batch has these arrays, each of shape [B, L]:
   paddings     float32  padded: 1 for padding, else 0
 
 so that, for bytes, `sum(weights * nats) / sum(weights) / log(2)` is the bits
-per byte. The model reads the document token but never predicts it: a compressor
-does not encode the boundaries between files either.
+per byte. The model reads the document token but never predicts it.
 
 Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
 row, b rows to read.
@@ -83,8 +80,7 @@ def load_corpus(
   """Returns the tokens of text files, split; makes them if they are not cached.
 
   The hash of a document's name alone decides whether it is held out: the split
-  is the same on every machine and does not change when files are added. If the
-  fraction of a few documents would be none or all, it is one, or all but one.
+  is the same on every machine and does not change when files are added.
 
   Args:
     files: 'stdlib', the source text of the running Python's standard library
@@ -93,8 +89,7 @@ def load_corpus(
       not be UTF-8. Empty files are left out. Files that end in '.gz' are
       unpacked.
     eval_fraction: the fraction of the documents to hold out, between 0 and 1.
-    tokenizer: 'bytes', 'stdlib', or the path of a SentencePiece '.model' or of
-      a Hugging Face 'tokenizer.json'; see `tokenization.load_tokenizer`.
+    tokenizer: as for `tokenization.load_tokenizer`.
     documents: what a document is: 'file'; 'line', each line that is not empty,
       with the name 'path:line'; or 'jsonl', the entry 'text' of each line.
     cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
@@ -102,10 +97,6 @@ def load_corpus(
 
   Returns:
     The two splits, each with at least one document.
-
-  Raises:
-    UsageError: an entry of `files` matches nothing, fewer than two documents
-      have text, or a line is not what `documents` says.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(
@@ -127,15 +118,11 @@ class TextInput(indexed.IndexedInput):
 
   Training ('stream' and 'packed'): each epoch cuts the stream, as a circle,
   into consecutive windows from another offset, and leaves out the last N mod L
-  tokens.
-
-  Evaluation: the windows begin with the stream. Each token of text is a label
-  once, read from the token before it on; document tokens of weight 0 fill the
-  last window.
+  tokens. In evaluation the windows begin with the stream, and each token of
+  text is a label once.
 
   'padded' rows are the same in every epoch: a document of T tokens of text has
-  ceil(T / L) rows. Each reads from the token before its first label on, and
-  document tokens of weight 0 fill it.
+  ceil(T / L) rows. Document tokens of weight 0 fill rows up.
 
   Attributes:
     documents: a split of `load_corpus`; or, with `files`, what a document is.
@@ -216,8 +203,7 @@ class TextInput(indexed.IndexedInput):
     tokens, length = self._documents.tokens, self.length
     filler = self._documents.tokenizer.document_id
     starts, sizes = self._spans(records, epochs)
-    # All windows of the stream as a view: NumPy gathers the rows at once, three
-    # times as fast as a loop over slices.
+    # A view of all windows: three times as fast as a loop over slices.
     shape = max(0, tokens.size - length), length + 1
     windows = np.ndarray(
       shape, tokens.dtype, tokens, strides=tokens.strides * 2
@@ -309,10 +295,9 @@ class TextInput(indexed.IndexedInput):
     return [decode(row[:length]) for row, length in rows]
 
   def __getstate__(self) -> dict[str, Any]:
-    # As large as the text has documents, and quickly made again.
-    return {
-      k: v for k, v in super().__getstate__().items() if k != '_first_rows'
-    }
+    state = super().__getstate__()
+    state.pop('_first_rows', None)  # Large, and quickly made again.
+    return state
 
 
 @functools.lru_cache(maxsize=64)
@@ -344,11 +329,9 @@ def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:
       )
     for path in paths:
       name = pathlib.Path(os.path.relpath(path, root)).as_posix()
-      # Two folders may contain the same file name. The names of the first, and
-      # so its split, do not depend on the others.
+      # Two folders may contain the same file name.
       name = f'../{number}/{name}' if number else name
-      # Read a file that has two names once: its second name could be on the
-      # other side of the split.
+      # Read a file that has two names once: the second could be held out.
       sources.setdefault(
         os.path.realpath(path), token_cache.Source(name, path, is_folder)
       )

@@ -16,20 +16,15 @@ rows of each global batch: a run may be resumed on another number of hosts. With
 valid for this host of this number of hosts.
 
 A position is an epoch and the number of its records that were given. To reach
-it, the epoch is built again from its seed and read up to there. That takes as
-long as reading takes, but a position is small, exact in the middle of a
-shuffle, and needs no file.
+it, the epoch is built again from its seed and read up to there.
 
 So an epoch must be the same each time it is built. Its seed becomes
-TensorFlow's global seed, for operations without a seed of their own. With
-`op_determinism=True`, the default, the first dataset turns on TensorFlow's
-`tf.config.experimental.enable_op_determinism` for the whole process, and logs a
-warning: parallel parts of a pipeline then keep their order, even those with
-`deterministic=False`, and those that draw random numbers or call Python run
-sequentially, which is slower. `tf.random.stateless_*` and
-`tf.numpy_function(..., stateful=False)`, for functions whose result depends on
-their arguments only, stay parallel. A pipeline that consists of such functions
-needs no `op_determinism`. Python's random numbers must be drawn from `seed`.
+TensorFlow's global seed. With `op_determinism=True`, the default, the first
+dataset turns on `tf.config.experimental.enable_op_determinism` for the whole
+process: parallel parts of a pipeline then keep their order, and those that draw
+random numbers or call Python run sequentially. `tf.random.stateless_*` and
+`tf.numpy_function(..., stateful=False)` stay parallel, and need no
+`op_determinism`. Python's random numbers must be drawn from `seed`.
 
 TensorFlow is imported when the first input is made, and never touches a GPU.
 """
@@ -51,6 +46,7 @@ import numpy as np
 
 from jaxline import errors
 from jaxline.inputs import base
+from jaxline.inputs import resumable
 
 # TensorFlow's seed is global: only one dataset is built at a time.
 _building = threading.Lock()
@@ -71,9 +67,8 @@ def import_tensorflow() -> Any:
 def _enable_op_determinism() -> None:
   # A warning, since a run hides this library's messages below that level.
   logging.warning(
-    'TensorFlow runs deterministically from now on, in the whole process'
-    ' (tf.config.experimental.enable_op_determinism), so that a resumed run'
-    ' reads the same data. The field op_determinism=False leaves it as it is.'
+    'TensorFlow is deterministic from now on (enable_op_determinism), so that a'
+    ' resumed run reads the same data; op_determinism=False leaves it as it is.'
   )
   import_tensorflow().config.experimental.enable_op_determinism()
 
@@ -104,7 +99,7 @@ def build(
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class EpochInput(base.ResumableInput):
+class EpochInput(resumable.ResumableInput):
   """Reads datasets of one epoch each; a subclass builds them.
 
   With `ANY_NUMBER_OF_HOSTS`, the dataset is that of all hosts, and a host keeps
@@ -112,10 +107,8 @@ class EpochInput(base.ResumableInput):
 
   Attributes:
     drop_remainder: whether to leave out the end of an epoch that does not
-      repeat, if it does not fill a batch on all hosts. (If epochs repeat, a
-      batch continues with the next epoch.)
-    op_determinism: whether TensorFlow is made deterministic; see the top of
-      this module. False is for pipelines that give the same without it.
+      repeat, if it does not fill a batch on all hosts.
+    op_determinism: whether TensorFlow is made deterministic.
   """
 
   drop_remainder: bool = False
@@ -194,8 +187,7 @@ class EpochInput(base.ResumableInput):
       if not record:
         raise ValueError(
           f'{self.name} has no records in epoch {epoch} for host'
-          f' {self.infeed_host_index} of {self.num_infeed_hosts}. Check what'
-          ' the dataset reads and filters out; each host needs some.'
+          f' {self.infeed_host_index} of {self.num_infeed_hosts}.'
         )
       sizes[epoch] = record
       epoch, record = epoch + 1, 0
@@ -210,8 +202,7 @@ class EpochInput(base.ResumableInput):
     endless = import_tensorflow().data.INFINITE_CARDINALITY
     if not self.repeat and dataset.cardinality() == endless:
       raise errors.UsageError(
-        f'The dataset of {self.name} has no end, and repeat=False. Let it be'
-        ' one epoch: leave out .repeat(), or append .take(n).'
+        f'{self.name}.dataset has no end, and repeat=False: omit .repeat().'
       )
     return dataset
 
@@ -360,11 +351,7 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
 
   Args:
     source: the input.
-    given: mappings, lists and tuples of tensors (anything with `numpy()` or
-      that NumPy takes).
-
-  Raises:
-    TypeError: it makes no batch.
+    given: mappings, lists and tuples of tensors.
   """
   keep_strings = not source.is_training and source.num_infeed_hosts == 1
 
@@ -381,8 +368,7 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
       return array
     if not all(isinstance(v, bytes | str) for v in array.flat):
       raise TypeError(
-        f'The entry {path[1:]} is {type(x).__name__}, which is no dense tensor.'
-        ' Remove it, or make it dense.'
+        f'The entry {path[1:]} is {type(x).__name__}; expected a dense tensor.'
       )
     return array if keep_strings else None
 
@@ -390,7 +376,6 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
   if not isinstance(batch, dict):
     raise TypeError(
       f'The data of {source.name} is {type(given).__name__}; expected dicts (of'
-      ' dicts) of dense tensors, at least one of them of numbers. Name, pad or'
-      ' tokenize them.'
+      ' dicts) of dense tensors, at least one of them of numbers.'
     )
   return batch

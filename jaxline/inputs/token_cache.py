@@ -8,10 +8,8 @@ All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
   tokens of 'train', then of 'eval'      uint16 or uint32 [N]
 
 `key` is a hash of the tokenizer, the kind of documents, the fraction that is
-held out, and the names, paths, sizes and times of the text files: changed text
-has another key. The file is renamed into place once it is complete. Processes
-that build it at the same time each write and rename their own, with equal
-content.
+held out, and the names, paths, sizes and times of the text files. The file is
+renamed into place once it is complete, also where several processes make it.
 
 Shapes: N tokens of a split, D documents.
 """
@@ -48,10 +46,8 @@ SPLITS: tuple[Split, Split] = ('train', 'eval')
 KINDS = ('file', 'line', 'jsonl')
 
 _FORMAT = 6
-# Git reads as many bytes to tell a binary file from a text.
-_BINARY_PROBE_BYTES = 8000
-# Text to tokenize at once: the libraries divide it over their threads.
-_BATCH_BYTES = 2**24
+_BINARY_PROBE_BYTES = 8000  # As Git does.
+_BATCH_BYTES = 2**24  # Text to tokenize at once, by several threads.
 _BUFFER_BYTES = 2**16
 # Raised for damaged JSON and gzip files, besides gzip.BadGzipFile.
 _DAMAGED = (EOFError, LookupError, TypeError, ValueError, zlib.error)
@@ -235,8 +231,7 @@ def _make(
         " are needed. Give more files, or documents='line'."
       )
     if not least < threshold <= most:
-      # The fraction of a few documents may be none or all of them. Hold out
-      # one, or all but one.
+      # Never hold out none or all: hold out one, or all but one.
       threshold = most if least < threshold else least + 1
       return _make(path, sources, tokenizer, kind, threshold)
     header = {
@@ -293,7 +288,7 @@ def _texts(
   line, row = 0, b''
   raw: Any = gzip.GzipFile(path) if path.endswith('.gz') else io.FileIO(path)
   try:
-    # GzipFile's own buffer is too small for `peek`, and slow to read lines.
+    # GzipFile's own buffer is too small for `peek`.
     with io.BufferedReader(raw, _BUFFER_BYTES) as file:
       head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
       if not head or (text_only and b'\0' in head):

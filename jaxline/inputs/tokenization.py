@@ -26,20 +26,11 @@ Text = str | bytes
 DOCUMENT_TOKEN = 256
 VOCABULARY_SIZE = 257
 
-# Names of special tokens that begin or end a text. Those that begin one come
-# first, as for SentencePiece.
+# Names of special tokens that begin a text, and then of those that end one.
 WELL_KNOWN_TOKENS = (
-  '<s>',
-  '<bos>',
-  '[BOS]',
-  '<|begin_of_text|>',
-  '<|startoftext|>',
-  '<|endoftext|>',
-  '<|end_of_text|>',
-  '</s>',
-  '<eos>',
-  '[EOS]',
-)
+  '<s>', '<bos>', '[BOS]', '<|begin_of_text|>', '<|startoftext|>',
+  '<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[EOS]',
+)  # fmt: skip
 
 # The tokenizer 'stdlib'; docs/inputs.md says how it was made.
 _STDLIB = pathlib.Path(__file__).with_name('stdlib.model')
@@ -49,12 +40,12 @@ _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
 
 
 class Tokenizer(abc.ABC):
-  """What turns text into tokens.
+  """Turns text into tokens, and back.
 
   Attributes:
     vocab_size: tokens are less than it.
     document_id: the token to put in front of a document.
-    identity: says which tokenizer it is, by the hash of its file.
+    identity: which tokenizer it is, with the hash of its file.
   """
 
   vocab_size: int
@@ -226,11 +217,6 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
       Hugging Face's library `tokenizers`. A path may end in the special token
       to put before each document: 'tokenizer.json#<|endoftext|>'. A `Tokenizer`
       is returned as it is.
-
-  Raises:
-    UsageError: it is none of these, or has no document token.
-    MissingFileError: the file does not exist.
-    ImportError: the library that reads it is not installed.
   """
   if isinstance(spec, Tokenizer):
     return spec

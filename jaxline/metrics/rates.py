@@ -12,9 +12,9 @@ from typing import Any
 from absl import logging
 import jax
 
+from jaxline import chips
+from jaxline import counting
 from jaxline import debug
-from jaxline.aot import chips
-from jaxline.aot import counting
 from jaxline.metrics import writers
 
 # What a step may count, and is then logged per second too.

@@ -1,4 +1,4 @@
-"""Tests of jaxline.aot.counting: answers worked out by hand."""
+"""Tests of jaxline.counting: answers worked out by hand."""
 
 import functools
 import itertools
@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from examples import transformer
-from jaxline.aot import counting
-from jaxline.aot import hlo
+from jaxline import counting
 
 P = jax.sharding.PartitionSpec
 L, B, D, F = 5, 8, 16, 32
@@ -205,7 +204,7 @@ def test_meetings_are_those_of_a_loop():
     for o, k in itertools.product(range(out), range(kernel)):
       x = o * stride - low + k * kernel_dilation
       expected += bool(0 <= x < len(holes) and holes[x])
-    found = hlo.count_meetings(
+    found = counting.count_meetings(
       size=size,
       kernel=kernel,
       out=out,

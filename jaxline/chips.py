@@ -1,8 +1,4 @@
-"""Peaks of chips, and TPU topologies on machines without TPUs.
-
-The numbers are those that the makers publish: peaks that no program reaches. A
-time that is computed from them is a bound, not a forecast.
-"""
+"""Published peaks of chips, and TPU topologies on machines without TPUs."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -28,11 +24,9 @@ class Chip:
     name: as in a topology's name, or its common name.
     device_kinds: as JAX names it.
     peak_flops: bfloat16 matrix products, dense, in FLOP/s.
-    hbm_bytes: the memory that a program may use: the maker's number minus the
-      part that the system reserves, if that is known.
+    hbm_bytes: the memory that a program may use.
     hbm_bandwidth: bytes/s.
-    ici_links: to neighbours, on the fast network: of a TPU, one for each
-      direction of each dimension of its torus; 0 if it is not known.
+    ici_links: to neighbours, on the fast network; 0 if it is not known.
     ici_link_bandwidth: bytes/s of one link, one way.
     dcn_bandwidth: bytes/s of a chip's share of its host's network, one way; 0
       if it is not known.
@@ -141,9 +135,7 @@ class Topology:
   """A slice: chips that a fast network joins.
 
   Attributes:
-    chip: one of them, with the links that it has in this shape: a dimension of
-      1 has none, one of 2 has one; a longer one, two (at most: one that does
-      not close into a ring has chips at its ends with one).
+    chip: one of them, with the links that it has in this shape, at most.
     shape: chips along each dimension of the torus.
   """
 
@@ -162,8 +154,6 @@ class Topology:
 def parse_topology(name: str) -> Topology:
   """Returns the topology of a name, such as 'v4:4x4x4'.
 
-  The TPU compiler refuses a shape that whole hosts cannot form.
-
   Raises:
     TargetError: there is no such chip, or the rest of the name is no shape.
   """
@@ -181,6 +171,7 @@ def parse_topology(name: str) -> Topology:
     )
   shape = tuple(map(int, shape_text.split('x')))
   chip = tpus[kind]
+  # A dimension of 1 has no link, one of 2 has one, a ring two.
   links = sum(min(size - 1, 2) for size in shape)
   return Topology(dataclasses.replace(chip, ici_links=links), shape)
 
@@ -194,16 +185,15 @@ def chip_of(device: Any) -> Chip | None:
 def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
   """Returns devices to compile for with the TPU compiler; none need be here.
 
-  They hold no arrays and run no programs. Variables of the environment tell
-  libtpu not to look for a TPU, unless they are set already; so this process
-  cannot use the TPUs of this machine.
+  They hold no arrays and run no programs. The environment is changed so that
+  this process cannot use the TPUs of this machine.
 
   Args:
     topology: one slice.
     num_slices: how many of them, joined by the data centre's network.
 
   Raises:
-    TargetError: it knows no such topology.
+    TargetError: the compiler knows no such topology.
   """
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)

@@ -1,10 +1,8 @@
-"""Counts the operations of a traced program, without a compiler or an array.
+"""Counts the FLOPs of a traced program, without a compiler or an array.
 
-It does not know XLA's changes to the program (fusions, recomputation, dead
-code): `hlo` measures those. It does not estimate the peak memory of activations
-either: the order of a traced program is not the order of execution, most values
-are never stored, and how they are split over devices is known only where the
-program says so. An estimate would be neither an upper nor a lower bound.
+XLA changes the program (fusions, recomputation, dead code); `aot.hlo` measures
+the result. The peak memory of activations cannot be bounded from a trace, which
+has neither the order of execution nor the placement of most values.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +12,7 @@ from typing import Any
 
 from absl import logging
 import jax
-
-from jaxline.aot import hlo
+import numpy as np
 
 # The forward pass, and for the backward pass one product for each operand.
 PRODUCTS_IN_TRAINING = 3
@@ -25,11 +22,10 @@ def flops(function: Any, *args: Any) -> float:
   """Returns the FLOPs of a program's matrix products and convolutions.
 
   A multiplication and an addition are two. The whole program counts, over all
-  devices: a `shard_map` as often as it has devices, a `scan` its length, and a
-  pipeline without its bubble (`partly_idle`). Of a `cond` the most expensive
-  branch counts. A `while` counts once, with a warning if it has products.
-  cuDNN's attention counts fully, although a causal kernel skips about half;
-  splash attention counts without the blocks that it skips.
+  devices, a pipeline without its bubble (`partly_idle`). Of a `cond` the most
+  expensive branch counts. A `while` counts once, with a warning if it has
+  products. cuDNN's attention counts fully, although a causal kernel skips about
+  half; splash attention counts without the blocks that it skips.
 
   Args:
     function: a function of arrays, or its jaxpr.
@@ -44,8 +40,8 @@ def flops(function: Any, *args: Any) -> float:
 def forward_flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products in the forward pass of a traced gradient.
 
-  What a backward pass computes again is left out, as is all outside of
-  `jax.grad`. So are gradients that the differentiated function takes itself.
+  Left out are recomputation, all outside of `jax.grad`, and gradients that the
+  differentiated function takes itself.
 
   Args:
     jaxpr: that of a function that calls `jax.grad` or `jax.value_and_grad`.
@@ -57,10 +53,9 @@ _SCOPE = re.compile(r'(\d+)_rounds_used')
 
 
 def partly_idle(num_used: int) -> Any:
-  """Returns a context for a `scan` whose rounds are not all used.
+  """Returns a context for a `scan` of which only some rounds count.
 
-  The stages of a pipeline compute in each round, but in the bubble nothing that
-  is used. Such rounds are no work of the model, and are not counted.
+  What a pipeline's stages compute in the bubble is not used.
   """
   return jax.named_scope(f'{num_used}_rounds_used')
 
@@ -87,9 +82,8 @@ def _used_rounds(scan: Any) -> int:
   return scan.params['length']
 
 
-# What of a program is counted: all of it; or the products of a forward pass,
-# which JAX has named 'jvp' and not 'transpose', looked for outside of it, and
-# inside.
+# What is counted: all of a program; or the products of its forward pass, which
+# JAX names 'jvp' and not 'transpose', from outside or inside of it.
 _ALL, _OUTSIDE, _INSIDE = range(3)
 
 
@@ -117,9 +111,7 @@ def _equation_flops(equation: Any, counted: int) -> float:
   if name == 'while':
     if sum(inner):
       logging.warning(
-        'A while loop of %.3g FLOPs a round was counted once: how often it'
-        ' runs is not known before it does.',
-        sum(inner),
+        'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
       )
     return sum(inner)
   return _repeats(equation) * _share(equation) * sum(inner)
@@ -151,7 +143,7 @@ def _share(equation: Any) -> float:
     return 1.0
   first = equation.invars[0].aval  # The blocks of the mask, if there is one.
   is_mask = jax.numpy.issubdtype(first.dtype, jax.numpy.integer)
-  return hlo.splash_share(*first.shape[-2:]) if is_mask else 1.0
+  return splash_share(*first.shape[-2:]) if is_mask else 1.0
 
 
 def _jaxprs(params: Any) -> Iterator[Any]:
@@ -160,6 +152,43 @@ def _jaxprs(params: Any) -> Iterator[Any]:
     for x in value if isinstance(value, (tuple, list)) else (value,):
       if hasattr(x, 'eqns'):
         yield x
+
+
+def splash_share(rows: int, columns: int) -> float:
+  """Returns the part of splash attention's blocks that a mask leaves.
+
+  Args:
+    rows: blocks of queries.
+    columns: blocks of keys for each; as many in a causal mask, else fewer.
+  """
+  return (rows + 1) / (2 * rows) if rows == columns else 1.0
+
+
+def count_meetings(
+  *,
+  size: int,
+  kernel: int,
+  out: int,
+  stride: int,
+  low: int,
+  dilation: int,
+  kernel_dilation: int,
+) -> int:
+  """Counts the pairs of output and kernel position that meet an element.
+
+  Output o and kernel position k meet what is at x = o * stride - low +
+  k * kernel_dilation; that is an element of the input, not padding nor a hole
+  of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
+  """
+  at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
+  first = np.maximum(-(at // stride), 0)
+  last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
+  common = math.gcd(stride, dilation)
+  every = dilation // common
+  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
+  rest = -at // common * pow(stride // common, -1, every) % every
+  solutions = (last - rest) // every - (first - 1 - rest) // every
+  return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
 
 
 # The primitives that multiply. Each function takes the shapes of the operands,
@@ -186,7 +215,7 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
   batch = lhs[numbers.lhs_spec[0]] // params['batch_group_count']
   out_features, in_features = (rhs[d] for d in numbers.rhs_spec[:2])
   met = math.prod(
-    hlo.count_meetings(
+    count_meetings(
       size=lhs[numbers.lhs_spec[n + 2]],
       kernel=rhs[numbers.rhs_spec[n + 2]],
       out=out[numbers.out_spec[n + 2]],
@@ -225,8 +254,6 @@ _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   'dot_general': _dot,
   # Backward: the weights again, and a gradient of either factor of both.
   'dot_product_attention_bwd': _attention(3, 2),
-  'dot_product_attention_fp8_bwd': _attention(3, 2),
-  'dot_product_attention_fp8_fwd': _attention(1, 1),
   'dot_product_attention_fwd': _attention(1, 1),
   'ragged_dot_general': _ragged_dot,
   'scaled_matmul': _scaled_matmul,

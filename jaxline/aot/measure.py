@@ -1,0 +1,432 @@
+"""Measures a compiled program.
+
+All numbers are those of one device and one execution. Loops are multiplied out;
+a loop of unknown length counts once, and is listed. Of the branches of a
+conditional, the most expensive one counts.
+
+TPU compilers change the plain operations:
+
+- Matrix products become convolutions; a batch dimension becomes a spatial one
+  of a window that is dilated so that only its diagonal meets the input.
+- A collective that overlaps with computation is cut into a chain of fusions
+  that all contain it (`chain_id`); the one with `AsyncCollectiveStart` counts.
+- A reduce-scatter may be a fusion of an all-reduce and a dynamic-slice.
+- Slices (in the sense of several pods) run one program each, whose devices are
+  numbered within the slice. They communicate through `send` and `recv` of the
+  MegaScale runtime, which name slices and physical devices.
+"""
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxline import counting
+from jaxline.aot import groups
+from jaxline.aot import hlo
+
+# Bytes that one device sends by the algorithm that sends the fewest, relative
+# to the larger of operand and result, in a group of n (Patarasuk and Yuan
+# 2009).
+_WIRE: dict[str, Callable[[int], float]] = {
+  'all-gather': lambda n: (n - 1) / n,
+  'all-reduce': lambda n: 2 * (n - 1) / n,
+  'all-to-all': lambda n: (n - 1) / n,
+  'collective-broadcast': lambda n: 1.0,
+  'collective-permute': lambda n: 1.0,
+  'ragged-all-to-all': lambda n: (n - 1) / n,
+  'reduce-scatter': lambda n: (n - 1) / n,
+}
+# Instructions that move nothing: some pass values on, others contain programs
+# that are measured themselves.
+_FREE = {
+  'add-dependency', 'after-all', 'async-start', 'bitcast', 'call', 'call-start',
+  'conditional', 'constant', 'domain', 'get-tuple-element', 'opt-barrier',
+  'parameter', 'partition-id', 'replica-id', 'tuple', 'while',
+}  # fmt: skip
+_FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
+# In-place updates -> the operand that is written. `scatter` reads it as well.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
+_SLICES = ('dynamic-slice', 'gather', 'slice')
+# Custom calls of kernels by Pallas and similar tools.
+_KERNELS = (
+  '__gpu$xla.gpu.triton',
+  'mosaic_gpu',
+  'tpu_custom_call',
+  'triton_kernel_call',
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+  """All collectives of one kind over the same mesh axes, in one execution.
+
+  Attributes:
+    kind: the HLO name, such as 'all-gather'.
+    axes: the mesh axes along which the groups of devices reach.
+    count: how many.
+    bytes: the larger of operand and result, per device, of all together.
+    wire_bytes: what a device must send, by the algorithm that sends the fewest.
+    dcn_bytes: the part of them that must leave the device's slice.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  count: int
+  bytes: float
+  wire_bytes: float
+  dcn_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measures:
+  """What one device does in one execution of a program.
+
+  Attributes:
+    flops: of matrix products and convolutions, without those with padding.
+      Kernels of cuBLAS, cuDNN and splash attention count by their shapes, other
+      Pallas kernels by their author's estimate.
+    hbm_bytes: read from and written to device memory by each instruction and
+      each fusion as a whole. A sliced operand counts as the slice, an in-place
+      update as the update, a value that is passed on not at all. Tile padding,
+      repeated reads by one kernel and what a collective moves in between are
+      left out; reads from a cache are included.
+    traffic: the collectives of more than one device, the largest first.
+    unknown_loops: title of each loop that counts once.
+    unknown_kernels: title of each kernel without known FLOPs.
+  """
+
+  flops: float
+  hbm_bytes: float
+  traffic: tuple[Traffic, ...]
+  unknown_loops: tuple[str, ...]
+  unknown_kernels: tuple[str, ...]
+
+
+def measure(
+  module: hlo.Module, axis_sizes: Mapping[str, int], slices: Sequence[int]
+) -> Measures:
+  """Measures a program.
+
+  Args:
+    module: the program.
+    axis_sizes: size of each mesh axis, in the order of the mesh. Device i of
+      the program is the i-th of the flattened mesh; if the program is that of
+      one slice, the i-th of the devices of its slice.
+    slices: the slice of each device of the flattened mesh. Within a slice is
+      ICI or NVLink, between slices is DCN.
+  """
+  places = groups.Places(module.num_devices, axis_sizes, slices)
+  flops = hbm_bytes = 0.0
+  sums: dict[tuple[str, tuple[str, ...]], Any] = collections.defaultdict(int)
+  loops, kernels = set(), set()
+  for i, times in _executed(module.entry, 1):
+    if i.opcode == 'while' and i.rounds is None:
+      loops.add(i.title)
+    if (products := _flops(i)) is None:
+      kernels.add(i.title)
+    flops += times * (products or 0.0)
+    hbm_bytes += times * _hbm_bytes(i)
+    if collective := _collective(i, places):
+      key, amounts = collective
+      sums[key] += times * np.array(amounts)
+  traffic = [
+    Traffic(
+      kind=kind,
+      axes=axes,
+      count=int(count),
+      bytes=size,
+      wire_bytes=wire,
+      dcn_bytes=dcn,
+    )
+    for (kind, axes), amounts in sums.items()
+    for count, size, wire, dcn in [amounts.tolist()]
+  ]
+  return Measures(
+    flops=flops,
+    hbm_bytes=hbm_bytes,
+    traffic=tuple(sorted(traffic, key=lambda t: -t.wire_bytes)),
+    unknown_loops=tuple(sorted(loops)),
+    unknown_kernels=tuple(sorted(kernels)),
+  )
+
+
+def _executed(
+  computation: hlo.Computation, times: int
+) -> Iterator[tuple[hlo.Instruction, int]]:
+  """Yields the instructions that run, and how often."""
+  for i in computation.instructions.values():
+    yield i, times
+    called: list[hlo.Computation] = []
+    rounds = 1
+    if i.opcode == 'while':
+      rounds = 1 if i.rounds is None else i.rounds
+      called = i.called('body')
+      (condition,) = i.called('condition')
+      yield from _executed(condition, times * (rounds + (i.rounds is not None)))
+    elif i.opcode == 'conditional':
+      branches = i.called('branch_computations') or [
+        *i.called('true_computation'),
+        *i.called('false_computation'),
+      ]
+      called = [max(branches, key=_work)]
+    elif i.fused:
+      called = [i.fused]
+    elif i.opcode in ('async-start', 'call', 'call-start'):
+      called = i.called('calls') or i.called('to_apply')
+    for other in called:
+      yield from _executed(other, times * rounds)
+
+
+def _work(computation: hlo.Computation) -> tuple[float, float]:
+  """Returns the FLOPs and the bytes of memory of one execution."""
+  steps = list(_executed(computation, 1))
+  return (
+    sum(times * (_flops(i) or 0.0) for i, times in steps),
+    sum(times * _hbm_bytes(i) for i, times in steps),
+  )
+
+
+# FLOPs.
+
+
+def _flops(i: hlo.Instruction) -> float | None:
+  """Returns the FLOPs of one execution; None for an unknown kernel."""
+  if i.opcode in ('dot', 'scaled-dot', 'ragged-dot'):
+    return _product_flops(i, i.numbers('lhs_contracting_dims'))
+  if i.opcode == 'convolution':
+    return _convolution_flops(i, i.operands[0], i.operands[1], i)
+  if i.kind != 'custom-call':
+    return 0.0
+  target = i.target
+  if target.startswith(('__cublas$gemm', '__cublas$lt$matmul')):
+    return _product_flops(
+      i, hlo.numbers(i.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]'))
+    )
+  if target.startswith('__cudnn$conv'):
+    a, b, *_ = i.operands
+    arrays = {
+      '__cudnn$convBackwardInput': (i, b, a),
+      '__cudnn$convBackwardFilter': (a, i, b),
+    }.get(target, (a, b, i))
+    return _convolution_flops(i, *arrays)
+  if target.startswith('__cudnn$fmha'):
+    scores = i.search(
+      r'intermediate_tensor_shape\\?":.*?dimensions\\?": *\[([^\]]*)\]'
+    )
+    # Forward QK and PV; backward QK again, and a product for each of dV, dP,
+    # dQ and dK (Dao et al. 2022).
+    products = 5 if 'Backward' in target else 2
+    flops = 2.0 * products * math.prod(hlo.numbers(scores))
+    return flops * i.operands[0].shapes[0].dims[-1] if scores else None
+  if target.startswith(_KERNELS):
+    cost = i.search(r'"cost_estimate":\{"flops":"?(\d+)')
+    return float(cost) if cost else _splash_flops(i)
+  return 0.0
+
+
+# Products of a block of queries with a block of keys, in the kernels of
+# `jax.experimental.pallas.ops.tpu.splash_attention`. Both of the backward pass
+# compute the scores and the gradient of the weights.
+_SPLASH_PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
+
+
+def _splash_flops(i: hlo.Instruction) -> float | None:
+  """Returns the FLOPs of splash attention; None for another kernel."""
+  phase = re.search(r'splash_m[hq]a_(fwd|dq|dkv)', i.title)
+  if not phase:
+    return None
+  arrays = [operand.shapes[0] for operand in i.operands]
+  queries, keys, *_ = (x.dims for x in arrays if 'f' in x.dtype)
+  flops = 2.0 * _SPLASH_PRODUCTS[phase[1]] * math.prod(queries) * keys[-2]
+  if arrays[0].dtype.startswith('s'):
+    flops *= counting.splash_share(*arrays[0].dims[-2:])
+  return flops
+
+
+def _product_flops(i: hlo.Instruction, contracted: Sequence[int]) -> float:
+  sizes = [i.operands[0].shapes[0].dims[d] for d in contracted]
+  result = i.shapes[0].dims
+  ragged = i.numbers('lhs_ragged_dims')
+  if ragged and set(ragged) <= set(contracted):
+    # The result has one matrix per group, and the rows are divided among them.
+    result = result[1:]
+  return 2.0 * math.prod((*result, *sizes))
+
+
+def _convolution_flops(
+  i: hlo.Instruction,
+  lhs: hlo.Instruction,
+  rhs: hlo.Instruction,
+  out: hlo.Instruction,
+) -> float:
+  """FLOPs of `out` = convolution of `lhs` with the kernel `rhs`."""
+  labels = re.split('_|->', i.attribute('dim_labels'))
+  image, kernel, result = (
+    dict(zip(label, array.shapes[0].dims, strict=True))
+    for label, array in zip(labels, (lhs, rhs, out), strict=True)
+  )
+  items = (item.partition('=') for item in i.attribute('window')[1:-1].split())
+  window = {key: values.split('x') for key, _, values in items}
+  met = 1
+  for d in filter(str.isdigit, image):
+    at = lambda key, default, n=int(d): int(
+      window[key][n].split('_')[0] if key in window else default
+    )
+    met *= counting.count_meetings(
+      size=image[d],
+      kernel=kernel[d],
+      out=result[d],
+      stride=at('stride', 1),
+      low=at('pad', 0),
+      dilation=at('lhs_dilate', 1),
+      kernel_dilation=at('rhs_dilate', 1),
+    )
+  batch_groups = int(i.attribute('batch_group_count') or 1)
+  return 2.0 * met * kernel['i'] * kernel['o'] * image['b'] / batch_groups
+
+
+# Bytes.
+
+
+def _hbm_bytes(i: hlo.Instruction) -> int:
+  """Returns the bytes of device memory one execution reads and writes."""
+  if (
+    i.computation.fusion
+    or i.opcode in _FREE
+    or i.opcode.endswith(('-done', '-update'))
+    or i.target in _FREE_CALLS
+  ):
+    return 0
+  read = sum(
+    min(_read_by(i, operand), operand.hbm_bytes)
+    for operand in dict.fromkeys(i.operands)
+  )
+  roots: tuple[hlo.Instruction, ...] = (i,)
+  if i.opcode == 'fusion' and i.fused:
+    root = i.fused.root
+    roots = root.operands if root.opcode == 'tuple' else (root,)
+    if any(v.target == 'AsyncCollectiveDone' for v in roots):
+      return 0  # Counted where it starts.
+  each = iter(i.results)
+  for value in roots:
+    # A fusion may place its results in other memories than its inside says.
+    own = each if len(roots) == 1 else [next(each) for _ in value.shapes]
+    read += min(_written(value), sum(shape.hbm_bytes for shape in own))
+  return read
+
+
+def _read_by(user: hlo.Instruction, value: hlo.Instruction) -> int:
+  """Returns how many bytes of one of its operands an instruction reads."""
+  if user.opcode == 'fusion' and user.fused:
+    return sum(
+      _read(user.fused.parameters[number])
+      for number, operand in enumerate(user.operands)
+      if operand is value
+    )
+  if user.opcode == 'bitcast':
+    return _read(user)
+  if user.opcode == 'tuple' or _continues_chain(user):
+    return 0
+  if user.operands[0] is value:
+    if user.kind in _SLICES:
+      return user.result_bytes
+    if user.kind in _UPDATES:
+      return user.operands[2].bytes if user.kind == 'scatter' else 0
+  return value.bytes
+
+
+def _read(value: hlo.Instruction) -> int:
+  """Returns how many bytes of a value inside of a fusion are read."""
+  read = sum(_read_by(user, value) for user in value.users)
+  fusion = value.computation.fusion
+  if fusion and fusion.computation.fusion and value is value.computation.root:
+    # What a nested fusion passes on is read by the users of that fusion.
+    read += _read(fusion)
+  return min(read, value.bytes)
+
+
+def _written(value: hlo.Instruction) -> int:
+  """Returns how many bytes of a result are new."""
+  while value.opcode == 'bitcast':
+    value = value.operands[0]
+  if value.opcode == 'parameter' or _continues_chain(value):
+    return 0
+  if value.target == 'AsyncCollectiveStart':
+    # Its operand and semaphores are passed on; the collective's result is new.
+    return value.operands[0].bytes
+  if value.opcode in _UPDATES:
+    return value.operands[_UPDATES[value.opcode]].bytes
+  return value.result_bytes
+
+
+# Collectives.
+
+
+def _continues_chain(i: hlo.Instruction) -> bool:
+  """Whether this is a later piece of a collective that started elsewhere."""
+  return (
+    i.kind in _WIRE
+    and 'chain_id=' in i.attributes
+    and not any(user.target == 'AsyncCollectiveStart' for user in i.users)
+  )
+
+
+def _collective(
+  i: hlo.Instruction, places: groups.Places
+) -> tuple[tuple[str, tuple[str, ...]], list[float]] | None:
+  """Returns key and numbers of the `Traffic` of a collective, if it is one."""
+  kind = i.kind
+  if i.opcode == 'send':
+    kind, size = _sent(i)
+  elif kind in _WIRE and not _continues_chain(i):
+    size = max(sum(operand.bytes for operand in i.operands), i.result_bytes)
+    if kind == 'all-reduce' and i.computation.fusion:
+      inside = {other.opcode for other in i.computation.instructions.values()}
+      if {'dynamic-slice', 'partition-id'} <= inside:
+        kind = 'reduce-scatter'  # The fusion keeps this device's part.
+  else:
+    return None
+  found = places.groups(i) if kind else []
+  n = max(map(len, found), default=1)
+  if n < 2:
+    return None
+  wire = size * _WIRE.get(kind, lambda n: 1.0)(n)
+  dcn = wire * _dcn_part(kind, n, places.num_slices(found))
+  return (kind, places.axes(found)), [1, size, wire, dcn]
+
+
+def _dcn_part(kind: str, n: int, slices: int) -> float:
+  """Returns the fraction of the sent bytes that must go to other slices.
+
+  With n devices in s slices, reductions and gathers work within slices first,
+  then between them: (s - 1) / (n - 1). In an all-to-all, it is the part for
+  chips of other slices. In a permute, it is everything, since all chips wait
+  for one that sends to another slice.
+  """
+  if slices < 2:
+    return 0.0
+  if kind == 'all-to-all':
+    return (n - n // slices) / (n - 1)
+  if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
+    return (slices - 1) / (n - 1)
+  return 1.0
+
+
+def _sent(i: hlo.Instruction) -> tuple[str, int]:
+  """Returns kind and bytes of the collective of a `send`; '' without one."""
+  payload = i.operands[0].bytes
+  if '_xla_send_recv_source_target_pairs=' in i.attributes:
+    return 'collective-permute', payload  # GPUs: a permute, taken apart.
+  # Without a type it goes to the host, for a callback.
+  kind = i.search(r'_xla_megascale_transfer_type="(\w+)"')
+  meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
+  for other in i.computation.instructions.values():
+    if other.opcode == 'recv' and meeting and meeting in other.attributes:
+      payload = max(payload, other.shapes[0].bytes)
+  kind = kind.lower().replace('_', '-')
+  return {'one-to-one': 'collective-permute'}.get(kind, kind), payload
