@@ -143,16 +143,16 @@ def _encode(
   """Returns the structures of values by name, and adds their arrays."""
   described = {}
   for key, value in values.items():
-    encoded = structure.encode(
-      value, f'{prefix}{key}', allow_pickle=allow_pickle
+    own: dict[str, Any] = {}
+    described[key] = structure.encode(
+      value, f'{prefix}{key}', own, allow_pickle=allow_pickle
     )
-    if double := sorted(set(encoded.arrays) & set(arrays)):
+    if double := sorted(own.keys() & arrays.keys()):
       raise ValueError(
         f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
         ' one of the entries.'
       )
-    arrays.update(encoded.arrays)
-    described[key] = encoded.structure
+    arrays.update(own)
   return described
 
 
