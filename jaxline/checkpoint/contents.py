@@ -41,12 +41,12 @@ class MismatchError(errors.UsageError):
 
 @dataclasses.dataclass
 class Content:
-  """One checkpoint, in host memory.
+  """A checkpoint in host memory.
 
   Attributes:
     arrays: by name; what this process writes of them.
-    manifest: what the manifest will hold, but for what is known later.
-    process: the entries that this process keeps for itself.
+    manifest: the fields of the manifest that are known before the write.
+    process: the entries that this process saves for itself.
   """
 
   arrays: dict[str, arrays_lib.HostArray]
@@ -66,19 +66,19 @@ def content(
 
   Args:
     state: the live state.
-    module: what the state's experiment says of itself.
+    module: the state's experiment.
     recorded: the run's config, as JSON.
-    all_hosts: whether each process keeps its own
+    all_hosts: whether each process saves its own
       NON_BROADCAST_CHECKPOINT_ATTRS.
-    allow_pickle: whether to pickle what cannot be described.
+    allow_pickle: whether to pickle what has no description.
 
   Raises:
-    TypeError: something in it can only be pickled.
+    TypeError: a value cannot be stored.
   """
   arrays: dict[str, Any] = {}
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   entries = _encode(entries, arrays, allow_pickle, 'run/')
-  saved, per_process, whole = {}, {}, {}
+  saved, per_process = {}, {}
   by_leaves = module.snapshot_template()
   own = set(module.PER_PROCESS_ENTRIES)
   if all_hosts:
@@ -89,14 +89,11 @@ def content(
       saved[name] = {'leaves': True}
     elif name in own:
       small: dict[str, Any] = {}
-      per_process[name] = {
-        'structure': _encode({name: value}, small, allow_pickle)[name],
-        'arrays': _to_json(small),
-      }
+      about = _encode({name: value}, small, allow_pickle)[name]
+      per_process[name] = {'structure': about, 'arrays': _to_json(small)}
     else:
-      whole[name] = value
-  for name, described in _encode(whole, arrays, allow_pickle).items():
-    saved[name] = {'structure': described}
+      about = _encode({name: value}, arrays, allow_pickle)[name]
+      saved[name] = {'structure': about}
   manifest = {
     'format': manager.FORMAT,
     'step': int(state['global_step']),
@@ -111,10 +108,10 @@ def content(
 
 
 def check_storable(state: Any, module: Any) -> None:
-  """Refuses by name what a save of the live state could not store.
+  """Refuses a live state that a save could not store.
 
-  Attributes that the experiment makes later, and those of a class with its own
-  `snapshot_state`, are checked by the first save.
+  The first save checks attributes that the experiment makes later, and those of
+  a class with its own `snapshot_state`.
 
   Raises:
     TypeError: see `structure.encode`.
@@ -128,7 +125,7 @@ def check_storable(state: Any, module: Any) -> None:
 
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
-  """Returns what a best checkpoint has besides the evaluated one, as JSON."""
+  """Returns what `best` holds besides the evaluated checkpoint, as JSON."""
   saved = ('global_step', 'train_step_rng', 'experiment_module')
   more = {key: x for key, x in state.items() if key not in saved}
   arrays: dict[str, Any] = {}
@@ -145,20 +142,20 @@ def _encode(
   """Returns the structures of values by name, and adds their arrays."""
   described = {}
   for key, value in values.items():
-    encoded = structure.encode(
-      value, f'{prefix}{key}', allow_pickle=allow_pickle
+    own: dict[str, Any] = {}
+    described[key] = structure.encode(
+      value, f'{prefix}{key}', own, allow_pickle=allow_pickle
     )
-    if double := sorted(set(encoded.arrays) & set(arrays)):
+    if double := sorted(own.keys() & arrays.keys()):
       raise ValueError(
         f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
         ' one of the entries.'
       )
-    arrays.update(encoded.arrays)
-    described[key] = encoded.structure
+    arrays.update(own)
   return described
 
 
-@functools.cache  # To look them up takes milliseconds.
+@functools.cache  # The lookup takes milliseconds.
 def _versions() -> dict[str, str]:
   names = ('jax', 'jaxlib', 'numpy', 'optax')
   versions = {'jaxline': jaxline.__version__}
@@ -170,7 +167,7 @@ def _versions() -> dict[str, str]:
 
 
 def git(*args: str) -> str:
-  """Returns what git prints of the working directory; '' where it fails."""
+  """Returns the output of a git command; '' if it fails."""
   with contextlib.suppress(OSError, subprocess.SubprocessError):
     return subprocess.run(
       ['git', *args], capture_output=True, check=True, timeout=10
@@ -195,7 +192,7 @@ def code() -> dict[str, str]:
 
 
 class Checkpoint:
-  """A checkpoint that is read, as what `content` and `added` got.
+  """A checkpoint to read.
 
   Attributes:
     name: the place of its manifest, for messages.
@@ -240,10 +237,10 @@ class Checkpoint:
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: Any) -> dict[str, Any]:
-    """Reads an experiment's snapshot; of what it does not want, the shapes.
+    """Reads an experiment's snapshot; unwanted arrays arrive as their shapes.
 
     Raises:
-      MismatchError: naming each array that does not fit it.
+      MismatchError: naming each array that does not fit the experiment.
     """
     trees = module.snapshot_template()
     wants = module.wants_restored
@@ -258,27 +255,23 @@ class Checkpoint:
       targets |= structure.named_leaves(tree, entry)
     have = {n: self._shape(n) for e in trees for n in self._below(e)}
     expected = {n: _shape_of(x) for n, x in targets.items()}
-    have |= {
-      entry: 'a tree of arrays'
-      for entry, about in saved.items()
-      if 'leaves' in about and entry not in trees
-    }
+    for entry in saved.keys() - trees.keys():
+      if 'leaves' in saved[entry]:
+        have[entry] = 'a tree of arrays'
+      targets |= dict.fromkeys(self._below(entry))
     self._check_fit(
       (name, have.get(name, 'nothing'), expected.get(name, 'nothing'))
       for name in sorted(have.keys() | expected.keys())
     )
-    for entry in set(saved) - set(trees):
-      targets |= dict.fromkeys(self._below(entry))
-    # It fits: what is replaced may go, so that the devices need not hold both.
+    # Free the replaced state first: the devices need not hold both.
     module.make_room()
-    wanted = {name: x for name, x in targets.items() if wants(name)}
-    arrays = dict(self.read(wanted))
-    # What the experiment itself puts onto its devices, by `devices.put`.
+    arrays = dict(self.read({n: x for n, x in targets.items() if wants(n)}))
+    # The experiment puts these onto its devices itself.
     placed = set(module.CHECKPOINT_ATTRS.values())
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
       if devices.layout(getattr(module, attribute, None)) is not None:
         placed.add(entry)
-    snapshot = base.Fresh()
+    snapshot = base.Fresh(self._per_process(wants))
     for entry, about in saved.items():
       if entry in trees:
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
@@ -286,7 +279,6 @@ class Checkpoint:
         snapshot[entry] = self._decode(
           about['structure'], arrays, on_host=entry in placed
         )
-    snapshot.update(self._per_process(wants))
     return snapshot
 
   def by_rules(
@@ -294,11 +286,11 @@ class Checkpoint:
   ) -> dict[str, Any]:
     """Returns the experiment's own snapshot with arrays replaced by rules.
 
-    No rule takes what begins anew with each run: its count of steps, those of
-    schedules, and random keys.
+    A rule never replaces the counts of steps and schedules, nor random keys:
+    each run begins with its own.
 
     Raises:
-      ValueError: a rule matches nothing, or names no array of the checkpoint.
+      UsageError: a rule matches nothing, or names no array of the checkpoint.
       MismatchError: an array of the checkpoint has another shape or type.
     """
     snapshot = dict(module.snapshot_state())
@@ -322,7 +314,6 @@ class Checkpoint:
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
     replaced = self.take(sources, live, where)
-    # Nobody has these arrays but the experiment itself, or this function.
     return base.Fresh(
       {
         entry: _with_arrays(tree, entry, replaced)
@@ -333,12 +324,12 @@ class Checkpoint:
   def take(
     self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
   ) -> dict[str, Any]:
-    """Returns name -> an array of its own, which lies where the live one does.
+    """Reads arrays, each onto the devices of a live one.
 
     Args:
       sources: name -> the name of the array in the checkpoint.
       live: name -> the live array.
-      where: what named the sources, for messages.
+      where: the key that has the names of the sources, for messages.
 
     Raises:
       UsageError: the checkpoint lacks a source.
@@ -366,49 +357,47 @@ class Checkpoint:
     return arrays_lib.saved_shape(self.described[name])
 
   def _check_fit(self, pairs: Iterable[tuple[str, str, str]]) -> None:
-    """Raises MismatchError unless all is here as the experiment expects it.
+    """Raises MismatchError unless all arrays fit the experiment.
 
     Args:
-      pairs: name, what is here, and what is expected, as text.
+      pairs: name, the saved and the expected shape, as text.
     """
     wrong = [
-      f'{name}: the checkpoint has {have}, the experiment expects {expected}'
-      for name, have, expected in pairs
-      if have != expected
+      f'\n  {name}: the checkpoint has {have}, the experiment expects {want}'
+      for name, have, want in pairs
+      if have != want
     ]
     if wrong:
-      lines = ''.join(f'\n  {line}' for line in wrong)
       raise MismatchError(
         f'{self.name} does not fit the experiment; nothing was restored.'
         ' Use the config it was trained with (the manifest holds it), a new'
         ' config.checkpoint_dir, or config.restore_from with'
-        f' config.restore_rules for what fits.{lines}'
+        f' config.restore_rules for what fits.{"".join(wrong)}'
       )
 
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
-    """Returns what each process has for itself.
+    """Returns the wanted ones of the entries that each process saves itself.
 
     Raises:
-      ValueError: other processes saved it, and not all had the same.
+      UsageError: other processes saved them, with different values.
     """
-    mine, *others = saved = self.record['processes']
+    saved = [
+      {entry: about for entry, about in of.items() if wants(entry)}
+      for of in self.record['processes']
+    ]
+    mine = saved[0]
     if len(saved) == jax.process_count():
       mine = saved[jax.process_index()]
-    elif differing := sorted(
-      k for k in mine if any(other[k] != mine[k] for other in others)
-    ):
-      raise ValueError(
-        f'{len(saved)} processes saved {differing}, each its own, and now there'
-        f' are {jax.process_count()}. Restore on {len(saved)} processes, or'
-        ' begin anew from this run with config.restore_from and'
+    elif any(other != mine for other in saved):
+      raise errors.UsageError(
+        f'{len(saved)} processes saved {sorted(mine)}, each its own, and now'
+        f' there are {jax.process_count()}. Restore on {len(saved)} processes,'
+        ' or begin anew from this run with config.restore_from and'
         ' config.restore_rules.'
       )
     return {
-      entry: self._decode(
-        described['structure'], _from_json(described['arrays'])
-      )
-      for entry, described in mine.items()
-      if wants(entry)
+      entry: self._decode(about['structure'], _from_json(about['arrays']))
+      for entry, about in mine.items()
     }
 
 
@@ -421,41 +410,33 @@ def read_whole(
 ) -> dict[str, Any]:
   """Returns all entries of a checkpoint, as host arrays.
 
-  No other process takes part.
+  It waits for no other process: a signal handler may call it.
 
   Args:
     manifests: the run's.
     series: the series.
-    step: of the checkpoint; where it has been removed, the newest is read.
+    step: of the checkpoint.
     trees: entry that is stored leaf by leaf -> tree of its shapes.
     allow_pickle: whether to unpickle.
 
   Raises:
-    DamagedError: it cannot be read.
+    DamagedError: it is damaged, or was removed.
   """
-  while True:
-    try:
-      saved = Checkpoint(manifests, series, step, allow_pickle)
-      everything = experiments.full_experiment(
-        types.SimpleNamespace(
-          CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
-          snapshot_template=lambda: trees,
-          wants_restored=lambda name: True,
-        )
-      )
-      with manager.naming(saved.name):
-        snapshot = saved.snapshot(everything)
-        entries = saved.entries(saved.record['entries'])
-        return entries | {'experiment_module': snapshot}
-    except store_lib.DamagedError:
-      steps = manifests.steps(series)
-      if step in steps or not steps:
-        raise
-      step = steps[-1]
+  saved = Checkpoint(manifests, series, step, allow_pickle)
+  everything = experiments.full_experiment(
+    types.SimpleNamespace(
+      CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
+      snapshot_template=lambda: trees,
+      wants_restored=lambda name: True,
+    )
+  )
+  with manager.naming(saved.name):
+    entries = saved.entries(saved.record['entries'])
+    return entries | {'experiment_module': saved.snapshot(everything)}
 
 
 def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Makes JSON of small arrays of this process."""
+  """Converts small arrays of this process to JSON."""
   return {
     name: {
       'shape': list(x.shape),
@@ -467,10 +448,10 @@ def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns what `_to_json` got.
+  """Converts the JSON of `_to_json` back to arrays.
 
   Raises:
-    RefusedError: an array has not the bytes of its shape.
+    RefusedError: the number of bytes does not fit the shape.
   """
   arrays = {}
   for name, about in described.items():
@@ -482,11 +463,11 @@ def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
-  """Returns a tree with those leaves replaced for which there are arrays."""
+  """Returns a tree with the leaves that `arrays` has replaced."""
   named = structure.named_leaves(tree, entry)
   leaves = [arrays.get(name, x) for name, x in named.items()]
   return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _shape_of(x: Any) -> str:
-  return f'{x.dtype.name}{list(x.shape)}'  # As the record tells it.
+  return f'{x.dtype.name}{list(x.shape)}'  # As `saved_shape` writes it.

@@ -1,26 +1,26 @@
-"""Looks into checkpoints: `python -m jaxline.checkpoint`, or from a notebook.
+"""Lists, reads and verifies checkpoints: `python -m jaxline.checkpoint`.
+
+In a notebook:
 
   inspection.list_run('runs/a')
   inspection.find('runs/a:4000').arrays('state/params/.*')
   inspection.main(['verify', 'runs/a'])
 
 A place is the directory of a run, or its gs:// or s3:// address, or a series in
-it (runs/a/checkpoints/best). :STEP after it names a step; without it, the place
-means the newest checkpoint: of a run, the newest of `latest`, or else `best`.
+it (runs/a/checkpoints/best). :STEP after it names a step. Without it, the place
+means the newest checkpoint of `latest`, or else of `best`.
 
-Nothing is changed, claimed or unpickled. A run may go on writing there, and
-remove what is looked at, which is an error that says so.
+Nothing is changed, claimed or unpickled. A run that goes on may remove what is
+being read; the error says so.
 
-The exit status of the command is 0; 1 where `verify` finds damage; 2 for
-another error, which is one line on stderr.
+The command exits with 0; with 1 if `verify` finds damage; with 2 after another
+error, which it prints in one line.
 """
 
 import argparse
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import datetime
-import functools
 import json
 import math
 import os
@@ -40,7 +40,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from jaxline.metrics import jsonl
-from jaxline.metrics import lines as lines_lib
+from jaxline.metrics import lines
 
 Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
@@ -48,7 +48,6 @@ AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _METRICS_SHOWN = 4
 _WIDTH = 200  # Of a plain value that `show` prints.
-_size = functools.partial(lines_lib.size, digits='.1f')
 
 
 # Finding checkpoints.
@@ -115,16 +114,14 @@ def find(where: Place) -> 'Checkpoint':
     ValueError: there is none; says which there are.
     DamagedError: its manifest is not as it was written.
   """
-  while True:
-    with contextlib.suppress(store_lib.GoneError):  # There may be a newer one.
-      return Checkpoint(*newest(where))
+  return Checkpoint(*newest(where))
 
 
 class Checkpoint(contents.Checkpoint):
-  """One checkpoint, to be read as NumPy arrays; errors name it."""
+  """A checkpoint to read as NumPy arrays; errors name it."""
 
   def names(self, select: str = '.*') -> list[str]:
-    """Returns the names of the arrays that a pattern matches wholly.
+    """Returns the names of the arrays that a pattern matches in full.
 
     Raises:
       ValueError: it matches none.
@@ -137,6 +134,11 @@ class Checkpoint(contents.Checkpoint):
         ' takes others by --select).'
       )
     return names
+
+  @property
+  def num_bytes(self) -> int:
+    """The size of all arrays."""
+    return sum(map(arrays_lib.num_bytes, self.described.values()))
 
   def weights(self, which: str | None = None) -> str:
     """Returns the prefix that the names of the weights share.
@@ -152,7 +154,7 @@ class Checkpoint(contents.Checkpoint):
     return {'raw': PARAMS, 'averaged': AVERAGED}[which]
 
   def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
-    """Verifies and reads the arrays that a pattern matches wholly.
+    """Verifies and reads the arrays whose names a pattern matches in full.
 
     Random keys come as their uint32 data.
 
@@ -163,7 +165,7 @@ class Checkpoint(contents.Checkpoint):
     return dict(self.verified(self.names(select)))
 
   def verified(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields name and array, verified, few at a time in memory."""
+    """Yields name and array, verified, with few in memory at a time."""
     wanted = dict.fromkeys(names)
     try:
       with manager.naming(self.name):
@@ -174,7 +176,7 @@ class Checkpoint(contents.Checkpoint):
       raise store_lib.GoneError(f'{self.name} was removed meanwhile.') from e
 
 
-# What a run has.
+# The checkpoints and records of a run.
 
 
 def list_run(where: Place) -> list[dict[str, Any]]:
@@ -185,39 +187,34 @@ def list_run(where: Place) -> list[dict[str, Any]]:
     `problem` of each, by series and step.
 
   Raises:
-    ValueError: it is no such place.
+    ValueError: there is no run at this place.
   """
   run, found = _locate(where)
   metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for step, scalars in logged(run):
     metrics[step] |= scalars
   rows = []
-  for one in found:
-    with contextlib.suppress(store_lib.GoneError):
-      row = {'series': one.series, 'step': one.step, 'problem': None}
-      rows.append(row | _described(one, metrics[one.step]))
+  for manifests, series, step in found:
+    row = {'series': series, 'step': step, 'time': None, 'bytes': 0}
+    row |= {'metrics': {}, 'problem': None}
+    try:
+      checkpoint = Checkpoint(manifests, series, step)
+    except store_lib.GoneError:
+      continue
+    except ValueError as e:  # Damaged, or of another version.
+      rows.append(row | {'problem': str(e)})
+      continue
+    best = {}
+    entries = checkpoint.record['entries']
+    if (name := entries.get('best_model_eval_metric')) is not None:
+      value = entries['best_eval_metric_value']
+      # As `metrics.jsonl` has it, since JSON has no infinity.
+      is_json = isinstance(value, float) and math.isfinite(value)
+      best[f'best/{name}'] = value if is_json else str(value)
+    row['time'] = checkpoint.record['time']
+    row['bytes'] = checkpoint.num_bytes
+    rows.append(row | {'metrics': best | metrics[step]})
   return rows
-
-
-def _described(found: Found, metrics: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns time, size and metrics of a checkpoint, or its problem."""
-  try:
-    checkpoint = Checkpoint(*found)
-  except store_lib.GoneError:
-    raise
-  except ValueError as e:  # Damaged, or of another version.
-    return {'time': None, 'bytes': 0, 'metrics': {}, 'problem': str(e)}
-  best = {}
-  # As `metrics.jsonl` has it, since JSON has no infinity.
-  keys = ['best_model_eval_metric', 'best_eval_metric_value']
-  with contextlib.suppress(ValueError):  # Only a best one has them.
-    name, value = checkpoint.entries(keys).values()
-    best[f'best/{name}'] = value if math.isfinite(value) else str(value)
-  return {
-    'time': checkpoint.record['time'],
-    'bytes': sum(map(arrays_lib.num_bytes, checkpoint.described.values())),
-    'metrics': best | dict(metrics),
-  }
 
 
 def ended(run: store_lib.Store) -> int | None:
@@ -229,8 +226,8 @@ def ended(run: store_lib.Store) -> int | None:
 def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields step and scalars, by 'folder/name', of each record in a run's logs.
 
-  The values are as in `metrics.jsonl`, where text stands for NaN and infinity.
-  What is no record, such as half a last line, is left out.
+  The values are as in `metrics.jsonl`, where NaN and infinity are text. A line
+  that is no record, such as half a last line, is skipped.
   """
   for folder in run.names():
     raw = run.read(f'{folder}/metrics.jsonl')
@@ -257,10 +254,14 @@ def _when(seconds: float) -> str:
   return local.isoformat(' ', 'seconds')
 
 
+def _size(num_bytes: float) -> str:
+  return lines.size(num_bytes, '.1f')
+
+
 def print_table(
   rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
 ) -> None:
-  """Prints columns, of which some are aligned on the right, if any."""
+  """Prints rows in columns; those in `right` are aligned on the right."""
   rows = list(rows)
   if not rows:
     return
@@ -276,37 +277,27 @@ def print_table(
 
 
 def _ls(args: argparse.Namespace) -> int:
-  rows = [
-    (
-      row['series'],
-      str(row['step']),
-      _size(row['bytes']),
-      _when(row['time']) if row['time'] else '',
-      row['problem'] or _metrics(row['metrics']),
+  table = [('series', 'step', 'size', 'saved', 'metrics')]
+  for row in list_run(args.dir):
+    # The best value and losses before others.
+    metrics = sorted(
+      row['metrics'].items(),
+      key=lambda x: (not x[0].startswith('best/'), 'loss' not in x[0], x[0]),
     )
-    for row in list_run(args.dir)
-  ]
-  header = ('series', 'step', 'size', 'saved', 'metrics')
-  print_table([header, *rows], right=(1, 2))
+    shown = ', '.join(
+      f'{name} {x:.6g}' if isinstance(x, float) else f'{name} {x}'
+      for name, x in metrics[:_METRICS_SHOWN]
+    )
+    when = _when(row['time']) if row['time'] else ''
+    about = (_size(row['bytes']), when, row['problem'] or shown)
+    table.append((row['series'], str(row['step']), *about))
+  print_table(table, right=(1, 2))
   return 0
-
-
-def _metrics(metrics: Mapping[str, Any]) -> str:
-  """Returns a few metrics: the best value and losses before others."""
-  names = sorted(
-    metrics, key=lambda n: (not n.startswith('best/'), 'loss' not in n, n)
-  )
-  shown = {n: metrics[n] for n in names[:_METRICS_SHOWN]}
-  return ', '.join(
-    f'{n} {x:.6g}' if isinstance(x, float) else f'{n} {x}'
-    for n, x in shown.items()
-  )
 
 
 def _show(args: argparse.Namespace) -> int:
   checkpoint = find(args.dir)
   record, described = checkpoint.record, checkpoint.described
-  bytes_of = {n: arrays_lib.num_bytes(x) for n, x in described.items()}
   num_params = sum(
     math.prod(x['shape']) for n, x in described.items() if n.startswith(PARAMS)
   )
@@ -314,7 +305,7 @@ def _show(args: argparse.Namespace) -> int:
     ('checkpoint', checkpoint.name),
     ('step', str(record['step'])),
     ('saved', _when(record['time'])),
-    ('size', _size(sum(bytes_of.values()))),
+    ('size', _size(checkpoint.num_bytes)),
     ('processes', str(len(record['processes']))),
     *made_with(record).items(),
     ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
@@ -323,20 +314,15 @@ def _show(args: argparse.Namespace) -> int:
   if args.config:
     config = base_config.flat(record['config'])
     print_table([(key, repr(x)) for key, x in config.items()], 'config')
-  parts = {f'run/{k}': x for k, x in record['entries'].items()}
-  whole = {'': record['module']}
-  whole |= {
-    f'process {i}/': entries for i, entries in enumerate(record['processes'])
-  }
-  for prefix, entries in whole.items():
-    for key, x in entries.items():
-      if 'structure' in x:
-        parts[prefix + key] = x['structure']
   # As it is stored: a class need not be there, and nothing is unpickled.
+  parts = {f'run/{k}': x for k, x in record['entries'].items()}
+  parts |= record['module']
+  for i, own in enumerate(record['processes']):
+    parts |= {f'process {i}/{k}': x['structure'] for k, x in own.items()}
   values = [(key, json.dumps(x)[:_WIDTH]) for key, x in parts.items()]
   print_table(values, 'values')
   arrays = [
-    (name, arrays_lib.saved_shape(x), _size(bytes_of[name]))
+    (name, arrays_lib.saved_shape(x), _size(arrays_lib.num_bytes(x)))
     for name, x in described.items()
   ]
   print_table(arrays, 'arrays', right=(2,))
@@ -364,7 +350,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-  disk.check_local(args.out, 'OUT')
   out = pathlib.Path(args.out).expanduser()
   formats = {'.safetensors': _write_safetensors, '.npz': _write_npz}
   if (write := formats.get(out.suffix)) is None:
@@ -408,24 +393,18 @@ def _write_safetensors(
 ) -> None:
   import safetensors.numpy
 
-  try:
-    safetensors.numpy.save_file(dict(arrays), file.name)
-    with open(file.name, 'rb+') as written:  # Another file under that name.
-      os.fsync(written.fileno())
-  except safetensors.SafetensorError as e:
-    raise ValueError(
-      f'.safetensors could not be written: {e}. If it cannot hold these types,'
-      ' choose others with --select, or export to .npz.'
-    ) from e
+  safetensors.numpy.save_file(dict(arrays), file.name)
+  with open(file.name, 'rb+') as written:  # It has replaced the file.
+    os.fsync(written.fileno())
 
 
 def _write_npz(
   file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-  # np.savez could not save an array called 'file'.
+  # np.savez cannot save an array called 'file'.
   with zipfile.ZipFile(file, 'w') as archive:
     for name, x in arrays:
-      # NumPy's own format has no name for the types of other packages.
+      # NumPy's own format cannot name the types of other packages.
       if x.dtype.isbuiltin == 2:
         raise ValueError(
           f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
@@ -445,57 +424,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit status.
 
   Raises:
-    SystemExit: the arguments are not understood (status 2), or ask for help.
+    SystemExit: for --help, and for wrong arguments (status 2).
   """
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.checkpoint',
-    description='Looks into checkpoints; changes nothing.',
+    description='Reads checkpoints; changes nothing.',
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
-
-  def add(
-    run: Callable[[argparse.Namespace], int], about: str, **arguments: str
-  ) -> argparse.ArgumentParser:
+  place = 'directory or address of a run, or of a series in it; with :STEP'
+  for run, about, dir_about in (
+    (_ls, 'list series, steps, sizes, times, metrics', place),
+    (_show, 'print the tree of a checkpoint', f'{place}, else the newest'),
+    (_verify, 'exit with 1 unless every part is as it was written', place),
+    (_export, 'write weights to a file', f'{place}, else the newest'),
+  ):
     name = run.__name__.strip('_')
     command = commands.add_parser(name, help=about, description=about)
     command.set_defaults(run=run)
-    for argument, text in arguments.items():
-      command.add_argument(argument, help=text)
-    return command
-
-  where = (
-    'directory or address of a run, or a series in it (RUN/checkpoints/best);'
-    ' with :STEP, else '
-  )
-  newest, everything = f'{where}the newest', f'{where}all of it'
-  about = 'list series, steps, sizes, times, metrics'
-  add(_ls, about, dir='directory of a run or of a series')
-  show = add(_show, 'what a checkpoint holds', dir=newest)
-  show.add_argument('--config', action='store_true', help="the run's config")
-  about = 'is every part as it was written? exits with 1 if not'
-  add(_verify, about, dir=everything)
-  about = 'write parameters to one file'
-  export = add(_export, about, dir=newest, out='file .safetensors or .npz')
-  what = export.add_mutually_exclusive_group()
-  what.add_argument(
-    '--weights',
-    choices=('raw', 'averaged'),
-    help='which parameters; the averaged ones, if there are, by default',
-  )
-  what.add_argument(
-    '--select',
-    metavar='REGEX',
-    help='arrays whose whole name matches, instead of the parameters',
-  )
-  export.add_argument('--dtype', choices=DTYPES, help='convert floating point')
-  export.add_argument('--force', action='store_true', help='replace OUT')
+    add = command.add_argument
+    add('dir', help=dir_about)
+    if run is _show:
+      add('--config', action='store_true', help="also print the run's config")
+    elif run is _export:
+      add('out', help='file .safetensors or .npz')
+      add('--force', action='store_true', help='replace OUT')
+      add('--dtype', choices=DTYPES, help='convert floating point')
+      one = command.add_mutually_exclusive_group()
+      about = 'which weights; default: the averaged ones if there are some'
+      one.add_argument('--weights', choices=('raw', 'averaged'), help=about)
+      about = 'the arrays whose full name matches, instead of the weights'
+      one.add_argument('--select', metavar='REGEX', help=about)
   args = parser.parse_args(argv)
   try:
     return args.run(args)
-  except BrokenPipeError:
-    # Whoever read, such as `head`, has read enough; nothing more is written.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
   except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
     text = ' '.join(str(e).split()) or type(e).__name__
   print(f'jaxline.checkpoint: {text}', file=sys.stderr)

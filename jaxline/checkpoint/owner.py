@@ -1,9 +1,9 @@
-"""Who may write what in a run's directory.
+"""Claims on a run's directory: which process may write there.
 
-On a disk this is a lock of the operating system, which ends with the process.
-In a bucket it is an object that its owner rewrites now and then: a beat. The
-clocks of two machines are never compared: an object is old if this process has
-seen no change of it for `STALE_SECS` of its own.
+On a disk a claim is a lock of the operating system, which ends with the
+process. In a bucket it is an object that its owner rewrites every `BEAT_SECS`.
+Clocks of two machines are never compared: an object is stale if this process
+has seen it unchanged for `STALE_SECS`.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ class ClaimedError(errors.UsageError):
 
 
 class Ages:
-  """How long this process has seen no change of values."""
+  """Measures how long this process has seen values unchanged."""
 
   def __init__(self) -> None:
     self._seen: dict[str, tuple[Any, float]] = {}
 
   def is_old(self, name: str, value: Any) -> bool:
-    """Returns whether a value is the same for STALE_SECS."""
+    """Returns whether a value has been the same for STALE_SECS."""
     now = time.monotonic()
     before, since = self._seen.get(name, (None, now))
     if before != value:
@@ -53,7 +53,7 @@ class Ages:
 
 
 class Beat:
-  """An object that is rewritten now and then as long as this process lives."""
+  """An object that is rewritten every BEAT_SECS while this process lives."""
 
   def __init__(self, store: store_lib.Store, key: str, version: Any = None):
     """Writes nothing yet.
@@ -61,8 +61,8 @@ class Beat:
     Args:
       store: where the object is.
       key: its key.
-      version: what is there now, if the object shall only be rewritten while
-        nobody else does; None overwrites.
+      version: the present one, if nobody else may write the object; None
+        overwrites whatever is there.
     """
     self._store, self._key, self._version = store, key, version
     self._is_sole = version is not None
@@ -74,11 +74,7 @@ class Beat:
     self.is_lost = False
 
   def write(self, **value: Any) -> bool:
-    """Writes a value, or the last one again.
-
-    Returns:
-      Whether nobody else has written the object, where it has a sole writer.
-    """
+    """Writes a value, or the last one again; returns False if it is lost."""
     with self._lock:
       self._value = value or self._value
       self._rewrite()
@@ -92,7 +88,7 @@ class Beat:
     raw = json.dumps({**self._value, 'beat': self._count}).encode()
     expected = self._version if self._is_sole else None
     self._version = self._store.write(self._key, raw, expected)
-    # Not before: a write whose answer was lost is repeated as it was.
+    # Count afterwards: a write whose answer was lost is repeated unchanged.
     self._count += 1
     self.is_lost = self._version is None
 
@@ -106,15 +102,15 @@ class Beat:
             logging.warning('%s/%s: %s', self._store, self._key, e)
 
   def stop(self) -> None:
-    """Deletes the object, unless somebody else has it."""
+    """Deletes the object, unless another process has it."""
     self._stopped.set()
     with self._lock, contextlib.suppress(OSError):
       if not self.is_lost:
         self._store.delete(self._key)
 
 
-# What this process has claimed: to the operating system it is one claimant, and
-# would get the right a second time. A forked child finds its parent's here.
+# This process's claims: a second lock on the same file would succeed. A forked
+# child finds its parent's claims here.
 _claimed: dict[str, 'Claim'] = {}
 _claiming = threading.Lock()
 
@@ -130,8 +126,8 @@ class Claim:
       what: 'train', 'eval', 'best'.
 
     Raises:
-      ClaimedError: it is taken.
-      OSError: nothing can be written there.
+      ClaimedError: another run has it.
+      OSError: the directory is not writable.
     """
     store = store_lib.at(directory).below('checkpoints')
     self._name = f'{store}/claims/{what}'
@@ -139,26 +135,23 @@ class Claim:
     self._fd: int | None = None
     self._beat: Beat | None = None
     with _claiming:
-      # Before a file is opened: closing it would give the lock back that this
-      # process has on it.
+      # Look before opening the file: closing it would release the lock that
+      # this process has.
       has = _claimed.get(self._name)
-      is_taken = has is not None and has._process == os.getpid()
-      if not is_taken and disk.is_address(directory):
-        self._beat = _take_object(store, f'claims/{what}')
-        is_taken = self._beat is None
-      elif not is_taken:
-        self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
-        is_taken = self._fd is None
-      if not is_taken:
-        _claimed[self._name] = self
-    if is_taken:
-      key = 'another config.checkpoint_dir'
-      if what == 'best':  # It may be kept by one evaluation alone.
-        key = "config.best_model_eval_metric = ''"
-      raise ClaimedError(
-        f'{os.fspath(directory)} is in use: another run writes {what!r} there.'
-        f' Wait for its end, stop it, or give this run {key}.'
-      )
+      if has is None or has._process != os.getpid():
+        if disk.is_address(directory):
+          self._beat = _take_object(store, f'claims/{what}')
+        else:
+          self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
+      if self._beat is None and self._fd is None:
+        key = 'another config.checkpoint_dir'
+        if what == 'best':  # One evaluation alone may keep it.
+          key = "config.best_model_eval_metric = ''"
+        raise ClaimedError(
+          f'{os.fspath(directory)} is in use: another run writes {what!r}.'
+          f' Wait for its end, stop it, or give this run {key}.'
+        )
+      _claimed[self._name] = self
 
   def __enter__(self) -> 'Claim':
     return self
@@ -167,33 +160,26 @@ class Claim:
     self.release()
 
   def check(self) -> None:
-    """Raises an error where the right is lost: another run may have begun.
-
-    Raises:
-      FileNotFoundError: the lock's file is gone, or is another one.
-      ClaimedError: another run has taken over.
-    """
-    if self._beat is not None and not self._beat.write():
+    """Raises ClaimedError if the right is lost: another run may have it."""
+    is_held = True
+    if self._beat is not None:
+      is_held = self._beat.write()
+    elif self._fd is not None:
+      try:
+        found = os.stat(f'{self._name}.lock')
+        is_held = os.path.samestat(found, os.fstat(self._fd))
+      except store_lib.MISSING:
+        is_held = False
+    if not is_held:
       raise ClaimedError(
-        f'{self._name}: another run has taken over; nothing was saved.'
-      )
-    if self._fd is not None:
-      path = f'{self._name}.lock'
-      with contextlib.suppress(*store_lib.MISSING):
-        if os.path.samestat(os.stat(path), os.fstat(self._fd)):
-          return
-      raise FileNotFoundError(
-        errno.ENOENT,
-        'This file was removed or replaced while this run held it, so that'
-        ' another one may be writing there; nothing was saved. Leave the'
-        ' directory in place while a run writes there',
-        path,
+        f'{self._name}: another run has taken over, or the directory was'
+        ' removed while this run wrote there. Nothing was saved.'
       )
 
   def release(self) -> None:
     """Gives the right back."""
-    # Closed before another thread may claim: the operating system takes at
-    # any close of the file all locks that this process has on it.
+    # Closed before another thread may claim: any close of the file releases all
+    # locks that this process has on it.
     with _claiming:
       if self._fd is not None:
         os.close(self._fd)
@@ -205,45 +191,43 @@ class Claim:
 
 
 def check(run: store_lib.Store) -> None:
-  """Checks what this process has claimed of a run: see `Claim.check`."""
-  prefix = f'{run}/checkpoints/claims/'
+  """Checks this process's claims on a run: see `Claim.check`."""
   for name, claim in list(_claimed.items()):
-    if name.startswith(prefix) and claim._process == os.getpid():
+    if name.startswith(f'{run}/checkpoints/claims/'):
       claim.check()
 
 
 def _lock_file(path: pathlib.Path) -> int | None:
-  """Returns the descriptor of a file that is locked now; None if it was."""
+  """Locks a file and returns its descriptor; None if it is locked."""
   disk.make_directory(path.parent)
   fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
   try:
-    # Not flock: a worker process forked from this one would hold it on.
+    # Not flock: a worker process forked from this one would keep it.
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except OSError as e:
     if e.errno in _NO_LOCKS:
       logging.warning(
         '%s: the file system has no locks (%s), so nothing keeps a second run'
         ' from writing in this directory. Start no other one there.',
-        path,
-        e.strerror,
-      )
+        path, e.strerror,
+      )  # fmt: skip
       return fd
     os.close(fd)
     # POSIX has two errors for a taken lock.
-    if isinstance(e, BlockingIOError) or e.errno == errno.EACCES:
+    if e.errno in (errno.EAGAIN, errno.EACCES):
       return None
     raise
   return fd
 
 
 _NONCE = secrets.token_hex(8)  # Of this process.
-_dead: set[str] = set()  # Nonces of processes that were seen to be dead.
+_dead: set[str] = set()  # Nonces of processes that were found dead.
 
 
 def _take_object(store: store_lib.Store, key: str) -> Beat | None:
-  """Returns the beat of an object that nobody else rewrites; None if one does.
+  """Returns the beat of an object, or None if another process rewrites it.
 
-  It waits until the object of a killed process is old.
+  It waits until the object of a killed process is stale.
   """
   ages, first = Ages(), None
   while True:
@@ -261,11 +245,8 @@ def _take_object(store: store_lib.Store, key: str) -> Beat | None:
       logging.WARNING,
       '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
       ' for a sign of life. (If it has ended, delete this object.)',
-      1,
-      store,
-      key,
-      STALE_SECS,
-    )
+      1, store, key, STALE_SECS,
+    )  # fmt: skip
     watchdog.give_sign_of_life()  # It may end a run sooner than that.
     time.sleep(_LOOK_SECS)
   beat = Beat(store, key, version)
