@@ -213,7 +213,8 @@ def of_chief(value: T) -> T:
 
 
 _decisions = itertools.count()
-_DECIDE_MS = 3600_000  # A process may write its shards that much slower.
+_EXCHANGE_MS = 3600_000  # A process may write its shards that much slower.
+_FOREVER_MS = 10**12
 
 
 def decide(
@@ -241,17 +242,28 @@ def decide(
     if error is not None:
       raise error
     return choose([value])
+  return _exchange('decision', next(_decisions), value, choose, error)
+
+
+def _exchange(
+  kind: str,
+  number: int,
+  value: Any,
+  choose: Callable[[list[Any]], T],
+  error: BaseException | None = None,
+) -> T:
+  """Does what `decide` does; all processes number the exchanges of a kind."""
   client: Any = jax_distributed.global_state.client
-  name = f'jaxline/decision/{next(_decisions)}'
   process, processes = jax.process_index(), jax.process_count()
 
   def put(key: str, value: Any, error: BaseException | None) -> None:
     text = None if error is None else f'process {process}: {error}'
     said = value, text, isinstance(error, OSError)
-    client.key_value_set(f'{name}/{key}', json.dumps(said))
+    client.key_value_set(f'jaxline/{kind}/{number}/{key}', json.dumps(said))
 
   def get(key: str) -> Any:
-    found = client.blocking_key_value_get(f'{name}/{key}', _DECIDE_MS)
+    key = f'jaxline/{kind}/{number}/{key}'
+    found = client.blocking_key_value_get(key, _EXCHANGE_MS)
     value, text, is_os_error = json.loads(found)
     if text is not None:
       raise (OSError if is_os_error else RuntimeError)(text)
@@ -271,7 +283,88 @@ def decide(
   if error is not None:
     raise error
   chosen = get('chosen')
-  if process == 0 and (old := int(name.rpartition('/')[2]) - 1) >= 0:
+  if process == 0 and number > 0:
     # All have read the one before: they have taken part in this one.
-    client.key_value_delete(f'jaxline/decision/{old}/')
+    client.key_value_delete(f'jaxline/{kind}/{number - 1}/')
   return chosen
+
+
+_requests, _answers = itertools.count(), itertools.count()
+
+
+class Agreement:
+  """Lets the clock of process 0 decide what all processes do together.
+
+  A request of process 0 wakes a thread in each process. These threads hold
+  their training threads at the next `is_due`, exchange the newest step of each,
+  and agree on the step after the largest, which no process has passed. Without
+  a request, `is_due` only takes a lock.
+
+  All processes must call `is_due` with the same names after the same steps.
+  """
+
+  def __init__(self) -> None:
+    """Makes the agreement of one training loop."""
+    self._is_alone = jax.process_count() == 1
+    self._step = -1
+    self._due: set[tuple[str, int]] = set()
+    self._asked: set[str] = set()  # By this process, and not done yet.
+    self._lock = threading.Lock()
+    self._error: BaseException | None = None
+    self._thread: threading.Thread | None = None
+
+  def is_due(self, name: str, step: int, is_wanted: bool) -> bool:
+    """Returns whether to do something now: the same in all processes.
+
+    Args:
+      name: of what may be due.
+      step: the number of steps done.
+      is_wanted: whether process 0 wants it done. It is then due soon, or now if
+        there is no other process. The value of the others does not matter.
+
+    Raises:
+      Exception: the processes could not agree.
+    """
+    if self._is_alone:
+      return is_wanted
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._answer, daemon=True)
+      self._thread.start()
+    with self._lock:
+      if self._error is not None:
+        raise self._error
+      self._step = int(step)  # A restored step can be an array.
+      if (name, self._step) in self._due:
+        self._due.remove((name, self._step))
+        self._asked.discard(name)
+        return True
+      if is_wanted and name not in self._asked and jax.process_index() == 0:
+        self._asked.add(name)
+        self._ask(name)
+    return False
+
+  def close(self) -> None:
+    """Ends the thread; call it once all processes have done their last step."""
+    if self._thread is not None:
+      if jax.process_index() == 0:
+        self._ask('')
+      self._thread.join()
+
+  def _ask(self, name: str) -> None:
+    client: Any = jax_distributed.global_state.client
+    client.key_value_set(f'jaxline/agreement/{next(_requests)}/name', name)
+
+  def _answer(self) -> None:
+    """Answers the requests of process 0; the last one has no name."""
+    client: Any = jax_distributed.global_state.client
+    name = None
+    try:
+      while name != '':
+        number = next(_answers)
+        key = f'jaxline/agreement/{number}/name'
+        name = client.blocking_key_value_get(key, _FOREVER_MS)
+        with self._lock:
+          newest = _exchange('agreement', number, self._step, max)
+          self._due.add((name, newest + 1))
+    except BaseException as e:
+      self._error = e

@@ -1,13 +1,17 @@
 """Tests of jaxline.distributed: who a process is, and real rendezvous."""
 
+from concurrent import futures
 import contextlib
+import importlib.util
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -281,6 +285,91 @@ def test_an_indexed_job(monkeypatch, env):
   place = found()
   assert who(place) == ('lm-worker-0-0.lm:55527', 3, 2)
   assert place['local_device_ids'] is None
+
+
+# --- Agreements --------------------------------------------------------------
+
+
+class Store:
+  """The key-value store of the coordination service, with random delays."""
+
+  def __init__(self, rng):
+    self.values, self.changed, self.rng = {}, threading.Condition(), rng
+
+  def key_value_set(self, key, value):
+    time.sleep(self.rng.random() * 1e-3)
+    with self.changed:
+      assert key not in self.values
+      self.values[key] = value
+      self.changed.notify_all()
+
+  def blocking_key_value_get(self, key, timeout_in_ms):
+    time.sleep(self.rng.random() * 1e-3)
+    with self.changed:
+      if not self.changed.wait_for(lambda: key in self.values, 20):
+        raise TimeoutError(key)
+      return self.values[key]
+
+  def key_value_delete(self, key):
+    with self.changed:
+      for name in [x for x in self.values if x.startswith(key)]:
+        del self.values[name]
+
+
+def module_of(process, processes, client):
+  """Returns the module as one of several processes has it."""
+  spec = importlib.util.spec_from_file_location('copy', distributed.__file__)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  module.jax = types.SimpleNamespace(
+    process_index=lambda: process, process_count=lambda: processes
+  )
+  state = types.SimpleNamespace(client=client)
+  module.jax_distributed = types.SimpleNamespace(global_state=state)
+  return module
+
+
+@pytest.mark.parametrize('processes', [1, 2, 4])
+@pytest.mark.parametrize('seed', range(5))
+def test_processes_agree_on_the_step(seed, processes):
+  """Threads are the processes, whose steps take different times."""
+  store = Store(random.Random(seed))
+  met = threading.Barrier(processes)
+
+  def train(process):
+    rng = random.Random(f'{seed} {process}')
+    module, done = module_of(process, processes, store), []
+    for loop in range(3):
+      agreement, asked = module.Agreement(), set()
+      for step in range(1, 60):
+        time.sleep(rng.random() * 1e-3 * (process + 1))
+        for name in ('save', 'evaluation'):
+          if is_wanted := rng.random() < 0.2:
+            asked.add(name)
+          is_due = agreement.is_due(name, step, is_wanted)
+          if is_due:
+            done.append((loop, step, name))
+            assert process or name in asked
+            asked.discard(name)
+          assert processes > 1 or is_due == is_wanted
+      met.wait(60)
+      agreement.close()
+    return done
+
+  with futures.ThreadPoolExecutor(processes) as executor:
+    done = list(executor.map(train, range(processes)))
+  assert all(x == done[0] for x in done)
+  assert {loop for loop, *_ in done[0]} == {0, 1, 2}
+  # The keys of the last exchange.
+  assert len(store.values) == (processes > 1) * (processes + 1)
+
+
+def test_no_error_of_an_agreement_is_lost():
+  agreement = module_of(1, 2, types.SimpleNamespace()).Agreement()
+  with pytest.raises(AttributeError, match='blocking_key_value_get'):
+    for step in range(2):
+      agreement.is_due('save', step, False)
+      agreement._thread.join()
 
 
 # --- Real processes ----------------------------------------------------------
