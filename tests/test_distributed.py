@@ -360,8 +360,8 @@ def test_processes_agree_on_the_step(seed, processes):
     done = list(executor.map(train, range(processes)))
   assert all(x == done[0] for x in done)
   assert {loop for loop, *_ in done[0]} == {0, 1, 2}
-  # The keys of the last exchange.
-  assert len(store.values) == (processes > 1) * (processes + 1)
+  # The keys of the last exchange of each loop.
+  assert len(store.values) == (processes > 1) * (processes + 1) * 3
 
 
 def test_no_error_of_an_agreement_is_lost():
