@@ -17,9 +17,9 @@ On the CPU the processes communicate by gloo, which is JAX's default.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping
 import importlib
-import itertools
 import json
 import os
 import re
@@ -212,28 +212,33 @@ def of_chief(value: T) -> T:
   return json.loads(np.asarray(padded, np.uint8).tobytes())
 
 
-_decisions = itertools.count()
+# The next of each series.
+_numbers: dict[str, int] = collections.defaultdict(int)
 _DECIDE_MS = 3600_000  # A process may write its shards that much slower.
-_FOREVER_MS = 10**12
+_FOREVER_MS = 10**12  # JAX takes no infinity.
+
+
+def _key(series: str, number: int, key: str = '') -> str:
+  return f'jaxline/{series}/{number}/{key}'
 
 
 def decide(
   value: Any,
   choose: Callable[[list[Any]], T],
   error: BaseException | None = None,
-  name: str = '',
+  series: str = 'decision',
 ) -> T:
   """Returns in all processes what the first one chooses by the values of all.
 
   It goes through the coordination service, so a background thread may call it.
-  All processes must call it in the same order, on one thread of each.
+  All processes must call it in the same order, on one thread for each series.
 
   Args:
     value: of this process; anything that JSON holds.
     choose: called in process 0 with the values in the order of the processes;
       JSON holds what it returns.
     error: what went wrong in this process; then nothing is chosen.
-    name: 'SERIES/NUMBER', if another thread may decide something meanwhile.
+    series: of decisions, which are numbered.
 
   Raises:
     BaseException: the error, or in process 0 what `choose` raised.
@@ -245,16 +250,18 @@ def decide(
       raise error
     return choose([value])
   client: Any = jax_distributed.global_state.client
-  name = f'jaxline/{name or f"decision/{next(_decisions)}"}'
+  number = _numbers[series]
+  _numbers[series] += 1
   process, processes = jax.process_index(), jax.process_count()
 
   def put(key: str, value: Any, error: BaseException | None) -> None:
     text = None if error is None else f'process {process}: {error}'
     said = value, text, isinstance(error, OSError)
-    client.key_value_set(f'{name}/{key}', json.dumps(said))
+    client.key_value_set(_key(series, number, key), json.dumps(said))
 
   def get(key: str) -> Any:
-    found = client.blocking_key_value_get(f'{name}/{key}', _DECIDE_MS)
+    key = _key(series, number, key)
+    found = client.blocking_key_value_get(key, _DECIDE_MS)
     value, text, is_os_error = json.loads(found)
     if text is not None:
       raise (OSError if is_os_error else RuntimeError)(text)
@@ -274,14 +281,10 @@ def decide(
   if error is not None:
     raise error
   chosen = get('chosen')
-  series, _, number = name.rpartition('/')
-  if process == 0 and number != '0':
+  if process == 0 and number > 0:
     # All have read the one before: they have taken part in this one.
-    client.key_value_delete(f'{series}/{int(number) - 1}/')
+    client.key_value_delete(_key(series, number - 1))
   return chosen
-
-
-_agreements = itertools.count()
 
 
 class Agreement:
@@ -298,8 +301,9 @@ class Agreement:
   def __init__(self) -> None:
     """Makes the agreement of one training loop."""
     self._is_alone = jax.process_count() == 1
-    self._series = f'agreement/{next(_agreements)}'
-    self._requests, self._answers = itertools.count(), itertools.count()
+    _numbers['agreement'] += 1
+    self._series = f'agreement/{_numbers["agreement"]}'
+    self._requests = 0
     self._step = -1
     self._due: set[tuple[str, int]] = set()
     self._asked: set[str] = set()  # By this process, and not done yet.
@@ -313,8 +317,8 @@ class Agreement:
     Args:
       name: of what may be due.
       step: the number of steps done.
-      is_wanted: whether process 0 wants it done. It is then due soon, or now if
-        there is no other process. The value of the others does not matter.
+      is_wanted: whether to do it soon: immediately if there is one process.
+        Only the value of process 0 matters.
 
     Raises:
       Exception: the processes could not agree.
@@ -346,8 +350,8 @@ class Agreement:
 
   def _ask(self, name: str) -> None:
     client: Any = jax_distributed.global_state.client
-    request = f'{self._series}/{next(self._requests)}'
-    client.key_value_set(f'jaxline/{request}/name', name)
+    client.key_value_set(_key(self._series, self._requests, 'name'), name)
+    self._requests += 1
 
   def _answer(self) -> None:
     """Answers the requests of process 0; the last one has no name."""
@@ -355,11 +359,10 @@ class Agreement:
     name = None
     try:
       while name != '':
-        request = f'{self._series}/{next(self._answers)}'
-        key = f'jaxline/{request}/name'
+        key = _key(self._series, _numbers[self._series], 'name')
         name = client.blocking_key_value_get(key, _FOREVER_MS)
         with self._lock:
-          newest = decide(self._step, max, name=request)
+          newest = decide(self._step, max, series=self._series)
           self._due.add((name, newest + 1))
     except BaseException as e:
       self._error = e

@@ -290,6 +290,39 @@ def test_a_killed_worker_ends_all(folder):
   assert remains.bits(directory, STEPS) == remains.bits(straight, STEPS)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize('style', ['sharded', 'per_device'])
+def test_the_clock_of_the_first_decides(style, folder):
+  directory, straight = folder / f'clock_{style}', folder / f'steps_{style}'
+  args = (
+    '--jaxline_mode=train_and_eval',
+    '--config.train_checkpoint_all_hosts=True',
+    '--config.save_checkpoint_interval=1',
+    '--config.eval_interval=1',
+  )
+  secs = (
+    *args,
+    '--config.checkpoint_interval_type=secs',
+    '--config.eval_interval_type=secs',
+  )
+  time = {'step_secs': 0.05, 'steps': 60}
+  first = run(
+    directory, style, *secs, fault='1:step:45:kill', codes=None, **time
+  )
+  peers_end(first, dead=1, secs=HEARTBEAT_SECS + 5)
+  assert 0 < len(remains.steps(directory)) < 10
+  results = run(directory, style, *secs, **time)
+  same_end(results, run(straight, style, *args, steps=60))
+  assert remains.bits(directory, 60) == remains.bits(straight, 60)
+  assert logged(directory) == logged(straight)
+  evaluated, all_evaluated = (logged(x, 'eval') for x in (directory, straight))
+  assert 2 < len(evaluated) < 20
+  assert evaluated == {step: all_evaluated[step] for step in evaluated}
+  for ended in (first, results):
+    a, b = (r.all('evaluated', 'step') for r in ended)
+    assert a == b
+
+
 # --- Signals -----------------------------------------------------------------
 
 
@@ -512,26 +545,6 @@ def test_train_and_eval_goes_on(folder):
   assert list(logged(directory, 'eval')) == [2, 4, 6, 8, 10]
   best_is_kept(directory)
   assert remains.steps(directory, 'best') == remains.steps(straight, 'best')
-
-
-@pytest.mark.process
-def test_the_clock_of_process_0_decides(undisturbed, folder):
-  directory = folder / 'secs'
-  args = directory, 'sharded', '--jaxline_mode=train_and_eval'
-  args += '--config.interval_type=secs', '--config.eval_interval=1'
-  args += ('--config.save_checkpoint_interval=1',)
-  slow = {'step_secs': 0.4, 'codes': None}
-  results = run(*args, fault='1:step:9:kill', **slow)
-  peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
-  saved = remains.steps(directory)
-  assert saved
-  results = run(*args, **slow)
-  assert [r.code for r in results] == [0, 0]
-  assert {r.the('restored')['step'] for r in results} == {saved[-1]}
-  same_end(results, undisturbed[0])
-  steps = [r.all('evaluated', 'step') for r in results]
-  assert steps[0] == steps[1]
-  assert len(steps[0]) > 1
 
 
 @pytest.mark.slow
