@@ -74,9 +74,8 @@ class _ForeignWriter(writers.MetricWriter):
         setattr(self, method, getattr(writer, method))
 
   def __getattr__(self, name: str) -> Any:
-    if name == '_writer':  # A copy asks before it has one.
-      raise AttributeError(name)
-    return getattr(self._writer, name)
+    # A copy asks before it has a writer.
+    return getattr(vars(self).get('_writer'), name)
 
   def __exit__(self, *unused: object) -> None:
     """Closes nothing: see the class."""
