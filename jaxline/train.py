@@ -7,6 +7,7 @@ its method of the same name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import threading
@@ -248,7 +249,6 @@ class Run:
     """
     config, checkpointer = self.config, self.checkpointer
     interval_type = config.eval_interval_type or config.interval_type
-    _check_clocks('eval_interval_type', interval_type)
     training = Training(self)
     state = training.state
     evaluation = _Evaluation(self, until=state.global_step)
@@ -278,7 +278,9 @@ class Run:
     interval = config.eval_interval
     with self.stoppable():
       if interval is not None and interval >= 0:
-        action = periodic.Every(
+        action = _Together(
+          training.agreement,
+          'evaluation',
           evaluate_now,
           interval_type,
           interval,
@@ -305,13 +307,21 @@ class Run:
 # What the loops share.
 
 
-def _check_clocks(key: str, interval_type: str | None) -> None:
-  """Refuses that processes do by time what they must do together."""
-  if jax.process_count() > 1 and interval_type != 'steps':
-    raise errors.UsageError(
-      f'{key} is {interval_type!r}, but {jax.process_count()} processes must do'
-      f" it together, and their clocks differ. Set config.{key} = 'steps'."
-    )
+class _Together(periodic.Every):
+  """Is due at the same step in all processes, by the clock of the first."""
+
+  def __init__(
+    self, agreement: distributed.Agreement, name: str, *args: Any, **kwargs: Any
+  ):
+    super().__init__(*args, **kwargs)
+    self._agreement, self._name = agreement, name
+
+  def _is_due(self, t: float, step: int) -> bool:
+    is_due = super()._is_due(t, step)
+    if self._by_steps:
+      return is_due
+    agreed = self._agreement.is_due(self._name, step, is_due)
+    return agreed or step == self._end_step
 
 
 def _restore(
@@ -362,17 +372,13 @@ class Training:
     experiment: the experiment.
     state: the live state of `latest`, restored.
     guard: judges whether losses and gradients are finite.
+    agreement: of the processes, on what they do at intervals of seconds.
     actions: called after each step, in this order.
   """
 
   def __init__(self, run: Run):
     self._run = run
     config, checkpointer = run.config, run.checkpointer
-    if checkpointer.collective and (config.save_checkpoint_interval or 0) > 0:
-      _check_clocks(
-        'checkpoint_interval_type',
-        config.checkpoint_interval_type or config.interval_type,
-      )
     checkpointer.begin_training(run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
@@ -386,6 +392,7 @@ class Training:
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = base.new_state(checkpointer, self.experiment, rng)
+    self.agreement = distributed.Agreement()
     self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
@@ -394,7 +401,7 @@ class Training:
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
-      self._budget.check(step, is_first=True)
+      self._budget.check(step, distributed.of_chief)
     last = None if checkpointer.is_new() else step
     _resume_log(run, run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
@@ -454,9 +461,11 @@ class Training:
 
       actions.append(periodic.Every(fingerprint, 'steps', 0))
     # After the writing: the checkpoint waits for what was logged before it.
-    if self._saves and (config.save_checkpoint_interval or 0) > 0:
+    if (config.save_checkpoint_interval or 0) > 0:
       actions.append(
-        periodic.Every(
+        _Together(
+          self.agreement,
+          'save',
           lambda *unused: self.save(),
           config.checkpoint_interval_type or config.interval_type,
           config.save_checkpoint_interval,
@@ -500,6 +509,7 @@ class Training:
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
+        self.agreement.close()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
       for part in [*actions, run.log]:
@@ -533,7 +543,8 @@ class Training:
     self._run.checkpointer.raise_error()
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
-    self._budget.check(step)
+    agreed = functools.partial(self.agreement.is_due, 'max_seconds', step)
+    self._budget.check(step, agreed)
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:

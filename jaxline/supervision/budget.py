@@ -1,17 +1,14 @@
 """Ends a run after `config.max_seconds` of training."""
 
+from collections.abc import Callable
 import time
 from typing import Any
 
-import jax
-
-from jaxline import distributed
 from jaxline import errors
 from jaxline import goodput
 from jaxline.metrics import periodic
 
 _clock = time.perf_counter
-_EVERY = 10  # Steps. Several processes wait for the devices to compare.
 
 
 class Budget(periodic.Action):
@@ -39,13 +36,18 @@ class Budget(periodic.Action):
       secs = self._now - self._compiled - began
       self._state.trained_secs += max(0.0, secs)
 
-  def check(self, step: int, is_first: bool = False) -> None:
-    """Raises StopTraining in all processes if the first one's time is over."""
-    is_due = is_first or jax.process_count() == 1 or step % _EVERY == 0
-    if self._max is None or not is_due:
+  def check(self, step: int, agreed: Callable[[bool], bool]) -> None:
+    """Raises StopTraining if the time is over.
+
+    Args:
+      step: the number of steps done.
+      agreed: maps whether it is over, by the clock of each process, to whether
+        all of them stop now.
+    """
+    if self._max is None:
       return
-    secs = distributed.of_chief(float(self._state.trained_secs))
-    if secs >= self._max:
+    secs = float(self._state.trained_secs)
+    if agreed(secs >= self._max):
       raise errors.StopTraining(
         f'It has trained for {secs:.1f} s at step {step}.',
         'raise config.max_seconds, or set it to None',
