@@ -167,11 +167,6 @@ def _value(config: Any, name: str) -> Any:
   return config
 
 
-def _hosts_save_different_steps(is_on: Any, own: Any, common: Any) -> Any:
-  """The clocks of hosts differ. Set checkpoint_interval_type = 'steps'."""
-  return is_on and (own or common) != 'steps'
-
-
 def _rules_have_no_checkpoint(rules: Any, source: Any) -> Any:
   """The rules need a checkpoint. Set restore_from to the run that has it."""
   return rules and not source
@@ -194,8 +189,6 @@ def _pgle_twice(*ways: Any) -> Any:
 
 # Maps each function to the keys whose values it judges, in their order.
 _CONTRADICTIONS: dict[Callable[..., Any], str] = {
-  _hosts_save_different_steps: 'train_checkpoint_all_hosts'
-  ' checkpoint_interval_type interval_type',
   _rules_have_no_checkpoint: 'restore_rules restore_from',
   _memory_is_not_enough: 'checkpointer restore_from eval_steps'
   ' early_stop.patience',

@@ -17,8 +17,6 @@ from jaxline import errors
 from jaxline import keys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ALL_HOSTS = 'train_checkpoint_all_hosts'
-COMMON, OWN = 'interval_type', 'checkpoint_interval_type'
 
 
 def make(**values):
@@ -237,17 +235,10 @@ def test_what_is_seen_in_the_wild_is_assigned_without_tricks():
   base_config.validate_config(config.lock())
 
 
-@pytest.mark.parametrize('key', [COMMON, OWN])
-def test_all_hosts_save_by_steps(key):
-  base_config.validate_config(make(**{ALL_HOSTS: True, key: 'steps'}))
-
-
 # Values that contradict each other, and names within sections.
 @pytest.mark.parametrize(
   ('values', 'words'),
   [
-    ({ALL_HOSTS: True}, [ALL_HOSTS, "interval_type = 'steps'"]),
-    ({ALL_HOSTS: True, COMMON: 'steps', OWN: 'secs'}, [ALL_HOSTS]),
     ({'restore_rules': [('a', 'b')]}, ['restore_from']),
     ({'checkpointer': 'memory', 'eval_steps': 'all'}, ['eval_steps']),
     (

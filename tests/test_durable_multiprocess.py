@@ -290,6 +290,39 @@ def test_a_killed_worker_ends_all(folder):
   assert remains.bits(directory, STEPS) == remains.bits(straight, STEPS)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize('style', ['sharded', 'per_device'])
+def test_the_clock_of_the_first_decides(style, folder):
+  directory, straight = folder / f'clock_{style}', folder / f'steps_{style}'
+  args = (
+    '--jaxline_mode=train_and_eval',
+    '--config.train_checkpoint_all_hosts=True',
+    '--config.save_checkpoint_interval=1',
+    '--config.eval_interval=1',
+  )
+  secs = (
+    *args,
+    '--config.checkpoint_interval_type=secs',
+    '--config.eval_interval_type=secs',
+  )
+  time = {'step_secs': 0.05, 'steps': 60}
+  first = run(
+    directory, style, *secs, fault='1:step:45:kill', codes=None, **time
+  )
+  peers_end(first, dead=1, secs=HEARTBEAT_SECS + 5)
+  assert 0 < len(remains.steps(directory)) < 10
+  results = run(directory, style, *secs, **time)
+  same_end(results, run(straight, style, *args, steps=60))
+  assert remains.bits(directory, 60) == remains.bits(straight, 60)
+  assert logged(directory) == logged(straight)
+  evaluated, all_evaluated = (logged(x, 'eval') for x in (directory, straight))
+  assert 2 < len(evaluated) < 20
+  assert evaluated == {step: all_evaluated[step] for step in evaluated}
+  for ended in (first, results):
+    a, b = (r.all('evaluated', 'step') for r in ended)
+    assert a == b
+
+
 # --- Signals -----------------------------------------------------------------
 
 
@@ -553,14 +586,6 @@ def test_a_directory_that_is_not_shared(folder):
     )
     assert 'processes [1] do not see there what process 0' in result.err
   assert not (b / 'checkpoints').exists()
-
-
-@pytest.mark.slow
-def test_clocks_cannot_say_when_to_save(folder):
-  results = run(
-    folder / 'secs', 'sharded', '--config.interval_type=secs', codes=2
-  )
-  assert 'checkpoint_interval_type' in results[0].err
 
 
 @pytest.mark.slow

@@ -1407,16 +1407,6 @@ def test_rates_do_not_count_the_time_of_evaluations(clocked):
   assert [r['steps_per_sec'] for _, r in writer.records] == [1.0, 1.0, 1.0]
 
 
-def test_several_processes_evaluate_by_steps(monkeypatch):
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  config = make_config(1, eval_interval_type='secs')
-  with pytest.raises(ValueError, match="eval_interval_type = 'steps'"):
-    run_both(Plain, config)
-  config.eval_interval_type = None  # By interval_type, which is 'steps'.
-  log, _ = run_both(Plain, config)
-  assert len(log.evals) == 1
-
-
 def test_evaluations_share_the_live_state_by_reference():
   trained = []
 

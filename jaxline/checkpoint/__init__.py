@@ -7,8 +7,7 @@ KEYS = (
   Key('save_initial_train_checkpoint', False, BOOLEAN,
       'Save a checkpoint before the first step, for evaluators to start from.'),
   Key('train_checkpoint_all_hosts', False, BOOLEAN,
-      'Save on all hosts instead of only the first. Needs intervals in steps,'
-      ' because the clocks of hosts differ.'),
+      'Save on all hosts instead of only the first.'),
   Key('best_checkpoint_all_hosts', False, BOOLEAN,
       'The same for the series `best`.'),
   Key('checkpointer', 'durable', one_of('durable', 'memory'),
