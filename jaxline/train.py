@@ -7,6 +7,7 @@ its method of the same name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
 import time
@@ -315,7 +316,7 @@ class Training:
     with run.stoppable():
       checkpointer.stop_if_noted(step)
       checkpointer.mark_begun(step)
-      self._budget.check(step)
+      self._budget.check(step, distributed.of_chief)
     last = None if checkpointer.is_new() else step
     run.resume_log(run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
@@ -441,7 +442,8 @@ class Training:
     self._run.checkpointer.raise_error()
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
-    self._budget.check(step, self.agreement)
+    agreed = functools.partial(self.agreement.is_due, 'max_seconds', step)
+    self._budget.check(step, agreed)
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:

@@ -1,9 +1,9 @@
 """Ends a run after `config.max_seconds` of training."""
 
+from collections.abc import Callable
 import time
 from typing import Any
 
-from jaxline import distributed
 from jaxline import errors
 from jaxline import goodput
 from jaxline.metrics import periodic
@@ -36,24 +36,18 @@ class Budget(periodic.Action):
       secs = self._now - self._compiled - began
       self._state.trained_secs += max(0.0, secs)
 
-  def check(
-    self, step: int, agreement: distributed.Agreement | None = None
-  ) -> None:
-    """Raises StopTraining in all processes if the first one's time is over.
+  def check(self, step: int, agreed: Callable[[bool], bool]) -> None:
+    """Raises StopTraining if the time is over.
 
     Args:
       step: the number of steps done.
-      agreement: of the processes; None exchanges it immediately.
+      agreed: maps whether it is over, by the clock of each process, to whether
+        all of them stop now.
     """
     if self._max is None:
       return
     secs = float(self._state.trained_secs)
-    is_over = secs >= self._max
-    if agreement is not None:
-      is_over = agreement.is_due('max_seconds', step, is_over)
-    else:
-      is_over = distributed.of_chief(is_over)
-    if is_over:
+    if agreed(secs >= self._max):
       raise errors.StopTraining(
         f'It has trained for {secs:.1f} s at step {step}.',
         'raise config.max_seconds, or set it to None',
