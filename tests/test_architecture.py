@@ -38,10 +38,8 @@ LEAVES = (
   'distributed',
   'goodput',
   'inputs.__init__',
-  'launch',
   'mesh',
   'metrics',
-  'supervision',
   'xla',
 )
 # A module imports only from lower steps, from its own package, or, if it is a
@@ -51,7 +49,8 @@ STEPS = (
   ('errors', 'watchdog'),
   ('keys',),
   LEAVES,
-  ('partitioning',),
+  ('supervision',),
+  ('launch', 'partitioning'),
   ('placement',),
   ('base_config',),
   ('experiment',),

@@ -809,7 +809,7 @@ SLOW = '--config.experiment_kwargs.config.step_secs=0.03'
 @pytest.mark.parametrize(
   ('mode', 'platforms', 'code', 'error'),
   [
-    ('eval', 'cpu', 2, 'config.checkpoint_dir'),
+    ('eval', 'cpu', 2, 'config.one_off_evaluate'),
     ('train', 'rocm', 1, "Unable to initialize backend 'rocm'"),
   ],
 )

@@ -58,7 +58,7 @@ class Origin(NamedTuple):
     return cls(('python', *sys.orig_argv[1:]), *given)
 
 
-class Console:
+class Console(contextlib.AbstractContextManager):
   """Prints what one run does. Any thread may call it.
 
   Attributes:
@@ -68,7 +68,6 @@ class Console:
   """
 
   def __init__(self, mode: str = 'off', origin: Origin | None = None):
-    """Prints nothing yet."""
     self.mode = mode
     self.stopped = ''
     self._origin = origin or Origin()
@@ -77,7 +76,6 @@ class Console:
     self._experiment: Any = None
     self._state: Any = None
     self._checkpointer: Any = None
-    self._live: live.LiveLine | None = None
     self._activity = ''  # What the run does instead of steps.
     self._compiled_before: float | None = None
     # The numbers of the newest steps, and how many came after the last line.
@@ -163,12 +161,8 @@ class Console:
     shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
     return '\n'.join(map(wrapper.fill, shown))
 
-  def __enter__(self) -> Console:
-    return self
-
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    """Removes the live line and prints the summary, if the run has begun."""
-    self._end_live()
+    """Prints the summary, if the run has begun."""
     if self._config is not None:
       self.say('\n'.join(self._summary(error)))
     # Release the weights.
@@ -249,30 +243,24 @@ class Console:
       look = f'{shlex.join([*program, run])} --jaxline_mode={mode}'
     return {'Go on': go_on if can_go_on else '', label: look}
 
-  # Training.
-
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Shows the progress of the training steps inside."""
-    state = self._state
+    state, ended = self._state, contextlib.ExitStack()
     if self._experiment.should_run_step(state.global_step, self._config):
       self.say('Compiling the train step...')
       goodput.listen()
       self._compiled_before = goodput.compiled_secs()
       if self.mode == 'live':
-        self._live = live.LiveLine(
+        line = live.LiveLine(
           lambda width: self._progress(int(state.global_step), width)
         )
+        ended.callback(line.stop)
     try:
       yield
     finally:
       self._compiled_before = None
-      self._end_live()
-
-  def _end_live(self) -> None:
-    if self._live is not None:
-      self._live.stop()
-      self._live = None
+      ended.close()
 
   def report_compilation(self) -> bool:
     """Prints the time of the first compilation, once; returns True then."""
@@ -340,8 +328,6 @@ class Console:
   def _width(self) -> int:
     columns = shutil.get_terminal_size((_PIPE_WIDTH, 0)).columns
     return sys.maxsize if self.mode == 'off' else columns
-
-  # Evaluation.
 
   def evaluating(self, step: int) -> None:
     """Notes that the evaluation of a step begins."""
@@ -429,10 +415,11 @@ class Hook(periodic.Every):
   def wait_to_finish(self) -> None:
     """Queues the scalars that are kept."""
     for step, scalars in self._kept:
-      self._log.put('console', step, scalars, self._finish)
+      if self._is_async:
+        self._log.put('console', step, scalars, self._finish)
+      else:
+        self._fn(step, self._finish(writers.to_scalars(scalars)))
     self._kept.clear()
-    if not self._is_async:
-      self._log.wait_to_finish()
 
 
 class _Sink(base.Backend):
