@@ -253,7 +253,7 @@ def test_refusals_name_what_is_wrong(name, tmp_path):
 
 def test_what_need_not_be_read_is_passed_over(tmp_path, monkeypatch):
   # A tied model with an output layer, a buffer of old Llamas, random weights.
-  monkeypatch.setattr(experiment.Experiment, '_init_state', None)
+  monkeypatch.setattr('jaxline.train_state.Layout.make', None)
   folder = copied('llama', tmp_path / 'source')
   edit(folder, tie_word_embeddings=True)
   add_tensor('model.layers.0.self_attn.rotary_emb.inv_freq', folder)
