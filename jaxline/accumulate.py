@@ -27,10 +27,10 @@ def gradients(
   microbatch has its own key.
 
   Args:
-    loss_fn: as for `train_step.gradients`, like the next four.
-    params: the weights to differentiate by.
+    loss_fn: like the next four, as for `train_step.gradients`.
+    params: the weights.
     model_state: the model state before the step.
-    batch: a batch, [B, ...].
+    batch: [B, ...].
     rng: the key of the step.
     num_microbatches: how many; 1 computes the batch as a whole.
     place_grads: constrains the sharding of the gradients.

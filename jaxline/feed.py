@@ -242,7 +242,8 @@ class EvalFeed(_Feed):
   """The batches of the evaluation sets.
 
   An input with `reset_for_eval=False` is kept, and each evaluation continues
-  where the one before it stopped.
+  where the one before it stopped. `num_evaluated` is the number of earlier
+  evaluations of the run, in this process or another.
   """
 
   is_training = False
@@ -255,11 +256,7 @@ class EvalFeed(_Feed):
   )
 
   def sets(self, num_evaluated: int) -> Iterator[tuple[str, Iterator[Batch]]]:
-    """Yields name -> batches of each set; '' if there is only one.
-
-    Args:
-      num_evaluated: the number of earlier evaluations of the run.
-    """
+    """Yields name -> batches of each set; '' if there is only one."""
     for name, source in self._open().items():
       yield name, self.batches(name, source, num_evaluated)
 

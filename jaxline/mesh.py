@@ -52,12 +52,10 @@ _on_devices = contextvars.ContextVar[Any]('on_devices', default=None)
 def on_devices(devices: Any) -> Iterator[None]:
   """Sets the devices of the meshes that are made inside.
 
-  These devices need not be attached to this process. A program that is compiled
-  for others cannot run here, and no array can be put on them.
-
   Args:
-    devices: those of `jax.experimental.topologies`, or `abstract_devices`; or a
-      function that returns them for the sizes of a mesh.
+    devices: some of this process; those of `jax.experimental.topologies`, for
+      which programs are only compiled; `abstract_devices`; or a function that
+      returns devices for the sizes of a mesh.
   """
   token = _on_devices.set(devices)
   try:
@@ -236,13 +234,10 @@ KEYS = (
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
-  """Returns the sizes of the mesh axes without -1; their product is `count`.
+  """Returns the sizes without -1; `count` is the number of `what`.
 
-  Args:
-    sizes: the size of each mesh axis; one may be -1.
-    count: how many devices or slices there are.
-    where: the config key of `sizes`.
-    what: of what `count` is the number.
+  Raises:
+    MeshError: their product is not `count`; `where` is their config key.
   """
   fixed = math.prod(size for size in sizes.values() if size != -1)
   has_free = -1 in sizes.values()

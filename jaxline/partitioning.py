@@ -197,12 +197,12 @@ class Partitioner:
     changes: Mapping[str, Any] | None = None,
     devices: Sequence[Any] | None = None,
   ) -> 'Partitioner':
-    """Makes a mesh and rules.
+    """Makes a mesh and rules: see `mesh.mesh_shape` and `get_rules`.
 
     Args:
-      sizes: of the mesh; see `mesh.mesh_shape`.
+      sizes: of the mesh.
       sharding: one of `PRESETS`.
-      changes: to its rules; see `get_rules`.
+      changes: to its rules.
       devices: None is those of `mesh.on_devices`, or else all of all hosts.
     """
     devices = devices or mesh_lib.current_devices(sizes)
@@ -370,9 +370,8 @@ class Partitioner:
       tree: as for `specs`.
 
     Returns:
-      A line for each weight: its path, shape and axes, and the axes whose size
-      does not divide. Empty if the rules split no weight at all (`ddp`, or a
-      mesh of one device).
+      A line for each, with the sizes that do not divide. Empty if the rules
+      split no weight at all (`ddp`, or a mesh of one device).
     """
     lines = []
     splits = any(self.size(name) > 1 for name in WEIGHT_AXES)

@@ -70,14 +70,10 @@ def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
 
 
 def check_rows(total: int, partitioner: partitioning.Partitioner) -> None:
-  """Refuses a global batch that does not divide over the devices.
-
-  Args:
-    total: the rows of the global batch.
-    partitioner: has the mesh and the sharding of a batch.
+  """Refuses a number of rows, of a global batch, that does not divide.
 
   Raises:
-    mesh.MeshError: it does not divide; the message names the next that does.
+    mesh.MeshError: it does not; the message names the next that does.
   """
   shards = partitioner.batch_shards
   if remainder := total % shards:

@@ -140,7 +140,14 @@ def guard_step(
     norm of the gradients is not finite, else 0. With 'skip' it is the number of
     such steps in a row, and `skipped_steps` their number in all.
   """
-  nonfinite = _nonfinite(loss, grads).astype(jnp.int32)
+  # The square of a float16 is infinite from 256 on.
+  wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+  # The step's scalars usually contain the norm, and XLA computes it only once.
+  # Gradients of several types need promotion.
+  with jax.numpy_dtype_promotion('standard'):
+    norm = optax.tree.norm(jax.tree.map(wide, grads))
+  is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+  nonfinite = (~is_finite).astype(jnp.int32)
   if on_nonfinite != 'skip':
     return after, {guard.NONFINITE: nonfinite}
   in_a_row = nonfinite * (before.skipped[0] + 1)
@@ -154,20 +161,6 @@ def guard_step(
   )
   state = dataclasses.replace(state, skipped=jnp.stack([in_a_row, in_all]))
   return state, {guard.NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
-
-
-def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
-  """Returns whether the loss or the gradients' norm is not finite."""
-
-  def wide(x: jax.Array) -> jax.Array:
-    # The square of a float16 is infinite from 256 on.
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
-
-  # The step's scalars usually contain the norm, and XLA computes it only once.
-  # Gradients of several types need promotion.
-  with jax.numpy_dtype_promotion('standard'):
-    norm = optax.tree.norm(jax.tree.map(wide, grads))
-  return ~(jnp.isfinite(loss) & jnp.isfinite(norm))
 
 
 def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:

@@ -327,14 +327,6 @@ def test_parts_are_refused_by_the_shards_of_a_batch_only():
   np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
 
 
-def test_evaluation_is_not_cut():
-  experiment = make(8)  # Which would be refused.
-  key = jax.random.PRNGKey(1)
-  scalars = experiment.evaluate(global_step=0, rng=key, writer=None)
-  loss, _ = expected(experiment.state.params['w'], batch())
-  assert scalars['loss'] == pytest.approx(loss, rel=2e-6)
-
-
 # What a step overwrites by its gradient.
 
 

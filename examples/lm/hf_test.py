@@ -27,7 +27,6 @@ import jaxline
 from jaxline import base_config
 from jaxline import errors
 from jaxline import sharded
-from jaxline import train_state
 from jaxline.checkpoint import structure
 
 from . import experiment
@@ -254,7 +253,7 @@ def test_refusals_name_what_is_wrong(name, tmp_path):
 
 def test_what_need_not_be_read_is_passed_over(tmp_path, monkeypatch):
   # A tied model with an output layer, a buffer of old Llamas, random weights.
-  monkeypatch.setattr(train_state.Layout, 'make', None)
+  monkeypatch.setattr('jaxline.train_state.Layout.make', None)
   folder = copied('llama', tmp_path / 'source')
   edit(folder, tie_word_embeddings=True)
   add_tensor('model.layers.0.self_attn.rotary_emb.inv_freq', folder)
