@@ -25,7 +25,7 @@ def write(store, live):
   """Writes arrays, and returns their description as it is in a manifest."""
   described = json.loads(json.dumps(arrays.write(store, arrays.to_host(live))))
   arrays.check(described)
-  assert arrays.verify(store, described) == []
+  arrays.verify(store, described)
   return described
 
 
@@ -193,12 +193,11 @@ def test_every_bit_of_every_part_is_guarded(tmp_path, monkeypatch):
 
   def is_found(path, text):
     key = str(path.relative_to(tmp_path))
-    problems = arrays.verify(store, described)
-    with pytest.raises(store_lib.DamagedError) as e:
-      read(store, described)
-    assert problems == [str(e.value)]
-    assert key in problems[0]
-    assert text in problems[0]
+    for use in (arrays.verify, read):
+      with pytest.raises(store_lib.DamagedError) as e:
+        use(store, described)
+      assert key in str(e.value)
+      assert text in str(e.value)
 
   for path in parts:
     whole = path.read_bytes()

@@ -24,7 +24,6 @@ from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
 from tests import checkpoints as lib
@@ -321,27 +320,6 @@ def test_restore_from(where, step, open_run, tmp_path, monkeypatch):
   # From then on the run has its own.
   lib.save(checkpointer, lib.weights(9), 9)
   assert lib.restore(checkpointer, live).global_step == 9
-
-
-@pytest.mark.parametrize('gone', ['manifest', 'part'])
-def test_restore_from_a_run_that_goes_on(gone, open_run, tmp_path, monkeypatch):
-  other = open_run(directory=tmp_path / 'other', max_checkpoints_to_keep=1)
-  lib.save(other, lib.weights(3), 3)
-  checkpointer = open_run(restore_from=str(tmp_path / 'other'))
-  read = getattr(manager.Manifests, 'read' if gone == 'manifest' else 'data')
-  once = []
-
-  def late(self, *args):
-    if self.store.url != other._store.url or once:
-      return read(self, *args)
-    once.append(1)
-    lib.save(other, lib.weights(5), 5)
-    return read(self, *args)
-
-  monkeypatch.setattr(manager.Manifests, read.__name__, late)
-  live = lib.weights()
-  assert lib.restore(checkpointer, live).global_step == 5
-  assert live.held()['n'] == 5
 
 
 def test_restore_from_what_is_damaged_or_does_not_fit(open_run, tmp_path):

@@ -42,7 +42,6 @@ from jaxline import errors
 from jaxline import sharded
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import manager
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
 
@@ -132,8 +131,9 @@ def load(
     # Another process may have found a newer one.
     found = found._replace(step=distributed.of_chief(found.step))
     stored = {name: _ROOT + source for name, source in sources.items()}
-    with manager.naming(found.name):
-      replaced |= contents.Checkpoint(*found).take(stored, live, where)
+    checkpoint = contents.Checkpoint(*found)
+    with checkpoint.reading():
+      replaced |= checkpoint.take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), found.name)
   kept = [name for name, x in _variables(live).items() if x not in replaced]
   logging.info(

@@ -429,10 +429,11 @@ def _check_size(
 
 def verify(
   store: store_lib.Store, described: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-  """Reads all parts, and returns a message for each that is damaged.
+) -> None:
+  """Reads and verifies all parts.
 
   Raises:
+    DamagedError: parts are not as they were written; names them.
     OSError: a part cannot be read.
   """
 
@@ -444,11 +445,10 @@ def verify(
       return str(e)
     return None
 
-  tasks = [
-    (about, part) for about in described.values() for part in about['parts']
-  ]
+  tasks = [(about, p) for about in described.values() for p in about['parts']]
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    return [x for x in pool.map(problem, tasks) if x is not None]
+    if problems := list(filter(None, pool.map(problem, tasks))):
+      raise store_lib.DamagedError('; '.join(problems))
 
 
 # What descriptions and arrays are.

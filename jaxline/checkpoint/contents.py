@@ -198,7 +198,6 @@ class Checkpoint:
     name: the place of its manifest, for messages.
     record: the manifest.
     described: name of each array -> its description, see `arrays`.
-    is_there: returns whether it still exists.
     data: the store of its arrays.
   """
 
@@ -211,13 +210,28 @@ class Checkpoint:
   ):
     """Reads the manifest: see `Manifests.read`."""
     self.name = f'{manifests.store}/{series}/{step}'
-    self.is_there = lambda: step in manifests.steps(series)
+    self._is_there = lambda: step in manifests.steps(series)
     self.record = manifests.read(series, step)
     self.described = self.record['arrays']
     self.data = manifests.data(self.record)
     self._decode = functools.partial(
       structure.decode, allow_pickle=allow_pickle
     )
+
+  @contextlib.contextmanager
+  def reading(self) -> Iterator[None]:
+    """Names the checkpoint in errors of reading it.
+
+    Raises:
+      GoneError: it was removed meanwhile, which looks like damage.
+    """
+    try:
+      with manager.naming(self.name):
+        yield
+    except store_lib.DamagedError as e:
+      if self._is_there():
+        raise
+      raise store_lib.GoneError(f'{self.name} was removed meanwhile.') from e
 
   def read(self, targets: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields name and array: see `arrays.read`."""
@@ -430,7 +444,7 @@ def read_whole(
       wants_restored=lambda name: True,
     )
   )
-  with manager.naming(saved.name):
+  with saved.reading():
     entries = saved.entries(saved.record['entries'])
     return entries | {'experiment_module': saved.snapshot(everything)}
 

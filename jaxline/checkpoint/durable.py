@@ -1,8 +1,8 @@
-"""Checkpoints on a disk or in a bucket: whole or not there, resumable.
+"""The durable checkpointer: checkpoints on a disk or in a bucket.
 
 `restore` takes the newest manifest, compares the configs, checks that the
 checkpoint fits the experiment and reads each part once, verifying it. If a part
-is damaged, all processes take the checkpoint before. `saving` has the other
+is damaged, all processes take the checkpoint before. `saving` is the writing
 half.
 """
 
@@ -24,7 +24,6 @@ from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import manager
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
 from jaxline.checkpoint import saving
@@ -32,7 +31,7 @@ from jaxline.checkpoint import store as store_lib
 from jaxline.compat import experiments
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
-# How often an evaluation lists the checkpoints in a bucket.
+# The interval at which an evaluation lists the checkpoints in a bucket.
 _BUCKET_POLL_SECS = 5.0
 _T = TypeVar('_T')
 
@@ -44,9 +43,8 @@ class ConfigChangedError(errors.UsageError):
 class DurableCheckpointer(saving.SavingCheckpointer):
   """Keeps checkpoints below `config.checkpoint_dir`.
 
-  On several hosts all must see that directory, and all call `save` and
-  `restore` at the same steps. Where a checkpoint is removed while it is read,
-  the next one is tried.
+  All hosts see that directory, and call `save` and `restore` at the same steps.
+  If a checkpoint is removed while it is read, the next one is tried.
   """
 
   collective = True
@@ -56,10 +54,10 @@ class DurableCheckpointer(saving.SavingCheckpointer):
   # The protocol.
 
   def begin_training(self, experiment_class: Any) -> None:
-    """Moves to another directory if another training of this process is here.
+    """Moves to another directory if this process has trained another run here.
 
-    `platform` does it before it opens the logs; a program that makes its own
-    checkpointer and calls `train.train` with several classes has it done here.
+    `platform` has done so before it opened the logs; this is for a program that
+    makes its own checkpointer and trains several classes.
     """
     memory.forget_published()
     self.follows = False  # A program may have evaluated with it before.
@@ -123,8 +121,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       if step is None and memory.seed(ckpt_series) is not None:
         unused = _SEED
     elif isinstance(begin, inspection.Found):
-      source, entries = self._read_foreign(begin, state, module)
-      # That run may go on, and this one is to be replayed.
+      source, entries = begin.name, self._read_foreign(begin, state, module)
+      # The step, too: that run may go on, and this one is to be replayed.
       self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
@@ -151,11 +149,11 @@ class DurableCheckpointer(saving.SavingCheckpointer):
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
 
-    Checkpoints are restored in the order of their steps, each once: one whose
-    step is made anew has other data.
+    It restores each checkpoint once, in the order of the steps. A step that
+    training has saved again has other data, and is another checkpoint.
     """
     evaluated: dict[int, str] = {}  # Step -> data; '' without a checkpoint.
-    known: set[int] = set()  # Steps that need not be looked at again.
+    known: set[int] = set()  # Steps whose data is that of `evaluated`.
     begun, looked = None, -_BUCKET_POLL_SECS
 
     def next_step(done: Collection[int]) -> int | None:
@@ -164,11 +162,12 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         if time.monotonic() - looked < _BUCKET_POLL_SECS:
           return None
         looked = time.monotonic()
-      # Only a training that begins again makes a step anew.
+      # Only a training that begins again saves a step again.
       if (version := self._store.version(notes.BEGUN)) != begun:
         begun = version
         evaluated = {x.step: x.data for x in self._own_notes()} | evaluated
         known.clear()
+        self._damaged.clear()
       for step in reversed(self._candidates(ckpt_series)):
         data = evaluated.get(step)
         if step in known or (step in done and not data):
@@ -191,7 +190,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         try:
           self.restore(ckpt_series, step)
         except store_lib.DamagedError:
-          continue  # It was reported, or has been removed meanwhile.
+          continue  # It was reported, or removed.
         evaluated[step] = self._restored['data']
         known.add(step)
         return True
@@ -211,12 +210,12 @@ class DurableCheckpointer(saving.SavingCheckpointer):
   # What the loops ask for besides.
 
   def check_config(self, experiment_class: Any = None) -> None:
-    """Compares the newest checkpoint's config with this run's.
+    """Compares the config of the newest checkpoint with this run's.
 
     Args:
-      experiment_class: what constructs the experiment. What it declares of its
-        config counts (`CHANGEABLE_ON_RESUME`, `CONFIG_CLASS`); where it is
-        neither a class nor a partial of one, only a restore compares.
+      experiment_class: constructs the experiment. A class, or a partial of one,
+        declares which keys may change; for another function only `restore`
+        compares.
 
     Raises:
       ConfigChangedError: a key that makes another run differs.
@@ -229,20 +228,15 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     elif experiment_class is not None:
       return
     for step in self._candidates('latest')[:1]:
-      # One that is damaged is found to be so by `restore`.
+      # `restore` reports damage.
       with contextlib.suppress(store_lib.DamagedError):
         self._check_config(self._checkpoint('latest', step))
 
   def check_shared(self) -> None:
-    """Refuses a directory that not all processes share.
-
-    Raises:
-      UsageError: naming the processes that do not see the first one's files.
-    """
+    """Raises UsageError, naming processes that see another directory."""
     if jax.process_count() == 1:
       return
-    # A name that nobody has asked for yet: a network file system may go on
-    # saying for a while that an old one is not there.
+    # A new name: a network file system may remember that an old one was absent.
     key = distributed.of_chief(f'.shared-{os.urandom(4).hex()}')
     is_writing = jax.process_index() == 0 and not self.reads_only
     if self.reads_only:
@@ -276,10 +270,9 @@ class DurableCheckpointer(saving.SavingCheckpointer):
   def _beginning(
     self, ckpt_series: str
   ) -> memory.SnapshotNT | inspection.Found | None:
-    """Returns what a series without checkpoints of its own begins from.
+    """Returns what a series without checkpoints begins from.
 
-    Returns:
-      The program's snapshot, or the checkpoint of another run, or None.
+    That is the program's snapshot, or the checkpoint of another run, or None.
     """
     seed = memory.seed(ckpt_series)
     if seed is None and self._forks and ckpt_series == 'latest':
@@ -312,58 +305,48 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           + f'; its steps are {self.steps(series)}.'
           + ''.join(f' {report}' for report in reports)
         )
-      key = f'{series}/{at}.json'
-      version = self._store.version(key)
 
       def read(at: int = at) -> tuple[contents.Checkpoint, dict[str, Any]]:
         found = self._checkpoint(series, at)
         if series == 'latest':
           self._keep_data([found.record['data']])
-          # The mark counts if it is there.
+          # The mark protects the data if the manifest is still there.
           found = self._checkpoint(series, at)
         self._check_config(found)
-        return found, self._read(found, state, module)
+        with found.reading():
+          return found, self._read(found, state, module)
 
       try:
-        with manager.naming(f'{self._store}/{series}/{at}'):
-          return _together(read)
+        return _together(read)
       except store_lib.DamagedError as e:
-        is_there = self._store.version(key) is not store_lib.NEW
-        if not distributed.of_chief(is_there):
+        if not distributed.of_chief(at in self.steps(series)):
           continue  # It was removed while it was read: there may be another.
-        self._damaged[series, at] = version
+        self._damaged.add((series, at))
         logging.error('%s It is passed over.', e)
         reports.append(str(e))
 
   def _read_foreign(
     self, at: inspection.Found, state: Any, module: Any
-  ) -> tuple[str, dict[str, Any]]:
-    """Returns name and entries of another run's checkpoint, or of a newer one.
+  ) -> dict[str, Any]:
+    """Returns the entries of another run's checkpoint.
 
-    That run may go on, and it does not know that this one reads there.
+    That run may go on, and remove it meanwhile, which is an error.
     """
-    while True:
 
-      def read(at: inspection.Found = at) -> dict[str, Any]:
-        found = contents.Checkpoint(*at, self._allow_pickle)
+    def read() -> dict[str, Any]:
+      found = contents.Checkpoint(*at, self._allow_pickle)
+      with found.reading():
         if self._config.restore_rules:
           rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-      try:
-        with manager.naming(at.name):
-          return at.name, _together(read)
-      except store_lib.DamagedError:
-        newer = _foreign(self._config.restore_from)
-        if newer.name == at.name:
-          raise
-        at = newer
+    return _together(read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
   ) -> dict[str, Any]:
-    """Returns what a checkpoint has for the entries of the live state."""
+    """Returns a checkpoint's values of the entries of the live state."""
     entries = found.entries([k for k in state if k != 'experiment_module'])
     entries = {key: _placed(key, entries, state) for key in entries}
     if state.get('experiment_module') is not None:
@@ -371,7 +354,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     return entries
 
   def _check_config(self, found: contents.Checkpoint) -> None:
-    """Refuses a checkpoint of another run, in the same directory."""
+    """Raises ConfigChangedError if a checkpoint is of another run."""
     changes = base_config.changes(
       found.record['config'], self._recorded, self._declared
     )
@@ -393,10 +376,10 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
 
 def _together(read: Callable[[], _T]) -> _T:
-  """Calls a function in all processes; what one finds damaged, all raise.
+  """Calls a function in all processes; if one finds damage, all raise.
 
   Raises:
-    DamagedError: a process found it damaged.
+    DamagedError: a process found damage.
   """
   error: store_lib.DamagedError | None = None
   try:
@@ -413,13 +396,13 @@ def _together(read: Callable[[], _T]) -> _T:
 
 
 def _placed(name: str, entries: dict[str, Any], state: Any) -> Any:
-  """Returns a restored entry, put where the live one is.
+  """Returns a restored entry on the devices of the live one.
 
-  The keys of the per-device style are one for each local device, all the
-  same; on another number of devices there are more or fewer.
+  The step keys of the per-device style are equal rows, one for each local
+  device; another number of devices has more or fewer.
 
   Raises:
-    contents.MismatchError: it is of another type, or shape.
+    contents.MismatchError: it has another type or shape.
   """
   value, live = entries[name], state.get(name)
   if not isinstance(live, jax.Array):

@@ -166,14 +166,8 @@ class Checkpoint(contents.Checkpoint):
 
   def verified(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields name and array, verified, with few in memory at a time."""
-    wanted = dict.fromkeys(names)
-    try:
-      with manager.naming(self.name):
-        yield from self.read(wanted)
-    except store_lib.DamagedError as e:
-      if self.is_there():
-        raise
-      raise store_lib.GoneError(f'{self.name} was removed meanwhile.') from e
+    with self.reading():
+      yield from self.read(dict.fromkeys(names))
 
 
 # The checkpoints and records of a run.
@@ -334,17 +328,16 @@ def _verify(args: argparse.Namespace) -> int:
   for found in _locate(args.dir)[1]:
     try:
       checkpoint = Checkpoint(*found)
-      problems = arrays_lib.verify(checkpoint.data, checkpoint.described)
-      if problems and not checkpoint.is_there():
-        continue  # It was removed before all was read.
+      with checkpoint.reading():
+        arrays_lib.verify(checkpoint.data, checkpoint.described)
+      problem = ''
     except store_lib.GoneError:
       continue
     except ValueError as e:
-      problems = [str(e)]
+      problem = f'DAMAGED: {e}'
     num += 1
-    damaged += bool(problems)
-    verdict = f'DAMAGED: {"; ".join(problems)}' if problems else 'ok'
-    print(f'{found.series}/{found.step}  {verdict}', flush=True)
+    damaged += bool(problem)
+    print(f'{found.series}/{found.step}  {problem or "ok"}', flush=True)
   print(f'{num} checkpoints, {damaged} damaged')
   return 1 if damaged else 0
 

@@ -1,16 +1,15 @@
-"""The saving half of the durable checkpointer.
+"""Saves checkpoints: the writing half of the durable checkpointer.
 
 `save` copies the state to host memory (`contents`) and returns. A background
-thread waits until the logs are safe, writes the arrays into fresh data
-(`arrays`) and, as its last file, the manifest. Then it retires the checkpoints
-that need not be kept, and collects data that no manifest names (`manager`).
+thread waits until the logs are safe, writes the arrays as fresh data (`arrays`)
+and, as its last file, the manifest. Then it retires checkpoints, and collects
+data that no manifest names (`manager`).
 """
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 import contextlib
 import functools
-import pathlib
 import threading
 import time
 from typing import Any
@@ -20,7 +19,6 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import async_lib
-from jaxline import disk
 from jaxline import distributed
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import base
@@ -55,15 +53,15 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
     self._saving: futures.Future[None] | None = None
-    # Of the series that are saved; only the first process has a claim on them.
+    # By series; process 0 has the claims.
     self._claims: dict[str, owner.Claim | None] = {}
-    # Of `latest`: the manifest that was restored, and the step that is there,
-    # or is being saved.
+    # The manifest of `latest` that was restored, and its last step that was
+    # restored or saved.
     self._restored: dict[str, Any] = {}
     self._held_step: int | None = None
     self._mark = manager.Mark(self._store, mode)
-    # Damaged manifests -> their versions. A step may be made anew.
-    self._damaged: dict[tuple[str, int], Any] = {}
+    # Series and step of checkpoints that were found damaged.
+    self._damaged: set[tuple[str, int]] = set()
 
   # The protocol.
 
@@ -74,11 +72,11 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     return vars(self._live).setdefault(ckpt_series, state)
 
   def save(self, ckpt_series: str) -> None:
-    """Copies the live state to host memory, and has it written.
+    """Copies the live state to host memory, and queues the write.
 
     Raises:
-      TypeError: something in it can only be pickled.
-      Exception: what an earlier save failed with.
+      TypeError: a value in it cannot be stored.
+      Exception: the error of an earlier save.
     """
     self.claim(ckpt_series)
     if self._saving is not None:  # Host memory holds one copy of the state.
@@ -110,7 +108,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       self._write, ckpt_series, step, flushes, content, added, published
     )
     keep = base.num_to_keep(config, ckpt_series, module)
-    # A call of its own: the next save waits for the copy, not for removals.
+    # A call of its own: the next save waits for the write, not for removals.
     self._writer.put(functools.partial(self._retire, ckpt_series, keep))
 
   def wait_for_checkpointing_to_finish(self) -> None:
@@ -127,17 +125,14 @@ class SavingCheckpointer(notes.NotingCheckpointer):
   def close(self) -> None:
     with contextlib.suppress(Exception):  # Raised where training sees it.
       self._writer.wait()
-    with contextlib.suppress(OSError):  # What is left goes at the next start.
+    with contextlib.suppress(OSError):  # The next start collects the rest.
       self._keep_data(())
     for claim in filter(None, self._claims.values()):
       claim.release()
     self._claims.clear()
 
   def claim(self, ckpt_series: str) -> None:
-    """Takes the right to save a series.
-
-    The first use of a series that is saved calls it. A loop calls it earlier
-    where a series that is in use has to be an error before the first save.
+    """Takes the right to save a series, which the first use also does.
 
     Raises:
       ClaimedError: another process has it.
@@ -146,14 +141,14 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       return
     is_chief = jax.process_index() == 0
     claim = owner.Claim(self._run.url, ckpt_series) if is_chief else None
-    distributed.of_chief(None)  # The others look at what is there now.
+    distributed.of_chief(None)  # The others look at the directory afterwards.
     self._claims[ckpt_series] = claim
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from a step, with this config.
 
     Raises:
-      TypeError: a save could not store something in the live state.
+      TypeError: a save could not store a value in the live state.
     """
     state = self.get_experiment_state('latest')
     if not self._allow_pickle:
@@ -161,13 +156,13 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       contents.check_storable(state, module)
     super().mark_begun(step)
     if jax.process_index() == 0:
-      # Their steps are made anew.
+      # Training saves these steps again.
       self._manifests.retire('latest', self._damaged_steps('latest'))
       self._writer.put(self._clean)
 
   def _clean(self) -> None:
-    """Removes what kills have left, on the writing thread."""
-    contents.code()  # As it is now: it may be edited before the first save.
+    """Removes what killed processes have left, on the writing thread."""
+    contents.code()  # Now: the user may edit it before the first save.
     self._manifests.doom_all()
     self._manifests.collect()
 
@@ -187,10 +182,11 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     Args:
       series: the series.
       step: the step.
-      flushes: wait until what was logged before it is safe, and return lengths.
+      flushes: wait until the earlier records are safe, and return the lengths
+        of the logs.
       content: a copy of the live state; None if that is `latest` of this step.
-      added: what the best one has besides.
-      published: what programs written against JAXline will look at.
+      added: the entries of `best` besides those of the state.
+      published: the same checkpoint for programs written against JAXline.
     """
     lengths = self._relative(notes.merged(flush() or {} for flush in flushes))
     spool.upload(self._run.url, lengths)
@@ -199,8 +195,8 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       data = distributed.decide(None, lambda _: manager.new_data(step))
       if series == 'best':
         self._keep_data({data, manifest.get('data', data)})
-      has_evaluated = series == 'best' and step == self._held_step
-      if not (has_evaluated and self._are_same(content, manifest)):
+      can_share = series == 'best' and step == self._held_step
+      if not (can_share and self._are_same(content, manifest)):
         manifest = self._write_data(content, data, lengths)
 
     def publish(unused: Any) -> None:
@@ -221,6 +217,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 
     distributed.decide(None, publish)
+    self._damaged.discard((series, step))
     if series == 'latest':
       self.saved_step = step
       self._read_notes()
@@ -229,7 +226,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
   def _are_same(
     self, content: contents.Content, manifest: dict[str, Any]
   ) -> bool:
-    """Returns whether a manifest's checkpoint holds all of a content."""
+    """Returns whether a manifest names everything that a content holds."""
     process = jax.process_index()
     is_same = bool(manifest) and (
       manifest['module'] == content.manifest['module']
@@ -248,32 +245,20 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     """Writes the arrays of a content; returns its manifest, in process 0.
 
     Args:
-      content: what is written.
+      content: the checkpoint.
       data: the name of the data.
       lengths: of this process's logs.
     """
+    described: dict[str, Any] = {}
     error = None
     try:
       place = self._store.below(f'data/{data}')
       described = arrays.write(place, content.arrays)
     except Exception as e:
-      error, described = e, {}
-    mine = described, content.process, lengths
+      error = e
     all_of: list[Any] = []  # In process 0.
-    try:
-      distributed.decide(mine, all_of.extend, error)
-    except Exception as e:
-      # On a full disk, the half of it is in the way.
-      with contextlib.suppress(OSError):
-        self._store.delete_folder(f'data/{data}')
-      if not isinstance(e, OSError):
-        raise
-      error = disk.failed_write(e, pathlib.Path(self._store.url))
-      error.strerror = (
-        f'{error.strerror}; what was written of the checkpoint was removed, and'
-        ' those before it are untouched'
-      )
-      raise error from None
+    mine = described, content.process, lengths
+    distributed.decide(mine, all_of.extend, error)
     for others, _, _ in all_of[1:]:
       for name, about in others.items():
         described[name]['parts'].update(about['parts'])
@@ -286,14 +271,14 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     }
 
   def _retire(self, series: str, num_to_keep: int) -> None:
-    """Removes the checkpoints of a series that need not be kept."""
+    """Removes the checkpoints of a series that the config does not keep."""
     if jax.process_index() != 0 or self._writer.error is not None:
       return
     manifests = self._manifests
     gone = self._damaged_steps(series)
     whole = [s for s in manifests.by_time(series) if s not in gone]
     if series == 'best':
-      # The best is the one that was saved last, of whichever step.
+      # The best is the one that was saved last, whatever its step.
       gone += whole[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours
@@ -313,7 +298,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     """Marks data, so that the training beside this evaluation keeps it."""
     if jax.process_index() != 0 or self.reads_only or not self.follows:
       return
-    # What was marked before may have been kept for the mark alone.
+    # The mark alone may have kept the data that was marked before.
     self._manifests.doom(self._mark.data - {*data})
     if data:
       self._mark.keep(data)
@@ -322,12 +307,8 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     self._manifests.collect()
 
   def _damaged_steps(self, series: str) -> list[int]:
-    """Returns the steps whose checkpoints were found to be damaged."""
-    return [
-      step
-      for (of, step), version in self._damaged.items()
-      if of == series and self._store.version(f'{of}/{step}.json') == version
-    ]
+    """Returns the steps whose checkpoints were found damaged."""
+    return [step for of, step in self._damaged if of == series]
 
   def _candidates(self, series: str) -> list[int]:
     """Returns the steps to try, newest first."""
@@ -346,12 +327,12 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     return self._latest(step).get('data', '')
 
   def _published(self, series: str, step: int, module: Any) -> memory.Published:
-    """Returns a checkpoint as programs written against JAXline look at it.
+    """Returns a checkpoint for programs written against JAXline.
 
     Args:
       series: the series.
-      step: of the checkpoint, which may not be there yet.
-      module: what is saved; not kept, since it holds the live arrays.
+      step: of the checkpoint, which may not be written yet.
+      module: the experiment; not kept, because it holds the live arrays.
     """
     template = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -361,7 +342,6 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     manifests, allow_pickle = self._manifests, self._allow_pickle
 
     def read() -> Any:
-      # A client's signal handler may call it: it waits for no other process.
       entries = contents.read_whole(
         manifests, series, step, template, allow_pickle
       )

@@ -208,10 +208,13 @@ class Disk(Store):
   def write_part(self, key: str, value: memoryview) -> None:
     path = self._path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, 'xb', buffering=0) as f:
-      while value:
-        value = value[f.write(value) :]
-      os.fsync(f.fileno())
+    try:
+      with open(path, 'xb', buffering=0) as f:
+        while value:
+          value = value[f.write(value) :]
+        os.fsync(f.fileno())
+    except OSError as e:
+      raise disk.failed_write(e, path) from None
 
   def sync(self, folder: str) -> None:
     top = self._path(folder)
