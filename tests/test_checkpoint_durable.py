@@ -18,7 +18,6 @@ import pytest
 
 from jaxline import utils
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import manager
 from jaxline.checkpoint import store as store_lib
 from tests import checkpoints as lib
 
@@ -271,42 +270,7 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(open_run):
   assert checkpointer.steps('latest') == [1, 2]
 
 
-def test_where_a_save_failed_nothing_is_removed(open_run, tmp_path):
-  first = open_run(max_checkpoints_to_keep=2)
-  lib.save(first, lib.weights(1), 1, 2)
-  first.close()
-  checkpointer = open_run(max_checkpoints_to_keep=1)
-  lib.at_flush(checkpointer, lambda: 1 / 0)
-  with pytest.raises(ZeroDivisionError):
-    lib.save(checkpointer, lib.weights(1), 3)
-  assert checkpointer.steps('latest') == [1, 2]
-
-
 # Which stay.
-
-
-@pytest.mark.parametrize(
-  ('series', 'values', 'stay'),
-  [
-    ('latest', {'max_checkpoints_to_keep': 2}, [5, 6]),
-    ('best', {'max_best_checkpoints_to_keep': 3,
-              'keep_checkpoint_every_steps': 1}, [4, 5, 6]),
-    ('latest', {'max_checkpoints_to_keep': 1,
-                'keep_checkpoint_every_steps': 3}, [3, 6]),
-    ('latest', {'max_checkpoints_to_keep': 1,
-                'keep_checkpoint_every_hours': 1.0}, [1, 6]),
-  ],
-)  # fmt: skip
-def test_retention(series, values, stay, open_run, tmp_path):
-  checkpointer = open_run(**values)
-  if series == 'best':  # Without a checkpoint of `latest` no data is removed.
-    lib.save(checkpointer, lib.weights(1), 0)
-  lib.save(checkpointer, lib.weights(1), 1, 2, 3, 4, 5, 6, series=series)
-  assert checkpointer.steps(series) == stay
-  data = os.listdir(tmp_path / 'run' / 'checkpoints' / 'data')
-  of_steps = {int(name.partition('-')[0]) for name in data}
-  assert sorted(of_steps - {0}) == stay
-  assert len(data) == len(of_steps)
 
 
 def test_an_old_manifest_that_is_damaged_ends_no_run(open_run, two):
@@ -360,27 +324,6 @@ def test_where_all_are_damaged_nothing_begins_anew(open_run, two, tmp_path):
       lib.restore(checkpointer, live)
     lib.assert_same(live.held(), before)
     checkpointer.close()
-
-
-def test_another_format_is_refused(open_run, two):
-  manifest = json.loads(lib.manifest_of(two).read_text())
-  del manifest['crc']
-  for left in (manifest | {'format': 3}, None):
-    path = lib.manifest_of(two)
-    if left is None:  # As format 1 has it.
-      path = path.with_name('5') / 'checkpoint.json'
-      path.parent.mkdir()
-    path.write_bytes(manager.pack(left or {}))
-    before = lib.tree_of(two)
-    for mode in ('eval', 'train'):
-      for use in (lambda c: c.check_config(), lambda c: lib.restore(c, None)):
-        checkpointer = open_run(mode)
-        with pytest.raises(store_lib.RefusedError, match='format') as e:
-          use(checkpointer)
-        assert '\n' not in str(e.value)
-        checkpointer.close()
-    after = lib.tree_of(two)
-    assert {name: after[name] for name in before} == before
 
 
 def test_a_step_that_is_asked_for_is_not_replaced_by_another(
@@ -521,17 +464,6 @@ def test_what_is_saved_needs_no_base_class(
       del want['n']
   assert live.held.get('n') == want.pop('n', None)
   np.testing.assert_array_equal(live.held['w'], want['w'])
-
-
-def test_an_attribute_that_the_class_names_no_longer(open_run):
-  first = open_run(train_checkpoint_all_hosts=True)
-  lib.save(
-    first, lib.PerDevice({'w': np.ones(3), 'old': np.ones(2)}, {'gone': 3})
-  )
-  first.close()
-  live = lib.PerDevice({'w': np.zeros(3)}, {})
-  lib.restore(open_run(), live)
-  lib.assert_same(live.held(), {'w': lib.rows(np.ones(3))})
 
 
 @pytest.mark.parametrize(('saved', 'live', 'says'), [

@@ -89,13 +89,6 @@ def test_save_then_restore():
   checkpointer.wait_for_checkpointing_to_finish()
 
 
-def test_restore_without_a_checkpoint_says_where_there_are_some():
-  checkpointer, _ = make()
-  checkpointer.save(SERIES)
-  with pytest.raises(ValueError, match=r"'best' has no.*\['latest'\]"):
-    checkpointer.restore('best')
-
-
 @pytest.mark.parametrize('entry', ['global_step', 'experiment_module'])
 def test_what_a_checkpoint_lacks_is_named_and_nothing_changes(entry):
   checkpointer, state = make()
@@ -119,14 +112,6 @@ def test_nothing_changes_where_the_experiment_refuses():
   with pytest.raises(ValueError, match=r"lacks \['ema'\]"):
     checkpointer.restore(SERIES)
   assert state.global_step == 9
-
-
-def test_entries_that_the_live_state_has_not_are_left_alone():
-  checkpointer, state = make(note='of the best')
-  checkpointer.save(SERIES)
-  del state.note
-  checkpointer.restore(SERIES)
-  assert 'note' not in state
 
 
 @pytest.mark.parametrize('keep', [1, 3])
@@ -268,33 +253,6 @@ def test_any_tree_of_arrays_comes_back(params):
   ):
     np.testing.assert_array_equal(a, b)
     assert a.dtype == b.dtype
-
-
-def test_typed_keys_come_back_typed():
-  module = Toy(params={'dropout': jax.random.key(1)})
-  checkpointer, state = make(module)
-  state.train_step_rng = jax.random.split(jax.random.key(2, impl='rbg'))
-  expected = state.train_step_rng
-  checkpointer.save(SERIES)
-  state.train_step_rng = module._params = None
-  checkpointer.restore(SERIES)
-  assert state.train_step_rng.dtype == expected.dtype
-  assert (state.train_step_rng == expected).all()
-  assert (
-    devices.get_first(module._params)['dropout'] == jax.random.key(1)
-  ).all()
-
-
-def test_what_is_no_array_is_stored_whole():
-  class Position:
-    pass
-
-  notes = {'none': None, 'name': 'x', 'number': 3, 'object': Position()}
-  checkpointer, state = make(Toy(notes=dict(notes)))
-  checkpointer.save(SERIES)
-  state.experiment_module._notes = None
-  checkpointer.restore(SERIES)
-  assert state.experiment_module._notes == notes
 
 
 # Threads.
@@ -477,20 +435,6 @@ def test_what_a_run_saved_may_be_put_in_again():
 
 
 # The live state.
-
-
-def test_live_state_is_attributes_and_entries():
-  state = base.ExperimentState()
-  state.global_step = 1
-  assert state['global_step'] == 1
-  state['train_step_rng'] = 'key'
-  assert state.train_step_rng == 'key'
-  assert hasattr(state, 'global_step')
-  assert not hasattr(state, 'experiment_module')
-  with pytest.raises(AttributeError, match=r"'best'.*\['global_step'"):
-    _ = state.best
-  del state.global_step
-  assert state.to_dict() == {'train_step_rng': 'key'}
 
 
 def test_a_program_derives_from_it(monkeypatch):

@@ -33,7 +33,6 @@ import zipfile
 import jax
 import numpy as np
 
-from jaxline import base_config
 from jaxline import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
@@ -305,9 +304,6 @@ def _show(args: argparse.Namespace) -> int:
     ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
   ]
   print_table(rows)
-  if args.config:
-    config = base_config.flat(record['config'])
-    print_table([(key, repr(x)) for key, x in config.items()], 'config')
   # As it is stored: a class need not be there, and nothing is unpickled.
   parts = {f'run/{k}': x for k, x in record['entries'].items()}
   parts |= record['module']
@@ -349,10 +345,8 @@ def _export(args: argparse.Namespace) -> int:
     raise ValueError(
       f'{out} ends in {out.suffix!r}; expected one of {list(formats)}.'
     )
-  if out.exists() and not args.force:
-    raise FileExistsError(
-      f'{out} is there already; give another name, or --force to replace it.'
-    )
+  if out.exists():
+    raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
   prefix = checkpoint.weights(args.weights)
   names = checkpoint.names(args.select or f'{prefix}.*')
@@ -436,11 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(run=run)
     add = command.add_argument
     add('dir', help=dir_about)
-    if run is _show:
-      add('--config', action='store_true', help="also print the run's config")
-    elif run is _export:
+    if run is _export:
       add('out', help='file .safetensors or .npz')
-      add('--force', action='store_true', help='replace OUT')
       add('--dtype', choices=DTYPES, help='convert floating point')
       one = command.add_mutually_exclusive_group()
       about = 'which weights; default: the averaged ones if there are some'

@@ -1,4 +1,4 @@
-"""Manifests: which checkpoints a run has, and which data they need.
+"""Manifests: the checkpoints of a run, and the data that they name.
 
     checkpoints/latest/4000.json     exists if, and only if, the checkpoint does
     checkpoints/best/3000.json       names the same data
@@ -35,19 +35,15 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(name: str, raw: bytes) -> dict[str, Any]:
-  """Returns what `pack` got.
+  """Inverts `pack`.
 
   Raises:
-    DamagedError: it is not as it was written.
+    DamagedError: the bytes are not as they were written.
   """
-  try:
+  with contextlib.suppress(Exception):  # Any JSON may be there.
     value = json.loads(raw)
     if value.pop('crc') == crc_of(value):
       return value
-  except (
-    ValueError, LookupError, AttributeError, TypeError, RecursionError,
-  ):  # fmt: skip
-    pass
   raise store_lib.DamagedError(f'{name} is not as it was written')
 
 
@@ -99,8 +95,7 @@ class Manifests:
     raw = self.store.read(f'{series}/{step}.json')
     if raw is None:
       raise store_lib.GoneError(
-        f'{name} was removed meanwhile: the run that writes there keeps only as'
-        ' many as its config says. Try again.'
+        f'{name} was removed: the run keeps only the newest. Try again.'
       )
     found = unpack(name, raw)
     with naming(name):
@@ -140,21 +135,19 @@ class Manifests:
         ' directory. Nothing was saved.'
       )
 
-  def by_time(self, series: str) -> list[int]:
-    """Returns the steps, newest first; of `best` by the time of the save."""
-    steps = self.steps(series)[::-1]
-    if series != 'best':
-      return steps
-    times = self.times(series)
-    return sorted(steps, key=lambda step: -times.get(step, 0.0))
-
   def times(self, series: str) -> dict[int, float]:
-    """Returns the time of each save whose manifest can be read."""
+    """Returns the time of each save whose manifest is readable."""
     times = {}
     for step in self.steps(series):
-      with contextlib.suppress(ValueError):  # `read` will say what is wrong.
+      with contextlib.suppress(ValueError):  # `read` will report it.
         times[step] = self.read(series, step)['time']
     return times
+
+  def by_time(self, series: str) -> list[int]:
+    """Returns the steps, newest first; of `best` by the time of the save."""
+    times = self.times(series) if series == 'best' else {}
+    steps = self.steps(series)[::-1]
+    return sorted(steps, key=lambda step: -times.get(step, 0.0))
 
   def retire(self, series: str, steps: Iterable[int]) -> None:
     """Deletes manifests; their data goes with the next `collect`."""
@@ -164,22 +157,22 @@ class Manifests:
       self.store.delete(f'{series}/{step}.json')
 
   def doom(self, data: Collection[str]) -> None:
-    """Has the next `collect` look at data that may not be needed any more."""
+    """Has the next `collect` consider data."""
     self._doomed |= {*data}
 
   def doom_all(self) -> None:
-    """Has the next `collect` look at all data, and what kills have left."""
+    """Has the next `collect` consider all data; removes partial manifests."""
     self._doomed |= {*filter(_DATA.fullmatch, self.store.names('data'))}
     # In other folders an evaluation may be writing.
     self.store.sweep('latest')
 
   def collect(self) -> None:
-    """Deletes data that was doomed and that nothing names.
+    """Deletes doomed data that nothing names.
 
-    The order matters. The data was listed first: whoever writes data marks it
-    before. Marks come before `best`, since an evaluation drops its mark when
-    `best` names the data. Where a mark, or a manifest of one of these steps,
-    cannot be read, nothing is deleted.
+    The order matters. The data was listed first: a writer marks its data before
+    it writes. Marks are read before `best`: an evaluation drops its mark when
+    `best` names the data. If a mark, or a manifest of one of these steps, is
+    not readable, nothing is deleted.
     """
     if not self._doomed:
       return
@@ -204,7 +197,7 @@ class Manifests:
     for series, found in steps.items():
       for step in doomed_steps.intersection(found):
         try:
-          # Not what was there before: a restarted training makes steps anew.
+          # Read anew: a restarted training saves steps again.
           named.add(self.read(series, step)['data'])
         except store_lib.GoneError:
           continue

@@ -1,9 +1,9 @@
-"""Checkpoints in this process's memory: for tests and trials.
+"""The in-memory checkpointer, and JAXline's dictionary of checkpoints.
 
-And the dictionary through which programs written against JAXline save and
-restore on their own. A snapshot that the program puts there starts the run; the
-snapshots that a run puts there are of the class `Published` and start no other,
-unless it is a training of the same experiment (`Training`).
+Programs written against JAXline save and restore through that dictionary. A
+snapshot that the program puts there starts the run. The snapshots that a run
+puts there are `Published`, and start no other run but a training of the same
+experiment (`Training`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,11 +30,11 @@ from jaxline.compat import experiments
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-  """What a run of this process trains: with another one, it is another run.
+  """What a run of this process trains; it identifies the run.
 
   Attributes:
     experiment: the experiment's class; None if a function constructs it. Two
-      classes of one name are one: a notebook runs its cells again.
+      classes of one name are equal: a notebook runs its cells again.
     config: the run's, as `base_config.recorded` returns it; None is any.
   """
 
@@ -64,7 +64,7 @@ class Training:
 
 
 class SnapshotNT(NamedTuple):
-  """One checkpoint: a number, and what was saved.
+  """One checkpoint: its number and content.
 
   `pickle_nest` has `to_dict()`, and its entries are attributes as well, as
   with a ConfigDict; unlike there, names of weights may hold dots.
@@ -77,8 +77,8 @@ class SnapshotNT(NamedTuple):
 class Published:
   """A snapshot that a run saved, read when `pickle_nest` is first used.
 
-  Copies and pickles of it are `SnapshotNT`s: a program that puts one into the
-  dictionary starts a run from it.
+  A copy or pickle of it is a `SnapshotNT`, which starts a run if a program puts
+  it into the dictionary.
   """
 
   def __init__(
@@ -194,10 +194,9 @@ def seed(ckpt_series: str) -> SnapshotNT | None:
 
 
 def forget_published() -> None:
-  """Removes what earlier runs of this process published.
+  """Removes the newest published snapshot of each series and those before it.
 
-  And what was there before, which those runs have taken already. What the
-  program has put in since then stays.
+  Snapshots that the program has put in since then stay.
   """
   checkpoints = _checkpoints()
   for name, series in list(checkpoints.items()):
@@ -220,23 +219,23 @@ _begun: dict[str, _Begun] = {}
 def run_directory(
   experiment_class: Any, config: Mapping[str, Any], begins: bool = True
 ) -> str:
-  """Returns the directory of a run, so that each has one of its own.
+  """Returns a directory of its own for each run of this process.
 
-  This is `config.checkpoint_dir`. It is a directory below that one if this
+  This is `config.checkpoint_dir`, or `run_2`, `run_3`, ... below it if this
   process has saved another training there, or if the program has emptied the
-  dictionary since. Trainings of other processes do not count. All processes of
-  the run call this together.
+  dictionary since. All processes of the run call it together.
 
   Args:
-    experiment_class: constructs what is or was trained.
+    experiment_class: constructs the experiment.
     config: as `base_config.recorded` returns it.
-    begins: whether the run trains. One that does not and is of no training of
-      this process gets the directory itself.
+    begins: whether the run trains. If it does not, and this process has trained
+      no such run, its directory is `config.checkpoint_dir`.
   """
   training = Training.of(experiment_class, config)
   active, seeded = add_series('latest').active, seed('latest') is not None
   first = store_lib.at(config['checkpoint_dir']).url
-  name, why = '', list[str]()  # Each process has a path of its own to `first`.
+  # Processes agree on the name alone: their paths to `first` may differ.
+  name, why = '', list[str]()
   for number in itertools.count(2):
     place = f'{first}/{name}'.rstrip('/')
     begun, changes = _begun.get(place), []
@@ -269,13 +268,12 @@ def step_of(snapshot: SnapshotNT | Published) -> int:
 def entries_of(
   snapshot: SnapshotNT | Published, ckpt_series: str, keys: Iterable[str]
 ) -> dict[str, Any]:
-  """Returns what a snapshot holds, as plain dicts and as a copy.
+  """Returns a copy of a snapshot's entries, as plain dicts.
 
   Args:
     snapshot: its `pickle_nest` is our own, a ConfigDict, or a dict whose
-      `experiment_module` may be an experiment: programs that save and restore
-      on their own write all three.
-    ckpt_series: the series that it is of.
+      `experiment_module` may be an experiment.
+    ckpt_series: the series.
     keys: the entries that it must have, but for `train_step_rng`.
 
   Raises:
@@ -290,7 +288,7 @@ def entries_of(
     entries['experiment_module'] = module.snapshot_state()
   missing = sorted(set(keys) - set(entries) - {base.OPTIONAL})
   if missing == ['train_step_rng']:
-    # So are checkpoints that programs made for themselves.
+    # JAXline's programs make such snapshots.
     logging.warning(
       'Checkpoint %s of series %s has no train_step_rng: the keys of the'
       ' steps begin anew.', snapshot.id, ckpt_series,
@@ -355,9 +353,9 @@ class InMemoryCheckpointer(base.FullCheckpointer):
   def begin_training(self, experiment_class: Any) -> None:
     """Forgets the checkpoints of another training.
 
-    That is one of another class or, where the run's config is recorded, of
-    another config. A program that makes its checkpointer itself may train with
-    another config from the checkpoints so far, as with JAXline.
+    Another class makes another training; if the run's config is recorded,
+    another config does too. A program that makes its own checkpointer may train
+    with another config from the checkpoints so far, as with JAXline.
     """
     config = (
       base_config.recorded(self._config) if self._records_config else None

@@ -36,7 +36,7 @@ _noting = threading.Lock()
 
 
 class NotingCheckpointer(base.FullCheckpointer):
-  """The part of a durable checkpointer that keeps the notes of its run."""
+  """Keeps the notes of a run: a base of the durable checkpointer."""
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Reads the config; touches no file.
@@ -49,7 +49,7 @@ class NotingCheckpointer(base.FullCheckpointer):
     # Before the experiment is constructed, which may change its own config.
     self._recorded = base_config.recorded(config)
     self._mode = mode
-    # What the notes said at the last save: the training thread reads no files.
+    # Read at each save: the training thread reads no files.
     self._noted: tuple[Any, list[base.Evaluation]] | None = None
     self._move(config.checkpoint_dir)
 
@@ -65,7 +65,7 @@ class NotingCheckpointer(base.FullCheckpointer):
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on from a step, with this config.
 
-    What was evaluated of later steps, which are no more, will be anew.
+    Notes of evaluations of later steps are removed: those steps run again.
     """
     if jax.process_index() == 0:
       self._run.write(base_config.RECORD, disk.to_json(self._recorded))
@@ -109,8 +109,7 @@ class NotingCheckpointer(base.FullCheckpointer):
     return distributed.of_chief(self._end().get('step'))
 
   def _end(self) -> Any:
-    """Returns what this host reads in the note of the end, or an empty dict."""
-    # Where it cannot be read it is asked again.
+    """Returns the note of the end, or {} if it is absent or unreadable."""
     with contextlib.suppress(ValueError, OSError):
       return json.loads(self._store.read(_ENDED) or '{}')
     return {}
