@@ -20,11 +20,11 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import decode
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
-from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
@@ -204,7 +204,7 @@ def _load(
     decode.check_checkpoint(config, full, series, step)
     rng = experiments.declared(experiment_class).eval_init_rng(config)
     experiment = experiments.construct(experiment_class, mode, rng, config)
-    state = base.new_state(full, experiment, series=series)
+    state = checkpointing.new_state(full, experiment, series=series)
     full.restore(series, step=step)
     return experiment, int(state.global_step), config
 

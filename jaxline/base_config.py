@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from ml_collections import config_dict
 
-from jaxline import checkpoint
+from jaxline import checkpointing
 from jaxline import compilation_cache
 from jaxline import distributed
 from jaxline import errors
@@ -36,11 +36,11 @@ from jaxline import keys
 from jaxline import mesh
 from jaxline import metrics
 from jaxline import partitioning
+from jaxline import prng
 from jaxline import supervision
 from jaxline import xla
-from jaxline.checkpoint import store as store_lib
-from jaxline.compat import prng
 from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
+from jaxline.storage import store as store_lib
 
 T = TypeVar('T')
 
@@ -103,7 +103,7 @@ KEYS: tuple[Key, ...] = (
       'The step of the checkpoint. None is the newest.'),
   *(key for owner in (
       mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs,
-      checkpoint, supervision, prng) for key in owner.KEYS),
+      checkpointing, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
 _DEFAULTS = {key.name: key.default for key in KEYS}
 

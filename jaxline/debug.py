@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from absl import logging
 
 from jaxline import goodput
+from jaxline import op_by_op
 from jaxline import watchdog
-from jaxline.compat import op_by_op
 
 F = TypeVar('F', bound=Callable[..., Any])
 

@@ -16,19 +16,19 @@ from typing import Any, TextIO
 import jax
 from ml_collections import config_dict
 
+from jaxline import checkpointing
 from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline.checkpoint import base
-from jaxline.checkpoint import spool
+from jaxline import prng
 from jaxline.compat import experiments
-from jaxline.compat import prng
+from jaxline.storage import spool
 
 
 def check_checkpoint(
   config: config_dict.ConfigDict,
-  checkpointer: base.FullCheckpointer,
+  checkpointer: checkpointing.FullCheckpointer,
   series: str,
   step: int | None,
   prefix: str = '',
@@ -130,7 +130,7 @@ def _source(
 def decode(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  checkpointer: base.FullCheckpointer,
+  checkpointer: checkpointing.FullCheckpointer,
 ) -> None:
   """Continues the prompts of `config.decode`, until there are no more.
 
@@ -159,7 +159,7 @@ def decode(
       experiments.declared(experiment_class).eval_init_rng(config),
       config,
     )
-  state = base.new_state(checkpointer, experiment, series=series)
+  state = checkpointing.new_state(checkpointer, experiment, series=series)
   with debug.log_activity('checkpoint restore'):
     checkpointer.restore(series, step=step)
 

@@ -13,17 +13,17 @@ from absl import logging
 import jax
 import numpy as np
 
+from jaxline import checkpointing
 from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
-from jaxline.checkpoint import base
+from jaxline import prng
 from jaxline.checkpoint import notes
-from jaxline.checkpoint import store as store_lib
 from jaxline.compat import experiments
-from jaxline.compat import prng
 from jaxline.metrics import writers
+from jaxline.storage import store as store_lib
 from jaxline.supervision import out_of_memory as oom
 
 # How often evaluation looks for a new checkpoint, in seconds.
@@ -50,7 +50,7 @@ def evaluate(run: Any) -> None:
   logging.info('Evaluating with config:\n%s', config)
   if run.trained is None:  # Else the training says it.
     run.console.begin(config, evaluation.experiment)
-  state = base.new_state(checkpointer, evaluation.experiment)
+  state = checkpointing.new_state(checkpointer, evaluation.experiment)
   with run.stoppable():
     for step in steps:
       restore(checkpointer, step)
@@ -110,7 +110,7 @@ def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
 
 
 def restore(
-  checkpointer: base.FullCheckpointer,
+  checkpointer: checkpointing.FullCheckpointer,
   step: int | None = None,
   series: str = 'latest',
 ) -> None:
@@ -120,7 +120,7 @@ def restore(
 
 
 def _listed_steps(
-  config: Any, checkpointer: base.FullCheckpointer
+  config: Any, checkpointer: checkpointing.FullCheckpointer
 ) -> list[int]:
   """Returns the steps that `config.eval_steps` means; none if it is None."""
   text = config.eval_steps
@@ -223,7 +223,7 @@ class Evaluation:
     if patience:
       value = metric_of('early_stop.metric', metric, scalars, checkpointer)
     name = '' if value is None else metric
-    self.noted.append(base.Evaluation(step, name, value))
+    self.noted.append(checkpointing.Evaluation(step, name, value))
 
     def note() -> None:
       lengths = flushed()  # First: what is noted as evaluated is in the log.
@@ -247,7 +247,7 @@ class Evaluation:
 class Best:
   """The series `best`, which `evaluate` and `train_and_eval` save."""
 
-  def __init__(self, config: Any, checkpointer: base.FullCheckpointer):
+  def __init__(self, config: Any, checkpointer: checkpointing.FullCheckpointer):
     """Restores the best value so far, but not its weights.
 
     Args:
@@ -321,7 +321,7 @@ def metric_of(
   key: str,
   metric: str,
   scalars: Mapping[str, Any],
-  checkpointer: base.FullCheckpointer,
+  checkpointer: checkpointing.FullCheckpointer,
 ) -> float:
   """Returns a metric; process 0's, if the processes save together.
 

@@ -22,7 +22,7 @@ from jax._src import distributed as jax_distributed
 
 from jaxline import disk
 from jaxline import errors
-from jaxline.checkpoint import store
+from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 

@@ -13,10 +13,10 @@ from ml_collections import config_dict
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import devices
 from jaxline import errors
-from jaxline.compat import devices
-from jaxline.compat import lazy
-from jaxline.compat import prng
+from jaxline import lazy
+from jaxline import prng
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import writers

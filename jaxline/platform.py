@@ -24,6 +24,7 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import decode
@@ -31,22 +32,21 @@ from jaxline import distributed
 from jaxline import errors
 from jaxline import exits
 from jaxline import goodput
+from jaxline import lazy
 from jaxline import train
 from jaxline import watchdog
 from jaxline import xla
-from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import memory
-from jaxline.checkpoint import owner
-from jaxline.checkpoint import spool
-from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import experiments
-from jaxline.compat import lazy
 from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
+from jaxline.storage import owner
+from jaxline.storage import spool
+from jaxline.storage import store as store_lib
 from jaxline.supervision import preemption
 
 UsageError = errors.UsageError
@@ -117,7 +117,7 @@ def find_mode(name: str) -> Mode:
 
 def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
-) -> base.Checkpointer:
+) -> checkpointing.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
@@ -140,7 +140,7 @@ def start(
   experiment_class: Any,
   config: config_dict.ConfigDict,
   name: str,
-  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+  checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[..., Any] = create_writer,
   origin: console_lib.Origin | None = None,
 ) -> Any:
@@ -207,7 +207,7 @@ def build(
   experiment_class: Any,
   config: config_dict.ConfigDict,
   name: str,
-  checkpointer_factory: base.CheckpointerFactory,
+  checkpointer_factory: checkpointing.CheckpointerFactory,
   writer_factory: Callable[..., Any],
   origin: console_lib.Origin,
   stack: contextlib.ExitStack,
@@ -230,7 +230,9 @@ def build(
   # Logs close after the checkpointers, so that a last save is still logged.
   logs = stack.enter_context(contextlib.ExitStack())
 
-  def checkpointer(name: str, *, follows: bool) -> base.FullCheckpointer:
+  def checkpointer(
+    name: str, *, follows: bool
+  ) -> checkpointing.FullCheckpointer:
     made = adapters.full_checkpointer(checkpointer_factory(config, name))
     made.restrict(follows=follows, reads_only=not is_writable)
     stack.callback(made.close)
@@ -384,7 +386,7 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
 def main(
   experiment_class: Any,
   argv: Sequence[str],
-  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+  checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
   *,
   writer_factory: Callable[..., Any] = create_writer,
 ) -> None:

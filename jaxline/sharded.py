@@ -23,16 +23,16 @@ import optax
 
 from jaxline import accumulate
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import errors
 from jaxline import experiment
 from jaxline import feed
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline import placement
+from jaxline import prng
 from jaxline import train_state
 from jaxline import train_step as step_lib
-from jaxline.checkpoint import base
-from jaxline.compat import prng
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
@@ -521,7 +521,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     placed = placement.put(
       dataclasses.replace(saved, **without),
       dataclasses.replace(self.layout.shardings, **without),
-      may_keep=isinstance(snapshot_state, base.Fresh),
+      may_keep=isinstance(snapshot_state, checkpointing.Fresh),
     )
     self._state = dataclasses.replace(placed, **on_host)
     self._is_dropped = False

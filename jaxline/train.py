@@ -19,21 +19,21 @@ from ml_collections import config_dict
 
 from jaxline import async_lib
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import debug
+from jaxline import devices
 from jaxline import distributed
 from jaxline import errors
 from jaxline import evaluation
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
+from jaxline import lazy
+from jaxline import prng
 from jaxline import watchdog
-from jaxline.checkpoint import base
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
 from jaxline.compat import adapters
-from jaxline.compat import devices
 from jaxline.compat import experiments
-from jaxline.compat import lazy
-from jaxline.compat import prng
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
@@ -270,7 +270,7 @@ class _Together(periodic.Every):
 
   def _is_due(self, t: float, step: int) -> bool:
     is_due = super()._is_due(t, step)
-    if self._by_steps:
+    if self._by_steps or self._seconds < 0:  # An interval of 0 is every step.
       return is_due
     agreed = self._agreement.is_due(self._name, step, is_due)
     return agreed or step == self._end_step
@@ -306,7 +306,7 @@ class Training:
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
-    self.state = base.new_state(checkpointer, self.experiment, rng)
+    self.state = checkpointing.new_state(checkpointer, self.experiment, rng)
     self.agreement = distributed.Agreement()
     self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
@@ -463,7 +463,7 @@ class Training:
 def train(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  checkpointer: base.Checkpointer,
+  checkpointer: checkpointing.Checkpointer,
   writer: writers.Writer | None,
   periodic_actions: Sequence[periodic.PeriodicAction] = (),
 ) -> None:
@@ -485,7 +485,7 @@ def train(
 def evaluate(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  checkpointer: base.Checkpointer,
+  checkpointer: checkpointing.Checkpointer,
   writer: writers.Writer | None,
   jaxline_mode: str | None = None,
 ) -> None:

@@ -11,29 +11,29 @@ import jax
 
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
-from jaxline.checkpoint.base import Checkpointer
 from jaxline.checkpoint.memory import GLOBAL_CHECKPOINT_DICT
 from jaxline.checkpoint.memory import CheckpointNT
 from jaxline.checkpoint.memory import InMemoryCheckpointer
 from jaxline.checkpoint.memory import SnapshotNT
-from jaxline.compat.devices import bcast_local_devices
-from jaxline.compat.devices import double_buffer
-from jaxline.compat.devices import double_buffer_on_gpu
-from jaxline.compat.devices import get_first
-from jaxline.compat.devices import maybe_device_get
-from jaxline.compat.devices import rendezvous
-from jaxline.compat.devices import tree_psum
-from jaxline.compat.prng import DistributedRNGMode
-from jaxline.compat.prng import host_id_devices_for_rng
-from jaxline.compat.prng import specialize_rng_host_device
+from jaxline.checkpointing import Checkpointer
 from jaxline.debug import debugger_fallback
 from jaxline.debug import disable_pmap_jit
 from jaxline.debug import evaluate_should_return_dict
 from jaxline.debug import kwargs_only
 from jaxline.debug import log_activity
+from jaxline.devices import bcast_local_devices
+from jaxline.devices import double_buffer
+from jaxline.devices import double_buffer_on_gpu
+from jaxline.devices import get_first
+from jaxline.devices import maybe_device_get
+from jaxline.devices import rendezvous
+from jaxline.devices import tree_psum
 from jaxline.metrics.periodic import PeriodicAction
 from jaxline.metrics.writers import Writer
 import jaxline.platform  # Defines the flags that were utils' own.
+from jaxline.prng import DistributedRNGMode
+from jaxline.prng import host_id_devices_for_rng
+from jaxline.prng import specialize_rng_host_device
 
 __all__ = [
   'GLOBAL_CHECKPOINT_DICT',

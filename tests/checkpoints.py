@@ -19,13 +19,13 @@ import optax
 import pytest
 
 from jaxline import base_config
+from jaxline import devices
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import owner
-from jaxline.compat import devices
+from jaxline.storage import owner
 
 # What is compared: bits, dtypes, types, and where arrays are.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import store
+from jaxline.storage import store
 
 # Ends of the names of what depends on the clock.
 TIMES = ('_per_sec', '_wait_fraction')

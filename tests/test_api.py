@@ -776,21 +776,14 @@ def test_attributes_may_change_their_structure(checkpointer, client):
 
 
 @pytest.mark.parametrize(
-  ('returned', 'said'),
-  [
-    ([1.0], r'a list of 1 \(float 1.0\)'),
-    ('loss', "str 'loss'"),
-    (2.5, 'float 2.5'),
-    (np.ones([2], np.float32), r'an array float32\[2\]'),
-  ],
+  ('returned', 'kind'),
+  [([1.0], 'list'), ('loss', 'str'), (2.5, 'float'), (np.ones(2), 'ndarray')],
 )
 @pytest.mark.parametrize('method', ['step', 'evaluate'])
-def test_what_is_no_dict_of_scalars_is_refused(method, returned, said, client):
+def test_what_is_no_dict_of_scalars_is_refused(method, returned, kind, client):
   cls = type('Wrong', (Client,), {method: lambda self, **unused: returned})
-  expected = rf'Wrong.{method} returned {said}; expected a dict of scalars'
-  with pytest.raises(TypeError, match=expected) as e:
+  with pytest.raises(TypeError, match=rf'Wrong.{method} returned a {kind}\b'):
     client('train_and_eval', cls=cls, checkpointer='memory')
-  assert '\n' not in str(e.value)
 
 
 def test_decorators_take_their_function_by_name():

@@ -15,7 +15,7 @@ import pytest
 import tensorstore as ts
 
 from jaxline.checkpoint import arrays
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 from tests import checkpoints
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

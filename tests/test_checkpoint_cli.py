@@ -17,7 +17,7 @@ import safetensors.numpy
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
 W = np.float32([[1, 2], [3, 4]])

@@ -20,10 +20,10 @@ import pytest
 
 import jaxline
 from jaxline import platform
-from jaxline.checkpoint import owner
-from jaxline.checkpoint import spool
-from jaxline.checkpoint import store
 from jaxline.metrics import files as logs
+from jaxline.storage import owner
+from jaxline.storage import spool
+from jaxline.storage import store
 from tests import remains
 from tests.programs import survivor
 

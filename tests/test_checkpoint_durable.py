@@ -18,7 +18,7 @@ import pytest
 
 from jaxline import utils
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
 

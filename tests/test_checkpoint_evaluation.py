@@ -14,9 +14,9 @@ from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import owner
 from jaxline.checkpoint import saving
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import owner
+from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
 BEST = {'best_eval_metric_value': 9.0, 'best_model_eval_metric': ''}

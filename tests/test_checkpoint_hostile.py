@@ -16,7 +16,7 @@ from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
 

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import owner
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import owner
+from jaxline.storage import store as store_lib
 
 DAY = 24 * 3600.0
 

@@ -13,11 +13,11 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 
+from jaxline import checkpointing
+from jaxline import devices
 from jaxline import experiment
 from jaxline import utils
-from jaxline.checkpoint import base
 from jaxline.checkpoint import memory
-from jaxline.compat import devices
 
 SERIES = 'latest'
 
@@ -391,7 +391,7 @@ def test_a_snapshot_can_be_written_to_a_file_and_read(clone):
   nest = clone(history()[0].pickle_nest)
   if isinstance(nest, bytes):
     nest = pickle.loads(nest)
-  assert type(nest) is base.ExperimentState
+  assert type(nest) is checkpointing.ExperimentState
   np.testing.assert_array_equal(
     utils.get_first(nest.experiment_module._params)['w'], [1, 2]
   )

@@ -19,7 +19,7 @@ from jaxline import base_config
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import memory
-from jaxline.checkpoint import store
+from jaxline.storage import store
 from tests import remains
 
 KEPT, EVERY = 2, 4  # The newest; and for ever, as `removable` says.

@@ -24,8 +24,8 @@ from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
+from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
 # Another config.

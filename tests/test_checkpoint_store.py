@@ -1,4 +1,4 @@
-"""Tests of jaxline.checkpoint.store: bytes by key, on a disk and in buckets."""
+"""Tests of jaxline.storage.store: bytes by key, on a disk and in buckets."""
 
 from concurrent import futures
 import contextlib
@@ -9,7 +9,7 @@ import pytest
 
 from jaxline import disk
 from jaxline import errors
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 
 NEW = store_lib.NEW
 

@@ -23,8 +23,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
+from jaxline.storage import store as store_lib
 
 HERE = __name__
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from jaxline import debug
+from jaxline import op_by_op
 from jaxline import platform  # noqa: F401  It defines the flags.
-from jaxline.compat import op_by_op
 
 P = jax.sharding.PartitionSpec
 

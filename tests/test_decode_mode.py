@@ -20,9 +20,9 @@ from examples.lm import experiment as lm_experiment
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import platform
+from jaxline import prng
 from jaxline import train
 from jaxline import utils
-from jaxline.compat import prng
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEST = 2

@@ -1,4 +1,4 @@
-"""Tests of jaxline.compat.devices."""
+"""Tests of jaxline.devices."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxline import async_lib
-from jaxline.compat import devices
+from jaxline import devices
 
 P = jax.sharding.PartitionSpec
 

@@ -1,9 +1,13 @@
 """The pages of the documentation: links, and names of files in code."""
 
+import ast
+import importlib
 import pathlib
 import re
 import runpy
+import shutil
 import subprocess
+import types
 
 import pytest
 
@@ -167,3 +171,36 @@ def test_tests_that_the_table_of_faults_names_exist():
   assert files <= {p.name for p in sources}
   text = '\n'.join(p.read_text(encoding='utf-8') for p in sources)
   assert not [name for name in names if f'def {name}(' not in text]
+
+
+def test_a_config_says_what_to_expect():
+  """Its docstring has a command, hardware, results and how long it takes."""
+  for path in sorted((ROOT / 'configs').glob('[!_]*.py')):
+    text = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8')))
+    parts = 'Expected: ', 'Hardware: ', 'Command: ', 'Time: '
+    missing = {x for x in (*parts, path.name) if x not in (text or '')}
+    assert not missing, path
+
+
+@pytest.mark.parametrize('name', ['image', 'lm'])
+def test_a_copy_of_an_example_uses_the_copy(name, tmp_path, monkeypatch):
+  if name == 'image':
+    pytest.importorskip('sklearn')
+  copy = f'copy_of_{name}'
+  shutil.copytree(ROOT / 'examples' / name, tmp_path / copy)
+  monkeypatch.syspath_prepend(tmp_path)
+  owners = {}
+  for path in sorted((tmp_path / copy).glob('[!_]*.py')):  # Its tests too.
+    module = importlib.import_module(f'{copy}.{path.stem}')
+    assert module.__file__ == str(path)
+    for key, value in vars(module).items():
+      is_module = isinstance(value, types.ModuleType)
+      owner = value.__name__ if is_module else getattr(value, '__module__', '')
+      owners[f'{path.name}: {key}'] = str(owner)
+  assert f'{copy}.model' == owners['experiment.py: model']
+  original = f'examples.{name}.'
+  assert not [k for k, x in owners.items() if f'{x}.'.startswith(original)]
+  # And its README names the modules that it shares with the original.
+  readme = (tmp_path / copy / 'README.md').read_text(encoding='utf-8')
+  shared = {x for x in owners.values() if x.startswith('examples.')}
+  assert not {x for x in shared if f'{x.replace(".", "/")}.py' not in readme}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
+from jaxline import checkpointing
+from jaxline import devices
 from jaxline import experiment
-from jaxline.checkpoint import base
-from jaxline.compat import devices
-from jaxline.compat import prng
+from jaxline import prng
 
 
 class Both(experiment.AbstractExperiment):
@@ -47,7 +47,7 @@ def make_config(**values):
 
 
 def make_state(global_step=0):
-  return base.ExperimentState(
+  return checkpointing.ExperimentState(
     global_step=global_step,
     train_step_rng=devices.bcast_local_devices(jax.random.PRNGKey(0)),
   )
@@ -204,7 +204,7 @@ def test_sharing_state_copies_nothing():
 
 
 def test_on_new_best_model_adds_nothing_by_itself():
-  state = base.ExperimentState(best_eval_metric_value=1.0)
+  state = checkpointing.ExperimentState(best_eval_metric_value=1.0)
   Both().on_new_best_model(state)
   assert state == {'best_eval_metric_value': 1.0}
 

@@ -12,7 +12,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import feed
 from jaxline import partitioning
-from jaxline.inputs import base as inputs
+from jaxline.inputs import resumable
 
 
 class Stateful:
@@ -36,7 +36,7 @@ class Stateful:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Numbers(inputs.ResumableInput):
+class Numbers(resumable.ResumableInput):
   """The numbers from 1, in rows of their own."""
 
   batch_size: int = 2

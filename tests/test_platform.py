@@ -30,8 +30,8 @@ from jaxline import utils
 from jaxline import watchdog
 from jaxline.aot import ahead
 from jaxline.checkpoint import memory
-from jaxline.checkpoint import store
 from jaxline.metrics import writers
+from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from tests.experiments import regression

@@ -1,4 +1,4 @@
-"""Tests of jaxline.compat.prng."""
+"""Tests of jaxline.prng."""
 
 import functools
 from unittest import mock
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxline import debug
-from jaxline.compat import devices
-from jaxline.compat import prng
+from jaxline import devices
+from jaxline import prng
 
 MODES = [mode.value for mode in prng.DistributedRNGMode]
 MAKE_KEY = {

@@ -21,6 +21,7 @@ import optax
 import pytest
 
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import debug
 from jaxline import errors
 from jaxline import experiment as experiment_lib
@@ -32,7 +33,6 @@ from jaxline import sharded
 from jaxline import train
 from jaxline import train_state
 from jaxline import utils
-from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 from jaxline.compat import experiments
@@ -765,7 +765,7 @@ def test_arrays_just_read_are_kept_and_live_ones_copied():
   regression.train_steps(other, 1)
   assert regression.digest(live) == before
   kept = make()
-  kept.restore_from_snapshot(base.Fresh(live))
+  kept.restore_from_snapshot(checkpointing.Fresh(live))
   for got, given in zip(
     jax.tree.leaves(kept.state), jax.tree.leaves(live['state']), strict=True
   ):

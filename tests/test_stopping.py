@@ -11,9 +11,9 @@ import pytest
 
 import jaxline
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import experiment
 from jaxline import train
-from jaxline.checkpoint import base
 from jaxline.checkpoint import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
@@ -48,8 +48,8 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
   raised = pytest.raises(experiment.StopTraining, match='step ')
   with raised if stops else contextlib.nullcontext():
-    own = [base.Evaluation(step, '', x) for step, x in values.items()]
-    other = base.Evaluation(0, 'of another', -9.0)
+    own = [checkpointing.Evaluation(step, '', x) for step, x in values.items()]
+    other = checkpointing.Evaluation(0, 'of another', -9.0)
     notes.stop_without_gain(config, [other, *own])
 
 
@@ -110,7 +110,7 @@ def test_a_killed_run_ends_after_the_same_seconds(
 
 
 def test_the_seconds_of_training(clock):
-  state = base.ExperimentState()
+  state = checkpointing.ExperimentState()
   seconds = budget.Budget(100.0, state)
   seconds.update_time(0.0, 0)
   clock.secs, clock.compiled = clock.secs + 9, 7.0

@@ -22,7 +22,9 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import debug
+from jaxline import devices
 from jaxline import distributed
 from jaxline import errors
 from jaxline import evaluation
@@ -30,10 +32,8 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
-from jaxline.compat import devices
 from jaxline.compat import threads
 from jaxline.metrics import rates
 from jaxline.metrics import writers
@@ -985,7 +985,7 @@ class Scripted:
     self.saved = []
 
   def get_experiment_state(self, ckpt_series):
-    return self.states.setdefault(ckpt_series, base.ExperimentState())
+    return self.states.setdefault(ckpt_series, checkpointing.ExperimentState())
 
   def restore_path(self, ckpt_series):
     assert ckpt_series == 'latest'
@@ -1675,7 +1675,7 @@ def test_of_several_processes_the_first_decides_what_is_best(
   monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
-  evaluate(base.ExperimentState(global_step=1, train_step_rng=None))
+  evaluate(checkpointing.ExperimentState(global_step=1, train_step_rng=None))
   assert saved == (['best'] if is_best else [])
 
 

@@ -21,8 +21,8 @@ import optax
 from examples import digits
 from jaxline import base_config
 from jaxline import metrics
+from jaxline import prng
 from jaxline import sharded
-from jaxline.compat import prng
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.metrics import writers

@@ -31,17 +31,17 @@ from configs import lm
 from examples import transformer
 import jaxline
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import distributed
 from jaxline import errors
 from jaxline import partitioning
 from jaxline import platform
+from jaxline import prng
 from jaxline import sharded
 from jaxline import train_state
-from jaxline.checkpoint import base
 from jaxline.checkpoint import structure
 from jaxline.compat import adapters
 from jaxline.compat import experiments
-from jaxline.compat import prng
 from jaxline.inputs import tokenization
 
 from . import experiment as experiment_lib
@@ -442,9 +442,9 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     step_rng, init_rng = prng.run_keys(config)
     experiment = experiments.construct(cls, 'decode', init_rng, config)
     state = _read_state(tensors, experiment, init_rng)
-    experiment.restore_from_snapshot(base.Fresh(state=state))
+    experiment.restore_from_snapshot(checkpointing.Fresh(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
-    base.new_state(checkpointer, experiment, step_rng)
+    checkpointing.new_state(checkpointer, experiment, step_rng)
     checkpointer.mark_begun(0)
     checkpointer.save('latest')
     checkpointer.wait_for_checkpointing_to_finish()

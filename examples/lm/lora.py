@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxline import partitioning
+from jaxline import prng
 from jaxline import sharded
-from jaxline.compat import prng
 
 # The names of the adapters, for `sharded.trainable`.
 TRAINABLE = '.*_lora_[ab]'

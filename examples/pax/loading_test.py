@@ -23,7 +23,7 @@ from jaxline import errors
 from jaxline import train
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import store
+from jaxline.storage import store
 
 Rules = loading.CheckpointLoadingRules
 WIDTH = 4

@@ -25,7 +25,7 @@ from jaxline import errors
 from jaxline import platform
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 
 MODES = {
   'train': 'train, with evaluations between if there is data for them',

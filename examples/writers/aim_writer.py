@@ -14,8 +14,8 @@ from typing import Any
 import aim
 
 from jaxline import base_config
-from jaxline.checkpoint import spool
 from jaxline.metrics import writers
+from jaxline.storage import spool
 
 from . import run_id
 

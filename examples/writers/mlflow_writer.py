@@ -16,8 +16,8 @@ from mlflow import entities
 from mlflow import tracking
 
 from jaxline import base_config
-from jaxline.checkpoint import spool
 from jaxline.metrics import writers
+from jaxline.storage import spool
 
 from . import run_id
 

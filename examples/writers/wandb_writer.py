@@ -15,8 +15,8 @@ import uuid
 import wandb
 
 from jaxline import base_config
-from jaxline.checkpoint import spool
 from jaxline.metrics import writers
+from jaxline.storage import spool
 
 from . import run_id
 

@@ -26,15 +26,15 @@ from jaxline import counting
 from jaxline import disk
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
+from jaxline import prng
 from jaxline import sharded
 from jaxline.aot import hlo
 from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.aot import report as report_lib
-from jaxline.checkpoint import spool
 from jaxline.compat import experiments
-from jaxline.compat import prng
 from jaxline.metrics import rates
+from jaxline.storage import spool
 
 # How many buffers of a program a report lists.
 _NUM_LARGEST = 8

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 
 # A part has at most this many bytes, if its array can be split evenly.
 _PART_BYTES = 64 << 20

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxline
+from jaxline import checkpointing
+from jaxline import devices
 from jaxline import errors
 from jaxline.checkpoint import arrays as arrays_lib
-from jaxline.checkpoint import base
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import rules as rules_lib
-from jaxline.checkpoint import store as store_lib
 from jaxline.checkpoint import structure
-from jaxline.compat import devices
 from jaxline.compat import experiments
+from jaxline.storage import store as store_lib
 
 _MAX_DIFF = 2**20  # Characters.
 
@@ -240,7 +240,7 @@ class Checkpoint:
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
     described = self.record['entries']
-    keys = [k for k in keys if k != base.OPTIONAL or k in described]
+    keys = [k for k in keys if k != checkpointing.OPTIONAL or k in described]
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
         f'{self.name} lacks {missing}; it holds {sorted(described)}.'
@@ -285,7 +285,7 @@ class Checkpoint:
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
       if devices.layout(getattr(module, attribute, None)) is not None:
         placed.add(entry)
-    snapshot = base.Fresh(self._per_process(wants))
+    snapshot = checkpointing.Fresh(self._per_process(wants))
     for entry, about in saved.items():
       if entry in trees:
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
@@ -328,7 +328,7 @@ class Checkpoint:
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
     replaced = self.take(sources, live, where)
-    return base.Fresh(
+    return checkpointing.Fresh(
       {
         entry: _with_arrays(tree, entry, replaced)
         for entry, tree in snapshot.items()

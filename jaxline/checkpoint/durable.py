@@ -27,8 +27,8 @@ from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
 from jaxline.checkpoint import saving
-from jaxline.checkpoint import store as store_lib
 from jaxline.compat import experiments
+from jaxline.storage import store as store_lib
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 # The interval at which an evaluation lists the checkpoints in a bucket.

@@ -37,9 +37,9 @@ from jaxline import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import store as store_lib
 from jaxline.metrics import jsonl
 from jaxline.metrics import lines
+from jaxline.storage import store as store_lib
 
 Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'

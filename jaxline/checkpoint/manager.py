@@ -20,8 +20,8 @@ import zlib
 from absl import logging
 
 from jaxline.checkpoint import arrays
-from jaxline.checkpoint import owner
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import owner
+from jaxline.storage import store as store_lib
 
 # Of the manifest and all that it names. Another one is refused.
 FORMAT = 2

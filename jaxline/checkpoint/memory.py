@@ -20,12 +20,12 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
+from jaxline import checkpointing
+from jaxline import devices
 from jaxline import disk
 from jaxline import distributed
-from jaxline.checkpoint import base
-from jaxline.checkpoint import store as store_lib
-from jaxline.compat import devices
 from jaxline.compat import experiments
+from jaxline.storage import store as store_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _checkpoints() -> dict[str, CheckpointNT]:
   return getattr(utils, 'GLOBAL_CHECKPOINT_DICT', GLOBAL_CHECKPOINT_DICT)
 
 
-class _ModuleState(base.ExperimentState):
+class _ModuleState(checkpointing.ExperimentState):
   """The snapshot of an experiment, which also has the experiment's attributes.
 
   JAXline once kept the experiment itself in `pickle_nest`, and programs that
@@ -154,12 +154,14 @@ def _nest(tree: Any) -> Any:
   """Gives dicts inside dicts attribute access."""
   if type(tree) is not dict:
     return tree
-  return base.ExperimentState({key: _nest(x) for key, x in tree.items()})
+  return checkpointing.ExperimentState(
+    {key: _nest(x) for key, x in tree.items()}
+  )
 
 
 def nest_of(
   entries: Mapping[str, Any], attributes: Mapping[str, str]
-) -> base.ExperimentState:
+) -> checkpointing.ExperimentState:
   """Returns the `pickle_nest` of entries that nothing else changes.
 
   Args:
@@ -286,7 +288,7 @@ def entries_of(
   module: Any = entries.get('experiment_module')
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
-  missing = sorted(set(keys) - set(entries) - {base.OPTIONAL})
+  missing = sorted(set(keys) - set(entries) - {checkpointing.OPTIONAL})
   if missing == ['train_step_rng']:
     # JAXline's programs make such snapshots.
     logging.warning(
@@ -312,7 +314,7 @@ def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
   state.update(found)
 
 
-class InMemoryCheckpointer(base.FullCheckpointer):
+class InMemoryCheckpointer(checkpointing.FullCheckpointer):
   """Keeps the newest checkpoints of each series in this process.
 
   Programs written against JAXline derive from it, and may set
@@ -347,7 +349,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     """Returns the calling thread's live state of the series."""
     active = add_series(ckpt_series).active
     if not hasattr(active, 'state'):
-      active.state = base.ExperimentState()
+      active.state = checkpointing.ExperimentState()
     return active.state
 
   def begin_training(self, experiment_class: Any) -> None:
@@ -391,7 +393,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     nest = nest_of(entries, module.CHECKPOINT_ATTRS)
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
-      keep = base.num_to_keep(self._config, ckpt_series, module)
+      keep = checkpointing.num_to_keep(self._config, ckpt_series, module)
     of = self._training or Training.of(type(live))
     newest = _newest(ckpt_series)
     id_ = newest.id + 1 if newest else 0

@@ -3,7 +3,7 @@
     config.json                      the config that training goes on with
     checkpoints/begun.json           the step from which it goes on
     checkpoints/ended.json           the step at which training has ended, why
-    checkpoints/evaluated/MODE.json  evaluations, see `base.Evaluation`
+    checkpoints/evaluated/MODE.json  evaluations, see `checkpointing.Evaluation`
 
 Each of them is replaced whole.
 """
@@ -21,13 +21,13 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import base_config
+from jaxline import checkpointing
 from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
-from jaxline.checkpoint import base
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import spool
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import spool
+from jaxline.storage import store as store_lib
 
 BEGUN, _ENDED = 'begun.json', 'ended.json'
 
@@ -35,7 +35,7 @@ BEGUN, _ENDED = 'begun.json', 'ended.json'
 _noting = threading.Lock()
 
 
-class NotingCheckpointer(base.FullCheckpointer):
+class NotingCheckpointer(checkpointing.FullCheckpointer):
   """Keeps the notes of a run: a base of the durable checkpointer."""
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
@@ -50,7 +50,7 @@ class NotingCheckpointer(base.FullCheckpointer):
     self._recorded = base_config.recorded(config)
     self._mode = mode
     # Read at each save: the training thread reads no files.
-    self._noted: tuple[Any, list[base.Evaluation]] | None = None
+    self._noted: tuple[Any, list[checkpointing.Evaluation]] | None = None
     self._move(config.checkpoint_dir)
 
   def _move(self, directory: str) -> None:
@@ -102,7 +102,7 @@ class NotingCheckpointer(base.FullCheckpointer):
       raise errors.StopTraining(end['why'], f'remove {place}')
     if early_stop(self._config)[1] is not None:
       rows = distributed.of_chief([x[:3] for x in evaluated if x.step <= step])
-      until = [base.Evaluation(*row) for row in rows]
+      until = [checkpointing.Evaluation(*row) for row in rows]
       stop_without_gain(self._config, until)
 
   def ended(self) -> int | None:
@@ -119,14 +119,14 @@ class NotingCheckpointer(base.FullCheckpointer):
     mode = self._mode if self.follows else 'eval'
     return f'evaluated/{mode}.json'
 
-  def _own_notes(self) -> list[base.Evaluation]:
+  def _own_notes(self) -> list[checkpointing.Evaluation]:
     return _read_note(self._store, self._note)
 
-  def evaluated(self) -> list[base.Evaluation]:
+  def evaluated(self) -> list[checkpointing.Evaluation]:
     """Returns what `mark_evaluated` noted in this mode on the first host."""
     is_chief = jax.process_index() == 0
     rows = distributed.of_chief(self._own_notes() if is_chief else [])
-    noted = [base.Evaluation(*row) for row in rows]
+    noted = [checkpointing.Evaluation(*row) for row in rows]
     return [x._replace(lengths=self._local(x.lengths)) for x in noted]
 
   def mark_evaluated(
@@ -145,7 +145,7 @@ class NotingCheckpointer(base.FullCheckpointer):
       # goes on through its data finds its place by how many there were.)
       metric = '' if value is None else early_stop(self._config)[0]
       data = self._data_of(step)
-      row = base.Evaluation(step, metric, value, data, lengths)
+      row = checkpointing.Evaluation(step, metric, value, data, lengths)
       noted = [*self._own_notes(), row]
       _write_note(self._store, self._note, noted[-100_000:])
 
@@ -182,7 +182,7 @@ def early_stop(config: Any) -> tuple[str, Any, float]:
 
 
 def stop_without_gain(
-  config: Any, evaluated: Iterable[base.Evaluation]
+  config: Any, evaluated: Iterable[checkpointing.Evaluation]
 ) -> None:
   """Raises StopTraining if early stopping ends a run after evaluations."""
   metric, patience, min_delta = early_stop(config)
@@ -202,7 +202,9 @@ def stop_without_gain(
       )
 
 
-def _read_note(store: store_lib.Store, key: str) -> list[base.Evaluation]:
+def _read_note(
+  store: store_lib.Store, key: str
+) -> list[checkpointing.Evaluation]:
   """Returns the noted evaluations; none without a note.
 
   Raises:
@@ -212,7 +214,7 @@ def _read_note(store: store_lib.Store, key: str) -> list[base.Evaluation]:
     return []
   try:
     rows = manager.unpack(key, raw)['evaluated']
-    return [base.Evaluation(*row) for row in rows]
+    return [checkpointing.Evaluation(*row) for row in rows]
   except (store_lib.DamagedError, LookupError, TypeError) as e:
     raise store_lib.RefusedError(
       f'{store}/{key} is not as it was written. Remove it to evaluate the'
@@ -222,6 +224,6 @@ def _read_note(store: store_lib.Store, key: str) -> list[base.Evaluation]:
 
 
 def _write_note(
-  store: store_lib.Store, key: str, noted: list[base.Evaluation]
+  store: store_lib.Store, key: str, noted: list[checkpointing.Evaluation]
 ) -> None:
   store.write(key, manager.pack({'evaluated': noted}))

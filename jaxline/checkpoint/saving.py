@@ -19,17 +19,17 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import async_lib
+from jaxline import checkpointing
 from jaxline import distributed
 from jaxline.checkpoint import arrays
-from jaxline.checkpoint import base
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
-from jaxline.checkpoint import owner
-from jaxline.checkpoint import spool
-from jaxline.checkpoint import store as store_lib
 from jaxline.compat import experiments
+from jaxline.storage import owner
+from jaxline.storage import spool
+from jaxline.storage import store as store_lib
 
 
 class SavingCheckpointer(notes.NotingCheckpointer):
@@ -68,7 +68,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
   def get_experiment_state(self, ckpt_series: str) -> Any:
     # Programs written against JAXline look at the series there.
     memory.add_series(ckpt_series)
-    state = base.ExperimentState()
+    state = checkpointing.ExperimentState()
     return vars(self._live).setdefault(ckpt_series, state)
 
   def save(self, ckpt_series: str) -> None:
@@ -107,7 +107,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     self._saving = self._writer.submit(
       self._write, ckpt_series, step, flushes, content, added, published
     )
-    keep = base.num_to_keep(config, ckpt_series, module)
+    keep = checkpointing.num_to_keep(config, ckpt_series, module)
     # A call of its own: the next save waits for the write, not for removals.
     self._writer.put(functools.partial(self._retire, ckpt_series, keep))
 

@@ -27,8 +27,8 @@ from jax._src import tree_util
 import numpy as np
 
 from jaxline.checkpoint import arrays as arrays_lib
-from jaxline.checkpoint import store as store_lib
 from jaxline.partitioning import name_of
+from jaxline.storage import store as store_lib
 
 
 def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:

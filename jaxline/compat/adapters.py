@@ -10,16 +10,16 @@ import inspect
 import types
 from typing import Any
 
-from jaxline.checkpoint import base
+from jaxline import checkpointing
 from jaxline.metrics import periodic
 from jaxline.metrics import values
 from jaxline.metrics import writers
 
 
-class _ForeignCheckpointer(base.FullCheckpointer):
+class _ForeignCheckpointer(checkpointing.FullCheckpointer):
   """A checkpointer that has the methods of JAXline's protocol only."""
 
-  def __init__(self, checkpointer: base.Checkpointer):
+  def __init__(self, checkpointer: checkpointing.Checkpointer):
     self._checkpointer = checkpointer
     for method in (
       'get_experiment_state',
@@ -39,14 +39,14 @@ class _ForeignCheckpointer(base.FullCheckpointer):
     getattr(self._checkpointer, 'close', lambda: None)()
 
 
-def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
+def full_checkpointer(checkpointer: Any) -> checkpointing.FullCheckpointer:
   """Returns a checkpointer with the whole interface.
 
   Args:
-    checkpointer: any that follows `base.Checkpointer`. A subclass of ours whose
+    checkpointer: any `checkpointing.Checkpointer`. A subclass of ours whose
       `restore` takes no step counts as foreign.
   """
-  is_full = isinstance(checkpointer, base.FullCheckpointer)
+  is_full = isinstance(checkpointer, checkpointing.FullCheckpointer)
   # Or a wrapper around one, which passes on all its attributes.
   is_full |= isinstance(getattr(checkpointer, 'is_resumable', None), bool)
   if is_full and 'step' in inspect.signature(checkpointer.restore).parameters:

@@ -8,21 +8,20 @@ from absl import logging
 
 from jaxline import debug
 from jaxline import errors
-from jaxline import train
 from jaxline.supervision import preemption
 
 # How long a failed training waits for the evaluation, in seconds.
 _GRACE_SECS = 5.0
 
 
-def train_and_eval(run: train.Run) -> None:
+def train_and_eval(run: Any) -> None:
   """Trains, and evaluates the checkpoints in a second thread meanwhile.
 
   An exception of either thread ends both.
 
   Args:
-    run: has an `eval_checkpointer`, which reads what the checkpointer of the
-      training writes. A checkpointer in memory serves both.
+    run: a `train.Run` with an `eval_checkpointer`, which reads what the
+      checkpointer of the training writes. One in memory serves both.
 
   Raises:
     ValueError: the run has no `eval_checkpointer`.

@@ -92,8 +92,10 @@ def _splitter(count: int) -> Any:
   return jax.jit(lambda packed: [packed[i] for i in range(count)])
 
 
-def _unstack(packed: Any) -> list[jax.Array]:
-  return _splitter(packed.shape[0])(packed)
+def _unstack(packed: Any) -> list[Any]:
+  split = _splitter(packed.shape[0])
+  is_shape = isinstance(packed, jax.ShapeDtypeStruct)
+  return jax.eval_shape(split, packed) if is_shape else split(packed)
 
 
 def pack(scalars: Mapping[str, Any]) -> Scalars:

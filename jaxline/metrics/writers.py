@@ -19,13 +19,13 @@ import numpy as np
 
 from jaxline import async_lib
 from jaxline import errors
-from jaxline.checkpoint import spool
 from jaxline.metrics import base
 from jaxline.metrics import fingerprints
 from jaxline.metrics import jsonl
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values as values_lib
+from jaxline.storage import spool
 
 F = TypeVar('F', bound=Callable[..., Any])
 

@@ -20,7 +20,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 
 CONFIG = base_config.RECORD
 

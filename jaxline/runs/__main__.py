@@ -21,12 +21,12 @@ from jaxline import errors
 from jaxline import runs as runs_lib
 from jaxline import xla
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import store
 from jaxline.metrics import lines
 from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
 from jaxline.runs import verdict
+from jaxline.storage import store
 
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
 

@@ -30,12 +30,12 @@ from jaxline import platform
 from jaxline import runs
 from jaxline import sharded
 from jaxline import train
-from jaxline.checkpoint import store as store_lib
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.metrics import writers
+from jaxline.storage import store as store_lib
 
 # Files whose lines do not say which operation of the model it was.
 _LIBRARIES = re.compile(r'(site|dist)-packages|/jaxline/|lib/python3')

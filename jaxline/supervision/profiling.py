@@ -13,8 +13,8 @@ from absl import logging
 import jax
 
 from jaxline import keys
-from jaxline.checkpoint import spool
 from jaxline.metrics import periodic
+from jaxline.storage import spool
 
 
 class Profiler(periodic.Action):

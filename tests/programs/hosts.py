@@ -18,10 +18,10 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from jaxline import base_config
+from jaxline import devices
 from jaxline import distributed
 from jaxline import platform
-from jaxline.compat import devices
-from jaxline.compat import prng
+from jaxline import prng
 from jaxline.inputs import base as inputs
 from jaxline.inputs import indexed
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline.compat import devices
+from jaxline import devices
 from jaxline.keys import BOOLEAN, Key, integer, one_of
 
 

@@ -22,7 +22,7 @@ from absl import logging
 from jaxline import disk
 from jaxline import errors
 from jaxline import watchdog
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import store as store_lib
 
 BEAT_SECS = 20.0
 STALE_SECS = 120.0

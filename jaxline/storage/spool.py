@@ -11,8 +11,8 @@ import pathlib
 import tempfile
 
 from jaxline import disk
-from jaxline.checkpoint import owner
-from jaxline.checkpoint import store as store_lib
+from jaxline.storage import owner
+from jaxline.storage import store as store_lib
 
 _directories: dict[str, pathlib.Path] = {}
 

@@ -1,0 +1,1 @@
+"""Bytes by key, on a disk or in a bucket, and who may write there."""
