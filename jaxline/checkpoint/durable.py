@@ -317,7 +317,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return found, self._read(found, state, module)
 
       try:
-        return _together(read)
+        return _together(f'{self._store}/{series}/{at}', read)
       except store_lib.DamagedError as e:
         if not distributed.of_chief(at in self.steps(series)):
           continue  # It was removed while it was read: there may be another.
@@ -341,7 +341,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return _together(read)
+    return _together(at.name, read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
@@ -375,7 +375,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     )
 
 
-def _together(read: Callable[[], _T]) -> _T:
+def _together(name: str, read: Callable[[], _T]) -> _T:
   """Calls a function in all processes; if one finds damage, all raise.
 
   Raises:
@@ -389,7 +389,9 @@ def _together(read: Callable[[], _T]) -> _T:
   if jax.process_count() > 1:
     said = multihost_utils.process_allgather(np.bool_(error is not None))
     if said.any() and error is None:
-      error = store_lib.DamagedError(f'processes {np.flatnonzero(said)} say so')
+      error = store_lib.DamagedError(
+        f'{name} is damaged: processes {np.flatnonzero(said)} report it.'
+      )
   if error is not None:
     raise error
   return result
