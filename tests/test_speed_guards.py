@@ -85,12 +85,13 @@ def test_nothing_on_the_training_thread_waits_for_the_step():
       return {'slow': x.sum()}
 
     def step(self, **kwargs):
-      newest.update(super().step(**kwargs))
-      return dict(newest)
+      newest['scalars'] = super().step(**kwargs)
+      return newest['scalars'] | {'more': 1}
 
   class Watch(preemption.Watch):
     def reached(self, step):  # The last thing that the loop does in a step.
-      was_running.append(not newest['slow'].is_ready())
+      (packed, *_) = jax.tree.leaves(newest['scalars'])
+      was_running.append(not packed.is_ready())
       return super().reached(step)
 
   writer = Writer()

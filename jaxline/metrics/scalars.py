@@ -18,8 +18,8 @@ class Scalars(MutableMapping[str, Any]):
   """A mapping of which one array on the devices holds the float32 scalars.
 
   When one of these is asked for, also by `{**scalars}`, a small program splits
-  the array, on the devices. `scalars | {...}`, `copy` and an assignment leave
-  it packed.
+  the array, on the devices; on a CPU that waits for the step. `scalars | {...}`,
+  `copy` and an assignment leave it packed.
 
   Attributes:
     others: the values that are not in the array, by name.
