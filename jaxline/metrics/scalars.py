@@ -18,7 +18,7 @@ class Scalars(MutableMapping[str, Any]):
   """A mapping of which one array on the devices holds the float32 scalars.
 
   When one of these is asked for, also by `{**scalars}`, a small program splits
-  the array, on the devices; on a CPU that waits for the step. `scalars | {...}`,
+  the array on the devices; on a CPU this waits for the step. `scalars | {...}`,
   `copy` and an assignment leave it packed.
 
   Attributes:
