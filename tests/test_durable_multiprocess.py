@@ -415,7 +415,7 @@ SHARED_POSITION = '--config.experiment_kwargs.config.own_position=False'
 def test_another_number_of_processes(undisturbed, folder):
   _, directory = undisturbed
   (result,) = run(directory, processes=1, devices=2, steps=12, codes=None)
-  assert result.code == 1
+  assert result.code == 2
   assert "2 processes saved ['input'], each its own, and now" in result.err
   assert remains.steps(directory)[-1] == STEPS
 
