@@ -26,14 +26,7 @@ def gradients(
   gradient of the whole batch if the loss is the mean by these weights. Each
   microbatch has its own key.
 
-  Args:
-    loss_fn: like the next four, as for `train_step.gradients`.
-    params: the weights.
-    model_state: the model state before the step.
-    batch: [B, ...].
-    rng: the key of the step.
-    num_microbatches: how many; 1 computes the batch as a whole.
-    place_grads: constrains the sharding of the gradients.
+  `place_grads` constrains the sharding of the gradients.
   """
   if num_microbatches == 1:
     *output, grads = train_step.gradients(

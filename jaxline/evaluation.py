@@ -31,11 +31,7 @@ _POLL_SECS = 0.25
 
 
 def evaluate(run: Any) -> None:
-  """Evaluates checkpoints, as `train.evaluate` describes it.
-
-  Args:
-    run: a `train.Run`.
-  """
+  """Evaluates the checkpoints of a `train.Run`: see `train.evaluate`."""
   config, checkpointer = run.config, run.checkpointer
   checkpointer.restrict(follows=True)
   steps, one_off = _listed_steps(config, checkpointer), config.one_off_evaluate
@@ -48,7 +44,7 @@ def evaluate(run: Any) -> None:
     )
   evaluation = Evaluation(run)
   logging.info('Evaluating with config:\n%s', config)
-  if run.trained is None:  # Else the training says it.
+  if run.trained is None:  # Else the training beside it prints the start.
     run.console.begin(config, evaluation.experiment)
   state = checkpointing.new_state(checkpointer, evaluation.experiment)
   with run.stoppable():
@@ -64,7 +60,8 @@ def evaluate(run: Any) -> None:
     elif not steps:
       _follow(run, evaluation, state)
   if run.stop and not (steps or one_off):
-    run.mark_ended(state.global_step)  # Training reads it at a save.
+    # A training in another process reads this note at a save, and stops.
+    run.mark_ended(state.global_step)
 
 
 def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
@@ -75,16 +72,17 @@ def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
   initial_is_due = (
     config.eval_initial_weights
     and 0 not in evaluation.done
-    # A checkpoint will hold the weights that the run begins with.
+    # Else training saves its initial weights, and they are evaluated as any
+    # other checkpoint.
     and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
-    and not config.restore_from  # Training saves one.
+    and not config.restore_from
   )
 
   def training_is_over() -> bool:
     if run.trained is not None:
       return run.trained.is_set()
-    # Without the note of its end, training was killed before it wrote it, or a
-    # training that restarts has removed it.
+    # The note of the end is missing if training was killed before it wrote it,
+    # or has begun again: then the last step counts as the end.
     return checkpointer.ended() is not None or evaluation.is_of_last_step()
 
   restore_next = checkpointer.follow('latest')
@@ -101,7 +99,7 @@ def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
       initial_is_due = False
       evaluation(state, counts=is_restored or evaluation.starts_as_run)
       evaluation.wait()
-      # In JAXline the last step ends it, and nothing later is looked at.
+      # As in JAXline: nothing after the last step is looked at.
       is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
     elif not is_over:
       run.console.log_waiting(evaluation.last, config.checkpoint_dir)
@@ -144,17 +142,12 @@ class Evaluation:
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
     noted: the evaluations that early stopping compares.
-    starts_as_run: whether the experiment's initial weights are those that the
-      training of this config initialises.
+    starts_as_run: whether the experiment initialises the same weights as
+      training does: true in the sharded style, not in JAXline's.
   """
 
   def __init__(self, run: Any, until: float = math.inf):
-    """Constructs the experiment.
-
-    Args:
-      run: a `train.Run`.
-      until: the last step that may count as evaluated.
-    """
+    """Constructs the experiment; steps after `until` count as not evaluated."""
     self._run = run
     config, checkpointer = run.config, run.checkpointer
     init_rng = experiments.declared(run.experiment_class).eval_init_rng(config)
@@ -182,16 +175,16 @@ class Evaluation:
         run.console.log_best(metric, self._best.value)
 
   def __call__(self, state: Any, counts: bool = True) -> None:
-    """Evaluates the weights of the experiment, those of `state.global_step`.
+    """Evaluates the experiment's weights, which are those of a live state.
 
     Args:
       state: the live state of `latest`.
-      counts: whether these are weights of the run: they may be the best, and
-        the step counts as evaluated, for later processes too.
+      counts: whether these are weights of the run: only then may they be the
+        best, and the step is noted as evaluated, for later processes too.
     """
     run, step = self._run, int(state.global_step)
     run.console.evaluating(step)
-    if counts:  # Already now: it may raise StopTraining.
+    if counts:  # Already now: `evaluate` may raise StopTraining.
       self.done.add(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
@@ -239,7 +232,7 @@ class Evaluation:
     )
 
   def wait(self) -> None:
-    """Waits until what has been evaluated is safe and noted."""
+    """Waits until all evaluations are noted, and the best one is saved."""
     with goodput.measure('checkpoints'):
       self._run.checkpointer.wait_for_checkpointing_to_finish()
 
@@ -248,16 +241,9 @@ class Best:
   """The series `best`, which `evaluate` and `train_and_eval` save."""
 
   def __init__(self, config: Any, checkpointer: checkpointing.FullCheckpointer):
-    """Restores the best value so far, but not its weights.
-
-    Args:
-      config: the run's; `best_model_eval_metric` is set.
-      checkpointer: saves the series.
-    """
-    self._checkpointer, self._metric = (
-      checkpointer,
-      config.best_model_eval_metric,
-    )
+    """Restores the best value so far, but not its weights."""
+    self._checkpointer = checkpointer
+    self._metric = config.best_model_eval_metric
     self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
     state = self._state = checkpointer.get_experiment_state('best')
     worst = -self._sign * math.inf
@@ -290,17 +276,7 @@ class Best:
     step: int,
     train_step_rng: Any,
   ) -> bool:
-    """Saves an experiment if its metric is strictly better than ever.
-
-    Args:
-      experiment: the experiment that was evaluated.
-      scalars: the metrics of its evaluation.
-      step: the step of its weights.
-      train_step_rng: the state key of that step.
-
-    Returns:
-      Whether it was better.
-    """
+    """Saves an experiment if its metric is the best so far; returns whether."""
     state = self._state
     value = metric_of(
       'best_model_eval_metric', self._metric, scalars, self._checkpointer
@@ -325,14 +301,8 @@ def metric_of(
 ) -> float:
   """Returns a metric; process 0's, if the processes save together.
 
-  Args:
-    key: the config key that names the metric.
-    metric: the name of the metric.
-    scalars: what `evaluate` returned.
-    checkpointer: the run's.
-
   Raises:
-    UsageError: there is no number of that name.
+    UsageError: there is no number of that name, which `config.<key>` asks for.
   """
   values = writers.to_scalars(scalars)
   if metric not in values:

@@ -44,8 +44,8 @@ class AbstractExperiment(abc.ABC):
     NON_BROADCAST_CHECKPOINT_ATTRS: the same for all other values; they are
       stored whole.
     PER_PROCESS_ENTRIES: names in the checkpoint of values that differ between
-      processes. Of all others, unless they are arrays over several hosts, a
-      durable checkpoint stores the first process's.
+      processes: each process saves its own. Process 0 saves the other values;
+      an array over several hosts is saved by all of them.
     CHANGEABLE_ON_RESUME: paths in the config, such as
       'experiment_kwargs.config.eval_batches', of keys that do not affect
       training steps. A run may be resumed with other values of these keys and
@@ -103,14 +103,7 @@ class AbstractExperiment(abc.ABC):
     return jax.random.PRNGKey(config.random_seed)
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
-    """Places the key of the training steps on the devices.
-
-    Args:
-      rng: one key.
-
-    Returns:
-      A copy for each local device, [local devices, ...].
-    """
+    """Returns a copy of the key for each local device, [local devices, ...]."""
     return devices.bcast_local_devices(rng)
 
   def overrides(self, method: str) -> bool:
@@ -130,13 +123,7 @@ class AbstractExperiment(abc.ABC):
   def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
     """Returns the function that makes the arguments of each step.
 
-    Args:
-      config: the run's config; `random_mode_train` says which hosts and devices
-        get the same keys.
-
-    Returns:
-      A function of the step's number and the state key that returns the
-      per-device step, the per-device keys and the next state key.
+    `config.random_mode_train` says which hosts and devices get the same keys.
     """
     config = base_config.complete_config(config)
     return prng.DeviceStepKeys(config.random_mode_train)
@@ -144,16 +131,10 @@ class AbstractExperiment(abc.ABC):
   def evaluate_inputs(
     self, config: config_dict.ConfigDict, rng: jax.Array
   ) -> Callable[[int], tuple[Any, Any]]:
-    """Returns the function that makes the arguments of each evaluation.
+    """Returns a function that maps a step to the arguments of `evaluate`.
 
-    Args:
-      config: the run's config; `random_mode_eval` says which hosts and devices
-        get the same keys.
-      rng: the evaluation key.
-
-    Returns:
-      A function of the step's number that returns the per-device step and
-      the per-device keys, the same keys each time.
+    `config.random_mode_eval` says which hosts and devices get the same keys,
+    which are those of `rng` each time.
     """
     config = base_config.complete_config(config)
     host_id = prng.host_id_devices_for_rng(config.random_mode_eval)
@@ -320,13 +301,13 @@ class AbstractExperiment(abc.ABC):
   def wants_restored(self, name: str) -> bool:
     """Returns whether a restore reads an entry or an array.
 
-    By default it reads the entries of the attributes; of a class with its own
-    `snapshot_state`, all.
+    By default all entries of the attributes are read, or all entries if a class
+    has its own `snapshot_state`.
 
     Args:
-      name: of an entry or an array in it, such as 'state/params/w'. An array
-        that is not read arrives as a jax.ShapeDtypeStruct. An entry is absent
-        if neither it nor an array in it is read.
+      name: of an entry, or of an array in it, such as 'state/params/w'. An
+        array that is not read arrives as a jax.ShapeDtypeStruct. An entry of
+        which nothing is read is absent.
     """
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     return self.overrides('snapshot_state') or any(
@@ -334,13 +315,10 @@ class AbstractExperiment(abc.ABC):
     )
 
   def make_room(self) -> None:  # noqa: B027
-    """Frees the state that a restore will replace; the shapes fit."""
+    """Frees the state that a restore replaces, once its shapes are checked."""
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores what `snapshot_state` returned.
-
-    Args:
-      snapshot_state: name in the checkpoint -> value.
 
     Raises:
       ValueError: a name is missing; then nothing was changed.
@@ -373,9 +351,6 @@ class AbstractExperiment(abc.ABC):
 
     `train_and_eval` calls this on its evaluating experiment before each
     evaluation. Training waits meanwhile, so that no buffer is donated.
-
-    Args:
-      trained: the experiment in training, of the same class.
     """
     if self.overrides('snapshot_state'):
       # The override alone knows the state. It is copied, since the next step
@@ -398,16 +373,7 @@ class AbstractExperiment(abc.ABC):
 
 
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
-  """Checks the value that `step` or `evaluate` returned.
-
-  Args:
-    scalars: the value.
-    experiment: the experiment whose method returned it.
-    method: the name of the method.
-
-  Raises:
-    TypeError: it is neither a mapping nor None.
-  """
+  """Raises TypeError if a method returned neither a mapping nor None."""
   # Not by its class: a ConfigDict is no Mapping.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
@@ -418,11 +384,7 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
 
 
 def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
-  """Returns how many steps may be dispatched and not finished.
-
-  Args:
-    config: a run's complete config.
-  """
+  """Returns how many steps may be dispatched and not finished."""
   steps = config.max_steps_in_flight
   if steps is not None:
     return steps

@@ -110,7 +110,9 @@ class TrainFeed(_Feed):
   is_training = True
   num_read = 0
   _infeed: infeed.Infeed | None = None
-  # The position is `_saved`, or what the open input makes of `_mark`.
+  # The position behind the last step's batch is `_saved` until a batch of the
+  # open input is used. Then it is `_mark`, which costs a step nothing, and from
+  # which the input makes a position when a save asks for it.
   _saved: Any = None
   _mark: Any = None
 
@@ -155,7 +157,7 @@ class TrainFeed(_Feed):
     return batch
 
   def commit(self) -> None:
-    """Counts the batch taken last as used by a step."""
+    """Moves the position behind the batch taken last."""
     assert self._infeed is not None
     self.num_read, self._saved = self.next_number, None
     self._mark = self._infeed.mark
@@ -176,7 +178,7 @@ class TrainFeed(_Feed):
     self._infeed = self._read_ahead(source)
 
   def note(self, num_read: int, position: Any) -> None:
-    """Notes where training is, for a checkpoint; opens no input."""
+    """Sets the position that a checkpoint stores; opens no input."""
     self.close()
     self.num_read, self._saved = num_read, position
 

@@ -140,10 +140,6 @@ def get_rules(
   Args:
     name: one of `PRESETS`.
     changes: logical axis -> the mesh axes that it is split over instead.
-
-  Raises:
-    errors.UsageError: there is no such preset or axis; the message lists the
-      valid ones.
   """
   errors.check_names([name], PRESETS, 'preset', 'config.sharding')
   changes = dict(changes or {})
@@ -199,11 +195,7 @@ class Partitioner:
   ) -> 'Partitioner':
     """Makes a mesh and rules: see `mesh.mesh_shape` and `get_rules`.
 
-    Args:
-      sizes: of the mesh.
-      sharding: one of `PRESETS`.
-      changes: to its rules.
-      devices: None is those of `mesh.on_devices`, or else all of all hosts.
+    Without `devices` it takes those of `mesh.on_devices`, or all of all hosts.
     """
     devices = devices or mesh_lib.current_devices(sizes)
     shape = mesh_lib.mesh_shape(sizes, devices)
@@ -286,9 +278,6 @@ class Partitioner:
       shape: the array's shape. A dimension that its mesh axes do not divide
         stays whole.
 
-    Raises:
-      ValueError: an axis name is unknown, or `axes` and `shape` differ in
-        length.
     """
     used: set[str] = set()
     entries = []

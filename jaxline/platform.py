@@ -157,8 +157,6 @@ def start(
   Returns:
     The run's directory, and what the function of the mode returns.
 
-  Raises:
-    UsageError: the command line, the config or the run's directory is wrong.
   """
   mode = find_mode(name)
   if mode.is_threaded and (count := jax.process_count()) > 1:
@@ -191,9 +189,6 @@ def resolve_config(
   """Returns a locked copy of a validated config, with absolute paths.
 
   If the config has no directory, this makes one whose name contains `name`.
-
-  Raises:
-    UsageError: the directory is an address that cannot be used.
   """
   config = base_config.expand_paths(config)
   prefix = f'jaxline_{name or "run"}_{time.strftime("%Y%m%d_%H%M%S")}_'
@@ -465,7 +460,9 @@ def _read_config(
   values: flags.FlagValues,
 ) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
   """Returns a validated copy of the config of parsed flags, and its origin."""
-  is_twice = values['config'].present > values['jaxline_run'].present > 0
+  # --jaxline_run is an alias: setting it also counts as --config.
+  num_aliases = values['jaxline_run'].present
+  is_twice = num_aliases and values['config'].present > num_aliases
   if values.config is None or is_twice:
     raise UsageError(
       f'Got {"--config and --jaxline_run" if is_twice else "no --config"};'
@@ -478,7 +475,7 @@ def _read_config(
 
 
 def _is_recorded(origin: console_lib.Origin) -> bool:
-  """Returns whether a run's directory, maybe anybody's, names the class."""
+  """Returns whether a run's directory, and not the user, names the class."""
   is_users = 'experiment_class' in origin.overrides
   return not is_users and _is_directory(origin.config_file)
 

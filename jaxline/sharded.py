@@ -6,8 +6,8 @@ loss of a batch (`loss_fn`), the optimizer (`make_optimizer`) and the data
 `(state, batch, rng) -> (state, metrics)` with donated buffers over all devices
 of all hosts, an evaluation that averages exactly, and checkpoints.
 
-`train_step` has the functions that are compiled, `feed` gives the batches,
-`mesh` makes the mesh and `partitioning` the shardings.
+`train_step` and `accumulate` have the functions that are compiled,
+`train_state` the state, `feed` the batches and `partitioning` the shardings.
 """
 
 import abc
@@ -140,9 +140,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       model_state: the value that `init_fn` or the step before returned.
       batch: global arrays [B, ...]. The entry `weights` is the input's own,
         [B, ...], or ones, [B]; padding rows of an evaluation have weight 0.
-      rng: a key of this batch alone: the run's step key, folded with the step
-        and the microbatch; in evaluation the run's key, folded with
-        'evaluation', the name of the set and the number of the batch.
+      rng: a key of this batch, or microbatch, alone.
       is_training: True in training, False in evaluation.
 
     Returns:
@@ -187,7 +185,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
       grads: the gradients, like `trained(state.params)`.
       updates: the optimizer's changes of the weights, likewise.
     """
-    del state, updates
     return {'grad_norm': optax.tree.norm(grads)}
 
   def after_update(self, before: TrainState, after: TrainState) -> Any:
@@ -200,7 +197,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
       before: the state before the step.
       after: the state after it, with the model state that `loss_fn` returned.
     """
-    del before
     return after.model_state
 
   # The compiled programs.
@@ -235,20 +231,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _pure_step(
     self, state: TrainState, batch: Batch, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Returns the state after a step and its scalars.
-
-    These are the loss's metrics, those of `step_scalars`, and those of
-    `train_step.guard_step`.
-
-    Args:
-      state: the state before the step.
-      batch: a global batch.
-      rng: the run's step key; that of the step is folded with `state.step`.
-    """
+    """Returns the state after a step, and scalars; `rng` is the run's key."""
     loss_fn = lambda params, *args: self.loss_fn(
       train_state.with_frozen(params, state.params), *args
     )
-    # Like the weights, so that no device ever holds the gradients whole.
+    # Split like the weights: no device ever holds the gradients whole.
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
       grads, self.trained(self.layout.shardings.params)
     )
@@ -282,7 +269,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def compiled_eval_step(self) -> Callable[..., Any]:
     """`train_step.eval_step` as one program, without its `loss_fn`."""
 
-    # Lists of programs show this name.
     def evaluation(*args: Any) -> Any:
       return step_lib.eval_step(self.loss_fn, *args)
 
@@ -298,20 +284,15 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   @property
   def eval_params(self) -> Any:
-    """The weights to evaluate and to decode with.
+    """The weights to evaluate and decode with; a subclass may choose others.
 
-    The averaged weights if the model state has them (see `average_weights`),
-    else those of `state`. A subclass may choose others.
+    By default the averaged weights, if there are any (see `average_weights`).
     """
     return train_state.averaged_weights(self.state)
 
   @property
   def state(self) -> TrainState:
-    """The live state; made from the init key when it is first used.
-
-    Raises:
-      RuntimeError: a restore that failed has dropped it.
-    """
+    """The live state; made from the init key when it is first used."""
     if self._is_dropped:
       raise RuntimeError(
         f'The state of {type(self).__name__} was dropped for a restore that did'
@@ -350,7 +331,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return source.abstract_batch()
 
   def summary(self) -> dict[str, str]:
-    """Returns name -> text of lines that the terminal shows at the start."""
     sizes = self.partitioner.axis_sizes.items()
     axes = ', '.join(f'{axis} {size}' for axis, size in sizes if size > 1)
     params = self.abstract_state().params
@@ -373,15 +353,16 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Returns the key that training initialises from."""
     return prng.run_keys(config)[1]
 
+  # `random_mode_train` and `random_mode_eval` give devices that run separate
+  # programs their keys. A sharded step is one program, so nothing reads them.
+
   def step_inputs(
     self, config: config_dict.ConfigDict
   ) -> experiment.StepInputs:
-    """Returns what gives each step its number and the run's key."""
-    del config  # `random_mode_train` is for several programs; this is one.
+    # The state key never changes: the program folds the step into it.
     return lambda global_step, rng: (global_step, rng, rng)
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
-    """Puts the key of training on all devices."""
     return placement.put(rng, self.partitioner.replicated)
 
   def train_loop(
@@ -391,20 +372,20 @@ class ShardedExperiment(experiment.AbstractExperiment):
     periodic_actions: Sequence[periodic.Action],
     writer: writers.MetricWriter | None = None,
   ) -> None:
-    """Runs steps until `should_run_step` returns False."""
     config = base_config.complete_config(config)
     mode = config.on_nonfinite or type(self).on_nonfinite
     if self.on_nonfinite != mode:
       self.on_nonfinite = mode
       self.__dict__.pop('compiled_train_step', None)
-    # A restored key is on the host; each step would put it on the devices.
+    # A restored key is on the host: without this each step would transfer it.
     state.train_step_rng = placement.put(
       state.train_step_rng, self.partitioner.replicated, may_keep=True
     )
     try:
       super().train_loop(config, state, periodic_actions, writer)
     except errors.StopTraining:
-      # An override of `step` may raise it behind the update, which counts.
+      # If an override of `step` raised it after the update, this step counts:
+      # do what the loop does after a step.
       step = state.global_step + 1
       if int(self.state.step) == step:
         state.global_step = step
@@ -419,14 +400,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> scalars_lib.Scalars:
-    """Trains on the next batch; returns the scalars of `train_step`."""
-    del writer
     self.last_batch = batch = self.train_feed.take()
     every, step = self._recompute_interval, self.compiled_train_step
     if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.twice, step)
     self._state, self._scalars = step(self.state, batch, rng)
-    # Only now: a step that fails has not had its batch.
+    # Only now: a checkpoint after a failed step must not skip its batch.
     self.train_feed.commit()
     self._scalars['input_wait_fraction'] = self.train_feed.wait_fraction
     return self._scalars.copy()
@@ -436,8 +415,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def evaluate_inputs(
     self, config: config_dict.ConfigDict, rng: jax.Array
   ) -> Callable[[int], tuple[Any, Any]]:
-    """Returns a function that maps a step to the arguments of `evaluate`."""
-    del config  # `random_mode_eval` is for several programs; this is one.
     rng = prng.stream(rng, 'evaluation')
     rng = placement.put(rng, self.partitioner.replicated)
     return lambda global_step: (global_step, rng)
@@ -445,12 +422,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, float]:
-    """Averages the loss function's metrics over `eval_input`.
-
-    Returns:
-      Name -> mean; with several evaluation sets, `<set>/<name>` -> mean.
-    """
-    del global_step, writer
+    """Returns the means of the loss's metrics: [<set>/]<name> -> mean."""
     # The optimizer's state may be on the host: see `restore_from_snapshot`.
     state = dataclasses.replace(
       self.state, params=self.eval_params, opt_state=None
@@ -467,27 +439,20 @@ class ShardedExperiment(experiment.AbstractExperiment):
   # Checkpoints.
 
   def snapshot_state(self) -> dict[str, Any]:
-    """Returns the state and the position of the data."""
     snapshot = {'state': self.state, 'batches': self.train_feed.num_read}
     if (position := self.train_feed.position) is not None:
       snapshot['input'] = position
     return snapshot
 
   def snapshot_template(self) -> dict[str, Any]:
-    """Returns the shapes and shardings of the state."""
     return {'state': self.abstract_state()}
 
   def wants_restored(self, name: str) -> bool:
-    """Returns whether a restore must read an array.
-
-    An evaluation needs neither the optimizer's state nor the position of the
-    training data.
-    """
+    # An evaluation needs neither the optimizer's state nor the position.
     unused = ('state/opt_state/', 'input/')
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    """Drops the state: until it is restored, using it is an error."""
     self._state, self._is_dropped = None, True
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
@@ -507,8 +472,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     num_read = int(snapshot_state.get('batches', saved.step))
     place = num_read, snapshot_state.get('input')
-    # An evaluation keeps the position, and the optimizer's state on the host,
-    # for the case that this is the best checkpoint.
+    # An evaluation that saves this as the best checkpoint saves the position
+    # and the optimizer's state too: it keeps them, on the host.
     on_host: dict[str, Any] = {}
     if is_training:
       self.train_feed.restore(*place)
@@ -527,7 +492,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._is_dropped = False
 
   def share_state(self, trained: experiment.AbstractExperiment) -> None:
-    """Takes over the live state of the experiment in training."""
     assert isinstance(trained, ShardedExperiment)
     self._state, source = trained.state, trained.train_feed
     self.train_feed.note(source.num_read, source.position)

@@ -124,21 +124,17 @@ class Run:
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> experiment_lib.AbstractExperiment:
-    """Trains, pausing every `eval_interval` to evaluate the current weights.
+    """Trains, pausing every `eval_interval`, and at the end, to evaluate.
 
     One thread: two experiments, constructed with the modes 'train' and 'eval',
-    share the live state, which is not copied (see
-    `AbstractExperiment.share_state`). Also evaluates after the last step.
-
-    Returns:
-      The experiment that was trained.
+    share the live state without copies (see `AbstractExperiment.share_state`).
     """
     config, checkpointer = self.config, self.checkpointer
     training = Training(self)
     state = training.state
     evaluator = evaluation.Evaluation(self, until=state.global_step)
-    # Records of the restored step itself are dropped unless its evaluation is
-    # noted as complete.
+    # Keep the records of the evaluations that do not run again: those before
+    # the restored step, and that of this step only if it is noted as complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not checkpointer.is_new():
@@ -170,12 +166,13 @@ class Run:
           interval,
           end_step_to_action=config.training_steps,
         )
-        # The last hook, because it shifts the clocks of the others.
+        # Last: it takes the time of an evaluation off the clocks of the others.
         training.hooks.append(hook)
-        # The run may have been ended between this step and its evaluation.
+        # If the run ended after it saved this step, the evaluation that was due
+        # is missing. By seconds, none knows whether one was due.
         if state.global_step and interval_type == 'steps':
           hook(time.time(), state.global_step, None)
-        elif state.global_step:  # By seconds: one may have been due.
+        elif state.global_step:
           evaluate_now()
       is_first = state.global_step == 0 or checkpointer.is_new()
       if config.eval_initial_weights and is_first:
@@ -195,9 +192,12 @@ class Run:
   # What the loops share.
 
   def saves_here(self, all_hosts: bool) -> bool:
-    """Returns whether this host saves, if `all_hosts` or only the first do."""
-    collective = self.checkpointer.collective
-    return collective or all_hosts or jax.process_index() == 0
+    """Returns whether this process calls `save`; `all_hosts` is the config's.
+
+    A collective checkpointer needs all processes in any case.
+    """
+    is_chief = jax.process_index() == 0
+    return self.checkpointer.collective or all_hosts or is_chief
 
   def resume_log(
     self,
@@ -205,21 +205,18 @@ class Run:
     last: int | None,
     lengths: Mapping[str, int],
   ) -> None:
-    """Removes records after the restored step; logs the config of a new run.
-
-    The steps of those records run again, and log the same again.
+    """Removes records of steps that run again; logs the config of a new run.
 
     Args:
       log: of training or of evaluation.
-      last: the last step that is not run or evaluated again; None if the run
-        has done nothing yet, so that all of the log is void.
-      lengths: path -> length of what counts of each file.
+      last: the last step that does not run again; None if all steps do.
+      lengths: path -> the length to which each file is cut.
     """
-    # Else the records before are those of an earlier training.
+    # Without a resume, the files have the log of an earlier training: keep it.
     if self.checkpointer.is_resumable and not self.checkpointer.has_moved:
       with debug.log_activity('resuming the logs'):
         log.resume(-1 if last is None else last, lengths)
-    # Of a writer without files nothing is void.
+    # `flush` names the log's files; a writer without files was not cut.
     is_empty = last is None or (not lengths and bool(log.flush()))
     if is_empty or not self.checkpointer.is_resumable:
       recorded = base_config.recorded(self.config)
@@ -236,16 +233,9 @@ class Run:
       self.console.stopped = str(self.stop)
 
   def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
-    """Ends the loop if a signal asks for it; called after each step.
-
-    Args:
-      step: the number of steps done.
-      finish: called before the run leaves.
-
-    Raises:
-      preemption.Preempted: the run was told to end by a signal.
-    """
-    if self.trained is None:  # Else it would hide a hang of the training.
+    """Raises Preempted, after `finish()`, if a signal ends the run."""
+    # The evaluation beside a training must not hide that the training hangs.
+    if self.trained is None:
       watchdog.give_sign_of_life()
     if self.watch.reached(step):
       if finish is not None:
@@ -260,7 +250,7 @@ class Run:
 
 
 class _Together(periodic.Every):
-  """Is due at the same step in all processes, by the clock of the first."""
+  """Is due at the same step in all processes, by the clock of process 0."""
 
   def __init__(
     self, agreement: distributed.Agreement, name: str, *args: Any, **kwargs: Any
@@ -270,7 +260,8 @@ class _Together(periodic.Every):
 
   def _is_due(self, t: float, step: int) -> bool:
     is_due = super()._is_due(t, step)
-    if self._by_steps or self._seconds < 0:  # An interval of 0 is every step.
+    # Only clocks differ: not steps, nor 0 seconds, which is after every step.
+    if self._by_steps or self._seconds < 0:
       return is_due
     agreed = self._agreement.is_due(self._name, step, is_due)
     return agreed or step == self._end_step
@@ -303,7 +294,7 @@ class Training:
       self.experiment: Any = experiments.construct(
         run.experiment_class, 'train', init_rng, config
       )
-    # Not before: a line that says what is wrong with the config would be lost.
+    # Only now: an error that the config causes should not scroll away.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = checkpointing.new_state(checkpointer, self.experiment, rng)
@@ -320,14 +311,14 @@ class Training:
     last = None if checkpointer.is_new() else step
     run.resume_log(run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
-    # The checkpoint that was restored is there already.
+    # Step of the newest checkpoint, which need not be saved again.
     self._saved_step = checkpointer.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
     self.guard = nonfinite.Guard(
       self.experiment,
       config.on_nonfinite,
       config.max_nonfinite_steps,
-      # The newest step that the loop waits for anyway, right after the hooks.
+      # The loop waits for that step anyway, right after the hooks.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     self.hooks = self._make_hooks()
@@ -344,7 +335,7 @@ class Training:
     growth = config.periodic_action_growth_ratios
     given = [adapters.full_action(x) for x in run.periodic_actions]
     for action in given:
-      # On a thread of its own it would write behind a save's mark in the log.
+      # On one thread, so that a save's mark in the log is behind its records.
       action.share(log.executor)
     run.console.show(log, 'train')
     hooks: list[periodic.Action] = [
@@ -387,7 +378,7 @@ class Training:
     return hooks
 
   def save(self) -> None:
-    """Saves the series `latest`, once a step, on the hosts that save."""
+    """Saves the series `latest`, unless that step is saved already."""
     if not self._saves or self._saved_step == self.state.global_step:
       return
     self.guard.wait()  # A state that is not finite must not be saved.
@@ -398,14 +389,14 @@ class Training:
   def run(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     run, config, state = self._run, self._run.config, self.state
-    # Behind the evaluation, which `train_and_eval` has added.
+    # Last, also behind the evaluation that `train_and_eval` has added.
     hooks: list[Any] = [*self.hooks, adapters.full_action(self._leave)]
     try:
       with run.watch.training():
-        # An evaluation beside it cannot make the weights of another run.
-        saves = config.restore_from and config.eval_initial_weights
-        saves = saves or config.save_initial_train_checkpoint
-        if saves and run.checkpointer.is_new():
+        # Only so does an evaluation process get the weights of `restore_from`.
+        for_eval = config.restore_from and config.eval_initial_weights
+        is_asked = for_eval or config.save_initial_train_checkpoint
+        if is_asked and run.checkpointer.is_new():
           with debug.log_activity('first checkpoint'):
             self.save()
         for hook in hooks:
@@ -440,6 +431,7 @@ class Training:
     """The last hook: ends the run if something asks to."""
     self._run.log.executor.raise_error()  # Such as of a full disk.
     self._run.checkpointer.raise_error()
+    # A separate evaluation ends training by a note, which a save reads.
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
     agreed = functools.partial(self.agreement.is_due, 'max_seconds', step)
@@ -447,7 +439,7 @@ class Training:
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
-    """Saves, and waits for the background."""
+    """Saves a last time, and waits for all that runs in the background."""
     with debug.log_activity('final checkpoint', category='checkpoints'):
       self.save()
       if self._saves:
@@ -494,10 +486,6 @@ def evaluate(
   With durable checkpoints each is evaluated once, in the order of its steps,
   also if evaluation itself is ended and started again. `writer` is the run's
   `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
-
-  Raises:
-    UsageError: there is no checkpoint to evaluate, or none of a step in
-      `eval_steps`; or `evaluate` did not return the best metric.
   """
   Run(
     experiment_class,

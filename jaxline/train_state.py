@@ -55,12 +55,7 @@ def init_state(
 ) -> TrainState:
   """Returns the state before the first step.
 
-  Args:
-    init_fn: `rng -> (params, model_state)`; weights may be
-      `partitioning.Logical`. They stay so: `partitioning.unbox` gives arrays.
-    optimizer: makes its own part of the state.
-    rng: the key that `init_fn` gets.
-    trainable_rules: as for `trained`.
+  Weights that `init_fn` returns as `partitioning.Logical` stay so.
   """
   params, model_state = strongly_typed(init_fn(rng))
   trains = trained(partitioning.unbox(params), trainable_rules)
@@ -202,8 +197,7 @@ def average_weights(
   Args:
     before: the state before the step.
     after: the state after it.
-    decay: the share of the average that a step keeps, above 0 and below 1; near
-      1 an average over about 1 / (1 - decay) steps.
+    decay: in (0, 1): averages over about 1 / (1 - decay) steps.
   """
   count = (after.step - after.skipped[1]).astype(jnp.float32)
   # The corrected average is kept, and not the moment of `optax.ema`, so that
@@ -238,12 +232,7 @@ def differences(
 ) -> list[str]:
   """Returns a line for each array whose shape or type differs.
 
-  Args:
-    a: tree of arrays, or of any leaves with shape and dtype.
-    b: another.
-    a_says: the text before the shape in `a`.
-    b_says: the text before the shape in `b`.
-    name: of the trees, with which the names of their leaves begin.
+  A line is '{name}/{path}: {a_says} {shape in a}, {b_says} {shape in b}'.
   """
   have, want = (structure.named_leaves(tree, name) for tree in (a, b))
 

@@ -48,12 +48,7 @@ def gradients(
 ) -> Gradients:
   """Returns the loss, the metrics, the new model state and the gradients.
 
-  Args:
-    loss_fn: the loss of a batch.
-    params: the weights to differentiate by; None stands for a frozen weight.
-    model_state: that of the state before the step.
-    batch: [B, ...].
-    rng: the key of the batch.
+  In `params`, None stands for a frozen weight.
   """
   overwritten: dict[str, Any] = {}
   if isinstance(model_state, Mapping) and OVERWRITE in model_state:
@@ -81,12 +76,7 @@ def update(
 ) -> tuple[TrainState, Any]:
   """Returns the state after an update of the weights, and the updates.
 
-  Args:
-    optimizer: turns gradients into updates.
-    state: the state before the step.
-    grads: a tree like `trained(state.params, trainable_rules)`.
-    model_state: the new model state.
-    trainable_rules: the weights that train.
+  The gradients are a tree like `trained(state.params, trainable_rules)`.
   """
   params = train_state.trained(state.params, trainable_rules)
   # Optax relies on promotion, although a model may be written to do without.
@@ -101,11 +91,7 @@ def update(
 
 
 def checked(after: TrainState, before: TrainState) -> TrainState:
-  """Returns the state after a step, with the types of the state before it.
-
-  Raises:
-    ValueError: an array has another shape or type.
-  """
+  """Returns the state after a step, after a check of its shapes and types."""
   after = train_state.strongly_typed(after)
   if wrong := train_state.differences(
     after, before, 'the step returns', 'it got'
@@ -133,7 +119,7 @@ def guard_step(
     before: the state before the step.
     after: the state after it.
     loss: the loss of the step.
-    grads: its gradients.
+    grads: the gradients of the step.
 
   Returns:
     The state, and scalars. `nonfinite`, int32, is 1 if the loss or the global
@@ -185,13 +171,8 @@ def eval_step(
 ) -> dict[str, metrics_lib.Mean]:
   """Returns the metrics of one batch of an evaluation.
 
-  Args:
-    loss_fn: the loss of a batch.
-    state: the state; it needs no `opt_state`.
-    batch: a batch, [B, ...].
-    rng: the key of evaluation.
-    place: [2] uint32, the numbers of the set and of the batch, which are folded
-      into the key.
+  `place`, [2] uint32, is the numbers of the set and of the batch, which are
+  folded into the key of evaluation. The state needs no `opt_state`.
   """
   for number in place:
     rng = jax.random.fold_in(rng, number)

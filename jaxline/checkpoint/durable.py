@@ -113,11 +113,11 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     begin = None
     if step is None and not self._has_any(ckpt_series):
       begin = self._beginning(ckpt_series)
-    what = f'Began the series {ckpt_series!r} from'
+    own: dict[str, Any] = {}  # The manifest, of a checkpoint of this run.
     source, unused = _SEED, ''
     if begin is None:
       found, entries = self._read_own(ckpt_series, step, state, module)
-      what, source = 'Restored', found.name
+      own, source = found.record, found.name
       if step is None and memory.seed(ckpt_series) is not None:
         unused = _SEED
     elif isinstance(begin, inspection.Found):
@@ -130,10 +130,10 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       if self._forks:
         unused = f'config.restore_from = {self._config.restore_from!r}'
     memory.fill(state, entries)
+    what = 'Restored' if own else f'Began the series {ckpt_series!r} from'
     logging.info('%s %s.', what, source)
     if unused:
       logging.warning('%s is not used: there is %s.', unused, source)
-    own = {} if begin is not None else found.record
     if ckpt_series == 'latest':
       self._restored, self._held_step = own, own.get('step')
     if not own:

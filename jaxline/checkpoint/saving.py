@@ -88,8 +88,10 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     content, added = None, {}
     if ckpt_series == 'best':
       added = contents.added(state, self._allow_pickle)
-    # The library's own evaluation changes nothing that a checkpoint holds.
-    if not (added and module.EVALUATION_IS_PURE and step == self._held_step):
+    # `best` can name the data of `latest` if that has this step and evaluation
+    # changes nothing that a checkpoint holds. Otherwise copy the state.
+    names_latest = module.EVALUATION_IS_PURE and step == self._held_step
+    if not (ckpt_series == 'best' and names_latest):
       kind = 'best' if ckpt_series == 'best' else 'train'
       content = contents.content(
         state,
@@ -190,6 +192,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     """
     lengths = self._relative(notes.merged(flush() or {} for flush in flushes))
     spool.upload(self._run.url, lengths)
+    # If the data is the same, `best` is a second manifest that names it.
     manifest = self._latest(step) if series == 'best' else {}
     if content is not None:
       data = distributed.decide(None, lambda _: manager.new_data(step))

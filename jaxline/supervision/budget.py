@@ -31,9 +31,9 @@ class Budget(periodic.Action):
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     if self._max is not None:
-      began = self._now - self._compiled
+      then, compiled = self._now, self._compiled
       self.update_time(t, step)
-      secs = self._now - self._compiled - began
+      secs = (self._now - then) - (self._compiled - compiled)
       self._state.trained_secs += max(0.0, secs)
 
   def check(self, step: int, agreed: Callable[[bool], bool]) -> None:

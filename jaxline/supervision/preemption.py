@@ -74,8 +74,10 @@ class Watch:
 
   def __init__(self) -> None:
     self._notice: int | None = None
-    self._is_shared = False  # Whether JAX has SIGTERM, for all hosts alike.
-    self._defers = False  # Whether a notice is only noted, and not raised.
+    # Whether JAX handles SIGTERM, and agrees with all hosts on the last step.
+    self._is_shared = False
+    # Whether a notice waits for `reached` instead of raising Preempted now.
+    self._defers = False
     self._step: int | None = None
     self._old_handlers: dict[int, Any] = {}
 
@@ -116,7 +118,8 @@ class Watch:
           handler,
         )
     self._act()
-    # Of hosts that cannot agree, one leaves at once, and the others notice.
+    # Hosts that cannot agree on a step do not wait for one: the host with the
+    # signal leaves at once, and the others fail without it.
     jax = sys.modules.get('jax')
     self._defers |= jax is None or jax.process_count() == 1
     try:
@@ -151,7 +154,7 @@ class Watch:
     raise end
 
   def _act(self) -> None:
-    """Leaves if there is a notice, unless it is only noted."""
+    """Acts on a notice, if there is one."""
     if self._notice is None:
       return
     if self._is_shared:  # JAX's handler tells the other hosts.
