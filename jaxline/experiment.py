@@ -58,6 +58,9 @@ class AbstractExperiment(abc.ABC):
     EVALUATION_IS_PURE: whether `evaluate` and `on_new_best_model` leave the
       values above as they are. Then a checkpoint of `best` names the data of
       `latest` instead of copying it, and one of them is kept by default.
+    FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
+      the loss and the gradients were finite, else 1, or with
+      `config.on_nonfinite = 'skip'` the number of such steps in a row.
     on_nonfinite: what the loop does after a step that is not finite if
       `config.on_nonfinite` is None.
     run_config: the config of the run, if the experiment reads its keys of
@@ -77,6 +80,7 @@ class AbstractExperiment(abc.ABC):
   NEVER_BY_RULES: tuple[str, ...] = ()
   CONFIG_CLASS: type | None = None
   EVALUATION_IS_PURE: bool = False
+  FLAGS_NONFINITE: bool = False
   # JAXline continues after a NaN, and its experiments may log one on purpose.
   on_nonfinite: str = 'warn'
   run_config: Any = None

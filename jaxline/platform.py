@@ -298,8 +298,8 @@ class _ConfigParser(flags.ArgumentParser):
   """Loads the config of FILE.py, FILE.py:OPTION, or the directory of a run."""
 
   def parse(self, argument: str) -> config_dict.ConfigDict:
-    if _is_directory(argument):
-      return base_config.recorded_config(argument).lock()
+    if directory := _run_of(argument):
+      return base_config.recorded_config(directory).lock()
     file, *option = argument.split(':', 1)
     if not os.path.isfile(file):
       raise UsageError(
@@ -314,8 +314,11 @@ class _ConfigParser(flags.ArgumentParser):
       raise RuntimeError(f'--config={argument} raised an error.') from e
 
 
-def _is_directory(path: str) -> bool:
-  return os.path.isdir(os.path.expanduser(path))
+def _run_of(path: str) -> str:
+  """Returns the directory of the run that --config names, or ''."""
+  path = path.removesuffix(f'/{base_config.RECORD}')
+  is_run = '://' in path or os.path.isdir(os.path.expanduser(path))
+  return path if is_run else ''
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
@@ -477,7 +480,7 @@ def _read_config(
 def _is_recorded(origin: console_lib.Origin) -> bool:
   """Returns whether a run's directory, and not the user, names the class."""
   is_users = 'experiment_class' in origin.overrides
-  return not is_users and _is_directory(origin.config_file)
+  return not is_users and bool(_run_of(origin.config_file))
 
 
 def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:

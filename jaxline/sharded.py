@@ -79,6 +79,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   )
   NEVER_BY_RULES = ('state/step', 'state/skipped')
   EVALUATION_IS_PURE = True
+  FLAGS_NONFINITE = True
   on_nonfinite = 'raise'
   trainable_rules: str | Sequence[str] | None = None
   row_losses: Any = None
@@ -263,6 +264,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     after, counts = step_lib.guard_step(
       self.on_nonfinite, state, after, loss, grads
     )
+    if taken := sorted(scalars.keys() & {*counts, step_lib.SKIPPED_STEPS}):
+      raise ValueError(
+        f'The experiment returns scalars named {taken}, which the step adds'
+        ' itself. Choose other names.'
+      )
     return after, scalars | counts
 
   @functools.cached_property

@@ -411,7 +411,6 @@ class Training:
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()
-        self.agreement.close()
     except BaseException as error:
       # What was due is still written; the loop's own error is what counts.
       for part in [*hooks, run.log]:
@@ -447,6 +446,9 @@ class Training:
       for hook in self.hooks:
         hook.wait_to_finish()
       self._run.log.wait_to_finish()
+    # All processes end after the same step, also by a signal. A thread that
+    # still waits for a request would abort the process at its end.
+    self.agreement.close()
 
 
 # JAXline's functions. Their arguments are the attributes of `Run`.

@@ -345,6 +345,7 @@ def test_after_a_signal_to_one_both_go_on_as_without(
   # No save but that one.
   args = (
     '--config.save_checkpoint_interval=1000',
+    '--config.checkpoint_interval_type=secs',  # A thread waits for requests.
     '--config.train_checkpoint_all_hosts=True',
   )
   left = run(

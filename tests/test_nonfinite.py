@@ -15,6 +15,7 @@ from jaxline import errors
 from jaxline import metrics
 from jaxline import train as train_lib
 from jaxline.compat import experiments
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.supervision import nonfinite
 
 KEY = jax.random.PRNGKey(0)
@@ -91,16 +92,38 @@ def test_one_of_several_devices_is_enough():
 
 
 def test_ignore_looks_at_nothing_and_the_flag_is_not_logged():
-  guard = a_guard('ignore')
+  guard = a_guard('ignore', experiment=a_stand_in(FLAGS_NONFINITE=True))
   scalars = {'loss': NAN, 'nonfinite': 1}
   drive(guard, [scalars] * 20)
   assert list(guard.without_flag(scalars)) == ['loss']
   assert 'nonfinite' in scalars
 
 
-def test_skip_needs_the_flag():
-  with pytest.raises(errors.UsageError, match='SimpleNamespace'):
-    drive(a_guard('skip'), [{'loss': 1.0}])
+@pytest.mark.parametrize(
+  ('mode', 'flagged'), [('skip', False), ('skip', True), ('raise', True)]
+)
+def test_a_step_without_the_flag_that_it_needs_is_refused(mode, flagged):
+  experiment = a_stand_in(FLAGS_NONFINITE=flagged)
+  with pytest.raises(errors.UsageError, match='nonfinite'):
+    drive(a_guard(mode, experiment=experiment), [{'loss': 1.0}])
+
+
+@pytest.mark.parametrize('own', [lambda: 3, 5, INF])
+def test_a_scalar_of_the_flags_name_is_no_flag_of_other_experiments(own):
+  guard = a_guard()
+  drive(guard, [{'loss': 1.0, 'nonfinite': own}] * 3)
+  assert guard.without_flag({'nonfinite': own}) == {'nonfinite': own}
+  with pytest.raises(nonfinite.NonfiniteError, match=r'step 1 .*: loss = nan'):
+    drive(guard, [{'loss': NAN, 'nonfinite': own}])
+
+
+def test_a_packed_step_in_a_dict_is_judged():
+  def step():
+    packed = scalars_lib.pack({'loss': jnp.float32(NAN), 'acc': jnp.float32(1)})
+    return {'train': packed, 'x': {'y': 1.0}}
+
+  with pytest.raises(nonfinite.NonfiniteError, match='train/loss = nan'):
+    drive(a_guard(), [step()])
 
 
 # When.
@@ -411,6 +434,18 @@ def test_each_name_is_warned_of_once_with_its_step(mode, warnings_of):
 @pytest.mark.parametrize('shown', [{'acc': 1.0}, {'acc': NAN}])
 def test_a_flag_is_warned_of_once(shown, warnings_of):
   bad = {'nonfinite': jnp.int32(1), **shown}
-  (text,) = warnings_of([bad] * 3)
+  flagged = a_stand_in(FLAGS_NONFINITE=True)
+  (text,) = warnings_of([bad] * 3, experiment=flagged)
   assert 'step 1 are not finite' in text
   assert ('acc = nan' in text) == np.isnan(shown['acc'])
+
+
+@pytest.mark.parametrize('name', ['nonfinite', 'skipped_steps'])
+def test_reserved_names_are_refused(name):
+  class Taken(Faulty):
+    def step_scalars(self, state, grads, updates):
+      return {name: jnp.zeros([])}
+
+  with pytest.raises(ValueError, match=name):
+    train(make({}, Taken), 1, 'raise')
+  train(make({}, Taken), 1, 'ignore')

@@ -75,11 +75,22 @@ class Scalars(MutableMapping[str, Any]):
   def __or__(self, more: Mapping[str, Any]) -> 'Scalars':
     return Scalars(self._names, self._packed, self.others | dict(more))
 
+  def __ror__(self, more: Mapping[str, Any]) -> 'Scalars':
+    kept = {name: x for name, x in more.items() if name not in self}
+    return Scalars(self._names, self._packed, kept | self.others)
+
   def copy(self) -> 'Scalars':
     """Returns a shallow copy."""
     return self | {}
 
   def on_host(self) -> dict[str, Any]:
+    """Returns a dict with the numbers of the array in NumPy's float32."""
+    if not self._names:
+      return dict(self.others)
+    numbers = np.asarray(self._packed)
+    return dict(zip(self._names, numbers, strict=True)) | self.others
+
+  def as_floats(self) -> dict[str, Any]:
     """Returns a dict with the numbers of the array as Python floats."""
     if not self._names:
       return dict(self.others)
@@ -111,6 +122,15 @@ def pack(scalars: Mapping[str, Any]) -> Scalars:
   # The barrier keeps the programs of the numbers, and so their bits.
   numbers = jax.lax.optimization_barrier([*found.values()])
   return Scalars((*found,), jnp.stack(numbers), others)
+
+
+def as_dicts(tree: Any) -> Any:
+  """Returns a tree with a dict in place of each `Scalars`."""
+  return jax.tree.map(
+    lambda x: dict(x) if isinstance(x, Scalars) else x,
+    dict(tree),
+    is_leaf=lambda x: isinstance(x, Scalars),
+  )
 
 
 def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:

@@ -31,11 +31,11 @@ class NonfiniteError(ArithmeticError):
 class Guard(periodic.Action):
   """A periodic action that raises `NonfiniteError`, or warns.
 
-  If a step returns the scalar NONFINITE, which is the same on all hosts, that
-  counts. Otherwise the guard judges the scalars whose name contains 'loss' or
-  'grad' in any case, also in nested dicts, and every entry of an array such as
-  [devices]. Each host judges its own part of a global array. An array whose
-  buffer a later step has reused is not judged.
+  Of an experiment with FLAGS_NONFINITE, the scalar NONFINITE counts, the same
+  on all hosts. Otherwise the guard judges the scalars whose name contains
+  'loss' or 'grad' in any case, also in nested dicts, and every entry of an
+  array such as [devices]. Each host judges its own part of a global array. An
+  array whose buffer a later step has reused is not judged.
 
   A step is judged `steps_late` steps later, when the loop has to wait for its
   end anyway. Call `wait` before saving.
@@ -57,6 +57,7 @@ class Guard(periodic.Action):
       steps_late: how many steps may be in flight when one is judged.
     """
     self._mode = on_nonfinite or experiment.on_nonfinite
+    self._has_flag = experiment.FLAGS_NONFINITE
     self._class_name = type(experiment).__name__
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
@@ -70,18 +71,18 @@ class Guard(periodic.Action):
 
     Raises:
       NonfiniteError: that step was not finite.
-      UsageError: on_nonfinite is 'skip', and the step does not support it.
+      UsageError: the step does not return the flag that it needs.
     """
     if self._mode == 'ignore':
       return
     scalars = scalars_lib.copied(scalar_outputs)
-    if self._mode == 'skip' and NONFINITE not in scalars:
+    needs_flag = self._has_flag and self._mode != 'warn'
+    if (needs_flag or self._mode == 'skip') and NONFINITE not in scalars:
       raise errors.UsageError(
-        f"config.on_nonfinite is 'skip', but {self._class_name}.step returned"
-        f' {list(scalars)}, without {NONFINITE!r}. A step of'
-        ' ShardedExperiment supports it, if it returns all scalars of the'
-        ' compiled step. Another one may wrap its optimizer in'
-        ' optax.apply_if_finite.'
+        f'{self._class_name}.step returned {list(scalars)}, without'
+        f' {NONFINITE!r}. A step of ShardedExperiment must return all scalars'
+        ' of the compiled step. Another one does not support on_nonfinite ='
+        " 'skip': wrap its optimizer in optax.apply_if_finite."
       )
     self._steps.append((int(step), scalars))
     if len(self._steps) > self._steps_late:
@@ -89,6 +90,8 @@ class Guard(periodic.Action):
 
   def without_flag(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the scalars to log, of those that a step returned."""
+    if not self._has_flag:
+      return scalars
     return {name: x for name, x in scalars.items() if name != NONFINITE}
 
   def wait(self) -> None:
@@ -100,12 +103,14 @@ class Guard(periodic.Action):
 
   def _judge_oldest(self) -> None:
     step, scalars = self._steps.popleft()
-    has_flag = NONFINITE in scalars
+    has_flag = self._has_flag and NONFINITE in scalars
     in_a_row = int(_local(scalars[NONFINITE])[0]) if has_flag else 1
     if in_a_row < self._max_in_a_row:
       return
     if _nests(tuple(map(type, scalars.values()))):
-      leaves = jax.tree_util.tree_leaves_with_path(scalars)
+      leaves = jax.tree_util.tree_leaves_with_path(
+        scalars_lib.as_dicts(scalars)
+      )
       keystr = functools.partial(
         jax.tree_util.keystr, simple=True, separator='/'
       )
@@ -149,7 +154,7 @@ class Guard(periodic.Action):
 
 @functools.lru_cache
 def _nests(kinds: tuple[type, ...]) -> bool:
-  return any(issubclass(kind, dict | list | tuple) for kind in kinds)
+  return any(issubclass(kind, Mapping | list | tuple) for kind in kinds)
 
 
 @functools.lru_cache
