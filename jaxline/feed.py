@@ -43,11 +43,7 @@ class _Feed:
   config: Any
 
   def _open_all(self) -> dict[str, inputs.BaseInput]:
-    """Returns name -> input of what the method gave; '' if there is only one.
-
-    Raises:
-      ValueError: an input is not for this purpose, or not for this process.
-    """
+    """Returns name -> input of the method; '' names an only one."""
     shard = inputs.Shard(*self.partitioner.host)
     found = inputs.of_shard(self.method, shard)
     has_sets = isinstance(found, Mapping) and not self.is_training
@@ -142,11 +138,7 @@ class TrainFeed(_Feed):
     return self._infeed.wait_fraction if self._infeed else 0.0
 
   def take(self) -> Batch:
-    """Returns the next batch. `commit` moves the position behind it.
-
-    Raises:
-      ValueError: the input has ended.
-    """
+    """Returns the next batch. `commit` moves the position behind it."""
     if self._infeed is None:
       self._infeed = self._read_ahead(self._open(self._saved))
     if (batch := next(self._infeed, None)) is None:
@@ -296,9 +288,6 @@ class EvalFeed(_Feed):
 
     All processes call it together. A process that runs out of batches before
     the others adds batches of padding. At the end it closes the input.
-
-    Raises:
-      ValueError: a process has no batch at all, or the batches grow.
     """
     # Training waits for an evaluation, which must not wait for a disk.
     host_batches = infeed.read_ahead(

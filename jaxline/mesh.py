@@ -109,9 +109,6 @@ def mesh_shape(
     devices: they form one slice, or those of their `slice_index`, or one for
       each process if `dcn` asks for that number. CPU devices form as many
       slices as `dcn` asks for.
-
-  Raises:
-    errors.UsageError: an axis is unknown, or the sizes do not fit the devices.
   """
   ici, dcn = check_sizes(sizes)
   asked = math.prod(size for size in dcn.values() if size != -1)
@@ -175,10 +172,7 @@ def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
 def check_sizes(
   sizes: Mapping[str, Any] | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns the sizes within a slice and across slices, with their defaults.
-
-  Refuses unknown names, and sizes that fit no devices; see `mesh_shape`.
-  """
+  """Checks `mesh_shape`'s sizes; returns them, within slices and across."""
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
     sizes = {'ici': sizes}
@@ -234,11 +228,7 @@ KEYS = (
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
-  """Returns the sizes without -1; `count` is the number of `what`.
-
-  Raises:
-    MeshError: their product is not `count`; `where` is their config key.
-  """
+  """Returns sizes whose product is `count`, the number of `what`."""
   fixed = math.prod(size for size in sizes.values() if size != -1)
   has_free = -1 in sizes.values()
   if count % fixed == 0 if has_free else count == fixed:

@@ -234,9 +234,6 @@ class Partitioner:
     Processes that hold the same rows, such as those that share a
     tensor-parallel weight, count as one. If the devices are not those of this
     process, it stands for all: (0, 1).
-
-    Raises:
-      ValueError: processes have some rows in common and others not.
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
@@ -299,7 +296,7 @@ class Partitioner:
         split as `embed` is, along the largest axis that divides (not layers').
     """
 
-    def one(path: Any, x: Any) -> P:
+    def spec_of(path: Any, x: Any) -> P:
       axes = self._axes(x)
       if not is_logical(x) and not any(axes):
         return P()
@@ -309,7 +306,7 @@ class Partitioner:
         e.add_note(f'In the weight {name_of(path)}.')
         raise
 
-    return jax.tree.map_with_path(one, tree, is_leaf=is_logical)
+    return jax.tree.map_with_path(spec_of, tree, is_leaf=is_logical)
 
   def _axes(self, x: Any) -> tuple[Axis, ...]:
     """Returns the axes of a weight, with or without names: see `specs`."""
@@ -331,22 +328,19 @@ class Partitioner:
     such as `[0].mu['w']` the weight `['w']`, if it has that weight's shape. All
     others are replicated: counters, and factors of a weight as in Adafactor.
 
-    Args:
-      tree: the optimizer's state; arrays or `jax.ShapeDtypeStruct`.
-      weights: as for `specs`.
     """
     specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
     shapes = {
       path: x.shape for path, x in jax.tree.leaves_with_path(unbox(weights))
     }
 
-    def one(path: tuple[Any, ...], x: Any) -> P:
+    def spec_of(path: tuple[Any, ...], x: Any) -> P:
       for start in range(len(path) + 1):  # The longest end comes first.
         if (end := path[start:]) in specs:
           return specs[end] if x.shape == shapes[end] else P()
       return P()
 
-    return jax.tree.map_with_path(one, tree)
+    return jax.tree.map_with_path(spec_of, tree)
 
   def shardings(self, specs: Any) -> Any:
     """Returns the sharding for each `PartitionSpec` of a tree."""
@@ -355,12 +349,8 @@ class Partitioner:
   def undersharded_weights(self, tree: Any) -> list[str]:
     """Lists the weights that are whole, or split less than the rules ask for.
 
-    Args:
-      tree: as for `specs`.
-
-    Returns:
-      A line for each, with the sizes that do not divide. Empty if the rules
-      split no weight at all (`ddp`, or a mesh of one device).
+    Each line has the sizes that do not divide. The list is empty if the rules
+    split no weight at all (`ddp`, or a mesh of one device).
     """
     lines = []
     splits = any(self.size(name) > 1 for name in WEIGHT_AXES)
@@ -412,13 +402,12 @@ def active() -> Partitioner | None:
 def constrain(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
   """Constrains how an activation is split over the mesh of the traced step.
 
+  Returns it unchanged if no `Partitioner` is active, as in a notebook or in the
+  per-device style, so that models need not know how they are run.
+
   Args:
     x: the activation.
     axes: an `Axis` for each of its dimensions.
-
-  Returns:
-    `x`, constrained; unchanged if no `Partitioner` is active, as in a notebook
-    or in the per-device style, so that models need not know how they are run.
   """
   partitioner = _active.get()
   if partitioner is None:

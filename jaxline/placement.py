@@ -55,9 +55,6 @@ def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
 
   Returns:
     The tree with global arrays [B, ...], split along the first dimension.
-
-  Raises:
-    mesh.MeshError: the rows do not divide over the devices.
   """
   sharding = partitioner.batch_sharding
   leaves = jax.tree.leaves(batch)
@@ -70,11 +67,7 @@ def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
 
 
 def check_rows(total: int, partitioner: partitioning.Partitioner) -> None:
-  """Refuses a number of rows, of a global batch, that does not divide.
-
-  Raises:
-    mesh.MeshError: it does not; the message names the next that does.
-  """
+  """Raises MeshError if the rows of a global batch do not divide."""
   shards = partitioner.batch_shards
   if remainder := total % shards:
     raise mesh_lib.MeshError(

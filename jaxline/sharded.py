@@ -96,7 +96,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Makes the mesh; the state, the programs and the inputs are made later.
 
     Args:
-      mode: 'train', 'decode', or what evaluation was started as.
+      mode: as for `AbstractExperiment`.
       init_rng: the key that `init_fn` gets.
       run_config: the config of the run; None is the base config.
       sharding: one of `partitioning.PRESETS`; None is `run_config.sharding`.

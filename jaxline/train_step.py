@@ -39,7 +39,7 @@ WEIGHTS = inputs.WEIGHTS
 # gradients does not include them.
 OVERWRITE = '_overwrite_with_gradient'
 
-# A scalar that `train_step` adds to those of the loss, like `guard.NONFINITE`.
+# A scalar that `guard_step` adds to those of the loss, like `guard.NONFINITE`.
 SKIPPED_STEPS = 'skipped_steps'
 
 
@@ -119,7 +119,7 @@ def guard_step(
     before: the state before the step.
     after: the state after it.
     loss: the loss of the step.
-    grads: the gradients of the step.
+    grads: its gradients.
 
   Returns:
     The state, and scalars. `nonfinite`, int32, is 1 if the loss or the global
@@ -150,7 +150,7 @@ def guard_step(
 
 
 def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
-  """Warns if the step is traced for another batch than before; shapes."""
+  """Warns if the shapes of a batch are not those of the trace before."""
   lines = before and train_state.differences(
     batch, before, 'now', 'before', 'batch'
   )
@@ -191,16 +191,16 @@ def mean_metrics(
   sums: Any = None
   metrics: Any = None
 
-  def add() -> Any:
+  def add_metrics() -> Any:
     fetched = jax.tree.map(np.float64, jax.device_get(metrics))
     return fetched if sums is None else metrics_lib.add(sums, fetched)
 
   for i, batch in enumerate(batches):
     # This waits for the batch before, while this batch is transferred. Without
     # it, batches that wait for the devices would fill their memory.
-    sums = add() if i else None
+    sums = add_metrics() if i else None
     place = np.array([set_number, i], np.uint32)
     metrics = compiled_eval_step(state, batch, rng, place)
-  sums = add()
+  sums = add_metrics()
   with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
     return {name: float(x) for name, x in metrics_lib.compute(sums).items()}
