@@ -496,7 +496,7 @@ def evaluate(
   `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
 
   Raises:
-    UsageError: there is no checkpoint to evaluate, or none of a step in
+    UsageError: there is no checkpoint for `one_off_evaluate` or of a step in
       `eval_steps`; or `evaluate` did not return the best metric.
   """
   Run(
