@@ -488,6 +488,10 @@ def evaluate(
   With durable checkpoints each is evaluated once, in the order of its steps,
   also if evaluation itself is ended and started again. `writer` is the run's
   `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
+
+  Raises:
+    UsageError: there is no checkpoint for `one_off_evaluate` or of a step in
+      `eval_steps`; or `evaluate` did not return the best metric.
   """
   Run(
     experiment_class,
