@@ -86,7 +86,8 @@ class PeriodicAction(Action):
     self._fn = fn
     self._by_steps = interval_type == 'steps'
     off = interval is None or interval < 0
-    self._every = None if off else interval or 1  # Every step is what 0 means.
+    # An interval of 0 is always due: at each step, or after -inf seconds.
+    self._every = None if off else interval or 1
     self._seconds = math.inf if off else interval or -math.inf
     self._end_step = end_step_to_action
     self._growth_ratios = ratios
