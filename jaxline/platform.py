@@ -317,8 +317,7 @@ class _ConfigParser(flags.ArgumentParser):
 def _run_of(path: str) -> str:
   """Returns the directory of the run that --config names, or ''."""
   path = path.removesuffix(f'/{base_config.RECORD}')
-  is_run = '://' in path or os.path.isdir(os.path.expanduser(path))
-  return path if is_run else ''
+  return path * ('://' in path or os.path.isdir(os.path.expanduser(path)))
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:

@@ -265,10 +265,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self.on_nonfinite, state, after, loss, grads
     )
     if taken := sorted(scalars.keys() & {*counts, step_lib.SKIPPED_STEPS}):
-      raise ValueError(
-        f'The experiment returns scalars named {taken}, which the step adds'
-        ' itself. Choose other names.'
-      )
+      raise ValueError(f'The step adds {taken} itself: choose other names.')
     return after, scalars | counts
 
   @functools.cached_property

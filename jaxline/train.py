@@ -7,7 +7,6 @@ its method of the same name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import json
 import threading
 import time
@@ -433,8 +432,10 @@ class Training:
     # A separate evaluation ends training by a note, which a save reads.
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
-    agreed = functools.partial(self.agreement.is_due, 'max_seconds', step)
-    self._budget.check(step, agreed)
+    is_due = self.agreement.is_due
+    self._budget.check(
+      step, lambda is_over: is_due('max_seconds', step, is_over)
+    )
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
@@ -446,8 +447,7 @@ class Training:
       for hook in self.hooks:
         hook.wait_to_finish()
       self._run.log.wait_to_finish()
-    # All processes end after the same step, also by a signal. A thread that
-    # still waits for a request would abort the process at its end.
+    # Also before a signal ends the run: its thread would abort the process.
     self.agreement.close()
 
 
