@@ -433,9 +433,7 @@ class Training:
     if step == self._saved_step:
       self._run.checkpointer.stop_if_noted(step)
     is_due = self.agreement.is_due
-    self._budget.check(
-      step, lambda is_over: is_due('max_seconds', step, is_over)
-    )
+    self._budget.check(step, lambda x: is_due('max_seconds', step, x))
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
