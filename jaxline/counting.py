@@ -53,9 +53,9 @@ _SCOPE = re.compile(r'(\d+)_rounds_used')
 
 
 def partly_idle(num_used: int) -> Any:
-  """Returns a context for a `scan` of which only some rounds count.
+  """Returns a context: of a `scan` inside, `num_used` rounds are counted.
 
-  What a pipeline's stages compute in the bubble is not used.
+  A pipeline does not use what its stages compute in the other rounds.
   """
   return jax.named_scope(f'{num_used}_rounds_used')
 

@@ -48,17 +48,14 @@ def evaluate(run: Any) -> None:
     run.console.begin(config, evaluation.experiment)
   state = checkpointing.new_state(checkpointer, evaluation.experiment)
   with run.stoppable():
-    for step in steps:
-      restore(checkpointer, step)
-      evaluation(state)
-      evaluation.wait()
-    if one_off and not steps:
-      if has_any:
-        restore(checkpointer)
-      evaluation(state, counts=has_any)
-      evaluation.wait()
-    elif not steps:
+    if not (steps or one_off):
       _follow(run, evaluation, state)
+    newest: list[int | None] = [None] * one_off
+    for step in steps or newest:
+      if is_trained := bool(steps) or has_any:
+        restore(checkpointer, step)
+      evaluation(state, counts=is_trained)
+      evaluation.wait()
   if run.stop and not (steps or one_off):
     # A training in another process reads this note at a save, and stops.
     run.mark_ended(state.global_step)

@@ -67,7 +67,7 @@ def _megascale_groups(i: hlo.Instruction) -> list[list[int]]:
   """Returns the groups of slices between which a `send` communicates."""
   target = i.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[^}]*\})')
   groups = _braces(target)
-  # {1,2}x{0:3}: those slices, each device with those of the same number.
+  # {1,2}x{0:3}: slices 1 and 2; devices of the same number form a group.
   if target.startswith('{{'):
     # {{100000->200000},...}: the number of a slice, and of a physical device.
     groups = [[n // 100_000 for n in group] for group in groups]

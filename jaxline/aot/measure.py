@@ -1,6 +1,6 @@
 """Measures a compiled program.
 
-All numbers are those of one device and one execution. Loops are multiplied out;
+All numbers are for one device and one execution. Loops are multiplied out;
 a loop of unknown length counts once, and is listed. Of the branches of a
 conditional, the most expensive one counts.
 

@@ -110,8 +110,8 @@ def content(
 def check_storable(state: Any, module: Any) -> None:
   """Refuses a live state that a save could not store.
 
-  The first save checks attributes that the experiment makes later, and those of
-  a class with its own `snapshot_state`.
+  The first save checks the rest: attributes that the experiment makes later,
+  and the snapshot of a class with its own `snapshot_state`.
 
   Raises:
     TypeError: see `structure.encode`.

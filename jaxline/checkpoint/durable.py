@@ -153,7 +153,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     training has saved again has other data, and is another checkpoint.
     """
     evaluated: dict[int, str] = {}  # Step -> data; '' without a checkpoint.
-    known: set[int] = set()  # Steps whose data is that of `evaluated`.
+    known: set[int] = set()  # Steps that `evaluated` names with their data.
     begun, looked = None, -_BUCKET_POLL_SECS
 
     def next_step(done: Collection[int]) -> int | None:

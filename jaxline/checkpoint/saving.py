@@ -281,7 +281,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     gone = self._damaged_steps(series)
     whole = [s for s in manifests.by_time(series) if s not in gone]
     if series == 'best':
-      # The best is the one that was saved last, whatever its step.
+      # The newest save is the best one, whatever its step.
       gone += whole[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours

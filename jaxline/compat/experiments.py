@@ -125,7 +125,7 @@ class _Nothing:
 
 
 class _Completed:
-  """An object that is no `AbstractExperiment`, with what it lacks of one."""
+  """Adds the defaults of `AbstractExperiment` to an object without them."""
 
   def __init__(self, live: Any):
     self._live, self._missing = live, _missing(live)
@@ -157,11 +157,11 @@ def _bound(default: Any, owner: Any) -> Any:
 
 
 def full_experiment(experiment: Any) -> Any:
-  """Returns what has all attributes of `AbstractExperiment`.
+  """Returns an experiment that has all attributes of `AbstractExperiment`.
 
   Args:
-    experiment: any object that a program saves, which is not changed. None
-      stands for no experiment.
+    experiment: any object that a program saves; it is not changed. None stands
+      for no experiment.
   """
   if isinstance(experiment, experiment_lib.AbstractExperiment):
     return experiment

@@ -30,6 +30,7 @@ from jaxline.metrics import base
 from jaxline.metrics import lines
 from jaxline.metrics import live
 from jaxline.metrics import periodic
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
@@ -403,7 +404,7 @@ class Hook(periodic.Every):
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     if not self._kept:  # For each step it would take microseconds.
-      others = getattr(scalars, 'others', scalars)  # What is packed is small.
+      others = scalars_lib.others_of(scalars)  # What is packed is small.
       sizes = ((name, getattr(x, 'size', 1)) for name, x in others.items())
       self._large = [name for name, size in sizes if size != 1]
     for name in self._large:  # They would fill the memory of the devices.

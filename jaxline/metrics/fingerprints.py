@@ -78,7 +78,7 @@ def unclocked(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the scalars that depend on neither the clock nor the machine."""
   kept = scalars_lib.copied(scalars)
   # Nothing that the compiled step packs depends on a clock.
-  others = getattr(kept, 'others', kept)
+  others = scalars_lib.others_of(kept)
   for name in _clocked(tuple(others)):
     del others[name]
   return kept

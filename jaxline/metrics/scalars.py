@@ -83,18 +83,12 @@ class Scalars(MutableMapping[str, Any]):
     """Returns a shallow copy."""
     return self | {}
 
-  def on_host(self) -> dict[str, Any]:
-    """Returns a dict with the numbers of the array in NumPy's float32."""
+  def on_host(self, as_floats: bool = False) -> dict[str, Any]:
+    """Fetches the array; its numbers become NumPy's float32, or floats."""
     if not self._names:
       return dict(self.others)
-    numbers = np.asarray(self._packed)
-    return dict(zip(self._names, numbers, strict=True)) | self.others
-
-  def as_floats(self) -> dict[str, Any]:
-    """Returns a dict with the numbers of the array as Python floats."""
-    if not self._names:
-      return dict(self.others)
-    numbers = np.asarray(self._packed).tolist()
+    array = np.asarray(self._packed)
+    numbers = array.tolist() if as_floats else array
     return dict(zip(self._names, numbers, strict=True)) | self.others
 
 
@@ -131,6 +125,11 @@ def as_dicts(tree: Any) -> Any:
     dict(tree),
     is_leaf=lambda x: isinstance(x, Scalars),
   )
+
+
+def others_of(scalars: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+  """Returns the values that are not packed; may be changed in place."""
+  return scalars.others if isinstance(scalars, Scalars) else scalars
 
 
 def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:
