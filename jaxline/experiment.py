@@ -19,9 +19,12 @@ from jaxline import lazy
 from jaxline import prng
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
 
 lazy.complete(__name__)
+
+_NO_TRACE = contextlib.nullcontext()
 
 Scalars = Mapping[str, Any]
 StopTraining = errors.StopTraining
@@ -249,7 +252,7 @@ class AbstractExperiment(abc.ABC):
     in_flight: collections.deque[list[Any]] = collections.deque()
     with debug.log_activity('training loop', category='steps'):
       while self.should_run_step(step := state.global_step, config):
-        with jax.profiler.StepTraceAnnotation('train', step_num=step):
+        with _trace(step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)
         check_scalars(scalars, self, 'step')
@@ -262,7 +265,7 @@ class AbstractExperiment(abc.ABC):
           action(now, step, scalars)
         # Wait for the step before only now, with this one queued: the devices
         # never idle, and the host never runs further ahead.
-        in_flight.append(jax.tree.leaves(scalars))
+        in_flight.append(scalars_lib.leaves(scalars))
         if len(in_flight) >= max_in_flight:
           _wait(in_flight.popleft())
 
@@ -396,6 +399,13 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
   # of them at once can starve it for ever.
   several = jax.local_device_count() > 1
   return 1 if jax.default_backend() == 'cpu' and several else 2
+
+
+def _trace(step: int) -> contextlib.AbstractContextManager[Any]:
+  """Returns the mark of a step for a trace, if one is being made."""
+  if not jax.profiler.StepTraceAnnotation.is_enabled():
+    return _NO_TRACE
+  return jax.profiler.StepTraceAnnotation('train', step_num=step)
 
 
 def _wait(leaves: list[Any]) -> None:

@@ -117,7 +117,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._state: TrainState | None = None
     self._is_dropped = False
     # What the compiled step returned last, for `train_loop`.
-    self._scalars = scalars_lib.Scalars((), None, {})
+    self._scalars = scalars_lib.Scalars()
     self.train_feed = feed.TrainFeed(self.train_input, self.partitioner, config)
     self._eval_feed = feed.EvalFeed(self.eval_input, self.partitioner, config)
 
@@ -410,8 +410,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._state, self._scalars = step(self.state, batch, rng)
     # Only now: a checkpoint after a failed step must not skip its batch.
     self.train_feed.commit()
-    self._scalars['input_wait_fraction'] = self.train_feed.wait_fraction
-    return self._scalars.copy()
+    self._scalars.others['input_wait_fraction'] = self.train_feed.wait_fraction
+    return self._scalars
 
   # Evaluation.
 

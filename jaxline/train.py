@@ -337,15 +337,14 @@ class Training:
       # On one thread, so that a save's mark in the log is behind its records.
       action.share(log.executor)
     run.console.show(log, 'train')
-    hooks: list[periodic.Action] = [
-      # First: nothing is done with a step that is not finite.
-      self.guard,
-      # Before the hooks whose time is not that of a step.
-      self._budget,
-      profiling.Profiler(config, run.console.say),
-      *given,
-      console_lib.Hook(run.console, config, log, finish),
-    ]
+    # First: nothing is done with a step that is not finite.
+    hooks: list[periodic.Action] = [self.guard]
+    # Before the hooks whose time is not that of a step.
+    if config.max_seconds is not None:
+      hooks.append(self._budget)
+    if config.profile_steps:
+      hooks.append(profiling.Profiler(config, run.console.say))
+    hooks += [*given, console_lib.Hook(run.console, config, log, finish)]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and run.writer is not None:
       hooks.append(

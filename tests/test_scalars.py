@@ -14,15 +14,17 @@ GIVEN = {
   'tiny': 1e-45,
   'zero': -0.0,
 }
+COUNTS = {'count': 2**31 - 1, 'minus': -1}
 
 
 @pytest.fixture(params=['eager', 'compiled', 'mesh'])
 def packed(request):
-  """Scalars of a program: four in the array, and two that cannot be."""
+  """Scalars of a program: six in the array, and two that cannot be."""
 
   def step():
     numbers = {k: jnp.float32(x) for k, x in GIVEN.items()}
-    others = {'count': jnp.int32(2**31 - 1), 'row': jnp.arange(3.0)}
+    numbers |= {k: jnp.int32(x) for k, x in COUNTS.items()}
+    others = {'is_odd': jnp.bool_(True), 'row': jnp.arange(3.0)}
     return scalars_lib.pack({**others, **numbers})
 
   if request.param == 'eager':
@@ -35,19 +37,24 @@ def packed(request):
 
 
 def bits(mapping):
-  return {k: np.float32(mapping[k]).tobytes() for k in GIVEN}
+  floats = {k: np.float32(mapping[k]).tobytes() for k in GIVEN}
+  return floats | {k: np.int32(mapping[k]).tobytes() for k in COUNTS}
 
 
 def test_it_is_the_mapping_to_the_bit(packed):
   assert len(jax.tree.leaves(packed)) == 3  # The array and the others.
-  assert {*packed} == {*GIVEN, 'count', 'row'}
-  assert len(packed) == 6
+  assert {*packed} == {*GIVEN, *COUNTS, 'is_odd', 'row'}
+  assert len(packed) == 8
   assert 'loss' in packed
   assert 'losses' not in packed
-  assert bits(packed.on_host()) == bits(GIVEN)
-  assert packed.on_host()['count'] == 2**31 - 1
+  assert bits(packed.on_host()) == bits(GIVEN | COUNTS)
+  assert packed.on_host(as_python=True)['minus'] == -1
+  for name, value in (('count', 2**31 - 1), ('is_odd', True)):
+    array, index = scalars_lib.find(packed, name)
+    assert np.asarray(array)[index] == value
+  assert scalars_lib.find(packed, 'losses') is None
   assert len(jax.tree.leaves(packed)) == 3
-  assert bits(packed) == bits({**packed}) == bits(GIVEN)  # Splits it.
+  assert bits(packed) == bits({**packed}) == bits(GIVEN | COUNTS)  # Splits it.
   assert packed['loss'].sharding.device_set == packed['row'].sharding.device_set
   with pytest.raises(KeyError, match='losses'):
     packed['losses']
@@ -58,11 +65,11 @@ def test_a_copy_and_more_entries_leave_it_packed(packed):
   more['loss'] = 3.0
   assert len(jax.tree.leaves(more)) == 6
   assert values.to_scalars(more) == pytest.approx(
-    GIVEN | {'loss': 3.0, 'zero': 5.0, 'rows': 8, 'count': 2**31 - 1},
+    GIVEN | COUNTS | {'loss': 3.0, 'zero': 5.0, 'rows': 8, 'is_odd': 1},
     nan_ok=True,
   )
-  assert len(more) == len({*more}) == 7
-  assert bits(packed.on_host()) == bits(GIVEN)  # Unchanged.
+  assert len(more) == len({*more}) == 9
+  assert bits(packed.on_host()) == bits(GIVEN | COUNTS)  # Unchanged.
   assert ({'zero': 7.0, 'first': 1.0} | packed)['first'] == 1.0
   assert values.to_scalars({'zero': 7.0} | packed)['zero'] == 0.0
   fetched = values.fetch(packed)

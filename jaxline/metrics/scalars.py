@@ -6,16 +6,19 @@ array that is logged a transfer of its own.
 
 from collections.abc import Iterator, Mapping, MutableMapping
 import functools
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
+
 
 @jax.tree_util.register_pytree_node_class
 class Scalars(MutableMapping[str, Any]):
-  """A mapping of which one array on the devices holds the float32 scalars.
+  """A mapping of which one array on the devices holds the 32-bit scalars.
 
   When one of these is asked for, also by `{**scalars}`, a small program splits
   the array on the devices; on a CPU this waits for the step. `scalars | {...}`,
@@ -26,29 +29,38 @@ class Scalars(MutableMapping[str, Any]):
   """
 
   def __init__(
-    self, names: tuple[str, ...], packed: Any, others: dict[str, Any]
+    self,
+    names: tuple[str, ...] = (),
+    dtypes: tuple[Any, ...] = (),
+    packed: Any = None,
+    others: Mapping[str, Any] = types.MappingProxyType({}),
   ):
     """Makes a mapping.
 
     Args:
       names: of the numbers in the array.
-      packed: the array, [len(names)] float32; None without names.
+      dtypes: of these numbers, float32 or int32.
+      packed: the array of their bits, [len(names)] uint32; None without names.
       others: the other values; they replace one in the array of their name.
     """
-    self._names, self._packed, self.others = names, packed, others
+    self._names, self._dtypes, self._packed = names, dtypes, packed
+    self.others = dict(others)
 
   def tree_flatten(self) -> tuple[Any, Any]:
-    return (self._packed, self.others), self._names
+    return (self._packed, self.others), (self._names, self._dtypes)
 
   @classmethod
-  def tree_unflatten(cls, names: Any, children: Any) -> 'Scalars':
-    return cls(names, *children)
+  def tree_unflatten(cls, aux: Any, children: Any) -> 'Scalars':
+    return cls(*aux, *children)
 
   def _split(self) -> dict[str, Any]:
     if self._names:
-      numbers = dict(zip(self._names, _unstack(self._packed), strict=True))
-      self.others = numbers | self.others
-      self._names, self._packed = (), None
+      split = _splitter(self._dtypes)
+      is_shape = isinstance(self._packed, jax.ShapeDtypeStruct)
+      call = functools.partial(jax.eval_shape, split) if is_shape else split
+      numbers = zip(self._names, call(self._packed), strict=True)
+      self.others = dict(numbers) | self.others
+      self._names, self._dtypes, self._packed = (), (), None
     return self.others
 
   def __getitem__(self, name: str) -> Any:
@@ -73,49 +85,54 @@ class Scalars(MutableMapping[str, Any]):
     return repr(dict(self))
 
   def __or__(self, more: Mapping[str, Any]) -> 'Scalars':
-    return Scalars(self._names, self._packed, self.others | dict(more))
+    others = self.others | dict(more)
+    return Scalars(self._names, self._dtypes, self._packed, others)
 
   def __ror__(self, more: Mapping[str, Any]) -> 'Scalars':
     kept = {name: x for name, x in more.items() if name not in self}
-    return Scalars(self._names, self._packed, kept | self.others)
+    return Scalars(self._names, self._dtypes, self._packed, kept | self.others)
 
   def copy(self) -> 'Scalars':
     """Returns a shallow copy."""
     return self | {}
 
-  def on_host(self, as_floats: bool = False) -> dict[str, Any]:
-    """Fetches the array; its numbers become NumPy's float32, or floats."""
+  def on_host(self, as_python: bool = False) -> dict[str, Any]:
+    """Fetches the array; its numbers become NumPy's, or int and float."""
     if not self._names:
       return dict(self.others)
-    array = np.asarray(self._packed)
-    numbers = array.tolist() if as_floats else array
-    return dict(zip(self._names, numbers, strict=True)) | self.others
+    bits = np.asarray(self._packed)
+    numbers: dict[Any, Any] = {x: bits.view(x) for x in {*self._dtypes}}
+    if as_python:
+      numbers = {dtype: x.tolist() for dtype, x in numbers.items()}
+    chosen = [numbers[dtype][i] for i, dtype in enumerate(self._dtypes)]
+    return dict(zip(self._names, chosen, strict=True)) | self.others
 
 
 @functools.cache
-def _splitter(count: int) -> Any:
-  return jax.jit(lambda packed: [packed[i] for i in range(count)])
-
-
-def _unstack(packed: Any) -> list[Any]:
-  split = _splitter(packed.shape[0])
-  is_shape = isinstance(packed, jax.ShapeDtypeStruct)
-  return jax.eval_shape(split, packed) if is_shape else split(packed)
+def _splitter(dtypes: tuple[Any, ...]) -> Any:
+  return jax.jit(
+    lambda packed: [
+      jax.lax.bitcast_convert_type(packed[i], dtype)
+      for i, dtype in enumerate(dtypes)
+    ]
+  )
 
 
 def pack(scalars: Mapping[str, Any]) -> Scalars:
-  """Packs the float32 scalars of a mapping; part of a compiled step."""
+  """Packs the 32-bit scalars of a mapping; part of a compiled step."""
   found = {
     name: x
     for name, x in sorted(scalars.items())  # As the outputs of a program.
-    if getattr(x, 'dtype', None) == jnp.float32 and x.shape == ()
+    if getattr(x, 'dtype', None) in _DTYPES and x.shape == ()
   }
   others = {k: x for k, x in scalars.items() if k not in found}
   if not found:
-    return Scalars((), None, others)
+    return Scalars(others=others)
   # The barrier keeps the programs of the numbers, and so their bits.
   numbers = jax.lax.optimization_barrier([*found.values()])
-  return Scalars((*found,), jnp.stack(numbers), others)
+  bits = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in numbers]
+  dtypes = tuple(x.dtype for x in numbers)
+  return Scalars((*found,), dtypes, jnp.stack(bits), others)
 
 
 def as_dicts(tree: Any) -> Any:
@@ -135,3 +152,22 @@ def others_of(scalars: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
 def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:
   """Returns a shallow copy of a step's scalars, still packed."""
   return scalars.copy() if isinstance(scalars, Scalars) else dict(scalars or {})
+
+
+def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
+  """Returns an array and the index of a scalar in it; None if it is absent.
+
+  The scalar is `numpy.asarray(array)[index]`; if it is packed, its bits are.
+  """
+  if isinstance(scalars, Scalars) and name not in scalars.others:
+    names = scalars._names
+    return (scalars._packed, names.index(name)) if name in names else None
+  return (scalars[name], ()) if name in scalars else None
+
+
+def leaves(scalars: Any) -> list[Any]:
+  """Returns `jax.tree.leaves(scalars)`, without the calls for a type of its own."""
+  if isinstance(scalars, Scalars) and scalars._names:
+    others = jax.tree.leaves(scalars.others) if scalars.others else ()
+    return [scalars._packed, *others]
+  return jax.tree.leaves(scalars)

@@ -45,7 +45,7 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   """
   flat: dict[str, int | float] = {}
   if isinstance(scalars, scalars_lib.Scalars):
-    scalars = scalars.on_host(as_floats=True)
+    scalars = scalars.on_host(as_python=True)
   for name, value in scalars.items():
     number = value if type(value) is float else _to_number(value)
     if number is not None:

@@ -58,11 +58,14 @@ class Guard(periodic.Action):
     """
     self._mode = on_nonfinite or experiment.on_nonfinite
     self._has_flag = experiment.FLAGS_NONFINITE
+    self._needs_flag = self._mode == 'skip' or (
+      self._has_flag and self._mode != 'warn'
+    )
     self._class_name = type(experiment).__name__
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
     self._steps_late = steps_late
-    self._steps: collections.deque[tuple[int, Any]] = collections.deque()
+    self._steps: collections.deque[tuple[int, Any, Any]] = collections.deque()
 
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
@@ -75,16 +78,18 @@ class Guard(periodic.Action):
     """
     if self._mode == 'ignore':
       return
-    scalars = scalars_lib.copied(scalar_outputs)
-    needs_flag = self._has_flag and self._mode != 'warn'
-    if (needs_flag or self._mode == 'skip') and NONFINITE not in scalars:
+    scalars = {} if scalar_outputs is None else scalar_outputs
+    flag = scalars_lib.find(scalars, NONFINITE) if self._has_flag else None
+    if flag is None and self._needs_flag:
       raise errors.UsageError(
         f'{self._class_name}.step returned {list(scalars)}, without'
         f' {NONFINITE!r}. A step of ShardedExperiment must return all scalars'
         ' of the compiled step. Another one does not support on_nonfinite ='
         " 'skip': wrap its optimizer in optax.apply_if_finite."
       )
-    self._steps.append((int(step), scalars))
+    # A later hook may change the mapping.
+    kept = _judged(scalars) if flag is None else scalars
+    self._steps.append((step, kept, flag))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
 
@@ -102,28 +107,22 @@ class Guard(periodic.Action):
   wait_to_finish = wait  # As a periodic action.
 
   def _judge_oldest(self) -> None:
-    step, scalars = self._steps.popleft()
-    has_flag = self._has_flag and NONFINITE in scalars
-    in_a_row = int(_local(scalars[NONFINITE])[0]) if has_flag else 1
-    if in_a_row < self._max_in_a_row:
-      return
-    if _nests(tuple(map(type, scalars.values()))):
-      leaves = jax.tree_util.tree_leaves_with_path(
-        scalars_lib.as_dicts(scalars)
-      )
-      keystr = functools.partial(
-        jax.tree_util.keystr, simple=True, separator='/'
-      )
-      scalars = {keystr(path): x for path, x in leaves}
-    names = _judged(tuple(scalars))
-    if has_flag:  # The message may name any scalar, the judged ones first.
-      names = tuple(dict.fromkeys((*names, *scalars)))
+    step, scalars, flag = self._steps.popleft()
+    in_a_row, names = 1, scalars
+    if flag is not None:
+      array, index = flag
+      in_a_row = int(np.asarray(array)[index])  # Packed: a count's bits.
+      if in_a_row < self._max_in_a_row:
+        return
+      # The message may name any scalar, the judged ones first.
+      scalars = _leaves(scalars)
+      names = _judged(scalars) | scalars
     bad = {
       name: text
       for name in names
       if name not in self._warned and (text := _nonfinite(scalars[name]))
     }
-    if not bad and not (has_flag and not self._warned):
+    if not bad and (flag is None or self._warned):
       return
     what = f'The loss or gradients of step {step} are not finite'
     if self._mode == 'skip':
@@ -149,33 +148,29 @@ class Guard(periodic.Action):
     )
 
 
-# Cached: each step asks the same.
+def _leaves(scalars: Any) -> dict[str, Any]:
+  """Returns path -> value of a mapping whose values may be nested."""
+  keystr = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
+  leaves = jax.tree_util.tree_leaves_with_path(scalars_lib.as_dicts(scalars))
+  return {keystr(path): x for path, x in leaves}
 
 
-@functools.lru_cache
-def _nests(kinds: tuple[type, ...]) -> bool:
-  return any(issubclass(kind, Mapping | list | tuple) for kind in kinds)
+def _judged(scalars: Any) -> dict[str, Any]:
+  """Returns path -> value of those that must be finite."""
+  kinds = tuple(map(type, scalars.values()))
+  if (names := _judged_names(tuple(scalars), kinds)) is None:
+    return _judged(_leaves(scalars))
+  return {name: scalars[name] for name in names}
 
 
-@functools.lru_cache
-def _judged(names: tuple[Any, ...]) -> tuple[Any, ...]:
-  return tuple(name for name in names if _JUDGED.search(str(name)))
-
-
-def _local(x: Any) -> list[np.ndarray]:
-  """Returns the values on this host: one array, or one for each device."""
-  if not isinstance(x, jax.Array):
-    return [np.asarray(x)]
-  if x.is_deleted():  # Donated to a later step.
-    return []
-  # Each of these ways takes about half of the time of the next.
-  sharding = x.sharding
-  if sharding.num_devices == 1:
-    return [np.asarray(x)]
-  if sharding.is_fully_replicated:
-    return [np.asarray(x.addressable_data(0))]
-  num_parts = len(sharding.addressable_devices)
-  return [np.asarray(x.addressable_data(i)) for i in range(num_parts)]
+@functools.lru_cache  # Each step asks the same.
+def _judged_names(
+  names: tuple[Any, ...], kinds: tuple[type, ...]
+) -> list[Any] | None:
+  """Returns the names of values that must be finite; None if one is nested."""
+  if any(issubclass(kind, Mapping | list | tuple) for kind in kinds):
+    return None
+  return [name for name in names if _JUDGED.search(str(name))]
 
 
 def _nonfinite(x: Any) -> str:
@@ -195,3 +190,16 @@ def _nonfinite(x: Any) -> str:
   bad = values[~np.isfinite(values)]
   several = f' in {bad.size} of {values.size} entries'
   return f'{bad[0]}{several if values.size > 1 else ""}'
+
+
+def _local(x: Any) -> list[np.ndarray]:
+  """Returns the values on this host: one array, or one for each device."""
+  if not isinstance(x, jax.Array):
+    return [np.asarray(x)]
+  if x.is_deleted():  # Donated to a later step.
+    return []
+  sharding = x.sharding
+  if sharding.num_devices == 1 or sharding.is_fully_replicated:
+    return [np.asarray(x)]
+  num_parts = len(sharding.addressable_devices)
+  return [np.asarray(x.addressable_data(i)) for i in range(num_parts)]
