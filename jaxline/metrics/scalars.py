@@ -166,7 +166,7 @@ def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
 
 
 def leaves(scalars: Any) -> list[Any]:
-  """Returns `jax.tree.leaves(scalars)`, without the calls for a type of its own."""
+  """Returns `jax.tree.leaves(scalars)`, in fewer calls."""
   if isinstance(scalars, Scalars) and scalars._names:
     others = jax.tree.leaves(scalars.others) if scalars.others else ()
     return [scalars._packed, *others]
