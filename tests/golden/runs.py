@@ -83,6 +83,15 @@ RUNS = {
     {**_LM, 'packing': 'packed'},
     processes=2,
   ),
+  # Its expected losses are those of `lm`: the heads and the hidden width lie
+  # across processes.
+  'lm_tensor_parallel': Run(
+    'examples.lm.experiment:Experiment',
+    'configs/lm.py',
+    _LM,
+    ('--config.sharding=fsdp_tp', '--config.mesh.ici.mdl=2'),
+    processes=2,
+  ),
   'pax': Run(
     'examples.pax.experiment:Experiment',
     'configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
