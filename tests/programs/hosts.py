@@ -12,7 +12,6 @@ import json
 import pathlib
 import sys
 
-from experiments import regression
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -22,6 +21,7 @@ from jaxline import distributed
 from jaxline import platform
 from jaxline.inputs import base as inputs
 from jaxline.inputs import indexed
+from tests.experiments import regression
 
 STEPS = 2  # Of each leg: before, in the processes, after.
 GLOBAL_BATCH = 12
@@ -69,12 +69,12 @@ def make(folder, sharding, mesh):
 
 
 @contextlib.contextmanager
-def checkpoints(config, live):
+def checkpoints(config, live, key):
   """A durable checkpointer of the run, filled as the loops do."""
   checkpointer = platform.create_checkpointer(config, 'train')
   checkpointer.get_experiment_state('latest').update(
     global_step=int(live.state.step),
-    train_step_rng=live.initialize_train_step_rng(jax.random.PRNGKey(1)),
+    train_step_rng=key,
     experiment_module=live,
   )
   try:
@@ -84,12 +84,12 @@ def checkpoints(config, live):
 
 
 def save(config, live):
-  with checkpoints(config, live) as checkpointer:
+  with checkpoints(config, live, jax.random.PRNGKey(1)) as checkpointer:
     checkpointer.save('latest')
 
 
 def restore(config, live):
-  with checkpoints(config, live) as checkpointer:
+  with checkpoints(config, live, None) as checkpointer:
     checkpointer.restore('latest')
 
 
