@@ -211,27 +211,20 @@ def test_a_cluster_of_the_program_without_a_name(monkeypatch):
 def test_tpu_slices_of_gke(monkeypatch, env):
   monkeypatch.setattr(cloud_tpu_cluster, 'running_in_cloud_tpu_vm', True)
   monkeypatch.setattr(socket, 'gethostbyname', lambda host: '10.0.0.1')
-  before = jax.config.jax_platforms
-  jax.config.update('jax_platforms', 'tpu,cpu')
-  try:
-    seen = []
-    for piece in range(2):
-      for worker in range(3):
-        env(
-          JOB_COMPLETION_INDEX=str(worker),
-          KUBERNETES_SERVICE_HOST='10.0.0.9',
-          TPU_WORKER_ID=str(worker),
-          TPU_WORKER_HOSTNAMES=','.join(f'lm-slice-{piece}-{i}' for i in '012'),
-          MEGASCALE_COORDINATOR_ADDRESS='lm-slice-0-0.lm:8080',
-          MEGASCALE_NUM_SLICES='2',
-          MEGASCALE_SLICE_ID=str(piece),
-        )
-        place = found()
-        assert place['local_device_ids'] is None
-        seen.append(who(place))
-  finally:
-    jax.config.update('jax_platforms', before)
-  assert seen == [('lm-slice-0-0.lm:8482', 6, i) for i in range(6)]
+  monkeypatch.setattr(distributed, 'jax', types.SimpleNamespace(
+    config=types.SimpleNamespace(jax_platforms='tpu,cpu')))  # fmt: skip
+  env(
+    JOB_COMPLETION_INDEX='2',  # Of an indexed job as well.
+    KUBERNETES_SERVICE_HOST='10.0.0.9',
+    TPU_WORKER_ID='2',
+    TPU_WORKER_HOSTNAMES='lm-slice-1-0,lm-slice-1-1,lm-slice-1-2',
+    MEGASCALE_COORDINATOR_ADDRESS='lm-slice-0-0.lm:8080',
+    MEGASCALE_NUM_SLICES='2',
+    MEGASCALE_SLICE_ID='1',
+  )
+  place = found()
+  assert who(place) == ('lm-slice-0-0.lm:8482', 6, 5)
+  assert place['local_device_ids'] is None
 
 
 def test_an_indexed_job_needs_the_package(monkeypatch, env):
@@ -239,52 +232,6 @@ def test_an_indexed_job_needs_the_package(monkeypatch, env):
   env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='1')
   with pytest.raises(ImportError, match='kubernetes'):
     distributed.initialize('auto')
-
-
-class FakeKubernetes:
-  """The package `kubernetes`, as far as JAX asks it: one pod of one Job."""
-
-  def __init__(self, num_pods):
-    labels = {
-      'job-name': 'lm-worker-0',
-      'jobset.sigs.k8s.io/jobset-name': 'lm',
-    }
-    owner = types.SimpleNamespace(controller=True, kind='Job')
-    pod = types.SimpleNamespace(
-      metadata=types.SimpleNamespace(
-        name='lm-worker-0-2-x', labels=labels, owner_references=[owner]
-      ),
-      spec=types.SimpleNamespace(subdomain='lm'),
-    )
-    job = types.SimpleNamespace(
-      metadata=types.SimpleNamespace(name='lm-worker-0', labels=labels),
-      spec=types.SimpleNamespace(parallelism=num_pods),
-    )
-    self.config = types.SimpleNamespace(load_incluster_config=lambda: None)
-    self.client = types.SimpleNamespace(
-      CoreV1Api=lambda: types.SimpleNamespace(
-        list_namespaced_pod=lambda *_, **__: types.SimpleNamespace(items=[pod])
-      ),
-      BatchV1Api=lambda: types.SimpleNamespace(
-        read_namespaced_job=lambda **_: job
-      ),
-      exceptions=types.SimpleNamespace(ApiException=OSError),
-    )
-
-
-def test_an_indexed_job(monkeypatch, env):
-  kubernetes = FakeKubernetes(num_pods=3)
-  monkeypatch.setitem(sys.modules, 'kubernetes', kubernetes)
-  monkeypatch.setattr(clusters.K8sCluster, '_namespace', lambda: 'default')
-  monkeypatch.setattr(socket, 'gethostbyname', lambda host: '10.0.0.2')
-  env(
-    KUBERNETES_SERVICE_HOST='10.0.0.1',
-    JOB_COMPLETION_INDEX='2',
-    HOSTNAME='lm-worker-0-2',
-  )
-  place = found()
-  assert who(place) == ('lm-worker-0-0.lm:55527', 3, 2)
-  assert place['local_device_ids'] is None
 
 
 # --- Agreements --------------------------------------------------------------
