@@ -73,26 +73,6 @@ def test_a_class_that_was_handed_over_may_be_named_later():
   assert "'a:A' then, 'b:B' now" in base_config.changes(named, other, cls)[0]
 
 
-def test_what_a_change_means_and_who_reads_a_key():
-  def names(condition):
-    found = {key.name for key in base_config.KEYS if condition(key)}
-    return sorted(name for name in found if '.' not in name)
-
-  assert names(lambda key: key.effect == 'run') == [
-    *('experiment_class', 'experiment_kwargs', 'legacy_random_seed_behavior'),
-    *('random_mode_train', 'random_seed', 'skip_batches'),
-  ]
-  assert names(lambda key: key.effect == 'program') == [
-    *('gradient_accumulation_steps', 'mesh', 'on_nonfinite', 'sharding'),
-    *('sharding_rules', 'xla'),
-  ]
-  assert names(lambda key: key.sharded) == [
-    *('gradient_accumulation_steps', 'infeed_buffer_size', 'infeed_stall_secs'),
-    *('mesh', 'recompute_interval', 'sharding', 'sharding_rules'),
-    'skip_batches',
-  ]
-
-
 def test_each_call_makes_a_new_config():
   config = base_config.get_base_config()
   config.training_steps = 1
