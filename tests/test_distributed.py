@@ -331,19 +331,11 @@ distributed.initialize(
 )
 """
 
-SUM = """
+SAY = """
 import jax
-import jax.numpy as jnp
-from jax.experimental import multihost_utils
 distributed.initialize('auto')  # Is left alone.
-local = jnp.arange(2.0) + 2 * jax.process_index()
-whole = multihost_utils.process_allgather(local, tiled=True)
-total = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(local)
-print(json.dumps({
-  'whole': whole.tolist(), 'total': total.tolist(),
-  'count': jax.process_count(), 'devices': jax.device_count(),
-  'collectives': jax.config.jax_cpu_collectives_implementation,
-}))
+print(jax.process_count(), jax.process_index(), jax.device_count(),
+      jax.config.jax_cpu_collectives_implementation)
 """
 
 
@@ -375,17 +367,14 @@ def address():
 def test_two_processes_meet(address):
   with contextlib.ExitStack() as stack:
     programs = [
-      stack.enter_context(started(MEET + SUM, address, 2, process))
+      stack.enter_context(started(MEET + SAY, address, 2, process))
       for process in range(2)
     ]
-    for process in programs:
+    for i, process in enumerate(programs):
       out, err = process.communicate(timeout=TIMEOUT_SECS)
       assert process.returncode == 0, err
       *_, last = out.splitlines()  # Before, gloo says whom it has met.
-      assert last == (
-        '{"whole": [0.0, 1.0, 2.0, 3.0], "total": [6.0, 6.0], "count": 2,'
-        ' "devices": 4, "collectives": "gloo"}'
-      )
+      assert last == f'2 {i} 4 gloo'
 
 
 @pytest.mark.process
