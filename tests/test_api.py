@@ -492,40 +492,33 @@ def test_an_evaluation_may_name_less_than_training(checkpointer, client):
   assert Client.evaluated == [(3, 3.0)]
 
 
-class ChangesItsStructure(Client):
-  """Drops what only the first step needs; another grows."""
-
-  NON_BROADCAST_CHECKPOINT_ATTRS = {'_buffer': 'buffer', '_extra': 'extra'}
-
-  def __init__(self, mode, config, init_rng):
-    super().__init__(mode, config, init_rng)
-    self._opt_state = utils.bcast_local_devices(np.ones([4], np.float32))
-    self._buffer = jnp.zeros([0, 2])
-    self._extra = {'a': jnp.zeros([2])}
-
-  def step(self, global_step, rng, *args, **kwargs):
-    self._opt_state = None
-    self._buffer = jnp.concatenate([self._buffer, jnp.ones([1, 2])])
-    self._extra = {'b': np.arange(2), 'c': None}
-    return super().step(global_step, rng, *args, **kwargs)
-
-
 @pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
 def test_attributes_may_change_their_structure(checkpointer, client):
   seen = []
 
-  class Seen(ChangesItsStructure):
-    def step(self, global_step, *args, **kwargs):
-      seen.append((self._opt_state, np.shape(self._buffer), self._extra))
-      return super().step(global_step, *args, **kwargs)
+  class Changes(Client):
+    NON_BROADCAST_CHECKPOINT_ATTRS = {'_buffer': 'buffer', '_extra': 'extra'}
 
-  client(cls=Seen, checkpointer=checkpointer)
+    def __init__(self, mode, config, init_rng):
+      super().__init__(mode, config, init_rng)
+      self._opt_state = utils.bcast_local_devices(np.ones([4], np.float32))
+      self._buffer = jnp.zeros([0, 2])
+      self._extra = {'a': jnp.zeros([2])}
+
+    def step(self, global_step, rng, *args, **kwargs):
+      seen.append((self._opt_state, np.shape(self._buffer), self._extra))
+      self._opt_state = None
+      self._buffer = jnp.concatenate([self._buffer, jnp.ones([1, 2])])
+      self._extra = {'b': np.arange(2), 'c': None}
+      return super().step(global_step, rng, *args, **kwargs)
+
+  client(cls=Changes, checkpointer=checkpointer)
   kept = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
   utils.GLOBAL_CHECKPOINT_DICT['latest'].history[:] = [
     utils.SnapshotNT(0, kept)
   ]
   del seen[:]
-  steps = client(cls=Seen, checkpointer=checkpointer, training_steps=4)
+  steps = client(cls=Changes, checkpointer=checkpointer, training_steps=4)
   assert steps == [3]
   opt_state, buffer, extra = seen[0]
   assert opt_state is None

@@ -275,9 +275,10 @@ def test_read_builds_nested_dataclasses():
     'late': {'rate': 0.4},
     'extra': {'a': {'b': 1}},
   }
+  built = Optimizer(0.1, 0.2)
   expected = Model(
     3,
-    optimizer=Optimizer(0.1, 0.2),
+    optimizer=built,
     maybe=Optimizer(0.3),
     late=Optimizer(0.4),
     extra={'a': {'b': 1}},
@@ -286,13 +287,9 @@ def test_read_builds_nested_dataclasses():
     model = base_config.read(Model, given)
     assert model == expected
     assert type(model.extra) is type(model.extra['a']) is dict
-
-
-def test_read_keeps_defaults_and_takes_what_is_built_already():
-  values = {'width': 3, 'optimizer': Optimizer(0.1), 'maybe': None}
-  model = base_config.read(Model, values)
-  assert model == Model(3, optimizer=Optimizer(0.1))
-  assert model.optimizer is values['optimizer']
+  model = base_config.read(Model, {'width': 3, 'optimizer': built})
+  assert model == Model(3, optimizer=built)
+  assert model.optimizer is built
 
 
 @pytest.mark.parametrize(

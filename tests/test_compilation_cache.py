@@ -119,7 +119,7 @@ def test_nothing_is_kept(home, counts, values):
   assert not home.exists()
 
 
-def test_what_jax_was_told_counts(tmp_path, home):
+def test_what_jax_was_told_counts(tmp_path, home, monkeypatch):
   own = tmp_path / 'own'
   jax.config.update('jax_compilation_cache_dir', str(own))
   with compilation_cache.of_run(make_config()):
@@ -132,9 +132,6 @@ def test_what_jax_was_told_counts(tmp_path, home):
   finally:
     jax.config.update('jax_enable_compilation_cache', True)
   assert not home.exists()
-
-
-def test_a_variable_of_jax_counts(home, monkeypatch):
   name = 'jax_persistent_cache_min_compile_time_secs'
   monkeypatch.setenv(name.upper(), '7')
   before = getattr(jax.config, name)

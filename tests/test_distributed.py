@@ -28,9 +28,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_SECS = 100
 
 HERE = {'coordinator': 'localhost:1234', 'num_processes': 4, 'process_id': 1}
+VARIABLES = tuple(distributed.VARIABLES.values())
 # What could tell the tests' own process that it is one of several.
 NAMES = (
-  *distributed.VARIABLES.values(),
+  *VARIABLES,
   'JAX_HEARTBEAT_TIMEOUT_SECONDS',
   'JAX_INITIALIZATION_TIMEOUT',
   'JAX_LOCAL_DEVICE_IDS',
@@ -130,16 +131,37 @@ def test_nothing_is_found_and_nobody_is_asked(monkeypatch, env):
   assert not jax.distributed.is_initialized()
 
 
-def test_the_variables(env):
-  env(
-    JAX_COORDINATOR_ADDRESS='node0:1234',
-    JAX_NUM_PROCESSES='4',
-    JAX_PROCESS_ID='2',
-    **SLURM,  # They say more than the cluster does.
-  )
-  place = found()
-  assert who(place) == ('node0:1234', 4, 2)
-  assert 'local_device_ids' not in place
+BY_SLURM = ('node07:61808', 24, 9)  # JAX's port: 61440 + the job modulo 4096.
+BY_MPI = ('10.96.0.1:62624', 4, 3)  # 61440 + 1531576320 / 4096 modulo 4096.
+
+
+@pytest.mark.parametrize(
+  ('variables', 'place', 'gpus'),
+  [
+    # One GPU for each process.
+    (SLURM, BY_SLURM, [1]),
+    (SLURM | {'JAX_COORDINATOR_ADDRESS': 'other:99'}, ('other:99', 24, 9), [1]),
+    # JAX gives it what the variable says.
+    (SLURM | {'JAX_LOCAL_DEVICE_IDS': '2,3'}, BY_SLURM, None),
+    # One process on each node keeps all of its GPUs.
+    *(
+      (SLURM | {'SLURM_STEP_TASKS_PER_NODE': per_node}, BY_SLURM, None)
+      for per_node in ('1', '1(x3)', '1,1(x2)')
+    ),
+    # They say more than the cluster does.
+    (
+      SLURM | dict(zip(VARIABLES, ('node0:1234', '4', '2'), strict=True)),
+      ('node0:1234', 4, 2),
+      None,
+    ),
+    (OPEN_MPI, BY_MPI, [1]),
+    (OPEN_MPI | {'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}, BY_MPI, None),
+  ],
+)
+def test_what_the_environment_says(env, variables, place, gpus):
+  env(**variables)
+  assert who(found()) == place
+  assert found().get('local_device_ids') == gpus
 
 
 @pytest.mark.parametrize(
@@ -154,28 +176,9 @@ def test_the_variables(env):
 )
 def test_wrong_variables(env, coordinator, count, process):
   values = coordinator, count, process
-  env(**dict(zip(distributed.VARIABLES.values(), values, strict=True)))
+  env(**dict(zip(VARIABLES, values, strict=True)))
   with pytest.raises(errors.UsageError, match='JAX_PROCESS_ID'):
     distributed.initialize('auto')
-
-
-def test_slurm(env):
-  env(**SLURM)
-  place = found()
-  # The port is JAX's: 61440 + the job's number modulo 4096.
-  assert who(place) == ('node07:61808', 24, 9)
-  assert place['local_device_ids'] == [1]  # One GPU for each process.
-  env(JAX_COORDINATOR_ADDRESS='other:99')
-  assert who(found()) == ('other:99', 24, 9)
-  # JAX gives it what the variable says.
-  env(JAX_LOCAL_DEVICE_IDS='2,3')
-  assert found()['local_device_ids'] is None
-
-
-@pytest.mark.parametrize('per_node', ['1', '1(x3)', '1,1(x2)'])
-def test_one_process_on_each_node_keeps_its_gpus(env, per_node):
-  env(**SLURM | {'SLURM_STEP_TASKS_PER_NODE': per_node, 'SLURM_LOCALID': '0'})
-  assert found()['local_device_ids'] is None
 
 
 def test_one_process_of_slurm_meets_nobody(env):
@@ -183,15 +186,6 @@ def test_one_process_of_slurm_meets_nobody(env):
   assert found() is None
   distributed.initialize('auto')  # Would be too late to meet anybody.
   assert not jax.distributed.is_initialized()
-
-
-def test_open_mpi(env):
-  env(**OPEN_MPI)
-  # The port is JAX's: 61440 + (1531576320 / 4096) modulo 4096.
-  assert who(found()) == ('10.96.0.1:62624', 4, 3)
-  assert found()['local_device_ids'] == [1]
-  env(OMPI_COMM_WORLD_LOCAL_SIZE='1')
-  assert found()['local_device_ids'] is None
 
 
 def test_a_cluster_of_the_program_without_a_name(monkeypatch):
