@@ -414,12 +414,26 @@ def language_model(tmp_path_factory):
   return list(overrides(values)), expected
 
 
-def decode_elsewhere(output, flags, *launcher):
-  """Runs the command line; returns the lines of the file and what it said."""
+@pytest.mark.parametrize(
+  'launcher',
+  [
+    pytest.param((), marks=pytest.mark.process, id='one process'),
+    pytest.param(
+      '-m jaxline.launch --processes=2 --devices-per-process=1 -- python',
+      marks=pytest.mark.slow,
+      id='two processes',
+    ),
+  ],
+)
+def test_a_language_model_is_trained_here_and_decoded_elsewhere(
+  launcher, tmp_path, language_model
+):
+  flags, expected = language_model
+  output = tmp_path / 'o.jsonl'
   result = subprocess.run(
     [
       sys.executable,
-      *launcher,
+      *launcher.replace('python', sys.executable).split(),
       str(ROOT / 'experiment.py'),
       f'--config={ROOT}/configs/lm.py',
       '--jaxline_mode=decode',
@@ -435,10 +449,7 @@ def decode_elsewhere(output, flags, *launcher):
     stdin=subprocess.DEVNULL,
   )
   assert result.returncode == 0, result.stderr[-4000:]
-  return lines_of(output), result.stdout
-
-
-def assert_as_expected(lines, expected):
+  lines = lines_of(output)
   assert [line['prompt'] for line in lines] == PROMPTS
   for line, continuations in zip(lines, expected, strict=True):
     assert len(continuations) == 2
@@ -446,27 +457,5 @@ def assert_as_expected(lines, expected):
       assert found['text'] == here['text']
       assert found['tokens'] == here['tokens'] <= 12
       assert found['score'] == pytest.approx(here['score'], rel=1e-4)
-
-
-@pytest.mark.process
-def test_a_language_model_is_trained_here_and_decoded_elsewhere(
-  tmp_path, language_model
-):
-  flags, expected = language_model
-  lines, said = decode_elsewhere(tmp_path / 'o.jsonl', flags)
-  assert_as_expected(lines, expected)
-  assert f'=== {PROMPTS[-1]}\n--- score ' in said
-
-
-@pytest.mark.slow
-def test_two_processes_decode_together(tmp_path, language_model):
-  flags, expected = language_model
-  lines, said = decode_elsewhere(
-    tmp_path / 'o.jsonl',
-    flags,
-    *('-m', 'jaxline.launch', '--processes', '2'),
-    *('--devices-per-process', '1', '--', sys.executable),
-  )
-  assert_as_expected(lines, expected)
-  # One of them prints.
-  assert said.count(f'=== {PROMPTS[-1]}\n') == 1
+  # One of several processes prints.
+  assert result.stdout.count(f'=== {PROMPTS[-1]}\n') == 1
