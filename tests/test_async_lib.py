@@ -79,27 +79,6 @@ def test_make_async_works_on_methods_and_callables_without_a_name():
 
 
 def test_make_async_raises_an_error_at_each_later_call():
-  runs = []
-
-  @async_lib.make_async()
-  def fail():
-    runs.append(None)
-    raise ValueError('bad')
-
-  error = fail().exception(TIMEOUT)
-  depths = []
-  for _ in range(3):
-    with pytest.raises(ValueError, match='bad') as info:
-      fail()
-    assert info.value is error
-    # It shows where it was raised, and does not grow with each raise.
-    assert _frames(info.value)[-1] == 'fail'
-    depths.append(len(_frames(info.value)))
-  assert len(set(depths)) == 1
-  assert runs == [None]
-
-
-def test_make_async_does_not_run_what_waits_behind_an_error():
   may_go, runs = threading.Event(), []
 
   @async_lib.make_async()
@@ -110,13 +89,20 @@ def test_make_async_does_not_run_what_waits_behind_an_error():
 
   pending = [fail(i) for i in range(3)]
   may_go.set()
-  assert isinstance(pending[0].exception(TIMEOUT), ValueError)
+  error = pending[0].exception(TIMEOUT)
   for future in pending[1:]:
     with pytest.raises(futures.CancelledError):
       future.result(TIMEOUT)
+  depths = set()
+  for i in range(3, 6):
+    with pytest.raises(ValueError, match='bad') as info:
+      fail(i)
+    assert info.value is error
+    # It shows where it was raised, and does not grow with each raise.
+    assert _frames(info.value)[-1] == 'fail'
+    depths.add(len(_frames(info.value)))
+  assert len(depths) == 1
   assert runs == [0]
-  with pytest.raises(ValueError, match='bad'):  # Else it is logged at the end.
-    fail(3)
 
 
 # --- SerialExecutor ----------------------------------------------------------
@@ -252,25 +238,6 @@ def test_py_prefetch_builds_and_reads_the_iterable_on_its_thread():
   assert list(prefetched) == ['reader', 'reader']
 
 
-def test_py_prefetch_holds_at_most_buffer_size_elements():
-  asked = threading.Semaphore(0)
-  count = []
-
-  def iterable():
-    for i in range(100):
-      count.append(i)
-      asked.release()
-      yield i
-
-  prefetched = async_lib.py_prefetch(iterable, buffer_size=3)
-  assert next(prefetched) == 0
-  for _ in range(4):  # One is out; three are held.
-    assert asked.acquire(timeout=TIMEOUT)
-  assert not asked.acquire(timeout=0.1)
-  assert len(count) == 4
-  prefetched.close()
-
-
 def test_py_prefetch_reads_small_elements_in_bursts():
   asked = threading.Semaphore(0)
 
@@ -291,30 +258,25 @@ def test_py_prefetch_reads_small_elements_in_bursts():
   assert list(prefetched) == list(range(8, 100))
 
 
-def test_py_prefetch_error_comes_after_the_elements_and_shows_its_origin():
-  def iterable():
-    yield 1
-    yield 2
-    raise ValueError('bad file')
-
-  prefetched = async_lib.py_prefetch(iterable)
-  assert [next(prefetched), next(prefetched)] == [1, 2]
-  with pytest.raises(ValueError, match='bad file') as info:
-    next(prefetched)
-  assert _frames(info.value)[-1] == 'iterable'
+def _fails(error, elements):
+  yield from elements
+  raise error('bad')
 
 
 @pytest.mark.parametrize(
   'error', [ValueError, SystemExit, KeyboardInterrupt, TypeError]
 )
-def test_py_prefetch_error_of_the_function_itself(error):
-  def fail():
-    if error is TypeError:
-      return 3  # No iterable.
-    raise error('bad')
-
-  with pytest.raises(error):
-    next(async_lib.py_prefetch(fail))
+@pytest.mark.parametrize('elements', [[], [1, 2]])
+def test_py_prefetch_error_comes_after_the_elements_and_shows_its_origin(
+  error, elements
+):
+  prefetched = async_lib.py_prefetch(lambda: _fails(error, elements))
+  assert [next(prefetched) for _ in elements] == elements
+  with pytest.raises(error, match='bad') as info:
+    next(prefetched)
+  assert _frames(info.value)[-1] == '_fails'
+  with pytest.raises(TypeError):
+    next(async_lib.py_prefetch(lambda: 3))  # No iterable.
 
 
 class _Endless:
@@ -345,6 +307,8 @@ def test_py_prefetch_ends_early(how, buffer_size):
   next(prefetched)
   for _ in range(buffer_size + 1):  # Until it is blocked on a full buffer.
     assert endless.read.acquire(timeout=TIMEOUT)
+  # One is out; `buffer_size` are held.
+  assert not endless.read.acquire(timeout=0.1)
   assert _threads('early')
   if how == 'close':
     prefetched.close()

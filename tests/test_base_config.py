@@ -73,26 +73,6 @@ def test_a_class_that_was_handed_over_may_be_named_later():
   assert "'a:A' then, 'b:B' now" in base_config.changes(named, other, cls)[0]
 
 
-def test_what_a_change_means_and_who_reads_a_key():
-  def names(condition):
-    found = {key.name for key in base_config.KEYS if condition(key)}
-    return sorted(name for name in found if '.' not in name)
-
-  assert names(lambda key: key.effect == 'run') == [
-    *('experiment_class', 'experiment_kwargs', 'legacy_random_seed_behavior'),
-    *('random_mode_train', 'random_seed', 'skip_batches'),
-  ]
-  assert names(lambda key: key.effect == 'program') == [
-    *('gradient_accumulation_steps', 'mesh', 'on_nonfinite', 'sharding'),
-    *('sharding_rules', 'xla'),
-  ]
-  assert names(lambda key: key.sharded) == [
-    *('gradient_accumulation_steps', 'infeed_buffer_size', 'infeed_stall_secs'),
-    *('mesh', 'recompute_interval', 'sharding', 'sharding_rules'),
-    'skip_batches',
-  ]
-
-
 def test_each_call_makes_a_new_config():
   config = base_config.get_base_config()
   config.training_steps = 1
@@ -102,20 +82,6 @@ def test_each_call_makes_a_new_config():
 
 
 # Keys.
-
-
-@pytest.mark.parametrize(
-  ('wrong', 'right'),
-  [
-    ('trainig_steps', 'training_steps'),
-    ('save_checkpoint_intervals', 'save_checkpoint_interval'),
-    ('checkpoint_interval', 'save_checkpoint_interval'),
-    ('random_sede', 'random_seed'),
-    ('one_off_evaluation', 'one_off_evaluate'),
-  ],
-)
-def test_a_misspelled_key_is_refused_with_the_right_one(wrong, right):
-  refused(make(**{wrong: 1}), repr(wrong), f'Did you mean {right!r}')
 
 
 def test_every_key_must_be_there():
@@ -235,10 +201,16 @@ def test_what_is_seen_in_the_wild_is_assigned_without_tricks():
   base_config.validate_config(config.lock())
 
 
-# Values that contradict each other, and names within sections.
+# Values that contradict each other, and misspelled names.
 @pytest.mark.parametrize(
   ('values', 'words'),
   [
+    ({'trainig_steps': 1}, ["'trainig_steps'", "mean 'training_steps'"]),
+    ({'random_sede': 1}, ["'random_sede'", "mean 'random_seed'"]),
+    (
+      {'checkpoint_interval': 1},
+      ["'checkpoint_interval'", "mean 'save_checkpoint_interval'"],
+    ),
     ({'restore_rules': [('a', 'b')]}, ['restore_from']),
     ({'checkpointer': 'memory', 'eval_steps': 'all'}, ['eval_steps']),
     (
@@ -260,7 +232,7 @@ def test_what_is_seen_in_the_wild_is_assigned_without_tricks():
     ({'mesh.dcn.data': 0}, ['mesh.dcn', 'positive']),
   ],
 )
-def test_contradictions(values, words):
+def test_contradictions_and_misspelled_names_are_refused(values, words):
   config = base_config.get_base_config()
   with config.ignore_type():
     config.update_from_flattened_dict(values)
@@ -295,9 +267,10 @@ def test_read_builds_nested_dataclasses():
     'late': {'rate': 0.4},
     'extra': {'a': {'b': 1}},
   }
+  built = Optimizer(0.1, 0.2)
   expected = Model(
     3,
-    optimizer=Optimizer(0.1, 0.2),
+    optimizer=built,
     maybe=Optimizer(0.3),
     late=Optimizer(0.4),
     extra={'a': {'b': 1}},
@@ -306,13 +279,9 @@ def test_read_builds_nested_dataclasses():
     model = base_config.read(Model, given)
     assert model == expected
     assert type(model.extra) is type(model.extra['a']) is dict
-
-
-def test_read_keeps_defaults_and_takes_what_is_built_already():
-  values = {'width': 3, 'optimizer': Optimizer(0.1), 'maybe': None}
-  model = base_config.read(Model, values)
-  assert model == Model(3, optimizer=Optimizer(0.1))
-  assert model.optimizer is values['optimizer']
+  model = base_config.read(Model, {'width': 3, 'optimizer': built})
+  assert model == Model(3, optimizer=built)
+  assert model.optimizer is built
 
 
 @pytest.mark.parametrize(

@@ -46,20 +46,6 @@ def test_a_row(ours, theirs, options, value, met):
   assert row['met'] is met
 
 
-def test_a_table():
-  rows = [
-    harness.row('a', samples(1), 'b', samples(2), unit='s', aim='<= 1'),
-    harness.row('c', [Sample(0.0)], unit='copies', aim='>= 1'),
-    harness.row('d', samples(1234567), unit='s'),
-  ]
-  assert harness.table(rows).splitlines()[2:] == [
-    '| a | b | s | 1.00 | 2.00 | x 0.500 [0.500, 0.500] |'
-    ' x 0.500 [0.500, 0.500] | <= 1 | yes |',
-    '| c |  | copies | 0 [0, 0] |  |  |  | >= 1 | **no** |',
-    '| d |  | s | 1,234,567 [1,234,567, 1,234,567] |  |  |  |  |  |',
-  ]
-
-
 def test_functions_run_in_processes_of_their_own():
   assert harness.call('operator', 'add', 1, 2) == 3
   with pytest.raises(RuntimeError, match='ZeroDivisionError'):

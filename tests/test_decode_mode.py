@@ -85,12 +85,18 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def run(trained, monkeypatch):
-  """Decodes; returns what was given to the experiment, and the lines."""
+def run(trained, tmp_path, monkeypatch):
+  """Decodes a prompt, or `text`; returns what was given to the experiment."""
   shutil.rmtree(trained / 'decode', ignore_errors=True)
 
-  def run(cls=Echo, directory=trained, checkpointer='durable', **options):
+  def run(
+    cls=Echo, directory=trained, checkpointer='durable', text='a', **options
+  ):
     monkeypatch.setattr(Echo, 'calls', [])
+    if text is not None:
+      path = tmp_path / 'p.txt'
+      path.write_text(text)
+      options = {'prompts': str(path)} | options
     config = base_config.get_base_config()
     config.checkpoint_dir = str(directory)
     config.checkpointer = checkpointer
@@ -113,11 +119,9 @@ def texts(path):
 # Where prompts come from, and where continuations go.
 
 
-def test_prompts_of_a_file_in_batches_of_one_size(
-  run, trained, tmp_path, capsys
-):
-  (tmp_path / 'p.txt').write_text('a\n  b \n\n \nc\r\nd\ne')
-  calls = run(prompts=str(tmp_path / 'p.txt'), batch_size=2)
+def test_prompts_of_a_file_in_batches_of_one_size(run, trained, capsys):
+  text = 'a\n  b \n\n \nc\r\nd\ne'
+  calls = run(text=text, batch_size=2)
   # The last batch is filled up; each has a key of its own.
   assert [prompts for prompts, _ in calls] == [
     ['a', '  b '],
@@ -140,11 +144,11 @@ def test_prompts_of_a_file_in_batches_of_one_size(
   assert '=== c\n--- score -0.3333\nc 3\n--- score -1\nü c\n=== d' in shown
   assert shown.endswith(f'Written to {path}\n')
   # Another run's file takes the place of this one.
-  run(prompts=str(tmp_path / 'p.txt'))
+  run(text='a\nb')
   assert len(lines_of(path)) == 5
 
 
-def test_prompts_of_json_lines(run, tmp_path):
+def test_prompts_of_json_lines_and_of_a_pipe(run, tmp_path, monkeypatch):
   (tmp_path / 'p.jsonl').write_text(
     '{"prompt": "two\\nlines", "id": 7}\n\n{"prompt": ""}\n'
   )
@@ -153,11 +157,8 @@ def test_prompts_of_json_lines(run, tmp_path):
   first, second = lines_of(output)
   assert (first['prompt'], first['id']) == ('two\nlines', 7)
   assert second['continuations'][1]['text'] == 'ü '
-
-
-def test_prompts_of_a_pipe(run, tmp_path, monkeypatch):
   monkeypatch.setattr(sys, 'stdin', io.StringIO('a\n\nb\nc\n'))
-  calls = run(batch_size=2, output=str(tmp_path / 'o'))
+  calls = run(text=None, batch_size=2, output=str(output))
   assert [prompts for prompts, _ in calls] == [['a', 'b'], ['c', 'c']]
 
 
@@ -179,7 +180,7 @@ def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
 
   monkeypatch.setattr(sys, 'stdin', Terminal())
   monkeypatch.setattr(builtins, 'input', ask)
-  calls = run(output=str(tmp_path / 'o'))
+  calls = run(text=None, output=str(tmp_path / 'o'))
   # One at a time, whatever the batch size.
   assert [prompts for prompts, _ in calls] == [['a'], ['b']]
 
@@ -193,9 +194,8 @@ def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
     ({'series': 'best', 'step': BEST}, BEST),
   ],
 )
-def test_which_checkpoint(run, trained, tmp_path, options, step):
-  (tmp_path / 'p.txt').write_text('a')
-  run(prompts=str(tmp_path / 'p.txt'), **options)
+def test_which_checkpoint(run, trained, options, step):
+  run(**options)
   assert texts(trained / 'decode' / f'step_{step}.jsonl') == [f'a {step}']
 
 
@@ -205,17 +205,16 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
   config.training_steps = 2
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   train.train(Echo, config, checkpointer, None)
-  (tmp_path / 'p.txt').write_text('a')
   memory = {'directory': tmp_path, 'checkpointer': 'memory'}
   for options in ({}, {'step': 2}):
-    run(prompts=str(tmp_path / 'p.txt'), **options, **memory)
+    run(**options, **memory)
     output = tmp_path / 'decode' / 'step_2.jsonl'
     assert texts(output) == ['a 2']
     output.unlink()
   with pytest.raises(SystemExit, match=r'step is 3, .* steps \[2\]'):
-    run(prompts=str(tmp_path / 'p.txt'), step=3, **memory)
+    run(step=3, **memory)
   with pytest.raises(SystemExit, match=r"'best'.*Train with.*'durable'"):
-    run(prompts=str(tmp_path / 'p.txt'), series='best', **memory)
+    run(series='best', **memory)
 
 
 # Another one's directory.
@@ -246,19 +245,17 @@ def test_a_directory_that_cannot_be_written(
   before = tree_of(colleague)
   (tmp_path / 'here').mkdir()
   monkeypatch.chdir(tmp_path / 'here')
-  (tmp_path / 'p.txt').write_text('a')
   for series, step, name in (
     ('latest', 3, 'theirs_step_3.jsonl'),
     ('latest', 3, 'theirs_step_3_2.jsonl'),  # Nothing of ours is replaced.
     ('best', BEST, f'theirs_step_{BEST}.jsonl'),
   ):
-    run(directory=colleague, series=series, prompts=str(tmp_path / 'p.txt'))
+    run(directory=colleague, series=series)
     path = tmp_path / 'here' / name
     assert texts(path) == [f'a {step}']
     assert capsys.readouterr().out.endswith(f'Written to {path}\n')
   output = tmp_path / 'new' / 'o.jsonl'
-  prompts = str(tmp_path / 'p.txt')
-  run(directory=colleague, prompts=prompts, output=str(output))
+  run(directory=colleague, output=str(output))
   assert texts(output) == ['a 3']
   assert tree_of(colleague) == before
   assert len(list((tmp_path / 'here').iterdir())) == 3
@@ -287,20 +284,19 @@ def test_an_evaluation_of_a_directory_that_cannot_be_written(
   assert tree_of(colleague) == before
 
 
-def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
+def test_decoding_claims_and_keeps_nothing(run, trained):
   checkpoints = trained / 'checkpoints'
   before = tree_of(checkpoints)
-  (tmp_path / 'p.txt').write_text('a')
   seen = []
 
   class Looking(Echo):
     def decode(self, prompts, rng):
       seen.append(tree_of(checkpoints))
       if len(seen) == 1:  # A second one, at the same time.
-        run(cls=Looking, prompts=str(tmp_path / 'p.txt'))
+        run(cls=Looking)
       return super().decode(prompts, rng)
 
-  run(cls=Looking, prompts=str(tmp_path / 'p.txt'))
+  run(cls=Looking)
   assert seen == [before, before]
   assert tree_of(checkpoints) == before
   for name in ('step_3.jsonl', 'step_3_2.jsonl'):
@@ -336,7 +332,6 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   for name, content in {
-    'p.txt': b'a',
     'latin.txt': b'\xff',
     'bad.jsonl': b'\n{"prompt": "a"}\nOnce',
     'number.jsonl': b'{"prompt": 7}',
@@ -344,24 +339,19 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   }.items():
     (tmp_path / name).write_bytes(content)
   with pytest.raises(SystemExit, match=said):
-    run(**{'prompts': 'p.txt'} | options)
+    run(**options)
   assert Echo.calls == []
   assert (tmp_path / 'p.txt').read_text() == 'a'
   # No directory is made for a name that is wrong.
   assert not (tmp_path / 'new').exists()
 
 
-def test_an_experiment_without_decode_is_named(run, tmp_path):
-  (tmp_path / 'p.txt').write_text('a')
-  with pytest.raises(NotImplementedError, match='Mute'):
-    run(cls=Mute, prompts=str(tmp_path / 'p.txt'), output=str(tmp_path / 'o'))
-
-
 def test_an_experiment_must_continue_each_prompt(run, tmp_path, monkeypatch):
+  with pytest.raises(NotImplementedError, match='Mute'):
+    run(cls=Mute, output=str(tmp_path / 'o'))
   monkeypatch.setattr(Echo, 'missing', 1)
-  (tmp_path / 'p.txt').write_text('a\nb')
   with pytest.raises(ValueError, match=r'got 2 prompts and returned 1 lists'):
-    run(prompts=str(tmp_path / 'p.txt'), output=str(tmp_path / 'o'))
+    run(text='a\nb', output=str(tmp_path / 'o'))
 
 
 # A language model.
@@ -424,12 +414,26 @@ def language_model(tmp_path_factory):
   return list(overrides(values)), expected
 
 
-def decode_elsewhere(output, flags, *launcher):
-  """Runs the command line; returns the lines of the file and what it said."""
+@pytest.mark.parametrize(
+  'launcher',
+  [
+    pytest.param((), marks=pytest.mark.process, id='one process'),
+    pytest.param(
+      '-m jaxline.launch --processes=2 --devices-per-process=1 -- python',
+      marks=pytest.mark.slow,
+      id='two processes',
+    ),
+  ],
+)
+def test_a_language_model_is_trained_here_and_decoded_elsewhere(
+  launcher, tmp_path, language_model
+):
+  flags, expected = language_model
+  output = tmp_path / 'o.jsonl'
   result = subprocess.run(
     [
       sys.executable,
-      *launcher,
+      *launcher.replace('python', sys.executable).split(),
       str(ROOT / 'experiment.py'),
       f'--config={ROOT}/configs/lm.py',
       '--jaxline_mode=decode',
@@ -445,10 +449,7 @@ def decode_elsewhere(output, flags, *launcher):
     stdin=subprocess.DEVNULL,
   )
   assert result.returncode == 0, result.stderr[-4000:]
-  return lines_of(output), result.stdout
-
-
-def assert_as_expected(lines, expected):
+  lines = lines_of(output)
   assert [line['prompt'] for line in lines] == PROMPTS
   for line, continuations in zip(lines, expected, strict=True):
     assert len(continuations) == 2
@@ -456,27 +457,5 @@ def assert_as_expected(lines, expected):
       assert found['text'] == here['text']
       assert found['tokens'] == here['tokens'] <= 12
       assert found['score'] == pytest.approx(here['score'], rel=1e-4)
-
-
-@pytest.mark.process
-def test_a_language_model_is_trained_here_and_decoded_elsewhere(
-  tmp_path, language_model
-):
-  flags, expected = language_model
-  lines, said = decode_elsewhere(tmp_path / 'o.jsonl', flags)
-  assert_as_expected(lines, expected)
-  assert f'=== {PROMPTS[-1]}\n--- score ' in said
-
-
-@pytest.mark.slow
-def test_two_processes_decode_together(tmp_path, language_model):
-  flags, expected = language_model
-  lines, said = decode_elsewhere(
-    tmp_path / 'o.jsonl',
-    flags,
-    *('-m', 'jaxline.launch', '--processes', '2'),
-    *('--devices-per-process', '1', '--', sys.executable),
-  )
-  assert_as_expected(lines, expected)
-  # One of them prints.
-  assert said.count(f'=== {PROMPTS[-1]}\n') == 1
+  # One of several processes prints.
+  assert result.stdout.count(f'=== {PROMPTS[-1]}\n') == 1

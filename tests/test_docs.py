@@ -78,14 +78,6 @@ def test_links():
   assert not orphans, orphans
 
 
-def test_a_wrong_link_is_found(tmp_path):
-  (tmp_path / 'a.md').write_text('# A *b*: c\n```\n# No heading\n```\n')
-  text = '[x](a.md) [x](a.md#a-b-c) [x](a.md#no-heading) [x](b.md) [x](#y)'
-  page = tmp_path / 'c.md'
-  page.write_text(text)
-  assert list(wrong_links(page, text)) == ['a.md#no-heading', 'b.md', '#y']
-
-
 def test_names_of_pages_in_code():
   wrong = []
   for path in tracked():

@@ -272,33 +272,6 @@ def test_signals_are_passed_on(signum):
   assert sorted(out) == [f'[{i}] heard {signum:d}' for i in range(2)]
 
 
-WATCH = """
-from jaxline import distributed
-distributed.initialize('auto')
-import jax, time
-from jaxline.supervision import preemption
-with preemption.Watch() as watch, watch.training():
-  step = 0
-  while True:
-    step += 1
-    if watch.reached(step):
-      watch.leave()
-    if step == 1:
-      print('stepping')
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.process
-def test_a_run_leaves_in_order():
-  with started(*py(WATCH)) as process:
-    for _ in range(2):
-      assert 'stepping' in process.stdout.readline()
-    process.terminate()
-    code, _, err = end(process)
-  assert code == 75, err
-
-
 @pytest.mark.parametrize('args', [['--', 'true'], ['--processes', '2', '--']])
 def test_wrong_usage_is_refused(args):
   with pytest.raises(SystemExit) as caught:

@@ -23,7 +23,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / 'docs' / 'reference' / 'launching.md'
 LAUNCH = ROOT / 'launch'
 SPEEDRUN = ROOT / 'examples' / 'lm' / 'speedrun.sh'
-SCRIPTS = (LAUNCH / 'slurm.sbatch', LAUNCH / 'tpu_vm.sh', SPEEDRUN)
 TIMEOUT_SECS = 100
 BIN = pathlib.Path(sys.executable).parent  # Of `python`.
 
@@ -39,11 +38,6 @@ def program(folder, name, text):
 def on_path(folder, **more):
   path = f'{folder}{os.pathsep}{os.environ["PATH"]}'
   return os.environ | {'PATH': path, 'PYTHONPATH': str(ROOT), **more}
-
-
-@pytest.mark.parametrize('path', SCRIPTS, ids=lambda p: p.name)
-def test_scripts_parse(path):
-  subprocess.run(['bash', '-n', path], check=True)
 
 
 # --- Slurm -------------------------------------------------------------------

@@ -31,34 +31,6 @@ by_notebook = pytest.mark.parametrize(
 )
 
 
-def test_notebooks_are_there():
-  assert [path.stem for path in NOTEBOOKS] == [
-    'first_experiment',
-    'inputs',
-    'jax_primer',
-    'life_of_an_experiment',
-    'pax_layer_basics',
-  ]
-
-
-@pytest.mark.parametrize(
-  ('text', 'is_path'),
-  [
-    ('in /home/me/run', True),
-    ("open('/tmp/x/y')", True),
-    ('~/.cache/x', True),
-    (r'C:\x', True),
-    ('file:///x', True),
-    ('1 rows/s, 2 batches/s', False),
-    ('https://github.com/google/paxml', False),
-    ('runs/a/train/metrics.jsonl, ../inputs.md', False),
-    ('a / b', False),
-  ],
-)
-def test_what_a_path_is(text, is_path):
-  assert bool(PATHS.search(text)) == is_path
-
-
 def texts(cell):
   """Yields all text that a cell shows."""
   for output in cell.outputs:
@@ -137,16 +109,6 @@ def statements(markdown):
       yield ast.Module([node], []), raises[1] if raises else None
 
 
-def test_statements():
-  page = (
-    'x\n```python\na = 1\nb = a.c  # AttributeError, none.\n```\n```\ny\n```\n'
-  )
-  first, second = statements(page)
-  assert (ast.unparse(first[0]), first[1]) == ('a = 1', None)
-  assert (ast.unparse(second[0]), second[1]) == ('b = a.c', 'AttributeError')
-  assert second[0].body[0].lineno == 4
-
-
 def test_page_for_users_of_pax(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   # What the page registers is forgotten afterwards.
@@ -164,15 +126,6 @@ def test_page_for_users_of_pax(tmp_path, monkeypatch):
     assert caught.type.__name__ == raises
     raised.append(raises)
   assert raised == ['AttributeError'] * 4 + ['UnknownError']
-
-
-@pytest.mark.parametrize('path', [PAGE, *NOTEBOOKS], ids=lambda path: path.stem)
-def test_links(path):
-  text = path.read_text(encoding='utf-8')
-  links = re.findall(r'\]\((?!https?:)([^)#\s]+)', text)
-  assert links
-  for link in links:
-    assert (path.parent / link).exists(), link
 
 
 if __name__ == '__main__':

@@ -52,11 +52,6 @@ class Student(Teacher):
   """Another experiment, whose state has the same shapes."""
 
 
-@pytest.fixture(autouse=True)
-def dictionary(monkeypatch):
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-
-
 def make_config(directory, rate=1.0, training_steps=1, **values):
   config = base_config.get_base_config()
   config.checkpoint_dir = str(directory)
@@ -111,12 +106,13 @@ def test_an_emptied_dictionary_begins_anew(checkpointer, tmp_path):
   assert steps_of(main, Teacher, config) == []
 
 
-@pytest.mark.parametrize('cls', [Teacher, Student])
-@pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
+@pytest.mark.parametrize(
+  'mode', ['train', 'train_and_eval', 'train_eval_multithreaded']
+)
 @pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
-def test_another_class_or_config_begins_anew(cls, mode, checkpointer, tmp_path):
+def test_another_class_or_config_begins_anew(mode, checkpointer, tmp_path):
   """`platform.main` again and again, with one directory."""
-  runs = [(Teacher, 1.0), (Teacher, 2.0), (cls, 3.0), (Student, 1.0)]
+  runs = [(Teacher, 1.0), (Teacher, 2.0), (Student, 3.0), (Student, 1.0)]
   for experiment_class, rate in runs:
     config = make_config(
       tmp_path, rate, checkpointer=checkpointer, best_model_eval_metric='w'

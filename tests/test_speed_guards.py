@@ -13,7 +13,6 @@ import pytest
 from benchmarks import lm_step
 from examples import decoding
 from jaxline import train
-from jaxline import utils
 from jaxline.inputs import infeed
 from jaxline.supervision import preemption
 from tests.experiments import regression
@@ -24,11 +23,6 @@ from tests.experiments import regression
 EQUATIONS = {'default': 908, 'large_vocabulary': 927}
 # Of a run of a sharded experiment, all that JAX compiles.
 _PROGRAMS = 9
-
-
-@pytest.fixture(autouse=True)
-def no_checkpoints(monkeypatch):
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
 
 
 class Writer:

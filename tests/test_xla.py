@@ -234,13 +234,6 @@ def test_a_run_that_ends_early_saves_no_profile(
     pass
 
 
-def test_a_trace_beside_another_is_an_error(tmp_path, temporary):
-  action = xla.ProfileSteps(str(tmp_path / 'a.pb'), 2, 1)
-  with jax.profiler.trace(str(tmp_path / 'other')):
-    with pytest.raises(RuntimeError, match='Only one profile'):
-      train(action, 1)
-
-
 def test_the_first_process_saves_the_profile(monkeypatch):
   wanted = options(pgle_save='a.pb', pgle_save_steps=4)
   (action,) = xla.actions(wanted)

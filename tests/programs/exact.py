@@ -5,7 +5,6 @@ All is computed in float64. Each case leaves `<name>.npz` and `<name>.json`
 in the folder, and its checkpoint in `<name>`.
 """
 
-import contextlib
 import json
 import pathlib
 import re
@@ -19,8 +18,8 @@ from examples import transformer
 from examples.lm import experiment
 from examples.lm import model
 from jaxline import mesh as mesh_lib
-from jaxline import platform
 from jaxline import train_step
+from tests.programs import hosts
 
 MODEL = {
   'vocab_size': 264,
@@ -151,12 +150,12 @@ def run(case, folder):
 
   first, second = step(), step()
   arrays['grads'] = flat(first['grads'])
-  with checkpoints(config, live, key) as checkpointer:
+  with hosts.checkpoints(config, live, key) as checkpointer:
     checkpointer.save('latest')
   arrays['saved'] = flat(live.state)
   step()  # Something else than what is restored.
   config.checkpoint_dir = str(folder / case['restore'])
-  with checkpoints(config, live, key) as checkpointer:
+  with hosts.checkpoints(config, live, key) as checkpointer:
     checkpointer.restore('latest')
     state = checkpointer.get_experiment_state('latest')
     key = live.initialize_train_step_rng(state.train_step_rng)
@@ -171,21 +170,6 @@ def run(case, folder):
     **{f'{kind}/{k}': x for kind, of in arrays.items() for k, x in of.items()},
   )
   (folder / f'{case["name"]}.json').write_text(json.dumps(result))
-
-
-@contextlib.contextmanager
-def checkpoints(config, live, key):
-  """A durable checkpointer of the run, filled as the loops do."""
-  checkpointer = platform.create_checkpointer(config, 'train')
-  checkpointer.get_experiment_state('latest').update(
-    global_step=int(live.state.step),
-    train_step_rng=key,
-    experiment_module=live,
-  )
-  try:
-    yield checkpointer
-  finally:
-    checkpointer.close()
 
 
 if __name__ == '__main__':

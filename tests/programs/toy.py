@@ -11,14 +11,11 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from jaxline import experiment
-from jaxline import metrics
 from jaxline import platform
-from jaxline import sharded
 from jaxline import utils
+from tests.experiments import regression
 
 
 class Failure(Exception):
@@ -34,40 +31,24 @@ def fault(config, place, step):
     raise Failure(secret_of_frame)
 
 
-class Sharded(sharded.ShardedExperiment):
-  """Learns y = 2 x."""
+class Sharded(regression.Regression):
+  """The regression, with faults."""
 
   def __init__(self, mode, init_rng, config, *, run_config=None):
     fault(config, 'constructor', 0)
     self.config = config
-    self.num_batches = 0
     super().__init__(mode, init_rng, run_config=run_config, sharding='fsdp')
 
-  def init_fn(self, rng):
-    return {'w': jax.random.normal(rng, [4])}, {}
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    x = batch['x'] * params['w'][None]
+  def loss_fn(self, params, *args):
     if self.config.show_values:
-      print(f'loss_fn sees {x!r}', flush=True)
-    losses = jnp.square(x - batch['y']).sum(-1)
-    loss = metrics.Mean.of(losses, batch['weights'])
-    return loss.compute(), {'loss': loss}, model_state
-
-  def make_optimizer(self):
-    return optax.sgd(0.05)
+      print(f'loss_fn sees {params["w"]!r}', flush=True)
+    loss, values, state = super().loss_fn(params, *args)
+    return loss, {'loss': values['loss']}, state
 
   def train_input(self):
-    rng = np.random.default_rng(0)
-    while True:
-      fault(self.config, 'input', self.num_batches)
-      self.num_batches += 1
-      x = rng.normal(size=[8, 4]).astype(np.float32)
-      yield {'x': x, 'y': 2 * x}
-
-  def eval_input(self):
-    x = np.arange(40, dtype=np.float32).reshape([10, 4]) / 40
-    return ({'x': part, 'y': 2 * part} for part in (x[:8], x[8:]))
+    for number, batch in enumerate(super().train_input()):
+      fault(self.config, 'input', number)
+      yield batch
 
   def step(self, *, global_step, rng, writer):
     time.sleep(self.config.step_secs)
@@ -80,7 +61,7 @@ class Sharded(sharded.ShardedExperiment):
 
 
 class PerDevice(experiment.AbstractExperiment):
-  """The same in JAXline's style."""
+  """Learns y = 2 x in JAXline's style."""
 
   CHECKPOINT_ATTRS = {'_w': 'w'}
 
