@@ -20,7 +20,8 @@ class FileBackend(base.Backend):
     path: the absolute path of the file.
   """
 
-  def __init__(self, path: str) -> None:
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    """Opens the file to append to it; makes its directory."""
     disk.check_local(path, 'The file of a writer')
     self.path = os.path.abspath(path)
     directory = pathlib.Path(self.path).parent

@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import os
 from typing import Any
 
 from jaxline.metrics import base
@@ -23,10 +22,6 @@ class JsonlWriter(files.FileBackend):
   - Images are recorded by their shape, [B, H, W, C].
   - `resume` cuts the file to the length that the checkpoint recorded.
   """
-
-  def __init__(self, path: str | os.PathLike[str]) -> None:
-    """Opens the file to append to it; makes its directory."""
-    super().__init__(os.fspath(path))
 
   def encode(self, record: base.Record) -> bytes:
     kind, step, time, values = record
