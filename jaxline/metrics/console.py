@@ -131,13 +131,7 @@ class Console(contextlib.AbstractContextManager):
         source = f'from {config.restore_from}'
       of = f' of {config.training_steps}' if config.training_steps else ''
       start = f'step {step}{of}, {source}'
-    self.say(self._start_block(start))
-
-  def _start_block(self, start: str) -> str:
-    """Returns the lines to print before the first step or evaluation."""
-    config, experiment = self._config, self._experiment
-    kind = type(experiment)
-    directory = _relative(config.checkpoint_dir)
+    kind, directory = type(experiment), _relative(config.checkpoint_dir)
     has_events = directory and 'tensorboard' in config.writers
     events = f'tensorboard --logdir {shlex.quote(directory)}'
     overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
@@ -158,7 +152,7 @@ class Console(contextlib.AbstractContextManager):
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     wrapper.max_lines, wrapper.placeholder = 5, ' ... (see config.json)'
     shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
-    return '\n'.join(map(wrapper.fill, shown))
+    self.say('\n'.join(map(wrapper.fill, shown)))
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
     """Prints the summary, if the run has begun."""
@@ -363,16 +357,18 @@ class Hook(periodic.Every):
     finish: Callable[[dict[str, Any]], dict[str, Any]],
   ):
     """Sets when a line is due; `finish` is as in `MetricWriter.put`."""
-    every, is_live = config.log_tensors_interval, console.mode == 'live'
+    every, growth = config.log_tensors_interval, None
     is_on = every is not None and every >= 0 and console.mode != 'silent'
     kind = config.logging_interval_type or config.interval_type
+    if console.mode == 'live':
+      kind, every = 'secs', _LIVE_SECS
+    else:
+      growth = config.periodic_action_growth_ratios
     super().__init__(
       console.log_training,
-      'secs' if is_live else kind,
-      (_LIVE_SECS if is_live else every) if is_on else None,
-      logging_growth_ratios=None
-      if is_live
-      else config.periodic_action_growth_ratios,
+      kind,
+      every if is_on else None,
+      logging_growth_ratios=growth,
       end_step_to_action=config.training_steps if is_on else None,
       # Arrays that are kept slow the next steps by some microseconds.
       log_all_data=console.mode != 'off',

@@ -71,24 +71,17 @@ def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
   """
   if isinstance(values, scalars_lib.Scalars):
     values = values.on_host()
-  return {name: _fetch(value) for name, value in values.items()}
+  return {name: jax.tree.map(_fetch, x) for name, x in values.items()}
 
 
 def _fetch(value: Any) -> Any:
-  if isinstance(value, jax.Array):
-    return _fetch_array(value)
-  is_leaf = jax.tree_util.all_leaves([value])
-  return value if is_leaf else jax.tree.map(_fetch, value)
-
-
-def _fetch_array(array: jax.Array) -> Any:
   # jax.device_get would hold the GIL ten times as long.
   try:
-    return np.asarray(array)
+    return np.asarray(value) if isinstance(value, jax.Array) else value
   except TypeError:  # A typed random key.
-    return array
+    return value
   except RuntimeError:
-    if not array.is_deleted():
+    if not value.is_deleted():
       raise
     return None
 
@@ -109,7 +102,7 @@ def _to_number(value: Any) -> int | float | None:
       value.size == 1
       and (value.is_fully_addressable or value.is_fully_replicated)
     )
-    value = _fetch_array(value) if is_one else None
+    value = _fetch(value) if is_one else None
   elif hasattr(value, '__array__'):
     value = np.asarray(value)
   if isinstance(value, np.ndarray):
