@@ -219,12 +219,9 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   def close(self) -> None:
     """Flushes and ends the writer; closing twice is allowed."""
-    with self._lock:  # No write is between its check and the queue.
-      if self._is_closed:
-        return
+    if not self._is_closed:
       self._is_closed = True
-      wait = self._behind(*(x.close for x in self._backends))
-    wait()
+      self._behind(*(x.close for x in self._backends))()
 
   def __exit__(self, kind: object, *unused: object) -> None:
     try:
