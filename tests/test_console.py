@@ -687,23 +687,6 @@ def test_the_summary_says_what_the_run_came_to(error, step, how, capsys):
   assert capsys.readouterr().out == ''
 
 
-def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
-  config = regression.get_config(4)
-  config.checkpoint_dir = str(tmp_path / 'run')
-  config.log_tensors_interval = 100
-  for _ in range(2):
-    jaxline.fit(regression.Regression, config, mode='train')
-  first, second = capsys.readouterr().out.split('\nCurves: ')[:2]
-  assert 'Restoring' not in first
-  assert 'Compiling the train step...' in first
-  # The last step is shown, whatever the interval is.
-  assert re.search(r'^step 4 of 4 \(100%\) \| loss ', first, re.MULTILINE)
-  assert 'Restoring the newest checkpoint...' in second
-  assert 'step 4 of 4, resumed' in second
-  assert 'Compiling' not in second
-  assert '\nTrained to step 4 of 4 (100%) in ' in second
-
-
 # --- Whole runs. ---
 
 
@@ -768,9 +751,15 @@ def test_a_run_in_a_pipe(tmp_path):
   assert commands['Go on'].endswith(where + MORE.replace('12', '8'))
   # And so it goes on.
   again = run(tmp_path, '--config.training_steps=5', '--verbosity=1')
-  assert 'Start:         step 4 of 5, resumed\n' in again.stdout
+  first, second = again.stdout.split('Start:         step 4 of 5, resumed\n')
+  assert 'Restoring the newest checkpoint...' in first
+  # The last step is shown, whatever the interval is.
+  assert re.search(r'^step 5 of 5 \(100%\) \| loss ', second, re.MULTILINE)
   assert 'training loop starting...' in again.stderr
   assert 'Training with config:' in again.stderr
+  ended = run(tmp_path, '--config.training_steps=5').stdout
+  assert '\nTrained to step 5 of 5 (100%) in ' in ended
+  assert 'Compiling' not in ended
 
 
 PROGRAM = f"""
