@@ -21,8 +21,8 @@ import numpy as np
 from jaxline import async_lib
 from jaxline import errors
 from jaxline.metrics import base
+from jaxline.metrics import files
 from jaxline.metrics import fingerprints
-from jaxline.metrics import jsonl
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values as values_lib
@@ -39,7 +39,7 @@ _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
 Backend = base.Backend
 Record = base.Record
 Writer = base.Writer
-JsonlWriter = jsonl.JsonlWriter
+JsonlWriter = files.JsonlWriter
 TensorBoardWriter = tensorboard.TensorBoardWriter
 to_scalars = values_lib.to_scalars
 
