@@ -52,9 +52,10 @@ def test_each_moment_counts_once(clock):
   since = Since()
   with goodput.run():
     clock.now += 1  # start
-    with goodput.measure('restore'):
+    with debug.log_activity('reading', category='restore'):
       clock.now += 2
-    clock.now += 4  # start
+    with debug.log_activity('resuming'):
+      clock.now += 4  # start
     with goodput.measure('steps'):
       clock.now += 8
       with goodput.measure('evaluation'):
@@ -77,21 +78,6 @@ def test_each_moment_counts_once(clock):
   }
 
 
-def test_it_tells_while_the_run_goes_on_and_again_in_the_next(clock):
-  since = Since()
-  with goodput.run(), goodput.run(), goodput.measure('steps'):
-    clock.now += 2
-    told = []
-    thread = threading.Thread(target=lambda: told.append(since()))
-    thread.start()
-    thread.join()
-    assert told == [{'steps': 2}]
-    clock.now += 3
-  with goodput.run():
-    clock.now += 8
-  assert since() == {'start': 8, 'steps': 5}
-
-
 def test_an_error_ends_its_measures(clock):
   since = Since()
   with goodput.run():
@@ -106,34 +92,31 @@ def test_an_error_ends_its_measures(clock):
   del unended
 
 
-def test_other_threads_measure_nothing(clock):
-  since = Since()
+def test_other_threads_and_inner_runs_measure_nothing(clock):
+  since, told = Since(), []
 
   def beside():
     with goodput.measure('evaluation'):
       clock.now += 1
       goodput.add('input wait', 1)
       jax.jit(lambda x: x - 1)(np.ones(3))
+      told.append(since())
 
-  with goodput.run(), goodput.measure('steps'):
+  with goodput.run(), goodput.run(), goodput.measure('steps'):
     thread = threading.Thread(target=beside)
     thread.start()
     thread.join()
-  assert since() == {'steps': 1}
+    assert told == [{'steps': 1}]  # While the run goes on.
+    clock.now += 2
+  with goodput.run():
+    clock.now += 8
+  assert since() == {'start': 8, 'steps': 3}
 
 
-def make_jit():
-  return jax.jit(lambda x: x + 1)
-
-
-def make_pmap():
-  return jax.pmap(lambda x: x + 1)
-
-
-@pytest.mark.parametrize('make', [make_jit, make_pmap])
-def test_a_compilation_is_taken_off_what_it_is_in(clock, make):
+@pytest.mark.parametrize('compiled', [jax.jit, jax.pmap])
+def test_a_compilation_is_taken_off_what_it_is_in(clock, compiled):
   x = jnp.ones((jax.local_device_count(), 3))
-  program = make()
+  program = compiled(lambda x: x + 1)
   real = jax.monitoring.record_scalar
 
   def slow(event, value, **kwargs):
@@ -171,16 +154,6 @@ def test_an_error_in_tracing_ends_the_compilation(clock):
       jax.jit(fail)(1.0)
     clock.now += 1
   assert since() == {'compilation': 2, 'steps': 1}
-
-
-def test_an_activity_has_a_category(clock):
-  since = Since()
-  with goodput.run():
-    with debug.log_activity('reading', category='restore'):
-      clock.now += 2
-    with debug.log_activity('resuming'):
-      clock.now += 4
-  assert since() == {'restore': 2, 'start': 4}
 
 
 # Of runs.
@@ -232,6 +205,9 @@ def test_two_threads_account_for_the_training(tmp_path):
   # That is of the other thread.
   assert 'evaluation' not in took
   assert took['steps'] > 0
+  since = Since()
+  train.Run(regression.Regression, config_of(tmp_path / 'bare')).train()
+  assert since() == {}  # A bare run is not accounted for.
 
 
 def test_what_a_save_takes_is_no_step(clock, tmp_path):
@@ -253,10 +229,3 @@ def test_what_a_save_takes_is_no_step(clock, tmp_path):
   assert took['checkpoints'] == 2 * 4 + 16 + 2 * 64
   # Waits for batches are real, and by another clock.
   assert sum(took.values()) == pytest.approx(took['checkpoints'])
-
-
-def test_a_bare_run_is_not_accounted_for(tmp_path):
-  config = config_of(tmp_path)
-  since = Since()
-  train.Run(regression.Regression, config).train()
-  assert since() == {}

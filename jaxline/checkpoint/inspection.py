@@ -37,7 +37,7 @@ from jaxline import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
-from jaxline.metrics import jsonl
+from jaxline.metrics import files
 from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
@@ -224,9 +224,9 @@ def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   """
   for folder in run.names():
     raw = run.read(f'{folder}/metrics.jsonl')
-    for record in map(jsonl.read_record, (raw or b'').splitlines()):
+    for record in map(files.read_record, (raw or b'').splitlines()):
       if record.get('kind') == 'scalars':
-        names = [name for name in record if name not in jsonl.KEYS]
+        names = [name for name in record if name not in files.KEYS]
         yield record['step'], {f'{folder}/{n}': record[n] for n in names}
 
 

@@ -112,12 +112,8 @@ Metrics = Mapping[str, Mean]
 
 
 def add(a: Metrics, b: Metrics) -> dict[str, Mean]:
-  """Adds two sets of metrics of the same names."""
-  if set(a) != set(b):
-    raise ValueError(
-      f'Metrics must have the same names: {sorted(a)} and {sorted(b)}.'
-    )
-  return {name: a[name] + b[name] for name in a}
+  """Adds two sets of metrics of the same names; else raises KeyError."""
+  return {name: a[name] + b[name] for name in {**a, **b}}
 
 
 def compute(metrics: Metrics) -> dict[str, Any]:

@@ -58,11 +58,12 @@ class Backend(abc.ABC):
 
 
 class Adapter(Backend):
-  """Writes to a program's own writer."""
+  """Writes to a program's own writer, or to the console."""
 
-  def __init__(self, writer: Writer):
+  def __init__(self, writer: Any):
+    kinds = *KINDS, 'console'
     self._writer = writer
-    self.kinds = [kind for kind in KINDS if hasattr(writer, f'write_{kind}')]
+    self.kinds = [kind for kind in kinds if hasattr(writer, f'write_{kind}')]
 
   def write(self, records: list[Record]) -> None:
     for kind, step, _, values in records:

@@ -26,11 +26,11 @@ from absl import logging
 import jax
 
 from jaxline import goodput
-from jaxline.metrics import base
 from jaxline.metrics import lines
 from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
+from jaxline.metrics import values as values_lib
 from jaxline.metrics import writers
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
@@ -79,10 +79,8 @@ class Console(contextlib.AbstractContextManager):
     self._checkpointer: Any = None
     self._activity = ''  # What the run does instead of steps.
     self._compiled_before: float | None = None
-    # The numbers of the newest steps, and how many came after the last line.
-    self._records = collections.deque[dict[str, Any]](maxlen=2 * _MAX_STEPS)
-    self._num_new = 0
-    self._texts: list[str] = []
+    self._earlier: list[dict[str, Any]] = []  # The numbers of earlier steps.
+    self._texts: list[str] = []  # The scalars of the newest step, or means.
     self._rate = 0.0  # Smoothed steps per second, for the ETA.
     self._waits_after: Any = ''
     self._num_evaluated = 0
@@ -133,13 +131,7 @@ class Console(contextlib.AbstractContextManager):
         source = f'from {config.restore_from}'
       of = f' of {config.training_steps}' if config.training_steps else ''
       start = f'step {step}{of}, {source}'
-    self.say(self._start_block(start))
-
-  def _start_block(self, start: str) -> str:
-    """Returns the lines to print before the first step or evaluation."""
-    config, experiment = self._config, self._experiment
-    kind = type(experiment)
-    directory = _relative(config.checkpoint_dir)
+    kind, directory = type(experiment), _relative(config.checkpoint_dir)
     has_events = directory and 'tensorboard' in config.writers
     events = f'tensorboard --logdir {shlex.quote(directory)}'
     overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
@@ -160,7 +152,7 @@ class Console(contextlib.AbstractContextManager):
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     wrapper.max_lines, wrapper.placeholder = 5, ' ... (see config.json)'
     shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
-    return '\n'.join(map(wrapper.fill, shown))
+    self.say('\n'.join(map(wrapper.fill, shown)))
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
     """Prints the summary, if the run has begun."""
@@ -186,16 +178,14 @@ class Console(contextlib.AbstractContextManager):
       block.append(f'Reason: {self.stopped}')
     if self._best:
       block.append(f'Best {self._best}.')
-    texts = self._describe() if self._num_new else self._texts
-    if texts and texts[0].startswith('loss '):
-      loss = texts[0].split()[1]
+    if self._texts and self._texts[0].startswith('loss '):
+      loss = self._texts[0].split()[1]
       block.append(
         f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
       )
-    spent = {k: x - self._spent[k] for k, x in goodput.spent().items()}
-    percents = {k: round(100 * x / secs) for k, x in spent.items()}
-    order = sorted(filter(percents.get, spent), key=lambda k: -spent[k])
-    times = ', '.join(f'{k} {percents[k]}%' for k in order)
+    spent = [(x - self._spent[k], k) for k, x in goodput.spent().items()]
+    percents = [(round(100 * x / secs), k) for x, k in sorted(spent)[::-1]]
+    times = ', '.join(f'{k} {percent}%' for percent, k in percents if percent)
     block += textwrap.wrap(f'Time: {times}.', _WIDTH)
     if not config.checkpoint_dir:
       return block
@@ -204,9 +194,7 @@ class Console(contextlib.AbstractContextManager):
       commands = self._next_commands(error)
     commands['Curves'] = f'python -m jaxline.runs compare {directory}'
     block.append(f'Run directory: {directory}')
-    return block + [
-      f'{f"{k}:":10}{text}' for k, text in commands.items() if text
-    ]
+    return block + [f'{f"{k}:":10}{x}' for k, x in commands.items() if x]
 
   def _next_commands(self, error: BaseException | None) -> dict[str, str]:
     """Returns the commands to train on and to use the weights, by label."""
@@ -218,14 +206,13 @@ class Console(contextlib.AbstractContextManager):
       # A schedule of the experiment may depend on the number of steps.
       changes = {'training_steps': 2 * config.training_steps}
       changes['on_config_change'] = 'continue'
-    can_go_on = self._state is not None and not self.stopped
-    can_go_on &= bool(changes) or not is_over
+    label, mode = 'Evaluate', 'eval --config.one_off_evaluate'
     if not command:
       changes = {'checkpoint_dir': directory, **changes}
       name = type(self._experiment).__name__
       argument = '' if config.experiment_class else f', experiment_class={name}'
       go_on = f'jaxline.fit(..., overrides={changes})'
-      look, label = f'jaxline.evaluate({directory!r}{argument})', 'Evaluate'
+      look = f'jaxline.evaluate({directory!r}{argument})'
     else:
       program, modes = ['the', 'same', 'command', 'with'], list[str]()
       run = f'--config.checkpoint_dir={directory}'
@@ -238,11 +225,12 @@ class Console(contextlib.AbstractContextManager):
         run = f'--jaxline_run={directory}'
       others = [f'--config.{key}={x}' for key, x in changes.items()]
       go_on = shlex.join([*program, *modes, run, *others])
-      label, mode = 'Decode', 'decode'
-      if not self._experiment.overrides('decode'):
-        label, mode = 'Evaluate', 'eval --config.one_off_evaluate'
+      if self._experiment.overrides('decode'):
+        label, mode = 'Decode', 'decode'
       look = f'{shlex.join([*program, run])} --jaxline_mode={mode}'
-    return {'Go on': go_on if can_go_on else '', label: look}
+    has_more = self._state is not None and not self.stopped
+    has_more &= not is_over or bool(config.training_steps)
+    return {'Go on': go_on if has_more else '', label: look}
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
@@ -272,36 +260,19 @@ class Console(contextlib.AbstractContextManager):
     self.say(f'Compiled in {secs:.1f} s.')
     return True
 
-  def log_training(self, step: int, numbers: dict[str, Any]) -> None:
-    """Takes the numbers of a step; with `steps_per_sec`, a line is due."""
-    self._records.append(numbers)
-    self._num_new += 1
-    if (rate := numbers.get('steps_per_sec')) is None:
-      return
-    self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
-    self._texts = self._describe()
-    if self.mode != 'live':
-      self._num_new = 0
-      self.say(self._progress(step, self._width))
-
-  def _describe(self) -> list[str]:
-    """Returns the scalars of the last step as texts, or means of them."""
-    # The live line is due too often for a mean over the steps of an interval.
-    new = self._num_new if self.mode != 'live' else (self._num_new + 1) // 2
-    count, records = min(new, _MAX_STEPS), list(self._records)
-    recent, earlier = records[-count:], records[-2 * count : -count]
-    texts = []
-    for name in sorted(recent[-1], key=lines.rank):
-      value, note = recent[-1][name], ''
-      # Counts and rates are not averaged.
-      if isinstance(value, float) and name not in lines.FORMATS:
-        value, num_bad = lines.mean(recent, name)
-        if num_bad:
-          note = f' ({num_bad} of {count} not finite)'
-      if name == 'loss' and earlier and not note:
-        note = f' ({value - lines.mean(earlier, name)[0]:+.3g})'
-      texts.append(lines.to_text(name, value) + note)
-    return texts
+  def log_training(self, step: int, numbers: dict[int, Any]) -> None:
+    """Takes the numbers of new steps, by step; prints the line that is due."""
+    recent, earlier = [*numbers.values()], self._earlier
+    rate, self._earlier = recent[-1].get('steps_per_sec'), recent
+    if self.mode == 'live':  # It is due too often for a mean of its own steps.
+      self._earlier = [*earlier, *recent][-2 * _MAX_STEPS :]
+      middle = len(self._earlier) // 2
+      earlier, recent = self._earlier[:middle], self._earlier[middle:]
+    self._texts = lines.describe(recent, earlier)
+    if rate is not None:  # Else the steps are those after the last line.
+      self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
+      if self.mode != 'live':
+        self.say(self._progress(step, self._width))
 
   def _progress(self, step: int, width: int) -> str:
     """Returns a line of progress that fits a width."""
@@ -340,9 +311,7 @@ class Console(contextlib.AbstractContextManager):
     """Prints the scalars that `evaluate` returned for a step."""
     self._activity = ''
     self._num_evaluated += 1
-    numbers = writers.to_scalars(scalars)
-    names = sorted(numbers, key=lines.rank)
-    texts = [lines.to_text(name, numbers[name]) for name in names]
+    texts = lines.describe([writers.to_scalars(scalars)])
     self.say(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
@@ -363,8 +332,18 @@ class Console(contextlib.AbstractContextManager):
 
   def show(self, writer: writers.MetricWriter, log: str) -> None:
     """Also prints the texts of a log, and the numbers that `Hook` queues."""
+
+    def write_texts(step: int, texts: Mapping[str, str]) -> None:
+      for name, text in texts.items():
+        if name != 'config':  # config.json has the config.
+          # A model's text may contain control sequences of a terminal.
+          clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
+          shown = textwrap.indent(clean.expandtabs(), '  ')
+          self.say(f'{log} step {step} | {name}:\n{shown}')
+
     if self.mode != 'silent':
-      writer.add(_Sink(self, log))
+      own = {'write_console': self.log_training, 'write_texts': write_texts}
+      writer.add(types.SimpleNamespace(**own))
 
 
 class Hook(periodic.Every):
@@ -378,21 +357,24 @@ class Hook(periodic.Every):
     finish: Callable[[dict[str, Any]], dict[str, Any]],
   ):
     """Sets when a line is due; `finish` is as in `MetricWriter.put`."""
-    every, is_live = config.log_tensors_interval, console.mode == 'live'
+    every, growth = config.log_tensors_interval, None
     is_on = every is not None and every >= 0 and console.mode != 'silent'
     kind = config.logging_interval_type or config.interval_type
+    if console.mode == 'live':
+      kind, every = 'secs', _LIVE_SECS
+    else:
+      growth = config.periodic_action_growth_ratios
     super().__init__(
       console.log_training,
-      'secs' if is_live else kind,
-      (_LIVE_SECS if is_live else every) if is_on else None,
-      logging_growth_ratios=None
-      if is_live
-      else config.periodic_action_growth_ratios,
+      kind,
+      every if is_on else None,
+      logging_growth_ratios=growth,
       end_step_to_action=config.training_steps if is_on else None,
       # Arrays that are kept slow the next steps by some microseconds.
       log_all_data=console.mode != 'off',
     )
-    self._console, self._log, self._finish = console, log, finish
+    self._console, self._log = console, log
+    self._finish = lambda steps: {k: finish(x) for k, x in steps.items()}
     self._is_async = config.log_async
     self._kept = collections.deque[Any](maxlen=_MAX_STEPS)
     self._large: list[str] = []
@@ -415,33 +397,13 @@ class Hook(periodic.Every):
 
   def wait_to_finish(self) -> None:
     """Queues the scalars that are kept."""
-    for step, scalars in self._kept:
-      if self._is_async:
-        self._log.put('console', step, scalars, self._finish)
-      else:
-        self._fn(step, self._finish(writers.to_scalars(scalars)))
+    steps = dict(self._kept)
     self._kept.clear()
-
-
-class _Sink(base.Backend):
-  """Passes a log's texts, and the numbers to print, to the console."""
-
-  kinds = ('console', 'texts')
-
-  def __init__(self, console: Console, log: str):
-    self._console, self._log = console, log
-
-  def write(self, records: list[base.Record]) -> None:
-    for kind, step, _, values in records:
-      if kind == 'console':
-        self._console.log_training(step, values)
-        continue
-      for name, text in values.items():
-        if name != 'config':  # config.json has the config.
-          # A model's text may contain control sequences of a terminal.
-          clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
-          shown = textwrap.indent(clean.expandtabs(), '  ')
-          self._console.say(f'{self._log} step {step} | {name}:\n{shown}')
+    if self._is_async and steps:
+      self._log.put('console', max(steps), steps, self._finish)
+    elif steps:
+      numbers = self._finish(values_lib.CONVERSIONS['console'](steps))
+      self._fn(max(steps), numbers)
 
 
 def _relative(directory: str | None) -> str:

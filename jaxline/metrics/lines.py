@@ -1,6 +1,6 @@
 """Formats numbers, sizes, durations and lines of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
 from typing import Any
 
@@ -57,14 +57,32 @@ def rank(name: str) -> tuple[bool, ...]:
   return *is_first, '/' in name, name in FORMATS
 
 
-def to_text(name: str, value: Any) -> str:
-  """Returns a scalar with its name or unit; '' if it is not shown."""
-  if name not in FORMATS:
-    return f'{name} {shorten(value)}'
-  return FORMATS[name].format(value) if value else ''  # Not known yet.
+def describe(
+  recent: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]] = ()
+) -> list[str]:
+  """Returns the scalars of the last of some steps as texts, or their means.
+
+  Args:
+    recent: the scalars of each step.
+    earlier: those of the steps before, for the trend of the loss.
+  """
+  texts = []
+  for name in sorted(recent[-1], key=rank):
+    value, note = recent[-1][name], ''
+    if name in FORMATS:  # Counts and rates are not averaged.
+      texts.append(FORMATS[name].format(value) if value else '')  # Not known.
+      continue
+    if isinstance(value, float):
+      value, num_bad = _mean(recent, name)
+      if num_bad:
+        note = f' ({num_bad} of {len(recent)} not finite)'
+    if name == 'loss' and earlier and not note:
+      note = f' ({value - _mean(earlier, name)[0]:+.3g})'
+    texts.append(f'{name} {shorten(value)}{note}')
+  return texts
 
 
-def mean(records: Sequence[dict[str, Any]], name: str) -> tuple[float, int]:
+def _mean(records: Sequence[Mapping[str, Any]], name: str) -> tuple[float, int]:
   """Returns the mean of the finite values, and the number of the others."""
   values = [x[name] for x in records if name in x]
   finite = list(filter(math.isfinite, values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import functools
 import math
 from typing import Any
 
@@ -39,8 +38,7 @@ class PeriodicAction(Action):
   """Calls a function at an interval of steps or seconds, on a thread.
 
   A call costs well under a microsecond where nothing is due. An error of the
-  function is raised by the next call, due or not, and by `flush_async` and
-  `wait_to_finish`.
+  function is raised by the next call, due or not, and by `wait_to_finish`.
   """
 
   def __init__(
@@ -90,7 +88,9 @@ class PeriodicAction(Action):
     self._every = None if off else interval or 1
     self._seconds = math.inf if off else interval or -math.inf
     self._end_step = end_step_to_action
-    self._growth_ratios = ratios
+    rates = (1, *ratios) if ratios else ()
+    growth = {round(rate * 10**k) for rate in rates for k in range(30)}
+    self._due_steps = growth - {0} | {end_step_to_action}
     can_be_due = not off or ratios or end_step_to_action is not None
     self._takes_all = bool(log_all_data and can_be_due)
     self._steps_per_sec = 0.0
@@ -125,52 +125,34 @@ class PeriodicAction(Action):
     if is_due or self._takes_all:
       scalars = scalars_lib.copied(scalar_outputs)
       if is_due:
-        scalars['steps_per_sec'] = self._measure_rate(t, step)
+        seconds = t - self._prev_time
+        if seconds > 0:
+          self._steps_per_sec = (step - self._prev_step) / seconds
+        if seconds != 0:  # Else the next measurement covers these steps too.
+          self.update_time(t, step)
+        scalars['steps_per_sec'] = self._steps_per_sec
       self._act(step, scalars, is_due)
 
   def _is_due(self, t: float, step: int) -> bool:
-    if step == self._end_step:
+    if step in self._due_steps:
       return True
     if self._by_steps:
-      if self._every is not None and step % self._every == 0:
-        return True
-      ratios = self._growth_ratios
-      return bool(ratios) and step in _growth_steps(len(str(step)), ratios)
+      return self._every is not None and step % self._every == 0
     elapsed = t - self._prev_time
     if elapsed < 0 and elapsed < self._seconds:
       # The clock was set back; waiting for it to catch up could take hours.
       self.update_time(t, step)
     return elapsed >= self._seconds
 
-  def _measure_rate(self, t: float, step: int) -> float:
-    """Returns the steps per second since the last time this was called."""
-    seconds = t - self._prev_time
-    if seconds > 0:
-      self._steps_per_sec = (step - self._prev_step) / seconds
-    if seconds != 0:  # Else the next measurement covers these steps too.
-      self.update_time(t, step)
-    return self._steps_per_sec
-
   def share(self, executor: async_lib.SerialExecutor) -> None:
     """Makes asynchronous calls on another thread."""
     if self._executor is not None:
       self._executor = executor
 
-  def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Queues a mark behind the records so far.
-
-    Returns:
-      A function for any thread. It waits until `fn` was called for all of them,
-      and raises its error.
-    """
-    if self._executor is None:
-      return dict
-    self._executor.raise_error()
-    return self._executor.wait_async(dict)
-
   def wait_to_finish(self) -> None:
     """Waits for the calls so far, and raises their error if any."""
-    self.flush_async()()
+    if self._executor is not None:
+      self._executor.wait()
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     def call() -> None:
@@ -191,12 +173,3 @@ class Every(PeriodicAction):
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     self._fn(step, scalars)
-
-
-@functools.lru_cache
-def _growth_steps(num_digits: int, ratios: tuple[float, ...]) -> frozenset[int]:
-  """Returns all growth steps of up to `num_digits` digits, and some longer."""
-  # A ratio may be as small as 1e-9.
-  powers = [10**k for k in range(num_digits + 10)]
-  steps = {round(ratio * power) for ratio in (1, *ratios) for power in powers}
-  return frozenset(steps - {0})

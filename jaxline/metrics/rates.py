@@ -19,8 +19,6 @@ from jaxline.metrics import writers
 
 # What a step may count, and is then logged per second too.
 _COUNTS = ('tokens_per_step', 'examples_per_step')
-_TERA = 1e12
-_GIB = 2.0**30
 
 
 class Rates:
@@ -34,7 +32,6 @@ class Rates:
   """
 
   def __init__(self, experiment: Any):
-    """Adds the rates of an experiment in training."""
     self._experiment = experiment
     self._batch: Any = None
     self._flops = 0.0
@@ -50,11 +47,11 @@ class Rates:
       added[name.replace('_per_step', '_per_sec')] = count * steps_per_sec
     if flops := self._step_flops():
       rate = flops * steps_per_sec / jax.device_count()
-      added['tflops_per_sec'] = rate / _TERA
+      added['tflops_per_sec'] = rate / 1e12
       if chip := chips.chip_of(jax.local_devices()[0]):
         added['mfu'] = rate / chip.peak_flops
     if (num_bytes := bytes_in_use(jax.local_devices())) is not None:
-      added['device_memory_gib'] = num_bytes / _GIB
+      added['device_memory_gib'] = num_bytes / 2**30
     return added
 
   def _step_flops(self) -> float:
@@ -69,11 +66,8 @@ class Rates:
       try:
         self._flops = model_flops(experiment, batch)
       except Exception:  # A number in the log is no reason to end the run.
-        logging.warning(
-          'The FLOPs of the step could not be counted: there will be no'
-          ' tflops_per_sec and no mfu.',
-          exc_info=True,
-        )
+        text = 'No tflops_per_sec and mfu: counting the FLOPs of a step failed.'
+        logging.warning(text, exc_info=True)
     return self._flops
 
 

@@ -6,6 +6,7 @@ and converts it once, the `write` of each backend.
 
 import collections
 from collections.abc import Callable, Mapping
+import contextlib
 import functools
 import os
 import pathlib
@@ -20,8 +21,8 @@ import numpy as np
 from jaxline import async_lib
 from jaxline import errors
 from jaxline.metrics import base
+from jaxline.metrics import files
 from jaxline.metrics import fingerprints
-from jaxline.metrics import jsonl
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values as values_lib
@@ -32,18 +33,18 @@ F = TypeVar('F', bound=Callable[..., Any])
 # The most bytes of images that may wait: copies, on the devices.
 _MAX_BYTES = 1 << 30
 # The arguments of `put`, and the time.
-_Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any] | None]
+_Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
 
 # The names that experiments and forks use.
 Backend = base.Backend
 Record = base.Record
 Writer = base.Writer
-JsonlWriter = jsonl.JsonlWriter
+JsonlWriter = files.JsonlWriter
 TensorBoardWriter = tensorboard.TensorBoardWriter
 to_scalars = values_lib.to_scalars
 
 
-class MetricWriter:
+class MetricWriter(contextlib.AbstractContextManager):
   """Writes to backends on one background thread, behind a bounded queue.
 
   `global_step` is an int or an array whose elements are all the step (one copy
@@ -71,7 +72,6 @@ class MetricWriter:
         writer. Without any, everything is discarded.
     """
     self._backends: list[base.Backend] = []
-    self._kinds: set[str] = set()
     for backend in backends:
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
@@ -88,11 +88,10 @@ class MetricWriter:
     if not isinstance(backend, base.Backend):
       backend = base.Adapter(backend)
     self._backends.append(backend)
-    self._kinds.update(backend.kinds)
 
   def takes(self, kind: str) -> bool:
     """Returns whether a backend takes records of a kind."""
-    return kind in self._kinds
+    return any(kind in backend.kinds for backend in self._backends)
 
   def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
     """Writes named numbers, as `to_scalars` accepts them."""
@@ -126,7 +125,7 @@ class MetricWriter:
     kind: str,
     global_step: Any,
     values: Mapping[str, Any],
-    finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
   ) -> None:
     """Queues a record of values that the caller does not change.
 
@@ -160,17 +159,13 @@ class MetricWriter:
     records: list[base.Record] = []
     values_lib.start_fetch([item[3] for item in items])
 
-    def convert(item: _Item) -> None:
-      kind, step, now, values, finish = item
-      on_host = self._conversions[kind](values)
-      if finish is not None:
-        on_host = finish(on_host)
-      if on_host:
-        record = base.Record(kind, values_lib.to_step(step), now, on_host)
-        records.append(record)
+    def convert(kind: str, step: Any, now: float, values: Any, fn: Any) -> None:
+      if on_host := fn(self._conversions[kind](values)):
+        step = values_lib.to_step(step)
+        records.append(base.Record(kind, step, now, on_host))
 
     for item in items:
-      self.executor.run(functools.partial(convert, item))
+      self.executor.run(functools.partial(convert, *item))
     for backend in self._backends:
       chosen = [record for record in records if record.kind in backend.kinds]
       if chosen:
@@ -196,8 +191,8 @@ class MetricWriter:
       lengths: what `flush` returned at the restored checkpoint. Other log files
         become empty.
     """
-    resumes = [x.resume for x in self._backends]
-    self._behind(*(functools.partial(f, step, lengths) for f in resumes))()
+    resume = lambda x: functools.partial(x.resume, step, lengths)
+    self._behind(*map(resume, self._backends))()
 
   def flush(self) -> dict[str, int]:
     """Waits until everything written so far has reached the disk.
@@ -224,15 +219,9 @@ class MetricWriter:
 
   def close(self) -> None:
     """Flushes and ends the writer; closing twice is allowed."""
-    with self._lock:  # No write is between its check and the queue.
-      if self._is_closed:
-        return
+    if not self._is_closed:
       self._is_closed = True
-      wait = self._behind(*(x.close for x in self._backends))
-    wait()
-
-  def __enter__(self) -> 'MetricWriter':
-    return self
+      self._behind(*(x.close for x in self._backends))()
 
   def __exit__(self, kind: object, *unused: object) -> None:
     try:
@@ -264,9 +253,7 @@ class RunWriter(MetricWriter):
 
 def _snapshot(value: Any) -> Any:
   """Copies what the caller may change: mappings and arrays on the host."""
-  if isinstance(value, np.ndarray):
-    return value.copy()
-  if isinstance(value, scalars_lib.Scalars):
+  if isinstance(value, np.ndarray | scalars_lib.Scalars):
     return value.copy()
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}
