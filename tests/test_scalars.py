@@ -48,7 +48,7 @@ def test_it_is_the_mapping_to_the_bit(packed):
   assert 'loss' in packed
   assert 'losses' not in packed
   assert bits(packed.on_host()) == bits(GIVEN | COUNTS)
-  assert packed.on_host(as_python=True)['minus'] == -1
+  assert packed.numbers()['minus'] == -1
   for name, value in (('count', 2**31 - 1), ('is_odd', True)):
     array, index = scalars_lib.find(packed, name)
     assert np.asarray(array)[index] == value

@@ -2,12 +2,13 @@
 
 import abc
 from collections.abc import Mapping
-import functools
 import json
 import math
 import os
 import pathlib
 from typing import Any
+
+import orjson
 
 from jaxline import disk
 from jaxline.metrics import base
@@ -88,9 +89,13 @@ class JsonlWriter(FileBackend):
 
   def encode(self, record: base.Record) -> bytes:
     kind, step, time, values = record
-    fields = [_prefix(kind, k) + _to_json(x) for k, x in values.items()]
-    text = f'{{"step": {step}, "time": {time!r}, "kind": "{kind}"'
-    return f'{text}{"".join(fields)}}}\n'.encode('ascii')
+    if kind == 'images':
+      values = {name: list(x.shape) for name, x in values.items()}
+    elif kind == 'scalars' and not math.isfinite(sum(values.values())):
+      values = {name: _json_value(x) for name, x in values.items()}
+    fields = {f'{kind}/{k}' if k in KEYS else k: x for k, x in values.items()}
+    line = {'step': step, 'time': time, 'kind': kind, **fields}
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
 
 
 KEYS = frozenset({'step', 'time', 'kind'})
@@ -107,16 +112,7 @@ def read_record(line: bytes) -> dict[str, Any]:
   return record
 
 
-@functools.lru_cache(1000)
-def _prefix(kind: str, name: str) -> str:
-  return f', {json.dumps(f"{kind}/{name}" if name in KEYS else name)}: '
-
-
-def _to_json(value: Any) -> str:
-  if isinstance(value, float):
-    if math.isfinite(value):
-      return repr(value)
-    value = 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
-  elif hasattr(value, 'shape'):
-    value = list(value.shape)
-  return json.dumps(value)
+def _json_value(x: Any) -> Any:
+  if not isinstance(x, float) or math.isfinite(x):
+    return x
+  return 'NaN' if math.isnan(x) else f'{"-" * (x < 0)}Infinity'

@@ -4,7 +4,7 @@ Each output of a program costs the loop microseconds in each step, and each
 array that is logged a transfer of its own.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 import functools
 import types
 from typing import Any
@@ -96,16 +96,21 @@ class Scalars(MutableMapping[str, Any]):
     """Returns a shallow copy."""
     return self | {}
 
-  def on_host(self, as_python: bool = False) -> dict[str, Any]:
-    """Fetches the array; its numbers become NumPy's, or int and float."""
+  def on_host(self) -> dict[str, Any]:
+    """Fetches the array; its numbers become NumPy's."""
+    return self._unpacked(lambda numbers: numbers) | self.others
+
+  def numbers(self) -> dict[str, int | float]:
+    """Fetches the array; returns what is in it as int and float."""
+    return self._unpacked(np.ndarray.tolist)
+
+  def _unpacked(self, convert: Callable[[np.ndarray], Any]) -> dict[str, Any]:
     if not self._names:
-      return dict(self.others)
+      return {}
     bits = np.asarray(self._packed)
-    numbers: dict[Any, Any] = {x: bits.view(x) for x in {*self._dtypes}}
-    if as_python:
-      numbers = {dtype: x.tolist() for dtype, x in numbers.items()}
-    chosen = [numbers[dtype][i] for i, dtype in enumerate(self._dtypes)]
-    return dict(zip(self._names, chosen, strict=True)) | self.others
+    columns = {dtype: convert(bits.view(dtype)) for dtype in {*self._dtypes}}
+    places = enumerate(zip(self._names, self._dtypes, strict=True))
+    return {name: columns[dtype][i] for i, (name, dtype) in places}
 
 
 @functools.cache

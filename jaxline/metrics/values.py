@@ -45,7 +45,7 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   """
   flat: dict[str, int | float] = {}
   if isinstance(scalars, scalars_lib.Scalars):
-    scalars = scalars.on_host(as_python=True)
+    flat, scalars = scalars.numbers(), scalars.others
   for name, value in scalars.items():
     number = value if type(value) is float else _to_number(value)
     if number is not None:
@@ -110,7 +110,8 @@ def _to_number(value: Any) -> int | float | None:
   if type(value) is float:
     return value
   if isinstance(value, int):
-    return int(value) if abs(value) < 2**64 else None  # A bool is one.
+    # A bool is one.
+    return int(value) if -(2**63) <= value < 2**64 else None
   return float(value) if isinstance(value, numbers.Real) else None
 
 

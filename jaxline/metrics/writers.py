@@ -32,6 +32,8 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 # The most bytes of images that may wait: copies, on the devices.
 _MAX_BYTES = 1 << 30
+# How long, in seconds, records that follow others closely wait for more.
+_LINGER = 0.005
 # The arguments of `put`, and the time.
 _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
 
@@ -81,6 +83,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     self._items: collections.deque[_Item] = collections.deque()
     self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
+    self._written = 0.0  # When the thread last wrote.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
   def add(self, backend: base.Backend | base.Writer) -> None:
@@ -153,6 +156,9 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   def _write(self, queued: collections.deque[_Item]) -> None:
     """Converts and writes all queued records; keeps the first error."""
+    # A wake of this thread costs the training thread more than a record does.
+    if queued is self._items and time.time() - self._written < _LINGER:
+      time.sleep(_LINGER)
     items: list[_Item] = []
     while queued:  # Until it is empty, so that the next `put` makes a call.
       items.append(queued.popleft())
@@ -166,6 +172,7 @@ class MetricWriter(contextlib.AbstractContextManager):
 
     for item in items:
       self.executor.run(functools.partial(convert, *item))
+    self._written = time.time()
     for backend in self._backends:
       chosen = [record for record in records if record.kind in backend.kinds]
       if chosen:
