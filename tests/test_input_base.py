@@ -328,6 +328,16 @@ def grain_dataset():
   return grain.MapDataset.source(records).batch(2)
 
 
+def packed_dataset():
+  """One whose iterator's state has tuples."""
+  x = np.repeat(np.arange(6), 2)
+  records = [{'x': part} for part in np.split(x, [5, 5])]
+  rows = grain.experimental.ConcatThenSplitIterDataset(
+    grain.MapDataset.source(records).to_iter_dataset(), length_struct={'x': 2}
+  )
+  return rows.map(lambda row: {'x': row['x'][0]}).batch(1)
+
+
 def tf_dataset():
   tensorflow = pytest.importorskip('tensorflow')
   numbers = tensorflow.data.Dataset.range(12)
@@ -344,6 +354,7 @@ def tf_dataset():
     (lambda: list(counted()), False),
     (grain_dataset, True),
     (lambda: grain_dataset().to_iter_dataset(), True),
+    (packed_dataset, True),
     (tf_dataset, True),
   ],
 )

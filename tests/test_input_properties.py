@@ -106,20 +106,6 @@ def listed(size):
   return [{'x': np.int64(i)} for i in range(size)]
 
 
-def make_stream(size, **fields):
-  def stream(host_index, num_hosts, epoch):
-    mine = np.arange(size)[host_index::num_hosts]
-    # Grain's own shuffle takes milliseconds a record where there are so few.
-    mine = np.random.default_rng(epoch).permutation(mine)
-    return grain_library.MapDataset.source(
-      [{'x': x} for x in mine]
-    ).to_iter_dataset(
-      grain_library.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    )
-
-  return grain.GrainInput(dataset=stream, **fields)
-
-
 @functools.cache
 def folder():
   """Returns a folder for the time of the tests."""
@@ -303,15 +289,6 @@ SOURCES = {
     )
   ),
   'array_record': Source(make_files, examples=GRAIN),
-  'grain_stream': Source(
-    make_stream, is_sharded=True, one_epoch_hosts=False, examples=GRAIN
-  ),
-  'grain_stream_workers': Source(
-    functools.partial(make_stream, num_workers=1),
-    is_sharded=True,
-    one_epoch_hosts=False,
-    examples=WORKERS,
-  ),
   'generator': Source(
     make_generator,
     is_sharded=True,

@@ -12,7 +12,7 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import dataclasses
 import functools
 import multiprocessing
@@ -161,13 +161,9 @@ class IndexedInput(resumable.ResumableInput):
     )
     starts = grain.MapDataset.range(position, end, rows)
     dataset = starts.map(self.batch_at).to_iter_dataset(options)
-    for start, batch in zip(positions, self.reader(dataset), strict=True):
-      yield own_arrays(batch) if self.num_workers else batch, start + rows
-
-  def reader(self, dataset: Any) -> Any:
-    """Returns the iterator of a `grain.IterDataset`; `close` ends it."""
     self._reader = start_iterator(dataset, self.num_workers)
-    return self._reader
+    for start, batch in zip(positions, self._reader, strict=True):
+      yield own_arrays(batch) if self.num_workers else batch, start + rows
 
   def batch_at(self, position: int) -> dict[str, Any]:
     """Returns this host's rows of the global batch that begins at a position.
@@ -193,9 +189,12 @@ class IndexedInput(resumable.ResumableInput):
     """
     records, epochs = self.order(positions), positions // self._size
     try:
-      return call_without_end(self._read_all, records, epochs)
+      return self._read_all(records, epochs)
     except Exception as e:
-      e.add_note(f'While {self.name} read {self._blame(records, epochs)}.')
+      note = f'While {self.name} read {self._blame(records, epochs)}.'
+      if base.is_end(e):  # Of a record's own data: the epoch goes on.
+        raise RuntimeError(f'{e!r}. {note}') from e
+      e.add_note(note)
       raise
 
   def _read_all(
@@ -388,13 +387,3 @@ def own_arrays(tree: Any) -> Any:
   return jax.tree.map(
     lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree
   )
-
-
-def call_without_end(function: Callable[..., Any], *args: Any) -> Any:
-  """Calls a reader of records; the end of its data becomes a RuntimeError."""
-  try:
-    return function(*args)
-  except Exception as e:
-    if base.is_end(e):
-      raise RuntimeError(f'A record could not be read: {e!r}.') from e
-    raise

@@ -21,9 +21,9 @@ from jaxline.inputs import resumable
 class IterableInput(base.BaseInput):
   """The batches of any iterable.
 
-  If the iterator has `get_state` and `set_state`, checkpoints hold its state, a
-  pytree of arrays and plain values. Otherwise a resumed run reads from the
-  beginning again, and logs so.
+  If the iterator has `get_state` and `set_state`, as Grain's have, checkpoints
+  hold its state, a pytree of arrays and plain values. Otherwise a resumed run
+  reads from the beginning again, and logs so.
 
   Attributes:
     function: returns an iterable of batches, each a dict of arrays
