@@ -171,15 +171,6 @@ def test_wait_fraction_excludes_compilation(clock):
   assert clock.feed.wait_fraction == 4 / 10
 
 
-def test_a_slow_input_is_told_of_once(clock, caplog):
-  caplog.set_level('WARNING')
-  clock.steps(101, wait=1, takes=2)
-  assert 'limits the speed' not in caplog.text
-  clock.steps(300, wait=2, takes=1)
-  assert caplog.text.count('limits the speed') == 1
-  assert 'books' in caplog.text
-
-
 def test_waits_are_accounted_for(clock):
   before = goodput.spent()['input wait']
   with goodput.run(), goodput.measure('steps'):

@@ -153,11 +153,6 @@ def test_a_mixture_can_be_part_of_a_mixture():
     (Numbers(batch_size=4, repeat=False), 'b of .*, a Numbers'),
     (Unsaved(batch_size=4), 'b of .*, a Unsaved'),
     (Numbers(batch_size=4, is_training=True), 'b of .*is_training'),
-    (Numbers(batch_size=4, num_infeed_hosts=2), 'b of .*num_infeed_hosts'),
-    (
-      Numbers(batch_size=4, input_checkpointing_enabled=False),
-      'b of .*input_checkpointing_enabled',
-    ),
   ],
 )
 def test_children_that_cannot_be_mixed_are_refused(child, message):

@@ -40,7 +40,7 @@ import os
 import pathlib
 import re
 import sysconfig
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -182,8 +182,6 @@ class TextInput(indexed.IndexedInput):
     if self.files is None:
       self.refuse('files', 'files, or documents: a split of load_corpus()')
     split = given.pop('split', 'train' if self.is_training else 'eval')
-    if split not in token_cache.SPLITS:
-      self.refuse('split', f'one of {token_cache.SPLITS}, or None')
     return getattr(load_corpus(documents=self.documents, **given), split)
 
   @functools.cached_property
@@ -342,10 +340,10 @@ def _walk(
   folder: str, folders: re.Pattern[str], files: re.Pattern[str]
 ) -> Iterator[str]:
   """Yields the files below a folder whose names match, or raises OSError."""
-  with os.scandir(folder) as entries:
-    for entry in entries:
-      if not entry.is_dir():
-        if files.fullmatch(entry.name):
-          yield entry.path
-      elif folders.fullmatch(entry.name) and not entry.is_symlink():
-        yield from _walk(entry.path, folders, files)
+
+  def fail(error: OSError) -> NoReturn:
+    raise error
+
+  for path, below, names in os.walk(folder, onerror=fail):
+    below[:] = filter(folders.fullmatch, below)
+    yield from (os.path.join(path, x) for x in filter(files.fullmatch, names))
