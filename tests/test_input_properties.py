@@ -1,9 +1,7 @@
 """The contract of inputs: random sizes, hosts, epochs, points of a kill.
 
 Every input runs through this suite: it joins by an entry in `SOURCES`, which
-says what it promises. `test_every_promise_is_kept` runs `show.check`, which
-users run on their own data; the others know each record. The file of a single
-input tests what is its own.
+says what it promises. The file of a single input tests what is its own.
 """
 
 import atexit
@@ -28,7 +26,6 @@ from jaxline.inputs import grain
 from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 from jaxline.inputs import mixture
-from jaxline.inputs import show
 from jaxline.inputs import text
 from jaxline.inputs import tfdata
 
@@ -418,36 +415,6 @@ def flat(batches):
 def close(inputs):
   for part in inputs:
     part.close()
-
-
-@promise(seeds, st.booleans(), most=15)
-def test_every_promise_is_kept(
-  name, size, batch_size, hosts, seed, is_training
-):
-  source = SOURCES[name]
-  is_training = source.trains and (is_training or not source.evaluates)
-  hosts = min(hosts, size)  # Each has a part of its own.
-  if not is_training and not source.one_epoch_hosts:
-    hosts = 1
-  fields = dict(TRAINING if is_training else ONE_EPOCH)
-  if source.saves_position:
-    fields['input_random_seed'] = seed
-
-  def make(shard):
-    return source.make(
-      size,
-      batch_size=batch_size,
-      num_infeed_hosts=shard.count,
-      infeed_host_index=shard.index,
-      **fields,
-    )
-
-  report = show.check(make, num_hosts=hosts, num_batches=6, seconds=0)
-  assert report.ok, report
-  promises = {'rows', 'resume'} | ({'epoch'} if not is_training else set())
-  if hosts > 1 and make(base.Shard(0, 1)).ANY_NUMBER_OF_HOSTS:
-    promises.add('position')
-  assert {f.name for f in report.findings if f.verdict} == promises
 
 
 @promise(seeds, st.booleans(), evaluates=True)
