@@ -142,7 +142,7 @@ def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
   fields = {'batch_size': 2, 'shard': base.Shard(0, 1), 'is_training': True}
   assert Counting(**fields, **UNSAVED).seed() == 7
   # Nothing needs the seed of an iterable, so that no process waits for others.
-  assert iterable.from_generator(list, **fields).seed() == 0
+  assert iterable.IterableInput(function=list, **fields).seed() == 0
 
 
 # Evaluation.
@@ -397,14 +397,11 @@ def test_a_generator_of_several_hosts_takes_which_it_is():
     for i in range(host_index, 6, num_hosts):
       yield {'x': np.full(2, i)}
 
-  fields = [{'batch_size': 2, 'shard': base.Shard(i, 3)} for i in range(3)]
-  assert [numbers(iterable.from_generator(batches, **x)) for x in fields] == [
-    [0, 3],
-    [1, 4],
-    [2, 5],
+  sources = [
+    iterable.IterableInput(function=batches, shard=base.Shard(i, 3))
+    for i in range(3)
   ]
-  with pytest.raises(ValueError, match='host_index'):
-    iterable.from_generator(counted, **fields[0])
+  assert [numbers(source) for source in sources] == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_the_batch_of_each_host():

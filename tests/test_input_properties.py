@@ -155,9 +155,7 @@ def make_generator(size, **fields):
     fields['batch_size'],
     not fields.get('reset_for_eval', False),
   )
-  return iterable.from_generator(
-    lambda host_index, num_hosts: function(host_index, num_hosts), **fields
-  )
+  return iterable.IterableInput(function=function, **fields)
 
 
 class Lingvos:
