@@ -398,9 +398,7 @@ def test_files_as_input(tmp_path):
   corpus = text.load_corpus(tmp_path, eval_fraction=0.3)
   given = {'docs': 'file', 'files': tmp_path, 'eval_fraction': 0.3}
   for docs, fields in (
-    (corpus.train, {'split': 'train'}),
     (corpus.train, {'is_training': True}),
-    (corpus.eval, {'split': 'eval'}),
     (corpus.eval, {}),
   ):
     assert make(**given, **fields).documents.sha256 == docs.sha256

@@ -58,7 +58,6 @@ class Infeed:
     self.source = source
     self.mark: Any = None
     self.wait_fraction = 0.0
-    self._error: Exception | None = None
     self._waited = 0.0
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
@@ -80,16 +79,8 @@ class Infeed:
 
   def __next__(self) -> Any:
     """Returns the next batch, and sets the attributes."""
-    if self._error is not None:
-      raise self._error
     began = time.perf_counter()
-    try:
-      batch, self.mark = next(self._batches)
-    except StopIteration:
-      raise
-    except Exception as e:
-      self._error = e  # The next call would find an end instead.
-      raise
+    batch, self.mark = next(self._batches)
     now = time.perf_counter()
     self._waited += now - began
     if now - began > _READY_SECS:
