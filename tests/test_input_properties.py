@@ -58,7 +58,6 @@ class Source:
     records: returns a batch's numbers, integers [B].
     is_sharded: whether each host reads the records whose number modulo the
       hosts is its own, and goes on by itself; else there is one global order.
-    trains: whether it can be read for ever.
     has_epochs: whether an epoch is the dataset, each record once.
     evaluates: whether it can be read for one epoch.
     one_epoch_hosts: whether several hosts may.
@@ -70,7 +69,6 @@ class Source:
   make: Callable[..., base.BaseInput]
   records: Callable[[dict[str, Any]], np.ndarray] = lambda batch: batch['x']
   is_sharded: bool = False
-  trains: bool = True
   has_epochs: bool = True
   evaluates: bool = True
   one_epoch_hosts: bool = True
@@ -173,17 +171,12 @@ class Lingvos:
     return next(self.batches)
 
 
-def make_lingvo(size, kind=lingvo.LingvoInputAdaptor, times=1, **fields):
-  """Makes an adaptor whose generator has `times` as many rows in a batch."""
-  rows = times * fields['batch_size']
+def make_lingvo(size, **fields):
+  """Makes an adaptor of a generator of batches with three times the rows."""
+  rows = 3 * fields['batch_size']
   dealt = fields['infeed_host_index'], fields['num_infeed_hosts']
-  if kind is lingvo.LingvoEvalAdaptor:
-    dealt = 0, 1  # Every host reads all.
-  if kind is lingvo.LingvoInputAdaptor:
-    fields['batch_size'] = None
-  repeat = not fields.get('reset_for_eval', False)
-  generator = Lingvos(rows, batches_of, size, rows, repeat, *dealt)
-  return kind(input=generator, **fields)
+  generator = Lingvos(rows, batches_of, size, rows, True, *dealt)
+  return lingvo.LingvoInputAdaptorNewBatchSize(input=generator, **fields)
 
 
 def make_text(size, packing, **fields):
@@ -300,21 +293,9 @@ SOURCES = {
   },
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
   # Lingvo need not be installed.
-  'lingvo': Source(
-    make_lingvo, is_sharded=True, one_epoch_hosts=False, saves_position=False
-  ),
+  # `lingvo_test` has the other adaptors. Lingvo need not be installed.
   'lingvo_new_batch_size': Source(
-    functools.partial(
-      make_lingvo, kind=lingvo.LingvoInputAdaptorNewBatchSize, times=3
-    ),
-    is_sharded=True,
-    evaluates=False,
-    saves_position=False,
-  ),
-  'lingvo_eval': Source(
-    functools.partial(make_lingvo, kind=lingvo.LingvoEvalAdaptor, times=2),
-    trains=False,
-    saves_position=False,
+    make_lingvo, is_sharded=True, evaluates=False, saves_position=False
   ),
   'tf_data': Source(make_tensors, needs='tensorflow', examples=TENSORFLOW),
   'tf_data_sharded': Source(
@@ -339,7 +320,7 @@ seeds = st.integers(0, 2**32)
 steps = st.integers(0, 12)
 
 
-def promise(*arguments, most=60, **conditions):
+def promise(*arguments, **conditions):
   """Makes a test of each source of which the conditions are true.
 
   It is called with the name of the source, and the numbers of its records, of
@@ -347,7 +328,6 @@ def promise(*arguments, most=60, **conditions):
 
   Args:
     *arguments: strategies of what it is called with besides.
-    most: examples.
     **conditions: fields of `Source`.
   """
   arguments = sizes, batch_sizes, host_counts, *arguments
@@ -358,7 +338,7 @@ def promise(*arguments, most=60, **conditions):
       [
         pytest.param(
           name,
-          min(most, examples),
+          examples,
           id=f'{name}-{tier}' if tier and len(source.examples) > 1 else name,
           # TensorFlow may take minutes on a busy machine.
           marks=SLOW if tier else SLOW[1:] * (source.needs != 'numpy'),
@@ -443,7 +423,7 @@ def test_one_epoch_is_the_dataset_once(
   close(inputs)
 
 
-@promise(st.integers(1, 3), seeds, trains=True, has_epochs=True)
+@promise(st.integers(1, 3), seeds, has_epochs=True)
 def test_training_sees_each_record_once_an_epoch(
   name, size, batch_size, hosts, epochs, seed
 ):
