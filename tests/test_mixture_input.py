@@ -137,16 +137,6 @@ def test_mixture_refuses_other_proportions_and_children():
   mixture([4, 4], [0.25, 0.75]).set_state(state)
 
 
-def test_a_mixture_can_be_part_of_a_mixture():
-  inner = mixture([4, 4], [1, 1])
-  parent = mixture_lib.MixtureInput(
-    inputs={'inner': inner, 'other': Numbers(batch_size=4, source=2)},
-    weights={'inner': 1, 'other': 1},
-    batch_size=8,
-  )
-  assert np.bincount(next(parent)['source']).tolist() == [2, 2, 4]
-
-
 @pytest.mark.parametrize(
   ('child', 'message'),
   [
