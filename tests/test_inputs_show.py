@@ -307,25 +307,12 @@ def test_a_digest_never_changes():
   assert show.digest(next(source) for _ in range(5)) == report.digests[3]
 
 
-def test_a_digest_sees_everything():
-  x = np.int32([1, 2, 3, 4])
+def test_a_digest_sees_order_shape_and_strings():
+  x = np.arange(4)
+  # Equal strings at other addresses are the same.
   strings = [np.array([x * 2, 'c'], object) for x in ('a', 'a', 'b')]
-  different = [
-    [],
-    [{'x': x}],
-    [{'y': x}],
-    [{'x': x[::-1]}],
-    [{'x': x.reshape(2, 2)}],
-    [{'x': x.view(np.uint32)}],
-    [{'x': x}, {'x': x}],
-    [{'x': x, 'y': x}],
-    [{'x': {'y': x}}],
-    [{'x': strings[0]}],
-    [{'x': strings[0][::-1]}],
-    [{'x': strings[2]}],
-  ]
-  assert len({show.digest(batches) for batches in different}) == len(different)
-  assert show.digest([{'x': strings[1]}]) == show.digest([{'x': strings[0]}])
+  values = [x, x[::-1], x.reshape(2, 2), x.view(np.uint64), *strings]
+  assert len({show.digest([{'x': value}]) for value in values}) == 6
 
 
 @pytest.mark.parametrize(
