@@ -327,6 +327,7 @@ def test_a_run_that_does_not_fit(tmp_path, capsys):
   assert not ahead.compile_experiment(TwoLayers, config)
   text = capsys.readouterr().out
   assert 'DOES NOT FIT' in text
+  assert 'Suggested changes' in text
   made = read_report(tmp_path / 'compile' / 'v5e-2x2.json')
   train, evaluation = made.programs
   assert train.fits is False
@@ -336,4 +337,3 @@ def test_a_run_that_does_not_fit(tmp_path, capsys):
   assert train.buffers[0].bytes == 5 << 29
   weights = {f"state.params['{name}']" for name in 'ab'}
   assert weights <= {b.name for b in train.buffers}
-  assert made.hints

@@ -616,22 +616,6 @@ def test_replica_groups(groups, axes, group_size):
   assert found.wire_bytes == 32 * 2 * (group_size - 1) / group_size
 
 
-@pytest.mark.parametrize(
-  ('pairs', 'axes'),
-  [
-    ('{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}', ('mdl',)),
-    ('{0,2},{2,4},{4,6}', ('data',)),
-    ('{0,3},{3,0}', ('data', 'mdl')),
-  ],
-)
-def test_permutes(pairs, axes):
-  call = f'collective-permute(%x), source_target_pairs={{{pairs}}}'
-  text = one_collective(call, 'u4[9]')
-  (found,) = measure(text, AXES).traffic
-  assert found.axes == axes
-  assert found.bytes == found.wire_bytes == 5  # Nine halves of a byte.
-
-
 # Loops.
 
 

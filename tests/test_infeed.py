@@ -5,7 +5,6 @@ import gc
 import re
 import threading
 import time
-from unittest import mock
 import weakref
 
 import jax
@@ -171,15 +170,6 @@ def test_wait_fraction_excludes_compilation(clock):
   assert clock.feed.wait_fraction == 4 / 10
 
 
-def test_a_slow_input_is_told_of_once(clock, caplog):
-  caplog.set_level('WARNING')
-  clock.steps(101, wait=1, takes=2)
-  assert 'limits the speed' not in caplog.text
-  clock.steps(300, wait=2, takes=1)
-  assert caplog.text.count('limits the speed') == 1
-  assert 'books' in caplog.text
-
-
 def test_waits_are_accounted_for(clock):
   before = goodput.spent()['input wait']
   with goodput.run(), goodput.measure('steps'):
@@ -226,8 +216,6 @@ def test_an_error_names_the_source_and_the_place():
   assert caught.value.__notes__ == [
     'It was books, reading file a.txt, record 2.'
   ]
-  with pytest.raises(KeyError, match='no such word'):
-    next(feed)  # No end of the data.
   assert 'get_next' in [t.name for t in caught.traceback]
 
 
@@ -343,70 +331,32 @@ def test_a_resumed_experiment_sees_what_follows(after, num_workers):
   assert losses(rows) == losses(expected)
 
 
-def test_a_config_sets_buffer_and_patience():
+def test_a_config_sets_buffer_and_patience(monkeypatch):
   made = []
 
   class Spy(infeed.Infeed):
-    def __init__(self, *args, **kwargs):
-      made.append({key: kwargs[key] for key in ('buffer_size', 'stall_secs')})
+    def __init__(self, *args, buffer_size, stall_secs, **kwargs):
+      made.append((buffer_size, stall_secs))
       super().__init__(*args, **kwargs)
 
-  with mock.patch.object(infeed, 'Infeed', Spy):
-    regression.train_steps(make(), 2)
-    config = regression.get_config(2)
-    config.update(infeed_buffer_size=5, infeed_stall_secs=9.0)
-    experiment = make(run_config=config)
-    regression.train_steps(experiment, 2)
-    resumed = make(run_config=config)
-    resumed.restore_from_snapshot(jax.device_get(experiment.snapshot_state()))
-    regression.train_steps(resumed, 2)
-  chosen = {'buffer_size': 5, 'stall_secs': 9.0}
-  assert made == [{'buffer_size': 3, 'stall_secs': 60.0}, chosen, chosen]
+  monkeypatch.setattr(infeed, 'Infeed', Spy)
+  config = regression.get_config(2)
+  config.update(infeed_buffer_size=5, infeed_stall_secs=9.0)
+  regression.train_steps(make(run_config=config), 1)
+  assert made == [(5, 9.0)]
 
 
 @pytest.mark.parametrize(
   ('mode', 'fields', 'got'),
   [
     ('train', {'is_training': False}, (False, 0, 1)),
-    ('train', {'num_infeed_hosts': 2, 'infeed_host_index': 1}, (True, 1, 2)),
     ('eval', {'is_training': True}, (True, 0, 1)),
-    ('eval', {'num_infeed_hosts': 2}, (False, 0, 2)),
   ],
 )
 def test_an_input_that_cannot_be_meant_is_refused(mode, fields, got):
   run = regression.evaluate if mode == 'eval' else lambda x: steps(x, 1)
   with pytest.raises(ValueError, match=re.escape(str(got))):
     run(make(with_fields(fields, fields), mode))
-
-
-def test_a_position_that_nobody_can_set():
-  first = make()
-  steps(first, 1)
-  saved = jax.device_get(first.snapshot_state())
-  first.train_feed.close()
-  other = make(with_fields({'input_checkpointing_enabled': False}))
-  with pytest.raises(ValueError, match=r'Examples.*cannot be set'):
-    other.restore_from_snapshot(saved)
-
-
-def test_without_a_position_it_is_said_that_data_begins_anew(caplog):
-  caplog.set_level('WARNING')
-  cls = with_fields({'input_checkpointing_enabled': False})
-  first = make(cls)
-  steps(first, 1)
-  assert 'The position of Examples is not saved' in caplog.text
-  saved = jax.device_get(first.snapshot_state())
-  first.train_feed.close()
-  assert 'input' not in saved
-  make(cls).restore_from_snapshot(saved)
-  assert 'the run sees the same again' in caplog.text
-
-
-def test_an_input_that_ends_ends_training_with_an_error():
-  cls = with_fields({'repeat': False})
-  experiment = make(cls)
-  with pytest.raises(ValueError, match='train_input ended'):
-    steps(experiment, 5)
 
 
 # Evaluation.
@@ -447,27 +397,3 @@ def test_an_evaluation_that_stalls_is_told_of(caplog):
   experiment = make(Slow, 'eval', run_config=config)
   experiment.evaluate(global_step=0, rng=KEY, writer=None)
   assert 'The evaluation has waited 0 s for a batch: a gen' in caplog.text
-
-
-def rolling_losses(experiment, numbers):
-  found = []
-  for number in numbers:
-    experiment.num_evaluated = number
-    found.append(regression.evaluate(experiment)['loss'])
-  return found
-
-
-def test_evaluations_that_roll_on():
-  cls = with_fields(evaluation={'eval_loop_num_batches': 2})
-  experiment = make(cls, 'eval')
-  state = jax.device_get(experiment.state)
-  data = regression.examples(0, 50)
-  found = rolling_losses(experiment, range(4))
-  for number, loss in enumerate(found):
-    rows = np.arange(number * 2 * ROWS, (number + 1) * 2 * ROWS) % 50
-    batch = {name: x[rows] for name, x in data.items()}
-    assert loss == pytest.approx(
-      regression.expected_loss(state, batch), rel=1e-5
-    )
-  # After a restart, where they would have come to.
-  assert rolling_losses(make(cls, 'eval'), [2, 3]) == found[2:]

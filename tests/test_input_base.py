@@ -142,20 +142,10 @@ def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
   fields = {'batch_size': 2, 'shard': base.Shard(0, 1), 'is_training': True}
   assert Counting(**fields, **UNSAVED).seed() == 7
   # Nothing needs the seed of an iterable, so that no process waits for others.
-  assert iterable.from_generator(list, **fields).seed() == 0
+  assert iterable.IterableInput(function=list, **fields).seed() == 0
 
 
 # Evaluation.
-
-
-@pytest.mark.parametrize('count', [None, -1, 1])
-def test_reset_for_eval_sees_one_epoch_each_time(count):
-  source = Counting(
-    batch_size=2, reset_for_eval=True, eval_loop_num_batches=count
-  )
-  next(source)  # Wherever it stands.
-  for _ in range(2):
-    assert numbers(source.eval_batches()) == [0, 1, 2, 3]
 
 
 def test_without_reset_an_evaluation_has_the_next_batches():
@@ -166,15 +156,6 @@ def test_without_reset_an_evaluation_has_the_next_batches():
 
 
 # Padding.
-
-
-def test_every_batch_has_all_rows_and_weights():
-  first, last = Counting(batch_size=3, end=2, last_rows=1)
-  np.testing.assert_array_equal(first['weights'], [1, 1, 1])
-  np.testing.assert_array_equal(last['x'], [1, 0, 0])
-  np.testing.assert_array_equal(last['weights'], [1, 0, 0])
-  assert first['weights'].dtype == np.float32
-  assert last['x'].dtype == np.int32
 
 
 def test_padding_keeps_weights_dtypes_and_nesting():
@@ -328,6 +309,16 @@ def grain_dataset():
   return grain.MapDataset.source(records).batch(2)
 
 
+def packed_dataset():
+  """One whose iterator's state has tuples."""
+  x = np.repeat(np.arange(6), 2)
+  records = [{'x': part} for part in np.split(x, [5, 5])]
+  rows = grain.experimental.ConcatThenSplitIterDataset(
+    grain.MapDataset.source(records).to_iter_dataset(), length_struct={'x': 2}
+  )
+  return rows.map(lambda row: {'x': row['x'][0]}).batch(1)
+
+
 def tf_dataset():
   tensorflow = pytest.importorskip('tensorflow')
   numbers = tensorflow.data.Dataset.range(12)
@@ -344,6 +335,7 @@ def tf_dataset():
     (lambda: list(counted()), False),
     (grain_dataset, True),
     (lambda: grain_dataset().to_iter_dataset(), True),
+    (packed_dataset, True),
     (tf_dataset, True),
   ],
 )
@@ -373,27 +365,6 @@ def test_the_state_of_an_iterator_is_that_of_its_host():
   for state in (one.get_state(), b'{}', None):
     with pytest.raises(ValueError, match='number of hosts'):
       other.set_state(state)
-
-
-def test_an_evaluation_reads_an_iterable_from_its_beginning():
-  source = iterable.as_input(counted, is_training=False)
-  for _ in range(2):
-    assert numbers(source.eval_batches()) == list(range(6))
-
-
-def test_a_generator_of_several_hosts_takes_which_it_is():
-  def batches(host_index, num_hosts):
-    for i in range(host_index, 6, num_hosts):
-      yield {'x': np.full(2, i)}
-
-  fields = [{'batch_size': 2, 'shard': base.Shard(i, 3)} for i in range(3)]
-  assert [numbers(iterable.from_generator(batches, **x)) for x in fields] == [
-    [0, 3],
-    [1, 4],
-    [2, 5],
-  ]
-  with pytest.raises(ValueError, match='host_index'):
-    iterable.from_generator(counted, **fields[0])
 
 
 def test_the_batch_of_each_host():

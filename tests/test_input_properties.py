@@ -1,9 +1,7 @@
 """The contract of inputs: random sizes, hosts, epochs, points of a kill.
 
 Every input runs through this suite: it joins by an entry in `SOURCES`, which
-says what it promises. `test_every_promise_is_kept` runs `show.check`, which
-users run on their own data; the others know each record. The file of a single
-input tests what is its own.
+says what it promises. The file of a single input tests what is its own.
 """
 
 import atexit
@@ -28,7 +26,6 @@ from jaxline.inputs import grain
 from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 from jaxline.inputs import mixture
-from jaxline.inputs import show
 from jaxline.inputs import text
 from jaxline.inputs import tfdata
 
@@ -61,7 +58,6 @@ class Source:
     records: returns a batch's numbers, integers [B].
     is_sharded: whether each host reads the records whose number modulo the
       hosts is its own, and goes on by itself; else there is one global order.
-    trains: whether it can be read for ever.
     has_epochs: whether an epoch is the dataset, each record once.
     evaluates: whether it can be read for one epoch.
     one_epoch_hosts: whether several hosts may.
@@ -73,7 +69,6 @@ class Source:
   make: Callable[..., base.BaseInput]
   records: Callable[[dict[str, Any]], np.ndarray] = lambda batch: batch['x']
   is_sharded: bool = False
-  trains: bool = True
   has_epochs: bool = True
   evaluates: bool = True
   one_epoch_hosts: bool = True
@@ -104,20 +99,6 @@ def make_numbers(size, **fields):
 
 def listed(size):
   return [{'x': np.int64(i)} for i in range(size)]
-
-
-def make_stream(size, **fields):
-  def stream(host_index, num_hosts, epoch):
-    mine = np.arange(size)[host_index::num_hosts]
-    # Grain's own shuffle takes milliseconds a record where there are so few.
-    mine = np.random.default_rng(epoch).permutation(mine)
-    return grain_library.MapDataset.source(
-      [{'x': x} for x in mine]
-    ).to_iter_dataset(
-      grain_library.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    )
-
-  return grain.GrainInput(dataset=stream, **fields)
 
 
 @functools.cache
@@ -172,9 +153,7 @@ def make_generator(size, **fields):
     fields['batch_size'],
     not fields.get('reset_for_eval', False),
   )
-  return iterable.from_generator(
-    lambda host_index, num_hosts: function(host_index, num_hosts), **fields
-  )
+  return iterable.IterableInput(function=function, **fields)
 
 
 class Lingvos:
@@ -192,17 +171,12 @@ class Lingvos:
     return next(self.batches)
 
 
-def make_lingvo(size, kind=lingvo.LingvoInputAdaptor, times=1, **fields):
-  """Makes an adaptor whose generator has `times` as many rows in a batch."""
-  rows = times * fields['batch_size']
+def make_lingvo(size, **fields):
+  """Makes an adaptor of a generator of batches with three times the rows."""
+  rows = 3 * fields['batch_size']
   dealt = fields['infeed_host_index'], fields['num_infeed_hosts']
-  if kind is lingvo.LingvoEvalAdaptor:
-    dealt = 0, 1  # Every host reads all.
-  if kind is lingvo.LingvoInputAdaptor:
-    fields['batch_size'] = None
-  repeat = not fields.get('reset_for_eval', False)
-  generator = Lingvos(rows, batches_of, size, rows, repeat, *dealt)
-  return kind(input=generator, **fields)
+  generator = Lingvos(rows, batches_of, size, rows, True, *dealt)
+  return lingvo.LingvoInputAdaptorNewBatchSize(input=generator, **fields)
 
 
 def make_text(size, packing, **fields):
@@ -303,15 +277,6 @@ SOURCES = {
     )
   ),
   'array_record': Source(make_files, examples=GRAIN),
-  'grain_stream': Source(
-    make_stream, is_sharded=True, one_epoch_hosts=False, examples=GRAIN
-  ),
-  'grain_stream_workers': Source(
-    functools.partial(make_stream, num_workers=1),
-    is_sharded=True,
-    one_epoch_hosts=False,
-    examples=WORKERS,
-  ),
   'generator': Source(
     make_generator,
     is_sharded=True,
@@ -328,21 +293,9 @@ SOURCES = {
   },
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
   # Lingvo need not be installed.
-  'lingvo': Source(
-    make_lingvo, is_sharded=True, one_epoch_hosts=False, saves_position=False
-  ),
+  # `lingvo_test` has the other adaptors. Lingvo need not be installed.
   'lingvo_new_batch_size': Source(
-    functools.partial(
-      make_lingvo, kind=lingvo.LingvoInputAdaptorNewBatchSize, times=3
-    ),
-    is_sharded=True,
-    evaluates=False,
-    saves_position=False,
-  ),
-  'lingvo_eval': Source(
-    functools.partial(make_lingvo, kind=lingvo.LingvoEvalAdaptor, times=2),
-    trains=False,
-    saves_position=False,
+    make_lingvo, is_sharded=True, evaluates=False, saves_position=False
   ),
   'tf_data': Source(make_tensors, needs='tensorflow', examples=TENSORFLOW),
   'tf_data_sharded': Source(
@@ -367,7 +320,7 @@ seeds = st.integers(0, 2**32)
 steps = st.integers(0, 12)
 
 
-def promise(*arguments, most=60, **conditions):
+def promise(*arguments, **conditions):
   """Makes a test of each source of which the conditions are true.
 
   It is called with the name of the source, and the numbers of its records, of
@@ -375,7 +328,6 @@ def promise(*arguments, most=60, **conditions):
 
   Args:
     *arguments: strategies of what it is called with besides.
-    most: examples.
     **conditions: fields of `Source`.
   """
   arguments = sizes, batch_sizes, host_counts, *arguments
@@ -386,7 +338,7 @@ def promise(*arguments, most=60, **conditions):
       [
         pytest.param(
           name,
-          min(most, examples),
+          examples,
           id=f'{name}-{tier}' if tier and len(source.examples) > 1 else name,
           # TensorFlow may take minutes on a busy machine.
           marks=SLOW if tier else SLOW[1:] * (source.needs != 'numpy'),
@@ -443,36 +395,6 @@ def close(inputs):
     part.close()
 
 
-@promise(seeds, st.booleans(), most=15)
-def test_every_promise_is_kept(
-  name, size, batch_size, hosts, seed, is_training
-):
-  source = SOURCES[name]
-  is_training = source.trains and (is_training or not source.evaluates)
-  hosts = min(hosts, size)  # Each has a part of its own.
-  if not is_training and not source.one_epoch_hosts:
-    hosts = 1
-  fields = dict(TRAINING if is_training else ONE_EPOCH)
-  if source.saves_position:
-    fields['input_random_seed'] = seed
-
-  def make(shard):
-    return source.make(
-      size,
-      batch_size=batch_size,
-      num_infeed_hosts=shard.count,
-      infeed_host_index=shard.index,
-      **fields,
-    )
-
-  report = show.check(make, num_hosts=hosts, num_batches=6, seconds=0)
-  assert report.ok, report
-  promises = {'rows', 'resume'} | ({'epoch'} if not is_training else set())
-  if hosts > 1 and make(base.Shard(0, 1)).ANY_NUMBER_OF_HOSTS:
-    promises.add('position')
-  assert {f.name for f in report.findings if f.verdict} == promises
-
-
 @promise(seeds, st.booleans(), evaluates=True)
 def test_one_epoch_is_the_dataset_once(
   name, size, batch_size, hosts, seed, twice
@@ -501,7 +423,7 @@ def test_one_epoch_is_the_dataset_once(
   close(inputs)
 
 
-@promise(st.integers(1, 3), seeds, trains=True, has_epochs=True)
+@promise(st.integers(1, 3), seeds, has_epochs=True)
 def test_training_sees_each_record_once_an_epoch(
   name, size, batch_size, hosts, epochs, seed
 ):

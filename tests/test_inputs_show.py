@@ -1,6 +1,5 @@
 """Looking at data: known answers, inputs that are wrong, the command."""
 
-import collections
 import dataclasses
 import os
 import pathlib
@@ -232,22 +231,6 @@ def test_verdicts(make_input, verdicts, words, options):
   assert [word for word in words if word not in text] == []
 
 
-@pytest.mark.parametrize('n', [1, 7, 8, 10])
-@pytest.mark.parametrize('num_hosts', [1, 3])
-def test_one_epoch_is_counted(n, num_hosts):
-  make_input = make(Numbers, n=n, **EPOCH)
-  report = show.check(make_input, num_hosts=num_hosts, seconds=0.0)
-  assert report.ok, report
-  batches = -(-n // (2 * num_hosts))
-  rows = batches * 2 * num_hosts
-  text = {f.name: f.text for f in report.findings}
-  assert text['epoch'] == (
-    f'{batches} batches on each host; in all, {n} rows of {rows}, and weights'
-    f' of {3 * n}; {n} records, of which 0 are not read'
-  )
-  assert text['padding'].startswith(f'{(rows - n) / rows:.1%} ')
-
-
 # One batch.
 
 
@@ -324,25 +307,12 @@ def test_a_digest_never_changes():
   assert show.digest(next(source) for _ in range(5)) == report.digests[3]
 
 
-def test_a_digest_sees_everything():
-  x = np.int32([1, 2, 3, 4])
+def test_a_digest_sees_order_shape_and_strings():
+  x = np.arange(4)
+  # Equal strings at other addresses are the same.
   strings = [np.array([x * 2, 'c'], object) for x in ('a', 'a', 'b')]
-  different = [
-    [],
-    [{'x': x}],
-    [{'y': x}],
-    [{'x': x[::-1]}],
-    [{'x': x.reshape(2, 2)}],
-    [{'x': x.view(np.uint32)}],
-    [{'x': x}, {'x': x}],
-    [{'x': x, 'y': x}],
-    [{'x': {'y': x}}],
-    [{'x': strings[0]}],
-    [{'x': strings[0][::-1]}],
-    [{'x': strings[2]}],
-  ]
-  assert len({show.digest(batches) for batches in different}) == len(different)
-  assert show.digest([{'x': strings[1]}]) == show.digest([{'x': strings[0]}])
+  values = [x, x[::-1], x.reshape(2, 2), x.view(np.uint64), *strings]
+  assert len({show.digest([{'x': value}]) for value in values}) == 6
 
 
 @pytest.mark.parametrize(
@@ -359,18 +329,6 @@ def test_speed(batches, expected, monkeypatch):
   speed = report.findings[-1]
   assert speed.name == 'speed'
   assert speed.text == f'{expected}the first batch after 1.00 s'
-
-
-def test_inputs_are_closed():
-  found = collections.Counter()
-  make_input = make(Counting, close=lambda self: found.update(['closed']))
-
-  def made(shard):
-    found['made'] += 1
-    return make_input(shard)
-
-  assert show.check(made, seconds=0.0).ok
-  assert found['closed'] == found['made'] > 2
 
 
 # The command.
@@ -443,27 +401,6 @@ def test_command(split, tmp_path):
 
 # ml_collections loads the config file in a way that Python will drop.
 loads_config = pytest.mark.filterwarnings('ignore:the load_module')
-
-
-@loads_config
-def test_output(config, capsys):
-  args = '-n1', '--batches=3', '--seconds=0.01'
-  assert program.main(['show', config, *args]) == 0
-  lines = capsys.readouterr().out.splitlines()
-  assert lines[:9] == [
-    "Numbers 'numbers': 8 rows a batch, 8 over all hosts, for host 0 of 1",
-    '',
-    'batch 0',
-    'entry    shape  dtype    min  max  mean',
-    'ids      8 x 3  int32      0    9   4.5',
-    'weights  8 x 3  float32    1    1     1',
-    "row 0 of ids: 'abc'",
-    "row 1 of ids: 'bcd'",
-    '',
-  ]
-  assert lines[9] == 'digest of the first 3 batches'
-  assert sum('  host ' in line for line in lines) == 2
-  assert 'tokens/s' in lines[-1]
 
 
 FAULT = '--config.experiment_kwargs.fault='

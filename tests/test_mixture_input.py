@@ -137,27 +137,12 @@ def test_mixture_refuses_other_proportions_and_children():
   mixture([4, 4], [0.25, 0.75]).set_state(state)
 
 
-def test_a_mixture_can_be_part_of_a_mixture():
-  inner = mixture([4, 4], [1, 1])
-  parent = mixture_lib.MixtureInput(
-    inputs={'inner': inner, 'other': Numbers(batch_size=4, source=2)},
-    weights={'inner': 1, 'other': 1},
-    batch_size=8,
-  )
-  assert np.bincount(next(parent)['source']).tolist() == [2, 2, 4]
-
-
 @pytest.mark.parametrize(
   ('child', 'message'),
   [
     (Numbers(batch_size=4, repeat=False), 'b of .*, a Numbers'),
     (Unsaved(batch_size=4), 'b of .*, a Unsaved'),
     (Numbers(batch_size=4, is_training=True), 'b of .*is_training'),
-    (Numbers(batch_size=4, num_infeed_hosts=2), 'b of .*num_infeed_hosts'),
-    (
-      Numbers(batch_size=4, input_checkpointing_enabled=False),
-      'b of .*input_checkpointing_enabled',
-    ),
   ],
 )
 def test_children_that_cannot_be_mixed_are_refused(child, message):

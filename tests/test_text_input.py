@@ -15,7 +15,6 @@ import sysconfig
 import numpy as np
 import pytest
 
-from jaxline.inputs import __main__ as program
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
@@ -206,31 +205,6 @@ def test_the_split_goes_by_the_hash_of_the_name(tmp_path, kind):
   assert held_out == {min(hashes, key=hashes.get)}
   held_out, hashes = load(220, 1 - 1e-9)
   assert {*hashes} - held_out == {max(hashes, key=hashes.get)}
-
-
-@pytest.mark.filterwarnings('ignore:the load_module')
-def test_the_command(tmp_path, capsys):
-  files = write(tmp_path / 'text', {f'{i}.txt': b'text' * 99 for i in range(9)})
-  config = pathlib.Path(__file__).parents[1] / 'configs' / 'lm.py'
-  key = '--config.experiment_kwargs.config'
-  given = [str(files), '--documents=line', f'--cache_dir={tmp_path / "a"}']
-  assert program.main(['tokenize', *given]) == 0
-  assert len([*(tmp_path / 'a').iterdir()]) == 1
-  given = [f'{key}.files={files}', f'{key}.cache_dir={tmp_path / "b"}']
-  assert program.main(['tokenize', f'--config={config}', *given]) == 0
-  assert len([*(tmp_path / 'b').iterdir()]) == 1
-  capsys.readouterr()
-  for wrong, message in (
-    ([str(tmp_path / 'no')], 'no'),
-    ([str(files), '--config=x.py'], '--config'),
-    ([str(files), '--eval_fraction=2'], 'eval_fraction'),
-    ([], '--config'),
-    (['--config=x.py', '--tokenizer=bytes'], 'tokenizer'),
-  ):
-    assert program.main(['tokenize', *wrong]) == 2
-    _, err = capsys.readouterr()
-    assert message in err
-    assert err.count('\n') == 1
 
 
 # Training.
@@ -424,9 +398,7 @@ def test_files_as_input(tmp_path):
   corpus = text.load_corpus(tmp_path, eval_fraction=0.3)
   given = {'docs': 'file', 'files': tmp_path, 'eval_fraction': 0.3}
   for docs, fields in (
-    (corpus.train, {'split': 'train'}),
     (corpus.train, {'is_training': True}),
-    (corpus.eval, {'split': 'eval'}),
     (corpus.eval, {}),
   ):
     assert make(**given, **fields).documents.sha256 == docs.sha256

@@ -117,34 +117,6 @@ def test_one_epoch_of_parts_ends_with_the_largest(sizes, num_batches):
       assert len(list(resumed)) == num_batches - given
 
 
-@pytest.mark.parametrize(
-  ('cls', 'dataset', 'expected'),
-  [
-    (tfdata.TfDataInput, numbers(11), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    (tfdata.TfDataInput, numbers(4), [[0, 1, 2, 3]]),
-    (
-      tfdata.ShardedTfDataInput,
-      parts(7, 5),
-      [[0, 1, 100, 101], [2, 3, 102, 103]],
-    ),
-  ],
-)
-def test_a_remainder_is_dropped_on_all_hosts_alike(cls, dataset, expected):
-  inputs = hosts(
-    2,
-    cls,
-    dataset=dataset,
-    batch_size=2,
-    is_training=True,
-    repeat=False,
-    drop_remainder=True,
-  )
-  assert read(inputs, len(expected)) == expected
-  assert [next(host, None) for host in inputs] == [None, None]
-  with pytest.raises(ValueError, match='drop_remainder'):
-    evaluate(dataset=dataset, batch_size=2, drop_remainder=True)
-
-
 # Going on.
 
 

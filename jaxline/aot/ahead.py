@@ -38,14 +38,6 @@ from jaxline.storage import spool
 
 # How many buffers of a program a report lists.
 _NUM_LARGEST = 8
-# For a run that does not fit; the report's sizes say which one helps most.
-_HINTS = (
-  'A smaller batch, or config.gradient_accumulation_steps: less of the forward'
-  ' pass is kept at once.',
-  'More rematerialisation (`remat` of the model): less of it is kept at all.',
-  "Weights and optimizer split over more chips: config.sharding = 'fsdp' or"
-  " 'fsdp_tp', and more of config.mesh.",
-)
 
 
 def compile_experiment(
@@ -105,7 +97,7 @@ def make_report(
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
       compiled = [_compile(step, experiment, target, notes) for step in steps]
     state, batch, *_ = steps[0].args
-    report = report_lib.Report(
+    return report_lib.Report(
       experiment=type(experiment).__name__,
       target=target,
       mesh=partitioner.axis_sizes,
@@ -120,9 +112,6 @@ def make_report(
       notes=tuple(notes),
       versions=_versions(config.topology),
     )
-  if not report.fits:
-    report = dataclasses.replace(report, hints=_HINTS)
-  return report
 
 
 def _target(

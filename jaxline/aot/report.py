@@ -20,6 +20,14 @@ _WIDTH = 80
 _MAX_NAMES = 8
 # XLA rounds allocations up to this; smaller differences mean nothing.
 _SMALL = 1 << 12
+# For a run that does not fit; the report's sizes say which one helps most.
+_HINTS = (
+  'A smaller batch, or config.gradient_accumulation_steps: less of the forward'
+  ' pass is kept at once.',
+  'More rematerialisation (`remat` of the model): less of it is kept at all.',
+  "Weights and optimizer split over more chips: config.sharding = 'fsdp' or"
+  " 'fsdp_tp', and more of config.mesh.",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +151,6 @@ class Report:
     batch_bytes: one batch.
     bubble_fraction: part of a step in which a pipeline's stage idles.
     programs: the train step and the eval step.
-    hints: suggested changes if it does not fit.
     notes: what is missing in this report, and why.
     versions: of jax, jaxlib and libtpu.
     schema: of the JSON.
@@ -160,7 +167,6 @@ class Report:
   batch_bytes: int
   bubble_fraction: float
   programs: tuple[Program, ...]
-  hints: tuple[str, ...] = ()
   notes: tuple[str, ...] = ()
   versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
   schema: int = SCHEMA
@@ -220,7 +226,7 @@ def _lines(report: Report) -> Iterable[str]:
     yield program.name
     yield from _table(_program_rows(program, target))
   for title, texts in (
-    ('Suggested changes', report.hints),
+    ('Suggested changes', () if report.fits else _HINTS),
     ('Notes', report.notes),
   ):
     if texts:

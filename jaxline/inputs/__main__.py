@@ -1,4 +1,4 @@
-"""`python -m jaxline.inputs show` and `tokenize`: see show.py and text.py.
+"""`python -m jaxline.inputs show`: see show.py.
 
 The exit status is 0; 1 if a check found something wrong; 2 if the command line,
 the config or the input itself is refused, in one line on stderr.
@@ -14,7 +14,6 @@ import os
 import sys
 from typing import Any
 
-from absl import logging
 import jax
 
 from jaxline import errors
@@ -23,8 +22,6 @@ from jaxline import platform
 from jaxline.compat import experiments
 from jaxline.inputs import base
 from jaxline.inputs import show
-from jaxline.inputs import text
-from jaxline.inputs import token_cache
 
 
 def input_maker(
@@ -80,24 +77,19 @@ def _fitting_devices(sizes: Any) -> Sequence[mesh.AbstractDevice]:
 
 
 def _parser() -> argparse.ArgumentParser:
+  promises = '; '.join(f'{name}: {x}' for name, x in show.PROMISES.items())
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.inputs',
-    description="Looks at a run's data, without its model or accelerators.",
-  )
-  commands = parser.add_subparsers(required=True, metavar='COMMAND')
-  promises = '; '.join(f'{name}: {x}' for name, x in show.PROMISES.items())
-  command = commands.add_parser(
-    'show',
-    help='print the batches of a config, and check what several hosts would'
-    ' read, whether a run could resume exactly, and how fast it reads; exits'
-    ' with 1 if something is wrong',
-    usage='%(prog)s --config=FILE | --jaxline_run=DIR [--config.key=value ...]'
-    ' [OPTION ...]',
+    description='Prints the batches of a config, and checks what several hosts'
+    ' would read, whether a run could resume exactly, and how fast it reads,'
+    ' without its model or accelerators. Exits with 1 if something is wrong.',
+    usage='%(prog)s show --config=FILE | --jaxline_run=DIR'
+    ' [--config.key=value ...] [OPTION ...]',
     epilog=f'What is checked. {promises}.',
     allow_abbrev=False,
   )
-  command.set_defaults(run=_show)
-  add = command.add_argument
+  add = parser.add_argument
+  add('command', choices=['show'])
   add('--split', choices=('eval', 'train'), default='train')
   add('--set', help='one of several evaluation sets; the default is the first')
   add('-n', type=int, default=3, help='batches to print; the default is 3')
@@ -106,26 +98,10 @@ def _parser() -> argparse.ArgumentParser:
   what = 'batches to read at most if the data ends; the default is 1000'
   add('--max_batches', type=int, default=1000, help=what)
   add('--seconds', type=float, default=1.0, help='time to measure the speed')
-  add = command.add_mutually_exclusive_group().add_argument
+  add = parser.add_mutually_exclusive_group().add_argument
   add('--hosts', type=int, help='hosts to compare; the default is 2')
   what = 'the host to print, from 0, and the hosts to compare, such as 1/4'
   add('--host', type=_shard, metavar='INDEX/COUNT', help=what)
-  command = commands.add_parser(
-    'tokenize',
-    help='make the tokens that a run reads, which its first start would make:'
-    ' those of the training data of a config, or of FILES',
-    usage='%(prog)s --config=FILE [--config.key=value ...] | FILES ...',
-    epilog='The options are arguments of text.load_corpus.',
-    allow_abbrev=False,
-    argument_default=argparse.SUPPRESS,  # `load_corpus` has the defaults.
-  )
-  command.set_defaults(run=_tokenize)
-  add = command.add_argument
-  add('files', nargs='*', help="folders, globs or 'stdlib'")
-  add('--tokenizer')
-  add('--documents', choices=token_cache.KINDS)
-  add('--eval_fraction', type=float)
-  add('--cache_dir')
   return parser
 
 
@@ -133,29 +109,6 @@ def _shard(text: str) -> base.Shard:
   """Parses '1/4'."""
   index, count = map(int, text.split('/'))
   return base.Shard(index, count)
-
-
-def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
-  given = {k: v for k, v in vars(args).items() if k != 'run'}
-  if given and (rest or 'files' not in given):
-    raise errors.UsageError(
-      f'tokenize got {given} and {list(rest)}; expected either FILES and'
-      ' options, or --config=FILE (with an equals sign), whose fields say what'
-      ' is read.'
-    )
-  try:
-    if not given:
-      config = platform.load_config(rest)
-      shard = base.process_shard()
-      with show.opened(input_maker(config, 'train'), True, shard) as source:
-        print(_about(source))
-      return 0
-    corpus = text.load_corpus(**given)
-    folder = given.get('cache_dir') or token_cache.default_cache_dir()
-    print(f'{corpus.summary}, in {folder}')
-  except (ValueError, OSError, ImportError) as e:
-    raise errors.UsageError(str(e)) from e
-  return 0
 
 
 def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -201,10 +154,10 @@ def _about(source: base.BaseInput) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs a command, and returns the exit status."""
+  """Runs the command, and returns the exit status."""
   args, rest = _parser().parse_known_args(argv)
   try:
-    return args.run(args, rest)
+    return _show(args, rest)
   except BrokenPipeError:
     # Whoever read, such as `head`, has read enough; nothing more is written.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -217,6 +170,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == '__main__':
   # Use the CPU: a training run may hold all accelerators.
   jax.config.update('jax_platforms', 'cpu')
-  if sys.argv[1:2] == ['tokenize']:
-    logging.set_verbosity(logging.INFO)  # How far it is.
   sys.exit(main())

@@ -203,7 +203,7 @@ class BaseInput:
     Raises:
       StopIteration: (or `tf.errors.OutOfRangeError`) at the end of the data.
     """
-    raise self._not_overridden('get_next()')
+    raise NotImplementedError
 
   def reset(self) -> None:
     """Goes back to the beginning; a subclass calls this one too."""
@@ -215,16 +215,11 @@ class BaseInput:
 
     It is called, and the value copied, with every batch: keep it small.
     """
-    raise self._not_overridden('position() and set_position()')
+    raise NotImplementedError
 
   def set_position(self, position: Any) -> None:
     """Goes to where `position` was called, maybe in another process."""
-    raise self._not_overridden('set_position()')
-
-  def _not_overridden(self, method: str) -> Exception:
-    return NotImplementedError(
-      f'{self.name}: {type(self).__name__} does not override {method}.'
-    )
+    raise NotImplementedError
 
   def identity(self) -> dict[str, Any]:
     """Returns the plain values on which the meaning of a position depends.
@@ -259,7 +254,7 @@ class BaseInput:
       key: the entry of the batch that they are from, where entries have
         different vocabularies.
     """
-    raise self._not_overridden('ids_to_strings(), as it has no tokens')
+    raise NotImplementedError
 
   def close(self) -> None:
     """Ends workers and threads, if there are any. May be called twice."""

@@ -1,24 +1,18 @@
-"""Reads Grain datasets, random-access data sources and ArrayRecord files.
+"""Reads Grain's MapDatasets, random-access data sources, ArrayRecord files.
 
   GrainInput(files='/data/train-*.array_record', transformations=[decode], ...)
   GrainInput(dataset=grain.MapDataset.source(records).map(f), ...)
-  GrainInput(dataset=lambda host_index, num_hosts: stream(...), ...)
 
-`IndexedInput` shuffles, divides among hosts and counts records that have
-numbers: files, a `grain.MapDataset`, anything with `__len__` and `__getitem__`.
-A `grain.IterDataset` is a stream: the code that makes it divides it among the
-hosts. Its position is the state of Grain's iterator and fits only the same host
-of the same number of hosts.
+`IndexedInput` shuffles, divides among hosts and counts the records. For a
+`grain.IterDataset`, a stream, see `iterable.IterableInput`.
 """
 
 from __future__ import annotations
 
-import ast
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import dataclasses
-import functools
 import glob
 import hashlib
 import itertools
@@ -30,7 +24,6 @@ from etils import epath
 import numpy as np
 
 from jaxline import errors
-from jaxline.inputs import base
 from jaxline.inputs import indexed
 
 
@@ -38,27 +31,16 @@ from jaxline.inputs import indexed
 class GrainInput(indexed.IndexedInput):
   """Records that Grain can read, each a dict of arrays, as batches of them.
 
-  A stream ignores `shuffle` and `num_threads` (see `to_iter_dataset`), and has
-  one-epoch evaluation on one host only. With `repeat` it begins again at its
-  end: in the same order, unless it is made by a function that takes `epoch`.
-
   Attributes:
-    dataset: one of
-      - a `grain.MapDataset`, finite, neither filtered nor batched;
-      - anything with `__len__` and `__getitem__`; its `__getitems__`, if there
-        is one, gets the numbers of a whole batch, as a list;
-      - a `grain.IterDataset` of records, not batched, for one host;
-      - a function that returns one of these. It is called with those of
-        `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments.
-        A stream of several hosts needs the first two: the function returns the
-        part of that host.
+    dataset: a `grain.MapDataset`, finite, neither filtered nor batched; or
+      anything with `__len__` and `__getitem__`. Its `__getitems__`, if there is
+      one, gets the numbers of a whole batch, as a list.
     files: ArrayRecord files instead: a path, a glob, or several, also of what
       `etils.epath` can read ('gs://...'), where a glob has no '**'. A file that
       is named twice is read once.
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
-      depends on the seed, the record and the epoch alone. For a stream, all
-      that `IterDataset.apply` accepts, except batches.
+      depends on the seed, the record and the epoch alone.
     collate: makes the batch, a dict of arrays [b, ...], of a list of b records;
       None stacks arrays of equal shapes, in dicts of any depth.
     data_name: identifies the data: a state that was saved with another name is
@@ -78,54 +60,14 @@ class GrainInput(indexed.IndexedInput):
       self.refuse('files', 'some without a dataset, or none with one')
     import grain  # Takes a second to import.
 
-    self._arguments: dict[str, Any] = {}
     self._records: Any = (
-      _Files(_find_files(self.files)) if self.files else self._make(epoch=0)
+      _Files(_find_files(self.files)) if self.files else self.dataset
     )
     self._collate = self.collate or _stack
     self._is_map_dataset = isinstance(self._records, grain.MapDataset)
-    self._is_stream = isinstance(self._records, grain.IterDataset)
-    taken = {*self._arguments}
-    if self._is_stream:
-      self._check_stream(taken)
-      # Of this host alone; see `BaseInput`.
-      self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
-      # Epoch, record, and the iterator's state as text.
-      self.FIRST = self._at = 0, 0, None  # type: ignore[misc]
-      return
-    if taken & {'host_index', 'num_hosts', 'epoch'}:
-      raise ValueError(
-        f'{self.name}.dataset takes {sorted(taken)} and returns records with'
-        ' numbers, which the input divides itself; return all records.'
-      )
     self._length = len(self._records)
     if self._length == sys.maxsize:
       raise ValueError(f'{self.name}.dataset has no end: omit .repeat().')
-
-  def _make(self, epoch: int) -> Any:
-    """Returns the dataset, or what a function returns for an epoch."""
-    if not callable(self.dataset) or hasattr(self.dataset, '__getitem__'):
-      return self.dataset
-    arguments = {
-      'host_index': self.infeed_host_index,
-      'num_hosts': self.num_infeed_hosts,
-      'seed': self.seed(),
-      'epoch': epoch,
-    }
-    self._arguments = base.choose_arguments(self.dataset, arguments)
-    return self.dataset(**self._arguments)
-
-  def _check_stream(self, taken: set[str]) -> None:
-    if self.num_infeed_hosts != 1 and not (
-      self.repeat and {'host_index', 'num_hosts'} <= taken
-    ):
-      raise ValueError(
-        f'{self.name} reads a stream on {self.num_infeed_hosts} hosts; expected'
-        ' repeat=True and a function that takes host_index and num_hosts and'
-        ' returns the part of that host. Or give a grain.MapDataset.'
-      )
-
-  # Records with numbers: the methods of `IndexedInput`.
 
   def num_records(self) -> int:
     """Returns how many records the dataset has."""
@@ -168,76 +110,6 @@ class GrainInput(indexed.IndexedInput):
     files = self._records.hash if self.files else ''
     return {'data_name': self.data_name, 'files': files}
 
-  # Streams.
-
-  def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yields batches from a position on; see `ResumableInput`."""
-    if not self._is_stream:
-      yield from super().read_from(position)
-      return
-    epoch, record, text = position
-    elements: list[Any] = []
-    while self.repeat or not epoch:
-      iterator = self._open(epoch, text)
-      for element in iterator:
-        elements.append(element)
-        record += 1
-        if len(elements) == self.batch_size:
-          is_first, text = text is None, repr(iterator.get_state())
-          if is_first and self.saves_position:
-            _from_text(text)  # Refuses it before it is needed.
-          yield self._collate(elements), (epoch, record, text)
-          elements = []
-      if not record:
-        raise ValueError(
-          f'{self.name} has no records: epoch {epoch} of its stream is empty.'
-        )
-      iterator.close()
-      epoch, record, text = epoch + 1, 0, None
-    if elements:
-      yield self._collate(elements), (epoch, record, text)
-
-  def _open(self, epoch: int, text: str | None) -> Any:
-    """Returns the iterator of an epoch of the stream, at a state."""
-    # Hosts number the records of their streams alike.
-    assert self.infeed_host_index is not None
-    entropy = [self.seed() % 2**64, epoch, self.infeed_host_index]
-    seed = np.random.SeedSequence(entropy).generate_state(1)[0]
-    stream = self._make(epoch).seed(int(seed))
-    for t in self.transformations:
-      function = functools.partial(indexed.call_without_end, t)
-      stream = stream.map(function) if callable(t) else stream.apply(t)
-    iterator = self.reader(stream)
-    if text is not None:
-      iterator.set_state(_from_text(text))
-    return iterator
-
-  def identity(self) -> dict[str, Any]:
-    """Returns what the order depends on; a stream's: host and workers too."""
-    if not self._is_stream:
-      return super().identity()
-    return {
-      'num_infeed_hosts': self.num_infeed_hosts,
-      'infeed_host_index': self.infeed_host_index,
-      'num_workers': self.num_workers,
-      'repeat': self.repeat,
-      'seed': self.seed(),
-      'data_name': self.data_name,
-    }
-
-  def where(self) -> str:
-    """Returns the first record of the next batch; of files, in which one."""
-    if not self._is_stream:
-      return super().where()
-    return (
-      f'a batch from record {self._at[1]} of epoch {self._at[0]} on, of the'
-      f' stream of host {self.infeed_host_index}/{self.num_infeed_hosts}'
-    )
-
-  def where_rows(self) -> list[str]:
-    """Returns the record of each row; nothing of a stream."""
-    return [] if self._is_stream else super().where_rows()
-
 
 def _stack(elements: Sequence[Any], name: str = '') -> Any:
   """Returns arrays [b, ...] of b records."""
@@ -251,19 +123,6 @@ def _stack(elements: Sequence[Any], name: str = '') -> Any:
   except ValueError as e:
     e.add_note(f'It was the entry {name!r} of a batch.')
     raise
-
-
-def _from_text(text: str) -> Any:
-  """Returns the state of an iterator from its `repr`."""
-  # Not JSON, which has no tuples: Grain compares with some, and would go on at
-  # another record.
-  try:
-    return ast.literal_eval(text)
-  except (SyntaxError, ValueError) as e:
-    raise TypeError(
-      f"The state of Grain's iterator is {text:.200}; expected plain values, or"
-      ' input_checkpointing_enabled=False.'
-    ) from e
 
 
 def _find_files(

@@ -12,7 +12,7 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import dataclasses
 import functools
 import multiprocessing
@@ -160,14 +160,16 @@ class IndexedInput(resumable.ResumableInput):
       num_threads=self.num_threads, prefetch_buffer_size=self.num_threads
     )
     starts = grain.MapDataset.range(position, end, rows)
-    dataset = starts.map(self.batch_at).to_iter_dataset(options)
-    for start, batch in zip(positions, self.reader(dataset), strict=True):
-      yield own_arrays(batch) if self.num_workers else batch, start + rows
-
-  def reader(self, dataset: Any) -> Any:
-    """Returns the iterator of a `grain.IterDataset`; `close` ends it."""
-    self._reader = start_iterator(dataset, self.num_workers)
-    return self._reader
+    workers = self.num_workers
+    read = self._batch_to_send if workers else self.batch_at
+    dataset = starts.map(read).to_iter_dataset(options)
+    self._reader = (
+      _start_workers(dataset, workers) if workers else iter(dataset)
+    )
+    for start, batch in zip(positions, self._reader, strict=True):
+      if workers:  # A copy, outside of the memory that is shared with one.
+        batch = jax.tree.map(np.array, batch)
+      yield batch, start + rows
 
   def batch_at(self, position: int) -> dict[str, Any]:
     """Returns this host's rows of the global batch that begins at a position.
@@ -185,6 +187,13 @@ class IndexedInput(resumable.ResumableInput):
     # A host without rows still needs their shapes and types.
     return jax.tree.map(lambda x: x[:0], self.read_at(np.zeros(1, np.int64)))
 
+  def _batch_to_send(self, position: int) -> dict[str, Any]:
+    """Returns `batch_at`, or raises what a worker can send."""
+    try:
+      return self.batch_at(position)
+    except Exception as e:
+      raise _picklable(e) from e.__cause__
+
   def read_at(self, positions: np.ndarray) -> dict[str, Any]:
     """Returns the records at some positions of the global order, [b, ...].
 
@@ -193,9 +202,12 @@ class IndexedInput(resumable.ResumableInput):
     """
     records, epochs = self.order(positions), positions // self._size
     try:
-      return call_without_end(self._read_all, records, epochs)
+      return self._read_all(records, epochs)
     except Exception as e:
-      e.add_note(f'While {self.name} read {self._blame(records, epochs)}.')
+      note = f'While {self.name} read {self._blame(records, epochs)}.'
+      if base.is_end(e):  # Of a record's own data: the epoch goes on.
+        raise RuntimeError(f'{e!r}. {note}') from e
+      e.add_note(note)
       raise
 
   def _read_all(
@@ -277,16 +289,14 @@ class IndexedInput(resumable.ResumableInput):
 # What Grain 0.2.18 lacks.
 
 
-def start_iterator(dataset: Any, num_workers: int) -> Any:
+def _start_workers(dataset: Any, num_workers: int) -> Any:
   """Returns the iterator of a `grain.IterDataset`, read by worker processes."""
   import grain
 
-  if not num_workers:
-    return iter(dataset)
   if not flags.FLAGS.is_parsed():
     # As in a notebook: Grain asks a flag, which absl refuses to tell.
     flags.FLAGS.mark_as_parsed()
-  dataset = _sender_class()(dataset).mp_prefetch(
+  dataset = dataset.mp_prefetch(
     grain.MultiprocessingOptions(num_workers=num_workers),
     worker_init_fn=_start_worker,
   )
@@ -321,40 +331,11 @@ def _start_worker(index: int, count: int) -> None:
   threading.Thread(target=watch, name='watch_parent', daemon=True).start()
 
 
-@functools.cache
-def _sender_class() -> type:
-  """Returns a node that raises only errors that can be pickled.
+def _picklable(error: Exception) -> Exception:
+  """Returns an error, or a substitute if it cannot be pickled.
 
   Grain's worker drops others, and its parent would wait for ever.
   """
-  import grain
-
-  class Sender(grain.DatasetIterator):
-    """Passes on what its parent gives."""
-
-    def __next__(self) -> Any:
-      try:
-        return next(self._parent)
-      except Exception as e:
-        raise _picklable(e) from e.__cause__
-
-    def get_state(self) -> Any:
-      return self._parent.get_state()
-
-    def set_state(self, state: Any) -> None:
-      self._parent.set_state(state)
-
-  class SenderDataset(grain.IterDataset):
-    """The dataset of such an iterator."""
-
-    def __iter__(self) -> Sender:
-      return Sender(self._parent.__iter__())
-
-  return SenderDataset
-
-
-def _picklable(error: Exception) -> Exception:
-  """Returns an error, or a substitute if it cannot be pickled."""
   try:
     pickle.loads(pickle.dumps(error))
   except Exception:
@@ -381,20 +362,3 @@ def record_generator(
     counter=np.array([0, 0, epoch, record], np.uint64),
   )
   return np.random.Generator(bits)
-
-
-def own_arrays(tree: Any) -> Any:
-  """Returns a copy of a worker's batch, outside the shared memory."""
-  return jax.tree.map(
-    lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree
-  )
-
-
-def call_without_end(function: Callable[..., Any], *args: Any) -> Any:
-  """Calls a reader of records; the end of its data becomes a RuntimeError."""
-  try:
-    return function(*args)
-  except Exception as e:
-    if base.is_end(e):
-      raise RuntimeError(f'A record could not be read: {e!r}.') from e
-    raise

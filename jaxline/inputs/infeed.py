@@ -22,7 +22,6 @@ from jaxline.inputs import base
 
 _READY_SECS = 1e-4  # Taking a batch that is ready takes less.
 _WINDOW_STEPS = 100  # The wait is measured over these.
-_SLOW_FRACTION = 0.5  # The log says once if the wait is a larger share.
 # Small batches are read in bursts: the most that are held.
 _MAX_HELD = 32
 _MAX_HELD_BYTES = 2**24
@@ -59,9 +58,7 @@ class Infeed:
     self.source = source
     self.mark: Any = None
     self.wait_fraction = 0.0
-    self._error: Exception | None = None
     self._waited = 0.0
-    self._is_slow = False
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
     self._times: collections.deque[tuple[float, float]] = collections.deque(
@@ -82,16 +79,8 @@ class Infeed:
 
   def __next__(self) -> Any:
     """Returns the next batch, and sets the attributes."""
-    if self._error is not None:
-      raise self._error
     began = time.perf_counter()
-    try:
-      batch, self.mark = next(self._batches)
-    except StopIteration:
-      raise
-    except Exception as e:
-      self._error = e  # The next call would find an end instead.
-      raise
+    batch, self.mark = next(self._batches)
     now = time.perf_counter()
     self._waited += now - began
     if now - began > _READY_SECS:
@@ -100,16 +89,6 @@ class Infeed:
     (start, waited_before), (end, waited) = self._times[0], self._times[-1]
     if end > start:
       self.wait_fraction = (waited - waited_before) / (end - start)
-    is_full = len(self._times) > _WINDOW_STEPS
-    if is_full and not self._is_slow and self.wait_fraction > _SLOW_FRACTION:
-      self._is_slow = True
-      logging.warning(
-        'The input limits the speed: in the last %d steps, %.0f%% of the time'
-        ' was a wait for %s. `python -m jaxline.inputs show` measures it.',
-        _WINDOW_STEPS,
-        100 * self.wait_fraction,
-        self.source.name,
-      )
     return batch
 
   def close(self) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 from typing import Any
 
-from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import resumable
 
@@ -21,9 +20,9 @@ from jaxline.inputs import resumable
 class IterableInput(base.BaseInput):
   """The batches of any iterable.
 
-  If the iterator has `get_state` and `set_state`, checkpoints hold its state, a
-  pytree of arrays and plain values. Otherwise a resumed run reads from the
-  beginning again, and logs so.
+  If the iterator has `get_state` and `set_state`, as Grain's have, checkpoints
+  hold its state, a pytree of arrays and plain values. Otherwise a resumed run
+  reads from the beginning again, and logs so.
 
   Attributes:
     function: returns an iterable of batches, each a dict of arrays
@@ -115,31 +114,6 @@ class _SkippingInput(resumable.ResumableInput):
     """Yields its batches as arrays."""
     batches = self.dataset.skip(position).as_numpy_iterator()
     yield from zip(batches, itertools.count(position + 1), strict=False)
-
-
-def from_generator(
-  function: Callable[..., Iterable[Mapping[str, Any]]],
-  *,
-  batch_size: int,
-  **fields: Any,
-) -> IterableInput:
-  """Returns the batches of a generator function as an input.
-
-  Args:
-    function: called without arguments, or with those of `host_index` and
-      `num_hosts` that it takes; with several hosts it must take the first.
-    batch_size: rows per batch.
-    **fields: further fields of `base.BaseInput`.
-  """
-  source = IterableInput(function=function, batch_size=batch_size, **fields)
-  if source.num_infeed_hosts != 1 and not base.choose_arguments(
-    function, {'host_index': 0}
-  ):
-    raise errors.UsageError(
-      f'All {source.num_infeed_hosts} hosts of {source.name} would read the'
-      ' same: its function must take host_index and give it its own part.'
-    )
-  return source
 
 
 def as_input(

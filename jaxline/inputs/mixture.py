@@ -30,10 +30,11 @@ class MixtureInput(indexed.IndexedInput):
   more and fewer than k less.
 
   Children repeat, since a mixture has no epoch. Their rows must have the same
-  entries, dtypes and shapes. Their batch sizes and workers are not used.
+  entries, dtypes and shapes. Their hosts, batch sizes and workers are not used.
 
   Attributes:
-    inputs: the children by name, all of one host.
+    inputs: the children by name. The mixture has the first one's host, unless
+      it has one of its own.
     weights: a positive number for each child; 1 and 3 are a quarter and three
       quarters. Decimals are taken as they are written: 0.1 is a tenth.
   """
@@ -62,7 +63,16 @@ class MixtureInput(indexed.IndexedInput):
         ' eval_loop_num_batches batches',
       )
     for name, child in self.inputs.items():
-      self._check_child(name, child)
+      if not (
+        isinstance(child, indexed.IndexedInput)
+        and child.repeat
+        and child.is_training == self.is_training
+      ):
+        raise errors.UsageError(
+          f'The input {name} of {self.name}, a {type(child).__name__}, is no'
+          f' IndexedInput with repeat=True and is_training={self.is_training}.'
+          ' Mix streams inside tf.data, SeqIO or grain.IterDataset.mix.'
+        )
     if set(self.weights) != set(self.inputs):
       self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
     # Integers, so that nothing is rounded after 1e15 rows.
@@ -72,29 +82,6 @@ class MixtureInput(indexed.IndexedInput):
     scale = math.lcm(*(x.denominator for x in exact))
     shares = [int(x * scale) for x in exact]
     self._shares = [x // math.gcd(*shares) for x in shares]
-
-  def _check_child(self, name: str, child: base.BaseInput) -> None:
-    if not (
-      isinstance(child, indexed.IndexedInput)
-      and child.ANY_NUMBER_OF_HOSTS
-      and child.repeat
-    ):
-      raise errors.UsageError(
-        f'The input {name} of {self.name}, a {type(child).__name__}, is no'
-        ' IndexedInput with repeat=True. Mix streams inside tf.data, SeqIO or'
-        ' grain.IterDataset.mix.'
-      )
-    for key in (
-      'is_training',
-      'infeed_host_index',
-      'num_infeed_hosts',
-      'input_checkpointing_enabled',
-    ):
-      if (got := getattr(child, key)) != (expected := getattr(self, key)):
-        raise errors.UsageError(
-          f'The input {name} of {self.name} has {key}={got}; expected'
-          f' {expected}, as {self.name} has.'
-        )
 
   def num_records(self) -> int:
     """Returns the most there can be: a mixture has one endless epoch."""

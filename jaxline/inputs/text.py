@@ -40,7 +40,7 @@ import os
 import pathlib
 import re
 import sysconfig
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -125,12 +125,11 @@ class TextInput(indexed.IndexedInput):
   ceil(T / L) rows. Document tokens of weight 0 fill rows up.
 
   Attributes:
-    documents: a split of `load_corpus`; or, with `files`, what a document is.
-      Afterwards the documents.
+    documents: a split of `load_corpus`; or, with `files`, what a document is,
+      of the split that `is_training` names. Afterwards the documents.
     files, eval_fraction, tokenizer, cache_dir: the arguments of `load_corpus`;
       None is its default. All None if `documents` is a split. Afterwards
       `tokenizer` is the tokenizer.
-    split: of the files, 'train' or 'eval'; None goes by `is_training`.
     length: L, tokens of a row.
     packing: what a row is: 'stream', 'packed' or 'padded'.
     max_batches: global batches of an evaluation epoch at most: always the same
@@ -139,7 +138,6 @@ class TextInput(indexed.IndexedInput):
 
   documents: Documents | str = 'file'
   files: Path | Sequence[Path] | None = None
-  split: str | None = None
   eval_fraction: float | None = None
   tokenizer: Path | tokenization.Tokenizer | None = None
   length: int
@@ -172,7 +170,7 @@ class TextInput(indexed.IndexedInput):
   def _load(self) -> Documents:
     given = {
       key: value
-      for key in ('files', 'split', 'eval_fraction', 'tokenizer', 'cache_dir')
+      for key in ('files', 'eval_fraction', 'tokenizer', 'cache_dir')
       if (value := getattr(self, key)) is not None
     }
     if isinstance(self.documents, Documents):
@@ -181,10 +179,8 @@ class TextInput(indexed.IndexedInput):
       return self.documents
     if self.files is None:
       self.refuse('files', 'files, or documents: a split of load_corpus()')
-    split = given.pop('split', 'train' if self.is_training else 'eval')
-    if split not in token_cache.SPLITS:
-      self.refuse('split', f'one of {token_cache.SPLITS}, or None')
-    return getattr(load_corpus(documents=self.documents, **given), split)
+    corpus = load_corpus(documents=self.documents, **given)
+    return corpus.train if self.is_training else corpus.eval
 
   @functools.cached_property
   def _first_rows(self) -> np.ndarray:
@@ -342,10 +338,10 @@ def _walk(
   folder: str, folders: re.Pattern[str], files: re.Pattern[str]
 ) -> Iterator[str]:
   """Yields the files below a folder whose names match, or raises OSError."""
-  with os.scandir(folder) as entries:
-    for entry in entries:
-      if not entry.is_dir():
-        if files.fullmatch(entry.name):
-          yield entry.path
-      elif folders.fullmatch(entry.name) and not entry.is_symlink():
-        yield from _walk(entry.path, folders, files)
+
+  def fail(error: OSError) -> NoReturn:
+    raise error
+
+  for path, below, names in os.walk(folder, onerror=fail):
+    below[:] = filter(folders.fullmatch, below)
+    yield from (os.path.join(path, x) for x in filter(files.fullmatch, names))

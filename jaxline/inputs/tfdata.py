@@ -106,12 +106,9 @@ class EpochInput(resumable.ResumableInput):
   its rows of each global batch; without, it is that of one host.
 
   Attributes:
-    drop_remainder: whether to leave out the end of an epoch that does not
-      repeat, if it does not fill a batch on all hosts.
     op_determinism: whether TensorFlow is made deterministic.
   """
 
-  drop_remainder: bool = False
   op_determinism: bool = True
 
   # The epoch, and the number of its records that were given.
@@ -119,11 +116,6 @@ class EpochInput(resumable.ResumableInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.drop_remainder and self.reset_for_eval:
-      self.refuse(
-        'drop_remainder',
-        'False with reset_for_eval=True: an evaluation sees all of an epoch',
-      )
     import_tensorflow()
 
   # What a subclass overrides.
@@ -158,10 +150,6 @@ class EpochInput(resumable.ResumableInput):
     # Epoch -> its records, for epochs that were read to their end.
     sizes: dict[int, int] = {}
     for batch in rebatch(self._records(epoch, record, rows, sizes), rows):
-      if self.drop_remainder and not self.repeat:
-        is_done = is_part and record // rows == self._num_batches
-        if is_done or base.num_rows(batch) < rows:
-          return
       record += rows
       while record > sizes.get(epoch, record):
         record -= sizes.pop(epoch)
@@ -228,8 +216,6 @@ class EpochInput(resumable.ResumableInput):
       if (size := int(part.cardinality())) < 0:
         size = int(part.reduce(np.int64(0), lambda count, _: count + 1))
       sizes.append(size)
-    if self.drop_remainder:
-      return min(sizes) // self.batch_size
     return -(-max(sizes) // self.batch_size)
 
   @functools.cached_property

@@ -18,7 +18,7 @@ from examples.pax.inputs import seqio
 from examples.pax.tasks.lm import records
 from jaxline import errors
 from jaxline.inputs import base as inputs
-from jaxline.inputs import grain as grain_input
+from jaxline.inputs import iterable
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
@@ -148,13 +148,11 @@ def c4_input(
         'append_eos is False, and the files are ArrayRecord, whose rows always'
         ' have end tokens. Give JSON or TFRecord, or append_eos=True.'
       )
-    return grain_input.GrainInput(
+    return iterable.IterableInput(
       name='C4',
-      dataset=functools.partial(
-        _array_record_rows, files, vocabulary, length, is_training
+      function=functools.partial(
+        _array_record_rows, files, vocabulary, length, batch_size, is_training
       ),
-      input_random_seed=c4.SEED,
-      repeat=True,
       **fields,
     )
   task = c4.c4_task(
@@ -184,19 +182,18 @@ def _array_record_rows(
   files: list[str],
   vocabulary: str,
   length: int,
+  batch_size: int,
   shuffle: bool,
   host_index: int,
   num_hosts: int,
-  seed: int,
-  epoch: int,
 ) -> Any:
-  """Returns one epoch of a host's rows of ArrayRecord files.
+  """Returns the endless batches of a host's rows of ArrayRecord files.
 
   The documents of a host, in another order each epoch if `shuffle`, are put one
   after the other, each ended by the vocabulary's end token, and cut into rows
   without a gap. Within a row, a document (or what is here of it) is a segment.
   Each record is a `tf.train.Example` with `text`, as TensorFlow Datasets writes
-  it, or a JSON object with `text`. See `grain_input.GrainInput.dataset`.
+  it, or a JSON object with `text`.
   """
   import grain
 
@@ -209,12 +206,12 @@ def _array_record_rows(
   source = grain.sources.ArrayRecordDataSource(files)
   documents = grain.MapDataset.source(source)
   if shuffle:
-    documents = documents.shuffle(seed=(seed + epoch) % 2**32)
-  documents = documents[host_index::num_hosts].map(tokens).to_iter_dataset()
+    documents = documents.shuffle(seed=c4.SEED)
+  documents = documents[host_index::num_hosts].repeat().map(tokens)
   rows = grain.experimental.ConcatThenSplitIterDataset(
-    documents, length_struct={'labels': length}
+    documents.to_iter_dataset(), length_struct={'labels': length}
   )
-  return rows.map(_row)
+  return rows.map(_row).batch(batch_size)
 
 
 def _row(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
