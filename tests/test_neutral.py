@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
@@ -198,63 +197,6 @@ def equinox():
   return type('Equinox', (cls, Classifier), {})
 
 
-class PerDevice(experiment.AbstractExperiment):
-  """Plain JAX in JAXline's own style, with pmap."""
-
-  CHECKPOINT_ATTRS = {
-    '_params': 'params',
-    '_state': 'state',
-    '_opt_state': 'opt_state',
-  }
-
-  def __init__(self, mode, init_rng=None):
-    super().__init__(mode=mode, init_rng=init_rng)
-    self.plain = PlainJax(mode, init_rng)
-    self.optimizer = optax.adam(0.02)
-    if mode == 'train':
-      params, state = partitioning.unbox(self.plain.init_fn(init_rng))
-      self._params = utils.bcast_local_devices(params)
-      self._state = utils.bcast_local_devices(state)
-      self._opt_state = utils.bcast_local_devices(self.optimizer.init(params))
-      self._batches = utils.py_prefetch(self.read)
-    self._update = jax.pmap(
-      self.update, axis_name='i', donate_argnums=(0, 1, 2)
-    )
-    self._logits = jax.pmap(
-      functools.partial(self.plain.logits, is_training=False)
-    )
-
-  def read(self):
-    n = jax.local_device_count()
-    for batch in Input():
-      yield jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
-
-  def update(self, params, state, opt_state, batch):
-    def loss_fn(params):
-      logits, new_state = self.plain.logits(params, state, batch['x'], True)
-      return losses_of(logits, batch['label']).mean(), new_state
-
-    (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    grads, state, loss = jax.lax.pmean((grads, state, loss), 'i')
-    with jax.numpy_dtype_promotion('standard'):
-      updates, opt_state = self.optimizer.update(grads, opt_state)
-    return optax.apply_updates(params, updates), state, opt_state, loss
-
-  def step(self, *, global_step, rng, writer):
-    self._params, self._state, self._opt_state, loss = self._update(
-      self._params, self._state, self._opt_state, next(self._batches)
-    )
-    return {'loss': utils.get_first(loss)}
-
-  def evaluate(self, *, global_step, rng, writer):
-    n = jax.local_device_count()
-    batch = examples(1)
-    x = batch['x'].reshape(n, -1, FEATURES)
-    logits, _ = self._logits(self._params, self._state, x)
-    logits = logits.reshape(-1, CLASSES)
-    return {'accuracy': float((logits.argmax(-1) == batch['label']).mean())}
-
-
 @pytest.fixture(autouse=True)
 def no_checkpoints(monkeypatch):
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
@@ -304,10 +246,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(
-  ('cls', 'library'),
-  [*SHARDED, pytest.param(PerDevice, None, id='per_device')],
-)
+@pytest.mark.parametrize(('cls', 'library'), SHARDED)
 def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
   if library:
     pytest.importorskip(library, exc_type=ImportError)
@@ -324,12 +263,9 @@ def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
     expected = straight['experiment_module'][name]
     assert regression.digest(value) == regression.digest(expected)
 
-  if issubclass(cls, sharded.ShardedExperiment):
-    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-    first = run(cls, 11)
-    second = run(cls, STEPS)
-    assert first + second == losses
-    assert regression.digest(saved()) == regression.digest(straight)
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  assert run(cls, 11) + run(cls, STEPS) == losses
+  assert regression.digest(saved()) == regression.digest(straight)
 
 
 def test_the_weights_are_loaded_back_into_an_nnx_model():
