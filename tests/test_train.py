@@ -33,7 +33,6 @@ from jaxline import platform
 from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import durable
-from jaxline.compat import threads
 from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
@@ -1374,7 +1373,7 @@ class Process:
     self.mode = mode
     self.values = {
       'eval_interval': 1, 'save_checkpoint_interval': 1,
-      'max_checkpoints_to_keep': 2,
+      'max_checkpoints_to_keep': 2, 'console': 'off',
     } | values  # fmt: skip
 
   def run(self, steps, dies_at=None, **values):
@@ -1385,43 +1384,20 @@ class Process:
     log = Log()
     cls = type('Counted', (Counted,), {'dies_at': dies_at})
     experiment_class = functools.partial(cls, log=log)
-    with contextlib.ExitStack() as logs, contextlib.ExitStack() as stack:
-
-      def checkpointer(mode):
-        made = platform.create_checkpointer(config, mode)
-        return stack.enter_context(contextlib.closing(made))
-
-      def writer(mode):
-        return logs.enter_context(platform.create_writer(config, mode))
-
-      if dies_at is not None:
-        stack.enter_context(pytest.raises(Killed))
-      if self.mode == 'train_and_eval':
-        train.Run(
-          experiment_class, config, checkpointer(self.mode),
-          writer('train'), writer('eval'),
-        ).train_and_eval()  # fmt: skip
-      elif self.mode == 'eval':
-        # Training goes first, at once to its end; so nothing is missed.
-        values = self.values | {'max_checkpoints_to_keep': 100}
-        Process(self.run_dir, 'train', **values).run(steps)
-        train.evaluate(
-          experiment_class, config, checkpointer('eval'), writer('eval'), 'eval'
-        )
-      elif self.mode == 'train':
-        train.train(
-          experiment_class, config, checkpointer('train'), writer('train')
-        )
-      else:
-        run = train.Run(
-          experiment_class,
-          config,
-          checkpointer('train'),
-          writer('train'),
-          writer('eval'),
-          eval_checkpointer=checkpointer('eval'),
-        )
-        threads.train_and_eval(run)
+    if self.mode == 'eval':
+      # Training goes first, at once to its end; so nothing is missed.
+      values = self.values | {'max_checkpoints_to_keep': 100}
+      Process(self.run_dir, 'train', **values).run(steps)
+    killed = contextlib.nullcontext()
+    if dies_at is not None:
+      killed = pytest.raises(Killed)
+    with killed:
+      platform.start(
+        experiment_class,
+        config,
+        self.mode,
+        writer_factory=platform.create_writer,
+      )
     return [step for step, _ in log.evals]
 
   def curve(self, mode='eval'):
