@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 import json
 import math
 import shutil
@@ -336,9 +335,6 @@ def test_an_experiment_gets_all_methods_of_a_writer_and_its_own():
     def write_images(self, global_step, images, size):
       self.records.append((global_step, {**images, 'size': size}))
 
-    def flush(self):
-      self.records.append('flush')
-
     def mark(self):
       self.records.append('mark')
 
@@ -347,12 +343,10 @@ def test_an_experiment_gets_all_methods_of_a_writer_and_its_own():
       writer.write_texts(global_step, {'text': 'has no method, and is dropped'})
       writer.write_images(global_step, {'image': 1}, size=2)
       writer.mark()
-      writer.flush()
       return {}
 
     def evaluate(self, *, global_step, rng, writer):
       writer.write_scalars(global_step, {'own': 3})
-      writer.write_texts(global_step, {'text': ''})
       return {}
 
   config, writer = make_config(1, log_train_data_interval=-1), Own()
@@ -360,13 +354,10 @@ def test_an_experiment_gets_all_methods_of_a_writer_and_its_own():
   made.train()
   config.one_off_evaluate = True
   made.evaluate()
-  # The loop flushes nothing: a checkpoint's thread would do it.
-  images = (0, {'image': 1, 'size': 2})
-  assert writer.records[:3] == [images, 'mark', 'flush']
-  assert writer.records[4:] == [(1, {'own': 3}), (1, {})]
+  assert writer.records[:2] == [(0, {'image': 1, 'size': 2}), 'mark']
+  assert writer.records[3:] == [(1, {'own': 3}), (1, {})]
   assert not hasattr(made.log, 'unknown')
-  without = train.Run(Writing, config, made.checkpointer)  # No writer at all.
-  without.evaluate()
+  train.Run(Writing, config, made.checkpointer).evaluate()  # Without a writer.
 
 
 @pytest.mark.parametrize('fails', [False, True])
@@ -865,7 +856,7 @@ class Seeded(Plain):
 @pytest.mark.parametrize('legacy', [False, True])
 @pytest.mark.parametrize('saves_initial', [False, True])
 def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
-  saves_initial, legacy, tmp_path
+  saves_initial, legacy, tmp_path, monkeypatch
 ):
   """In the per-device style they count, and may be the best, if they are."""
   config = make_config(
@@ -883,35 +874,20 @@ def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
   runs = float(
     jax.random.uniform(seed if legacy else jax.random.split(seed)[1])
   )
-  writer, log = Writes(), Log()
-  make = functools.partial(Seeded, log=log)
-  began = threading.Event()
+  began, writer = [], Writes()
+  make = functools.partial(Seeded, log=Log())
 
-  class Waits(durable.DurableCheckpointer):
-    """The evaluation's; training begins when it has waited for it."""
+  def train_once(unused_secs):
+    if not began:
+      began.append(True)
+      with contextlib.closing(
+        durable.DurableCheckpointer(config, 'train')
+      ) as trained:
+        train.train(make, config, trained, None)
 
-    def follow(self, series):
-      restore_next, looks = super().follow(series), itertools.count()
-
-      def look(done):
-        if next(looks) == 2:
-          began.set()
-        return restore_next(done)
-
-      return look
-
-  checkpointer = Waits(config, 'eval')
-  thread = threading.Thread(
-    target=train.evaluate, args=(make, config, checkpointer, writer, 'eval')
-  )
-  thread.start()
-  assert began.wait(30)
-  with contextlib.closing(
-    durable.DurableCheckpointer(config, 'train')
-  ) as trained:
-    train.train(make, config, trained, None)
-  thread.join(30)
-  assert not thread.is_alive()
+  monkeypatch.setattr(time, 'sleep', train_once)  # When evaluation waits.
+  checkpointer = durable.DurableCheckpointer(config, 'eval')
+  train.evaluate(make, config, checkpointer, writer, 'eval')
   waits = saves_initial and not legacy
   expected = [(0, runs if waits else own), (1, 1 + runs)]
   found = [(step, x['score']) for step, x in writer.records]
@@ -1281,42 +1257,21 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
 # What is not finite.
 
 
-class LogsNan(Plain):
-  """Logs a NaN on purpose, as clients of kfac-jax do.
-
-  Attributes:
-    bad_from: the loss of this step and all later ones is a NaN too.
-  """
-
-  bad_from = 1 << 60
-
-  def step(self, *, global_step, rng, writer):
-    scalars = super().step(global_step=global_step, rng=rng, writer=writer)
-    if global_step + 1 >= self.bad_from:
-      scalars['loss'] = NAN
-    return scalars | {'new_loss': NAN}
-
-
-def nonfinite_warnings(caplog):
-  said = [
-    record.getMessage()
-    for record in caplog.records
-    if record.levelno == logging.logging.WARNING
-    and 'not finite' in record.getMessage()
-  ]
-  caplog.clear()
-  return said
-
-
 def test_a_per_device_run_goes_on(caplog):
-  class Explodes(LogsNan):
-    bad_from = 3
+  """JAXline's clients log a NaN on purpose, as those of kfac-jax do."""
+
+  class Explodes(Plain):
+    def step(self, *, global_step, rng, writer):
+      scalars = super().step(global_step=global_step, rng=rng, writer=writer)
+      is_bad = global_step >= 2
+      return scalars | {'new_loss': NAN} | ({'loss': NAN} if is_bad else {})
 
   log, _ = run(Explodes, make_config(4))
   assert len(log.steps) == 4
-  first, second = nonfinite_warnings(caplog)
-  assert 'step 1 are not finite: new_loss = nan. ' in first
-  assert 'step 3 are not finite: loss = nan. ' in second
+  said = [x for x in caplog.messages if 'not finite' in x]
+  assert len(said) == 2
+  assert 'step 1 are not finite: new_loss = nan. ' in said[0]
+  assert 'step 3 are not finite: loss = nan. ' in said[1]
 
 
 @pytest.mark.parametrize(('chief', 'is_best'), [(NAN, False), (1.0, True)])
