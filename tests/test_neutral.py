@@ -203,7 +203,7 @@ def no_checkpoints(monkeypatch):
 
 
 def run(cls, steps):
-  """Trains from the newest checkpoint; returns the losses of its steps."""
+  """Trains from the newest checkpoint; returns the losses and the state."""
   config = regression.get_config(steps)
   losses = []
 
@@ -214,7 +214,8 @@ def run(cls, steps):
 
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   train.train(Recording, config, checkpointer, None)
-  return losses
+  state = checkpointer.get_experiment_state('latest')
+  return losses, state.experiment_module.state
 
 
 def saved(series='latest'):
@@ -252,7 +253,7 @@ def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
     pytest.importorskip(library, exc_type=ImportError)
   if not isinstance(cls, type):
     cls = cls()
-  losses = run(cls, STEPS)
+  losses, state = run(cls, STEPS)
   assert len(losses) == STEPS
   assert np.mean(losses[-5:]) < 0.3 * np.mean(losses[:2])
   assert evaluate(cls)['accuracy'] > 0.9
@@ -264,8 +265,16 @@ def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
     assert regression.digest(value) == regression.digest(expected)
 
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-  assert run(cls, 11) + run(cls, STEPS) == losses
+  assert run(cls, 11)[0] + run(cls, STEPS)[0] == losses
   assert regression.digest(saved()) == regression.digest(straight)
+
+  # Two matrices, and the optimizer's two moments of each, are split.
+  for tree, count in ((state.params, 2), (state.opt_state, 4)):
+    matrices = [x for x in jax.tree.leaves(tree) if x.ndim == 2 and len(x) > 1]
+    assert len(matrices) == count
+    for x in matrices:
+      rows = len(x) // 2 if len(x) % 2 == 0 else len(x)
+      assert [len(s.data) for s in x.addressable_shards] == [rows] * 2
 
 
 def test_the_weights_are_loaded_back_into_an_nnx_model():
@@ -280,24 +289,3 @@ def test_the_weights_are_loaded_back_into_an_nnx_model():
   model.eval()
   logits, _ = trained.logits(state.params, state.model_state, x, False)
   np.testing.assert_allclose(model(x), logits, rtol=1e-6)
-
-
-@pytest.mark.parametrize(('cls', 'library'), SHARDED)
-def test_a_librarys_weights_are_split(cls, library):
-  if library:
-    pytest.importorskip(library, exc_type=ImportError)
-  if not isinstance(cls, type):
-    cls = cls()
-  state = cls('train', jax.random.PRNGKey(0)).state
-  matrices = [
-    x for x in jax.tree.leaves(state.params) if x.ndim == 2 and len(x) > 1
-  ]
-  assert len(matrices) == 2
-  moments = [
-    x for x in jax.tree.leaves(state.opt_state) if x.ndim == 2 and len(x) > 1
-  ]
-  assert len(moments) == 4
-  for x in matrices + moments:
-    rows = x.shape[0]
-    expected = rows // 2 if rows % 2 == 0 else rows
-    assert [s.data.shape[0] for s in x.addressable_shards] == [expected] * 2

@@ -513,6 +513,12 @@ def test_weights_left_whole_are_listed():
   # Also where no rule splits a weight, but one names a mesh axis.
   tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
   assert len(partitioner('ddp').undersharded_weights(tree)) == 1
+  # Of two axes that split it, one does not divide.
+  p = counted({'mdl': 4}, 'fsdp_tp')
+  table = Logical(jnp.ones([257, 48]), ('vocab', 'embed'))
+  assert p.spec(table.axes, table.value.shape) == P(None, 'data')
+  (line,) = p.undersharded_weights({'table': table})
+  assert 'vocab is 257, no multiple of 4' in line
   # None where nothing is split.
   one = partitioning.Partitioner.make(None, 'fsdp', devices=jax.devices()[:1])
   for p in (partitioner('ddp'), one, partitioner(mesh={'replica': 2})):
