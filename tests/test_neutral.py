@@ -35,24 +35,12 @@ def examples(index):
   return {'x': x.astype(np.float32), 'label': labels}
 
 
-class Input:
+class Input(regression.Input):
   """Endless batches with a position."""
 
-  def __init__(self):
-    self.index = 0
-
-  def __iter__(self):
-    return self
-
   def __next__(self):
-    self.index += 1
-    return examples(self.index)
-
-  def get_state(self):
-    return self.index
-
-  def set_state(self, state):
-    self.index = int(state)
+    self.state['next'] += 1
+    return examples(int(self.state['next']))
 
 
 def with_names(params):
@@ -91,7 +79,7 @@ class Classifier(sharded.ShardedExperiment):
     return optax.adam(0.02)
 
   def train_input(self):
-    return Input()
+    return Input(BATCH)
 
   def eval_input(self):
     for index, rows in ((-1, 24), (-2, 24), (-3, 7)):

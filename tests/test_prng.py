@@ -1,5 +1,6 @@
 """Tests of jaxline.prng."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -189,10 +190,13 @@ def test_step_keys_feed_a_donating_pmap_without_resharding():
     np.testing.assert_array_equal(keys_bits, step_bits)
 
 
-@pytest.mark.parametrize('how', ['fake_pmap', 'fake_both', 'op_by_op'])
-def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
+@pytest.mark.parametrize(
+  'fake', [chex.fake_pmap, chex.fake_pmap_and_jit, contextlib.nullcontext]
+)
+def test_step_keys_where_pmap_or_jit_is_off(fake, monkeypatch):
   key, mode = jax.random.PRNGKey(3), MODES[0]
-  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', how == 'op_by_op')
+  op_by_op = fake is contextlib.nullcontext
+  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', op_by_op)
   traced = mock.Mock(wraps=prng._derive_block)
   monkeypatch.setattr(prng, '_derive_block', traced)
 
@@ -204,13 +208,7 @@ def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
       _expected_steps(key, mode, range(5)),
     )
 
-  if how == 'fake_pmap':
-    with chex.fake_pmap():
-      run()
-  elif how == 'fake_both':
-    with chex.fake_pmap_and_jit():
-      run()
-  else:
+  with fake():
     run()
   # Nobody debugs these operations: they stay one compiled program.
   traced.assert_called_once()

@@ -128,9 +128,8 @@ def make(preset, mesh=None, rules=None):
     return partitioning.Partitioner.make(mesh or MESHES[preset], preset, rules)
 
 
-def weights(**changes):
-  config = model.ModelConfig(**(vars(CONFIG) | changes))
-  return jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+def weights():
+  return jax.eval_shape(lambda key: model.init(key, CONFIG), jax.random.key(0))
 
 
 def by_name(tree):
@@ -142,19 +141,13 @@ def by_name(tree):
   }
 
 
-def whole(partitioner, **changes):
-  return {
-    line.split(' (')[0]: line
-    for line in partitioner.undersharded_weights(weights(**changes))
-  }
-
-
 @by_preset
 def test_weights(preset):
   assert by_name(make(preset).specs(weights())) == WEIGHTS[preset]
   # Learned positions and norms have no axis that `tp` splits.
   kept = {POSITIONS_MD, NORM_ND, NORM2_ND, NORM_D} if preset == 'tp' else set()
-  assert set(whole(make(preset))) == set(kept)
+  lines = make(preset).undersharded_weights(weights())
+  assert {line.split(' (')[0] for line in lines} == kept
 
 
 def constraints(jaxpr):
