@@ -91,20 +91,6 @@ def test_a_skipped_step_keeps_the_turns(monkeypatch):
   assert [state.model_state['turn'], *turns] == [4, 4, 4]
 
 
-def test_it_is_split_like_any_experiment():
-  whole, split = make(), make(sharding='fsdp')
-  one, two = (
-    [row['discriminator_loss'] for row in regression.train_steps(x, 6)]
-    for x in (whole, split)
-  )
-  np.testing.assert_allclose(two, one, rtol=1e-5)
-  adam = split.state.opt_state.inner_states['discriminator'].inner_state
-  moments = adam.inner_state[0].nu
-  for networks in (split.state.params, moments):
-    parts = networks['discriminator']['in'].addressable_shards
-    assert [part.data.shape for part in parts] == [(2, 16)] * 2
-
-
 def test_it_uses_public_names_only():
   tree = ast.parse(pathlib.Path(gan.__file__).read_text(encoding='utf-8'))
   names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

@@ -146,14 +146,6 @@ def test_each_slice_is_a_block_of_the_mesh(dcn, ici):
     assert {d.slice_index for d in part.ravel()} == expected
 
 
-def test_the_innermost_axis_has_neighbours():
-  devices, _ = order({'mdl': 2}, slices_of_tpus(2))
-  for pair in devices.reshape(-1, 2):
-    a, b = (np.array(d.coords) for d in pair)
-    assert pair[0].slice_index == pair[1].slice_index
-    assert np.abs(a - b).sum() == 1
-
-
 @pytest.mark.parametrize('slice_index', [None, 0])
 def test_processes_stand_for_slices_that_devices_do_not_tell(slice_index):
   # As GPUs: each machine is a process.
