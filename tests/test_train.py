@@ -386,13 +386,12 @@ def test_a_wrapper_around_a_durable_checkpointer_is_one(tmp_path):
       return getattr(self.inner, name)
 
   config = make_config(2, checkpoint_dir=str(tmp_path))
-  with contextlib.closing(
-    durable.DurableCheckpointer(config, 'train')
-  ) as inner:
-    made = train.Run(Plain, config, wrapper := Wrapper(inner))
-    assert made.checkpointer is wrapper
-    made.train()
-    assert inner.ended() == 2
+  inner = durable.DurableCheckpointer(config, 'train')
+  made = train.Run(Plain, config, Wrapper(inner))
+  assert type(made.checkpointer) is Wrapper
+  made.train()
+  assert inner.ended() == 2
+  inner.close()
 
 
 # Periodic actions and the writer.
@@ -624,12 +623,9 @@ FAILED_AS_WELL = 'A periodic action failed as well.'
 def test_the_steps_error_counts_where_an_action_fails_as_well(caplog):
   action, config = Action(), make_config(save_checkpoint_interval=2)
   action.wait_to_finish = mock.Mock(side_effect=OSError('disk'))
-  checkpointer, writer = Recorder(config), Writes()
+  cls, checkpointer = functools.partial(Plain, fail_at=1), Recorder(config)
   with pytest.raises(ZeroDivisionError) as caught:
-    run(
-      functools.partial(Plain, fail_at=1), config, checkpointer, writer,
-      [action],
-    )  # fmt: skip
+    run(cls, config, checkpointer, actions=[action])
   frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
   assert frames[-1] == 'step'
   assert FAILED_AS_WELL in caplog.text
