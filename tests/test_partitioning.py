@@ -42,7 +42,6 @@ def shape_of(sizes, count, num_slices=1):
     (None, 8, 1, (1, 1, 8, 1), (1, 1, 1, 1)),
     # Slices are replicas where it is not said otherwise.
     (None, 8, 2, (1, 1, 4, 1), (1, 2, 1, 1)),
-    ({'mdl': 2}, 8, 2, (1, 1, 2, 2), (1, 2, 1, 1)),
     ({'ici': {'mdl': -1, 'data': 2}}, 8, 1, (1, 1, 2, 4), (1, 1, 1, 1)),
     ({'dcn': {'data': -1}}, 12, 3, (1, 1, 4, 1), (1, 1, 3, 1)),
     ({'dcn': {'stage': 2}}, 16, 4, (1, 1, 4, 1), (2, 2, 1, 1)),
@@ -260,7 +259,6 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
 @pytest.mark.parametrize(
   ('sizes', 'processes', 'devices', 'expected'),
   [
-    ({}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
     ({'mdl': 2}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
     # Two processes hold the weights of a row's heads, and so its rows.
     ({'mdl': 4}, 4, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
@@ -589,7 +587,6 @@ def test_optimizer_state_follows_its_weight(optimizer, followers):
 @pytest.mark.parametrize(
   ('sharding', 'mesh', 'idle'),
   [
-    ('ddp', {'data': 2}, []),
     ('ddp', {'replica': 2}, []),
     ('ddp', {'mdl': 2}, ['mdl']),
     ('fsdp', {'stage': 2}, ['stage']),

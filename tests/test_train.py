@@ -564,18 +564,6 @@ def test_mocks_under_fake_pmap(fake):
 # How long a run is.
 
 
-def test_no_training_steps_means_as_long_as_the_experiment_wants():
-  class Seven(Plain):
-    def should_run_step(self, global_step, config):
-      return super().should_run_step(global_step, config) and global_step < 7
-
-  config = make_config(1)
-  config.training_steps = None
-  log, checkpointer = run(Seven, config)
-  assert len(log.steps) == 7
-  assert checkpointer.saves() == [7]
-
-
 def test_no_interval_type_and_a_locked_config():
   config = make_config(2)
   config.interval_type = None
@@ -867,23 +855,16 @@ def test_a_run_that_begins_from_another_has_no_initial_weights(tmp_path):
   assert log.evals == []
 
 
-def test_one_off_without_a_checkpoint():
+def test_one_off_without_a_checkpoint(monkeypatch):
   config = make_config(one_off_evaluate=True)
   with pytest.raises(ValueError, match='eval_initial_weights'):
-    train.evaluate(Plain, config, Recorder(config), None, 'eval')
+    evaluate_once(Plain, config)
   config.eval_initial_weights = True
   log = Log()
-  partial = functools.partial(Plain, log=log)
-  train.evaluate(partial, config, Recorder(config), None, 'eval')
-  assert log.evals == [(0, 0.0)]
-
-
-def test_the_mode_is_that_of_the_command_line_where_none_is_given(monkeypatch):
+  # Without a mode, it is that of the command line.
   monkeypatch.setattr(debug.settings, 'mode', 'eval_on_test')
-  config = make_config(one_off_evaluate=True, eval_initial_weights=True)
-  log = Log()
-  partial = functools.partial(Plain, log=log)
-  train.evaluate(partial, config, Recorder(config), None)
+  train.evaluate(functools.partial(Plain, log=log), config, None, None)
+  assert log.evals == [(0, 0.0)]
   assert log.inits[0][0] == 'eval_on_test'
 
 
