@@ -77,41 +77,6 @@ class Linear(sharded.ShardedExperiment):
     return {**super().step_scalars(state, grads, updates), 'grads': grads}
 
 
-class Averaged(Linear):
-  """Keeps the sum of all weights that there were, and the last step."""
-
-  def init_fn(self, rng):
-    params, _ = super().init_fn(rng)
-    sum_ = jnp.zeros([FEATURES])
-    return params, {'sum': sum_, 'step': jnp.zeros((), jnp.int32)}
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    state = {'calls': jnp.zeros([]), 'rows': jnp.zeros([])}
-    loss, metrics, _ = super().loss_fn(params, state, batch, rng, is_training)
-    return loss, metrics, model_state
-
-  def after_update(self, before, after):
-    assert isinstance(before.opt_state, type(after.opt_state))
-    return {
-      'sum': before.model_state['sum'] + after.params['w'],
-      'step': after.step,
-    }
-
-
-@pytest.mark.parametrize('parts', [1, 4])
-def test_what_follows_the_weights_is_called_once_a_step(parts):
-  experiment = Averaged()
-  experiment.accumulation_steps = parts
-  expected = np.zeros(FEATURES)
-  for step in range(3):
-    experiment.step(global_step=step, rng=KEY, writer=None)
-    expected += np.asarray(experiment.state.params['w'])
-    state = experiment.state.model_state
-    np.testing.assert_allclose(state['sum'], expected, rtol=1e-6)
-    assert state['step'] == step + 1
-  experiment.train_feed.close()
-
-
 def run_config(steps, sharding='fsdp', **values):
   config = base_config.get_base_config()
   config.gradient_accumulation_steps = steps

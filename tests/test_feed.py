@@ -113,15 +113,6 @@ def test_a_position_that_cannot_be_set_changes_nothing(caplog):
   source.close()
 
 
-def test_an_input_that_ends_is_an_error():
-  source = make(lambda: [{'y': np.ones(2)}])
-  source.take()
-  for _ in range(2):
-    with pytest.raises(ValueError, match='train_input ended'):
-      source.take()
-  source.close()
-
-
 # Evaluation.
 
 
@@ -131,15 +122,6 @@ def evaluate(source, num_evaluated=0):
     name: [jax.device_get(batch) for batch in batches]
     for name, batches in source.sets(num_evaluated)
   }
-
-
-@pytest.mark.parametrize('sizes', [(4, 4), (4, 3), (5,), (1,), (4, 1, 4)])
-def test_batches_of_an_evaluation_have_one_shape(sizes):
-  given = [{'y': np.arange(1, n + 1, dtype=np.float32)} for n in sizes]
-  (batches,) = evaluate(make(lambda: given, feed.EvalFeed)).values()
-  assert len({len(batch['y']) for batch in batches}) == 1
-  for batch, rows in zip(batches, given, strict=True):
-    np.testing.assert_array_equal(batch['y'][batch['weights'] > 0], rows['y'])
 
 
 @pytest.mark.parametrize(

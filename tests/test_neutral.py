@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
@@ -36,24 +35,12 @@ def examples(index):
   return {'x': x.astype(np.float32), 'label': labels}
 
 
-class Input:
+class Input(regression.Input):
   """Endless batches with a position."""
 
-  def __init__(self):
-    self.index = 0
-
-  def __iter__(self):
-    return self
-
   def __next__(self):
-    self.index += 1
-    return examples(self.index)
-
-  def get_state(self):
-    return self.index
-
-  def set_state(self, state):
-    self.index = int(state)
+    self.state['next'] += 1
+    return examples(int(self.state['next']))
 
 
 def with_names(params):
@@ -92,7 +79,7 @@ class Classifier(sharded.ShardedExperiment):
     return optax.adam(0.02)
 
   def train_input(self):
-    return Input()
+    return Input(BATCH)
 
   def eval_input(self):
     for index, rows in ((-1, 24), (-2, 24), (-3, 7)):
@@ -198,70 +185,13 @@ def equinox():
   return type('Equinox', (cls, Classifier), {})
 
 
-class PerDevice(experiment.AbstractExperiment):
-  """Plain JAX in JAXline's own style, with pmap."""
-
-  CHECKPOINT_ATTRS = {
-    '_params': 'params',
-    '_state': 'state',
-    '_opt_state': 'opt_state',
-  }
-
-  def __init__(self, mode, init_rng=None):
-    super().__init__(mode=mode, init_rng=init_rng)
-    self.plain = PlainJax(mode, init_rng)
-    self.optimizer = optax.adam(0.02)
-    if mode == 'train':
-      params, state = partitioning.unbox(self.plain.init_fn(init_rng))
-      self._params = utils.bcast_local_devices(params)
-      self._state = utils.bcast_local_devices(state)
-      self._opt_state = utils.bcast_local_devices(self.optimizer.init(params))
-      self._batches = utils.py_prefetch(self.read)
-    self._update = jax.pmap(
-      self.update, axis_name='i', donate_argnums=(0, 1, 2)
-    )
-    self._logits = jax.pmap(
-      functools.partial(self.plain.logits, is_training=False)
-    )
-
-  def read(self):
-    n = jax.local_device_count()
-    for batch in Input():
-      yield jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
-
-  def update(self, params, state, opt_state, batch):
-    def loss_fn(params):
-      logits, new_state = self.plain.logits(params, state, batch['x'], True)
-      return losses_of(logits, batch['label']).mean(), new_state
-
-    (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    grads, state, loss = jax.lax.pmean((grads, state, loss), 'i')
-    with jax.numpy_dtype_promotion('standard'):
-      updates, opt_state = self.optimizer.update(grads, opt_state)
-    return optax.apply_updates(params, updates), state, opt_state, loss
-
-  def step(self, *, global_step, rng, writer):
-    self._params, self._state, self._opt_state, loss = self._update(
-      self._params, self._state, self._opt_state, next(self._batches)
-    )
-    return {'loss': utils.get_first(loss)}
-
-  def evaluate(self, *, global_step, rng, writer):
-    n = jax.local_device_count()
-    batch = examples(1)
-    x = batch['x'].reshape(n, -1, FEATURES)
-    logits, _ = self._logits(self._params, self._state, x)
-    logits = logits.reshape(-1, CLASSES)
-    return {'accuracy': float((logits.argmax(-1) == batch['label']).mean())}
-
-
 @pytest.fixture(autouse=True)
 def no_checkpoints(monkeypatch):
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
 
 
 def run(cls, steps):
-  """Trains from the newest checkpoint; returns the losses of its steps."""
+  """Trains from the newest checkpoint; returns the losses and the state."""
   config = regression.get_config(steps)
   losses = []
 
@@ -272,7 +202,8 @@ def run(cls, steps):
 
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   train.train(Recording, config, checkpointer, None)
-  return losses
+  state = checkpointer.get_experiment_state('latest')
+  return losses, state.experiment_module.state
 
 
 def saved(series='latest'):
@@ -304,16 +235,13 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(
-  ('cls', 'library'),
-  [*SHARDED, pytest.param(PerDevice, None, id='per_device')],
-)
+@pytest.mark.parametrize(('cls', 'library'), SHARDED)
 def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
   if library:
     pytest.importorskip(library, exc_type=ImportError)
   if not isinstance(cls, type):
     cls = cls()
-  losses = run(cls, STEPS)
+  losses, state = run(cls, STEPS)
   assert len(losses) == STEPS
   assert np.mean(losses[-5:]) < 0.3 * np.mean(losses[:2])
   assert evaluate(cls)['accuracy'] > 0.9
@@ -324,12 +252,17 @@ def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
     expected = straight['experiment_module'][name]
     assert regression.digest(value) == regression.digest(expected)
 
-  if issubclass(cls, sharded.ShardedExperiment):
-    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-    first = run(cls, 11)
-    second = run(cls, STEPS)
-    assert first + second == losses
-    assert regression.digest(saved()) == regression.digest(straight)
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  assert run(cls, 11)[0] + run(cls, STEPS)[0] == losses
+  assert regression.digest(saved()) == regression.digest(straight)
+
+  # Two matrices, and the optimizer's two moments of each, are split.
+  for tree, count in ((state.params, 2), (state.opt_state, 4)):
+    matrices = [x for x in jax.tree.leaves(tree) if x.ndim == 2 and len(x) > 1]
+    assert len(matrices) == count
+    for x in matrices:
+      rows = len(x) // 2 if len(x) % 2 == 0 else len(x)
+      assert [len(s.data) for s in x.addressable_shards] == [rows] * 2
 
 
 def test_the_weights_are_loaded_back_into_an_nnx_model():
@@ -344,24 +277,3 @@ def test_the_weights_are_loaded_back_into_an_nnx_model():
   model.eval()
   logits, _ = trained.logits(state.params, state.model_state, x, False)
   np.testing.assert_allclose(model(x), logits, rtol=1e-6)
-
-
-@pytest.mark.parametrize(('cls', 'library'), SHARDED)
-def test_a_librarys_weights_are_split(cls, library):
-  if library:
-    pytest.importorskip(library, exc_type=ImportError)
-  if not isinstance(cls, type):
-    cls = cls()
-  state = cls('train', jax.random.PRNGKey(0)).state
-  matrices = [
-    x for x in jax.tree.leaves(state.params) if x.ndim == 2 and len(x) > 1
-  ]
-  assert len(matrices) == 2
-  moments = [
-    x for x in jax.tree.leaves(state.opt_state) if x.ndim == 2 and len(x) > 1
-  ]
-  assert len(moments) == 4
-  for x in matrices + moments:
-    rows = x.shape[0]
-    expected = rows // 2 if rows % 2 == 0 else rows
-    assert [s.data.shape[0] for s in x.addressable_shards] == [expected] * 2

@@ -28,17 +28,6 @@ def shard_shapes(x):
   return [shard.data.shape for shard in x.addressable_shards]
 
 
-# Mesh and rules.
-
-
-def test_mesh_puts_all_devices_on_data():
-  mesh = partitioner().mesh
-  assert dict(mesh.shape) == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
-  assert mesh.axis_names == mesh_lib.MESH_AXES
-  # Explicit axes, JAX's own default, would refuse most models.
-  assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-
-
 # Sizes within slices and across; the devices are only counted.
 
 
@@ -53,7 +42,6 @@ def shape_of(sizes, count, num_slices=1):
     (None, 8, 1, (1, 1, 8, 1), (1, 1, 1, 1)),
     # Slices are replicas where it is not said otherwise.
     (None, 8, 2, (1, 1, 4, 1), (1, 2, 1, 1)),
-    ({'mdl': 2}, 8, 2, (1, 1, 2, 2), (1, 2, 1, 1)),
     ({'ici': {'mdl': -1, 'data': 2}}, 8, 1, (1, 1, 2, 4), (1, 1, 1, 1)),
     ({'dcn': {'data': -1}}, 12, 3, (1, 1, 4, 1), (1, 1, 3, 1)),
     ({'dcn': {'stage': 2}}, 16, 4, (1, 1, 4, 1), (2, 2, 1, 1)),
@@ -75,7 +63,7 @@ def test_mesh_shape(sizes, count, num_slices, ici, dcn):
     # The key, what it needs, and what there is.
     ({'data': 4, 'mdl': 4}, 8, 1, ['mesh.ici', '16', '8']),
     ({'ici': {'mdl': 3}}, 8, 1, ['mesh.ici', 'a multiple of 3', '8']),
-    ({'ici': {'mdl': 8}}, 8, 2, ['mesh.ici', 'in a slice', '4']),
+    ({'ici': {'mdl': 8}}, 8, 2, ['mesh.ici', '4']),
     ({'dcn': {'data': 3}}, 8, 2, ['mesh.dcn', 'a multiple of 3', '2']),
     ({'ici': {'mdle': 2}}, 8, 1, ["'mdle' in mesh.ici", "'mdl'"]),
     # The axes themselves, or by network: not both.
@@ -157,14 +145,6 @@ def test_each_slice_is_a_block_of_the_mesh(dcn, ici):
     assert {d.slice_index for d in part.ravel()} == expected
 
 
-def test_the_innermost_axis_has_neighbours():
-  devices, _ = order({'mdl': 2}, slices_of_tpus(2))
-  for pair in devices.reshape(-1, 2):
-    a, b = (np.array(d.coords) for d in pair)
-    assert pair[0].slice_index == pair[1].slice_index
-    assert np.abs(a - b).sum() == 1
-
-
 @pytest.mark.parametrize('slice_index', [None, 0])
 def test_processes_stand_for_slices_that_devices_do_not_tell(slice_index):
   # As GPUs: each machine is a process.
@@ -219,36 +199,21 @@ def test_slices_of_real_topologies(topology):
     assert np.abs(np.subtract(a.coords, b.coords)).sum() == 1
 
 
-def test_a_mesh_of_devices_that_are_only_counted():
-  devices = mesh_lib.abstract_devices(8, 2)
-  p = partitioning.Partitioner.make({'mdl': 2}, 'fsdp_tp', devices=devices)
-  assert p.axis_sizes == {'stage': 1, 'replica': 2, 'data': 2, 'mdl': 2}
-  assert p.shape.slices == [0] * 4 + [1] * 4
-  assert not p.is_here
-  assert p.host == (0, 1)
-  assert p.batch_shards == 4
-  assert p.spec(('embed', 'mlp'), (4, 4)) == P('data', 'mdl')
-  placement.check_rows(8, p)
-  assert partitioner().is_here
-
-
 # Rules.
 
 
 @pytest.mark.parametrize(
-  ('preset', 'changes', 'words'),
+  ('preset', 'changes', 'nearest'),
   [
-    ('fsd', {}, ["'fsd'", "'fsdp'"]),
-    ('fsdp', {'embd': ('data',)}, ["'embd' in sharding_rules", "'embed'"]),
-    ('fsdp', {'mlp': ('dat',)}, ["'dat' in sharding_rules.mlp", "'data'"]),
-    ('fsdp', {'embed': 'mdl2'}, ["'mdl2' in sharding_rules.embed", "'mdl'"]),
+    ('fsd', {}, 'fsdp'),
+    ('fsdp', {'embd': ('data',)}, 'embed'),
+    ('fsdp', {'mlp': ('dat',)}, 'data'),
+    ('fsdp', {'embed': 'mdl2'}, 'mdl'),
   ],
 )
-def test_unknown_rules_are_refused_with_the_nearest(preset, changes, words):
-  with pytest.raises(errors.UsageError) as error:
+def test_unknown_rules_are_refused_with_the_nearest(preset, changes, nearest):
+  with pytest.raises(errors.UsageError, match=f"'{nearest}'"):
     partitioning.get_rules(preset, changes)
-  for word in words:
-    assert word in str(error.value)
 
 
 def counted(sizes, sharding='fsdp', count=8):
@@ -256,21 +221,15 @@ def counted(sizes, sharding='fsdp', count=8):
   return partitioning.Partitioner.make(sizes, sharding, devices=devices)
 
 
-@pytest.mark.parametrize(
-  ('rows', 'words'),
-  [(6, ['6 rows', 'such as 8.']), (3, ['3 rows', 'such as 4.'])],
-)
-def test_rows_are_refused_with_those_that_fit(rows, words):
+def test_rows_are_refused_with_those_that_fit():
   p = counted({'mdl': 2})
   placement.check_rows(8, p)
-  for call, arg in (
-    (placement.check_rows, rows),
-    (placement.put_batch, {'x': np.ones([rows, 2])}),
+  for call, arg, fits in (
+    (placement.check_rows, 6, 'such as 8.'),
+    (placement.put_batch, {'x': np.ones([3, 2])}, 'such as 4.'),
   ):
-    with pytest.raises(mesh_lib.MeshError) as error:
+    with pytest.raises(mesh_lib.MeshError, match=fits):
       call(arg, p)
-    for word in words:
-      assert word in str(error.value)
 
 
 # Processes that share rows.
@@ -300,7 +259,6 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
 @pytest.mark.parametrize(
   ('sizes', 'processes', 'devices', 'expected'),
   [
-    ({}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
     ({'mdl': 2}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
     # Two processes hold the weights of a row's heads, and so its rows.
     ({'mdl': 4}, 4, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
@@ -331,47 +289,36 @@ BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
 
 
 @pytest.mark.parametrize(
-  ('rules', 'axes', 'expected'),
+  ('rules', 'axes', 'shape', 'expected'),
   [
-    (partitioning.PRESETS['ddp'], ('embed', 'mlp'), P(None, None)),
-    (partitioning.PRESETS['fsdp'], ('embed', 'mlp'), P('data', None)),
-    (partitioning.PRESETS['fsdp'], ('mlp', 'embed'), P(None, 'data')),
-    (partitioning.PRESETS['fsdp'], (None, 'embed'), P(None, 'data')),
+    ('ddp', ('embed', 'mlp'), (4, 4), P(None, None)),
+    ('fsdp', ('mlp', 'embed'), (4, 4), P(None, 'data')),
+    ('fsdp', (None, 'embed'), (4, 4), P(None, 'data')),
     # The first to come gets the mesh axis.
-    (BOTH, ('embed', 'mlp'), P('data', None)),
-    (BOTH, ('mlp', 'embed'), P('data', None)),
-    (BOTH, (None, 'vocab', 'embed'), P(None, 'data', None)),
+    (BOTH, ('embed', 'mlp'), (4, 4), P('data', None)),
+    (BOTH, (None, 'vocab', 'embed'), (4, 4, 4), P(None, 'data', None)),
+    # What does not divide gives it on.
+    (BOTH, ('embed', 'mlp'), (3, 4), P(None, 'data')),
+    (BOTH, ('embed', 'mlp'), (3, 5), P(None, None)),
+    (BOTH, ('embed', 'mlp'), (0, 5), P('data', None)),
     # In an activation the batch does, so that `embed` is whole.
     (
-      partitioning.PRESETS['fsdp'],
+      'fsdp',
       ('batch', 'length', 'embed'),
+      (4, 4, 4),
       P(('replica', 'data'), None, None),
     ),
-    (BOTH, (), P()),
+    (BOTH, (), (), P()),
+    # Mesh axes may be named whatever the rules, each for one dimension.
+    ('ddp', ('data', 'mdl'), (4, 4), P('data', 'mdl')),
+    ('ddp', (('replica', 'data'), None), (4, 4), P(('replica', 'data'), None)),
+    ('ddp', (('data',), 'data'), (4, 4), P('data', None)),
+    ('ddp', ('data',), (3,), P(None)),
   ],
 )
-def test_spec(rules, axes, expected):
-  shape = [4] * len(axes)
+def test_spec(rules, axes, shape, expected):
+  rules = partitioning.PRESETS.get(rules, rules)
   assert partitioner(rules=rules).spec(axes, shape) == expected
-
-
-def test_spec_leaves_whole_what_does_not_divide_and_gives_its_axis_on():
-  p = partitioner(rules=BOTH)
-  assert p.spec(('embed', 'mlp'), (4, 4)) == P('data', None)
-  assert p.spec(('embed', 'mlp'), (3, 4)) == P(None, 'data')
-  assert p.spec(('embed', 'mlp'), (3, 5)) == P(None, None)
-  assert p.spec(('embed', 'mlp'), (0, 5)) == P('data', None)
-
-
-def test_spec_takes_mesh_axes_whatever_the_rules():
-  p = partitioner()  # Its rules split no weight.
-  assert p.spec(('data', 'mdl'), (4, 4)) == P('data', 'mdl')
-  assert p.spec((('replica', 'data'), None), (4, 4)) == P(
-    ('replica', 'data'), None
-  )
-  # One axis splits one dimension only.
-  assert p.spec((('data',), 'data'), (4, 4)) == P('data', None)
-  assert p.spec(('data',), (3,)) == P(None)
 
 
 @pytest.mark.parametrize(
@@ -412,23 +359,6 @@ def test_constrain_does_nothing_without_a_mesh():
   assert partitioning.constrain(x, ('batch', 'embed')) is x
   # Not even look at the names: a model is not to know how it is run.
   assert partitioning.constrain(x, ('anything',)) is x
-
-
-def test_constrain_splits_an_activation_of_the_active_mesh():
-  p = partitioner()
-  seen = []
-
-  @jax.jit
-  def step(x):
-    with p.activate():
-      y = partitioning.constrain(x * 2, ('batch', 'embed'))
-    jax.debug.inspect_array_sharding(y, callback=seen.append)
-    return y * 3
-
-  result = step(placement.put(np.ones([4, 3], np.float32), p.replicated))
-  np.testing.assert_array_equal(result, np.full([4, 3], 6.0))
-  assert seen[0].shard_shape((4, 3)) == (2, 3)
-  assert partitioning._active.get() is None
 
 
 def test_inner_functions_are_traced_anew_for_another_mesh():
@@ -494,24 +424,6 @@ def test_what_was_put_may_be_donated(source, spec):
   np.testing.assert_array_equal(original, np.ones([64, 64]))
 
 
-def test_put_shards_each_where_it_belongs():
-  p = partitioner()
-  tree = {
-    'w': np.arange(8.0, dtype=np.float32).reshape(4, 2),
-    'b': jnp.bfloat16(1.5),
-    'n': np.int32(3),
-  }
-  put = placement.put(
-    tree, {'w': p.shardings(P('data')), 'b': p.replicated, 'n': p.replicated}
-  )
-  assert shard_shapes(put['w']) == [(2, 2), (2, 2)]
-  assert shard_shapes(put['b']) == [(), ()]
-  assert jax.tree.map(lambda x: x.dtype, put) == {
-    'w': jnp.float32, 'b': jnp.bfloat16, 'n': jnp.int32,
-  }  # fmt: skip
-  jax.tree.map(np.testing.assert_array_equal, put, tree)
-
-
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
 def test_put_of_typed_keys(impl):
   p = partitioner()
@@ -525,21 +437,10 @@ def test_put_of_typed_keys(impl):
     assert put.sharding.is_fully_replicated == (spec == P())
 
 
-@pytest.mark.parametrize('mesh', [{'data': 2}, {'replica': 2}])
-def test_put_batch_splits_the_rows(mesh):
-  p = partitioner(mesh=mesh)
-  assert p.batch_shards == 2
-  x = np.arange(12, dtype=np.float32).reshape(4, 3)
-  batch = placement.put_batch({'x': x, 'nested': [np.arange(4)]}, p)
-  assert shard_shapes(batch['x']) == [(2, 3), (2, 3)]
-  np.testing.assert_array_equal(batch['x'], x)
-  np.testing.assert_array_equal(batch['nested'][0], np.arange(4))
-  assert batch['x'].sharding == p.batch_sharding
-
-
 def test_put_batch_leaves_what_lies_right():
   p = partitioner()
   batch = placement.put_batch({'x': np.ones([4, 3])}, p)
+  assert shard_shapes(batch['x']) == [(2, 3), (2, 3)]
   assert placement.put_batch(batch, p) is batch
   elsewhere = jax.device_put(np.ones([4, 3]), jax.devices()[1])
   put = placement.put_batch({'x': elsewhere}, p)
@@ -602,13 +503,16 @@ def test_weights_left_whole_are_listed():
   # Also where no rule splits a weight, but one names a mesh axis.
   tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
   assert len(partitioner('ddp').undersharded_weights(tree)) == 1
-
-
-def test_no_list_where_nothing_is_split():
-  assert partitioner('ddp').undersharded_weights(WEIGHTS) == []
+  # Of two axes that split it, one does not divide.
+  p = counted({'mdl': 4}, 'fsdp_tp')
+  table = Logical(jnp.ones([257, 48]), ('vocab', 'embed'))
+  assert p.spec(table.axes, table.value.shape) == P(None, 'data')
+  (line,) = p.undersharded_weights({'table': table})
+  assert 'vocab is 257, no multiple of 4' in line
+  # None where nothing is split.
   one = partitioning.Partitioner.make(None, 'fsdp', devices=jax.devices()[:1])
-  assert one.undersharded_weights(WEIGHTS) == []
-  assert partitioner(mesh={'replica': 2}).undersharded_weights(WEIGHTS) == []
+  for p in (partitioner('ddp'), one, partitioner(mesh={'replica': 2})):
+    assert p.undersharded_weights(WEIGHTS) == []
 
 
 SPECS = {
@@ -626,7 +530,6 @@ LABELS = jax.tree.map(lambda x: 'adam' if x else 'none', MASK)
   [
     (optax.sgd(0.1), 0),
     (optax.sgd(0.1, momentum=0.9), 4),
-    (optax.adam(0.1), 8),
     (
       optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -636,7 +539,6 @@ LABELS = jax.tree.map(lambda x: 'adam' if x else 'none', MASK)
     ),
     (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), 8),
     (optax.MultiSteps(optax.adam(0.1), 4), 12),
-    (optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(), 12),
     (optax.masked(optax.adam(0.1), MASK), 6),
     (
       optax.multi_transform(
@@ -645,14 +547,21 @@ LABELS = jax.tree.map(lambda x: 'adam' if x else 'none', MASK)
       6,
     ),
     (optax.contrib.muon(0.1), 5),
+    # Its factors have other shapes than the weights, and stay whole.
+    (optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9), 5),
   ],
   ids=[
-    'sgd', 'momentum', 'adam', 'adamw', 'inject', 'MultiSteps', 'multi_steps',
-    'masked', 'multi_transform', 'muon',
+    'sgd', 'momentum', 'adamw', 'inject', 'MultiSteps', 'masked',
+    'multi_transform', 'muon', 'adafactor',
   ],
 )  # fmt: skip
 def test_optimizer_state_follows_its_weight(optimizer, followers):
-  state = jax.eval_shape(optimizer.init, partitioning.unbox(WEIGHTS))
+  params = partitioning.unbox(WEIGHTS)
+  shapes = {
+    jax.tree_util.keystr(path): x.shape
+    for path, x in jax.tree_util.tree_leaves_with_path(params)
+  }
+  state = jax.eval_shape(optimizer.init, params)
   specs = partitioner().specs_like(state, WEIGHTS)
   found = 0
   for (path, leaf), spec in zip(
@@ -664,28 +573,12 @@ def test_optimizer_state_follows_its_weight(optimizer, followers):
     name = re.search(
       r"(\['layer'\])?\['(w|odd|b)'\]$", jax.tree_util.keystr(path)
     )
-    if name and leaf.shape:
+    if name and leaf.shape == shapes[name[0]]:
       assert spec == SPECS[name[0]], path
       found += 1
     else:
       assert spec == P(), path
   assert found == followers
-
-
-def test_factored_optimizer_state_stays_whole():
-  optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9)
-  state = jax.eval_shape(optimizer.init, partitioning.unbox(WEIGHTS))
-  specs = partitioner().specs_like(state, WEIGHTS)
-  assert specs[0].v_row['w'] == specs[0].v_col['w'] == P()
-  assert state[0].v_row['w'].shape != (6, 4)
-  momentum = [
-    spec
-    for (path, spec) in jax.tree_util.tree_leaves_with_path(
-      specs, is_leaf=lambda x: isinstance(x, P)
-    )
-    if "ema['w']" in jax.tree_util.keystr(path)
-  ]
-  assert momentum == [P(None, 'data')]
 
 
 # Axes that nothing uses.
@@ -694,7 +587,6 @@ def test_factored_optimizer_state_stays_whole():
 @pytest.mark.parametrize(
   ('sharding', 'mesh', 'idle'),
   [
-    ('ddp', {'data': 2}, []),
     ('ddp', {'replica': 2}, []),
     ('ddp', {'mdl': 2}, ['mdl']),
     ('fsdp', {'stage': 2}, ['stage']),

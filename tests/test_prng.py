@@ -1,5 +1,6 @@
 """Tests of jaxline.prng."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -60,22 +61,6 @@ def _specialize(keys, mode):
   )(keys, prng.host_id_devices_for_rng(mode))
 
 
-# --- modes -------------------------------------------------------------------
-
-
-def test_modes():
-  facts = {
-    mode.value: (mode.unique_host, mode.unique_device)
-    for mode in prng.DistributedRNGMode
-  }
-  assert facts == {
-    'unique_host_unique_device': (True, True),
-    'unique_host_same_device': (True, False),
-    'same_host_unique_device': (False, True),
-    'same_host_same_device': (False, False),
-  }
-
-
 @pytest.mark.parametrize(
   'use',
   [
@@ -120,13 +105,6 @@ def test_specialize_needs_a_host_id_where_hosts_differ():
   assert same is key
 
 
-def test_specialize_under_fake_pmap():
-  key, mode = jax.random.key(7), 'unique_host_unique_device'
-  with chex.fake_pmap():
-    got = _specialize(jnp.stack([key, key]), mode)
-  np.testing.assert_array_equal(_bits(got), _expected_bits(key, mode))
-
-
 # --- DeviceStepKeys ----------------------------------------------------------
 
 
@@ -150,74 +128,35 @@ def _assert_steps(step_keys, state_key, expected):
 
 @pytest.mark.parametrize(('kind', 'mode'), EACH_KEY_AND_MODE)
 def test_step_keys_are_those_of_the_definition(kind, mode):
-  key = MAKE_KEY[kind](3)
-  step_keys = prng.DeviceStepKeys(mode, block=3)
+  key, host = MAKE_KEY[kind](3), 4
+  with mock.patch.object(jax, 'process_index', return_value=host):
+    step_keys = prng.DeviceStepKeys(mode, block=3)
   state_key = devices.bcast_local_devices(key)
-  _assert_steps(step_keys, state_key, _expected_steps(key, mode, range(8)))
+  expected = _expected_steps(key, mode, range(8), host)
+  _assert_steps(step_keys, state_key, expected)
 
 
-@pytest.mark.parametrize('block', [1, 2, 16])
-def test_step_keys_do_not_depend_on_the_block(block):
-  key, mode = jax.random.key(3), MODES[0]
-  step_keys = prng.DeviceStepKeys(mode, block=block)
-  _assert_steps(
-    step_keys,
-    devices.bcast_local_devices(key),
-    _expected_steps(key, mode, range(5)),
-  )
-
-
-def test_step_keys_of_another_host():
-  key, mode = jax.random.key(3), 'unique_host_unique_device'
-  with mock.patch.object(jax, 'process_index', return_value=4):
-    step_keys = prng.DeviceStepKeys(mode, block=2)
-  _assert_steps(
-    step_keys,
-    devices.bcast_local_devices(key),
-    _expected_steps(key, mode, range(3), host=4),
-  )
-
-
-def test_step_keys_start_at_any_step():
-  key, mode = jax.random.key(3), MODES[0]
-  run = functools.partial(_expected_steps, key, mode)
-  step_keys = prng.DeviceStepKeys(mode, block=4)
+@pytest.mark.parametrize('block', [1, 2, 4, 16])
+def test_step_keys_follow_their_caller(block):
+  """Any step and key may come: of a restore, or changed by an experiment."""
+  step_keys = prng.DeviceStepKeys(MODES[0], block=block)
+  random = np.random.default_rng(block)
+  step, key = 1000, jax.random.key(3)
   state_key = devices.bcast_local_devices(key)
-  _assert_steps(step_keys, state_key, run(range(1000, 1003)))
-  # A restore, in the middle of a block: from the host, and at another step.
-  restored = np.asarray(jax.random.key_data(state_key))
-  _assert_steps(step_keys, jax.random.wrap_key_data(restored), run(range(9)))
-
-
-def test_step_keys_follow_a_caller_who_changes_the_key():
-  mode = MODES[0]
-  step_keys = prng.DeviceStepKeys(mode, block=4)
-  state_key = devices.bcast_local_devices(jax.random.key(3))
-  _, _, state_key = step_keys(0, state_key)
-  other = jax.random.key(8)
-  _assert_steps(
-    step_keys,
-    devices.bcast_local_devices(other),
-    _expected_steps(other, mode, range(1, 4)),
-  )
-  # The same numbers as expected but another array is no change of values.
-  step_keys = prng.DeviceStepKeys(mode, block=4)
-  key = jax.random.key(3)
-  for step, step_bits, _ in _expected_steps(key, mode, range(6)):
-    same = devices.bcast_local_devices(key)
-    _, got, state_key = step_keys(step, same)
-    np.testing.assert_array_equal(_bits(got), step_bits)
-    key = devices.get_first(state_key)
-
-
-def test_step_keys_follow_a_caller_who_changes_the_step():
-  step_keys = prng.DeviceStepKeys(MODES[0], block=4)
-  _, _, state_key = step_keys(0, devices.bcast_local_devices(jax.random.key(3)))
-  expected = step_keys(1, state_key)
-  _, _, state_key = step_keys(0, devices.bcast_local_devices(jax.random.key(3)))
-  step, keys, _ = step_keys(70, state_key)
-  np.testing.assert_array_equal(step, [70, 70])
-  np.testing.assert_array_equal(_bits(keys), _bits(expected[1]))
+  for i in range(60):
+    change = random.choice(['', '', 'step', 'key', 'array', 'host'])
+    if change == 'step':
+      step = int(random.integers(1000))
+    elif change == 'key':
+      key = jax.random.key(i)
+    if change in ('key', 'array'):
+      state_key = devices.bcast_local_devices(key)
+    elif change == 'host':
+      on_host = np.asarray(jax.random.key_data(state_key))
+      state_key = jax.random.wrap_key_data(on_host)
+    (expected,) = _expected_steps(key, MODES[0], [step])
+    state_key = _assert_steps(step_keys, state_key, [expected])
+    step, key = step + 1, jax.random.split(key)[1]
 
 
 def test_step_keys_cost_one_program_per_block():
@@ -251,10 +190,13 @@ def test_step_keys_feed_a_donating_pmap_without_resharding():
     np.testing.assert_array_equal(keys_bits, step_bits)
 
 
-@pytest.mark.parametrize('how', ['fake_pmap', 'fake_both', 'op_by_op'])
-def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
+@pytest.mark.parametrize(
+  'fake', [chex.fake_pmap, chex.fake_pmap_and_jit, contextlib.nullcontext]
+)
+def test_step_keys_where_pmap_or_jit_is_off(fake, monkeypatch):
   key, mode = jax.random.PRNGKey(3), MODES[0]
-  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', how == 'op_by_op')
+  op_by_op = fake is contextlib.nullcontext
+  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', op_by_op)
   traced = mock.Mock(wraps=prng._derive_block)
   monkeypatch.setattr(prng, '_derive_block', traced)
 
@@ -266,13 +208,7 @@ def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
       _expected_steps(key, mode, range(5)),
     )
 
-  if how == 'fake_pmap':
-    with chex.fake_pmap():
-      run()
-  elif how == 'fake_both':
-    with chex.fake_pmap_and_jit():
-      run()
-  else:
+  with fake():
     run()
   # Nobody debugs these operations: they stay one compiled program.
   traced.assert_called_once()

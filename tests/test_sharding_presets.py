@@ -128,9 +128,8 @@ def make(preset, mesh=None, rules=None):
     return partitioning.Partitioner.make(mesh or MESHES[preset], preset, rules)
 
 
-def weights(**changes):
-  config = model.ModelConfig(**(vars(CONFIG) | changes))
-  return jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+def weights():
+  return jax.eval_shape(lambda key: model.init(key, CONFIG), jax.random.key(0))
 
 
 def by_name(tree):
@@ -142,19 +141,13 @@ def by_name(tree):
   }
 
 
-def whole(partitioner, **changes):
-  return {
-    line.split(' (')[0]: line
-    for line in partitioner.undersharded_weights(weights(**changes))
-  }
-
-
 @by_preset
 def test_weights(preset):
   assert by_name(make(preset).specs(weights())) == WEIGHTS[preset]
   # Learned positions and norms have no axis that `tp` splits.
   kept = {POSITIONS_MD, NORM_ND, NORM2_ND, NORM_D} if preset == 'tp' else set()
-  assert set(whole(make(preset))) == set(kept)
+  lines = make(preset).undersharded_weights(weights())
+  assert {line.split(' (')[0] for line in lines} == kept
 
 
 def constraints(jaxpr):
@@ -187,35 +180,6 @@ def test_activations_of_the_traced_model(preset):
   _, _, embed = ACTIVATIONS[preset][0]
   expected[16, 32, 64].add(P(BATCH, None, embed))
   assert found == expected
-
-
-# What stays whole.
-
-
-def test_sizes_that_do_not_divide_stay_whole_and_say_why():
-  # Bytes and a document token: 257 is prime. Three heads for two devices.
-  changes = {'vocab_size': 257, 'num_heads': 2, 'embed_dim': 48}
-  lines = whole(make('tp', {'mdl': 4, 'data': 2}), **changes)
-  assert set(lines) == {
-    TOKENS_VD,
-    QKV_NDSHK,
-    OUT_NHKD,
-    POSITIONS_MD,
-    NORM_ND,
-    NORM2_ND,
-    NORM_D,
-  }
-  assert 'vocab is 257, no multiple of 4' in lines[TOKENS_VD]
-  assert 'heads is 2, no multiple of 4' in lines[QKV_NDSHK]
-  # Where another axis splits them, they are cut less than asked.
-  partitioner = make('fsdp_tp', {'mdl': 4, 'data': 2})
-  cut_less = whole(partitioner, **changes)
-  assert set(cut_less) == {TOKENS_VD, QKV_NDSHK, OUT_NHKD}
-  assert cut_less[TOKENS_VD] == lines[TOKENS_VD]
-  specs = by_name(partitioner.specs(weights(**changes)))
-  assert specs[TOKENS_VD] == P(None, 'data')
-  assert specs[QKV_NDSHK] == P(None, 'data', None, None, None)
-  assert specs[IN_NDSF] == P(None, 'data', None, 'mdl')
 
 
 # Rules of one's own.

@@ -122,17 +122,6 @@ def test_the_seconds_of_training(clock):
   assert state.trained_secs == 4
 
 
-def test_the_step_is_in_the_output(tmp_path, capfd):
-  config = regression.get_config(10**6)
-  config.checkpoint_dir = str(tmp_path)
-  config.console = 'plain'
-  config.max_seconds = 0.05
-  result = jaxline.fit(regression.Regression, config)
-  step = int(result.experiment.state.step)
-  assert noted(tmp_path)['step'] == remains.newest(tmp_path) == step
-  assert f'step {step}.' in capfd.readouterr().out
-
-
 class Stops(regression.Regression):
   """Raises at a step, before it or behind its update, or in an evaluation."""
 

@@ -2,12 +2,7 @@
 
 `make_optimizer` gives each network its optimizer, `after_update` counts the
 turns, and `loss_fn` returns the loss of the network whose turn it is.
-
-As a program it prints, as JSON, what `curve` returns on the devices there are.
 """
-
-import json
-import sys
 
 from experiments import regression
 import jax
@@ -119,29 +114,3 @@ class Gan(sharded.ShardedExperiment):
     for _ in range(2):
       points = rng.normal(MEAN, STD, [32, FEATURES])
       yield {'x': points.astype(np.float32)}
-
-
-def curve(steps=6, **kwargs):
-  """Trains and evaluates; returns losses, weights and a weight's shards."""
-  experiment = Gan('train', jax.random.PRNGKey(0), **kwargs)
-  rows = regression.train_steps(experiment, steps)
-  state = experiment.state
-  moments = state.opt_state.inner_states['discriminator'].inner_state
-  return {
-    'losses': [float(row['discriminator_loss']) for row in rows],
-    'weights': jax.tree.map(
-      lambda x: np.asarray(x).tolist(), jax.tree.leaves(state.params)
-    ),
-    'eval': regression.evaluate(experiment),
-    'shards': [
-      [shard.data.shape for shard in x.addressable_shards]
-      for x in (
-        state.params['discriminator']['in'],
-        moments.inner_state[0].nu['discriminator']['in'],
-      )
-    ],
-  }
-
-
-if __name__ == '__main__':
-  print(json.dumps([curve(**kwargs) for kwargs in json.loads(sys.argv[1])]))
