@@ -785,18 +785,10 @@ SLOW = '--config.experiment_kwargs.config.step_secs=0.03'
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-  ('mode', 'platforms', 'code', 'error'),
-  [
-    ('eval', 'cpu', 2, 'config.one_off_evaluate'),
-    ('train', 'rocm', 1, "Unable to initialize backend 'rocm'"),
-  ],
-)
-def test_a_refused_start_has_no_block(mode, platforms, code, error, tmp_path):
-  env = {'JAX_PLATFORMS': platforms}
-  result = run(tmp_path, '--config.one_off_evaluate', mode=mode, env=env)
-  assert (result.returncode, result.stdout) == (code, '')
-  assert error in result.stderr.splitlines()[-1]
+def test_a_refused_start_has_no_block(tmp_path):
+  result = run(tmp_path, env={'JAX_PLATFORMS': 'rocm'})
+  assert (result.returncode, result.stdout) == (1, '')
+  assert "backend 'rocm'" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.process

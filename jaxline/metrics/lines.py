@@ -69,8 +69,9 @@ def describe(
   texts = []
   for name in sorted(recent[-1], key=rank):
     value, note = recent[-1][name], ''
-    if name in FORMATS:  # Counts and rates are not averaged.
-      texts.append(FORMATS[name].format(value) if value else '')  # Not known.
+    # Counts and rates are not averaged. One of 0 is not known yet.
+    if name in FORMATS:
+      texts.append(FORMATS[name].format(value) if value else '')
       continue
     if isinstance(value, float):
       value, num_bad = _mean(recent, name)

@@ -88,8 +88,9 @@ class PeriodicAction(Action):
     self._every = None if off else interval or 1
     self._seconds = math.inf if off else interval or -math.inf
     self._end_step = end_step_to_action
-    rates = (1, *ratios) if ratios else ()
-    growth = {round(rate * 10**k) for rate in rates for k in range(30)}
+    factors = (1, *ratios) if ratios else ()
+    # Steps of 20 digits, even for a ratio of 1e-9.
+    growth = {round(factor * 10**k) for factor in factors for k in range(30)}
     self._due_steps = growth - {0} | {end_step_to_action}
     can_be_due = not off or ratios or end_step_to_action is not None
     self._takes_all = bool(log_all_data and can_be_due)
