@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from typing import Any
@@ -53,7 +54,7 @@ def set_clock(monkeypatch):
 
   def set_clock(now):
     for module in (writers, tensorboard):
-      clock = types.SimpleNamespace(time=now)
+      clock = types.SimpleNamespace(**vars(time) | {'time': now})
       monkeypatch.setattr(module, 'time', clock)
 
   return set_clock

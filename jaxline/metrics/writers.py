@@ -157,7 +157,7 @@ class MetricWriter(contextlib.AbstractContextManager):
   def _write(self, queued: collections.deque[_Item]) -> None:
     """Converts and writes all queued records; keeps the first error."""
     # A wake of this thread costs the training thread more than a record does.
-    if queued is self._items and time.time() - self._written < _LINGER:
+    if queued is self._items and time.monotonic() - self._written < _LINGER:
       time.sleep(_LINGER)
     items: list[_Item] = []
     while queued:  # Until it is empty, so that the next `put` makes a call.
@@ -172,7 +172,7 @@ class MetricWriter(contextlib.AbstractContextManager):
 
     for item in items:
       self.executor.run(functools.partial(convert, *item))
-    self._written = time.time()
+    self._written = time.monotonic()
     for backend in self._backends:
       chosen = [record for record in records if record.kind in backend.kinds]
       if chosen:
