@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import gc
 import json
-import pathlib
 import threading
 import time
 import types
@@ -31,7 +30,6 @@ from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 from jaxline.compat import experiments
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
 Regression = regression.Regression
 

@@ -168,10 +168,6 @@ def expected_keys(key, steps):
   return np.array(rows)
 
 
-def seen_keys(log):
-  return np.array([key_data(k) for k in log.keys])
-
-
 # Seeds and keys.
 
 
@@ -202,11 +198,9 @@ def test_a_restored_run_goes_on_with_the_same_keys(typed):
   first, checkpointer = run(Keyed, make_config(2))
   second, _ = run(Keyed, make_config(6), checkpointer)
   assert first.steps + second.steps == [[i, i] for i in range(6)]
-  assert all(k.dtype == key.dtype for k in first.keys + second.keys)
-  np.testing.assert_array_equal(
-    np.concatenate([seen_keys(first), seen_keys(second)]),
-    expected_keys(key, 6),
-  )
+  keys = first.keys + second.keys
+  assert all(k.dtype == key.dtype for k in keys)
+  np.testing.assert_array_equal([*map(key_data, keys)], expected_keys(key, 6))
   weights = checkpointer.get_experiment_state('latest').experiment_module._w
   np.testing.assert_array_equal(weights, [6, 6])
 
