@@ -371,15 +371,14 @@ def main(
         e.code = 0
       raise
 
-  @exits.ending()
-  @log_filter.quiet_log()
   def run(unused_argv: Sequence[str]) -> None:
-    config, origin = _read_config(flags.FLAGS)
-    name = flags.FLAGS.jaxline_mode
-    _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
-    watchdog.covers_exit = True
     factories = checkpointer_factory, writer_factory
-    start(experiment_class, config, name, *factories, origin)
+    name = flags.FLAGS.jaxline_mode
+    with exits.ending(), log_filter.quiet_log():
+      config, origin = _read_config(flags.FLAGS)
+      _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
+      watchdog.covers_exit = True
+      start(experiment_class, config, name, *factories, origin)
 
   with preemption.Watch():
     if flags.FLAGS.is_parsed():
