@@ -1,7 +1,7 @@
 """Parses flags, builds a run and starts it. No other module reads flags.
 
 `main` parses the command line and configures JAX. `start` chooses the class and
-the directory, `build` makes the parts of the run, and the mode runs them.
+the directory, makes the parts of the run, and calls the function of the mode.
 """
 
 from collections.abc import Callable, Sequence
@@ -185,12 +185,12 @@ def start(
     # Logs close after the checkpointers, so that a last save is still logged.
     closing = stack.enter_context(contextlib.ExitStack())
 
-    def checkpointer(mode: str, follows: bool) -> Any:
-      made = adapters.full_checkpointer(checkpointer_factory(config, mode))
-      # A factory of the program's own does not know these.
-      made.restrict(follows=follows, reads_only=not logs)
-      stack.callback(made.close)
-      return made
+    def checkpointer(role: str, follows: bool) -> Any:
+      full = adapters.full_checkpointer(checkpointer_factory(config, role))
+      # A user's own factory need not set these.
+      full.restrict(follows=follows, reads_only=not logs)
+      stack.callback(full.close)
+      return full
 
     first, second = None, None
     if mode.is_threaded:
@@ -217,7 +217,7 @@ def start(
       watch=preemption.begin_run(takes_steps=mode.trains),
     )
     stack.push(exits.leave_if_lost)
-    # Only here: a UsageError of the above needs no debugger.
+    # Only this call: an error in the parts above needs no debugger.
     return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
 
 
