@@ -1,19 +1,16 @@
 """Parses flags, builds a run and starts it. No other module reads flags.
 
-`main` parses the command line and configures JAX. `start` checks the mode and
-the directory, `build` makes the parts of the run, and the mode's function runs
-them.
+`main` parses the command line and configures JAX. `start` chooses the class and
+the directory, makes the parts of the run, and calls the function of the mode.
 """
 
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import os
-import pathlib
 import runpy
 import sys
 import tempfile
-import time
 from typing import Any
 
 from absl import app
@@ -49,7 +46,6 @@ from jaxline.storage import spool
 from jaxline.storage import store as store_lib
 from jaxline.supervision import preemption
 
-UsageError = errors.UsageError
 TensorBoardLogger = writers.RunWriter  # JAXline's name.
 resolve_experiment_class = experiments.resolve_experiment_class
 
@@ -103,15 +99,6 @@ MODES = {
 }
 
 
-def find_mode(name: str) -> Mode:
-  """Returns the mode of a name; one that begins with eval names its log."""
-  if name.startswith('eval'):
-    return dataclasses.replace(MODES['eval'], eval_log=name)
-  note = ' A name that begins with eval evaluates.'
-  errors.check_names([name], MODES, 'mode', '--jaxline_mode', note)
-  return MODES[name]
-
-
 # A run.
 
 
@@ -122,7 +109,7 @@ def create_checkpointer(
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
-  checkpointer.restrict(follows=find_mode(mode).follows)
+  checkpointer.restrict(follows=mode.startswith('eval'))
   return checkpointer
 
 
@@ -136,6 +123,17 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   return writers.MetricWriter()
 
 
+def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns a locked copy of a validated config, with absolute paths.
+
+  If the config has no directory, this makes one that only this user can read.
+  """
+  config = base_config.expand_paths(config)
+  given = config.checkpoint_dir or tempfile.mkdtemp(prefix='jaxline_')
+  config.checkpoint_dir = store_lib.at(given).url
+  return config.lock()
+
+
 def start(
   experiment_class: Any,
   config: config_dict.ConfigDict,
@@ -143,7 +141,7 @@ def start(
   checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[..., Any] = create_writer,
   origin: console_lib.Origin | None = None,
-) -> Any:
+) -> tuple[str, Any]:
   """Runs a mode after the processes have connected.
 
   Args:
@@ -156,110 +154,71 @@ def start(
 
   Returns:
     The run's directory, and what the function of the mode returns.
-
   """
-  mode = find_mode(name)
-  if mode.is_threaded and (count := jax.process_count()) > 1:
-    raise UsageError(
-      f'--jaxline_mode={name} runs in one process, and this run has {count}.'
-      ' Use train_and_eval.'
+  if name.startswith('eval'):
+    mode = dataclasses.replace(MODES['eval'], eval_log=name)
+  else:
+    errors.check_names([name], MODES, 'mode', '--jaxline_mode')
+    mode = MODES[name]
+  if mode.is_threaded and jax.process_count() > 1:
+    raise errors.UsageError(
+      f'--jaxline_mode={name} runs in one process only. Use train_and_eval.'
     )
   origin = origin or console_lib.Origin()
-  config = resolve_config(config, pathlib.Path(origin.config_file).stem)
+  config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(
       config, is_recorded=_is_recorded(origin)
     )
-  directory = memory.run_directory(
+  config.checkpoint_dir = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
   )
-  with config.ignore_type(), config.unlocked():
-    config.checkpoint_dir = directory
-  factories = checkpointer_factory, writer_factory
+  logs = [log for log in ('train' * mode.trains, mode.eval_log) if log]
   with goodput.run(), contextlib.ExitStack() as stack:
-    run = build(experiment_class, config, name, *factories, origin, stack)
+    if logs:  # First, so that it closes last: closing the others may hang.
+      stack.enter_context(watchdog.limit(config.watchdog_secs))
+    stack.enter_context(compilation_cache.of_run(config))
+    # The console prints the summary after the other parts have closed.
+    console = stack.enter_context(console_lib.Console.make(config, origin))
+    if not _claim(logs, config, stack):
+      logs = []
+    # Logs close after the checkpointers, so that a last save is still logged.
+    closing = stack.enter_context(contextlib.ExitStack())
+
+    def checkpointer(role: str, follows: bool) -> Any:
+      full = adapters.full_checkpointer(checkpointer_factory(config, role))
+      # A user's own factory need not set these.
+      full.restrict(follows=follows, reads_only=not logs)
+      stack.callback(full.close)
+      return full
+
+    first, second = None, None
+    if mode.is_threaded:
+      first, second = checkpointer('train', False), checkpointer('eval', True)
+    elif mode.trains or mode.follows:
+      first = checkpointer(name, mode.follows)
+    if first:
+      first.check_shared()
+      first.check_config(experiment_class)
+    made = {}
+    for log in logs:
+      made[log] = writer_factory(config, log)
+      closing.enter_context(adapters.full_writer(made[log]))
+    run = train.Run(
+      experiment_class,
+      config,
+      first,
+      made.get('train'),
+      made.get(mode.eval_log),
+      xla.actions(config.xla) if mode.trains else (),
+      eval_mode=name if mode.is_threaded else mode.eval_log,
+      eval_checkpointer=second,
+      console=console,
+      watch=preemption.begin_run(takes_steps=mode.trains),
+    )
     stack.push(exits.leave_if_lost)
-    # Not around `build`: a UsageError needs no debugger.
-    return directory, debug.debugger_fallback(mode.run)(run)
-
-
-def resolve_config(
-  config: config_dict.ConfigDict, name: str = ''
-) -> config_dict.ConfigDict:
-  """Returns a locked copy of a validated config, with absolute paths.
-
-  If the config has no directory, this makes one whose name contains `name`.
-  """
-  config = base_config.expand_paths(config)
-  prefix = f'jaxline_{name or "run"}_{time.strftime("%Y%m%d_%H%M%S")}_'
-  given = config.checkpoint_dir or tempfile.mkdtemp(prefix=prefix)
-  with config.ignore_type(), config.unlocked():
-    config.checkpoint_dir = store_lib.at(given).url
-  return config.lock()
-
-
-def build(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  name: str,
-  checkpointer_factory: checkpointing.CheckpointerFactory,
-  writer_factory: Callable[..., Any],
-  origin: console_lib.Origin,
-  stack: contextlib.ExitStack,
-) -> train.Run:
-  """Makes the parts of a run, which `stack` closes in reverse order.
-
-  Raises:
-    UsageError: the directory is another run's; nothing has been changed there.
-  """
-  mode = find_mode(name)
-  names = [log for log in ('train' * mode.trains, mode.eval_log) if log]
-  if names:  # First, so that it closes last: closing the others may hang.
-    stack.enter_context(watchdog.limit(config.watchdog_secs))
-  stack.enter_context(compilation_cache.of_run(config))
-  # The console prints the summary after the other parts have closed.
-  console = stack.enter_context(console_lib.Console.make(config, origin))
-  is_writable = bool(names) and _claim(names, config, stack)
-  if is_writable:
-    stack.callback(spool.upload, config.checkpoint_dir)
-  # Logs close after the checkpointers, so that a last save is still logged.
-  logs = stack.enter_context(contextlib.ExitStack())
-
-  def checkpointer(
-    name: str, *, follows: bool
-  ) -> checkpointing.FullCheckpointer:
-    made = adapters.full_checkpointer(checkpointer_factory(config, name))
-    made.restrict(follows=follows, reads_only=not is_writable)
-    stack.callback(made.close)
-    return made
-
-  def writer(log: str) -> Any:
-    if log not in names or not is_writable:
-      return writers.MetricWriter()
-    made = writer_factory(config, log)
-    logs.enter_context(adapters.full_writer(made))
-    return made
-
-  first, second = None, None
-  if mode.trains or mode.follows:
-    own = 'train' if mode.is_threaded else name
-    first = checkpointer(own, follows=mode.follows)
-    first.check_shared()
-    first.check_config(experiment_class)
-  if mode.is_threaded:
-    second = checkpointer(mode.eval_log, follows=True)
-  return train.Run(
-    experiment_class,
-    config,
-    first,
-    writer('train'),
-    writer(mode.eval_log),
-    xla.actions(config.xla) if mode.trains else (),
-    eval_mode=name if mode.is_threaded else mode.eval_log,
-    eval_checkpointer=second,
-    console=console,
-    watch=preemption.begin_run(takes_steps=mode.trains),
-  )
+    # Only this call: an error in the parts above needs no debugger.
+    return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
 
 
 def _claim(
@@ -268,26 +227,26 @@ def _claim(
   """Claims the logs of a run, so that no other process writes them.
 
   Returns:
-    Whether the directory can be written; an evaluation only needs to read it.
+    Whether they can be written; an evaluation only needs to read.
 
   Raises:
-    UsageError: another run writes there, or a training cannot.
+    UsageError: another run writes them, or a training cannot.
   """
   problem, is_refused = '', False
   if jax.process_index() == 0:
     try:
       for log in logs:
         stack.enter_context(owner.Claim(config.checkpoint_dir, log))
-    except owner.ClaimedError as e:
-      problem, is_refused = str(e), True
-    except OSError as e:
-      problem = f'Nothing can be written in {config.checkpoint_dir}: {e}.'
-      is_refused = 'train' in logs
+    except (owner.ClaimedError, OSError) as e:
+      problem = f'Nothing can be written in {config.checkpoint_dir}: {e}'
+      is_refused = 'train' in logs or isinstance(e, owner.ClaimedError)
   problem, is_refused = distributed.of_chief((problem, is_refused))
   if is_refused:
-    raise UsageError(problem)
+    raise errors.UsageError(problem)
   if problem:
-    logging.warning('%s Only the console shows this evaluation.', problem)
+    logging.warning('%s. Only the console shows this evaluation.', problem)
+  elif logs:
+    stack.callback(spool.upload, config.checkpoint_dir)
   return not problem
 
 
@@ -302,13 +261,13 @@ class _ConfigParser(flags.ArgumentParser):
       return base_config.recorded_config(directory).lock()
     file, *option = argument.split(':', 1)
     if not os.path.isfile(file):
-      raise UsageError(
+      raise errors.UsageError(
         'not found; expected a file such as configs/lm.py, or the directory of'
         ' a run'
       )
     try:
       return runpy.run_path(file)['get_config'](*option).lock()
-    except UsageError:
+    except errors.UsageError:
       raise
     except Exception as e:  # absl and `_parse` would take some for wrong flags.
       raise RuntimeError(f'--config={argument} raised an error.') from e
@@ -318,6 +277,12 @@ def _run_of(path: str) -> str:
   """Returns the directory of the run that --config names, or ''."""
   path = path.removesuffix(f'/{base_config.RECORD}')
   return path * ('://' in path or os.path.isdir(os.path.expanduser(path)))
+
+
+def _is_recorded(origin: console_lib.Origin) -> bool:
+  """Returns whether a run's directory, and not the user, names the class."""
+  is_users = 'experiment_class' in origin.overrides
+  return not is_users and bool(_run_of(origin.config_file))
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
@@ -332,10 +297,13 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
 
 
 class _SettingFlag(flags.Flag):
-  """A flag, --jaxline_X, whose value is also `debug.settings.X`.
+  """A flag --jaxline_X that sets `debug.settings.X`, also without `main`."""
 
-  So `debug` follows the command line of a program that does not call `main`.
-  """
+  def __init__(self, name: str, default: str | bool, text: str):
+    is_switch = isinstance(default, bool)
+    parser = flags.BooleanParser() if is_switch else flags.ArgumentParser()
+    name = f'jaxline_{name}'
+    super().__init__(parser, None, name, default, text, boolean=is_switch)
 
   def _set(self, value: Any) -> None:
     self._value = value
@@ -344,28 +312,24 @@ class _SettingFlag(flags.Flag):
   value = property(lambda self: self._value, _set)
 
 
-def _define_setting(name: str, default: Any, text: str) -> None:
-  is_switch = isinstance(default, bool)
-  parser = flags.BooleanParser() if is_switch else flags.ArgumentParser()
-  flag = _SettingFlag(parser, None, name, default, text, boolean=is_switch)
-  flags.DEFINE_flag(flag)
-
-
 _define_config(flags.FLAGS, None)
-_define_setting(
-  'jaxline_mode',
-  'train',
-  'train: from the newest checkpoint if there is one; eval, or any name that'
-  ' begins with eval: evaluate each new checkpoint; train_and_eval: in one'
-  ' thread; train_eval_multithreaded: in two threads; decode: continue prompts;'
-  ' compile: report memory, communication and time of the steps.',
-)
-_define_setting(
-  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
-)
-_define_setting(
-  'jaxline_disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
-)
+for _setting in (
+  _SettingFlag(
+    'mode',
+    'train',
+    'train: from the newest checkpoint if there is one; eval, or any name that'
+    ' begins with eval: evaluate each new checkpoint; train_and_eval: in one'
+    ' thread; train_eval_multithreaded: in two threads; decode: continue'
+    ' prompts; compile: report memory, communication and time of the steps.',
+  ),
+  _SettingFlag(
+    'post_mortem', False, 'Enter pdb where an exception was raised.'
+  ),
+  _SettingFlag(
+    'disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
+  ),
+):
+  flags.DEFINE_flag(_setting)
 flags.DEFINE_bool(
   'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
 )
@@ -408,8 +372,8 @@ def main(
       raise
 
   def run(unused_argv: Sequence[str]) -> None:
-    name = flags.FLAGS.jaxline_mode
     factories = checkpointer_factory, writer_factory
+    name = flags.FLAGS.jaxline_mode
     with exits.ending(), log_filter.quiet_log():
       config, origin = _read_config(flags.FLAGS)
       _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
@@ -432,12 +396,11 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   Raises:
     UsageError: the command line or the config is wrong.
   """
-  values = flags.FlagValues()
-  argv = [sys.argv[0], *argv]
+  values, argv = flags.FlagValues(), [sys.argv[0], *argv]
   _define_config(values, argv)
   _parse(values, argv)
   config, origin = _read_config(values)
-  if config.experiment_class is not None and _is_recorded(origin):
+  if config.experiment_class and _is_recorded(origin):
     resolve_experiment_class(config, is_recorded=True)
   return config.lock()
 
@@ -448,13 +411,13 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     name, *others = values(argv)
   except (flags.Error, AttributeError, KeyError) as e:
     # ml_collections raises the last two, one inside the other.
-    message: Any = e
-    while isinstance(message, Exception) and message.args:
-      message = message.args[0]
-    prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
-    raise UsageError(prefix + ' '.join(str(message).split())) from e
+    text = str(getattr(e.args[0], 'args', e.args)[0])
+    kind = '' if isinstance(e, flags.Error) else 'Unknown config key: '
+    raise errors.UsageError(kind + ' '.join(text.split())) from e
   if others:
-    raise UsageError(f'Got {others}; expected flags, such as --config.KEY=5.')
+    raise errors.UsageError(
+      f'Got {others}; expected flags, such as --config.KEY=5.'
+    )
   return [name]
 
 
@@ -462,24 +425,16 @@ def _read_config(
   values: flags.FlagValues,
 ) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
   """Returns a validated copy of the config of parsed flags, and its origin."""
-  # --jaxline_run is an alias: setting it also counts as --config.
-  num_aliases = values['jaxline_run'].present
-  is_twice = num_aliases and values['config'].present > num_aliases
+  # Setting the alias also counts as --config.
+  is_twice = 0 < values['jaxline_run'].present < values['config'].present
   if values.config is None or is_twice:
-    raise UsageError(
-      f'Got {"--config and --jaxline_run" if is_twice else "no --config"};'
-      ' expected either --config=FILE, such as configs/lm.py, or'
-      ' --jaxline_run=DIR.'
+    raise errors.UsageError(
+      'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
+      ' and not both.'
     )
   base_config.validate_config(values.config)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
-
-
-def _is_recorded(origin: console_lib.Origin) -> bool:
-  """Returns whether a run's directory, and not the user, names the class."""
-  is_users = 'experiment_class' in origin.overrides
-  return not is_users and bool(_run_of(origin.config_file))
 
 
 def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:
@@ -492,9 +447,9 @@ def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:
   if is_alone:
     return
   distributed.initialize(config.distributed)
-  if flags.FLAGS.jaxline_ensure_tpu and jax.default_backend() != 'tpu':
-    raise UsageError(
-      f'--jaxline_ensure_tpu is set, but JAX runs on {jax.default_backend()!r}.'
-      ' Check that jax[tpu] is installed and that no other process uses the'
-      ' TPU.'
+  backend = flags.FLAGS.jaxline_ensure_tpu and jax.default_backend()
+  if backend not in (False, 'tpu'):
+    raise errors.UsageError(
+      f'--jaxline_ensure_tpu: JAX runs on {backend!r}. Install jax[tpu], and'
+      ' end other processes that use the TPU.'
     )

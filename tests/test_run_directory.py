@@ -68,9 +68,8 @@ class Counts(experiment.AbstractExperiment):
 class Pickles(Counts):
   """Counts its steps, and keeps a value that can only be pickled."""
 
-  def __init__(self, *args, **kwargs):
-    super().__init__(*args, **kwargs)
-    self.kept = Pickled()
+  def snapshot_state(self):
+    return super().snapshot_state() | {'kept': Pickled()}
 
 
 def duck(*args, **kwargs):
@@ -202,21 +201,13 @@ def test_the_caller_may_name_or_give_anything(tmp_path):
 @pytest.mark.parametrize('reader', ['load', 'evaluate', 'eval', 'train'])
 def test_a_directory_does_not_allow_pickles(reader, tmp_path):
   run = trained(tmp_path / 'run', Pickles, checkpoint_allow_pickle=True)
-  assert json.loads((run / 'config.json').read_text())[
-    'checkpoint_allow_pickle'
-  ]
+  recorded = json.loads((run / 'config.json').read_text())
+  assert recorded['checkpoint_allow_pickle']
   with pytest.raises((Exception, SystemExit), match='checkpoint_allow_pickle'):
     READERS[reader](run)
   assert Pickled.unpickled == []
   jaxline.load(run, {'checkpoint_allow_pickle': True})
   assert len(Pickled.unpickled) == 1
-  main(
-    f'--jaxline_run={run}',
-    '--config.checkpoint_allow_pickle',
-    '--config.one_off_evaluate',
-    mode='eval',
-  )
-  assert len(Pickled.unpickled) == 2
 
 
 # What is taken from it.
@@ -251,15 +242,13 @@ def test_the_config_is_that_of_the_run(tmp_path):
     [
       f'--jaxline_run={moved}',
       '--config.experiment_kwargs.label=b',
-      '--config.decode.prompts=p',
       '--config.writers=("jsonl", "tensorboard")',
       '--config.experiment_class=a:B',
     ]
   )
   assert config.experiment_kwargs.label == 'b'
-  assert config.decode.prompts == 'p'
   assert config.writers == ('jsonl', 'tensorboard')
-  assert type(config.experiment_class) is str
+  assert config.experiment_class == 'a:B'
   assert config.training_steps == 3
 
 
@@ -269,19 +258,16 @@ def test_the_config_is_that_of_the_run(tmp_path):
     (['--jaxline_run=RUN', '--config=configs/lm.py'], '--config'),
     (['--config=configs/lm.py', '--jaxline_run=RUN'], '--config'),
     (['--jaxline_run=RUN', '--config.training_step=3'], 'training_step'),
-    (['--jaxline_run=RUN', '--config.mesh.icy.data=3'], 'icy'),
     (['--jaxline_run=RUN', '--config.training_steps=-1'], 'training_steps'),
-    (['--jaxline_run=RUN', 'config.training_steps=3'], 'training_steps'),
     (['--jaxline_run=RUN/no'], 'RUN/no'),
     (['--jaxline_run=gs://b/r'], 'gs://b/r'),
   ],
 )
 def test_a_wrong_command_line_is_refused(args, said, tmp_path, monkeypatch):
   monkeypatch.chdir(ROOT)
-  run = str(trained(tmp_path / 'run'))
-  args = [x.replace('RUN', run) for x in args]
+  run = str(trained(tmp_path))
   with pytest.raises(errors.UsageError, match=said.replace('RUN', run)):
-    platform.load_config(args)
+    platform.load_config([x.replace('RUN', run) for x in args])
 
 
 def test_a_damaged_config_is_refused(tmp_path):
@@ -293,67 +279,48 @@ def test_a_damaged_config_is_refused(tmp_path):
 
 @pytest.mark.process
 def test_a_moved_run_is_trained_evaluated_and_looked_at(tmp_path):
-  def command(*args, code=0):
+  def command(*args):
     done = subprocess.run(
       [sys.executable, *args], cwd=ROOT, capture_output=True, text=True
     )
     text = done.stdout + done.stderr
-    assert done.returncode == code, text
+    assert done.returncode == 0, text
     assert 'another config' not in text
     return text
 
-  config = '--config=tests/programs/toy_config.py'
   text = command(
-    *('experiment.py', config, f'--config.checkpoint_dir={tmp_path}/a'),
-    '--config.training_steps=4',
+    *('experiment.py', '--config=tests/programs/toy_config.py'),
+    *(f'--config.checkpoint_dir={tmp_path}/a', '--config.training_steps=4'),
     '--config.experiment_class=tests.programs.toy:Sharded',
   )
-  go_on = next(x for x in text.splitlines() if x.startswith('Go on:'))
-  assert f'experiment.py --jaxline_run={tmp_path}/a ' in go_on
-  assert '--config=' not in go_on
+  assert f'Go on:    python experiment.py --jaxline_run={tmp_path}/a ' in text
   shutil.move(tmp_path / 'a', tmp_path / 'b')
   moved = f'--jaxline_run={tmp_path}/b'
   text = command('experiment.py', moved, '--config.training_steps=4')
   assert 'step 4 of 4' in text
-  command(
-    *('experiment.py', moved, '--jaxline_mode=eval'),
-    '--config.one_off_evaluate',
-  )
-  assert not (tmp_path / 'a').exists()
-  command('experiment.py', moved, config, code=2)
+  once = '--config.one_off_evaluate'
+  command('experiment.py', moved, '--jaxline_mode=eval', once)
   command('-m', 'jaxline.inputs', 'show', moved, '-n', '1')
+  assert not (tmp_path / 'a').exists()
 
 
-# Overrides from Python follow the command line's rules.
-
-
+# `test_fit` has the misspelled keys of `jaxline.fit` and `jaxline.evaluate`.
 @pytest.mark.parametrize(
   ('key', 'said'),
   [
     ('learning_rate', 'learning_rate'),
-    ('training_step', "'training_steps'"),
     ('mesh.icy.data', "'ici'"),
-    ('mesh.ici.dat', "'data'"),
     ('experiment_kwargs.size', "'sizes'"),
     ('training_steps.x', "'x'"),
     ('nowhere.x', "'nowhere'"),
   ],
 )
 def test_an_override_of_a_key_that_is_not_there_is_refused(key, said, tmp_path):
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path / 'new')
-  config.experiment_kwargs = {'sizes': (1,)}
-  run = trained(tmp_path / 'run', **{'experiment_kwargs.sizes': (1,)})
-  for call in (
-    lambda: jaxline.fit(Counts, config, {key: 1}),
-    lambda: jaxline.load(run, {key: 1}),
-    lambda: jaxline.evaluate(run, {key: 1}),
-  ):
-    with pytest.raises(errors.UsageError, match=said):
-      call()
+  run = trained(tmp_path, **{'experiment_kwargs.sizes': (1,)})
+  with pytest.raises(errors.UsageError, match=said):
+    jaxline.load(run, {key: 1})
   with pytest.raises(errors.UsageError):
     platform.load_config([f'--jaxline_run={run}', f'--config.{key}=1'])
-  assert not (tmp_path / 'new').exists()
 
 
 # Where a class is looked for.
