@@ -318,13 +318,6 @@ def test_processes_that_share_rows_are_one_host(
   assert rows_of(sizes, processes, devices, monkeypatch) == expected
 
 
-def test_rows_in_common_in_part_are_refused(monkeypatch):
-  with pytest.raises(ValueError) as error:
-    rows_of({'data': 3, 'mdl': 2}, 2, 3, monkeypatch)
-  for word in ('some rows of a batch in common and others not', "'mdl': 2"):
-    assert word in str(error.value)
-
-
 # Which axis of an array is split over what.
 
 BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
