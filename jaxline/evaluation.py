@@ -161,7 +161,7 @@ class Evaluation:
     self._log = run.eval_mode if run.trained is None else 'eval'
     run.console.show(run.eval_log, self._log)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._best = None
+    self._best: Any = None
     if (
       (metric := config.best_model_eval_metric)
       and not checkpointer.reads_only
