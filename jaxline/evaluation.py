@@ -50,8 +50,7 @@ def evaluate(run: Any) -> None:
   with run.stoppable():
     if not (steps or one_off):
       _follow(run, evaluation, state)
-    newest: list[int | None] = [None] * one_off
-    for step in steps or newest:
+    for step in steps or [None] * one_off:
       if is_trained := bool(steps) or has_any:
         restore(checkpointer, step)
       evaluation(state, counts=is_trained)
@@ -116,19 +115,17 @@ def restore(
 
 def _listed_steps(
   config: Any, checkpointer: checkpointing.FullCheckpointer
-) -> list[int]:
-  """Returns the steps that `config.eval_steps` means; none if it is None."""
-  text = config.eval_steps
-  if text is None:
+) -> list[int | None]:
+  """Returns the steps that `config.eval_steps` lists; None is the newest."""
+  if config.eval_steps is None:
     return []
   kept = checkpointer.steps('latest')
-  steps = kept if text == 'all' else [int(s) for s in text.split(',')]
-  if missing := sorted(set(steps) - set(kept)) or not steps:
-    raise errors.UsageError(
-      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
-      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
-    )
-  return steps
+  if config.eval_steps == 'all':
+    return [*kept] or [None]  # Without any, a restore says so.
+  steps = config.eval_steps.split(',')
+  valid = [str(step) for step in kept]
+  errors.check_names(steps, valid, 'checkpoint', 'config.eval_steps')
+  return [int(step) for step in steps]
 
 
 class Evaluation:

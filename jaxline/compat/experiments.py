@@ -94,7 +94,8 @@ def _prefer_working_directory(module: str) -> None:
   above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
   path = module.replace('.', '/')
   for folder in (cwd, *above):
-    if (folder / f'{path}.py').is_file() or (folder / path).is_dir():
+    places = folder / f'{path}.py', folder / path / '__init__.py'
+    if any(x.is_file() for x in places):
       end = [*map(is_installed, sys.path), True].index(True)
       # Permanently: worker processes and imports inside functions need it, too.
       sys.path.insert(end, str(folder))
