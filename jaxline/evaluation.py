@@ -287,11 +287,7 @@ def _metric(
     UsageError: there is no number of that name, which `config.<key>` asks for.
   """
   values = writers.to_scalars(scalars)
-  if metric not in values:
-    raise errors.UsageError(
-      f'config.{key} is {metric!r}, but evaluate returned no number of that'
-      f' name. It returned {sorted(values)}.'
-      f'{errors.did_you_mean(metric, values)}'
-    )
+  valid, what = sorted(values), 'scalar of evaluate'
+  errors.check_names([metric], valid, what, f'config.{key}')
   value = float(values[metric])
   return distributed.of_chief(value) if checkpointer.collective else value
