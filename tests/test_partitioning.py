@@ -592,7 +592,10 @@ def test_weights_left_whole_are_listed():
     'layer/b (6,) no axes named',
     "layer/odd (3, 6) ('embed', 'mlp'); embed is 3, no multiple of 2",
   ]
-  # Also where no rule splits a weight, but one names a mesh axis.
+  # Also one that another axis splits, or where a weight names a mesh axis.
+  tree = {'a': Logical(jnp.ones([4, 3]), ('embed', 'mlp'))}
+  (line,) = counted({'data': 4, 'mdl': 2}, 'fsdp_tp').undersharded_weights(tree)
+  assert line.endswith('; mlp is 3, no multiple of 2')
   tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
   assert len(partitioner('ddp').undersharded_weights(tree)) == 1
 

@@ -189,35 +189,6 @@ def test_activations_of_the_traced_model(preset):
   assert found == expected
 
 
-# What stays whole.
-
-
-def test_sizes_that_do_not_divide_stay_whole_and_say_why():
-  # Bytes and a document token: 257 is prime. Three heads for two devices.
-  changes = {'vocab_size': 257, 'num_heads': 2, 'embed_dim': 48}
-  lines = whole(make('tp', {'mdl': 4, 'data': 2}), **changes)
-  assert set(lines) == {
-    TOKENS_VD,
-    QKV_NDSHK,
-    OUT_NHKD,
-    POSITIONS_MD,
-    NORM_ND,
-    NORM2_ND,
-    NORM_D,
-  }
-  assert 'vocab is 257, no multiple of 4' in lines[TOKENS_VD]
-  assert 'heads is 2, no multiple of 4' in lines[QKV_NDSHK]
-  # Where another axis splits them, they are cut less than asked.
-  partitioner = make('fsdp_tp', {'mdl': 4, 'data': 2})
-  cut_less = whole(partitioner, **changes)
-  assert set(cut_less) == {TOKENS_VD, QKV_NDSHK, OUT_NHKD}
-  assert cut_less[TOKENS_VD] == lines[TOKENS_VD]
-  specs = by_name(partitioner.specs(weights(**changes)))
-  assert specs[TOKENS_VD] == P(None, 'data')
-  assert specs[QKV_NDSHK] == P(None, 'data', None, None, None)
-  assert specs[IN_NDSF] == P(None, 'data', None, 'mdl')
-
-
 # Rules of one's own.
 
 
