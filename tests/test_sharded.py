@@ -643,7 +643,7 @@ def test_the_best_checkpoint_goes_by_the_metric_of_a_set():
   best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
   assert best.to_dict()['global_step'] == 4
   config.best_model_eval_metric = 'loss'
-  with pytest.raises(ValueError, match=r"It returned \['long/loss', 'long/ro"):
+  with pytest.raises(ValueError, match=r"\['long/loss', 'long/ro"):
     train.Run(Sets, config, checkpointer, None, None).train_and_eval()
 
 
