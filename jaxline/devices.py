@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
@@ -114,9 +113,21 @@ def double_buffer_on_gpu(ds: Iterable[T]) -> Iterable[T]:
 
 
 def rendezvous() -> None:
-  """Waits until all hosts have come here."""
+  """Waits until all hosts have come here.
+
+  Raises:
+    ValueError: if the devices that checked in are not all there are.
+  """
   with debug.log_activity('rendezvous'):
-    multihost_utils.sync_global_devices('rendezvous')
+    ones = np.ones([jax.local_device_count()], np.int32)
+    sums = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(ones)
+    got = jax.device_get(sums).tolist()
+    if set(got) != {jax.device_count()}:
+      raise ValueError(
+        f'Rendezvous: the devices of this host counted {got} devices, expected '
+        f'{jax.device_count()}. Did all processes start with the same '
+        'jax.distributed.initialize settings?'
+      )
 
 
 def layout(value: Any) -> dict[str, Any] | None:

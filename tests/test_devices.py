@@ -257,3 +257,18 @@ def test_double_buffer_on_gpu_does_so_on_gpu_only(backend):
     got = devices.double_buffer_on_gpu(ds)
   assert (got is ds) == (backend != 'gpu')
   assert len(list(got)) == 1
+
+
+# --- rendezvous --------------------------------------------------------------
+
+
+def test_rendezvous_of_all_devices():
+  devices.rendezvous()
+  with chex.fake_pmap_and_jit():
+    devices.rendezvous()
+
+
+def test_rendezvous_with_devices_missing_says_how_many():
+  with mock.patch.object(jax, 'device_count', return_value=8):
+    with pytest.raises(ValueError, match=r'\[2, 2\].*expected 8'):
+      devices.rendezvous()
