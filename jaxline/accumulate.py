@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxline import partitioning
+from jaxline import placement
 from jaxline import train_state
 from jaxline import train_step
 
@@ -23,10 +24,10 @@ def gradients(
   """Returns what `train_step.gradients` does, computed in microbatches.
 
   The microbatches' gradients are averaged by their `weights`, which gives the
-  gradient of the whole batch if the loss is the mean by these weights. Each
-  microbatch has its own key.
+  gradient of the whole batch if the loss is the mean by these weights.
 
-  `place_grads` constrains the sharding of the gradients.
+  `loss_fn` gets `rng` itself for a whole batch, and `fold_in(rng, i)` for
+  microbatch i. `place_grads` constrains the sharding of the gradients.
   """
   if num_microbatches == 1:
     *output, grads = train_step.gradients(
@@ -34,15 +35,8 @@ def gradients(
     )
     return (*output, place_grads(grads))
   rows = len(batch[train_step.WEIGHTS])
-  partitioner = partitioning.active()
-  num_shards = partitioner.batch_shards if partitioner else 1
-  if rows % (num_microbatches * num_shards):
-    raise ValueError(
-      f'config.gradient_accumulation_steps is {num_microbatches}: a global'
-      f' batch of {rows} rows does not divide into that many parts over'
-      f' {num_shards} devices that share a batch. Use other parts or a multiple'
-      f' of {num_microbatches * num_shards} rows.'
-    )
+  if partitioner := partitioning.active():
+    placement.check_rows(rows, partitioner, num_microbatches)
 
   def split(x: jax.Array) -> jax.Array:
     # Microbatch i has the rows i, i + num_microbatches, ...: equally many of
@@ -55,8 +49,9 @@ def gradients(
     model_state: Any, microbatch: train_step.Batch, i: Any
   ) -> tuple[Any, Any]:
     """Returns sums over a microbatch, and the next model state."""
+    key = jax.random.fold_in(rng, i)
     loss, metrics, model_state, grads = train_step.gradients(
-      loss_fn, params, model_state, microbatch, jax.random.fold_in(rng, i)
+      loss_fn, params, model_state, microbatch, key
     )
     weight = microbatch[train_step.WEIGHTS].sum(dtype=jnp.float32)
 

@@ -50,8 +50,7 @@ def evaluate(run: Any) -> None:
   with run.stoppable():
     if not (steps or one_off):
       _follow(run, evaluation, state)
-    newest: list[int | None] = [None] * one_off
-    for step in steps or newest:
+    for step in steps or [None] * one_off:
       if is_trained := bool(steps) or has_any:
         restore(checkpointer, step)
       evaluation(state, counts=is_trained)
@@ -116,19 +115,17 @@ def restore(
 
 def _listed_steps(
   config: Any, checkpointer: checkpointing.FullCheckpointer
-) -> list[int]:
-  """Returns the steps that `config.eval_steps` means; none if it is None."""
-  text = config.eval_steps
-  if text is None:
+) -> list[int | None]:
+  """Returns the steps that `config.eval_steps` lists; None is the newest."""
+  if config.eval_steps is None:
     return []
   kept = checkpointer.steps('latest')
-  steps = kept if text == 'all' else [int(s) for s in text.split(',')]
-  if missing := sorted(set(steps) - set(kept)) or not steps:
-    raise errors.UsageError(
-      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
-      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
-    )
-  return steps
+  if config.eval_steps == 'all':
+    return [*kept] or [None]  # Without any, a restore says so.
+  steps = config.eval_steps.split(',')
+  valid = [str(step) for step in kept]
+  errors.check_names(steps, valid, 'checkpoint', 'config.eval_steps')
+  return [int(step) for step in steps]
 
 
 class Evaluation:
@@ -161,15 +158,15 @@ class Evaluation:
     self._log = run.eval_mode if run.trained is None else 'eval'
     run.console.show(run.eval_log, self._log)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._best: Best | None = None
+    self._best: Any = None
     if (
       (metric := config.best_model_eval_metric)
       and not checkpointer.reads_only
       and run.saves_here(config.best_checkpoint_all_hosts)
     ):
-      self._best = Best(config, checkpointer)
-      if math.isfinite(self._best.value):
-        run.console.log_best(metric, self._best.value)
+      self._best = _restored_best(config, checkpointer)
+      if math.isfinite(value := float(self._best.best_eval_metric_value)):
+        run.console.log_best(metric, value)
 
   def __call__(self, state: Any, counts: bool = True) -> None:
     """Evaluates the experiment's weights, which are those of a live state.
@@ -202,16 +199,13 @@ class Evaluation:
   def _note(self, step: int, scalars: Any, train_step_rng: Any) -> None:
     """Saves the best checkpoint, and notes that the step is evaluated."""
     run, checkpointer = self._run, self._run.checkpointer
-    if self._best is not None and self._best.keep(
-      self.experiment, scalars, step, train_step_rng
-    ):
-      key = run.config.best_model_eval_metric
-      run.console.log_best(key, self._best.value, step)
+    if self._best is not None:
+      self._save_if_best(step, scalars, train_step_rng)
     flushed = run.eval_log.flush_async()
     metric, patience, _ = notes.early_stop(run.config)
     value = None
     if patience:
-      value = metric_of('early_stop.metric', metric, scalars, checkpointer)
+      value = _metric('early_stop.metric', metric, scalars, checkpointer)
     name = '' if value is None else metric
     self.noted.append(checkpointing.Evaluation(step, name, value))
 
@@ -220,6 +214,23 @@ class Evaluation:
       checkpointer.mark_evaluated(step, value, lengths)
 
     checkpointer.when_saved(note)
+
+  def _save_if_best(self, step: int, scalars: Any, train_step_rng: Any) -> None:
+    config, checkpointer = self._run.config, self._run.checkpointer
+    state, name = self._best, config.best_model_eval_metric
+    value = _metric('best_model_eval_metric', name, scalars, checkpointer)
+    best = float(state.best_eval_metric_value)
+    is_higher_better = config.best_model_eval_metric_higher_is_better
+    if not (value > best if is_higher_better else value < best):
+      return  # A NaN is not better.
+    state.global_step = step
+    state.experiment_module = self.experiment
+    state.best_eval_metric_value = value
+    state.train_step_rng = train_step_rng
+    self.experiment.on_new_best_model(state)
+    with goodput.measure('checkpoints'):
+      checkpointer.save('best')
+    self._run.console.log_best(name, value, step)
 
   def is_of_last_step(self) -> bool:
     """Returns whether the step evaluated last is the last of training."""
@@ -234,63 +245,37 @@ class Evaluation:
       self._run.checkpointer.wait_for_checkpointing_to_finish()
 
 
-class Best:
-  """The series `best`, which `evaluate` and `train_and_eval` save."""
+def _restored_best(
+  config: Any, checkpointer: checkpointing.FullCheckpointer
+) -> Any:
+  """Returns the live state of the series `best`, without weights.
 
-  def __init__(self, config: Any, checkpointer: checkpointing.FullCheckpointer):
-    """Restores the best value so far, but not its weights."""
-    self._checkpointer = checkpointer
-    self._metric = config.best_model_eval_metric
-    self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
-    state = self._state = checkpointer.get_experiment_state('best')
-    worst = -self._sign * math.inf
-    state.best_model_eval_metric = self._metric
-    state.best_eval_metric_value = worst
-    # Now, so that a conflict is reported before the first evaluation.
-    checkpointer.claim('best')
-    if checkpointer.can_be_restored('best'):
-      try:
-        restore(checkpointer, series='best')
-      except store_lib.DamagedError as e:
-        # The weights that count are those of `latest`.
-        logging.error('The series best begins anew: %s', e)
-    if (old := state.best_model_eval_metric) != self._metric:
+  It has the best value so far: an infinity if there is none of the metric.
+  """
+  state = checkpointer.get_experiment_state('best')
+  # A restore replaces only entries that the state has.
+  state.best_model_eval_metric = state.best_eval_metric_value = None
+  # Now, so that a conflict is reported before the first evaluation.
+  checkpointer.claim('best')
+  if checkpointer.can_be_restored('best'):
+    try:
+      restore(checkpointer, series='best')
+    except store_lib.DamagedError as e:
+      # The weights that count are those of `latest`.
+      logging.error('The series best begins anew: %s', e)
+  old, metric = state.best_model_eval_metric, config.best_model_eval_metric
+  if old != metric:
+    if old is not None:
       logging.warning(
-        'The series best was of %r; now it is of %r.', old, self._metric
+        'The series best was of %r; now it is of %r.', old, metric
       )
-      state.best_model_eval_metric = self._metric
-      state.best_eval_metric_value = worst
-
-  @property
-  def value(self) -> float:
-    """The best value so far; an infinity without one."""
-    return float(self._state.best_eval_metric_value)
-
-  def keep(
-    self,
-    experiment: Any,
-    scalars: Mapping[str, Any],
-    step: int,
-    train_step_rng: Any,
-  ) -> bool:
-    """Saves an experiment if its metric is the best so far; returns whether."""
-    state = self._state
-    value = metric_of(
-      'best_model_eval_metric', self._metric, scalars, self._checkpointer
-    )
-    if not self._sign * value > self._sign * self.value:  # A NaN is not better.
-      return False
-    state.global_step = step
-    state.experiment_module = experiment
-    state.best_eval_metric_value = value
-    state.train_step_rng = train_step_rng
-    experiment.on_new_best_model(state)
-    with goodput.measure('checkpoints'):
-      self._checkpointer.save('best')
-    return True
+    is_higher_better = config.best_model_eval_metric_higher_is_better
+    state.best_model_eval_metric = metric
+    state.best_eval_metric_value = -math.inf if is_higher_better else math.inf
+  return state
 
 
-def metric_of(
+def _metric(
   key: str,
   metric: str,
   scalars: Mapping[str, Any],
@@ -302,11 +287,7 @@ def metric_of(
     UsageError: there is no number of that name, which `config.<key>` asks for.
   """
   values = writers.to_scalars(scalars)
-  if metric not in values:
-    raise errors.UsageError(
-      f'config.{key} is {metric!r}, but evaluate returned no number of that'
-      f' name. It returned {sorted(values)}.'
-      f'{errors.did_you_mean(metric, values)}'
-    )
+  valid, what = sorted(values), 'scalar of evaluate'
+  errors.check_names([metric], valid, what, f'config.{key}')
   value = float(values[metric])
   return distributed.of_chief(value) if checkpointer.collective else value

@@ -52,11 +52,6 @@ class _Feed:
       name: iterable.as_input(x, is_training=self.is_training, shard=shard)
       for name, x in (found.items() if has_sets else [('', found)])
     }
-    if not sources:
-      raise ValueError(
-        f'{what} returned an empty mapping; expected name -> input of at least'
-        ' one evaluation set.'
-      )
     expected = self.is_training, shard.index, shard.count
     for source in sources.values():
       hosts = source.infeed_host_index, source.num_infeed_hosts
@@ -160,11 +155,6 @@ class TrainFeed(_Feed):
     Raises:
       ValueError: the input cannot be set to it; then nothing was changed.
     """
-    if position is None and num_read:
-      logging.warning(
-        'The checkpoint holds no position of the data, which begins anew: if'
-        ' its order does not change, the run sees the same again.'
-      )
     source = self._open(position)
     self.note(num_read, position)
     self._infeed = self._read_ahead(source)

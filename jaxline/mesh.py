@@ -166,13 +166,17 @@ def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
   return [ordered[i * size : (i + 1) * size] for i in range(num_slices)]
 
 
-# Checks of a config's sizes.
+# The sizes of a config.
 
 
 def check_sizes(
   sizes: Mapping[str, Any] | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-  """Checks `mesh_shape`'s sizes; returns them, within slices and across."""
+  """Returns all of `mesh_shape`'s sizes, within slices and across.
+
+  Raises:
+    UsageError: a name is unknown.
+  """
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
     sizes = {'ici': sizes}
@@ -181,63 +185,40 @@ def check_sizes(
   for network, filled in (('ici', 'data'), ('dcn', 'replica')):
     given = dict(sizes.get(network) or {})
     errors.check_names(given, MESH_AXES, 'mesh axis', f'mesh.{network}')
-    values = list(given.values())
-    if values.count(-1) > 1 or not all(
-      isinstance(size, int | np.integer)
-      and not isinstance(size, bool)
-      and (size > 0 or size == -1)
-      for size in values
-    ):
-      raise MeshError(
-        f'mesh.{network} is {given}; expected positive integers, of which one'
-        f' size may be -1: all that are left. By default {filled} is -1.'
-      )
     # The default axis is filled up only if no other one is.
-    default = dict.fromkeys(MESH_AXES, 1)
-    default[filled] = 1 if -1 in values else -1
-    found.append(default | {axis: int(size) for axis, size in given.items()})
+    default = {filled: 1 if -1 in given.values() else -1}
+    found.append(dict.fromkeys(MESH_AXES, 1) | default | given)
   within, across = found
   return within, across
-
-
-_SIZES = optional(mapping('a dict from axis to size'))
-KEYS = (
-  Key('mesh', {}, optional(
-        Check('a dict of some of the keys below', check_sizes)),
-      'Sizes of the device mesh of a sharded step; their product is the number'
-      ' of devices. See docs/sharding.md.', 'program', sharded=True),
-  Key('mesh.ici', {}, _SIZES,
-      'Sizes within a slice: devices that a fast network connects, such as a'
-      ' TPU slice or the GPUs of a node. One may be -1: all that are left.',
-      'program'),
-  Key('mesh.dcn', {}, _SIZES,
-      'Sizes across slices, which a slower network connects. The size of an'
-      ' axis of the mesh is the product of both.', 'program'),
-  *(Key(f'mesh.{network}.{axis}', -1 if axis == filled else 1,
-        Check('an integer in [1, inf), or -1', lambda x: True),
-        reason, 'program')
-    for network, filled in (('ici', 'data'), ('dcn', 'replica'))
-    for axis, reason in (
-      ('stage', 'Stages of a pipeline.'),
-      ('replica', 'Splits the batch; each part holds all weights.'),
-      ('data', 'Splits the batch and, with `fsdp`, the weights.'),
-      ('mdl', 'Splits weights and activations, with `tp`.'))),
-)  # fmt: skip
 
 
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
   """Returns sizes whose product is `count`, the number of `what`."""
-  fixed = math.prod(size for size in sizes.values() if size != -1)
-  has_free = -1 in sizes.values()
-  if count % fixed == 0 if has_free else count == fixed:
-    return tuple(
-      count // fixed if size == -1 else size for size in sizes.values()
-    )
-  given = {axis: size for axis, size in sizes.items() if size != 1}
-  raise MeshError(
-    f'{where} is {given or dict(sizes)}, which needs'
-    f' {"a multiple of " if has_free else ""}{fixed} {what}; there are {count}.'
-    f' Expected sizes whose product is {count}; -1 in one place fills it.'
-  )
+  try:
+    return np.empty(count).reshape(*sizes.values()).shape
+  except (TypeError, ValueError) as e:
+    raise MeshError(
+      f'{where} is {dict(sizes)}; expected sizes whose product is the number of'
+      f' {what}, {count}. One may be -1: all that are left.'
+    ) from e
+
+
+KEYS = (
+  Key('mesh', {}, optional(
+        Check('a dict of some of the keys below', check_sizes)),
+      'Sizes of the device mesh of a sharded step; their product is the number'
+      ' of devices. See docs/sharding.md.', 'program', sharded=True),
+  Key('mesh.ici', {'stage': 1, 'replica': 1, 'data': -1, 'mdl': 1},
+      optional(mapping('a dict from axis to size')),
+      'Sizes within a slice: devices that a fast network connects, such as a'
+      ' TPU slice or the GPUs of a node. One may be -1: all that are left.'
+      ' `stage`: stages of a pipeline. `replica` splits the batch; each part'
+      ' holds all weights. `data` splits the batch and, with `fsdp`, the'
+      ' weights. `mdl` splits weights and activations, with `tp`.', 'program'),
+  Key('mesh.dcn', {'stage': 1, 'replica': -1, 'data': 1, 'mdl': 1},
+      optional(mapping('a dict from axis to size')),
+      'Sizes across slices, which a slower network connects. The size of an'
+      ' axis of the mesh is the product of both.', 'program'),
+)  # fmt: skip

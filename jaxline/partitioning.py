@@ -9,7 +9,6 @@ change. `AXIS_NAMES` are the valid names.
 After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
 """
 
-import collections
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
@@ -237,20 +236,17 @@ class Partitioner:
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
-    # Of a batch of one row for each shard, the rows of each process.
+    # Of a batch of one row for each shard, the first row of each process.
     shape = (self.batch_shards,)
     shards: Any = self.batch_sharding.devices_indices_map(shape)
-    rows: dict[int, set[int]] = collections.defaultdict(set)
-    for device, (index,) in shards.items():
-      rows[device.process_index].add(index.indices(*shape)[0])
-    groups = sorted({tuple(sorted(of)) for of in rows.values()})
-    if {len(group) * len(groups) for group in groups} != {self.batch_shards}:
-      raise ValueError(
-        f'On the mesh {self.axis_sizes} the processes have some rows of a batch'
-        f' in common and others not: {dict(rows)}. Choose a mesh whose'
-        f' {self.rules.batch} axes fit the devices of a process.'
+    first: dict[int, int] = {}
+    for device, (rows,) in shards.items():
+      row = rows.indices(*shape)[0]
+      first[device.process_index] = min(
+        row, first.get(device.process_index, row)
       )
-    return groups.index(tuple(sorted(rows[jax.process_index()]))), len(groups)
+    firsts = sorted(set(first.values()))
+    return firsts.index(first[jax.process_index()]), len(firsts)
 
   @functools.cached_property
   def replicated(self) -> NamedSharding:
@@ -309,16 +305,18 @@ class Partitioner:
     return jax.tree.map_with_path(spec_of, tree, is_leaf=is_logical)
 
   def _axes(self, x: Any) -> tuple[Axis, ...]:
-    """Returns the axes of a weight, with or without names: see `specs`."""
+    """Returns the axes of a weight; `specs` describes those without names."""
     if is_logical(x):
       return x.axes
     axes: list[Axis] = [None] * len(x.shape)
     parts = self.size('embed')
-    # Not the first of three, or a short one: it may be that of scanned layers.
-    first = int(len(x.shape) > 2 or x.shape[:1] <= (MAX_LAYERS,))
-    fits = [i for i, n in enumerate(x.shape) if i >= first and n % parts == 0]
-    if parts > 1 and fits and math.prod(x.shape) >= MIN_SPLIT:
-      axes[max(fits, key=lambda i: x.shape[i])] = 'embed'
+    if parts > 1 and math.prod(x.shape) >= MIN_SPLIT:
+      # The first dimension of a stack of weights is the number of layers.
+      may_be_stack = len(x.shape) > 2 or x.shape[0] <= MAX_LAYERS
+      dims = range(1 if may_be_stack else 0, len(x.shape))
+      divisible = [i for i in dims if x.shape[i] % parts == 0]
+      if divisible:
+        axes[max(divisible, key=lambda i: x.shape[i])] = 'embed'
     return tuple(axes)
 
   def specs_like(self, tree: Any, weights: Any) -> Any:

@@ -66,15 +66,24 @@ def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
   return jax.make_array_from_process_local_data(sharding, batch)
 
 
-def check_rows(total: int, partitioner: partitioning.Partitioner) -> None:
-  """Raises MeshError if the rows of a global batch do not divide."""
-  shards = partitioner.batch_shards
+def check_rows(
+  total: int, partitioner: partitioning.Partitioner, num_parts: int = 1
+) -> None:
+  """Raises MeshError if the rows of a global batch do not divide.
+
+  Args:
+    total: the number of rows.
+    partitioner: has the mesh.
+    num_parts: `config.gradient_accumulation_steps`.
+  """
+  shards = partitioner.batch_shards * num_parts
   if remainder := total % shards:
+    parts = f'gradient_accumulation_steps = {num_parts}, and '
     raise mesh_lib.MeshError(
-      f'A global batch of {total} rows does not divide over {shards} devices'
-      f' ({" x ".join(partitioner.rules.batch)} of the mesh'
-      f' {partitioner.axis_sizes}); make it a multiple of {shards}, such as'
-      f' {total - remainder + shards}.'
+      f'A global batch of {total} rows does not divide into {shards} parts'
+      f' ({parts if num_parts > 1 else ""}{" x ".join(partitioner.rules.batch)}'
+      f' of the mesh {partitioner.axis_sizes}); make it a multiple of {shards},'
+      f' such as {total - remainder + shards}.'
     )
 
 

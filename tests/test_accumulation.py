@@ -281,7 +281,7 @@ def test_what_does_not_divide_is_refused(parts, fits):
   with pytest.raises(ValueError, match='gradient_accumulation_steps') as error:
     train(experiment)
   experiment.train_feed.close()
-  assert f'multiple of {fits} rows' in str(error.value)
+  assert f'multiple of {fits},' in str(error.value)
 
 
 def test_parts_are_refused_by_the_shards_of_a_batch_only():

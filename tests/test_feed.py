@@ -107,8 +107,8 @@ def test_a_position_that_cannot_be_set_changes_nothing(caplog):
   assert take(source) == 3
   with pytest.raises(errors.UsageError, match='no position'):
     source.peek()
-  source.restore(3, None)  # Which is warned of.
-  assert 'begins anew' in caplog.text
+  source.restore(3, None)
+  assert 'begins its data anew' in caplog.text
   assert (take(source), source.num_read) == (1, 4)
   source.close()
 
@@ -128,7 +128,6 @@ def evaluate(source, num_evaluated=0):
   ('given', 'said'),
   [
     ([], 'gave no batch'),
-    ({}, 'an empty mapping'),
     ({'some': [{'y': np.ones(4)}], 'none': []}, "no batch for 'none'"),
     ([{'y': np.ones(4)}, {'y': np.ones(8)}], '8 rows follows one of 4'),
   ],

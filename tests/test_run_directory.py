@@ -375,10 +375,10 @@ def test_where_a_class_is_found(
   for folder in having:
     add(places / folder)
   monkeypatch.chdir(places / cwd)
-  if is_imported:
-    importlib.import_module('shown.other')  # The installed package.
   if 'program' in having:
     monkeypatch.syspath_prepend(places / 'program')
+  elif is_imported:
+    importlib.import_module('shown.other')  # The installed package.
   if 'sticky' in having:
     (places / 'sticky').chmod(0o1777)
   if found is None:

@@ -8,8 +8,8 @@ JAXline's clients hand over experiments that do not derive from
 from collections.abc import Mapping
 import functools
 import importlib
+from importlib import machinery
 import inspect
-import os
 import pathlib
 import stat
 import sys
@@ -77,41 +77,32 @@ def resolve_experiment_class(
 def _prefer_working_directory(module: str) -> None:
   """Lets a module be imported from the working directory or one above it.
 
-  The nearest directory that has the module is inserted into sys.path before the
-  installed packages, because dm-haiku installs a package `examples`. The
-  directory of the program and PYTHONPATH still come first.
+  The nearest directory that has the module precedes the installed packages,
+  because dm-haiku installs a package `examples`. The directory of the program
+  and PYTHONPATH still come first.
   """
-
-  def has_module(folder: pathlib.Path) -> bool:
-    path = folder.joinpath(*module.split('.'))
-    return os.path.isfile(f'{path}.py') or os.path.isfile(path / '__init__.py')
-
-  def is_installed(path: str) -> bool:
-    return bool(
-      {'site-packages', 'dist-packages'} & {*pathlib.Path(path).parts}
-    )
-
   if module in sys.modules:
+    return
+  top = module.partition('.')[0]
+  is_installed = lambda path: pathlib.Path(path).match('*-packages')
+  spec = machinery.PathFinder.find_spec(top)
+  found = [] if spec is None else spec.submodule_search_locations or [top]
+  if not all(is_installed(pathlib.Path(x).parent) for x in found):
     return
   cwd = pathlib.Path.cwd()
   # Anybody may write in directories like /tmp.
   above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
-  folder = next(filter(has_module, [cwd, *above]), None)
-  if folder is None:
-    return
-  end = next((i for i, x in enumerate(sys.path) if is_installed(x)), None)
-  first = sys.path[:end]
-  if str(folder) not in first:
-    # Permanently: worker processes and imports inside functions need it, too.
-    sys.path[:end] = [*first, str(folder)]
-  top = module.partition('.')[0]
-  loaded = [*getattr(sys.modules.get(top), '__path__', ())]
-  if any(map(is_installed, loaded)) and not any(
-    has_module(pathlib.Path(x).parent) for x in loaded
-  ):
-    # The installed package of the same name was imported.
-    for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
-      del sys.modules[name]
+  path = module.replace('.', '/')
+  for folder in (cwd, *above):
+    places = folder / f'{path}.py', folder / path / '__init__.py'
+    if any(x.is_file() for x in places):
+      end = [*map(is_installed, sys.path), True].index(True)
+      # Permanently: worker processes and imports inside functions need it, too.
+      sys.path.insert(end, str(folder))
+      # The installed package of the same name may have been imported.
+      for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
+        del sys.modules[name]
+      return
 
 
 class _Nothing:
