@@ -20,7 +20,6 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
 from jaxline import prng
-from jaxline.checkpoint import notes
 from jaxline.compat import experiments
 from jaxline.metrics import writers
 from jaxline.storage import store as store_lib
@@ -208,7 +207,7 @@ class Evaluation:
       key = run.config.best_model_eval_metric
       run.console.log_best(key, self._best.value, step)
     flushed = run.eval_log.flush_async()
-    metric, patience, _ = notes.early_stop(run.config)
+    metric, patience, _ = checkpointing.early_stop(run.config)
     value = None
     if patience:
       value = metric_of('early_stop.metric', metric, scalars, checkpointer)

@@ -147,27 +147,6 @@ def test_how_many_of_the_best_are_kept(is_pure, values, kept):
   assert len(history('best')) == kept
 
 
-@pytest.mark.parametrize('is_pure', [False, True])
-def test_the_best_of_the_sharded_style_is_the_latest(is_pure):
-  checkpointer, state = make()
-  state.experiment_module.EVALUATION_IS_PURE = is_pure
-  checkpointer.save(SERIES)
-  best = checkpointer.get_experiment_state('best')
-  assert best is not state
-  assert not checkpointer.can_be_restored('best')
-  best.update(state, value=0.5)
-  checkpointer.save('best')
-  nests = [history(name)[0].pickle_nest for name in (SERIES, 'best')]
-  latest, held = (nest.experiment_module.params.w for nest in nests)
-  assert (latest is held) == is_pure
-  best.experiment_module._params = None
-  checkpointer.restore('best')
-  np.testing.assert_array_equal(best.experiment_module._params['w'][0], [1, 2])
-  best.global_step += 1  # Of this step there is no other checkpoint.
-  checkpointer.save('best')
-  assert history('best')[-1].pickle_nest.experiment_module.params.w is not held
-
-
 # Frozen.
 
 
