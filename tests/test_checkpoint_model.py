@@ -247,7 +247,7 @@ class Machine(stateful.RuleBasedStateMachine):
     assert noted == [step for step, _ in self.evaluated]
     # Nothing is collected while a manifest cannot be read, or none is there.
     if self.latest and not self.damaged:
-      named |= self.left | self.evaluation._mark.data
+      named |= self.left | self.evaluation._marked
       assert set(place.names('data')) <= named
 
 

@@ -235,11 +235,10 @@ def _zarr(about: Mapping[str, Any]) -> dict[str, Any]:
 # Reading.
 
 
-def check(described: Mapping[str, Any]) -> None:
-  """Refuses descriptions that this module does not write.
+def malformed(described: Mapping[str, Any]) -> str | None:
+  """Returns the name of an array whose description this module did not write.
 
-  Raises:
-    RefusedError: one names a file elsewhere, or has not the parts of its shape.
+  It names a file elsewhere, or has not the parts of its shape.
   """
   for name, about in described.items():
     shape, chunk = about['shape'], about['chunk']
@@ -253,9 +252,8 @@ def check(described: Mapping[str, Any]) -> None:
       or set(about['parts'])
       != {*map(_part, itertools.product(*map(range, grid)))}
     ):
-      raise store_lib.RefusedError(
-        f'its manifest describes the array {name!r} as {str(about)[:200]}'
-      )
+      return name
+  return None
 
 
 class _Reading:

@@ -226,11 +226,12 @@ class Checkpoint:
       GoneError: it was removed meanwhile, which looks like damage.
     """
     try:
-      with manager.naming(self.name):
-        yield
+      yield
+    except store_lib.RefusedError as e:
+      raise store_lib.RefusedError(f'{self.name} is refused: {e}.') from e
     except store_lib.DamagedError as e:
       if self._is_there():
-        raise
+        raise store_lib.DamagedError(f'{self.name} is damaged: {e}.') from e
       raise store_lib.GoneError(f'{self.name} was removed meanwhile.') from e
 
   def read(self, targets: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -80,7 +80,9 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     self._restored: dict[str, Any] = {}
     self._held_step: int | None = None
     self._move(config.checkpoint_dir)
-    self._mark = manager.Mark(self._store, mode)
+    # Keeps data that an evaluation reads, or writes and has not named yet.
+    mark = f'readers/{mode}-{secrets.token_hex(4)}.json'
+    self._mark, self._marked = owner.Beat(self._store, mark), set[str]()
 
   def _move(self, directory: str) -> None:
     """Makes a directory that of the run."""
@@ -290,12 +292,13 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     """Marks data, so that the training beside this evaluation keeps it."""
     if jax.process_index() != 0 or self.reads_only or not self.follows:
       return
-    # The mark alone may have kept the data that was marked before.
-    self._manifests.doom(self._mark.data - {*data})
     if data:
-      self._mark.keep(data)
+      self._mark.write(data=sorted(data))
     else:
-      self._mark.drop()
+      self._mark.stop()
+    # The mark alone may have kept the data that was marked before.
+    self._manifests.doom(self._marked - {*data})
+    self._marked = {*data}
     self._manifests.collect()
 
   def _latest(self, step: int) -> dict[str, Any]:
