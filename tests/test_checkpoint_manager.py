@@ -212,20 +212,3 @@ def test_marked_data_stays_while_the_mark_changes(manifests, clock):
   assert manifests.store.names('readers') == []
   for each in (mark, other):
     each.stop()
-
-
-def test_a_mark_that_is_dropped(manifests):
-  for step in (1, 2, 3):
-    write(manifests, 'latest', step)
-  mark = owner.Beat(manifests.store, 'readers/a')
-  mark.write(data=['1-ab', '2-ab'])
-  manifests.retire('latest', [1, 2])
-  manifests.collect()
-  assert data(manifests) == ['1-ab', '2-ab', '3-ab']
-  mark.write(data=['2-ab'])  # In place of both.
-  manifests.collect()
-  assert data(manifests) == ['2-ab', '3-ab']
-  mark.stop()
-  mark.stop()
-  manifests.collect()
-  assert data(manifests) == ['3-ab']
