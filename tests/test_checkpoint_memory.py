@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-from typing import NamedTuple
 from unittest import mock
 
 from absl import logging
@@ -201,69 +200,6 @@ def test_changes_in_place_do_not_reach_the_snapshot():
   spoil(state.experiment_module)
   checkpointer.restore(SERIES)
   check(state.experiment_module._notes)
-
-
-# Kinds of state.
-
-
-class Pair(NamedTuple):
-  first: jax.Array
-  second: dict
-
-
-@pytest.mark.parametrize(
-  'params',
-  [
-    {'a.b': {'c/d': np.float32([1])}, 'linear': np.int32([2])},  # Dots.
-    Pair(np.float32([1, 2]), {'x': np.float32(3)}),
-    {'half': jnp.bfloat16([1.5]), 'flag': np.array([True])},
-    [np.float32([1]), (np.float32([2]), None)],
-  ],
-)
-def test_any_tree_of_arrays_comes_back(params):
-  module = Toy(params=params)
-  checkpointer, _ = make(module)
-  checkpointer.save(SERIES)
-  before, module._params = module._params, None
-  checkpointer.restore(SERIES)
-  assert jax.tree.structure(module._params) == jax.tree.structure(before)
-  for a, b in zip(
-    jax.tree.leaves(module._params), jax.tree.leaves(before), strict=True
-  ):
-    np.testing.assert_array_equal(a, b)
-    assert a.dtype == b.dtype
-
-
-# Threads.
-
-
-def test_threads_share_the_series_but_not_the_live_state():
-  checkpointer, state = make()
-  seen = {}
-  saved, looked = threading.Event(), threading.Event()
-
-  def evaluator():
-    other, live = make(keep=5)
-    seen['live'] = live
-    seen['before'] = other.can_be_restored(SERIES)
-    looked.set()
-    assert saved.wait(30)
-    live.global_step = 0
-    other.restore(SERIES)
-    seen['path'] = other.restore_path(SERIES)
-
-  thread = threading.Thread(target=evaluator)
-  thread.start()
-  assert looked.wait(30)
-  state.global_step = 17
-  checkpointer.save(SERIES)
-  saved.set()
-  thread.join(30)
-  assert seen['live'] is not state
-  assert seen['before'] is False
-  assert seen['live'].global_step == 17
-  assert seen['path'] == 0
-  assert seen['live'].experiment_module is not state.experiment_module
 
 
 # What forks do with it.

@@ -421,23 +421,6 @@ def test_a_process_that_sleeps_is_ended_by_its_watchdog(folder):
 
 
 @pytest.mark.slow
-def test_a_stopped_process_ends_the_others(folder):
-  started = Run(folder / 'stopped', fault='1:step:5:stop')
-  started.wait_for('step', step=4)
-  began = time.monotonic()
-  try:
-    started.processes[0].wait(HEARTBEAT_SECS + 20)
-  except subprocess.TimeoutExpired:
-    pytest.fail('It waits for ever for a process that is stopped.')
-  finally:
-    started.kill()
-  print(f'ended after {time.monotonic() - began:.1f} s')
-  assert started.processes[0].returncode == ABORTED
-  results = run(folder / 'stopped')
-  assert {r.the('restored')['step'] for r in results} <= {2, 4}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize('place', ['start:0', 'step:5', 'input:5'])
 def test_an_error_in_one_ends_both(folder, place):
   directory = folder / place.replace(':', '_')
