@@ -119,7 +119,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       own, source = found.record, found.name
       if step is None and memory.seed(ckpt_series) is not None:
         unused = _SEED
-    elif isinstance(begin, inspection.Found):
+    elif isinstance(begin, contents.Checkpoint):
       source, entries = begin.name, self._read_foreign(begin, state, module)
       # The step, too: that run may go on, and this one is to be replayed.
       self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
@@ -263,7 +263,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   def _beginning(
     self, ckpt_series: str
-  ) -> memory.SnapshotNT | inspection.Found | None:
+  ) -> memory.SnapshotNT | contents.Checkpoint | None:
     """Returns what a series without checkpoints begins from.
 
     That is the program's snapshot, or the checkpoint of another run, or None.
@@ -323,7 +323,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         reports[at] = str(e)
 
   def _read_foreign(
-    self, at: inspection.Found, state: Any, module: Any
+    self, found: contents.Checkpoint, state: Any, module: Any
   ) -> dict[str, Any]:
     """Returns the entries of another run's checkpoint.
 
@@ -331,14 +331,14 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     """
 
     def read() -> dict[str, Any]:
-      found = contents.Checkpoint(*at, self._allow_pickle)
+      found.allow_pickle = self._allow_pickle
       with found.reading():
         if self._config.restore_rules:
           rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return _together(at.name, read)
+    return _together(found.name, read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
@@ -421,14 +421,15 @@ def _placed(name: str, entries: dict[str, Any], state: Any) -> Any:
   return jax.device_put(value, live.sharding)
 
 
-def _foreign(where: str) -> inspection.Found:
+def _foreign(where: str) -> contents.Checkpoint:
   """Returns the checkpoint that `restore_from` means.
 
   Raises:
     UsageError: there is none; says which there are.
   """
   try:
-    found = inspection.newest(where)
+    found = inspection.find(where)
   except ValueError as e:
     raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
-  return found._replace(step=distributed.of_chief(found.step))
+  found.step = distributed.of_chief(found.step)
+  return found

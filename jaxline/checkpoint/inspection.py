@@ -27,7 +27,7 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,20 +49,7 @@ _WIDTH = 200  # Of a plain value that `show` prints.
 # Finding checkpoints.
 
 
-class Found(NamedTuple):
-  """One checkpoint."""
-
-  manifests: manager.Manifests
-  series: str
-  step: int
-
-  @property
-  def name(self) -> str:
-    """The place of its manifest."""
-    return f'{self.manifests.store}/{self.series}/{self.step}'
-
-
-def _locate(where: Place) -> tuple[store_lib.Store, list[Found]]:
+def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
   """Returns a run's store, and the checkpoints that are meant, by series."""
   text = os.path.expanduser(os.fspath(where))
   place, _, number = text.rpartition(':')
@@ -84,14 +71,14 @@ def _locate(where: Place) -> tuple[store_lib.Store, list[Found]]:
   if step is not None and not any(step in x for x in steps.values()):
     raise ValueError(f'{run} has no step {step}. The steps are {steps}.')
   return run, [
-    Found(manifests, name, s)
+    Checkpoint(manifests, name, s)
     for name in series
     for s in steps[name]
     if step in (None, s)
   ]
 
 
-def newest(where: Place) -> Found:
+def find(where: Place) -> 'Checkpoint':
   """Returns one checkpoint, the newest where no step is named.
 
   Raises:
@@ -101,16 +88,6 @@ def newest(where: Place) -> Found:
   if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
   return [x for x in found if x.series == found[0].series][-1]
-
-
-def find(where: Place) -> 'Checkpoint':
-  """Finds one checkpoint, the newest where no step is named.
-
-  Raises:
-    ValueError: there is none; says which there are.
-    DamagedError: its manifest is not as it was written.
-  """
-  return Checkpoint(*newest(where))
 
 
 class Checkpoint(contents.Checkpoint):
@@ -184,17 +161,17 @@ def list_run(where: Place) -> list[dict[str, Any]]:
   for step, scalars in logged(run):
     metrics[step] |= scalars
   rows = []
-  for manifests, series, step in found:
-    row = {'series': series, 'step': step, 'time': None, 'bytes': 0}
+  for checkpoint in found:
+    step = checkpoint.step
+    row = {'series': checkpoint.series, 'step': step, 'time': None, 'bytes': 0}
     row |= {'metrics': {}, 'problem': None}
     try:
-      checkpoint = Checkpoint(manifests, series, step)
+      row['time'] = checkpoint.record['time']
     except store_lib.GoneError:
       continue
     except ValueError as e:  # Damaged, or of another version.
       rows.append(row | {'problem': str(e)})
       continue
-    row['time'] = checkpoint.record['time']
     row['bytes'] = checkpoint.num_bytes
     rows.append(row | {'metrics': metrics[step]})
   return rows
@@ -310,9 +287,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
   damaged = num = 0
-  for found in _locate(args.dir)[1]:
+  for checkpoint in _locate(args.dir)[1]:
     try:
-      checkpoint = Checkpoint(*found)
       with checkpoint.reading():
         arrays_lib.verify(checkpoint.data, checkpoint.described)
       problem = ''
@@ -322,7 +298,9 @@ def _verify(args: argparse.Namespace) -> int:
       problem = f'DAMAGED: {e}'
     num += 1
     damaged += bool(problem)
-    print(f'{found.series}/{found.step}  {problem or "ok"}', flush=True)
+    print(
+      f'{checkpoint.series}/{checkpoint.step}  {problem or "ok"}', flush=True
+    )
   print(f'{num} checkpoints, {damaged} damaged')
   return 1 if damaged else 0
 
