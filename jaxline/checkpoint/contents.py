@@ -211,16 +211,20 @@ class Checkpoint:
     """Reads nothing yet."""
     self.manifests, self.series, self.step = manifests, series, step
     self.allow_pickle = allow_pickle
+    self._record: dict[str, Any] | None = None
 
   @property
   def name(self) -> str:
     """The place of the manifest, for messages."""
     return f'{self.manifests.store}/{self.series}/{self.step}'
 
-  @functools.cached_property
+  @property
   def record(self) -> dict[str, Any]:
     """The manifest: see `Manifests.read`."""
-    return self.manifests.read(self.series, self.step)
+    # No cached_property: in Python 3.11 all checkpoints share its lock.
+    if self._record is None:
+      self._record = self.manifests.read(self.series, self.step)
+    return self._record
 
   @property
   def described(self) -> dict[str, Any]:
