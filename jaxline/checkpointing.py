@@ -1,6 +1,7 @@
 """What the loops ask of a checkpointer, and its keys of the config."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
 from typing import Any, NamedTuple, Protocol
 
 from jaxline import errors
@@ -236,6 +237,32 @@ def num_to_keep(config: Any, ckpt_series: str, module: Any) -> int:
   if config.max_best_checkpoints_to_keep is not None:
     return config.max_best_checkpoints_to_keep
   return 1 if module.EVALUATION_IS_PURE else config.max_checkpoints_to_keep
+
+
+def early_stop(config: Any) -> tuple[str, Any, float]:
+  """Returns metric, patience and least gain of early stopping."""
+  given = config.early_stop
+  metric = given.get('metric') or config.best_model_eval_metric
+  return metric, given.get('patience'), given.get('min_delta', 0.0)
+
+
+def stop_without_gain(config: Any, evaluated: Iterable[Evaluation]) -> None:
+  """Raises StopTraining if early stopping ends a run after evaluations."""
+  metric, patience, min_delta = early_stop(config)
+  sign = 1 if config.best_model_eval_metric_higher_is_better else -1
+  best, at, since = -math.inf, None, 0
+  compared = (x for x in evaluated if patience and x.metric == metric)
+  for step, _, value, *_ in compared:
+    assert value is not None  # It has a metric.
+    since += 1
+    if sign * value > best + min_delta:  # A NaN is no gain.
+      best, at, since = sign * value, step, 0
+    elif since >= patience:
+      raise errors.StopTraining(
+        f'{metric!r} has not improved by more than {min_delta:g} over that of'
+        f' step {at} in {since} evaluations.',
+        'raise config.early_stop.patience, or set it to None',
+      )
 
 
 def new_state(

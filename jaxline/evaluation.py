@@ -20,7 +20,6 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
 from jaxline import prng
-from jaxline.checkpoint import notes
 from jaxline.compat import experiments
 from jaxline.metrics import writers
 from jaxline.storage import store as store_lib
@@ -202,7 +201,7 @@ class Evaluation:
     if self._best is not None:
       self._save_if_best(step, scalars, train_step_rng)
     flushed = run.eval_log.flush_async()
-    metric, patience, _ = notes.early_stop(run.config)
+    metric, patience, _ = checkpointing.early_stop(run.config)
     value = None
     if patience:
       value = _metric('early_stop.metric', metric, scalars, checkpointer)

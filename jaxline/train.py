@@ -30,7 +30,6 @@ from jaxline import lazy
 from jaxline import prng
 from jaxline import watchdog
 from jaxline.checkpoint import memory
-from jaxline.checkpoint import notes
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
@@ -151,7 +150,7 @@ class Run:
       evaluator(state)
       for hook in training.hooks:
         hook.skip_time(time.time() - began)
-      notes.stop_without_gain(config, evaluator.noted)
+      checkpointing.stop_without_gain(config, evaluator.noted)
 
     interval_type = config.eval_interval_type or config.interval_type
     interval = config.eval_interval

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 
 import jaxline
 from jaxline import base_config
@@ -122,10 +123,11 @@ def test_evaluation_best_load_and_export_use_the_average(tmp_path, capsys):
   raw = jax.device_get(state.params)
   assert np.abs(averaged['w'] - raw['w']).max() > 0.01
   for which in (None, 'averaged', 'raw'):
-    out = tmp_path / f'{which}.npz'
+    out = tmp_path / f'{which}.safetensors'
     argv = ['export', run, str(out), *([f'--weights={which}'] if which else [])]
     assert inspection.main(argv) == 0
-    for weights in (np.load(out), jaxline.load_weights(run, weights=which)):
+    exported = safetensors.numpy.load_file(out)
+    for weights in (exported, jaxline.load_weights(run, weights=which)):
       expected = raw if which == 'raw' else averaged
       jax.tree.map(np.testing.assert_array_equal, dict(weights), expected)
 

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def write(store, live):
   """Writes arrays, and returns their description as it is in a manifest."""
   described = json.loads(json.dumps(arrays.write(store, arrays.to_host(live))))
-  arrays.check(described)
+  assert arrays.malformed(described) is None
   arrays.verify(store, described)
   return described
 
@@ -218,17 +218,3 @@ def test_every_bit_of_every_part_is_guarded(tmp_path, monkeypatch):
   (tmp_path / described['w']['file'] / 'c.0.0').unlink()
   got = read(store, described, {'n': None, 'empty': None})
   checkpoints.assert_same(got['n'], np.array(3, np.int8))
-
-
-def test_which_are_the_same(tmp_path):
-  live = {'w': np.arange(4.0), 'n': np.int32(1)}
-  described = write(store_lib.at(tmp_path), live)
-  for other in (
-    live | {'w': np.array([0.0, 1.0, 2.0, 4.0])},
-    live | {'w': np.arange(4.0).reshape(2, 2)},
-    live | {'n': np.uint32(1)},
-    live | {'more': np.int32(1)},
-    {'w': live['w']},
-  ):
-    assert not arrays.are_same(arrays.to_host(other), described)
-  assert arrays.are_same(arrays.to_host(live), described)

@@ -303,7 +303,9 @@ def test_the_one_before_is_used(what, open_run, two, caplog):
     assert path.name in caplog.text or what == 'data'
   now = lib.tree_of(two)
   assert {name: now[name] for name in left} == left  # Nothing is removed.
-  # It counts as none of those that are kept, and goes with the next save.
+  # It goes when training begins there.
+  checkpointer.mark_begun(3)
+  assert checkpointer.steps('latest') == [3]
   lib.save(checkpointer, lib.weights(1), 4)
   assert checkpointer.steps('latest') == [4]
   lib.save(checkpointer, lib.weights(3), 5)

@@ -105,7 +105,7 @@ def test_an_edited_manifest_is_refused(
       lib.restore(open_run(mode, directory, **values, **more), live)
     lib.assert_same(live.held(), before)
   assert max(sizes, default=0) < 10_000
-  out = tmp_path / 'out.npz'
+  out = tmp_path / 'out.safetensors'
   is_exported = list(ATTACKS).index(name) < 4
   status = inspection.main(['export', str(run), str(out), '--select=w'])
   assert (status, out.exists()) == ((0, True) if is_exported else (2, False))

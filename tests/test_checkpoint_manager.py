@@ -130,7 +130,6 @@ def test_what_nothing_names_is_collected(manifests):
     write(manifests, 'latest', step)
   write(manifests, 'best', 1)  # The same data.
   manifests.store.write('data/4-ab/0000.w/c', b'')  # Left by a kill.
-  manifests.store.write('latest/.4.json.77.partial', b'')
   manifests.collect()
   assert data(manifests) == ['1-ab', '2-ab', '3-ab', '4-ab']
   manifests.retire('latest', [1, 2])
@@ -194,16 +193,14 @@ def test_where_nothing_is_listed_nothing_is_collected(manifests):
 def test_marked_data_stays_while_the_mark_changes(manifests, clock):
   for step in (1, 2):
     write(manifests, 'latest', step)
-  mark, other = (manager.Mark(manifests.store, 'eval') for _ in range(2))
-  mark.keep({'1-ab'})
-  other.keep({'2-ab'})  # Names of marks are unique.
-  names = manifests.store.names('readers')
-  assert [name.partition('-')[0] for name in names] == ['eval', 'eval']
+  mark, other = (owner.Beat(manifests.store, f'readers/{x}') for x in 'ab')
+  mark.write(data=['1-ab'])
+  other.write(data=['2-ab'])
   manifests.retire('latest', [1])
   for _ in range(4):  # As its thread does.
     manifests.collect()
     clock.now += owner.STALE_SECS - 1
-    mark._beat.write()
+    mark.write()
   manifests.collect()
   assert data(manifests) == ['1-ab', '2-ab']
   clock.now += owner.STALE_SECS - 1
@@ -214,21 +211,4 @@ def test_marked_data_stays_while_the_mark_changes(manifests, clock):
   assert data(manifests) == ['2-ab']
   assert manifests.store.names('readers') == []
   for each in (mark, other):
-    each.drop()
-
-
-def test_a_mark_that_is_dropped(manifests):
-  for step in (1, 2, 3):
-    write(manifests, 'latest', step)
-  mark = manager.Mark(manifests.store, 'eval')
-  mark.keep({'1-ab', '2-ab'})
-  manifests.retire('latest', [1, 2])
-  manifests.collect()
-  assert data(manifests) == ['1-ab', '2-ab', '3-ab']
-  mark.keep({'2-ab'})  # In place of both.
-  manifests.collect()
-  assert data(manifests) == ['2-ab', '3-ab']
-  mark.drop()
-  mark.drop()
-  manifests.collect()
-  assert data(manifests) == ['3-ab']
+    each.stop()

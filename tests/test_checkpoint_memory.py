@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-from typing import NamedTuple
 from unittest import mock
 
 from absl import logging
@@ -147,27 +146,6 @@ def test_how_many_of_the_best_are_kept(is_pure, values, kept):
   assert len(history('best')) == kept
 
 
-@pytest.mark.parametrize('is_pure', [False, True])
-def test_the_best_of_the_sharded_style_is_the_latest(is_pure):
-  checkpointer, state = make()
-  state.experiment_module.EVALUATION_IS_PURE = is_pure
-  checkpointer.save(SERIES)
-  best = checkpointer.get_experiment_state('best')
-  assert best is not state
-  assert not checkpointer.can_be_restored('best')
-  best.update(state, value=0.5)
-  checkpointer.save('best')
-  nests = [history(name)[0].pickle_nest for name in (SERIES, 'best')]
-  latest, held = (nest.experiment_module.params.w for nest in nests)
-  assert (latest is held) == is_pure
-  best.experiment_module._params = None
-  checkpointer.restore('best')
-  np.testing.assert_array_equal(best.experiment_module._params['w'][0], [1, 2])
-  best.global_step += 1  # Of this step there is no other checkpoint.
-  checkpointer.save('best')
-  assert history('best')[-1].pickle_nest.experiment_module.params.w is not held
-
-
 # Frozen.
 
 
@@ -222,69 +200,6 @@ def test_changes_in_place_do_not_reach_the_snapshot():
   spoil(state.experiment_module)
   checkpointer.restore(SERIES)
   check(state.experiment_module._notes)
-
-
-# Kinds of state.
-
-
-class Pair(NamedTuple):
-  first: jax.Array
-  second: dict
-
-
-@pytest.mark.parametrize(
-  'params',
-  [
-    {'a.b': {'c/d': np.float32([1])}, 'linear': np.int32([2])},  # Dots.
-    Pair(np.float32([1, 2]), {'x': np.float32(3)}),
-    {'half': jnp.bfloat16([1.5]), 'flag': np.array([True])},
-    [np.float32([1]), (np.float32([2]), None)],
-  ],
-)
-def test_any_tree_of_arrays_comes_back(params):
-  module = Toy(params=params)
-  checkpointer, _ = make(module)
-  checkpointer.save(SERIES)
-  before, module._params = module._params, None
-  checkpointer.restore(SERIES)
-  assert jax.tree.structure(module._params) == jax.tree.structure(before)
-  for a, b in zip(
-    jax.tree.leaves(module._params), jax.tree.leaves(before), strict=True
-  ):
-    np.testing.assert_array_equal(a, b)
-    assert a.dtype == b.dtype
-
-
-# Threads.
-
-
-def test_threads_share_the_series_but_not_the_live_state():
-  checkpointer, state = make()
-  seen = {}
-  saved, looked = threading.Event(), threading.Event()
-
-  def evaluator():
-    other, live = make(keep=5)
-    seen['live'] = live
-    seen['before'] = other.can_be_restored(SERIES)
-    looked.set()
-    assert saved.wait(30)
-    live.global_step = 0
-    other.restore(SERIES)
-    seen['path'] = other.restore_path(SERIES)
-
-  thread = threading.Thread(target=evaluator)
-  thread.start()
-  assert looked.wait(30)
-  state.global_step = 17
-  checkpointer.save(SERIES)
-  saved.set()
-  thread.join(30)
-  assert seen['live'] is not state
-  assert seen['before'] is False
-  assert seen['live'].global_step == 17
-  assert seen['path'] == 0
-  assert seen['live'].experiment_module is not state.experiment_module
 
 
 # What forks do with it.

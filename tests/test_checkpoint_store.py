@@ -110,23 +110,6 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize('request_of', ['read', 'read_into', 'version'])
-def test_errors_of_a_disk(request_of, tmp_path, monkeypatch):
-  store = store_lib.at(tmp_path)
-  store.write('a', b'1')
-
-  def fails(*args, **kwargs):
-    raise OSError(errno.EIO, 'Input/output error')
-
-  with monkeypatch.context() as patch:
-    for name in ('builtins.open', 'io.open', 'os.listdir', 'os.stat'):
-      patch.setattr(name, fails)
-    with pytest.raises(OSError, match='Input/output'):
-      REQUESTS[request_of](store)
-    with pytest.raises(OSError, match='Input/output'):
-      store.names()
-
-
 @pytest.fixture
 def impatient(monkeypatch):
   retries = {'max_retries': 2, 'initial_delay': '10ms', 'max_delay': '10ms'}

@@ -19,7 +19,6 @@ import time
 
 import pytest
 
-from jaxline.checkpoint import manager
 from tests import remains
 from tests.programs import events
 
@@ -281,15 +280,6 @@ def test_kills_lose_nothing(undisturbed, folder):
   assert list(logged(killed)) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
-def test_a_killed_worker_ends_all(folder):
-  directory, straight = folder / 'worker', folder / 'straight'
-  results = run(directory, fault='1:step:5:kill', codes=None, processes=3)
-  peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
-  same_end(run(directory, processes=3), run(straight, processes=3))
-  assert remains.bits(directory, STEPS) == remains.bits(straight, STEPS)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize('style', ['sharded', 'per_device'])
 def test_the_clock_of_the_first_decides(style, folder):
@@ -377,35 +367,6 @@ def test_a_signal_to_one_evaluator_ends_both(undisturbed, folder):
   peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
 
 
-# --- The per-device style ----------------------------------------------------
-
-
-@pytest.mark.slow
-def test_each_process_keeps_its_own(folder):
-  directory = folder / 'per_device'
-  args = ('--config.train_checkpoint_all_hosts=True',)
-  results = run(
-    directory, 'per_device', *args, fault='0:step:5:kill', codes=None
-  )
-  peers_end(results, dead=0, secs=5)
-  results = run(directory, 'per_device', *args)
-  assert [r.the('restored')['position']['host'] for r in results] == [0, 1]
-
-  def total(process):
-    n = 0
-    for step in range(STEPS):
-      n = 3 * n + step + process
-    return n
-
-  own = [r.the('trained')['position'] for r in results]
-  assert own == [{'host': i, 'total': total(i)} for i in range(2)]
-  assert list(logged(directory)) == list(range(1, STEPS + 1))
-  straight = folder / 'per_device_straight'
-  same_end(results, run(straight, 'per_device', *args))
-  assert remains.bits(straight, STEPS) == remains.bits(directory, STEPS)
-  assert logged(straight) == logged(directory)
-
-
 # --- Other numbers of processes and devices ----------------------------------
 
 
@@ -439,17 +400,6 @@ def test_from_two_processes_to_one_and_back(folder):
   assert list(logged(directory)) == list(range(1, 9))
 
 
-@pytest.mark.slow
-def test_another_number_of_devices_and_own_positions(folder):
-  first = folder / 'devices'
-  two = run(first, steps=4)
-  four = run(first, devices=2, steps=6)
-  for a, b in zip(two, four, strict=True):
-    for key in ('digest', 'position'):
-      assert b.the('restored')[key] == a.the('trained')[key]
-    assert b.the('restored')['shards'] == [[2, 4], [2, 4]]
-
-
 # --- What hangs --------------------------------------------------------------
 
 
@@ -468,23 +418,6 @@ def test_a_process_that_sleeps_is_ended_by_its_watchdog(folder):
   assert any('Watchdog: no sign of life' in r.err for r in results)
   same = run(directory)
   assert {r.the('restored')['step'] for r in same} <= {2, 4}
-
-
-@pytest.mark.slow
-def test_a_stopped_process_ends_the_others(folder):
-  started = Run(folder / 'stopped', fault='1:step:5:stop')
-  started.wait_for('step', step=4)
-  began = time.monotonic()
-  try:
-    started.processes[0].wait(HEARTBEAT_SECS + 20)
-  except subprocess.TimeoutExpired:
-    pytest.fail('It waits for ever for a process that is stopped.')
-  finally:
-    started.kill()
-  print(f'ended after {time.monotonic() - began:.1f} s')
-  assert started.processes[0].returncode == ABORTED
-  results = run(folder / 'stopped')
-  assert {r.the('restored')['step'] for r in results} <= {2, 4}
 
 
 @pytest.mark.slow
@@ -515,37 +448,7 @@ def test_damage_is_agreed_upon(folder):
   assert list(logged(directory)) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
-def test_refusal_is_agreed_upon(folder):
-  directory = folder / 'refused'
-  run(directory, steps=4)
-  manifest = remains.record(directory, 4)
-  manifest['arrays']['state/params/w']['shape'] = [1 << 40]
-  path = directory / 'checkpoints' / 'latest' / '4.json'
-  path.write_bytes(manager.pack(manifest))
-  results = run(directory, codes=2)
-  for r in results:
-    assert 'latest/4.json is refused: ' in r.err, r.err
-  assert remains.steps(directory) == [2, 4]
-
-
 # --- Evaluation --------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_train_and_eval_goes_on(folder):
-  mode = '--jaxline_mode=train_and_eval'
-  directory, straight = folder / 'both', folder / 'both_straight'
-  results = run(directory, 'sharded', mode, fault='0:step:7:kill', codes=None)
-  peers_end(results, dead=0, secs=5)
-  results = run(directory, 'sharded', mode)
-  others = run(straight, 'sharded', mode)
-  same_end(results, others)
-  assert remains.bits(directory, STEPS) == remains.bits(straight, STEPS)
-  assert logged(directory, 'eval') == logged(straight, 'eval')
-  assert list(logged(directory, 'eval')) == [2, 4, 6, 8, 10]
-  best_is_kept(directory)
-  assert remains.steps(directory, 'best') == remains.steps(straight, 'best')
 
 
 @pytest.mark.slow
@@ -587,19 +490,6 @@ def test_a_directory_that_is_not_shared(folder):
     )
     assert 'processes [1] do not see there what process 0' in result.err
   assert not (b / 'checkpoints').exists()
-
-
-@pytest.mark.slow
-def test_the_second_run_on_a_directory_is_refused(folder):
-  directory = folder / 'twice'
-  first = Run(directory, step_secs=1)
-  try:
-    first.wait_for('training loop', what='start')
-    results = run(directory, codes=2)
-  finally:
-    first.kill()
-  for result in results:
-    assert 'is in use' in result.err, result.err
 
 
 @pytest.mark.slow

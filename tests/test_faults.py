@@ -618,51 +618,6 @@ def test_the_directory_vanishes(tmp_path, start):
   assert f"No such file or directory: '{run_dir}/" in run.log
 
 
-# What lies on the disk is damaged.
-
-
-def flip(path, at=0.5):
-  data = bytearray(path.read_bytes())
-  data[int(len(data) * at)] ^= 4
-  path.write_bytes(data)
-
-
-def truncate(path):
-  os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.mark.process
-def test_damaged_checkpoints_are_passed_over(stopped, undisturbed, start):
-  latest = stopped / 'checkpoints' / 'latest'
-  part = lambda step: (
-    remains.data_of(stopped, step) / '0003.state.params.w/c.0.0'
-  )
-  damages = {
-    24: lambda step: flip(part(step)),
-    21: lambda step: truncate(part(step)),
-    18: lambda step: part(step).unlink(),
-    15: lambda step: flip(latest / f'{step}.json'),
-    12: lambda step: truncate(latest / f'{step}.json'),
-  }
-  for step, damage in damages.items():
-    damage(step)
-  intact = shutil.copytree(stopped, stopped.parent / 'copy')
-  run = finished(stopped, KEEP_ALL)
-  for step in damages:
-    assert f'latest/{step}' in run.log
-  assert f'Restored {latest}/9.' in run.log
-  assert remains.left_by(stopped) == undisturbed
-  # Where no other is left, nothing begins anew, however often it is started.
-  for path in (intact / 'checkpoints' / 'latest').iterdir():
-    truncate(path)
-  for _ in range(2):
-    run = start(intact)
-    assert run.end() == 1, run.log[-8000:]
-    assert 'is damaged' in run.lines[-1] or 'as it was written' in run.lines[-1]
-    assert run.events('step') == []
-  assert len(remains.steps(intact)) == 8
-
-
 # The program.
 
 
@@ -713,48 +668,3 @@ def test_two_runs_on_one_directory(tmp_path, start):
   third = start(tmp_path, faults={'hang_at': 10})
   assert third.wait_for_checkpoint('latest', 9)
   assert f'Restored {tmp_path}/checkpoints/latest/6.' in third.log
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-  ('args', 'faults', 'said'),
-  [
-    (['--config.trainin_steps=9'], {}, ['training_steps']),
-    (
-      ['--config.experiment_kwargs.width=24'],
-      {},
-      ['config.experiment_kwargs.width: 16 then, 24 now', 'on_config_change'],
-    ),
-    (
-      [],
-      {'width': 24},
-      [
-        'state/params/w: the checkpoint has float32[6, 16], the experiment'
-        ' expects float32[6, 24]',
-        'state/opt_state/0/mu/v: the checkpoint has float32[16, 1]',
-        'nothing was restored',
-      ],
-    ),
-  ],
-  ids=['typo', 'config', 'model'],
-)
-def test_another_run_is_refused(stopped, start, args, faults, said):
-  before = remains.steps(stopped)
-  run = start(stopped, *args, faults=faults)
-  assert run.end() == 2, run.log[-8000:]
-  for text in said:
-    assert text in run.log
-  assert 'Traceback' not in run.log
-  assert remains.steps(stopped) == before
-  assert remains.newest(stopped) == 24
-
-
-@pytest.mark.process
-def test_another_mesh(stopped, undisturbed):
-  finished(stopped, '--config.experiment_kwargs.sharding=fsdp', num_devices=2)
-  for mode in ('train', 'eval'):
-    got, expected = remains.curve(stopped, mode), undisturbed[f'{mode} curve']
-    assert [r['step'] for r in got] == [r['step'] for r in expected]
-    assert [r['loss'] for r in got] == pytest.approx(
-      [r['loss'] for r in expected], rel=1e-4
-    )

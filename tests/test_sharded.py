@@ -714,7 +714,7 @@ def test_initial_weights_are_those_of_the_run_in_every_mode(mode, tmp_path):
   (record,) = (x for x in map(json.loads, lines) if 'loss' in x)
   assert record['step'] == 0
   np.testing.assert_allclose(record['loss'], expected, rtol=1e-5)
-  assert inspection.newest(tmp_path / 'checkpoints' / 'best').step == 0
+  assert inspection.find(tmp_path / 'checkpoints' / 'best').step == 0
 
 
 def test_the_mesh_is_active_inside_of_the_programs():

@@ -14,7 +14,6 @@ from jaxline import base_config
 from jaxline import checkpointing
 from jaxline import experiment
 from jaxline import train
-from jaxline.checkpoint import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from tests import remains
@@ -50,7 +49,7 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   with raised if stops else contextlib.nullcontext():
     own = [checkpointing.Evaluation(step, '', x) for step, x in values.items()]
     other = checkpointing.Evaluation(0, 'of another', -9.0)
-    notes.stop_without_gain(config, [other, *own])
+    checkpointing.stop_without_gain(config, [other, *own])
 
 
 def noted(run_dir):

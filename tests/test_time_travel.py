@@ -7,8 +7,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -439,35 +437,3 @@ def test_a_poisoned_document_is_found_and_left_out(tmp_path, capsys):
   assert f'part in step {options["skip_batches"]}, in the batch' in (
     capsys.readouterr().out
   )
-
-
-# Real kills.
-
-
-@pytest.mark.process
-def test_a_run_that_was_killed_twice_is_replayed_and_explained(tmp_path):
-  directory = tmp_path / 'run'
-  fields = f'str({str(directory)!r}), poisoned=33'
-  program = (
-    'import jaxline; from tests.experiments import travels;'
-    f' config = travels.get_config({fields}); config.training_steps = 10**6;'
-    " jaxline.fit(None, config, mode='train')"
-  )
-  file, length = directory / 'train/fingerprints.bin', 0
-  for _ in range(2):
-    with subprocess.Popen([sys.executable, '-c', program]) as process:
-      deadline = time.monotonic() + 100
-      while not file.exists() or file.stat().st_size < length + 8 * 100:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-      process.kill()
-    length = file.stat().st_size
-  last = max(prints(directory))
-  source = travels.Records(batch_size=travels.ROWS, is_training=True)
-  where = [(source.where_rows(), next(source))[0] for _ in range(last)]
-  # The last step that trained on it; an epoch is 16 steps.
-  step = max(i for i, rows in enumerate(where, 1) if 'record 33' in rows)
-  with replay.opened(directory, step) as found:
-    assert explain.explain(found, step)[0].where == 'record 33'
-  assert cli.main(['replay', str(directory), str(step)]) == 0

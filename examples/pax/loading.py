@@ -40,7 +40,6 @@ from examples.pax import hparams
 from jaxline import distributed
 from jaxline import errors
 from jaxline import sharded
-from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
@@ -125,15 +124,14 @@ def load(
         f'{where} gives {twice[:_NAMED]}, and so does an earlier one. Leave'
         ' them out in one of the two, with ignore_rules.'
       )
-    found = inspection.newest(
+    found = inspection.find(
       directory if rule.step is None else f'{directory}:{rule.step}'
     )
     # Another process may have found a newer one.
-    found = found._replace(step=distributed.of_chief(found.step))
+    found.step = distributed.of_chief(found.step)
     stored = {name: _ROOT + source for name, source in sources.items()}
-    checkpoint = contents.Checkpoint(*found)
-    with checkpoint.reading():
-      replaced |= checkpoint.take(stored, live, where)
+    with found.reading():
+      replaced |= found.take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), found.name)
   kept = [name for name, x in _variables(live).items() if x not in replaced]
   logging.info(

@@ -192,13 +192,13 @@ def code() -> dict[str, str]:
 
 
 class Checkpoint:
-  """A checkpoint to read.
+  """A checkpoint to read; its manifest is read at the first use.
 
   Attributes:
-    name: the place of its manifest, for messages.
-    record: the manifest.
-    described: name of each array -> its description, see `arrays`.
-    data: the store of its arrays.
+    manifests: the run's.
+    series: the series.
+    step: the step.
+    allow_pickle: whether to unpickle.
   """
 
   def __init__(
@@ -208,15 +208,33 @@ class Checkpoint:
     step: int,
     allow_pickle: bool = False,
   ):
-    """Reads the manifest: see `Manifests.read`."""
-    self.name = f'{manifests.store}/{series}/{step}'
-    self._is_there = lambda: step in manifests.steps(series)
-    self.record = manifests.read(series, step)
-    self.described = self.record['arrays']
-    self.data = manifests.data(self.record)
-    self._decode = functools.partial(
-      structure.decode, allow_pickle=allow_pickle
-    )
+    """Reads nothing yet."""
+    self.manifests, self.series, self.step = manifests, series, step
+    self.allow_pickle = allow_pickle
+    self._record: dict[str, Any] | None = None
+
+  @property
+  def name(self) -> str:
+    """The place of the manifest, for messages."""
+    return f'{self.manifests.store}/{self.series}/{self.step}'
+
+  @property
+  def record(self) -> dict[str, Any]:
+    """The manifest: see `Manifests.read`."""
+    # No cached_property: in Python 3.11 all checkpoints share its lock.
+    if self._record is None:
+      self._record = self.manifests.read(self.series, self.step)
+    return self._record
+
+  @property
+  def described(self) -> dict[str, Any]:
+    """Name of each array -> its description, see `arrays`."""
+    return self.record['arrays']
+
+  @property
+  def data(self) -> store_lib.Store:
+    """The store of the arrays."""
+    return self.manifests.data(self.record)
 
   @contextlib.contextmanager
   def reading(self) -> Iterator[None]:
@@ -226,11 +244,12 @@ class Checkpoint:
       GoneError: it was removed meanwhile, which looks like damage.
     """
     try:
-      with manager.naming(self.name):
-        yield
+      yield
+    except store_lib.RefusedError as e:
+      raise store_lib.RefusedError(f'{self.name} is refused: {e}.') from e
     except store_lib.DamagedError as e:
-      if self._is_there():
-        raise
+      if self.step in self.manifests.steps(self.series):
+        raise store_lib.DamagedError(f'{self.name} is damaged: {e}.') from e
       raise store_lib.GoneError(f'{self.name} was removed meanwhile.') from e
 
   def read(self, targets: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -362,6 +381,11 @@ class Checkpoint:
     described = {n: self.described[s] for n, s in sources.items()}
     targets = {name: live[name] for name in sources}
     return dict(arrays_lib.read(self.data, described, targets))
+
+  def _decode(self, described: Any, arrays: Any, **more: Any) -> Any:
+    return structure.decode(
+      described, arrays, allow_pickle=self.allow_pickle, **more
+    )
 
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""

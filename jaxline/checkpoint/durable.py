@@ -25,7 +25,6 @@ from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
-from jaxline.checkpoint import notes
 from jaxline.checkpoint import saving
 from jaxline.compat import experiments
 from jaxline.storage import store as store_lib
@@ -83,7 +82,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     )
 
   def restore_path(self, ckpt_series: str) -> str | None:
-    found = self._candidates(ckpt_series)
+    found = self._manifests.by_time(ckpt_series)
     return f'{self._store}/{ckpt_series}/{found[0]}' if found else None
 
   def restore(self, ckpt_series: str, step: int | None = None) -> None:
@@ -120,7 +119,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       own, source = found.record, found.name
       if step is None and memory.seed(ckpt_series) is not None:
         unused = _SEED
-    elif isinstance(begin, inspection.Found):
+    elif isinstance(begin, contents.Checkpoint):
       source, entries = begin.name, self._read_foreign(begin, state, module)
       # The step, too: that run may go on, and this one is to be replayed.
       self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
@@ -152,55 +151,50 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     It restores each checkpoint once, in the order of the steps. A step that
     training has saved again has other data, and is another checkpoint.
     """
-    evaluated: dict[int, str] = {}  # Step -> data; '' without a checkpoint.
-    known: set[int] = set()  # Steps that `evaluated` names with their data.
-    begun, looked = None, -_BUCKET_POLL_SECS
+    # The data of each evaluated step; '' if it had no checkpoint.
+    evaluated: dict[int, str] = {}
+    # Steps that were restored or found damaged since training began last. Only
+    # a training that begins again saves a step again.
+    looked_at: set[int] = set()
+    begun: Any = None
 
     def next_step(done: Collection[int]) -> int | None:
-      nonlocal begun, looked, evaluated
-      if isinstance(self._run, store_lib.Bucket):
-        if time.monotonic() - looked < _BUCKET_POLL_SECS:
-          return None
-        looked = time.monotonic()
-      # Only a training that begins again saves a step again.
-      if (version := self._store.version(notes.BEGUN)) != begun:
+      nonlocal begun, evaluated
+      if (version := self._store.version(saving.BEGUN)) != begun:
         begun = version
         evaluated = {x.step: x.data for x in self._own_notes()} | evaluated
-        known.clear()
-        self._damaged.clear()
-      for step in reversed(self._candidates(ckpt_series)):
+        looked_at.clear()
+      for step in self.steps(ckpt_series):
         data = evaluated.get(step)
-        if step in known or (step in done and not data):
+        if step in looked_at or (step in done and not data):
           continue
         with contextlib.suppress(store_lib.DamagedError):  # See `restore`.
           if self._manifests.read(ckpt_series, step)['data'] == data:
-            known.add(step)
+            looked_at.add(step)
             continue
         return step
       return None
 
     def restore_next(done: Collection[int]) -> bool:
-      nonlocal looked
       is_chief = jax.process_index() == 0
       while True:
         step = distributed.of_chief(next_step(done) if is_chief else None)
         if step is None:
           break
-        looked = -_BUCKET_POLL_SECS
-        try:
+        looked_at.add(step)
+        # `restore` reports damage; what training has removed is passed over.
+        with contextlib.suppress(store_lib.DamagedError):
           self.restore(ckpt_series, step)
-        except store_lib.DamagedError:
-          continue  # It was reported, or removed.
-        evaluated[step] = self._restored['data']
-        known.add(step)
-        return True
+          evaluated[step] = self._restored['data']
+          return True
       # A run without checkpoints may start from a seed snapshot.
       seed = None if self._has_any(ckpt_series) else memory.seed(ckpt_series)
-      if seed is None or memory.step_of(seed) in done:
-        return False
-      self.restore(ckpt_series)
-      state = self.get_experiment_state(ckpt_series)
-      return int(state.global_step) not in done
+      if seed is not None and memory.step_of(seed) not in done:
+        self.restore(ckpt_series)
+        return True
+      if isinstance(self._run, store_lib.Bucket):
+        time.sleep(_BUCKET_POLL_SECS)
+      return False
 
     return restore_next
 
@@ -227,7 +221,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       self._declared = experiments.declared(experiment_class)
     elif experiment_class is not None:
       return
-    for step in self._candidates('latest')[:1]:
+    for step in self.steps('latest')[-1:]:
       # `restore` reports damage.
       with contextlib.suppress(store_lib.DamagedError):
         self._check_config(self._checkpoint('latest', step))
@@ -269,7 +263,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   def _beginning(
     self, ckpt_series: str
-  ) -> memory.SnapshotNT | inspection.Found | None:
+  ) -> memory.SnapshotNT | contents.Checkpoint | None:
     """Returns what a series without checkpoints begins from.
 
     That is the program's snapshot, or the checkpoint of another run, or None.
@@ -292,9 +286,13 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     Returns:
       The checkpoint, and what it has for the entries of the live state.
     """
-    reports: list[str] = []
+    reports: dict[int, str] = {}  # Step -> what is damaged.
     while True:
-      steps = [s for s in self._candidates(series) if step in (None, s)]
+      steps = [
+        s
+        for s in self._manifests.by_time(series)
+        if step in (None, s) and s not in reports
+      ]
       at = distributed.of_chief(steps[0] if steps else None)
       if at is None:
         gone = ValueError if step is None else store_lib.GoneError
@@ -303,7 +301,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           + (f' of step {step}' if step is not None else '')
           + (' that is whole' if reports else '')
           + f'; its steps are {self.steps(series)}.'
-          + ''.join(f' {report}' for report in reports)
+          + ''.join(f' {report}' for report in reports.values())
         )
 
       def read(at: int = at) -> tuple[contents.Checkpoint, dict[str, Any]]:
@@ -321,12 +319,11 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       except store_lib.DamagedError as e:
         if not distributed.of_chief(at in self.steps(series)):
           continue  # It was removed while it was read: there may be another.
-        self._damaged.add((series, at))
         logging.error('%s It is passed over.', e)
-        reports.append(str(e))
+        reports[at] = str(e)
 
   def _read_foreign(
-    self, at: inspection.Found, state: Any, module: Any
+    self, found: contents.Checkpoint, state: Any, module: Any
   ) -> dict[str, Any]:
     """Returns the entries of another run's checkpoint.
 
@@ -334,14 +331,14 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     """
 
     def read() -> dict[str, Any]:
-      found = contents.Checkpoint(*at, self._allow_pickle)
+      found.allow_pickle = self._allow_pickle
       with found.reading():
         if self._config.restore_rules:
           rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return _together(at.name, read)
+    return _together(found.name, read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
@@ -424,14 +421,15 @@ def _placed(name: str, entries: dict[str, Any], state: Any) -> Any:
   return jax.device_put(value, live.sharding)
 
 
-def _foreign(where: str) -> inspection.Found:
+def _foreign(where: str) -> contents.Checkpoint:
   """Returns the checkpoint that `restore_from` means.
 
   Raises:
     UsageError: there is none; says which there are.
   """
   try:
-    found = inspection.newest(where)
+    found = inspection.find(where)
   except ValueError as e:
     raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
-  return found._replace(step=distributed.of_chief(found.step))
+  found.step = distributed.of_chief(found.step)
+  return found

@@ -27,10 +27,8 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any, BinaryIO, NamedTuple
-import zipfile
+from typing import Any
 
-import jax
 import numpy as np
 
 from jaxline import disk
@@ -44,7 +42,6 @@ from jaxline.storage import store as store_lib
 Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
 AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
-DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _METRICS_SHOWN = 4
 _WIDTH = 200  # Of a plain value that `show` prints.
 
@@ -52,27 +49,14 @@ _WIDTH = 200  # Of a plain value that `show` prints.
 # Finding checkpoints.
 
 
-class Found(NamedTuple):
-  """One checkpoint."""
-
-  manifests: manager.Manifests
-  series: str
-  step: int
-
-  @property
-  def name(self) -> str:
-    """The place of its manifest."""
-    return f'{self.manifests.store}/{self.series}/{self.step}'
-
-
-def _locate(where: Place) -> tuple[store_lib.Store, list[Found]]:
+def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
   """Returns a run's store, and the checkpoints that are meant, by series."""
   text = os.path.expanduser(os.fspath(where))
-  match = re.fullmatch(
-    r'(.+?)(?:/checkpoints(?:/(\w+))?)?/?(?:(?<=[^/]):(\d+))?', text
-  )
-  if match is None or os.path.isdir(text):  # Its own name may end in :STEP.
-    match = re.fullmatch(r'(.*?)(?:/checkpoints(?:/(\w+))?)?/?()', text)
+  place, _, number = text.rpartition(':')
+  # A directory's own name may end in :STEP.
+  if not number.isdecimal() or os.path.isdir(text):
+    place, number = text, ''
+  match = re.fullmatch(r'(.*?)(?:/checkpoints(?:/(\w+))?)?/*', place)
   assert match is not None
   run = store_lib.at(match[1] or '/', 'restore_from')
   manifests = manager.Manifests(run.below('checkpoints'))
@@ -83,18 +67,18 @@ def _locate(where: Place) -> tuple[store_lib.Store, list[Found]]:
       f'{text} is no directory of a run (config.checkpoint_dir, which has'
       ' checkpoints/) and no series in it (RUN/checkpoints/best).'
     )
-  step = int(match[3]) if match[3] else None
+  step = int(number) if number else None
   if step is not None and not any(step in x for x in steps.values()):
     raise ValueError(f'{run} has no step {step}. The steps are {steps}.')
   return run, [
-    Found(manifests, name, s)
+    Checkpoint(manifests, name, s)
     for name in series
     for s in steps[name]
     if step in (None, s)
   ]
 
 
-def newest(where: Place) -> Found:
+def find(where: Place) -> 'Checkpoint':
   """Returns one checkpoint, the newest where no step is named.
 
   Raises:
@@ -104,16 +88,6 @@ def newest(where: Place) -> Found:
   if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
   return [x for x in found if x.series == found[0].series][-1]
-
-
-def find(where: Place) -> 'Checkpoint':
-  """Finds one checkpoint, the newest where no step is named.
-
-  Raises:
-    ValueError: there is none; says which there are.
-    DamagedError: its manifest is not as it was written.
-  """
-  return Checkpoint(*newest(where))
 
 
 class Checkpoint(contents.Checkpoint):
@@ -187,26 +161,19 @@ def list_run(where: Place) -> list[dict[str, Any]]:
   for step, scalars in logged(run):
     metrics[step] |= scalars
   rows = []
-  for manifests, series, step in found:
-    row = {'series': series, 'step': step, 'time': None, 'bytes': 0}
+  for checkpoint in found:
+    step = checkpoint.step
+    row = {'series': checkpoint.series, 'step': step, 'time': None, 'bytes': 0}
     row |= {'metrics': {}, 'problem': None}
     try:
-      checkpoint = Checkpoint(manifests, series, step)
+      row['time'] = checkpoint.record['time']
     except store_lib.GoneError:
       continue
     except ValueError as e:  # Damaged, or of another version.
       rows.append(row | {'problem': str(e)})
       continue
-    best = {}
-    entries = checkpoint.record['entries']
-    if (name := entries.get('best_model_eval_metric')) is not None:
-      value = entries['best_eval_metric_value']
-      # As `metrics.jsonl` has it, since JSON has no infinity.
-      is_json = isinstance(value, float) and math.isfinite(value)
-      best[f'best/{name}'] = value if is_json else str(value)
-    row['time'] = checkpoint.record['time']
     row['bytes'] = checkpoint.num_bytes
-    rows.append(row | {'metrics': best | metrics[step]})
+    rows.append(row | {'metrics': metrics[step]})
   return rows
 
 
@@ -272,10 +239,9 @@ def print_table(
 def _ls(args: argparse.Namespace) -> int:
   table = [('series', 'step', 'size', 'saved', 'metrics')]
   for row in list_run(args.dir):
-    # The best value and losses before others.
+    # Losses before others.
     metrics = sorted(
-      row['metrics'].items(),
-      key=lambda x: (not x[0].startswith('best/'), 'loss' not in x[0], x[0]),
+      row['metrics'].items(), key=lambda x: ('loss' not in x[0], x[0])
     )
     shown = ', '.join(
       f'{name} {x:.6g}' if isinstance(x, float) else f'{name} {x}'
@@ -321,9 +287,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
   damaged = num = 0
-  for found in _locate(args.dir)[1]:
+  for checkpoint in _locate(args.dir)[1]:
     try:
-      checkpoint = Checkpoint(*found)
       with checkpoint.reading():
         arrays_lib.verify(checkpoint.data, checkpoint.described)
       problem = ''
@@ -333,18 +298,19 @@ def _verify(args: argparse.Namespace) -> int:
       problem = f'DAMAGED: {e}'
     num += 1
     damaged += bool(problem)
-    print(f'{found.series}/{found.step}  {problem or "ok"}', flush=True)
+    print(
+      f'{checkpoint.series}/{checkpoint.step}  {problem or "ok"}', flush=True
+    )
   print(f'{num} checkpoints, {damaged} damaged')
   return 1 if damaged else 0
 
 
 def _export(args: argparse.Namespace) -> int:
+  import safetensors.numpy
+
   out = pathlib.Path(args.out).expanduser()
-  formats = {'.safetensors': _write_safetensors, '.npz': _write_npz}
-  if (write := formats.get(out.suffix)) is None:
-    raise ValueError(
-      f'{out} ends in {out.suffix!r}; expected one of {list(formats)}.'
-    )
+  if out.suffix != '.safetensors':
+    raise ValueError(f'{out} ends in {out.suffix!r}; expected .safetensors.')
   if out.exists():
     raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
@@ -352,53 +318,14 @@ def _export(args: argparse.Namespace) -> int:
   names = checkpoint.names(args.select or f'{prefix}.*')
   if args.select:
     prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
-  arrays = (
-    (name.removeprefix(prefix), _converted(name, x, args.dtype))
-    for name, x in checkpoint.verified(names)
-  )
+  arrays = {n.removeprefix(prefix): x for n, x in checkpoint.verified(names)}
   with disk.replacing(out) as file:
-    write(file, arrays)
+    safetensors.numpy.save_file(arrays, file.name)
+    with open(file.name, 'rb+') as written:  # It has replaced the file.
+      os.fsync(written.fileno())
   size = _size(out.stat().st_size)
   print(f'{len(names)} arrays, {size}, in {args.out}')
   return 0
-
-
-def _converted(name: str, x: np.ndarray, dtype: str | None) -> np.ndarray:
-  if dtype is None or not jax.dtypes.issubdtype(x.dtype, np.floating):
-    return np.require(x, requirements='C')
-  with np.errstate(over='ignore'):
-    y = x.astype(dtype)
-  if np.any(np.isfinite(x) & ~np.isfinite(y)):
-    raise ValueError(
-      f'{name} has values beyond the range of {dtype}; choose another --dtype.'
-    )
-  return y
-
-
-def _write_safetensors(
-  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
-) -> None:
-  import safetensors.numpy
-
-  safetensors.numpy.save_file(dict(arrays), file.name)
-  with open(file.name, 'rb+') as written:  # It has replaced the file.
-    os.fsync(written.fileno())
-
-
-def _write_npz(
-  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
-) -> None:
-  # np.savez cannot save an array called 'file'.
-  with zipfile.ZipFile(file, 'w') as archive:
-    for name, x in arrays:
-      # NumPy's own format cannot name the types of other packages.
-      if x.dtype.isbuiltin == 2:
-        raise ValueError(
-          f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
-          ' --dtype=float32, or export to .safetensors.'
-        )
-      with archive.open(f'{name}.npy', 'w', force_zip64=True) as f:
-        np.lib.format.write_array(f, x, allow_pickle=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -431,8 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = command.add_argument
     add('dir', help=dir_about)
     if run is _export:
-      add('out', help='file .safetensors or .npz')
-      add('--dtype', choices=DTYPES, help='convert floating point')
+      add('out', help='file .safetensors')
       one = command.add_mutually_exclusive_group()
       about = 'which weights; default: the averaged ones if there are some'
       one.add_argument('--weights', choices=('raw', 'averaged'), help=about)

@@ -98,19 +98,21 @@ class Manifests:
         f'{name} was removed: the run keeps only the newest. Try again.'
       )
     found = unpack(name, raw)
-    with naming(name):
-      if (of := found.get('format')) != FORMAT:
-        raise store_lib.RefusedError(
-          f'it has format {of}, and this jaxline reads {FORMAT}: use the one'
-          ' that wrote it'
-        )
-      if found['step'] != step:
-        raise store_lib.RefusedError(f'it is of step {found["step"]}')
-      # `collect` looks for the names of data in manifests of the same step.
-      data = _DATA.fullmatch(found['data'])
-      if data is None or int(data[1]) != step:
-        raise store_lib.RefusedError(f'its data is {found["data"]!r}')
-      arrays.check(found['arrays'])
+    problem = ''
+    if (of := found.get('format')) != FORMAT:
+      problem = f'it has format {of}; use the jaxline that wrote it'
+    # `collect` looks for the names of data in manifests of the same step.
+    elif (
+      found['step'] != step
+      or not (data := _DATA.fullmatch(found['data']))
+      or int(data[1]) != step
+    ):
+      problem = f'it is of step {found["step"]}, its data is {found["data"]!r}'
+    elif (array := arrays.malformed(found['arrays'])) is not None:
+      about = str(found['arrays'][array])[:200]
+      problem = f'it describes the array {array!r} as {about}'
+    if problem:
+      raise store_lib.RefusedError(f'{name} is refused: {problem}.')
     return found
 
   def data(self, manifest: dict[str, Any]) -> store_lib.Store:
@@ -161,10 +163,8 @@ class Manifests:
     self._doomed |= {*data}
 
   def doom_all(self) -> None:
-    """Has the next `collect` consider all data; removes partial manifests."""
+    """Has the next `collect` consider all data."""
     self._doomed |= {*filter(_DATA.fullmatch, self.store.names('data'))}
-    # In other folders an evaluation may be writing.
-    self.store.sweep('latest')
 
   def collect(self) -> None:
     """Deletes doomed data that nothing names.
@@ -214,18 +214,6 @@ def new_data(step: int) -> str:
   return f'{step}-{secrets.token_hex(4)}'
 
 
-@contextlib.contextmanager
-def naming(name: str) -> Any:
-  """Names the checkpoint in an error of reading it."""
-  try:
-    yield
-  except (store_lib.DamagedError, store_lib.RefusedError) as e:
-    if isinstance(e, store_lib.GoneError) or str(e).startswith(name):
-      raise
-    how = 'damaged' if isinstance(e, store_lib.DamagedError) else 'refused'
-    raise type(e)(f'{name} is {how}: {e}.') from e
-
-
 def removable(
   saved: Iterable[tuple[int, float]],
   newest: int,
@@ -255,37 +243,3 @@ def removable(
       last_time = when
       forever.add(step)
   return [step for step, _ in ordered[:-newest] if step not in forever]
-
-
-class Mark:
-  """Keeps data that this process reads, or writes and has not named yet.
-
-  Attributes:
-    data: the names of the data that is kept.
-  """
-
-  def __init__(self, store: store_lib.Store, mode: str):
-    """Marks nothing yet.
-
-    Args:
-      store: RUN/checkpoints.
-      mode: the run's.
-    """
-    self._store = store
-    self._key = f'readers/{mode}-{secrets.token_hex(4)}.json'
-    self._beat: owner.Beat | None = None
-    self.data: set[str] = set()
-
-  def keep(self, data: Collection[str]) -> None:
-    """Marks data, in place of what was marked before."""
-    if self._beat is None:
-      self._beat = owner.Beat(self._store, self._key)
-    self._beat.write(data=sorted(data))
-    self.data = {*data}
-
-  def drop(self) -> None:
-    """Marks nothing."""
-    if self._beat is not None:
-      self._beat.stop()
-      self._beat = None
-    self.data = set()

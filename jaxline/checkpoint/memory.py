@@ -377,17 +377,7 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
     live = entries.pop('experiment_module', None)
     module = experiments.full_experiment(live)
     entries = jax.tree.map(devices.freeze, entries)
-    # The library's own evaluation changes nothing that a checkpoint holds.
-    same = [
-      snapshot for snapshot in _history('latest')
-      if ckpt_series == 'best' and module.EVALUATION_IS_PURE
-      and isinstance(snapshot, Published)
-      and step_of(snapshot) == entries['global_step']
-    ]  # fmt: skip
-    if same:
-      snapshot = same[-1].pickle_nest['experiment_module']
-      entries['experiment_module'] = snapshot
-    elif live is not None:
+    if live is not None:
       snapshot = dict(module.snapshot_state())
       entries['experiment_module'] = jax.tree.map(devices.freeze, snapshot)
     nest = nest_of(entries, module.CHECKPOINT_ATTRS)

@@ -1,15 +1,25 @@
-"""Saves checkpoints: the writing half of the durable checkpointer.
+"""The writing half of the durable checkpointer: checkpoints, and notes.
 
 `save` copies the state to host memory (`contents`) and returns. A background
 thread waits until the logs are safe, writes the arrays as fresh data (`arrays`)
 and, as its last file, the manifest. Then it retires checkpoints, and collects
 data that no manifest names (`manager`).
+
+Notes are small files beside the checkpoints; each is replaced whole:
+
+    config.json                      the config that training goes on with
+    checkpoints/begun.json           the step from which it goes on
+    checkpoints/ended.json           the step at which training has ended, why
+    checkpoints/evaluated/MODE.json  evaluations, see `checkpointing.Evaluation`
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import functools
+import json
+import os
+import secrets
 import threading
 import time
 from typing import Any
@@ -19,21 +29,28 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import async_lib
+from jaxline import base_config
 from jaxline import checkpointing
+from jaxline import disk
 from jaxline import distributed
+from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import memory
-from jaxline.checkpoint import notes
 from jaxline.compat import experiments
 from jaxline.storage import owner
 from jaxline.storage import spool
 from jaxline.storage import store as store_lib
 
+BEGUN, _ENDED = 'begun.json', 'ended.json'
 
-class SavingCheckpointer(notes.NotingCheckpointer):
-  """The part of a durable checkpointer that saves.
+# A training and an evaluation thread may change the same note.
+_noting = threading.Lock()
+
+
+class SavingCheckpointer(checkpointing.FullCheckpointer):
+  """The part of a durable checkpointer that writes.
 
   On several hosts all call `save` at the same steps.
   """
@@ -43,10 +60,13 @@ class SavingCheckpointer(notes.NotingCheckpointer):
 
     Args:
       config: the run's, resolved.
-      mode: the run's mode, or its half's: 'train', 'eval'. One that begins
-        with 'eval' only reads the series `latest`.
+      mode: the run's mode, or its half's: 'train', 'eval'. It names the notes
+        of evaluation, if the checkpointer follows another run.
     """
-    super().__init__(config, mode)
+    self._config = config
+    # Before the experiment is constructed, which may change its own config.
+    self._recorded = base_config.recorded(config)
+    self._mode = mode
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
     self._live = threading.local()
     # One thread for all series: on several hosts the processes meet while
@@ -59,9 +79,16 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     # restored or saved.
     self._restored: dict[str, Any] = {}
     self._held_step: int | None = None
-    self._mark = manager.Mark(self._store, mode)
-    # Series and step of checkpoints that were found damaged.
-    self._damaged: set[tuple[str, int]] = set()
+    self._move(config.checkpoint_dir)
+    # Keeps data that an evaluation reads, or writes and has not named yet.
+    mark = f'readers/{mode}-{secrets.token_hex(4)}.json'
+    self._mark, self._marked = owner.Beat(self._store, mark), set[str]()
+
+  def _move(self, directory: str) -> None:
+    """Makes a directory that of the run."""
+    self._run = store_lib.at(directory)
+    self._manifests = manager.Manifests(self._run.below('checkpoints'))
+    self._store = self._manifests.store
 
   # The protocol.
 
@@ -85,14 +112,14 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     state = self.get_experiment_state(ckpt_series)
     module = experiments.full_experiment(state.get('experiment_module'))
     config, step = self._config, int(state['global_step'])
-    content, added = None, {}
-    if ckpt_series == 'best':
-      added = contents.added(state, self._allow_pickle)
+    is_best = ckpt_series == 'best'
+    added = contents.added(state, self._allow_pickle) if is_best else {}
+    content = None
     # `best` can name the data of `latest` if that has this step and evaluation
     # changes nothing that a checkpoint holds. Otherwise copy the state.
     names_latest = module.EVALUATION_IS_PURE and step == self._held_step
-    if not (ckpt_series == 'best' and names_latest):
-      kind = 'best' if ckpt_series == 'best' else 'train'
+    if not (is_best and names_latest):
+      kind = 'best' if is_best else 'train'
       content = contents.content(
         state,
         module,
@@ -117,6 +144,9 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     self._writer.wait()
 
   # What the loops ask for besides.
+
+  def steps(self, ckpt_series: str) -> list[int]:
+    return self._manifests.steps(ckpt_series)
 
   def when_saved(self, fn: Callable[[], None]) -> None:
     self._writer.submit(fn)
@@ -146,28 +176,6 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     distributed.of_chief(None)  # The others look at the directory afterwards.
     self._claims[ckpt_series] = claim
 
-  def mark_begun(self, step: int) -> None:
-    """Notes that training goes on from a step, with this config.
-
-    Raises:
-      TypeError: a save could not store a value in the live state.
-    """
-    state = self.get_experiment_state('latest')
-    if not self._allow_pickle:
-      module = experiments.full_experiment(state.get('experiment_module'))
-      contents.check_storable(state, module)
-    super().mark_begun(step)
-    if jax.process_index() == 0:
-      # Training saves these steps again.
-      self._manifests.retire('latest', self._damaged_steps('latest'))
-      self._writer.put(self._clean)
-
-  def _clean(self) -> None:
-    """Removes what killed processes have left, on the writing thread."""
-    contents.code()  # Now: the user may edit it before the first save.
-    self._manifests.doom_all()
-    self._manifests.collect()
-
   # On the writing thread.
 
   def _write(
@@ -190,17 +198,12 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       added: the entries of `best` besides those of the state.
       published: the same checkpoint for programs written against JAXline.
     """
-    lengths = self._relative(notes.merged(flush() or {} for flush in flushes))
+    lengths = self._relative(_merged(flush() or {} for flush in flushes))
     spool.upload(self._run.url, lengths)
-    # If the data is the same, `best` is a second manifest that names it.
-    manifest = self._latest(step) if series == 'best' else {}
-    if content is not None:
-      data = distributed.decide(None, lambda _: manager.new_data(step))
-      if series == 'best':
-        self._keep_data({data, manifest.get('data', data)})
-      can_share = series == 'best' and step == self._held_step
-      if not (can_share and self._are_same(content, manifest)):
-        manifest = self._write_data(content, data, lengths)
+    if content is None:
+      manifest = self._latest(step)
+    else:
+      manifest = self._write_data(series, step, content, lengths)
 
     def publish(unused: Any) -> None:
       if not manifest:
@@ -220,38 +223,28 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 
     distributed.decide(None, publish)
-    self._damaged.discard((series, step))
     if series == 'latest':
       self.saved_step = step
-      self._read_notes()
     memory.publish(series, published)
-
-  def _are_same(
-    self, content: contents.Content, manifest: dict[str, Any]
-  ) -> bool:
-    """Returns whether a manifest names everything that a content holds."""
-    process = jax.process_index()
-    is_same = bool(manifest) and (
-      manifest['module'] == content.manifest['module']
-      and manifest['entries'].items() <= content.manifest['entries'].items()
-      and manifest['processes'][process] == content.process
-      and arrays.are_same(content.arrays, manifest['arrays'])
-    )
-    return distributed.decide(is_same, all)
 
   def _write_data(
     self,
+    series: str,
+    step: int,
     content: contents.Content,
-    data: str,
     lengths: dict[str, int],
   ) -> dict[str, Any]:
-    """Writes the arrays of a content; returns its manifest, in process 0.
+    """Writes the arrays of a checkpoint; returns its manifest, in process 0.
 
     Args:
+      series: the series.
+      step: the step.
       content: the checkpoint.
-      data: the name of the data.
       lengths: of this process's logs.
     """
+    data = distributed.decide(None, lambda _: manager.new_data(step))
+    if series == 'best':  # No manifest names it yet, and training may collect.
+      self._keep_data([data])
     described: dict[str, Any] = {}
     error = None
     try:
@@ -269,7 +262,7 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       'data': data,
       'arrays': described,
       'processes': [process for _, process, _ in all_of],
-      'logs': notes.merged(lengths for _, _, lengths in all_of),
+      'logs': _merged(lengths for _, _, lengths in all_of),
       'code': contents.code(),
     }
 
@@ -278,16 +271,14 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     if jax.process_index() != 0 or self._writer.error is not None:
       return
     manifests = self._manifests
-    gone = self._damaged_steps(series)
-    whole = [s for s in manifests.by_time(series) if s not in gone]
     if series == 'best':
       # The newest save is the best one, whatever its step.
-      gone += whole[num_to_keep:]
+      gone = manifests.by_time(series)[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours
-      times = manifests.times(series) if hours else dict.fromkeys(whole, 0.0)
-      gone += manager.removable(
-        [(s, times[s]) for s in whole if s in times],
+      times = dict.fromkeys(manifests.steps(series), 0.0)
+      gone = manager.removable(
+        (manifests.times(series) if hours else times).items(),
         num_to_keep,
         self._config.keep_checkpoint_every_steps,
         hours,
@@ -301,22 +292,14 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     """Marks data, so that the training beside this evaluation keeps it."""
     if jax.process_index() != 0 or self.reads_only or not self.follows:
       return
-    # The mark alone may have kept the data that was marked before.
-    self._manifests.doom(self._mark.data - {*data})
     if data:
-      self._mark.keep(data)
+      self._mark.write(data=sorted(data))
     else:
-      self._mark.drop()
+      self._mark.stop()
+    # The mark alone may have kept the data that was marked before.
+    self._manifests.doom(self._marked - {*data})
+    self._marked = {*data}
     self._manifests.collect()
-
-  def _damaged_steps(self, series: str) -> list[int]:
-    """Returns the steps whose checkpoints were found damaged."""
-    return [step for of, step in self._damaged if of == series]
-
-  def _candidates(self, series: str) -> list[int]:
-    """Returns the steps to try, newest first."""
-    damaged = self._damaged_steps(series)
-    return [s for s in self._manifests.by_time(series) if s not in damaged]
 
   def _latest(self, step: int) -> dict[str, Any]:
     """Returns the manifest of `latest` of a step; {} if there is none."""
@@ -325,9 +308,6 @@ class SavingCheckpointer(notes.NotingCheckpointer):
     with contextlib.suppress(store_lib.DamagedError):
       return self._manifests.read('latest', step)
     return {}
-
-  def _data_of(self, step: int) -> str:
-    return self._latest(step).get('data', '')
 
   def _published(self, series: str, step: int, module: Any) -> memory.Published:
     """Returns a checkpoint for programs written against JAXline.
@@ -351,3 +331,148 @@ class SavingCheckpointer(notes.NotingCheckpointer):
       return memory.nest_of(entries, attributes)
 
     return memory.Published(step, read)
+
+  # Notes.
+
+  def mark_begun(self, step: int) -> None:
+    """Notes that training goes on from a step, with this config.
+
+    Notes of evaluations of later steps are removed: those steps run again.
+
+    Raises:
+      TypeError: a save could not store a value in the live state.
+    """
+    state = self.get_experiment_state('latest')
+    if not self._allow_pickle:
+      module = experiments.full_experiment(state.get('experiment_module'))
+      contents.check_storable(state, module)
+    if jax.process_index() != 0:
+      return
+    # Later checkpoints are damaged: an intact one would have been restored.
+    # First, because evaluations look for steps made anew after `BEGUN` changes.
+    later = [found for found in self.steps('latest') if found > step]
+    self._manifests.retire('latest', later)
+    self._run.write(base_config.RECORD, disk.to_json(self._recorded))
+    # Also in a bucket where equal content has an equal version.
+    begun = {'step': step, 'nonce': secrets.token_hex(8)}
+    self._store.write(BEGUN, disk.to_json(begun))
+    self._store.delete(_ENDED)
+    with _noting:
+      for name in self._store.names('evaluated'):
+        noted = self._read_note(name)
+        if any(x.step > step for x in noted):
+          self._write_note(name, [x for x in noted if x.step <= step])
+    self._writer.put(self._clean)
+
+  def _clean(self) -> None:
+    """Removes what killed processes have left, on the writing thread."""
+    contents.code()  # Now: the user may edit it before the first save.
+    self._manifests.doom_all()
+    self._manifests.collect()
+
+  def mark_ended(self, step: int, why: str = '') -> None:
+    if jax.process_index() == 0 and not self.reads_only:
+      # An evaluation beside it may have given a reason.
+      note = {'step': int(step), 'why': why or self._end().get('why', '')}
+      self._store.write(_ENDED, disk.to_json(note))
+
+  def stop_if_noted(self, step: int) -> None:
+    end, rows = {}, []
+    if jax.process_index() == 0:
+      end = self._end()
+      if checkpointing.early_stop(self._config)[1]:
+        rows = [x[:3] for x in self._own_notes() if x.step <= step]
+    end, rows = distributed.of_chief((end, rows))
+    if end.get('why') and end['step'] <= step:
+      place = f'{self._store}/{_ENDED}'
+      raise errors.StopTraining(end['why'], f'remove {place}')
+    until = [checkpointing.Evaluation(*row) for row in rows]
+    checkpointing.stop_without_gain(self._config, until)
+
+  def ended(self) -> int | None:
+    return distributed.of_chief(self._end().get('step'))
+
+  def _end(self) -> Any:
+    """Returns the note of the end, or {} if it is absent or unreadable."""
+    with contextlib.suppress(ValueError, OSError):
+      return json.loads(self._store.read(_ENDED) or '{}')
+    return {}
+
+  def evaluated(self) -> list[checkpointing.Evaluation]:
+    """Returns what `mark_evaluated` noted in this mode on the first host."""
+    is_chief = jax.process_index() == 0
+    rows = distributed.of_chief(self._own_notes() if is_chief else [])
+    noted = [checkpointing.Evaluation(*row) for row in rows]
+    return [x._replace(lengths=self._local(x.lengths)) for x in noted]
+
+  def mark_evaluated(
+    self, step: int, value: float | None, lengths: Mapping[str, int]
+  ) -> None:
+    """Notes that a step is evaluated and its results are safe."""
+    if self.reads_only:
+      return
+    own = self._relative(lengths)
+    spool.upload(self._run.url, own)
+    lengths = distributed.decide(own, _merged)
+    if jax.process_index() != 0:
+      return
+    with _noting:
+      # They are evaluated in ascending order. (And counted: an evaluation that
+      # goes on through its data finds its place by how many there were.)
+      metric = checkpointing.early_stop(self._config)[0]
+      metric = '' if value is None else metric
+      data = self._latest(step).get('data', '')
+      row = checkpointing.Evaluation(step, metric, value, data, lengths)
+      noted = [*self._own_notes(), row]
+      self._write_note(self._note, noted[-100_000:])
+
+  @property
+  def _note(self) -> str:
+    return f'{self._mode if self.follows else "eval"}.json'
+
+  def _own_notes(self) -> list[checkpointing.Evaluation]:
+    return self._read_note(self._note)
+
+  def _read_note(self, name: str) -> list[checkpointing.Evaluation]:
+    """Returns the noted evaluations; none without a note.
+
+    Raises:
+      RefusedError: it is not as it was written.
+    """
+    if (raw := self._store.read(f'evaluated/{name}')) is None:
+      return []
+    try:
+      rows = manager.unpack(name, raw)['evaluated']
+      return [checkpointing.Evaluation(*row) for row in rows]
+    except (store_lib.DamagedError, LookupError, TypeError) as e:
+      raise store_lib.RefusedError(
+        f'{self._store}/evaluated/{name} is not as it was written. Remove it to'
+        ' evaluate the checkpoints that are kept again; their records in the'
+        ' log of evaluation are replaced.'
+      ) from e
+
+  def _write_note(
+    self, name: str, noted: list[checkpointing.Evaluation]
+  ) -> None:
+    packed = manager.pack({'evaluated': noted})
+    self._store.write(f'evaluated/{name}', packed)
+
+  # Names of logs: relative in what is written, since a run may be moved.
+
+  def _relative(self, lengths: Mapping[str, int]) -> dict[str, int]:
+    top = spool.directory(self._run.url)
+    found = {os.path.relpath(path, top): n for path, n in lengths.items()}
+    return {x: n for x, n in found.items() if not x.startswith('..')}
+
+  def _local(self, lengths: Mapping[str, int]) -> dict[str, int]:
+    top = spool.directory(self._run.url)
+    return {
+      str(top / name): length
+      for name, length in lengths.items()
+      if '..' not in name.split('/')
+    }
+
+
+def _merged(lengths: Iterable[Mapping[str, int]]) -> dict[str, int]:
+  """Returns the lengths of the logs of all processes."""
+  return {name: n for of_one in lengths for name, n in of_one.items()}

@@ -145,9 +145,6 @@ class Store(abc.ABC):
   def delete_folder(self, folder: str) -> None:
     """Deletes all values below a folder."""
 
-  def sweep(self, folder: str) -> None:  # noqa: B027
-    """Deletes what killed writes have left directly in a folder."""
-
 
 class Disk(Store):
   """Files below a directory."""
@@ -156,18 +153,11 @@ class Disk(Store):
     return pathlib.Path(self.url, key)
 
   def names(self, folder: str = '') -> list[str]:
-    return [n for n in self._all_names(folder) if not n.endswith(disk.PARTIAL)]
-
-  def _all_names(self, folder: str) -> list[str]:
     try:
-      return sorted(os.listdir(self._path(folder)))
+      names = sorted(os.listdir(self._path(folder)))
     except MISSING:
       return []
-
-  def sweep(self, folder: str) -> None:
-    for name in self._all_names(folder):
-      if name.endswith(disk.PARTIAL):
-        self.delete(f'{folder}/{name}')
+    return [name for name in names if not name.endswith(disk.PARTIAL)]
 
   def read(self, key: str) -> bytes | None:
     try:
