@@ -196,8 +196,7 @@ class Checkpoint:
 
   Attributes:
     manifests: the run's.
-    series: the series.
-    step: the step.
+    series, step: its place in the run.
     allow_pickle: whether to unpickle.
   """
 
@@ -439,28 +438,18 @@ class Checkpoint:
     }
 
 
-def read_whole(
-  manifests: manager.Manifests,
-  series: str,
-  step: int,
-  trees: Mapping[str, Any],
-  allow_pickle: bool,
-) -> dict[str, Any]:
+def read_whole(saved: Checkpoint, trees: Mapping[str, Any]) -> dict[str, Any]:
   """Returns all entries of a checkpoint, as host arrays.
 
   It waits for no other process: a signal handler may call it.
 
   Args:
-    manifests: the run's.
-    series: the series.
-    step: of the checkpoint.
+    saved: the checkpoint.
     trees: entry that is stored leaf by leaf -> tree of its shapes.
-    allow_pickle: whether to unpickle.
 
   Raises:
     DamagedError: it is damaged, or was removed.
   """
-  saved = Checkpoint(manifests, series, step, allow_pickle)
   everything = experiments.full_experiment(
     types.SimpleNamespace(
       CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},

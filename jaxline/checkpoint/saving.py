@@ -325,10 +325,8 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     manifests, allow_pickle = self._manifests, self._allow_pickle
 
     def read() -> Any:
-      entries = contents.read_whole(
-        manifests, series, step, template, allow_pickle
-      )
-      return memory.nest_of(entries, attributes)
+      saved = contents.Checkpoint(manifests, series, step, allow_pickle)
+      return memory.nest_of(contents.read_whole(saved, template), attributes)
 
     return memory.Published(step, read)
 
