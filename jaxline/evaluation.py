@@ -249,7 +249,7 @@ def _restored_best(
 ) -> Any:
   """Returns the live state of the series `best`, without weights.
 
-  It has the best value so far: an infinity if there is none of the metric.
+  Its value is the best one so far, or an infinity if none was saved.
   """
   state = checkpointer.get_experiment_state('best')
   # A restore replaces only entries that the state has.

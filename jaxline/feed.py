@@ -155,6 +155,8 @@ class TrainFeed(_Feed):
     Raises:
       ValueError: the input cannot be set to it; then nothing was changed.
     """
+    if position is None and num_read:
+      logging.warning('The checkpoint has no position: the data begins anew.')
     source = self._open(position)
     self.note(num_read, position)
     self._infeed = self._read_ahead(source)

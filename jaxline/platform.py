@@ -109,7 +109,7 @@ def create_checkpointer(
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
-  checkpointer.restrict(follows=mode.startswith('eval'))
+  checkpointer.restrict(follows=not mode.startswith('train'))
   return checkpointer
 
 

@@ -338,7 +338,7 @@ class Training:
     run.console.show(log, 'train')
     # First: nothing is done with a step that is not finite.
     hooks: list[periodic.Action] = [self.guard]
-    # Before the hooks whose time is not that of a step.
+    # These two measure steps: later hooks take time of their own.
     if config.max_seconds is not None:
       hooks.append(self._budget)
     if config.profile_steps:

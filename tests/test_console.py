@@ -753,7 +753,7 @@ def test_a_run_in_a_pipe(tmp_path):
   again = run(tmp_path, '--config.training_steps=5', '--verbosity=1')
   first, second = again.stdout.split('Start:         step 4 of 5, resumed\n')
   assert 'Restoring the newest checkpoint...' in first
-  # The last step is shown, whatever the interval is.
+  # It prints the last step, although no interval ends there.
   assert re.search(r'^step 5 of 5 \(100%\) \| loss ', second, re.MULTILINE)
   assert 'training loop starting...' in again.stderr
   assert 'Training with config:' in again.stderr

@@ -86,7 +86,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path, monkeypatch):
-  """Decodes a prompt, or `text`; returns what was given to the experiment."""
+  """Decodes prompts; returns the arguments of each call of `decode`."""
   shutil.rmtree(trained / 'decode', ignore_errors=True)
 
   def run(

@@ -286,7 +286,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     Returns:
       The checkpoint, and what it has for the entries of the live state.
     """
-    reports: dict[int, str] = {}  # Step -> what is damaged.
+    reports: dict[int, str] = {}  # Step -> the error.
     while True:
       steps = [
         s

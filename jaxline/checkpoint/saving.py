@@ -85,7 +85,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     self._mark, self._marked = owner.Beat(self._store, mark), set[str]()
 
   def _move(self, directory: str) -> None:
-    """Makes a directory that of the run."""
+    """Sets the directory of the run."""
     self._run = store_lib.at(directory)
     self._manifests = manager.Manifests(self._run.below('checkpoints'))
     self._store = self._manifests.store
@@ -272,7 +272,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       return
     manifests = self._manifests
     if series == 'best':
-      # The newest save is the best one, whatever its step.
+      # Each save of `best` is better than the one before, whatever its step.
       gone = manifests.by_time(series)[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours
@@ -455,7 +455,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     packed = manager.pack({'evaluated': noted})
     self._store.write(f'evaluated/{name}', packed)
 
-  # Names of logs: relative in what is written, since a run may be moved.
+  # Files name logs by relative paths, because a run may be moved.
 
   def _relative(self, lengths: Mapping[str, int]) -> dict[str, int]:
     top = spool.directory(self._run.url)

@@ -18,7 +18,7 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
 
 @jax.tree_util.register_pytree_node_class
 class Scalars(MutableMapping[str, Any]):
-  """A mapping of which one array on the devices holds the 32-bit scalars.
+  """A mapping that keeps its 32-bit scalars in one array on the devices.
 
   When one of these is asked for, also by `{**scalars}`, a small program splits
   the array on the devices; on a CPU this waits for the step. `scalars | {...}`,
@@ -97,14 +97,13 @@ class Scalars(MutableMapping[str, Any]):
     return self | {}
 
   def on_host(self) -> dict[str, Any]:
-    """Fetches the array; its numbers become NumPy's."""
-    return self._unpacked(lambda numbers: numbers) | self.others
+    """Returns all values, with NumPy's numbers from the array."""
+    return self.numbers(np.asarray) | self.others
 
-  def numbers(self) -> dict[str, int | float]:
-    """Fetches the array; returns what is in it as int and float."""
-    return self._unpacked(np.ndarray.tolist)
-
-  def _unpacked(self, convert: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+  def numbers(
+    self, convert: Callable[[np.ndarray], Any] = np.ndarray.tolist
+  ) -> dict[str, Any]:
+    """Fetches the array, and returns its numbers as int and float."""
     if not self._names:
       return {}
     bits = np.asarray(self._packed)

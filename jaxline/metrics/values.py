@@ -110,7 +110,7 @@ def _to_number(value: Any) -> int | float | None:
   if type(value) is float:
     return value
   if isinstance(value, int):
-    # A bool is one.
+    # True and False are ints, too.
     return int(value) if -(2**63) <= value < 2**64 else None
   return float(value) if isinstance(value, numbers.Real) else None
 

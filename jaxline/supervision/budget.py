@@ -30,11 +30,10 @@ class Budget(periodic.Action):
     self.update_time(0.0, 0)  # Nothing but the evaluation since the last step.
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    if self._max is not None:
-      then, compiled = self._now, self._compiled
-      self.update_time(t, step)
-      secs = (self._now - then) - (self._compiled - compiled)
-      self._state.trained_secs += max(0.0, secs)
+    then, compiled = self._now, self._compiled
+    self.update_time(t, step)
+    secs = (self._now - then) - (self._compiled - compiled)
+    self._state.trained_secs += max(0.0, secs)
 
   def check(self, step: int, agreed: Callable[[bool], bool]) -> None:
     """Raises StopTraining if the time is over.

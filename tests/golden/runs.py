@@ -82,8 +82,8 @@ RUNS = {
     {**_LM, 'packing': 'packed'},
     processes=2,
   ),
-  # Its expected losses are those of `lm`: the heads and the hidden width lie
-  # across processes.
+  # Expects the losses of `lm`. The heads and the hidden width are split over
+  # the processes.
   'lm_tensor_parallel': Run(
     'examples.lm.experiment:Experiment',
     'configs/lm.py',
