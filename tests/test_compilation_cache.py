@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import re
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from jaxline import base_config
 from jaxline import compilation_cache
+from tests import remains
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
@@ -359,8 +359,8 @@ def test_a_run_that_starts_again_compiles_nothing_again(tmp_path):
         XDG_CACHE_HOME=str(tmp_path / 'cache'),
       )
     )
-    lines = (tmp_path / name / 'train' / 'metrics.jsonl').read_text()
-    losses = re.findall(r'"loss": ([^,}]+)', lines)
+    records = remains.curve(tmp_path / name, 'train')
+    losses = [record['loss'] for record in records if 'loss' in record]
     misses = output.count('PERSISTENT COMPILATION CACHE MISS')
     return losses, misses, output.count('Persistent compilation cache hit')
 

@@ -417,7 +417,7 @@ def language_model(tmp_path_factory):
 @pytest.mark.parametrize(
   'launcher',
   [
-    pytest.param((), marks=pytest.mark.process, id='one process'),
+    pytest.param('', marks=pytest.mark.process, id='one process'),
     pytest.param(
       '-m jaxline.launch --processes=2 --devices-per-process=1 -- python',
       marks=pytest.mark.slow,
