@@ -52,6 +52,7 @@ def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
   from jaxline import metrics
   from jaxline import placement
   from jaxline import sharded
+  from jaxline.metrics import scalars as scalars_lib
 
   class Matrix(sharded.ShardedExperiment):
     """One weight matrix, plain gradient descent."""
@@ -91,10 +92,10 @@ def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
     def step(self, *, global_step, rng, writer):
       if reads_input:
         return super().step(global_step=global_step, rng=rng, writer=writer)
-      self._state, scalars = self.compiled_train_step(
+      self._state, packed = self.compiled_train_step(
         self.state, self.batch, rng
       )
-      return scalars
+      return scalars_lib.Scalars(packed)
 
   return Matrix
 

@@ -407,7 +407,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     every, step = self._recompute_interval, self.compiled_train_step
     if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.twice, step)
-    self._state, self._scalars = step(self.state, batch, rng)
+    self._state, packed = step(self.state, batch, rng)
+    self._scalars = scalars_lib.Scalars(packed)
     # Only now: a checkpoint after a failed step must not skip its batch.
     self.train_feed.commit()
     self._scalars.others['input_wait_fraction'] = self.train_feed.wait_fraction

@@ -1,5 +1,6 @@
 """Tests of jaxline.supervision.nonfinite, with and without a flag."""
 
+import collections
 import copy
 import itertools
 import types
@@ -43,6 +44,10 @@ def drive(guard, rows):
 ONE = {'loss': jnp.float32(1), 'grad': jnp.float32(2)}
 
 
+def packed(scalars):
+  return scalars_lib.Scalars(scalars_lib.pack(scalars))
+
+
 @pytest.mark.parametrize(
   ('scalars', 'named'),
   [
@@ -59,8 +64,12 @@ ONE = {'loss': jnp.float32(1), 'grad': jnp.float32(2)}
       'loss = inf in 1 of 2 entries',
     ),
     (
-      lambda: {'train': scalars_lib.pack(ONE | {'loss': jnp.float32(NAN)})},
+      lambda: {'train': packed(ONE | {'loss': jnp.float32(NAN)})},
       'train/loss = nan',
+    ),
+    (
+      {'loss_parts': collections.Counter(a=NAN), 'loss': INF},
+      'loss = inf',
     ),
     # Without FLAGS_NONFINITE this is a scalar as any other.
     ({'loss': NAN, 'nonfinite': 0}, 'loss = nan'),

@@ -154,7 +154,7 @@ class Guard(periodic.Action):
 def _leaves(scalars: Any) -> dict[str, Any]:
   """Returns path -> value of a mapping whose values may be nested."""
   keystr = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
-  leaves = jax.tree_util.tree_leaves_with_path(scalars_lib.as_dicts(scalars))
+  leaves = jax.tree_util.tree_leaves_with_path(dict(scalars))
   return {keystr(path): x for path, x in leaves}
 
 
@@ -162,7 +162,8 @@ def _judged(scalars: Any) -> dict[str, Any]:
   """Returns path -> value of those that must be finite."""
   kinds = tuple(map(type, scalars.values()))
   if (names := _judged_names(tuple(scalars), kinds)) is None:
-    return _judged(_leaves(scalars))
+    scalars = _leaves(scalars)
+    names = _judged_names(tuple(scalars), ()) or []
   return {name: scalars[name] for name in names}
 
 
