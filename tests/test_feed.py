@@ -127,6 +127,7 @@ def evaluate(source, num_evaluated=0):
 @pytest.mark.parametrize(
   ('given', 'said'),
   [
+    ({}, 'eval_input'),
     ([], 'gave no batch'),
     ({'some': [{'y': np.ones(4)}], 'none': []}, "no batch for 'none'"),
     ([{'y': np.ones(4)}, {'y': np.ones(8)}], '8 rows follows one of 4'),

@@ -367,6 +367,16 @@ def test_the_state_of_an_iterator_is_that_of_its_host():
       other.set_state(state)
 
 
+def test_hosts_that_would_read_the_same_are_refused():
+  fields = {'is_training': True, 'shard': base.Shard(1, 2)}
+  with pytest.raises(errors.UsageError, match='host_index'):
+    iterable.as_input(counted, **fields)
+  own = iterable.as_input(
+    lambda host_index: [{'x': np.array([host_index])}], **fields
+  )
+  assert numbers(own) == [1]
+
+
 def test_the_batch_of_each_host():
   assert base.per_host(12) == 12
   assert base.per_host(12, base.Shard(1, 4)) == 3

@@ -143,6 +143,10 @@ def test_mixture_refuses_other_proportions_and_children():
     (Numbers(batch_size=4, repeat=False), 'b of .*, a Numbers'),
     (Unsaved(batch_size=4), 'b of .*, a Unsaved'),
     (Numbers(batch_size=4, is_training=True), 'b of .*is_training'),
+    (
+      Numbers(batch_size=4, input_checkpointing_enabled=False),
+      'b of .*input_checkpointing_enabled',
+    ),
   ],
 )
 def test_children_that_cannot_be_mixed_are_refused(child, message):
