@@ -2,16 +2,22 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
+import re
+import threading
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
+from jaxline import async_lib
 from jaxline import base_config
 from jaxline import errors
 from jaxline import feed
 from jaxline import partitioning
+from jaxline.inputs import base
 from jaxline.inputs import resumable
 
 
@@ -113,6 +119,29 @@ def test_a_position_that_cannot_be_set_changes_nothing(caplog):
   source.close()
 
 
+def test_a_feed_that_is_dropped_ends_its_thread():
+  class Owner:
+    def __init__(self):
+      self.feed = make(self.train_input)
+
+    def train_input(self):
+      return numbers()
+
+  owner = Owner()
+  take(owner.feed)
+  source = weakref.ref(owner.feed._infeed.source)
+  owner.feed.close()
+  assert source() is None  # It may have workers; its position is kept.
+  before = {*threading.enumerate()}
+  take(owner.feed)
+  started = {*threading.enumerate()} - before
+  (thread,) = (t for t in started if t.name == 'infeed')
+  del owner
+  gc.collect()
+  thread.join(30)
+  assert not thread.is_alive()
+
+
 # Evaluation.
 
 
@@ -172,7 +201,41 @@ def test_each_of_several_sets_keeps_its_place():
   assert len(opened) == 1
 
 
+def test_an_evaluation_reads_ahead_and_closes_its_input():
+  closed, read_on = [], set()
+
+  class Watched(Numbers):
+    def read_from(self, position):
+      read_on.add(threading.current_thread().name)
+      yield from super().read_from(position)
+
+    def close(self):
+      super().close()
+      closed.append(self)
+
+  evaluate(make(lambda: Watched(), feed.EvalFeed))
+  assert closed
+  assert read_on == {'eval_infeed'}
+  assert 'eval_infeed' not in {t.name for t in threading.enumerate()}
+
+
 # Both.
+
+
+@pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
+def test_the_config_sets_buffer_and_patience(cls, monkeypatch):
+  made = []
+
+  def prefetch(iterable, buffer_size, *, stall_secs, **kwargs):
+    made.append((buffer_size, stall_secs))
+    return (x for x in ())
+
+  monkeypatch.setattr(async_lib, 'py_prefetch', prefetch)
+  method = lambda: Numbers(is_training=cls.is_training)
+  source = make(method, cls, infeed_buffer_size=5, infeed_stall_secs=9.0)
+  with pytest.raises(ValueError):  # It has no batch.
+    source.take() if cls.is_training else evaluate(source)
+  assert made == [(5, 9.0)]
 
 
 @pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
@@ -206,15 +269,14 @@ def test_shapes_of_a_batch_take_one_and_close_the_input(cls):
 
 @pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
 def test_inputs_are_those_of_the_partitioners_host(cls):
-  own_hosts = {}
-
-  def method(shard):
-    fields = {'is_training': cls.is_training, 'shard': shard} | own_hosts
-    return Numbers(**fields)
-
-  source = make(method, cls)
+  fields = {'is_training': cls.is_training}
+  source = make(lambda shard: Numbers(**{'shard': shard} | fields), cls)
   source.partitioner.host = (1, 2)  # As on four processes, two by two.
   assert source.abstract_batch()['y'].shape == (4,)
-  own_hosts |= {'infeed_host_index': 3, 'num_infeed_hosts': 4}
-  with pytest.raises(ValueError, match=r', 3, 4\); expected \(.*, 1, 2\)'):
-    source.abstract_batch()
+  for wrong, got in (
+    ({'shard': base.Shard(3, 4)}, (cls.is_training, 3, 4)),
+    ({'is_training': not cls.is_training}, (not cls.is_training, 1, 2)),
+  ):
+    fields = {'is_training': cls.is_training} | wrong
+    with pytest.raises(ValueError, match=re.escape(str(got))):
+      source.abstract_batch()
