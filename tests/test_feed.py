@@ -19,26 +19,7 @@ from jaxline import feed
 from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import resumable
-
-
-class Stateful:
-  """Counts; its state is changed in place."""
-
-  def __init__(self):
-    self.state = {'next': np.zeros((), np.int64)}
-
-  def __iter__(self):
-    return self
-
-  def __next__(self):
-    self.state['next'] += 1
-    return {'y': np.float32([self.state['next'], 0])}
-
-  def get_state(self):
-    return self.state
-
-  def set_state(self, state):
-    self.state['next'][...] = state['next']
+from tests import test_input_base
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -49,15 +30,19 @@ class Numbers(resumable.ResumableInput):
 
   def read_from(self, position):
     for i in itertools.count(position + 1):
-      yield {'y': np.float32([i, 0])}, i
+      yield {'x': np.float32([i, 0])}, i
 
 
 def plain():
-  return ({'y': np.float32([i, 0])} for i in itertools.count(1))
+  return ({'x': np.float32([i, 0])} for i in itertools.count(1))
 
 
 def numbers():
   return Numbers(is_training=True)
+
+
+def stateful():
+  return test_input_base.Counted(first=1, end=99)
 
 
 def make(method, cls=feed.TrainFeed, **values):
@@ -68,7 +53,7 @@ def make(method, cls=feed.TrainFeed, **values):
 
 def take(source):
   """Takes a batch as a step does; returns its number."""
-  number = int(source.take()['y'][0])
+  number = int(source.take()['x'][0])
   source.commit()
   return number
 
@@ -76,7 +61,7 @@ def take(source):
 # Training.
 
 
-@pytest.mark.parametrize('method', [numbers, Stateful])
+@pytest.mark.parametrize('method', [numbers, stateful])
 @pytest.mark.parametrize('after', [0, 2, 4])
 def test_a_restored_feed_goes_on_behind_the_last_step(method, after):
   skips = {'skip_batches': '3-4,7'}
@@ -91,7 +76,7 @@ def test_a_restored_feed_goes_on_behind_the_last_step(method, after):
     other.restore(*saved)
   assert other.next_number == expected[after]
   _, batch, _ = other.peek()
-  assert batch['y'][0] == expected[after]
+  assert batch['x'][0] == expected[after]
   assert [take(other) for _ in range(6 - after)] == expected[after:]
   assert source.num_read == before
   # A closed feed keeps its place, and goes on.
@@ -158,8 +143,8 @@ def evaluate(source, num_evaluated=0):
   [
     ({}, 'eval_input'),
     ([], 'gave no batch'),
-    ({'some': [{'y': np.ones(4)}], 'none': []}, "no batch for 'none'"),
-    ([{'y': np.ones(4)}, {'y': np.ones(8)}], '8 rows follows one of 4'),
+    ({'some': [{'x': np.ones(4)}], 'none': []}, "no batch for 'none'"),
+    ([{'x': np.ones(4)}, {'x': np.ones(8)}], '8 rows follows one of 4'),
   ],
 )
 def test_an_evaluation_that_cannot_be_fed_is_refused(given, said):
@@ -175,14 +160,14 @@ def test_each_of_several_sets_keeps_its_place():
     made = {
       'two': Numbers(eval_loop_num_batches=2),
       'one': Numbers(eval_loop_num_batches=1),
-      'all': [{'y': np.float32([n, 0])} for n in range(3)],
+      'all': [{'x': np.float32([n, 0])} for n in range(3)],
     }
     return {name: made[name] for name in names}
 
   def places(source, num_evaluated):
     found = evaluate(source, num_evaluated)
     return {
-      k: [int(x['y'][0]) for x in batches] for k, batches in found.items()
+      k: [int(x['x'][0]) for x in batches] for k, batches in found.items()
     }
 
   source = make(lambda: sets(['two', 'one', 'all']), feed.EvalFeed)
@@ -272,7 +257,7 @@ def test_inputs_are_those_of_the_partitioners_host(cls):
   fields = {'is_training': cls.is_training}
   source = make(lambda shard: Numbers(**{'shard': shard} | fields), cls)
   source.partitioner.host = (1, 2)  # As on four processes, two by two.
-  assert source.abstract_batch()['y'].shape == (4,)
+  assert source.abstract_batch()['x'].shape == (4,)
   for wrong, got in (
     ({'shard': base.Shard(3, 4)}, (cls.is_training, 3, 4)),
     ({'is_training': not cls.is_training}, (not cls.is_training, 1, 2)),

@@ -280,17 +280,18 @@ def test_what_is_no_state_is_refused(state):
 class Counted:
   """An iterator whose state is a pytree that it changes in place."""
 
-  def __init__(self):
-    self.state = {'next': np.zeros(1, int)}
+  def __init__(self, first=0, end=6):
+    self.state, self.end = {'next': np.array(first)}, end
 
   def __iter__(self):
     return self
 
   def __next__(self):
-    self.state['next'] += 1
-    if self.state['next'] > 6:
+    number = int(self.state['next'])
+    if number == self.end:
       raise StopIteration
-    return {'x': np.full(2, self.state['next'] - 1)}
+    self.state['next'] += 1
+    return {'x': np.array([number, number + 100])}
 
   def get_state(self):
     return self.state
