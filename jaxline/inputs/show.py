@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import textwrap
 import time
@@ -148,20 +147,22 @@ def _read(source: base.BaseInput, num_batches: int, max_batches: int) -> _Host:
   """Reads `num_batches`, or one epoch up to `max_batches`."""
   one_epoch = source.reset_for_eval or not getattr(source, 'repeat', True)
   host = _Host(source, one_epoch)
-  hashed = hashlib.sha256()
-  limit = max_batches if one_epoch else num_batches
-  for number, batch in enumerate(itertools.islice(source, limit)):
-    if isinstance(source, indexed.IndexedInput):
-      at = source.positions_at(number * source.get_global_batch_size())
-      epochs = (at // source.num_records()).tolist()
-      host.records += zip(epochs, source.order(at).tolist(), strict=True)
-    hashed.update(batches.serialized(batches.arrays(batch)))
-    host.rows.append(_hash_rows(batch))
-    host.totals.update(counts(batch))
-    if source.saves_position:
-      host.states.append(source.state_of(source.mark()))
+
+  def read() -> Iterator[Mapping[str, Any]]:
+    limit = max_batches if one_epoch else num_batches
+    for number, batch in enumerate(itertools.islice(source, limit)):
+      if isinstance(source, indexed.IndexedInput):
+        at = source.positions_at(number * source.get_global_batch_size())
+        epochs = (at // source.num_records()).tolist()
+        host.records += zip(epochs, source.order(at).tolist(), strict=True)
+      host.rows.append(_hash_rows(batch))
+      host.totals.update(counts(batch))
+      if source.saves_position:
+        host.states.append(source.state_of(source.mark()))
+      yield batch
+
+  host.digest = digest(read())
   host.ended = next(source, None) is None
-  host.digest = hashed.hexdigest()[:16]
   return host
 
 
