@@ -50,20 +50,6 @@ def value(batch):
   return int(batch['x'][0])
 
 
-@pytest.fixture(autouse=True)
-def others():
-  """Leaves out the threads of tests before this one."""
-  OTHERS.clear()
-  OTHERS.update(threading.enumerate())
-
-
-OTHERS = set()
-
-
-def threads():
-  return [t for t in {*threading.enumerate()} - OTHERS if t.name == 'infeed']
-
-
 # Positions.
 
 
@@ -194,9 +180,10 @@ def test_a_stall_is_told_with_the_place(caplog):
 @pytest.mark.parametrize('num_read', [0, 1, 5])
 def test_close_ends_the_thread_and_closes_the_source(num_read):
   source = counting()
+  before = {*threading.enumerate()}
   feed = infeed.Infeed(source, lambda x: x)
   for _ in range(num_read):
     next(feed)
   feed.close()
   assert source.closed >= 1
-  assert not threads()
+  assert not {*threading.enumerate()} - before
