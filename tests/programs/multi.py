@@ -164,7 +164,7 @@ class Sharded(Reporting, regression.Regression):
     source = Input(self.batch_size, self.own_position)
     if self.own_position:
       return source
-    return Shared(function=lambda: source, is_training=True)
+    return Shared(function=lambda host_index: source, is_training=True)
 
   def eval_input(self):
     first = 8 * jax.process_index()
