@@ -5,6 +5,7 @@ import types
 import zlib
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -146,9 +147,11 @@ class Drawing(Regression):
 
 
 def digest(tree):
-  """Returns the SHA-256 of a tree's bits."""
+  """Returns the SHA-256 of a tree's bits, for a global array of all of them."""
   sha = hashlib.sha256()
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      x = multihost_utils.process_allgather(x, tiled=True)
     x = np.asarray(x)
     sha.update(f'{jax.tree_util.keystr(path)}{x.dtype}{x.shape}'.encode())
     sha.update(x.tobytes())

@@ -22,9 +22,9 @@ import time
 import zlib
 
 import events
+from experiments import processes
 from experiments import regression
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -88,21 +88,8 @@ def fault(place, step):
   return False
 
 
-def digest(tree):
-  """Returns the SHA-256 of a tree of global arrays, the same everywhere."""
-  tree = jax.tree.map(
-    lambda x: (
-      x
-      if x.is_fully_addressable
-      else multihost_utils.process_allgather(x, tiled=True)
-    ),
-    tree,
-  )
-  return regression.digest(jax.device_get(tree))
-
-
-class Input(regression.Input):
-  """Of the global batches the rows of this process; knows what it gave."""
+class Input(processes.Input):
+  """Knows what it gave."""
 
   def __init__(self, batch_size, own_position):
     super().__init__(batch_size)
@@ -112,9 +99,6 @@ class Input(regression.Input):
   def __next__(self):
     step = int(self.state['next'])
     batch = super().__next__()
-    rows = self.batch_size // jax.process_count()
-    first = rows * jax.process_index()
-    batch = {name: x[first : first + rows] for name, x in batch.items()}
     if self.own_position:
       self.state['given'] = zlib.crc32(
         batch['x'].tobytes(), self.state['given']
@@ -187,7 +171,7 @@ class Sharded(Reporting, regression.Regression):
       say(
         what,
         step=int(self.state.step),
-        digest=digest(self.state),
+        digest=regression.digest(self.state),
         position=jax.tree.map(int, self.train_feed.position['state']),
         shards=[list(s.data.shape) for s in
                 self.state.params['w'].addressable_shards],
@@ -305,7 +289,7 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
     if self.mode == 'train':
       state = utils.get_first((self._w, self._opt_state))
       own = {name: int(x) for name, x in self._own.items()}
-      say(what, digest=digest(state), position=own)
+      say(what, digest=regression.digest(state), position=own)
 
 
 def fault_in_saves():
