@@ -40,15 +40,6 @@ TINY = model.ModelConfig(
   matmul='fp8',
 )
 
-# Most of the time of these tests is compiling.
-_jit = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
-
 
 def _round(x, scale, number_format):
   """Rounds float64 to the nearest number of a format times the scale."""
@@ -74,7 +65,7 @@ def _product(spec):
   """Returns `(x, w, state, cotangent) -> product and gradients`."""
   fn = hk.transform(lambda x, w: fp8.einsum('p', spec, x, w, history_length=3))
 
-  @_jit
+  @jax.jit
   def product(x, w, state, cotangent):
     out, vjp = jax.vjp(
       lambda x, w, state: fn.apply({'~': state}, None, x, w), x, w, state
@@ -236,7 +227,7 @@ def test_only_scales_and_histories_are_split_off():
 @functools.cache
 def _gradients(config):
   weights, state = fp8.split(_params(TINY))
-  gradients = _jit(jax.grad(_loss, argnums=(0, 1)), static_argnums=2)
+  gradients = jax.jit(jax.grad(_loss, argnums=(0, 1)), static_argnums=2)
   return gradients(weights, state, config)
 
 

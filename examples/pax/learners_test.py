@@ -1,7 +1,5 @@
 """Tests of what a learner does before and behind its optimizer."""
 
-import functools
-
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
@@ -33,21 +31,11 @@ def _adam(**kwargs):
   return optimizers.Adam.HParams(weight_decay=0.1, **kwargs)
 
 
-# Most of the time of these tests is compiling.
-_jit = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
-
-
 def _made(learner, num_stacked=optimizers.not_stacked):
   """Returns the first state, and a function that updates."""
   tx = learner.make(num_stacked)
 
-  @_jit
+  @jax.jit
   def update(grads, state):
     # As jaxline's step does: Optax relies on promotion.
     with jax.numpy_dtype_promotion('standard'):
@@ -99,7 +87,7 @@ def test_clips_gradients(options, factors, clipped_norm):
   updates = _first_update(learner, num_stacked=lambda name: 'layers' in name)
   _assert_close(updates, _scaled(_GRADS, *factors))
   _assert_close(
-    _jit(learner.scalars)(_GRADS, updates, jnp.int32(4)),
+    jax.jit(learner.scalars)(_GRADS, updates, jnp.int32(4)),
     {
       'learning_rate': 0.6,
       'is_valid_step': 1,
@@ -139,7 +127,7 @@ def test_a_skipped_step_changes_nothing():
   )
   state, update = _made(learner)
   _, state = update(_GRADS, state)
-  scalars = _jit(learner.scalars)
+  scalars = jax.jit(learner.scalars)
   for bad in (np.nan, np.inf, 1e30, 20.0):
     grads = {**_GRADS, 'lm/softmax': {'w': np.float32([[bad]])}}
     updates, skipped = update(grads, state)

@@ -4,7 +4,6 @@ Weights are of one layer, of no layer, or stacks of layers; the formulas know
 only layers, one after the other.
 """
 
-import functools
 import math
 
 import jax
@@ -37,20 +36,10 @@ def _tree(rng, shapes=None, scale=1.0):
   )
 
 
-# Most of the time of these tests is compiling.
-_jit = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
-
-
 def _train(tx, weights, grads):
   """Returns the weights after each step."""
 
-  @_jit
+  @jax.jit
   def step(weights, state, grad):
     # As jaxline's step does: Optax relies on promotion.
     with jax.numpy_dtype_promotion('standard'):

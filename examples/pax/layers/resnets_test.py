@@ -26,15 +26,6 @@ CHANNELS = (8, 16)
 CLASSES = 5
 DECAY = 0.9
 
-# Each program here runs once: most of its time would go into LLVM.
-_jit = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
-
 
 def _size(collection):
   return sum(w.size for module in collection.values() for w in module.values())
@@ -157,7 +148,9 @@ def _grads(features_fn, params, w_DK, y_B):
     )
     return loss_B.mean(), state
 
-  (loss, state), grads = _jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
+  (loss, state), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(
+    params
+  )
   return loss, state, grads
 
 
@@ -224,10 +217,10 @@ def test_haikus_network_computes_the_same():
         )
         average = old[f'moving_{ours}'][None, None, None]
         moving[there] = {**their_state[there], 'average': average}
-    features_BD = _jit(functools.partial(layer.apply, do_eval=True))(
+    features_BD = jax.jit(functools.partial(layer.apply, do_eval=True))(
       variables, x_BHWC
     )
-    want_BD, _ = _jit(functools.partial(theirs.apply, is_training=False))(
+    want_BD, _ = jax.jit(functools.partial(theirs.apply, is_training=False))(
       params, moving, None, x_BHWC
     )
     np.testing.assert_allclose(features_BD, want_BD, rtol=1e-9, atol=1e-12)
@@ -267,11 +260,11 @@ def test_praxis_network_computes_the_same():
       }
     x_BHWC = np.sin(0.9 * np.arange(540)).reshape(2, 9, 10, 3)
 
-    out, collected = _jit(functools.partial(layer.apply, mutable=True))(
+    out, collected = jax.jit(functools.partial(layer.apply, mutable=True))(
       variables, x_BHWC
     )
     moving = collected.non_trainable['net/blocks_1/shortcut/batch_norm']
-    eval_out = _jit(functools.partial(layer.apply, do_eval=True))(
+    eval_out = jax.jit(functools.partial(layer.apply, do_eval=True))(
       variables, x_BHWC
     )
     out, eval_out = np.asarray(out), np.asarray(eval_out)
@@ -305,10 +298,10 @@ def test_statistics_are_those_of_the_whole_batch_over_two_devices():
     out, collected = layer.apply(variables, x_BHWC, mutable=True)
     return out, collected.non_trainable
 
-  one = _jit(run)(variables, x_BHWC)
+  one = jax.jit(run)(variables, x_BHWC)
   with partitioner.activate():
     two = jax.block_until_ready(
-      _jit(run)(
+      jax.jit(run)(
         placement.put(variables, partitioner.replicated),
         placement.put_batch(x_BHWC, partitioner),
       )
@@ -351,7 +344,7 @@ def test_a_block_starts_as_its_shortcut():
         first = np.full(weight.shape, weight.init.scale, np.float32)
         variables['params'][module][name] = first
   x_BHWC = np.float32(rng.normal(size=(2, 4, 4, 8)))
-  got = _jit(functools.partial(block.apply, do_eval=True))(variables, x_BHWC)
+  got = jax.jit(functools.partial(block.apply, do_eval=True))(variables, x_BHWC)
   np.testing.assert_array_equal(got, np.maximum(x_BHWC, 0))
 
 
@@ -383,8 +376,8 @@ def test_blocks_and_activations_that_are_given():
     zero_init_residual=True,
   )
   x_BHWC = np.float32(np.random.default_rng(2).normal(size=(2, 4, 4, 4)))
-  variables = _jit(block.Instantiate().init)(jax.random.key(0))
-  out = _jit(functools.partial(block.Instantiate().apply, do_eval=True))(
+  variables = jax.jit(block.Instantiate().init)(jax.random.key(0))
+  out = jax.jit(functools.partial(block.Instantiate().apply, do_eval=True))(
     variables, x_BHWC
   )
   np.testing.assert_array_equal(out, x_BHWC)  # Without a ReLU.
@@ -405,7 +398,7 @@ def test_integer_pixels_are_normalised_in_the_network():
 
   def run(hparams, x_BHWC):
     apply = functools.partial(hparams.Instantiate().apply, do_eval=True)
-    return _jit(apply)(variables, x_BHWC)
+    return jax.jit(apply)(variables, x_BHWC)
 
   want = run(plain, np.float32(floats_BHWC))
   got = run(pixels, x_BHWC)
