@@ -354,22 +354,6 @@ def test_rotary_positions_turn_pairs_as_complex_numbers():
   np.testing.assert_allclose(for_all[0], expected[0], atol=1e-5)
 
 
-def test_rotary_scores_depend_on_the_distance_only():
-  q, k = _float32(*_normal(2, 8))
-
-  @jax.jit
-  def turned(i, j):
-    angles = transformer.rotary_angles(jnp.stack([i, j]), 8)
-    return transformer.rotate(jnp.stack([q, k])[None, :, None], angles)
-
-  def score(i, j):
-    return np.dot(*np.asarray(turned(i, j))[0, :, 0])
-
-  assert score(0, 0) == pytest.approx(np.dot(q, k), rel=1e-5)
-  assert score(9, 4) == pytest.approx(score(105, 100), rel=1e-4)
-  assert abs(score(9, 4) - score(9, 5)) > 1e-2
-
-
 @pytest.mark.parametrize('longest', [(), (200.0,)])
 def test_sinusoidal_positions(longest):
   positions = np.array([[0, 1, 2], [30, 4, 11]])

@@ -1,14 +1,11 @@
-"""Residual networks: exact counts, and Haiku's own network beside them."""
+"""Residual networks: exact counts, and the numbers of Praxis."""
 
 import functools
 import math
-import re
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from examples.pax import base_layer
@@ -77,153 +74,6 @@ def _random(weights, rng):
     )
 
   return jax.tree_util.tree_map_with_path(one, weights)
-
-
-def _haiku_path(path):
-  """Returns the module of Haiku's network that is one of ours."""
-  if path.startswith('net/entryflow_conv'):
-    kind = 'conv' if path.endswith('/conv') else 'batchnorm'
-    return f'initial_{kind}'
-  block, part, kind = re.fullmatch(
-    r'net/blocks_(\d+)/(\w+)/(conv|batch_norm)', path
-  ).groups()
-  places = [(g, i) for g, blocks in enumerate(BLOCKS) for i in range(blocks)]
-  group, i = places[int(block)]
-  kind = kind.replace('_', '')
-  part = (
-    f'shortcut_{kind}'
-    if part == 'shortcut'
-    else f'{kind}_{part[len("body_") :]}'
-  )
-  return f'block_group_{group}/~/block_{i}/~/{part}'
-
-
-def _to_haiku(params, scale_of=lambda gamma: 1 + gamma):
-  """Returns our weights in Haiku's tree, or our gradients."""
-  tree = {}
-  for path, module in params.items():
-    new = tree[_haiku_path(path)] = {}
-    for name, value in module.items():
-      if name == 'gamma':
-        new['scale'] = scale_of(value)[None, None, None]
-      elif name == 'beta':
-        new['offset'] = value[None, None, None]
-      else:
-        new[name] = value
-  return tree
-
-
-def _haikus(x_BHWC, *, is_training):
-  """Haiku's blocks as the same network; its own class has four groups."""
-  norm = {'create_scale': True, 'create_offset': True, 'decay_rate': DECAY}
-  with jax.numpy_dtype_promotion('standard'):
-    x_BHWC = hk.Conv2D(8, 7, 2, with_bias=False, name='initial_conv')(x_BHWC)
-    x_BHWC = hk.BatchNorm(**norm, name='initial_batchnorm')(x_BHWC, is_training)
-    x_BHWC = hk.max_pool(
-      jax.nn.relu(x_BHWC), (1, 3, 3, 1), (1, 2, 2, 1), padding='SAME'
-    )
-    for group, (blocks, channels) in enumerate(
-      zip(BLOCKS, CHANNELS, strict=True)
-    ):
-      x_BHWC = hk.nets.ResNet.BlockGroup(
-        channels,
-        blocks,
-        stride=1 if group == 0 else 2,
-        bn_config=norm,
-        resnet_v2=False,
-        bottleneck=True,
-        use_projection=group > 0,
-        name=f'block_group_{group}',
-      )(x_BHWC, is_training, test_local_stats=False)
-  return x_BHWC.mean((1, 2))
-
-
-def _grads(features_fn, params, w_DK, y_B):
-  """Returns the mean cross entropy, the new state, and gradients."""
-
-  def loss_fn(params):
-    features_BD, state = features_fn(params)
-    loss_B = optax.softmax_cross_entropy_with_integer_labels(
-      features_BD @ w_DK, y_B
-    )
-    return loss_B.mean(), state
-
-  (loss, state), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(
-    params
-  )
-  return loss, state, grads
-
-
-def test_haikus_network_computes_the_same():
-  rng = np.random.default_rng(0)
-  with jax.enable_x64(True):
-    hparams = _set_dtype(_hparams(), jnp.float64)
-    # Haiku's, which are not Praxis's.
-    hparams.conv_params.conv_tpl.tf_equivalent_padding = True
-    hparams.conv_params.batch_norm_tpl.epsilon = 1e-5
-    layer = hparams.Instantiate()
-    variables = _random(layer.abstract_init(), rng)
-    params = _to_haiku(variables['params'])
-    w_DK = rng.normal(size=(CHANNELS[-1], CLASSES))
-    x_BHWC = rng.normal(size=(4, 17, 16, 3))
-    y_B = np.array([0, 4, 2, 2])
-    theirs = hk.transform_with_state(_haikus)
-    their_params, their_state = jax.eval_shape(
-      functools.partial(theirs.init, is_training=True),
-      jax.random.key(0),
-      x_BHWC,
-    )
-    assert jax.tree.map(np.shape, params) == jax.tree.map(
-      np.shape, their_params
-    )
-    # Moving averages without a value yet.
-    their_state = jax.tree.map(
-      lambda x: np.zeros(x.shape, x.dtype), their_state
-    )
-
-    def our_features(params):
-      out, collected = layer.apply(
-        {**variables, 'params': params}, x_BHWC, mutable=True
-      )
-      return out, collected.non_trainable
-
-    loss, state, grads = _grads(our_features, variables['params'], w_DK, y_B)
-    want, new_state, want_grads = _grads(
-      lambda params: theirs.apply(
-        params, their_state, None, x_BHWC, is_training=True
-      ),
-      params,
-      w_DK,
-      y_B,
-    )
-    np.testing.assert_allclose(loss, want, rtol=1e-9)
-    jax.tree.map(
-      functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9),
-      _to_haiku(grads, lambda gradient: gradient),
-      want_grads,
-    )
-
-    moving = {}  # Ours of before the step, as Haiku's.
-    for path, old in variables['non_trainable'].items():
-      for ours, name in ('mean', 'mean_ema'), ('variance', 'var_ema'):
-        there = f'{_haiku_path(path)}/~/{name}'
-        # Which after a first step is the batch's statistic itself.
-        batch = new_state[there]['average'].ravel()
-        np.testing.assert_allclose(
-          state[path][f'moving_{ours}'],
-          DECAY * old[f'moving_{ours}'] + (1 - DECAY) * batch,
-          rtol=1e-9,
-          atol=1e-12,
-        )
-        average = old[f'moving_{ours}'][None, None, None]
-        moving[there] = {**their_state[there], 'average': average}
-    features_BD = jax.jit(functools.partial(layer.apply, do_eval=True))(
-      variables, x_BHWC
-    )
-    want_BD, _ = jax.jit(functools.partial(theirs.apply, is_training=False))(
-      params, moving, None, x_BHWC
-    )
-    np.testing.assert_allclose(features_BD, want_BD, rtol=1e-9, atol=1e-12)
 
 
 def _sines(offset, shape):
