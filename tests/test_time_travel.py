@@ -266,12 +266,6 @@ def test_a_fork_around_a_batch(shared, tmp_path):
 # Where runs part.
 
 
-def test_two_equal_runs_have_no_difference(shared, tmp_path, capsys):
-  same = run(tmp_path / 'same')
-  assert cli.main(['bisect', str(shared), str(same)]) == 0
-  assert 'No difference' in capsys.readouterr().out
-
-
 def test_another_evaluation_is_no_difference_in_training(
   shared, tmp_path, capsys
 ):
