@@ -1,4 +1,4 @@
-"""Residual networks: exact counts, and the numbers of Praxis."""
+"""Residual networks: the numbers of Praxis, and what can be set."""
 
 import functools
 import math
@@ -11,30 +11,11 @@ import pytest
 from examples.pax import base_layer
 from examples.pax.layers import activations
 from examples.pax.layers import convolutions
-from examples.pax.layers import embedding_softmax
-from examples.pax.layers import normalizations
 from examples.pax.layers import resnets
-from jaxline import partitioning
-from jaxline import placement
 
 # A block that puts out what it gets, and one with a projection.
 BLOCKS = (1, 1)
 CHANNELS = (8, 16)
-CLASSES = 5
-DECAY = 0.9
-
-
-def _size(collection):
-  return sum(w.size for module in collection.values() for w in module.values())
-
-
-def test_resnet_50_has_exactly_its_weights_and_statistics():
-  network = resnets.ResNet.HParams().Instantiate().abstract_init()
-  head = embedding_softmax.FullSoftmax.HParams(
-    input_dims=2048, num_classes=1000
-  ).Instantiate()
-  assert _size(network['params']) + head.num_params() == 25_557_032
-  assert _size(network['non_trainable']) == 53_120
 
 
 def _hparams(**changes):
@@ -129,56 +110,6 @@ def test_praxis_network_computes_the_same():
   close(eval_out[0, :4], [0.0, 0.0051375, 0.2520737, 0.2614729])
   close(eval_out[1, -4:], [0.4235960, 0.1407067, 0.0, 0.0])
   close(eval_out.sum(), 3.0111823, rtol=1e-6)
-
-
-def test_statistics_are_those_of_the_whole_batch_over_two_devices():
-  rng = np.random.default_rng(1)
-  layer = convolutions.ConvBNAct.HParams(
-    conv_tpl=convolutions.Conv2D.HParams(filter_shape=(1, 1, 3, 8)),
-    batch_norm_tpl=normalizations.BatchNorm.HParams(decay=DECAY),
-  ).Instantiate()
-  variables = _random(layer.abstract_init(), rng)
-  variables = jax.tree.map(np.float32, variables)
-  # The second device's images are quite others than the first's.
-  x_BHWC = np.float32(rng.normal(size=(4, 3, 3, 3)))
-  x_BHWC[2:] = 3 * x_BHWC[2:] + 5
-  partitioner = partitioning.Partitioner.make({'data': 2}, 'ddp')
-
-  def run(variables, x_BHWC):
-    out, collected = layer.apply(variables, x_BHWC, mutable=True)
-    return out, collected.non_trainable
-
-  one = jax.jit(run)(variables, x_BHWC)
-  with partitioner.activate():
-    two = jax.block_until_ready(
-      jax.jit(run)(
-        placement.put(variables, partitioner.replicated),
-        placement.put_batch(x_BHWC, partitioner),
-      )
-    )
-  assert len(two[0].sharding.device_set) == 2
-  assert not two[0].sharding.is_fully_replicated
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-    two,
-    one,
-  )
-  y_BHWD = (
-    np.float64(x_BHWC) @ variables['params']['conv_bn_act/conv']['w'][0, 0]
-  )
-  (old,), (new,) = variables['non_trainable'].values(), two[1].values()
-  for name, batch in (
-    ('mean', y_BHWD.mean((0, 1, 2))),
-    (
-      'variance',
-      y_BHWD.var((0, 1, 2)),
-    ),
-  ):
-    np.testing.assert_allclose(
-      new[f'moving_{name}'],
-      DECAY * old[f'moving_{name}'] + (1 - DECAY) * batch,
-      rtol=1e-4,
-    )
 
 
 def test_a_block_starts_as_its_shortcut():

@@ -143,18 +143,6 @@ def _loss(lm, **kwargs):
 # ---- Against another program.
 
 
-def test_the_parameters_of_paxs_models():
-  # As counted in Paxml's own classes: C4Spmd1B and C4SpmdPipelineGpt3Small.
-  lm = _lm(_repeated(13, width=2560, heads=20, hidden=10240), 32000, 2560)
-  assert lm.Instantiate().num_params() == 1_104_619_904
-  stage = _repeated(6, width=3072, heads=24, hidden=12288)
-  stack = transformers.PipelinedTransformer.HParams(
-    pipeline_stage=stage, num_pipeline_stages=4, pipeline_microbatch_size=16
-  )
-  lm = _gpt3_lm(stack, 51200, 3072, 16384)
-  assert lm.Instantiate().num_params() == 2_926_491_648
-
-
 # An independent program: NumPy, float64, one position at a time.
 
 
