@@ -169,6 +169,17 @@ def get_config(steps):
   return config
 
 
+def get_run_config(steps, save, evaluation):
+  """Returns a config that logs each step, saves, and keeps the best loss."""
+  config = get_config(steps)
+  config.log_tensors_interval = config.log_train_data_interval = 1
+  config.save_checkpoint_interval = save
+  config.eval_interval = evaluation
+  config.best_model_eval_metric = 'loss'
+  config.best_model_eval_metric_higher_is_better = False
+  return config
+
+
 def train_steps(experiment, steps, seed=1, **changes):
   """Runs the experiment's own loop; returns the scalars of each step."""
   rows = []
