@@ -22,7 +22,6 @@ import time
 import zlib
 
 import events
-from experiments import processes
 from experiments import regression
 import jax
 import jax.numpy as jnp
@@ -88,8 +87,8 @@ def fault(place, step):
   return False
 
 
-class Input(processes.Input):
-  """Knows what it gave."""
+class Input(regression.Input):
+  """Of the global batches the rows of this process; knows what it gave."""
 
   def __init__(self, batch_size, own_position):
     super().__init__(batch_size)
@@ -99,6 +98,9 @@ class Input(processes.Input):
   def __next__(self):
     step = int(self.state['next'])
     batch = super().__next__()
+    rows = self.batch_size // jax.process_count()
+    first = rows * jax.process_index()
+    batch = {name: x[first : first + rows] for name, x in batch.items()}
     if self.own_position:
       self.state['given'] = zlib.crc32(
         batch['x'].tobytes(), self.state['given']
