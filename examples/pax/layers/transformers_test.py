@@ -329,9 +329,7 @@ def test_axes_give_shardings_that_compute_the_same():
     ('pipeline', {'stage': 2, 'data': 1}, ('stage', 'data', 'mdl')),
     ('fsdp', {'data': 2}, (None, 'data', None)),
   ):
-    partitioner = partitioning.Partitioner.make(
-      sizes, preset, devices=jax.devices()[:2]
-    )
+    partitioner = partitioning.Partitioner.make(sizes, preset)
     specs = partitioner.specs(boxed)
     w = specs[base_layer.PARAMS][f'{layer}/ff_layer/ffn_layer1']['w']
     assert tuple(w) == axes
