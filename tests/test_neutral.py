@@ -185,11 +185,6 @@ def equinox():
   return type('Equinox', (cls, Classifier), {})
 
 
-@pytest.fixture(autouse=True)
-def no_checkpoints(monkeypatch):
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-
-
 def run(cls, steps):
   """Trains from the newest checkpoint; returns the losses and the state."""
   config = regression.get_config(steps)

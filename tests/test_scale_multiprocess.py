@@ -16,6 +16,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.experiments import regression
 from tests.programs import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -51,8 +52,8 @@ def alone(tmp_path_factory):
   config, live = hosts.make(folder / 'start', 'ddp', {})
   hosts.train(live)
   hosts.save(config, live)
-  seen = {'start': hosts.digest(live.state), 'losses': hosts.train(live)}
-  seen['eval'] = hosts.regression.evaluate(live)
+  seen = {'start': regression.digest(live.state), 'losses': hosts.train(live)}
+  seen['eval'] = regression.evaluate(live)
   seen['later'] = hosts.train(live)
   return folder, seen
 
@@ -131,6 +132,6 @@ def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
   folder, expected = alone
   config, live = hosts.make(folder / name, 'fsdp', {})
   hosts.restore(config, live)
-  assert hosts.digest(live.state) == four[0][name]['saved']
+  assert regression.digest(live.state) == four[0][name]['saved']
   assert int(live.state.step) == 2 * hosts.STEPS
   np.testing.assert_allclose(hosts.train(live), expected['later'], rtol=2e-5)

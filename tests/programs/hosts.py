@@ -13,7 +13,6 @@ import pathlib
 import sys
 
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 
 from jaxline import base_config
@@ -99,24 +98,11 @@ def train(live):
   return [float(row['loss']) for row in rows]
 
 
-def digest(state):
-  """Returns the SHA-256 of global arrays, the same in every process."""
-  gathered = jax.tree.map(
-    lambda x: (
-      x
-      if x.is_fully_addressable
-      else multihost_utils.process_allgather(x, tiled=True)
-    ),
-    state,
-  )
-  return regression.digest(jax.device_get(gathered))
-
-
 def run(folder, name, sharding, mesh):
   """Goes on from `start`; returns what this process saw."""
   config, live = make(folder / 'start', sharding, mesh)
   restore(config, live)
-  restored = digest(live.state)
+  restored = regression.digest(live.state)
   losses = train(live)
   config.checkpoint_dir = str(folder / name)
   save(config, live)
@@ -127,7 +113,7 @@ def run(folder, name, sharding, mesh):
   return {
     'restored': restored,
     'losses': losses,
-    'saved': digest(live.state),
+    'saved': regression.digest(live.state),
     'eval': regression.evaluate(live),
     'host': live.partitioner.host,
     'slices': live.partitioner.shape.slices,
