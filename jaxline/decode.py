@@ -26,16 +26,20 @@ from jaxline.compat import experiments
 from jaxline.storage import spool
 
 
-def check_checkpoint(
+def restored_experiment(
+  experiment_class: Any,
+  mode: str,
   config: config_dict.ConfigDict,
   checkpointer: checkpointing.FullCheckpointer,
   series: str,
   step: int | None,
   prefix: str = '',
-) -> None:
-  """Refuses a checkpoint that is not there; writes nothing.
+) -> tuple[experiment_lib.AbstractExperiment, int]:
+  """Returns an experiment with the weights of a checkpoint, and its step.
 
   Args:
+    experiment_class: constructs the experiment: a class or a partial of one.
+    mode: the experiment's.
     config: the run's.
     checkpointer: the run's.
     series: 'latest' or 'best'.
@@ -64,6 +68,13 @@ def check_checkpoint(
       f'{prefix}step is {step}, but of {series!r} the steps {steps} are kept in'
       f' {config.checkpoint_dir}.'
     )
+  init_rng = experiments.declared(experiment_class).eval_init_rng(config)
+  with debug.log_activity('experiment init'):
+    experiment = experiments.construct(experiment_class, mode, init_rng, config)
+  state = checkpointing.new_state(checkpointer, experiment, series=series)
+  with debug.log_activity('checkpoint restore'):
+    checkpointer.restore(series, step=step)
+  return experiment, int(state.global_step)
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
@@ -146,26 +157,22 @@ def decode(
     NotImplementedError: the experiment has no `decode`.
   """
   options = config.decode
-  series, step = options.series, options.step
-  check_checkpoint(config, checkpointer, series, step, 'config.decode.')
   is_chief = jax.process_index() == 0
   # First: a model is not restored for a file that is not there.
   records, size = _source(options) if is_chief else (iter(()), 1)
   rng = prng.stream(jax.random.PRNGKey(config.random_seed), 'decoding')
-  with debug.log_activity('experiment init'):
-    experiment: experiment_lib.AbstractExperiment = experiments.construct(
-      experiment_class,
-      'decode',
-      experiments.declared(experiment_class).eval_init_rng(config),
-      config,
-    )
-  state = checkpointing.new_state(checkpointer, experiment, series=series)
-  with debug.log_activity('checkpoint restore'):
-    checkpointer.restore(series, step=step)
-
+  experiment, step = restored_experiment(
+    experiment_class,
+    'decode',
+    config,
+    checkpointer,
+    options.series,
+    options.step,
+    'config.decode.',
+  )
   with contextlib.ExitStack() as stack:
     if is_chief:
-      file = stack.enter_context(_open(config, int(state.global_step)))
+      file = stack.enter_context(_open(config, step))
     rows = 0
     for number in itertools.count():
       batch = distributed.of_chief(list(itertools.islice(records, size)))

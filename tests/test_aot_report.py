@@ -88,7 +88,6 @@ def make_report(**changes):
     'batch_rows': 32,
     'parameters': 1_104_619_904,
     'state_bytes': 480,
-    'gradient_bytes': 160,
     'batch_bytes': 20,
     'bubble_fraction': 0.25,
     'programs': (
@@ -135,7 +134,7 @@ def test_the_text_says_it_all():
     '8 devices: stage 1, replica 2, data 4, mdl 1',
     'sharding           fsdp',
     '1,104,619,904',
-    '480 B of 1000 B (48%); gradients 160 B',
+    '480 B of 1000 B (48%)',
     '800 B of 1000 B: fits, 200 B to spare',
     'temporaries 300 B',
     '25.0% of each stage',

@@ -95,16 +95,6 @@ def test_specialize_folds_in_the_host_then_the_device(kind, mode):
   assert num_unique == (2 if mode.endswith('unique_device') else 1)
 
 
-def test_specialize_needs_a_host_id_where_hosts_differ():
-  key = jax.random.key(0)
-  with pytest.raises(ValueError, match=r'host_id=None.*host_id_devices'):
-    prng.specialize_rng_host_device(key, None, 'i', 'unique_host_same_device')
-  same = prng.specialize_rng_host_device(
-    key, None, 'i', 'same_host_same_device'
-  )
-  assert same is key
-
-
 # --- DeviceStepKeys ----------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ from jaxline import compilation_cache
 from jaxline import counting
 from jaxline import disk
 from jaxline import mesh as mesh_lib
-from jaxline import partitioning
 from jaxline import prng
 from jaxline import sharded
 from jaxline.aot import hlo
@@ -101,11 +100,10 @@ def make_report(
       experiment=type(experiment).__name__,
       target=target,
       mesh=partitioner.axis_sizes,
-      sharding=_preset(partitioner.rules),
+      sharding=experiment.sharding,
       batch_rows=len(jax.tree.leaves(batch)[0]),
       parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
       state_bytes=_bytes(state),
-      gradient_bytes=_gradient_bytes(experiment, state),
       batch_bytes=_bytes(batch),
       bubble_fraction=counting.bubble_fraction(steps[0].traced.jaxpr),
       programs=tuple(compiled),
@@ -154,11 +152,6 @@ def _target(
   )
 
 
-def _preset(rules: partitioning.Rules) -> str:
-  presets = partitioning.PRESETS.items()
-  return next((n for n, p in presets if p == rules), 'by its own rules')
-
-
 def _build(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> sharded.ShardedExperiment:
@@ -169,7 +162,6 @@ def _build(
       f'{type(experiment).__name__} has no sharded step to compile; expected a'
       ' sharded.ShardedExperiment.'
     )
-  experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
   return experiment
 
 
@@ -269,18 +261,6 @@ def _bytes(tree: Any) -> int:
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(tree)
-  )
-
-
-def _gradient_bytes(
-  experiment: sharded.ShardedExperiment, state: sharded.TrainState
-) -> int:
-  """Returns the bytes of the gradients per chip, if all exist at once."""
-  # Sums over parts of a batch are kept in float32, at least.
-  least = 4 if experiment.accumulation_steps > 1 else 0
-  return sum(
-    _bytes(x) // x.dtype.itemsize * max(x.dtype.itemsize, least)
-    for x in jax.tree.leaves(state.params)
   )
 
 

@@ -147,7 +147,6 @@ class Report:
     batch_rows: rows of a global batch.
     parameters: number of weights.
     state_bytes: weights, optimizer and model state.
-    gradient_bytes: the gradients, if all exist at once.
     batch_bytes: one batch.
     bubble_fraction: part of a step in which a pipeline's stage idles.
     programs: the train step and the eval step.
@@ -163,7 +162,6 @@ class Report:
   batch_rows: int
   parameters: int
   state_bytes: int
-  gradient_bytes: int
   batch_bytes: int
   bubble_fraction: float
   programs: tuple[Program, ...]
@@ -261,7 +259,6 @@ def _run_rows(report: Report) -> Iterable[tuple[str, str]]:
   text = _size(report.state_bytes)
   if report.target.chip:
     text += f' of {_size(hbm_bytes)} ({report.state_bytes / hbm_bytes:.0%})'
-  text += f'; gradients {_size(report.gradient_bytes)}'
   yield 'state per chip', text
 
 
