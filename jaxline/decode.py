@@ -77,25 +77,8 @@ def restored_experiment(
   return experiment, int(state.global_step)
 
 
-def read_prompts(path: str) -> list[dict[str, Any]]:
-  """Returns the prompts of a file, each a dict with 'prompt'.
-
-  Args:
-    path: as `config.decode.prompts`. Of '.jsonl', other entries are kept.
-
-  Raises:
-    UsageError: the file cannot be read, or it holds something else.
-  """
-  try:
-    text = pathlib.Path(path).read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as e:
-    raise errors.UsageError(
-      f'config.decode.prompts is {path!r}, which cannot be read as text: {e}.'
-    ) from e
-  return list(_records(text.split('\n'), path))
-
-
 def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
+  """Yields dicts with the entry 'prompt'; those of JSON lines may have more."""
   for number, line in enumerate(lines, 1):
     line = line.rstrip('\r\n')
     if not line.strip():
@@ -131,8 +114,12 @@ def _source(
   options: config_dict.ConfigDict,
 ) -> tuple[Iterator[dict[str, Any]], int]:
   """Returns prompts, a file's already read, and how many to take at once."""
-  if options.prompts is not None:
-    return iter(read_prompts(options.prompts)), options.batch_size
+  if (path := options.prompts) is not None:
+    try:
+      text = pathlib.Path(path).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as e:
+      raise errors.UsageError(f'config.decode.prompts is {path!r}: {e}.') from e
+    return iter([*_records(text.split('\n'), path)]), options.batch_size
   if sys.stdin.isatty():
     return _records(_typed(), 'the terminal'), 1
   return _records(sys.stdin, 'standard input'), options.batch_size

@@ -193,19 +193,9 @@ class DeviceStepKeys:
     Returns:
       [local devices] int32, the step; [local devices, ...], the step's keys;
       [local devices, ...], the next state key.
-
-    Raises:
-      ValueError: if there is not one state key for each local device.
     """
     if state_key is not self._next_key or global_step != self._next_step:
-      num_devices = self._sharding.num_devices
-      shape = np.shape(state_key)
-      if not shape or shape[0] != num_devices:
-        raise ValueError(
-          f'Got a state key of shape {shape}, expected a leading axis of '
-          f'{num_devices}, the local devices: see initialize_train_step_rng.'
-        )
-      steps = np.full([num_devices], global_step, np.int32)
+      steps = np.full([self._sharding.num_devices], global_step, np.int32)
       self._end_step, state_key = jax.device_put(
         (steps, state_key), self._sharding
       )

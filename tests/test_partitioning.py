@@ -329,21 +329,6 @@ def test_axes_that_do_not_fit_name_their_weight(axes, word):
   assert 'layer/w' in error.value.__notes__[0]
 
 
-# Logical is transparent to JAX.
-
-
-def test_logical_passes_through_eval_shape_jit_and_vmap():
-  def init(rng):
-    return Logical(jax.random.normal(rng, [4, 3]), ('embed', 'mlp'))
-
-  shape = jax.eval_shape(init, PRNG_KEY)
-  jitted = jax.jit(init)(PRNG_KEY)
-  assert shape.axes == jitted.axes == ('embed', 'mlp')
-  assert shape.value.shape == jitted.value.shape == (4, 3)
-  stacked = jax.vmap(init)(jax.random.split(PRNG_KEY, 5))
-  assert stacked.value.shape == (5, 4, 3)
-
-
 # Activations.
 
 
@@ -474,17 +459,6 @@ def test_a_weight_without_names(sharding, shape, expected):
   assert spec == expected
   is_whole = sharding not in ('ddp', 'tp') and expected == P()
   assert bool(made.undersharded_weights(tree)) == is_whole
-
-
-def test_the_axis_that_is_named_layers_is_never_split():
-  # Whatever the size, and the other axes are as they are named.
-  stacks = [
-    (('layers', None), P(None, None)),
-    (('layers', 'embed'), P(None, 'data')),
-  ]
-  for axes, expected in stacks:
-    weight = Logical(jax.ShapeDtypeStruct([1024, 512], jnp.float32), axes)
-    assert partitioner('fsdp').specs({'w': weight})['w'] == expected
 
 
 def test_weights_left_whole_are_listed():

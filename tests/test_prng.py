@@ -204,13 +204,6 @@ def test_step_keys_where_pmap_or_jit_is_off(fake, monkeypatch):
   traced.assert_called_once()
 
 
-@pytest.mark.parametrize('shape', [(3, 2), (1, 2), ()])
-def test_step_keys_need_one_key_per_device(shape):
-  step_keys = prng.DeviceStepKeys(MODES[0])
-  with pytest.raises(ValueError, match='2, the local devices'):
-    step_keys(0, jnp.zeros(shape, jnp.uint32))
-
-
 def test_streams_are_neither_a_run_s_keys_nor_what_split_returns():
   rng = jax.random.PRNGKey(42)
   names = ('', 'evaluation', 'decoding', 'a', 'b')

@@ -5,7 +5,6 @@ arrays.
 """
 
 from collections.abc import Iterator, Sequence
-import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -16,7 +15,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 from ml_collections import config_dict
 import numpy as np
 
@@ -265,8 +263,5 @@ def _bytes(tree: Any) -> int:
 
 
 def _versions(topology: str | None) -> dict[str, str]:
-  versions = {'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
-  if topology:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions['libtpu'] = importlib.metadata.version('libtpu')
-  return versions
+  names = ['jax', 'jaxlib', *(['libtpu'] if topology else [])]
+  return {name: importlib.metadata.version(name) for name in names}
