@@ -217,8 +217,8 @@ def test_unknown_rules_are_refused_with_the_nearest(preset, changes, nearest):
 
 
 def counted(sizes, sharding='fsdp', count=8):
-  devices = mesh_lib.abstract_devices(count)
-  return partitioning.Partitioner.make(sizes, sharding, devices=devices)
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(count)):
+    return partitioning.Partitioner.make(sizes, sharding)
 
 
 def test_rows_are_refused_with_those_that_fit():
@@ -480,7 +480,8 @@ def test_weights_left_whole_are_listed():
   (line,) = p.undersharded_weights({'table': table})
   assert 'vocab is 257, no multiple of 4' in line
   # None where nothing is split.
-  one = partitioning.Partitioner.make(None, 'fsdp', devices=jax.devices()[:1])
+  with mesh_lib.on_devices(jax.devices()[:1]):
+    one = partitioner('fsdp')
   for p in (partitioner('ddp'), one, partitioner(mesh={'replica': 2})):
     assert p.undersharded_weights(WEIGHTS) == []
 

@@ -88,7 +88,9 @@ def make_report(
     ]
     notes += [
       f'Whole, or cut less than the sharding asks for: {line}'
-      for line in experiment.layout.undersharded
+      for line in partitioner.undersharded_weights(
+        experiment.layout.named.params
+      )
     ]
     # XLA writes its dump only if it compiles.
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
