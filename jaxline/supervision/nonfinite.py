@@ -14,6 +14,7 @@ import numpy as np
 from jaxline import errors
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
+from jaxline.metrics import values as values_lib
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
@@ -89,6 +90,8 @@ class Guard(periodic.Action):
       )
     # A later hook may change the mapping.
     kept = _judged(scalars) if flag is None else scalars
+    # They arrive while the next step is dispatched.
+    values_lib.start_fetch(kept if flag is None else flag[0])
     self._steps.append((step, kept, flag))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
