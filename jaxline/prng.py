@@ -170,8 +170,9 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # The results of the last program: the values not returned yet, and the
-    # devices' step at its end. Then the arguments that continue the last call.
+    # Of the last program: the values not returned yet, and the step behind
+    # them. `_next_step` and `_next_key` are the arguments of a call that
+    # continues the last one.
     self._ahead: collections.deque[Any] = collections.deque()
     self._end_step: jax.Array | None = None
     self._next_step = -1

@@ -383,8 +383,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     try:
       super().train_loop(config, state, periodic_actions, writer)
     except errors.StopTraining:
-      # If an override of `step` raised it after the update, this step counts:
-      # do what the loop does after a step.
+      # An override of `step` may raise it after the update. Then this step
+      # counts: do what the loop does after a step.
       step = state.global_step + 1
       if int(self.state.step) == step:
         state.global_step = step
