@@ -50,18 +50,11 @@ def restored_experiment(
     UsageError: there is no checkpoint, or none of the step.
   """
   if not checkpointer.can_be_restored(series):
-    if config.checkpointer == 'memory':
-      raise errors.UsageError(
-        f'There is no checkpoint of {series!r}: config.checkpointer is'
-        " 'memory', which keeps them in the process that trains. Train with"
-        " config.checkpointer = 'durable'."
-      )
+    other = '' if series == 'latest' else f", or {prefix}series = 'latest'"
     raise errors.UsageError(
-      f'{config.checkpoint_dir} has no checkpoint of {series!r}. Give the'
-      ' directory of a run that has saved one, or '
-      + (
-        'train first.' if series == 'latest' else f"{prefix}series = 'latest'."
-      )
+      f'{config.checkpoint_dir} has no checkpoint of {series!r}. Train first,'
+      " with config.checkpointer = 'durable', or give the directory of a run"
+      f' that has saved one{other}.'
     )
   if step is not None and step not in (steps := checkpointer.steps(series)):
     raise errors.UsageError(

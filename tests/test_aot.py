@@ -146,9 +146,9 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   # There is no gradient of x, and each of the two devices has half the rows.
   assert train.measures.flops == 5 * product / 2
   assert evaluation.measures.flops == 2 * product / 2
-  assert train.argument_bytes >= made.state_bytes + made.batch_bytes
-  assert train.alias_bytes == made.state_bytes  # It is donated.
-  assert train.peak_bytes >= train.argument_bytes
+  # The state is donated: it exists once.
+  arrays = train.peak_bytes - train.temp_bytes
+  assert made.state_bytes + made.batch_bytes <= arrays < 2 * made.state_bytes
   assert train.fits is None
   assert train.roofline is None
   gathers = [t for t in train.measures.traffic if t.kind == 'all-gather']

@@ -244,13 +244,12 @@ def _compile(
 
 def _memory(stats: Any, target: report_lib.Target) -> dict[str, Any]:
   """Returns the memory that a compiled program takes of a chip."""
-  sizes = {
-    f'{kind}_bytes': getattr(stats, f'{kind}_size_in_bytes')
-    for kind in ('argument', 'output', 'temp', 'alias')
-  }
-  peak = sum(sizes.values()) - 2 * sizes['alias_bytes']
+  temp = stats.temp_size_in_bytes
+  # Outputs of the size `alias` share the memory of arguments.
+  own = stats.output_size_in_bytes - stats.alias_size_in_bytes
+  peak = stats.argument_size_in_bytes + own + temp
   fits = peak <= target.hbm_bytes if target.chip else None
-  return {**sizes, 'peak_bytes': peak, 'fits': fits}
+  return {'temp_bytes': temp, 'peak_bytes': peak, 'fits': fits}
 
 
 # The state.

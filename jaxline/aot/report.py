@@ -15,7 +15,7 @@ from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.metrics import lines as lines_lib
 
-SCHEMA = 2
+SCHEMA = 3
 _WIDTH = 80
 _MAX_NAMES = 8
 # XLA rounds allocations up to this; smaller differences mean nothing.
@@ -108,9 +108,6 @@ class Program:
     name: 'train step' or 'eval step'.
     model_flops: of the model in one step, all chips together, without
       recomputation.
-    argument_bytes: state, batch and key.
-    output_bytes: new state and metrics.
-    alias_bytes: outputs that share the memory of arguments.
     temp_bytes: the largest sum of temporaries.
     peak_bytes: arguments, outputs and temporaries; shared memory counts once.
     fits: whether the peak is within the chip's memory. For TPUs the compiler
@@ -123,9 +120,6 @@ class Program:
 
   name: str
   model_flops: float
-  argument_bytes: int | None = None
-  output_bytes: int | None = None
-  alias_bytes: int | None = None
   temp_bytes: int | None = None
   peak_bytes: int | None = None
   fits: bool | None = None
@@ -266,14 +260,8 @@ def _program_rows(
   program: Program, target: Target
 ) -> Iterable[tuple[str, str]]:
   yield 'peak per chip', _peak_text(program, target)
-  parts = (
-    ('arguments', program.argument_bytes),
-    ('outputs', program.output_bytes),
-    ('shared by both', program.alias_bytes),
-    ('temporaries', program.temp_bytes),
-  )
-  sizes = (f'{k} {_size(v)}' for k, v in parts if v is not None)
-  yield 'per chip', ', '.join(sizes)
+  if program.temp_bytes is not None:
+    yield 'temporaries', _size(program.temp_bytes)
   for buffer in program.buffers:
     if buffer.bytes >= _SMALL:
       yield '', _buffer_text(buffer)

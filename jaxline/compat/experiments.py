@@ -13,6 +13,7 @@ import inspect
 import pathlib
 import stat
 import sys
+import types
 from typing import Any
 
 from absl import logging
@@ -105,16 +106,6 @@ def _prefer_working_directory(module: str) -> None:
       return
 
 
-class _Nothing:
-  """Stands for the experiment of a state that has none: nothing is stored."""
-
-  def snapshot_state(self) -> dict[str, Any]:
-    return {}
-
-  def wants_restored(self, name: str) -> bool:
-    return False
-
-
 def full_experiment(experiment: Any) -> Any:
   """Gives an object the attributes of `AbstractExperiment` that it lacks.
 
@@ -122,7 +113,10 @@ def full_experiment(experiment: Any) -> Any:
     experiment: any object that a program trains or saves; its own attributes
       are not changed. None stands for no experiment.
   """
-  experiment = _Nothing() if experiment is None else experiment
+  if experiment is None:
+    experiment = types.SimpleNamespace(
+      snapshot_state=dict, wants_restored=lambda name: False
+    )
   base_class = experiment_lib.AbstractExperiment
   if isinstance(experiment, base_class):
     return experiment
