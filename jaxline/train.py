@@ -467,11 +467,7 @@ def train(
     nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
   Run(
-    experiment_class,
-    config,
-    checkpointer,
-    writer,
-    periodic_actions=periodic_actions,
+    experiment_class, config, checkpointer, writer, None, periodic_actions
   ).train()
 
 
@@ -492,10 +488,7 @@ def evaluate(
     UsageError: there is no checkpoint for `one_off_evaluate` or of a step in
       `eval_steps`; or `evaluate` did not return the best metric.
   """
+  mode = debug.settings.mode if jaxline_mode is None else jaxline_mode
   Run(
-    experiment_class,
-    config,
-    checkpointer,
-    eval_writer=writer,
-    eval_mode=debug.settings.mode if jaxline_mode is None else jaxline_mode,
+    experiment_class, config, checkpointer, eval_writer=writer, eval_mode=mode
   ).evaluate()
