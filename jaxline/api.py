@@ -240,12 +240,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  Args:
-    directory: the run's.
-    overrides: dotted key -> value, as for `fit`, over the run's config.
-    step: that of the checkpoint; None is the newest.
-    series: 'latest' or 'best'.
-    experiment_class: None is the class that the run's config names.
+  The arguments are those of `load`.
 
   Returns:
     The numbers that the experiment's `evaluate` returns, by name.

@@ -53,7 +53,7 @@ def compile_experiment(
     if report.target.num_slices > 1:
       name = f'{report.target.num_slices}x{name}'
     path = directory / f'{name}.json'
-    disk.write_json(path, report.to_json())
+    disk.write_json(path, dataclasses.asdict(report))
     print(report)
     print(f'\nWritten to {path}', flush=True)
   return report.fits

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import textwrap
-from typing import Any
 
 from jaxline import chips
 from jaxline.aot import measure
@@ -168,10 +167,6 @@ class Report:
     """Whether nothing is known not to fit."""
     return all(program.fits is not False for program in self.programs)
 
-  def to_json(self) -> dict[str, Any]:
-    """Returns plain values, for `json.dump`."""
-    return dataclasses.asdict(self)
-
   def __str__(self) -> str:
     return '\n'.join(_lines(self))
 
@@ -319,10 +314,6 @@ def _peak_text(program: Program, target: Target) -> str:
 
 def _buffer_text(buffer: memory.Buffer) -> str:
   """Returns a line; of a long path the end says more than the beginning."""
-  shape, name = buffer.shape, buffer.name or buffer.kind
-  line = f'    {_size(buffer.bytes):>10}  {shape}  '
-  if len(line) + len(name) > _WIDTH:
-    shape = shape if len(shape) <= 28 else f'{shape[:26]}..'
-    line = f'    {_size(buffer.bytes):>10}  {shape}  ..'
-    name = name[len(line) - _WIDTH :]
-  return line + name
+  line = f'    {_size(buffer.bytes):>10}  {buffer.shape}  '
+  name, room = buffer.name or buffer.kind, _WIDTH - len(line)
+  return line + (name if len(name) <= room else f'..{name[2 - room :]}')
