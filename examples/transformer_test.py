@@ -286,9 +286,8 @@ def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
 
   assert program('flash', q, k, v, ids) == program('einsum', q, k, v, ids)
   # The chips of a topology, on a machine that has none.
-  partitioner = partitioning.Partitioner.make(
-    None, 'fsdp', devices=mesh_lib.abstract_devices(4)
-  )
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(4)):
+    partitioner = partitioning.Partitioner.make(None, 'fsdp')
   with partitioner.activate():
     assert 'splash_mha_fwd_segmented' in program('flash', q, k, v, ids)
     # Less than a block.

@@ -283,14 +283,6 @@ def test_what_does_not_divide_is_refused(parts, fits):
   assert f'multiple of {fits},' in str(error.value)
 
 
-def test_parts_are_refused_by_the_shards_of_a_batch_only():
-  # Two devices that have the same rows may compute on one row at a time.
-  experiment = make(8, sharding='tp', mesh={'mdl': 2})
-  loss, _ = expected(experiment.state.params['w'], batch())
-  (scalars,) = train(experiment)
-  np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
-
-
 # What a step overwrites by its gradient.
 
 

@@ -199,7 +199,7 @@ class Steep(Faulty):
 def train(experiment, steps, mode, most=10, seed=1):
   """Runs the loop with a guard; returns the scalars of its steps."""
   config = regression.get_config(int(experiment.state.step) + steps)
-  config.on_nonfinite = mode
+  experiment.on_nonfinite = mode
   guard = nonfinite.Guard(experiment, mode, most)
   rows = []
   state = types.SimpleNamespace(
@@ -318,22 +318,6 @@ def test_the_state_is_donated_in_every_mode():
     big = (state.params, state.model_state, state.opt_state)
     assert all(x.is_deleted() for x in jax.tree.leaves(big))
     assert experiment.compiled_train_step._cache_size() == 1
-
-
-def test_the_loop_takes_the_mode_from_the_config():
-  experiment = make({1: NAN})
-  assert experiment.on_nonfinite == 'raise'
-  train(experiment, 1, 'raise')
-  before = experiment.compiled_train_step
-  train(experiment, 2, 'skip')  # Though the step was compiled already.
-  assert experiment.compiled_train_step is not before
-  assert np.asarray(experiment.state.skipped).tolist() == [0, 1]
-  config = regression.get_config(3)
-  with config.unlocked():
-    del config.on_nonfinite
-  state = types.SimpleNamespace(global_step=3, train_step_rng=KEY)
-  experiment.train_loop(config, state, [])
-  assert experiment.on_nonfinite == 'ignore'
 
 
 def test_half_precision_and_mixed_weights_raise_no_false_alarm():

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -107,6 +108,24 @@ def test_four_processes_are_as_one(name, alone, four):
     assert own['eval']['rows'] == hosts.EVAL_RECORDS / 4
   slices = [0, 1, 2, 3] if name == 'slices' else [0] * 4
   assert four[0][name]['slices'] == slices
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('name', MESHES)
+def test_an_uneven_evaluation_counts_every_example_once(name, four):
+  _, rows, _ = MESHES[name]
+  num_hosts = rows[0][1]
+  total = sum(map(sum, hosts.UNEVEN[:num_hosts]))
+  state = hosts.Uneven('eval', jax.random.PRNGKey(0)).state
+  loss = hosts.regression.expected_evaluation(state, [total])
+  # Three global batches, each with a key of its own.
+  draw = hosts.regression.drawn(jax.random.PRNGKey(2), [''], batches=3)['']
+  expected = {'loss': loss, 'rows': total / 3, 'draw': draw}
+  for process in four:
+    found, error = process[name]['uneven']
+    for scalars in found:
+      assert scalars == pytest.approx(expected, rel=2e-5)
+    assert ('gave no batch' in error) == (num_hosts > 1)
 
 
 @pytest.mark.process

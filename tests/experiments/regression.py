@@ -189,6 +189,7 @@ def train_steps(experiment, steps, seed=1, **changes):
   )
   config = get_config(state.global_step + steps)
   config.update(changes)
+  experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
   experiment.train_loop(
     config,
     state,
