@@ -116,8 +116,13 @@ def _listed_steps(
   """
   if config.eval_steps is not None:
     kept = checkpointer.steps('latest')
+    if not kept:
+      raise errors.UsageError(
+        f'config.eval_steps is {config.eval_steps!r}, but there is no checkpoint'
+        f" of 'latest' in {config.checkpoint_dir}. Train first."
+      )
     if config.eval_steps == 'all':
-      return [*kept] or [None]  # Without any, a restore says so.
+      return [*kept]
     steps = config.eval_steps.split(',')
     valid = [str(step) for step in kept]
     errors.check_names(steps, valid, 'checkpoint', 'config.eval_steps')

@@ -176,7 +176,7 @@ def check_sizes(
   """Returns all of `mesh_shape`'s sizes, within slices and across.
 
   Raises:
-    UsageError: a name is unknown.
+    UsageError: a name is unknown, or a size is none.
   """
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
@@ -186,6 +186,12 @@ def check_sizes(
   for network, filled in (('ici', 'data'), ('dcn', 'replica')):
     given = dict(sizes.get(network) or {})
     errors.check_names(given, MESH_AXES, 'mesh axis', f'mesh.{network}')
+    for axis, size in given.items():
+      if not isinstance(size, int | np.integer) or not (size > 0 or size == -1):
+        raise MeshError(
+          f'mesh.{network}.{axis} is {size!r}; expected a positive integer, or'
+          ' -1: all that are left.'
+        )
     # The default axis is filled up only if no other one is.
     default = {filled: 1 if -1 in given.values() else -1}
     found.append(dict.fromkeys(MESH_AXES, 1) | default | given)
@@ -199,7 +205,7 @@ def _fill(
   """Returns sizes whose product is `count`, the number of `what`."""
   try:
     return np.empty(count).reshape(*sizes.values()).shape
-  except (TypeError, ValueError) as e:
+  except ValueError as e:
     raise MeshError(
       f'{where} is {dict(sizes)}; expected sizes whose product is the number of'
       f' {what}, {count}. One may be -1: all that are left.'

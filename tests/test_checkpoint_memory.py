@@ -1,6 +1,8 @@
 """Checkpoints in memory: frozen, shared between threads, open to forks."""
 
+import contextlib
 import copy
+import dataclasses
 import pickle
 import threading
 from unittest import mock
@@ -12,9 +14,11 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 
+from jaxline import base_config
 from jaxline import checkpointing
 from jaxline import devices
 from jaxline import experiment
+from jaxline import platform
 from jaxline import utils
 from jaxline.checkpoint import memory
 
@@ -366,3 +370,25 @@ def test_a_program_derives_from_it(monkeypatch):
     for state.global_step in (1, 2, 3):
       checkpointer.save(series)
     assert len(utils.GLOBAL_CHECKPOINT_DICT[series].history) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+  """No `AbstractExperiment`, and nothing can be set on it."""
+
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'w': 'w'}
+  w: float
+
+
+@pytest.mark.parametrize('kind', ['memory', 'durable'])
+def test_an_object_that_cannot_change_is_saved(tmp_path, kind):
+  config = base_config.get_base_config()
+  config.checkpoint_dir, config.checkpointer = str(tmp_path), kind
+  with contextlib.closing(
+    platform.create_checkpointer(config, 'train')
+  ) as checkpointer:
+    state = checkpointer.get_experiment_state('latest')
+    state.update(global_step=1, experiment_module=Frozen(2.0))
+    checkpointer.save('latest')
+    checkpointer.wait_for_checkpointing_to_finish()
+    assert checkpointer.can_be_restored('latest')

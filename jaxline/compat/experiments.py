@@ -8,7 +8,6 @@ JAXline's clients hand over experiments that do not derive from
 from collections.abc import Mapping
 import functools
 import importlib
-from importlib import machinery
 import inspect
 import pathlib
 import stat
@@ -84,53 +83,78 @@ def _prefer_working_directory(module: str) -> None:
   """
   if module in sys.modules:
     return
-  top = module.partition('.')[0]
-  is_installed = lambda path: pathlib.Path(path).match('*-packages')
-  spec = machinery.PathFinder.find_spec(top)
-  found = [] if spec is None else spec.submodule_search_locations or [top]
-  if not all(is_installed(pathlib.Path(x).parent) for x in found):
-    return
+  path = module.replace('.', '/')
+
+  def has_module(folder: pathlib.Path) -> bool:
+    places = folder / f'{path}.py', folder / path / '__init__.py'
+    return any(x.is_file() for x in places)
+
   cwd = pathlib.Path.cwd()
   # Anybody may write in directories like /tmp.
   above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
-  path = module.replace('.', '/')
-  for folder in (cwd, *above):
-    places = folder / f'{path}.py', folder / path / '__init__.py'
-    if any(x.is_file() for x in places):
-      end = [*map(is_installed, sys.path), True].index(True)
-      # Permanently: worker processes and imports inside functions need it, too.
-      sys.path.insert(end, str(folder))
-      # The installed package of the same name may have been imported.
-      for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
-        del sys.modules[name]
-      return
+  folder = next(filter(has_module, [cwd, *above]), None)
+  if folder is None:
+    return
+  is_installed = lambda x: pathlib.Path(x).match('*-packages')
+  end = [*map(is_installed, sys.path), True].index(True)
+  if str(folder) not in sys.path[:end]:
+    # Permanently: worker processes and imports inside functions need it, too.
+    sys.path.insert(end, str(folder))
+  top = module.partition('.')[0]
+  paths = getattr(sys.modules.get(top), '__path__', ())
+  loaded = [pathlib.Path(x).parent for x in paths]
+  if any(map(is_installed, loaded)) and not any(map(has_module, loaded)):
+    # The installed package of the same name has been imported.
+    for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
+      del sys.modules[name]
+
+
+class _Completed:
+  """Adds the defaults of `AbstractExperiment` to an object without them."""
+
+  def __init__(self, live: Any):
+    self._live, self._missing = live, _missing(live)
+
+  def __getattr__(self, name: str) -> Any:
+    missing = self.__dict__['_missing']
+    if name not in missing:
+      return getattr(self._live, name)
+    return _bound(missing[name], self)  # Kept, it would be a cycle of weights.
+
+
+def _missing(live: Any) -> dict[str, Any]:
+  """Returns the defaults of what an object lacks of `AbstractExperiment`."""
+  base_class = experiment_lib.AbstractExperiment
+  return {
+    name: x
+    for name, x in vars(base_class).items()
+    if not name.startswith(('__', '_abc'))
+    # The loops say it if one of these is missing.
+    and name not in base_class.__abstractmethods__
+    and not hasattr(live, name)
+  }
+
+
+def _bound(default: Any, owner: Any) -> Any:
+  """Returns a default of the class as an attribute of an object."""
+  has_self = hasattr(default, '__get__')
+  return default.__get__(owner) if has_self else default
 
 
 def full_experiment(experiment: Any) -> Any:
-  """Gives an object the attributes of `AbstractExperiment` that it lacks.
+  """Returns an experiment that has all attributes of `AbstractExperiment`.
 
   Args:
-    experiment: any object that a program trains or saves; its own attributes
-      are not changed. None stands for no experiment.
+    experiment: any object that a program saves; it is not changed. None stands
+      for no experiment.
   """
+  if isinstance(experiment, experiment_lib.AbstractExperiment):
+    return experiment
   if experiment is None:
     experiment = types.SimpleNamespace(
       snapshot_state=dict, wants_restored=lambda name: False
     )
-  base_class = experiment_lib.AbstractExperiment
-  if isinstance(experiment, base_class):
-    return experiment
-  for name, default in vars(base_class).items():
-    if (
-      not name.startswith(('__', '_abc'))
-      # The loops say it if one of these is missing.
-      and name not in base_class.__abstractmethods__
-      and not hasattr(experiment, name)
-    ):
-      has_self = hasattr(default, '__get__')
-      own = default.__get__(experiment) if has_self else default
-      setattr(experiment, name, own)
-  return experiment
+  return _Completed(experiment)
 
 
 def class_of(constructor: Any) -> type | None:
@@ -200,11 +224,13 @@ def construct(
     errors.UsageError: the config sets a key that only a sharded step reads, and
       the experiment does not read it.
   """
-  experiment = full_experiment(
-    initialize_experiment(
-      experiment_class, mode, rng, config.experiment_kwargs, run_config=config
-    )
+  experiment = initialize_experiment(
+    experiment_class, mode, rng, config.experiment_kwargs, run_config=config
   )
+  if not isinstance(experiment, experiment_lib.AbstractExperiment):
+    # On the object itself, which the loops and their caller know.
+    for name, default in _missing(experiment).items():
+      setattr(experiment, name, _bound(default, experiment))
   experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
   if experiment.run_config is not None:
     return experiment
