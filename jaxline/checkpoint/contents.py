@@ -478,14 +478,16 @@ def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """Converts the JSON of `_to_json` back to arrays.
 
   Raises:
-    RefusedError: the number of bytes does not fit the shape.
+    RefusedError: the bytes do not fit the shape, or are pointers to objects.
   """
   arrays = {}
   for name, about in described.items():
     data = bytearray(base64.b64decode(about['base64']))
-    if len(data) != arrays_lib.num_bytes(about):
-      raise store_lib.RefusedError(f'{name} has {len(data)} bytes')
-    arrays[name] = np.ndarray(about['shape'], jnp.dtype(about['dtype']), data)
+    try:
+      flat = np.frombuffer(data, jnp.dtype(about['dtype']))
+      arrays[name] = flat.reshape(about['shape'])
+    except ValueError as e:
+      raise store_lib.RefusedError(f'{name}: {e}') from e
   return arrays
 
 
