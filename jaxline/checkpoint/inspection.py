@@ -56,12 +56,14 @@ def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
   # A directory's own name may end in :STEP.
   if not number.isdecimal() or os.path.isdir(text):
     place, number = text, ''
-  match = re.fullmatch(r'(.*?)(?:/checkpoints(?:/(\w+))?)?/*', place)
-  assert match is not None
-  run = store_lib.at(match[1] or '/', 'restore_from')
+  run, series = store_lib.at(place, 'restore_from'), ['latest', 'best']
+  match = re.fullmatch(r'(.*)/checkpoints(?:/(\w+))?/*', place)
+  # The directory of a run may have such a name itself.
+  if match is not None and not run.names('checkpoints'):
+    run = store_lib.at(match[1] or '/', 'restore_from')
+    series = [match[2]] if match[2] else series
   manifests = manager.Manifests(run.below('checkpoints'))
-  series = [match[2]] if match[2] else ['latest', 'best']
-  steps = {name: manifests.steps(name) for name in series}
+  steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
     raise ValueError(
       f'{text} is no directory of a run (config.checkpoint_dir, which has'
@@ -151,7 +153,7 @@ def list_run(where: Place) -> list[dict[str, Any]]:
 
   Returns:
     `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
-    `problem` of each, by series and step.
+    `problem` of each, the newest of a series last.
 
   Raises:
     ValueError: there is no run at this place.
@@ -173,7 +175,11 @@ def list_run(where: Place) -> list[dict[str, Any]]:
       rows.append(row | {'problem': str(e)})
       continue
     row['bytes'] = checkpoint.num_bytes
-    rows.append(row | {'metrics': metrics[step]})
+    entries = checkpoint.record['entries']
+    best = {}
+    if (value := entries.get('best_eval_metric_value')) is not None:
+      best[f'best/{entries["best_model_eval_metric"]}'] = value
+    rows.append(row | {'metrics': best | metrics[step]})
   return rows
 
 
@@ -239,9 +245,10 @@ def print_table(
 def _ls(args: argparse.Namespace) -> int:
   table = [('series', 'step', 'size', 'saved', 'metrics')]
   for row in list_run(args.dir):
-    # Losses before others.
+    # The best value first, losses before others.
     metrics = sorted(
-      row['metrics'].items(), key=lambda x: ('loss' not in x[0], x[0])
+      row['metrics'].items(),
+      key=lambda x: (not x[0].startswith('best/'), 'loss' not in x[0], x[0]),
     )
     shown = ', '.join(
       f'{name} {x:.6g}' if isinstance(x, float) else f'{name} {x}'
