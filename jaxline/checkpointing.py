@@ -110,6 +110,7 @@ class FullCheckpointer(Checkpointer):
     reads_only: whether nothing is written in the directory.
     has_moved: whether `begin_training` chose another directory, while the logs
       stay where those of the earlier training are.
+    poll_secs: how long an evaluation waits at least before it looks again.
     saved_step: the step of the run's own checkpoint of `latest` that was
       restored or became complete last; None if there is none on disk.
     logs: writers and actions whose records up to a checkpoint of `latest` are
@@ -125,6 +126,7 @@ class FullCheckpointer(Checkpointer):
   follows: bool = False
   reads_only: bool = False
   has_moved: bool = False
+  poll_secs: float = 0.0
   saved_step: int | None = None
   logs: Sequence[Any] = ()
   lengths: Mapping[str, int] = {}

@@ -145,8 +145,9 @@ def test_what_nothing_names_is_collected(manifests):
   manifests.collect()
   assert data(manifests) == ['1-cd', '3-ab']
   manifests.retire('best', [1])
+  write(manifests, 'latest', 3, data='3-cd')  # Saved twice.
   manifests.collect()
-  assert data(manifests) == ['3-ab']
+  assert data(manifests) == ['3-cd']
 
 
 @pytest.mark.parametrize('key', ['best/2.json', 'latest/3.json', 'readers/x'])

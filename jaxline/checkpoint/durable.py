@@ -9,7 +9,6 @@ half.
 from collections.abc import Callable, Collection
 import contextlib
 import os
-import time
 from typing import Any, TypeVar
 
 from absl import logging
@@ -30,8 +29,6 @@ from jaxline.compat import experiments
 from jaxline.storage import store as store_lib
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
-# The interval at which an evaluation lists the checkpoints in a bucket.
-_BUCKET_POLL_SECS = 5.0
 _T = TypeVar('_T')
 
 
@@ -59,14 +56,14 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     makes its own checkpointer and trains several classes.
     """
     memory.forget_published()
-    self.follows = False  # A program may have evaluated with it before.
+    self._keep_data(())  # A program may have evaluated with it before.
+    self.follows = False
     config = self._recorded | {'checkpoint_dir': self._run.url}
     directory = memory.run_directory(experiment_class, config)
     if directory != config['checkpoint_dir']:
       self.close()
       self._move(directory)
       self._recorded['checkpoint_dir'] = directory
-      self.saved_step = None
       self.has_moved = True
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -192,8 +189,6 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       if seed is not None and memory.step_of(seed) not in done:
         self.restore(ckpt_series)
         return True
-      if isinstance(self._run, store_lib.Bucket):
-        time.sleep(_BUCKET_POLL_SECS)
       return False
 
     return restore_next

@@ -128,9 +128,8 @@ class Manifests:
     step = manifest['step']
     expected = store_lib.NEW if series == 'latest' else None
     key = f'{series}/{step}.json'
-    if series == 'best':  # It may replace one that names other data.
-      with contextlib.suppress(ValueError):
-        self._doomed.add(self.read(series, step)['data'])
+    with contextlib.suppress(ValueError):  # It may replace another one.
+      self._doomed.add(self.read(series, step)['data'])
     if self.store.write(key, pack(manifest), expected) is None:
       raise owner.ClaimedError(
         f'{self.store}/{key} is there already: another run writes in this'

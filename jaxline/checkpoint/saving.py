@@ -75,10 +75,6 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     self._saving: futures.Future[None] | None = None
     # By series; process 0 has the claims.
     self._claims: dict[str, owner.Claim | None] = {}
-    # The manifest of `latest` that was restored, and its last step that was
-    # restored or saved.
-    self._restored: dict[str, Any] = {}
-    self._held_step: int | None = None
     self._move(config.checkpoint_dir)
     # Keeps data that an evaluation reads, or writes and has not named yet.
     mark = f'readers/{mode}-{secrets.token_hex(4)}.json'
@@ -87,8 +83,14 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def _move(self, directory: str) -> None:
     """Sets the directory of the run."""
     self._run = store_lib.at(directory)
+    self.poll_secs = self._run.poll_secs
     self._manifests = manager.Manifests(self._run.below('checkpoints'))
     self._store = self._manifests.store
+    # The manifest of `latest` that was restored, and its last step that was
+    # restored or saved.
+    self._restored: dict[str, Any] = {}
+    self._held_step: int | None = None
+    self.saved_step = None
 
   # The protocol.
 
@@ -155,8 +157,10 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     self._writer.raise_error()
 
   def close(self) -> None:
-    with contextlib.suppress(Exception):  # Raised where training sees it.
-      self._writer.wait()
+    # Not `wait`: an error that nobody has seen is still logged at the end.
+    done = threading.Event()
+    self._writer.put(done.set)
+    done.wait()
     with contextlib.suppress(OSError):  # The next start collects the rest.
       self._keep_data(())
     for claim in filter(None, self._claims.values()):

@@ -78,9 +78,11 @@ class Store(abc.ABC):
   Attributes:
     url: the directory, or the address.
     threads: how many reads or writes at once are fastest.
+    poll_secs: how long to wait between two listings.
   """
 
   threads = 16  # In a bucket each may have a copy of a part.
+  poll_secs = 0.0
 
   def __init__(self, url: str):
     self.url = url
@@ -222,6 +224,8 @@ class Disk(Store):
 
 class Bucket(Store):
   """Objects in a bucket, by TensorStore's drivers."""
+
+  poll_secs = 5.0
 
   def __init__(self, url: str):
     super().__init__(url)
