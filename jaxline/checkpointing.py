@@ -301,10 +301,10 @@ KEYS = (
       'The same for `best`. None means `max_checkpoints_to_keep` in the'
       ' per-device style and 1 in the sharded style.'),
   Key('keep_checkpoint_every_steps', None, optional(COUNT),
-      'Besides those, checkpoints of `latest` at least this many steps apart'
-      ' are kept for ever. None keeps no others.'),
+      'Besides those, the first checkpoint of `latest` at or after each'
+      ' multiple of this is kept for ever. None keeps no others.'),
   Key('keep_checkpoint_every_hours', None, optional(keys.POSITIVE),
-      'The same, in hours.'),
+      'Checkpoints at least this many hours apart are kept for ever.'),
   Key('checkpoint_allow_pickle', False, BOOLEAN,
       'True pickles what is neither array, JSON nor structure, and unpickles it'
       ' at restore, which runs any code in the file: only for your own files.'),

@@ -210,9 +210,12 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       manifest = self._write_data(series, step, content, lengths)
 
     def publish(unused: Any) -> None:
-      if not manifest:
+      data = f'data/{manifest.get("data")}'
+      # A mark that could not be renewed for a while has kept nothing.
+      if content is None and not self._store.names(data):
         raise store_lib.DamagedError(
-          f'{self._store}/latest/{step} is damaged, and so cannot be the best.'
+          f'{self._store}/latest/{step} is damaged or was removed, and so'
+          ' cannot be the best.'
         )
       claim = self._claims[series]
       assert claim is not None
