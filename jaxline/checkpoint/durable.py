@@ -75,7 +75,9 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     if not self.follows:
       self.claim(ckpt_series)
     return (
-      self._has_any(ckpt_series) or self._beginning(ckpt_series) is not None
+      self._has_any(ckpt_series)
+      or memory.seed(ckpt_series) is not None
+      or self._forks(ckpt_series)
     )
 
   def restore_path(self, ckpt_series: str) -> str | None:
@@ -106,25 +108,23 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       self._declared = experiments.declared(type(live))
     if not self.follows:
       self.claim(ckpt_series)
-    begin = None
-    if step is None and not self._has_any(ckpt_series):
-      begin = self._beginning(ckpt_series)
+    begins = step is None and not self._has_any(ckpt_series)
+    seed = None if step is not None else memory.seed(ckpt_series)
     own: dict[str, Any] = {}  # The manifest, of a checkpoint of this run.
-    source, unused = _SEED, ''
-    if begin is None:
-      found, entries = self._read_own(ckpt_series, step, state, module)
-      own, source = found.record, found.name
-      if step is None and memory.seed(ckpt_series) is not None:
-        unused = _SEED
-    elif isinstance(begin, contents.Checkpoint):
-      source, entries = begin.name, self._read_foreign(begin, state, module)
+    unused = ''
+    if begins and seed is not None:
+      source, entries = _SEED, memory.entries_of(seed, ckpt_series, state)
+      entries = {key: _placed(key, entries, state) for key in entries}
+      if self._forks(ckpt_series):
+        unused = f'config.restore_from = {self._config.restore_from!r}'
+    elif begins and self._forks(ckpt_series):
+      source, entries = self._read_foreign(state, module)
       # The step, too: that run may go on, and this one is to be replayed.
       self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
-      entries = memory.entries_of(begin, ckpt_series, state)
-      entries = {key: _placed(key, entries, state) for key in entries}
-      if self._forks:
-        unused = f'config.restore_from = {self._config.restore_from!r}'
+      found, entries = self._read_own(ckpt_series, step, state, module)
+      own, source = found.record, found.name
+      unused = '' if seed is None else _SEED
     memory.fill(state, entries)
     what = 'Restored' if own else f'Began the series {ckpt_series!r} from'
     logging.info('%s %s.', what, source)
@@ -210,7 +210,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       ConfigChangedError: a key that makes another run differs.
       UsageError: `restore_from` names no checkpoint.
     """
-    if self._forks and not self._has_any('latest'):
+    if self._forks('latest') and not self._has_any('latest'):
       _foreign(self._config.restore_from)
     if experiments.class_of(experiment_class) is not None:
       self._declared = experiments.declared(experiment_class)
@@ -248,25 +248,17 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   # Restoring.
 
-  @property
-  def _forks(self) -> bool:
-    return bool(self._config.restore_from) and not self.follows
+  def _forks(self, series: str) -> bool:
+    """Returns whether a series without checkpoints begins from another run."""
+    return (
+      series == 'latest'
+      and bool(self._config.restore_from)
+      and not self.follows
+    )
 
   def _has_any(self, ckpt_series: str) -> bool:
     """Returns whether the first host sees a checkpoint."""
     return distributed.of_chief(bool(self.steps(ckpt_series)))
-
-  def _beginning(
-    self, ckpt_series: str
-  ) -> memory.SnapshotNT | contents.Checkpoint | None:
-    """Returns what a series without checkpoints begins from.
-
-    That is the program's snapshot, or the checkpoint of another run, or None.
-    """
-    seed = memory.seed(ckpt_series)
-    if seed is None and self._forks and ckpt_series == 'latest':
-      return _foreign(self._config.restore_from)
-    return seed
 
   def _checkpoint(self, series: str, step: int) -> contents.Checkpoint:
     return contents.Checkpoint(
@@ -318,22 +310,23 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         reports[at] = str(e)
 
   def _read_foreign(
-    self, found: contents.Checkpoint, state: Any, module: Any
-  ) -> dict[str, Any]:
-    """Returns the entries of another run's checkpoint.
+    self, state: Any, module: Any
+  ) -> tuple[str, dict[str, Any]]:
+    """Returns name and entries of the checkpoint that `restore_from` means.
 
     That run may go on, and remove it meanwhile, which is an error.
     """
+    found = _foreign(self._config.restore_from)
+    found.allow_pickle = self._allow_pickle
 
     def read() -> dict[str, Any]:
-      found.allow_pickle = self._allow_pickle
       with found.reading():
         if self._config.restore_rules:
           rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return _together(found.name, read)
+    return found.name, _together(found.name, read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any

@@ -137,12 +137,8 @@ class Checkpoint(contents.Checkpoint):
       ValueError: it matches none.
       DamagedError: they are not as they were written.
     """
-    return dict(self.verified(self.names(select)))
-
-  def verified(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields name and array, verified, with few in memory at a time."""
     with self.reading():
-      yield from self.read(dict.fromkeys(names))
+      return dict(self.read(dict.fromkeys(self.names(select))))
 
 
 # The checkpoints and records of a run.
@@ -164,22 +160,19 @@ def list_run(where: Place) -> list[dict[str, Any]]:
     metrics[step] |= scalars
   rows = []
   for checkpoint in found:
-    step = checkpoint.step
-    row = {'series': checkpoint.series, 'step': step, 'time': None, 'bytes': 0}
-    row |= {'metrics': {}, 'problem': None}
+    row = {'series': checkpoint.series, 'step': checkpoint.step, 'time': None}
+    row |= {'bytes': 0, 'metrics': {}, 'problem': None}
     try:
-      row['time'] = checkpoint.record['time']
+      record, entries = checkpoint.record, checkpoint.record['entries']
+      row |= {'time': record['time'], 'bytes': checkpoint.num_bytes}
+      if (value := entries.get('best_eval_metric_value')) is not None:
+        row['metrics'] = {f'best/{entries["best_model_eval_metric"]}': value}
+      row['metrics'] |= metrics[checkpoint.step]
     except store_lib.GoneError:
       continue
     except ValueError as e:  # Damaged, or of another version.
-      rows.append(row | {'problem': str(e)})
-      continue
-    row['bytes'] = checkpoint.num_bytes
-    entries = checkpoint.record['entries']
-    best = {}
-    if (value := entries.get('best_eval_metric_value')) is not None:
-      best[f'best/{entries["best_model_eval_metric"]}'] = value
-    rows.append(row | {'metrics': best | metrics[step]})
+      row['problem'] = str(e)
+    rows.append(row)
   return rows
 
 
@@ -316,22 +309,18 @@ def _export(args: argparse.Namespace) -> int:
   import safetensors.numpy
 
   out = pathlib.Path(args.out).expanduser()
-  if out.suffix != '.safetensors':
-    raise ValueError(f'{out} ends in {out.suffix!r}; expected .safetensors.')
   if out.exists():
     raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
   prefix = checkpoint.weights(args.weights)
-  names = checkpoint.names(args.select or f'{prefix}.*')
+  arrays = checkpoint.arrays(args.select or f'{prefix}.*')
   if args.select:
-    prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
-  arrays = {n.removeprefix(prefix): x for n, x in checkpoint.verified(names)}
-  with disk.replacing(out) as file:
+    prefix = PARAMS if all(name.startswith(PARAMS) for name in arrays) else ''
+  arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
+  with disk.replacing(out, sync=False) as file:
     safetensors.numpy.save_file(arrays, file.name)
-    with open(file.name, 'rb+') as written:  # It has replaced the file.
-      os.fsync(written.fileno())
   size = _size(out.stat().st_size)
-  print(f'{len(names)} arrays, {size}, in {args.out}')
+  print(f'{len(arrays)} arrays, {size}, in {args.out}')
   return 0
 
 
