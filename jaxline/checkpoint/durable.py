@@ -153,12 +153,12 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     # Steps that were restored or found damaged since training began last. Only
     # a training that begins again saves a step again.
     looked_at: set[int] = set()
-    begun: Any = None
+    begun: Any = ''
 
     def next_step(done: Collection[int]) -> int | None:
       nonlocal begun, evaluated
-      if (version := self._store.version(saving.BEGUN)) != begun:
-        begun = version
+      if (note := self._store.read(saving.BEGUN)) != begun:
+        begun = note
         evaluated = {x.step: x.data for x in self._own_notes()} | evaluated
         looked_at.clear()
       for step in self.steps(ckpt_series):
@@ -233,7 +233,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     elif is_writing:
       self._run.write(key, b'')
     distributed.of_chief(None)  # The others look once it is there.
-    is_there = self._run.version(key) is not store_lib.NEW
+    is_there = self._run.read(key) is not None
     seen = multihost_utils.process_allgather(np.bool_(is_there))
     if is_writing:
       self._run.delete(key)

@@ -160,7 +160,8 @@ def list_run(where: Place) -> list[dict[str, Any]]:
     metrics[step] |= scalars
   rows = []
   for checkpoint in found:
-    row = {'series': checkpoint.series, 'step': checkpoint.step, 'time': None}
+    row: dict[str, Any] = {'series': checkpoint.series}
+    row |= {'step': checkpoint.step, 'time': None}
     row |= {'bytes': 0, 'metrics': {}, 'problem': None}
     try:
       record, entries = checkpoint.record, checkpoint.record['entries']

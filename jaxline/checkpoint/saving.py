@@ -358,7 +358,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     later = [found for found in self.steps('latest') if found > step]
     self._manifests.retire('latest', later)
     self._run.write(base_config.RECORD, disk.to_json(self._recorded))
-    # Also in a bucket where equal content has an equal version.
+    # Another content at each start.
     begun = {'step': step, 'nonce': secrets.token_hex(8)}
     self._store.write(BEGUN, disk.to_json(begun))
     self._store.delete(_ENDED)
