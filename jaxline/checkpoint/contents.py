@@ -233,7 +233,7 @@ class Checkpoint:
   @property
   def data(self) -> store_lib.Store:
     """The store of the arrays."""
-    return self.manifests.data(self.record)
+    return self.manifests.store.below(f'data/{self.record["data"]}')
 
   @contextlib.contextmanager
   def reading(self) -> Iterator[None]:

@@ -304,9 +304,8 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     else:
       self._mark.stop()
     # The mark alone may have kept the data that was marked before.
-    self._manifests.doom(self._marked - {*data})
+    self._manifests.collect(self._marked - {*data})
     self._marked = {*data}
-    self._manifests.collect()
 
   def _latest(self, step: int) -> dict[str, Any]:
     """Returns the manifest of `latest` of a step; {} if there is none."""
@@ -372,8 +371,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def _clean(self) -> None:
     """Removes what killed processes have left, on the writing thread."""
     contents.code()  # Now: the user may edit it before the first save.
-    self._manifests.doom_all()
-    self._manifests.collect()
+    self._manifests.collect(self._store.names('data'))
 
   def mark_ended(self, step: int, why: str = '') -> None:
     if jax.process_index() == 0 and not self.reads_only:
