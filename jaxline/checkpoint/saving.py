@@ -204,74 +204,56 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     """
     lengths = self._relative(_merged(flush() or {} for flush in flushes))
     spool.upload(self._run.url, lengths)
-    if content is None:
-      manifest = self._latest(step)
-    else:
-      manifest = self._write_data(series, step, content, lengths)
+    data, described, process = '', dict[str, Any](), dict[str, Any]()
+    error: Exception | None = None
+    if content is not None:
+      process = content.process
+      data = distributed.decide(None, lambda _: manager.new_data(step))
+      if series == 'best':  # No manifest names it yet: training may collect.
+        self._keep_data([data])
+      try:
+        place = self._store.below(f'data/{data}')
+        described = arrays.write(place, content.arrays)
+      except Exception as e:
+        error = e
 
-    def publish(unused: Any) -> None:
-      data = f'data/{manifest.get("data")}'
-      # A mark that could not be renewed for a while has kept nothing.
-      if content is None and not self._store.names(data):
-        raise store_lib.DamagedError(
-          f'{self._store}/latest/{step} is damaged or was removed, and so'
-          ' cannot be the best.'
-        )
+    def publish(all_of: list[Any]) -> None:
+      """Writes the manifest, in process 0."""
+      if content is None:
+        manifest = self._latest(step)
+        # A mark that could not be renewed for a while has kept nothing.
+        if not self._store.names(f'data/{manifest.get("data")}'):
+          raise store_lib.DamagedError(
+            f'{self._store}/latest/{step} is damaged or was removed, and so'
+            ' cannot be the best.'
+          )
+      else:
+        for others, _, _ in all_of[1:]:
+          for name, about in others.items():
+            described[name]['parts'].update(about['parts'])
+        manifest = content.manifest | {
+          'data': data,
+          'arrays': described,
+          'processes': [process for _, process, _ in all_of],
+          'logs': _merged(lengths for _, _, lengths in all_of),
+          'code': contents.code(),
+        }
       claim = self._claims[series]
       assert claim is not None
       claim.check()
-      more = {}
       if series == 'best':
-        more = added | {'entries': manifest['entries'] | added['entries']}
+        entries = manifest['entries'] | added['entries']
         # Keep timestamps increasing even if the clock went back.
         times = self._manifests.times('best').values()
-        more['time'] = max([time.time(), *(t + 1 for t in times)])
-      self._manifests.write(series, manifest | more)
+        when = max([time.time(), *(t + 1 for t in times)])
+        manifest = manifest | added | {'entries': entries, 'time': when}
+      self._manifests.write(series, manifest)
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 
-    distributed.decide(None, publish)
+    distributed.decide((described, process, lengths), publish, error)
     if series == 'latest':
       self.saved_step = step
     memory.publish(series, published)
-
-  def _write_data(
-    self,
-    series: str,
-    step: int,
-    content: contents.Content,
-    lengths: dict[str, int],
-  ) -> dict[str, Any]:
-    """Writes the arrays of a checkpoint; returns its manifest, in process 0.
-
-    Args:
-      series: the series.
-      step: the step.
-      content: the checkpoint.
-      lengths: of this process's logs.
-    """
-    data = distributed.decide(None, lambda _: manager.new_data(step))
-    if series == 'best':  # No manifest names it yet, and training may collect.
-      self._keep_data([data])
-    described: dict[str, Any] = {}
-    error = None
-    try:
-      place = self._store.below(f'data/{data}')
-      described = arrays.write(place, content.arrays)
-    except Exception as e:
-      error = e
-    all_of: list[Any] = []  # In process 0.
-    mine = described, content.process, lengths
-    distributed.decide(mine, all_of.extend, error)
-    for others, _, _ in all_of[1:]:
-      for name, about in others.items():
-        described[name]['parts'].update(about['parts'])
-    return content.manifest | {
-      'data': data,
-      'arrays': described,
-      'processes': [process for _, process, _ in all_of],
-      'logs': _merged(lengths for _, _, lengths in all_of),
-      'code': contents.code(),
-    }
 
   def _retire(self, series: str, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that the config does not keep."""
