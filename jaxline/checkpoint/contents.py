@@ -11,7 +11,6 @@ import os
 import platform
 import subprocess
 import time
-import types
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
-from jaxline.compat import experiments
 from jaxline.storage import store as store_lib
 
 _MAX_DIFF = 2**20  # Characters.
@@ -436,30 +434,6 @@ class Checkpoint:
       entry: self._decode(about['structure'], _from_json(about['arrays']))
       for entry, about in mine.items()
     }
-
-
-def read_whole(saved: Checkpoint, trees: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns all entries of a checkpoint, as host arrays.
-
-  It waits for no other process: a signal handler may call it.
-
-  Args:
-    saved: the checkpoint.
-    trees: entry that is stored leaf by leaf -> tree of its shapes.
-
-  Raises:
-    DamagedError: it is damaged, or was removed.
-  """
-  everything = experiments.full_experiment(
-    types.SimpleNamespace(
-      CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
-      snapshot_template=lambda: trees,
-      wants_restored=lambda name: True,
-    )
-  )
-  with saved.reading():
-    entries = saved.entries(saved.record['entries'])
-    return entries | {'experiment_module': saved.snapshot(everything)}
 
 
 def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import os
 import secrets
 import threading
 import time
+import types
 from typing import Any
 
 from absl import logging
@@ -312,9 +313,19 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     attributes = dict(module.CHECKPOINT_ATTRS)
     manifests, allow_pickle = self._manifests, self._allow_pickle
 
+    # It waits for no other process: a signal handler may call it.
     def read() -> Any:
       saved = contents.Checkpoint(manifests, series, step, allow_pickle)
-      return memory.nest_of(contents.read_whole(saved, template), attributes)
+      everything = types.SimpleNamespace(
+        CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
+        snapshot_template=lambda: template,
+        wants_restored=lambda name: True,
+      )
+      with saved.reading():
+        entries = saved.entries(saved.record['entries'])
+        snapshot = saved.snapshot(experiments.full_experiment(everything))
+      nest = entries | {'experiment_module': snapshot}
+      return memory.nest_of(nest, attributes)
 
     return memory.Published(step, read)
 
