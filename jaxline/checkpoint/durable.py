@@ -302,7 +302,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return found, self._read(found, state, module)
 
       try:
-        return _together(f'{self._store}/{series}/{at}', read)
+        return _together(read)
       except store_lib.DamagedError as e:
         if not distributed.of_chief(at in self.steps(series)):
           continue  # It was removed while it was read: there may be another.
@@ -326,7 +326,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return found.name, _together(found.name, read)
+    return found.name, _together(read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
@@ -360,25 +360,23 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     )
 
 
-def _together(name: str, read: Callable[[], _T]) -> _T:
-  """Calls a function in all processes; if one finds damage, all raise.
+def _together(read: Callable[[], _T]) -> _T:
+  """Calls a function in all processes; an error in one is raised in all.
 
   Raises:
     DamagedError: a process found damage.
   """
-  error: store_lib.DamagedError | None = None
+  damage: store_lib.DamagedError | None = None
+  error: Exception | None = None
   try:
     result = read()
   except store_lib.DamagedError as e:
+    damage = e
+  except Exception as e:
     error = e
-  if jax.process_count() > 1:
-    said = multihost_utils.process_allgather(np.bool_(error is not None))
-    if said.any() and error is None:
-      error = store_lib.DamagedError(
-        f'{name} is damaged: processes {np.flatnonzero(said)} report it.'
-      )
-  if error is not None:
-    raise error
+  reports = distributed.decide(str(damage or ''), list, error, 'restore')
+  if any(reports):
+    raise damage or store_lib.DamagedError(' '.join(filter(None, reports)))
   return result
 
 
