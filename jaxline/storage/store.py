@@ -165,12 +165,9 @@ class Disk(Store):
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
-      with open(self._path(key), 'rb', buffering=0) as f:
+      with open(self._path(key), 'rb') as f:
         check_size(key, os.fstat(f.fileno()).st_size, len(buffer))
-        while buffer:
-          if not (n := f.readinto(buffer)):
-            raise DamagedError(f'{key} ends early')
-          buffer = buffer[n:]
+        check_size(key, f.readinto(buffer), len(buffer))
     except MISSING as e:
       raise DamagedError(f'{key} is missing') from e
 
