@@ -160,8 +160,9 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def close(self) -> None:
     # Not `wait`: an error that nobody has seen is still logged at the end.
     done = threading.Event()
-    self._writer.put(done.set)
-    done.wait()
+    with contextlib.suppress(RuntimeError):  # The process ends; all is run.
+      self._writer.put(done.set)
+      done.wait()
     with contextlib.suppress(OSError):  # The next start collects the rest.
       self._keep_data(())
     for claim in filter(None, self._claims.values()):
