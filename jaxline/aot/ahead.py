@@ -56,7 +56,8 @@ def compile_experiment(
     if report.target.num_slices > 1:
       name = f'{report.target.num_slices}x{name}'
     path = directory / f'{name}.json'
-    disk.write_json(path, report.to_json())
+    with disk.replacing(path) as file:
+      file.write(disk.to_json(report.to_json()))
     print(report)
     print(f'\nWritten to {path}', flush=True)
   return report.fits

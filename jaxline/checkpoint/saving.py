@@ -463,11 +463,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
 
   def _local(self, lengths: Mapping[str, int]) -> dict[str, int]:
     top = spool.directory(self._run.url)
-    return {
-      str(top / name): length
-      for name, length in lengths.items()
-      if '..' not in name.split('/')
-    }
+    return {str(top / name): length for name, length in lengths.items()}
 
 
 def _merged(lengths: Iterable[Mapping[str, int]]) -> dict[str, int]:
