@@ -58,10 +58,11 @@ def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
     place, number = text, ''
   run, series = store_lib.at(place, 'restore_from'), ['latest', 'best']
   match = re.fullmatch(r'(.*)/checkpoints(?:/(\w+))?/*', place)
-  # The directory of a run may have such a name itself.
-  if match is not None and not run.names('checkpoints'):
-    run = store_lib.at(match[1] or '/', 'restore_from')
-    series = [match[2]] if match[2] else series
+  if match is not None:
+    outer = store_lib.at(match[1] or '/', 'restore_from')
+    # The directory of a run may have such a name itself.
+    if not run.names('checkpoints'):
+      run, series = outer, [match[2]] if match[2] else series
   manifests = manager.Manifests(run.below('checkpoints'))
   steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
