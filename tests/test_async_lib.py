@@ -27,38 +27,27 @@ def _threads(name):
 # --- make_async --------------------------------------------------------------
 
 
-def test_make_async_returns_a_future_and_does_not_block():
-  may_go = threading.Event()
+def test_make_async_does_not_block_and_runs_in_order_without_overlap():
+  may_go, running, order = threading.Event(), threading.Lock(), []
 
   @async_lib.make_async('worker')
-  def add(a, *, b):
-    """Adds."""
+  def append(i, *, name):
+    """Appends."""
     assert may_go.wait(TIMEOUT)
-    return a + b, threading.current_thread().name
-
-  future = add(1, b=2)
-  assert not future.done()
-  may_go.set()
-  total, thread_name = future.result(TIMEOUT)
-  assert total == 3
-  assert thread_name.startswith('worker')
-  assert add.__name__ == 'add'
-  assert add.__doc__ == 'Adds.'
-
-
-def test_make_async_runs_in_order_without_overlap():
-  running, order = threading.Lock(), []
-
-  @async_lib.make_async()
-  def append(i):
     assert running.acquire(blocking=False)
     order.append(i)
     running.release()
+    return name, threading.current_thread().name
 
-  pending = [append(i) for i in range(100)]
-  for future in pending:
-    future.result(TIMEOUT)
+  pending = [append(i, name=f'{i}') for i in range(100)]
+  assert not pending[0].done()
+  may_go.set()
+  for i, future in enumerate(pending):
+    name, thread = future.result(TIMEOUT)
+    assert name == f'{i}'
+    assert thread.startswith('worker')
   assert order == list(range(100))
+  assert (append.__name__, append.__doc__) == ('append', 'Appends.')
 
 
 def test_make_async_works_on_methods_and_callables_without_a_name():
