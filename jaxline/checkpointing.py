@@ -110,6 +110,7 @@ class FullCheckpointer(Checkpointer):
     reads_only: whether nothing is written in the directory.
     has_moved: whether `begin_training` chose another directory, while the logs
       stay where those of the earlier training are.
+    poll_secs: how long an evaluation waits at least before it looks again.
     saved_step: the step of the run's own checkpoint of `latest` that was
       restored or became complete last; None if there is none on disk.
     logs: writers and actions whose records up to a checkpoint of `latest` are
@@ -125,6 +126,7 @@ class FullCheckpointer(Checkpointer):
   follows: bool = False
   reads_only: bool = False
   has_moved: bool = False
+  poll_secs: float = 0.0
   saved_step: int | None = None
   logs: Sequence[Any] = ()
   lengths: Mapping[str, int] = {}
@@ -299,10 +301,10 @@ KEYS = (
       'The same for `best`. None means `max_checkpoints_to_keep` in the'
       ' per-device style and 1 in the sharded style.'),
   Key('keep_checkpoint_every_steps', None, optional(COUNT),
-      'Besides those, checkpoints of `latest` at least this many steps apart'
-      ' are kept for ever. None keeps no others.'),
+      'Besides those, the first checkpoint of `latest` at or after each'
+      ' multiple of this is kept for ever. None keeps no others.'),
   Key('keep_checkpoint_every_hours', None, optional(keys.POSITIVE),
-      'The same, in hours.'),
+      'Checkpoints at least this many hours apart are kept for ever.'),
   Key('checkpoint_allow_pickle', False, BOOLEAN,
       'True pickles what is neither array, JSON nor structure, and unpickles it'
       ' at restore, which runs any code in the file: only for your own files.'),

@@ -93,12 +93,6 @@ def to_json(value: Any) -> bytes:
   return json.dumps(value, indent=1).encode() + b'\n'
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a file that is whole, and on the disk, or not there."""
-  with replacing(path) as f:
-    f.write(to_json(value))
-
-
 def failed_write(error: OSError, path: pathlib.Path) -> OSError:
   """Returns an error of the same kind that says how much room there is.
 

@@ -93,7 +93,7 @@ def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
     elif not is_over:
       run.console.log_waiting(evaluation.last, config.checkpoint_dir)
       with goodput.measure('waiting'):
-        time.sleep(_POLL_SECS)
+        time.sleep(max(_POLL_SECS, checkpointer.poll_secs))
 
 
 def restore(

@@ -27,7 +27,7 @@ def data_of(
 ) -> pathlib.Path:
   """Returns the directory with the arrays of a checkpoint."""
   return pathlib.Path(
-    manifests(run_dir).data(record(run_dir, step, series)).url
+    manifests(run_dir).store.url, 'data', record(run_dir, step, series)['data']
   )
 
 

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 from jaxline import errors
 from jaxline.checkpoint import contents
+from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import saving
 from jaxline.storage import owner
@@ -66,8 +68,7 @@ def test_what_goes_while_it_is_read(
 # Following.
 
 
-def test_each_checkpoint_is_evaluated_once(url, open_run, monkeypatch):
-  monkeypatch.setattr('jaxline.checkpoint.durable._BUCKET_POLL_SECS', 0.0)
+def test_each_checkpoint_is_evaluated_once(url, open_run):
   training, evaluation = (open_run(x, url) for x in ('train', 'eval'))
   training.mark_begun(0)
   restore_next, live = evaluation.follow('latest'), lib.weights()
@@ -146,8 +147,8 @@ def test_the_best_of_the_per_device_style(open_run, tmp_path, monkeypatch):
   write = manager.Manifests.write
 
   def late(self, series, manifest):
-    training._manifests.doom_all()  # Its data is not named yet.
-    training._manifests.collect()
+    # Its data is not named yet.
+    training._manifests.collect(training._store.names('data'))
     write(self, series, manifest)
 
   monkeypatch.setattr(manager.Manifests, 'write', late)
@@ -175,19 +176,43 @@ def test_the_best_of_a_step_without_a_checkpoint(open_run, tmp_path):
   assert len(data(run)) == 3
 
 
-def test_the_last_best_counts_of_whichever_step_it_is(open_run, monkeypatch):
-  lib.save(open_run(), lib.weights(1), 1, 2, 3)
+def test_the_last_best_counts_of_whichever_step_it_is(
+  open_run, tmp_path, monkeypatch
+):
+  lib.save(open_run(), lib.weights(1), 1, 2, 3, 4)
   evaluation = open_run('eval', max_best_checkpoints_to_keep=2)
   now = saving.time.time()
-  for value, step in enumerate((3, 1, 2)):
+  for value, step in enumerate((3, 1, 4, 2)):
     # Each by a clock that was put back an hour.
     monkeypatch.setattr(saving.time, 'time', lambda v=value: now - 3600 * v)
     live = lib.weights()
     lib.restore(evaluation, live, step)
     lib.save_best(evaluation, live, step, float(value))
-  assert evaluation.steps('best') == [1, 2]
+  assert evaluation.steps('best') == [2, 4]
   state = lib.restore(open_run('eval_2'), lib.weights(), series='best', **BEST)
-  assert (state.global_step, state.best_eval_metric_value) == (2, 2.0)
+  assert (state.global_step, state.best_eval_metric_value) == (2, 3.0)
+  assert inspection.find(tmp_path / 'run/checkpoints/best').step == 2
+
+
+def test_what_training_has_removed_replaces_no_best(copied, open_run):
+  evaluation, live = open_run('eval'), lib.Sharded('eval')
+  lib.restore(evaluation, live, 3, key=None)
+  lib.save_best(evaluation, live, 3, 0.5)
+  lib.restore(evaluation, live, 5, key=None)
+  shutil.rmtree(lib.data_of(copied))  # As if no beat came through for 120 s.
+  with pytest.raises(store_lib.DamagedError, match='latest/5'):
+    lib.save_best(evaluation, live, 5, 0.7)
+  assert evaluation.steps('best') == [3]
+
+
+def test_the_best_of_another_training_of_this_process(open_run):
+  checkpointer, live = open_run(), lib.weights(1)
+  live.EVALUATION_IS_PURE = True
+  checkpointer.begin_training(lib.PerDevice)
+  lib.save(checkpointer, live, 5)
+  checkpointer.begin_training(lib.Sharded)
+  lib.save_best(checkpointer, live, 5, 0.5)
+  assert (checkpointer.steps('latest'), checkpointer.steps('best')) == ([], [5])
 
 
 def test_the_best_of_two_evaluations(open_run):
@@ -288,6 +313,16 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   lib.save(second, lib.weights(3), 7)
   # What was left has gone.
   assert len(data(tmp_path / 'run')) == len(second.steps('latest'))
+
+
+def test_an_error_that_nobody_saw_is_logged_at_the_end(open_run):
+  checkpointer = open_run()
+  lib.at_flush(checkpointer, lambda: 1 / 0)
+  lib.fill(checkpointer, lib.weights(1))
+  checkpointer.save('latest')
+  checkpointer.close()
+  assert len(checkpointer._writer._unraised) == 1
+  checkpointer._writer._unraised.clear()
 
 
 @pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)

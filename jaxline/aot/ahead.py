@@ -53,7 +53,8 @@ def compile_experiment(
     if report.target.num_slices > 1:
       name = f'{report.target.num_slices}x{name}'
     path = directory / f'{name}.json'
-    disk.write_json(path, dataclasses.asdict(report))
+    with disk.replacing(path) as file:
+      file.write(disk.to_json(dataclasses.asdict(report)))
     print(report)
     print(f'\nWritten to {path}', flush=True)
   return report.fits

@@ -405,18 +405,23 @@ def verify(
   """Reads and verifies all parts.
 
   Raises:
-    DamagedError: a part is not as it was written; names it.
+    DamagedError: parts are not as they were written; names them.
     OSError: a part cannot be read.
   """
 
-  def verify_part(task: tuple[Mapping[str, Any], str]) -> None:
-    _check_size(store, *task)
-    _read_part(store, *task)
+  def damage(task: tuple[Mapping[str, Any], str]) -> str:
+    try:
+      _check_size(store, *task)
+      _read_part(store, *task)
+    except store_lib.DamagedError as e:
+      return str(e)
+    return ''
 
   tasks = [(about, p) for about in described.values() for p in about['parts']]
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    for _ in pool.map(verify_part, tasks):
-      pass
+    found = [*filter(None, pool.map(damage, tasks))]
+  if found:
+    raise store_lib.DamagedError('; '.join(found))
 
 
 # What descriptions and arrays are.

@@ -11,7 +11,6 @@ import os
 import platform
 import subprocess
 import time
-import types
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
-from jaxline.compat import experiments
 from jaxline.storage import store as store_lib
 
 _MAX_DIFF = 2**20  # Characters.
@@ -233,7 +231,7 @@ class Checkpoint:
   @property
   def data(self) -> store_lib.Store:
     """The store of the arrays."""
-    return self.manifests.data(self.record)
+    return self.manifests.store.below(f'data/{self.record["data"]}')
 
   @contextlib.contextmanager
   def reading(self) -> Iterator[None]:
@@ -438,30 +436,6 @@ class Checkpoint:
     }
 
 
-def read_whole(saved: Checkpoint, trees: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns all entries of a checkpoint, as host arrays.
-
-  It waits for no other process: a signal handler may call it.
-
-  Args:
-    saved: the checkpoint.
-    trees: entry that is stored leaf by leaf -> tree of its shapes.
-
-  Raises:
-    DamagedError: it is damaged, or was removed.
-  """
-  everything = experiments.full_experiment(
-    types.SimpleNamespace(
-      CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
-      snapshot_template=lambda: trees,
-      wants_restored=lambda name: True,
-    )
-  )
-  with saved.reading():
-    entries = saved.entries(saved.record['entries'])
-    return entries | {'experiment_module': saved.snapshot(everything)}
-
-
 def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
   """Converts small arrays of this process to JSON."""
   return {
@@ -478,14 +452,16 @@ def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """Converts the JSON of `_to_json` back to arrays.
 
   Raises:
-    RefusedError: the number of bytes does not fit the shape.
+    RefusedError: the bytes do not fit the shape, or are pointers to objects.
   """
   arrays = {}
   for name, about in described.items():
     data = bytearray(base64.b64decode(about['base64']))
-    if len(data) != arrays_lib.num_bytes(about):
-      raise store_lib.RefusedError(f'{name} has {len(data)} bytes')
-    arrays[name] = np.ndarray(about['shape'], jnp.dtype(about['dtype']), data)
+    try:
+      flat = np.frombuffer(data, jnp.dtype(about['dtype']))
+      arrays[name] = flat.reshape(about['shape'])
+    except ValueError as e:
+      raise store_lib.RefusedError(f'{name}: {e}') from e
   return arrays
 
 

@@ -9,7 +9,6 @@ half.
 from collections.abc import Callable, Collection
 import contextlib
 import os
-import time
 from typing import Any, TypeVar
 
 from absl import logging
@@ -30,8 +29,6 @@ from jaxline.compat import experiments
 from jaxline.storage import store as store_lib
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
-# The interval at which an evaluation lists the checkpoints in a bucket.
-_BUCKET_POLL_SECS = 5.0
 _T = TypeVar('_T')
 
 
@@ -59,14 +56,14 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     makes its own checkpointer and trains several classes.
     """
     memory.forget_published()
-    self.follows = False  # A program may have evaluated with it before.
+    self._keep_data(())  # A program may have evaluated with it before.
+    self.follows = False
     config = self._recorded | {'checkpoint_dir': self._run.url}
     directory = memory.run_directory(experiment_class, config)
     if directory != config['checkpoint_dir']:
       self.close()
       self._move(directory)
       self._recorded['checkpoint_dir'] = directory
-      self.saved_step = None
       self.has_moved = True
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -78,7 +75,9 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     if not self.follows:
       self.claim(ckpt_series)
     return (
-      self._has_any(ckpt_series) or self._beginning(ckpt_series) is not None
+      self._has_any(ckpt_series)
+      or memory.seed(ckpt_series) is not None
+      or self._forks(ckpt_series)
     )
 
   def restore_path(self, ckpt_series: str) -> str | None:
@@ -109,25 +108,23 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       self._declared = experiments.declared(type(live))
     if not self.follows:
       self.claim(ckpt_series)
-    begin = None
-    if step is None and not self._has_any(ckpt_series):
-      begin = self._beginning(ckpt_series)
+    begins = step is None and not self._has_any(ckpt_series)
+    seed = None if step is not None else memory.seed(ckpt_series)
     own: dict[str, Any] = {}  # The manifest, of a checkpoint of this run.
-    source, unused = _SEED, ''
-    if begin is None:
-      found, entries = self._read_own(ckpt_series, step, state, module)
-      own, source = found.record, found.name
-      if step is None and memory.seed(ckpt_series) is not None:
-        unused = _SEED
-    elif isinstance(begin, contents.Checkpoint):
-      source, entries = begin.name, self._read_foreign(begin, state, module)
+    unused = ''
+    if begins and seed is not None:
+      source, entries = _SEED, memory.entries_of(seed, ckpt_series, state)
+      entries = {key: _placed(key, entries, state) for key in entries}
+      if self._forks(ckpt_series):
+        unused = f'config.restore_from = {self._config.restore_from!r}'
+    elif begins and self._forks(ckpt_series):
+      source, entries = self._read_foreign(state, module)
       # The step, too: that run may go on, and this one is to be replayed.
       self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
-      entries = memory.entries_of(begin, ckpt_series, state)
-      entries = {key: _placed(key, entries, state) for key in entries}
-      if self._forks:
-        unused = f'config.restore_from = {self._config.restore_from!r}'
+      found, entries = self._read_own(ckpt_series, step, state, module)
+      own, source = found.record, found.name
+      unused = '' if seed is None else _SEED
     memory.fill(state, entries)
     what = 'Restored' if own else f'Began the series {ckpt_series!r} from'
     logging.info('%s %s.', what, source)
@@ -156,12 +153,12 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     # Steps that were restored or found damaged since training began last. Only
     # a training that begins again saves a step again.
     looked_at: set[int] = set()
-    begun: Any = None
+    begun: Any = ''
 
     def next_step(done: Collection[int]) -> int | None:
       nonlocal begun, evaluated
-      if (version := self._store.version(saving.BEGUN)) != begun:
-        begun = version
+      if (note := self._store.read(saving.BEGUN)) != begun:
+        begun = note
         evaluated = {x.step: x.data for x in self._own_notes()} | evaluated
         looked_at.clear()
       for step in self.steps(ckpt_series):
@@ -192,8 +189,6 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       if seed is not None and memory.step_of(seed) not in done:
         self.restore(ckpt_series)
         return True
-      if isinstance(self._run, store_lib.Bucket):
-        time.sleep(_BUCKET_POLL_SECS)
       return False
 
     return restore_next
@@ -215,7 +210,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       ConfigChangedError: a key that makes another run differs.
       UsageError: `restore_from` names no checkpoint.
     """
-    if self._forks and not self._has_any('latest'):
+    if self._forks('latest') and not self._has_any('latest'):
       _foreign(self._config.restore_from)
     if experiments.class_of(experiment_class) is not None:
       self._declared = experiments.declared(experiment_class)
@@ -238,7 +233,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     elif is_writing:
       self._run.write(key, b'')
     distributed.of_chief(None)  # The others look once it is there.
-    is_there = self._run.version(key) is not store_lib.NEW
+    is_there = self._run.read(key) is not None
     seen = multihost_utils.process_allgather(np.bool_(is_there))
     if is_writing:
       self._run.delete(key)
@@ -253,25 +248,17 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   # Restoring.
 
-  @property
-  def _forks(self) -> bool:
-    return bool(self._config.restore_from) and not self.follows
+  def _forks(self, series: str) -> bool:
+    """Returns whether a series without checkpoints begins from another run."""
+    return (
+      series == 'latest'
+      and bool(self._config.restore_from)
+      and not self.follows
+    )
 
   def _has_any(self, ckpt_series: str) -> bool:
     """Returns whether the first host sees a checkpoint."""
     return distributed.of_chief(bool(self.steps(ckpt_series)))
-
-  def _beginning(
-    self, ckpt_series: str
-  ) -> memory.SnapshotNT | contents.Checkpoint | None:
-    """Returns what a series without checkpoints begins from.
-
-    That is the program's snapshot, or the checkpoint of another run, or None.
-    """
-    seed = memory.seed(ckpt_series)
-    if seed is None and self._forks and ckpt_series == 'latest':
-      return _foreign(self._config.restore_from)
-    return seed
 
   def _checkpoint(self, series: str, step: int) -> contents.Checkpoint:
     return contents.Checkpoint(
@@ -315,7 +302,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return found, self._read(found, state, module)
 
       try:
-        return _together(f'{self._store}/{series}/{at}', read)
+        return _together(read)
       except store_lib.DamagedError as e:
         if not distributed.of_chief(at in self.steps(series)):
           continue  # It was removed while it was read: there may be another.
@@ -323,22 +310,23 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         reports[at] = str(e)
 
   def _read_foreign(
-    self, found: contents.Checkpoint, state: Any, module: Any
-  ) -> dict[str, Any]:
-    """Returns the entries of another run's checkpoint.
+    self, state: Any, module: Any
+  ) -> tuple[str, dict[str, Any]]:
+    """Returns name and entries of the checkpoint that `restore_from` means.
 
     That run may go on, and remove it meanwhile, which is an error.
     """
+    found = _foreign(self._config.restore_from)
+    found.allow_pickle = self._allow_pickle
 
     def read() -> dict[str, Any]:
-      found.allow_pickle = self._allow_pickle
       with found.reading():
         if self._config.restore_rules:
           rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return _together(found.name, read)
+    return found.name, _together(read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
@@ -372,25 +360,23 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     )
 
 
-def _together(name: str, read: Callable[[], _T]) -> _T:
-  """Calls a function in all processes; if one finds damage, all raise.
+def _together(read: Callable[[], _T]) -> _T:
+  """Calls a function in all processes; an error in one is raised in all.
 
   Raises:
     DamagedError: a process found damage.
   """
-  error: store_lib.DamagedError | None = None
+  damage: store_lib.DamagedError | None = None
+  error: Exception | None = None
   try:
     result = read()
   except store_lib.DamagedError as e:
+    damage = e
+  except Exception as e:
     error = e
-  if jax.process_count() > 1:
-    said = multihost_utils.process_allgather(np.bool_(error is not None))
-    if said.any() and error is None:
-      error = store_lib.DamagedError(
-        f'{name} is damaged: processes {np.flatnonzero(said)} report it.'
-      )
-  if error is not None:
-    raise error
+  reports = distributed.decide(str(damage or ''), list, error, 'restore')
+  if any(reports):
+    raise damage or store_lib.DamagedError(' '.join(filter(None, reports)))
   return result
 
 

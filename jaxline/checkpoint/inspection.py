@@ -56,12 +56,15 @@ def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
   # A directory's own name may end in :STEP.
   if not number.isdecimal() or os.path.isdir(text):
     place, number = text, ''
-  match = re.fullmatch(r'(.*?)(?:/checkpoints(?:/(\w+))?)?/*', place)
-  assert match is not None
-  run = store_lib.at(match[1] or '/', 'restore_from')
+  run, series = store_lib.at(place, 'restore_from'), ['latest', 'best']
+  match = re.fullmatch(r'(.*)/checkpoints(?:/(\w+))?/*', place)
+  if match is not None:
+    outer = store_lib.at(match[1] or '/', 'restore_from')
+    # The directory of a run may have such a name itself.
+    if not run.names('checkpoints'):
+      run, series = outer, [match[2]] if match[2] else series
   manifests = manager.Manifests(run.below('checkpoints'))
-  series = [match[2]] if match[2] else ['latest', 'best']
-  steps = {name: manifests.steps(name) for name in series}
+  steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
     raise ValueError(
       f'{text} is no directory of a run (config.checkpoint_dir, which has'
@@ -135,12 +138,8 @@ class Checkpoint(contents.Checkpoint):
       ValueError: it matches none.
       DamagedError: they are not as they were written.
     """
-    return dict(self.verified(self.names(select)))
-
-  def verified(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields name and array, verified, with few in memory at a time."""
     with self.reading():
-      yield from self.read(dict.fromkeys(names))
+      return dict(self.read(dict.fromkeys(self.names(select))))
 
 
 # The checkpoints and records of a run.
@@ -151,7 +150,7 @@ def list_run(where: Place) -> list[dict[str, Any]]:
 
   Returns:
     `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
-    `problem` of each, by series and step.
+    `problem` of each, the newest of a series last.
 
   Raises:
     ValueError: there is no run at this place.
@@ -162,18 +161,20 @@ def list_run(where: Place) -> list[dict[str, Any]]:
     metrics[step] |= scalars
   rows = []
   for checkpoint in found:
-    step = checkpoint.step
-    row = {'series': checkpoint.series, 'step': step, 'time': None, 'bytes': 0}
-    row |= {'metrics': {}, 'problem': None}
+    row: dict[str, Any] = {'series': checkpoint.series}
+    row |= {'step': checkpoint.step, 'time': None}
+    row |= {'bytes': 0, 'metrics': {}, 'problem': None}
     try:
-      row['time'] = checkpoint.record['time']
+      record, entries = checkpoint.record, checkpoint.record['entries']
+      row |= {'time': record['time'], 'bytes': checkpoint.num_bytes}
+      if (value := entries.get('best_eval_metric_value')) is not None:
+        row['metrics'] = {f'best/{entries["best_model_eval_metric"]}': value}
+      row['metrics'] |= metrics[checkpoint.step]
     except store_lib.GoneError:
       continue
     except ValueError as e:  # Damaged, or of another version.
-      rows.append(row | {'problem': str(e)})
-      continue
-    row['bytes'] = checkpoint.num_bytes
-    rows.append(row | {'metrics': metrics[step]})
+      row['problem'] = str(e)
+    rows.append(row)
   return rows
 
 
@@ -239,9 +240,10 @@ def print_table(
 def _ls(args: argparse.Namespace) -> int:
   table = [('series', 'step', 'size', 'saved', 'metrics')]
   for row in list_run(args.dir):
-    # Losses before others.
+    # The best value first, losses before others.
     metrics = sorted(
-      row['metrics'].items(), key=lambda x: ('loss' not in x[0], x[0])
+      row['metrics'].items(),
+      key=lambda x: (not x[0].startswith('best/'), 'loss' not in x[0], x[0]),
     )
     shown = ', '.join(
       f'{name} {x:.6g}' if isinstance(x, float) else f'{name} {x}'
@@ -309,22 +311,18 @@ def _export(args: argparse.Namespace) -> int:
   import safetensors.numpy
 
   out = pathlib.Path(args.out).expanduser()
-  if out.suffix != '.safetensors':
-    raise ValueError(f'{out} ends in {out.suffix!r}; expected .safetensors.')
   if out.exists():
     raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
   prefix = checkpoint.weights(args.weights)
-  names = checkpoint.names(args.select or f'{prefix}.*')
+  arrays = checkpoint.arrays(args.select or f'{prefix}.*')
   if args.select:
-    prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
-  arrays = {n.removeprefix(prefix): x for n, x in checkpoint.verified(names)}
-  with disk.replacing(out) as file:
+    prefix = PARAMS if all(name.startswith(PARAMS) for name in arrays) else ''
+  arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
+  with disk.replacing(out, sync=False) as file:
     safetensors.numpy.save_file(arrays, file.name)
-    with open(file.name, 'rb+') as written:  # It has replaced the file.
-      os.fsync(written.fileno())
   size = _size(out.stat().st_size)
-  print(f'{len(names)} arrays, {size}, in {args.out}')
+  print(f'{len(arrays)} arrays, {size}, in {args.out}')
   return 0
 
 

@@ -9,7 +9,7 @@ To retire a checkpoint is to delete its manifest. Data that neither a manifest
 nor a reader's mark names is collected.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 import contextlib
 import json
 import re
@@ -115,10 +115,6 @@ class Manifests:
       raise store_lib.RefusedError(f'{name} is refused: {problem}.')
     return found
 
-  def data(self, manifest: dict[str, Any]) -> store_lib.Store:
-    """Returns the store of a manifest's data."""
-    return self.store.below(f'data/{manifest["data"]}')
-
   def write(self, series: str, manifest: dict[str, Any]) -> None:
     """Writes a manifest, by which the checkpoint exists.
 
@@ -128,9 +124,8 @@ class Manifests:
     step = manifest['step']
     expected = store_lib.NEW if series == 'latest' else None
     key = f'{series}/{step}.json'
-    if series == 'best':  # It may replace one that names other data.
-      with contextlib.suppress(ValueError):
-        self._doomed.add(self.read(series, step)['data'])
+    with contextlib.suppress(ValueError):  # It may replace another one.
+      self._doomed.add(self.read(series, step)['data'])
     if self.store.write(key, pack(manifest), expected) is None:
       raise owner.ClaimedError(
         f'{self.store}/{key} is there already: another run writes in this'
@@ -158,22 +153,18 @@ class Manifests:
         self._doomed.add(self.read(series, step)['data'])
       self.store.delete(f'{series}/{step}.json')
 
-  def doom(self, data: Collection[str]) -> None:
-    """Has the next `collect` consider data."""
-    self._doomed |= {*data}
-
-  def doom_all(self) -> None:
-    """Has the next `collect` consider all data."""
-    self._doomed |= {*filter(_DATA.fullmatch, self.store.names('data'))}
-
-  def collect(self) -> None:
-    """Deletes doomed data that nothing names.
+  def collect(self, data: Iterable[str] = ()) -> None:
+    """Deletes data that nothing names: that of retired manifests, and others.
 
     The order matters. The data was listed first: a writer marks its data before
     it writes. Marks are read before `best`: an evaluation drops its mark when
     `best` names the data. If a mark, or a manifest of one of these steps, is
     not readable, nothing is deleted.
+
+    Args:
+      data: the names of the others.
     """
+    self._doomed |= {*filter(_DATA.fullmatch, data)}
     if not self._doomed:
       return
     marked: set[str] = set()
@@ -189,7 +180,7 @@ class Manifests:
       except (ValueError, LookupError, TypeError):
         return
     named: set[str] = set()
-    doomed_steps = {int(data.partition('-')[0]) for data in self._doomed}
+    doomed_steps = {int(name.partition('-')[0]) for name in self._doomed}
     steps = {series: self.steps(series) for series in ('best', 'latest')}
     # GCS lists nothing, without an error, where it refuses to list.
     if not any(steps.values()):
@@ -204,8 +195,8 @@ class Manifests:
         except ValueError as e:
           logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
           return
-    for data in self._doomed - marked - named:
-      self.store.delete_folder(f'data/{data}')
+    for name in self._doomed - marked - named:
+      self.store.delete_folder(f'data/{name}')
     self._doomed &= marked
 
 

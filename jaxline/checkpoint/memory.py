@@ -41,11 +41,6 @@ class Training:
   experiment: type | None
   config: Mapping[str, Any] | None = None
 
-  @classmethod
-  def of(cls, constructor: Any, config: Any = None) -> 'Training':
-    """Makes one from an experiment's constructor and a recorded config."""
-    return cls(experiments.class_of(constructor), config)
-
   def changes(self, earlier: 'Training') -> list[str]:
     """Returns a line for each difference; none if it is the same run."""
     names = [
@@ -233,7 +228,7 @@ def run_directory(
     begins: whether the run trains. If it does not, and this process has trained
       no such run, its directory is `config.checkpoint_dir`.
   """
-  training = Training.of(experiment_class, config)
+  training = Training(experiments.class_of(experiment_class), config)
   active, seeded = add_series('latest').active, seed('latest') is not None
   first = store_lib.at(config['checkpoint_dir']).url
   # Processes agree on the name alone: their paths to `first` may differ.
@@ -347,10 +342,8 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
-    active = add_series(ckpt_series).active
-    if not hasattr(active, 'state'):
-      active.state = checkpointing.ExperimentState()
-    return active.state
+    active = vars(add_series(ckpt_series).active)
+    return active.setdefault('state', checkpointing.ExperimentState())
 
   def begin_training(self, experiment_class: Any) -> None:
     """Forgets the checkpoints of another training.
@@ -359,15 +352,12 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
     another config does too. A program that makes its own checkpointer may train
     with another config from the checkpoints so far, as with JAXline.
     """
-    config = (
-      base_config.recorded(self._config) if self._records_config else None
-    )
-    self._training = Training.of(experiment_class, config)
+    is_other = self._records_config
+    config = base_config.recorded(self._config) if is_other else None
+    self._training = Training(experiments.class_of(experiment_class), config)
     newest = _newest('latest')
     if isinstance(newest, Published) and newest.of is not None:
       is_other = bool(self._training.changes(newest.of))
-    else:
-      is_other = self._records_config
     if is_other:
       forget_published()
 
@@ -384,7 +374,7 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
       keep = checkpointing.num_to_keep(self._config, ckpt_series, module)
-    of = self._training or Training.of(type(live))
+    of = self._training or Training(type(live))
     newest = _newest(ckpt_series)
     id_ = newest.id + 1 if newest else 0
     publish(ckpt_series, Published(id_, lambda: nest, of), keep)

@@ -22,6 +22,7 @@ import os
 import secrets
 import threading
 import time
+import types
 from typing import Any
 
 from absl import logging
@@ -75,10 +76,6 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     self._saving: futures.Future[None] | None = None
     # By series; process 0 has the claims.
     self._claims: dict[str, owner.Claim | None] = {}
-    # The manifest of `latest` that was restored, and its last step that was
-    # restored or saved.
-    self._restored: dict[str, Any] = {}
-    self._held_step: int | None = None
     self._move(config.checkpoint_dir)
     # Keeps data that an evaluation reads, or writes and has not named yet.
     mark = f'readers/{mode}-{secrets.token_hex(4)}.json'
@@ -87,8 +84,14 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def _move(self, directory: str) -> None:
     """Sets the directory of the run."""
     self._run = store_lib.at(directory)
+    self.poll_secs = self._run.poll_secs
     self._manifests = manager.Manifests(self._run.below('checkpoints'))
     self._store = self._manifests.store
+    # The manifest of `latest` that was restored, and its last step that was
+    # restored or saved.
+    self._restored: dict[str, Any] = {}
+    self._held_step: int | None = None
+    self.saved_step = None
 
   # The protocol.
 
@@ -155,8 +158,11 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     self._writer.raise_error()
 
   def close(self) -> None:
-    with contextlib.suppress(Exception):  # Raised where training sees it.
-      self._writer.wait()
+    # Not `wait`: an error that nobody has seen is still logged at the end.
+    done = threading.Event()
+    with contextlib.suppress(RuntimeError):  # The process ends; all is run.
+      self._writer.put(done.set)
+      done.wait()
     with contextlib.suppress(OSError):  # The next start collects the rest.
       self._keep_data(())
     for claim in filter(None, self._claims.values()):
@@ -200,71 +206,56 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     """
     lengths = self._relative(_merged(flush() or {} for flush in flushes))
     spool.upload(self._run.url, lengths)
-    if content is None:
-      manifest = self._latest(step)
-    else:
-      manifest = self._write_data(series, step, content, lengths)
+    data, described, process = '', dict[str, Any](), dict[str, Any]()
+    error: Exception | None = None
+    if content is not None:
+      process = content.process
+      data = distributed.decide(None, lambda _: manager.new_data(step))
+      if series == 'best':  # No manifest names it yet: training may collect.
+        self._keep_data([data])
+      try:
+        place = self._store.below(f'data/{data}')
+        described = arrays.write(place, content.arrays)
+      except Exception as e:
+        error = e
 
-    def publish(unused: Any) -> None:
-      if not manifest:
-        raise store_lib.DamagedError(
-          f'{self._store}/latest/{step} is damaged, and so cannot be the best.'
-        )
+    def publish(all_of: list[Any]) -> None:
+      """Writes the manifest, in process 0."""
+      if content is None:
+        manifest = self._latest(step)
+        # A mark that could not be renewed for a while has kept nothing.
+        if not self._store.names(f'data/{manifest.get("data")}'):
+          raise store_lib.DamagedError(
+            f'{self._store}/latest/{step} is damaged or was removed, and so'
+            ' cannot be the best.'
+          )
+      else:
+        for others, _, _ in all_of[1:]:
+          for name, about in others.items():
+            described[name]['parts'].update(about['parts'])
+        manifest = content.manifest | {
+          'data': data,
+          'arrays': described,
+          'processes': [process for _, process, _ in all_of],
+          'logs': _merged(lengths for _, _, lengths in all_of),
+          'code': contents.code(),
+        }
       claim = self._claims[series]
       assert claim is not None
       claim.check()
-      more = {}
       if series == 'best':
-        more = added | {'entries': manifest['entries'] | added['entries']}
+        entries = manifest['entries'] | added['entries']
         # Keep timestamps increasing even if the clock went back.
         times = self._manifests.times('best').values()
-        more['time'] = max([time.time(), *(t + 1 for t in times)])
-      self._manifests.write(series, manifest | more)
+        when = max([time.time(), *(t + 1 for t in times)])
+        manifest = manifest | added | {'entries': entries, 'time': when}
+      self._manifests.write(series, manifest)
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 
-    distributed.decide(None, publish)
+    distributed.decide((described, process, lengths), publish, error)
     if series == 'latest':
       self.saved_step = step
     memory.publish(series, published)
-
-  def _write_data(
-    self,
-    series: str,
-    step: int,
-    content: contents.Content,
-    lengths: dict[str, int],
-  ) -> dict[str, Any]:
-    """Writes the arrays of a checkpoint; returns its manifest, in process 0.
-
-    Args:
-      series: the series.
-      step: the step.
-      content: the checkpoint.
-      lengths: of this process's logs.
-    """
-    data = distributed.decide(None, lambda _: manager.new_data(step))
-    if series == 'best':  # No manifest names it yet, and training may collect.
-      self._keep_data([data])
-    described: dict[str, Any] = {}
-    error = None
-    try:
-      place = self._store.below(f'data/{data}')
-      described = arrays.write(place, content.arrays)
-    except Exception as e:
-      error = e
-    all_of: list[Any] = []  # In process 0.
-    mine = described, content.process, lengths
-    distributed.decide(mine, all_of.extend, error)
-    for others, _, _ in all_of[1:]:
-      for name, about in others.items():
-        described[name]['parts'].update(about['parts'])
-    return content.manifest | {
-      'data': data,
-      'arrays': described,
-      'processes': [process for _, process, _ in all_of],
-      'logs': _merged(lengths for _, _, lengths in all_of),
-      'code': contents.code(),
-    }
 
   def _retire(self, series: str, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that the config does not keep."""
@@ -297,9 +288,8 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     else:
       self._mark.stop()
     # The mark alone may have kept the data that was marked before.
-    self._manifests.doom(self._marked - {*data})
+    self._manifests.collect(self._marked - {*data})
     self._marked = {*data}
-    self._manifests.collect()
 
   def _latest(self, step: int) -> dict[str, Any]:
     """Returns the manifest of `latest` of a step; {} if there is none."""
@@ -324,9 +314,19 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     attributes = dict(module.CHECKPOINT_ATTRS)
     manifests, allow_pickle = self._manifests, self._allow_pickle
 
+    # It waits for no other process: a signal handler may call it.
     def read() -> Any:
       saved = contents.Checkpoint(manifests, series, step, allow_pickle)
-      return memory.nest_of(contents.read_whole(saved, template), attributes)
+      everything = types.SimpleNamespace(
+        CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
+        snapshot_template=lambda: template,
+        wants_restored=lambda name: True,
+      )
+      with saved.reading():
+        entries = saved.entries(saved.record['entries'])
+        snapshot = saved.snapshot(experiments.full_experiment(everything))
+      nest = entries | {'experiment_module': snapshot}
+      return memory.nest_of(nest, attributes)
 
     return memory.Published(step, read)
 
@@ -351,7 +351,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     later = [found for found in self.steps('latest') if found > step]
     self._manifests.retire('latest', later)
     self._run.write(base_config.RECORD, disk.to_json(self._recorded))
-    # Also in a bucket where equal content has an equal version.
+    # Another content at each start.
     begun = {'step': step, 'nonce': secrets.token_hex(8)}
     self._store.write(BEGUN, disk.to_json(begun))
     self._store.delete(_ENDED)
@@ -365,8 +365,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def _clean(self) -> None:
     """Removes what killed processes have left, on the writing thread."""
     contents.code()  # Now: the user may edit it before the first save.
-    self._manifests.doom_all()
-    self._manifests.collect()
+    self._manifests.collect(self._store.names('data'))
 
   def mark_ended(self, step: int, why: str = '') -> None:
     if jax.process_index() == 0 and not self.reads_only:
@@ -464,11 +463,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
 
   def _local(self, lengths: Mapping[str, int]) -> dict[str, int]:
     top = spool.directory(self._run.url)
-    return {
-      str(top / name): length
-      for name, length in lengths.items()
-      if '..' not in name.split('/')
-    }
+    return {str(top / name): length for name, length in lengths.items()}
 
 
 def _merged(lengths: Iterable[Mapping[str, int]]) -> dict[str, int]:

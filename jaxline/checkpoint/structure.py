@@ -207,7 +207,11 @@ def decode(
 
 
 def _instance(tag: str, body: list[Any], walk: Any) -> Any:
-  """Returns an instance of the class that a body names."""
+  """Returns an instance of the class that a body names.
+
+  Raises:
+    Exception: `decode` adds the description.
+  """
   address = body[0]
   if (cls := _find(address)) is None:
     module, _, qualname = address.partition(':')
@@ -217,10 +221,7 @@ def _instance(tag: str, body: list[Any], walk: Any) -> Any:
       f' define {qualname!r} there'
     )
   if _kind(cls) != tag:
-    raise store_lib.RefusedError(
-      f'The checkpoint holds a {tag!r} of type {address!r}, but the class is'
-      ' not of this kind: it has changed, or the file has'
-    )
+    raise TypeError(f'{address} is no {tag}, or no longer')
   if tag == 'node':
     _, children, aux = body
     # Not with a PyTreeDef: its C++ code takes the data of a registered
@@ -228,10 +229,7 @@ def _instance(tag: str, body: list[Any], walk: Any) -> Any:
     return tree_util._registry[cls].from_iter(walk(aux), tuple(walk(children)))
   fields = _field_names(cls)
   if sorted(body[1]) != sorted(fields):
-    raise store_lib.RefusedError(
-      f'The checkpoint holds a {address!r} with the fields {sorted(body[1])};'
-      f' the class has {sorted(fields)}'
-    )
+    raise TypeError(f'{address} has the fields {sorted(fields)}')
   values = {name: walk(body[1][name]) for name in fields}
   if tag == 'namedtuple':
     return tuple.__new__(cls, values.values())

@@ -139,7 +139,7 @@ class Claim:
       # this process has.
       has = _claimed.get(self._name)
       if has is None or has._process != os.getpid():
-        if disk.is_address(directory):
+        if isinstance(store, store_lib.Bucket):
           self._beat = _take_object(store, f'claims/{what}')
         else:
           self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
@@ -224,15 +224,14 @@ _NONCE = secrets.token_hex(8)  # Of this process.
 _dead: set[str] = set()  # Nonces of processes that were found dead.
 
 
-def _take_object(store: store_lib.Store, key: str) -> Beat | None:
+def _take_object(store: store_lib.Bucket, key: str) -> Beat | None:
   """Returns the beat of an object, or None if another process rewrites it.
 
   It waits until the object of a killed process is stale.
   """
   ages, first = Ages(), None
   while True:
-    version = store.version(key)
-    raw = store.read(key)
+    raw, version = store.versioned(key)
     if raw is None:
       break
     nonce = json.loads(raw)['nonce']

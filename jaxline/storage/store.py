@@ -78,9 +78,11 @@ class Store(abc.ABC):
   Attributes:
     url: the directory, or the address.
     threads: how many reads or writes at once are fastest.
+    poll_secs: how long to wait between two listings.
   """
 
   threads = 16  # In a bucket each may have a copy of a part.
+  poll_secs = 0.0
 
   def __init__(self, url: str):
     self.url = url
@@ -123,12 +125,8 @@ class Store(abc.ABC):
         disk does not compare it: whoever writes there has a lock.
 
     Returns:
-      The new version; None if another one than the expected was there.
+      In a bucket the new version; None if another than the expected was there.
     """
-
-  @abc.abstractmethod
-  def version(self, key: str) -> Any:
-    """Returns what differs for each value that was written; NEW without one."""
 
   @abc.abstractmethod
   def write_part(self, key: str, value: memoryview) -> None:
@@ -167,12 +165,9 @@ class Disk(Store):
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
-      with open(self._path(key), 'rb', buffering=0) as f:
+      with open(self._path(key), 'rb') as f:
         check_size(key, os.fstat(f.fileno()).st_size, len(buffer))
-        while buffer:
-          if not (n := f.readinto(buffer)):
-            raise DamagedError(f'{key} ends early')
-          buffer = buffer[n:]
+        check_size(key, f.readinto(buffer), len(buffer))
     except MISSING as e:
       raise DamagedError(f'{key} is missing') from e
 
@@ -186,14 +181,7 @@ class Disk(Store):
     disk.make_directory(path.parent)
     with disk.replacing(path) as f:
       f.write(value)
-    return self.version(key)
-
-  def version(self, key: str) -> Any:
-    try:
-      found = self._path(key).stat()
-    except MISSING:
-      return NEW
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return True
 
   def write_part(self, key: str, value: memoryview) -> None:
     path = self._path(key)
@@ -222,6 +210,8 @@ class Disk(Store):
 
 class Bucket(Store):
   """Objects in a bucket, by TensorStore's drivers."""
+
+  poll_secs = 5.0
 
   def __init__(self, url: str):
     super().__init__(url)
@@ -284,8 +274,13 @@ class Bucket(Store):
       return self._kv.read(key).result()
 
   def read(self, key: str) -> bytes | None:
+    return self.versioned(key)[0]
+
+  def versioned(self, key: str) -> tuple[bytes | None, Any]:
+    """Returns a value and its version; None and NEW if there is none."""
     found = self._read(key)
-    return found.value if found.state == 'value' else None
+    is_there = found.state == 'value'
+    return (found.value, found.stamp.generation) if is_there else (None, NEW)
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     found = self._read(key)
@@ -307,10 +302,6 @@ class Bucket(Store):
     found = self._read(key)
     is_ours = found.state == 'value' and found.value == bytes(value)
     return found.stamp.generation if is_ours else None
-
-  def version(self, key: str) -> Any:
-    found = self._read(key)
-    return found.stamp.generation if found.state == 'value' else NEW
 
   def write_part(self, key: str, value: memoryview) -> None:
     self.write(key, value)
