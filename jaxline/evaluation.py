@@ -118,7 +118,7 @@ def _listed_steps(
     kept = checkpointer.steps('latest')
     if not kept:
       raise errors.UsageError(
-        f'config.eval_steps is {config.eval_steps!r}, but there is no checkpoint'
+        f'config.eval_steps is {config.eval_steps!r} but there is no checkpoint'
         f" of 'latest' in {config.checkpoint_dir}. Train first."
       )
     if config.eval_steps == 'all':

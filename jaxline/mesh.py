@@ -187,7 +187,7 @@ def check_sizes(
     given = dict(sizes.get(network) or {})
     errors.check_names(given, MESH_AXES, 'mesh axis', f'mesh.{network}')
     for axis, size in given.items():
-      if not isinstance(size, int | np.integer) or not (size > 0 or size == -1):
+      if type(size) is not int or not (size > 0 or size == -1):
         raise MeshError(
           f'mesh.{network}.{axis} is {size!r}; expected a positive integer, or'
           ' -1: all that are left.'

@@ -71,8 +71,9 @@ def test_mesh_shape(sizes, count, num_slices, ici, dcn):
     ({'dcn': {'data': -1, 'mdl': -1}}, 8, 2, ['mesh.dcn', '-1']),
     *(
       ({'data': size}, 2, 1, ['mesh.ici', repr(size)])
-      for size in (0, True, 2.0)
+      for size in (0, -2, True, 2.0, '2')
     ),
+    ({'dcn': {'data': 0}}, 8, 2, ['mesh.dcn.data', '0']),
   ],
 )
 def test_sizes_that_fit_no_mesh_are_refused(sizes, count, num_slices, words):
