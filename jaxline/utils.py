@@ -4,6 +4,8 @@ New code imports those modules. An experiment written for JAXline's `utils`
 finds all its names here; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
 """
 
+# ruff: noqa: F401
+
 from typing import Any
 
 from absl import logging
@@ -34,36 +36,6 @@ import jaxline.platform  # Defines the flags that were utils' own.
 from jaxline.prng import DistributedRNGMode
 from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device
-
-__all__ = [
-  'GLOBAL_CHECKPOINT_DICT',
-  'CheckpointNT',
-  'Checkpointer',
-  'DistributedRNGMode',
-  'InMemoryCheckpointer',
-  'PeriodicAction',
-  'SnapshotNT',
-  'Writer',
-  'bcast_local_devices',
-  'debugger_fallback',
-  'disable_pmap_jit',
-  'double_buffer',
-  'double_buffer_on_gpu',
-  'evaluate_should_return_dict',
-  'get_first',
-  'host_id_devices_for_rng',
-  'jax',
-  'jaxline',
-  'kwargs_only',
-  'log_activity',
-  'logging',
-  'make_async',
-  'maybe_device_get',
-  'py_prefetch',
-  'rendezvous',
-  'specialize_rng_host_device',
-  'tree_psum',
-]
 
 
 def __getattr__(name: str) -> Any:
