@@ -1,6 +1,5 @@
 """The command line, end to end: every mode and every way to fail."""
 
-import dataclasses
 import errno
 import json
 import logging
@@ -612,17 +611,6 @@ def test_flags_are_set_before_the_processes_meet(
   result = succeeded(toy_here('/none', *args, mode=mode))
   assert calls == expected
   assert result.stdout.count('[jaxline] --a=1\n') == 1
-
-
-def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):
-  actions, loop = [object()], mock.Mock()
-  monkeypatch.setattr(platform.xla, 'actions', lambda options: actions)
-  found = dataclasses.replace(platform.MODES['train'], run=loop)
-  monkeypatch.setitem(platform.MODES, 'train', found)
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
-  platform.start(object, config, 'train')
-  assert loop.call_args.args[0].periodic_actions == actions
 
 
 # Writers.
