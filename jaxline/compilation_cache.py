@@ -21,9 +21,7 @@ from typing import Any
 from absl import logging
 import jax
 from jax._src import compilation_cache as jax_cache
-from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
-import numpy as np
 
 from jaxline import disk
 from jaxline import distributed
@@ -150,7 +148,7 @@ def _is_shared(path: pathlib.Path | None) -> bool:
       (path / token).touch()
   token = distributed.of_chief(token)  # After the file is there.
   is_seen = path is not None and (path / token).exists()
-  all_see = bool(multihost_utils.process_allgather(np.bool_(is_seen)).all())
+  all_see = distributed.decide(is_seen, all)
   if path is not None and is_chief:
     with contextlib.suppress(OSError):
       (path / token).unlink()
