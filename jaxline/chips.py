@@ -145,11 +145,6 @@ class Topology:
   def __str__(self) -> str:
     return f'{self.chip.name}:{"x".join(map(str, self.shape))}'
 
-  @property
-  def num_chips(self) -> int:
-    """How many chips, each of which is a device."""
-    return math.prod(self.shape)
-
 
 def parse_topology(name: str) -> Topology:
   """Returns the topology of a name, such as 'v4:4x4x4'.
