@@ -2,9 +2,6 @@
 
 from concurrent import futures
 import functools
-import pathlib
-import subprocess
-import sys
 import textwrap
 import threading
 import traceback
@@ -12,6 +9,7 @@ import traceback
 import pytest
 
 from jaxline import async_lib
+from tests import processes
 
 TIMEOUT = 10  # Seconds; only a broken test waits that long.
 
@@ -197,13 +195,7 @@ _PROGRAM = """
 
 
 def test_the_end_of_the_process_ends_all_executors_together():
-  done = subprocess.run(
-    [sys.executable, '-c', textwrap.dedent(_PROGRAM)],
-    cwd=pathlib.Path(__file__).parents[1],
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  done = processes.run('-c', textwrap.dedent(_PROGRAM))
   *lines, last = done.stdout.splitlines()
   assert lines == ['early', 'first', 'second']
   assert 'The thread a does not run any more' in last

@@ -2,10 +2,7 @@
 
 import dataclasses
 import math
-import pathlib
 import re
-import subprocess
-import sys
 import types
 
 from ml_collections import config_dict
@@ -15,8 +12,7 @@ import pytest
 from jaxline import base_config
 from jaxline import errors
 from jaxline import keys
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests import processes
 
 
 def make(**values):
@@ -39,16 +35,9 @@ def test_the_base_config_is_valid():
 
 
 def test_the_page_of_the_keys_is_what_the_table_says():
-  done = subprocess.run(
-    [sys.executable, '-W', 'error', '-m', 'jaxline.base_config'],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=True,
-  )
+  done = processes.run('-W', 'error', '-m', 'jaxline.base_config')
   name = 'docs/reference/config.md'
-  page = (ROOT / name).read_text(encoding='utf-8')
+  page = (processes.ROOT / name).read_text(encoding='utf-8')
   assert done.stdout == page, f'python -m jaxline.base_config > {name}'
   for key in base_config.KEYS:
     assert page.count(f'\n| `{key.name}` | ') == 1, key.name

@@ -5,7 +5,6 @@ import functools
 import io
 import pdb
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import pytest
 from jaxline import debug
 from jaxline import op_by_op
 from jaxline import platform  # noqa: F401  It defines the flags.
+from tests import processes
 
 P = jax.sharding.PartitionSpec
 
@@ -167,24 +167,16 @@ with preemption.Watch() as watch, watch.training():
     pass
   print('noted', watch.reached(1))
 """
-  with subprocess.Popen(
-    [sys.executable, '-uc', program],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  ) as process:
-    try:
-      while ')fail()' not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
-      time.sleep(0.5)
-      for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-      out, err = process.communicate('c\n', timeout=60)
-    finally:
-      process.kill()
-  assert process.returncode == 0, err
+  with processes.started('-c', program) as process:
+    while ')fail()' not in (line := process.stdout.readline()):
+      assert line, process.stderr.read()
+    time.sleep(0.5)
+    for _ in range(2):
+      process.send_signal(signal.SIGINT)
+      time.sleep(0.2)
+    done = processes.end(process, 'c\n')
+  assert done.returncode == 0, done.stderr
+  out = done.stdout
   assert 'noted False' in out
   assert out.count('--KeyboardInterrupt--') == 2 * is_main_thread
 

@@ -3,13 +3,10 @@
 from concurrent import futures
 import contextlib
 import importlib.util
-import os
-import pathlib
 import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,9 +20,7 @@ import pytest
 
 from jaxline import distributed
 from jaxline import errors
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_SECS = 100
+from tests import processes
 
 HERE = {'coordinator': 'localhost:1234', 'num_processes': 4, 'process_id': 1}
 VARIABLES = tuple(distributed.VARIABLES.values())
@@ -333,28 +328,13 @@ print(jax.process_count(), jax.process_index(), jax.device_count(),
 """
 
 
-@contextlib.contextmanager
 def started(code, *args):
-  env = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
-  with subprocess.Popen(
-    [sys.executable, '-W', 'error', '-c', code, *map(str, args)],
-    env=env,
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  ) as process:
-    try:
-      yield process
-    finally:
-      process.kill()
+  return processes.started('-W', 'error', '-c', code, *args)
 
 
 @pytest.fixture
 def address():
-  with socket.create_server(('localhost', 0)) as server:
-    port = server.getsockname()[1]
-  return f'localhost:{port}'
+  return processes.free_address()
 
 
 @pytest.mark.process
@@ -364,10 +344,9 @@ def test_two_processes_meet(address):
       stack.enter_context(started(MEET + SAY, address, 2, process))
       for process in range(2)
     ]
-    for i, process in enumerate(programs):
-      out, err = process.communicate(timeout=TIMEOUT_SECS)
-      assert process.returncode == 0, err
-      *_, last = out.splitlines()  # Before, gloo says whom it has met.
+    for i, done in enumerate(map(processes.end, programs)):
+      assert done.returncode == 0, done.stderr
+      *_, last = done.stdout.splitlines()  # Before, gloo says whom it has met.
       assert last == f'2 {i} 4 gloo'
 
 
@@ -379,7 +358,7 @@ def test_a_signal_ends_the_wait_for_the_others(address):
     assert process.stdout.readline() == 'here\n'
     time.sleep(2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=TIMEOUT_SECS)
+    err = processes.end(process).stderr
   assert 'KeyboardInterrupt' in err
   assert 'in initialize' in err
 

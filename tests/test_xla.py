@@ -2,18 +2,14 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from jaxline import base_config
 from jaxline import errors
 from jaxline import xla
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_SECS = 120
 DEFAULTS = base_config.get_base_config().xla.to_dict()
 SCHEDULER = 'xla_gpu_enable_latency_hiding_scheduler'
 COMMAND_BUFFER = 'xla_gpu_enable_command_buffer'
@@ -23,6 +19,7 @@ import json, os, warnings
 import jax
 
 from jaxline import xla
+from tests import processes
 
 DEFAULTS = {DEFAULTS}
 
@@ -32,15 +29,8 @@ said = {{}}
 
 def run(code, **environ):
   """Runs a program that fills `said`; returns that."""
-  env = {k: v for k, v in os.environ.items() if k != 'LIBTPU_INIT_ARGS'}
-  env |= {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
-  done = subprocess.run(
-    [sys.executable, '-c', HEADER + code + '\nprint(json.dumps(said))'],
-    env=env | environ,
-    capture_output=True,
-    text=True,
-    timeout=TIMEOUT_SECS,
-  )
+  code = f'{HEADER}{code}\nprint(json.dumps(said))'
+  done = processes.run('-c', code, JAX_PLATFORMS='cpu', **environ)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 
