@@ -31,6 +31,8 @@ import jax
 from jax._src import clusters
 from jax._src import distributed as jax_distributed
 from jax._src.clusters import cloud_tpu_cluster
+from jax.experimental import multihost_utils
+import numpy as np
 
 from jaxline import errors
 from jaxline.keys import MAPPINGS, Check, Key
@@ -190,6 +192,26 @@ def _keeps_gpus() -> bool:
   )
 
 
+def of_chief(value: T) -> T:
+  """Returns the first process's value in all processes.
+
+  All processes must call it together.
+
+  Args:
+    value: anything that JSON holds; tuples become lists. Only the first
+      process's value matters.
+  """
+  if jax.process_count() == 1:
+    return value
+  data = json.dumps(value).encode()
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+  # Powers of two, since each size of an array compiles a program.
+  room = max(1024, 1 << (size - 1).bit_length())
+  padded = np.frombuffer(data[:room].ljust(room), np.uint8)
+  padded = multihost_utils.broadcast_one_to_all(padded)
+  return json.loads(np.asarray(padded, np.uint8).tobytes())
+
+
 # The next of each series.
 _numbers: dict[str, int] = collections.defaultdict(int)
 _DECIDE_MS = 3600_000  # A process may write its shards that much slower.
@@ -263,18 +285,6 @@ def decide(
     # All have read the one before: they have taken part in this one.
     client.key_value_delete(_key(series, number - 1))
   return chosen
-
-
-def of_chief(value: T) -> T:
-  """Returns the first process's value in all processes.
-
-  All processes must call it together.
-
-  Args:
-    value: anything that JSON holds; tuples become lists. Only the first
-      process's value matters.
-  """
-  return decide(value, lambda values: values[0], series='chief')
 
 
 class Agreement:
