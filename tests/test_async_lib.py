@@ -25,55 +25,32 @@ def _threads(name):
 # --- make_async --------------------------------------------------------------
 
 
-def test_make_async_returns_a_future_and_does_not_block():
-  may_go = threading.Event()
+def test_make_async_runs_all_calls_in_order_on_one_thread():
+  may_go, running, order = threading.Event(), threading.Lock(), []
 
-  @async_lib.make_async('worker')
-  def add(a, *, b):
-    """Adds."""
-    assert may_go.wait(TIMEOUT)
-    return a + b, threading.current_thread().name
-
-  future = add(1, b=2)
-  assert not future.done()
-  may_go.set()
-  total, thread_name = future.result(TIMEOUT)
-  assert total == 3
-  assert thread_name.startswith('worker')
-  assert add.__name__ == 'add'
-  assert add.__doc__ == 'Adds.'
-
-
-def test_make_async_runs_in_order_without_overlap():
-  running, order = threading.Lock(), []
-
-  @async_lib.make_async()
-  def append(i):
-    assert running.acquire(blocking=False)
-    order.append(i)
-    running.release()
-
-  pending = [append(i) for i in range(100)]
-  for future in pending:
-    future.result(TIMEOUT)
-  assert order == list(range(100))
-
-
-def test_make_async_works_on_methods_and_callables_without_a_name():
   class Counter:
-    count = 0
+    @async_lib.make_async('worker')
+    def add(self, n, *, to):
+      """Adds."""
+      assert may_go.wait(TIMEOUT)
+      assert running.acquire(blocking=False)
+      order.append((self, n))
+      running.release()
+      return n + to, threading.current_thread().name
 
-    @async_lib.make_async()
-    def add(self, n):
-      self.count += n
-      return self
-
-  a, b = Counter(), Counter()
-  assert a.add(1).result(TIMEOUT) is a
-  assert b.add(n=2).result(TIMEOUT) is b
-  assert (a.count, b.count) == (1, 2)
-  add = async_lib.make_async()(functools.partial(a.count.__add__, 1))
-  assert add().result(TIMEOUT) == 2
+  counters = Counter(), Counter()
+  calls = [(counters[i % 2], i) for i in range(100)]
+  pending = [counter.add(i, to=1) for counter, i in calls]
+  assert not pending[0].done()
+  may_go.set()
+  for i, future in enumerate(pending):
+    total, thread_name = future.result(TIMEOUT)
+    assert total == i + 1
+    assert thread_name.startswith('worker')
+  assert order == calls
+  assert Counter.add.__doc__ == 'Adds.'
+  nameless = async_lib.make_async()(functools.partial(int, '3'))
+  assert nameless().result(TIMEOUT) == 3
 
 
 def test_make_async_raises_an_error_at_each_later_call():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import types
 
 from ml_collections import config_dict
@@ -294,31 +293,17 @@ def test_read_refuses_wrong_keys_by_name(config, words):
 @dataclasses.dataclass(frozen=True)
 class Checked:
   rate: float = 0.5
-  size: int = 1
 
   def __post_init__(self):
-    keys.check_attributes(
-      self, rate=keys.number(above=0, max=1), size=keys.integer(min=0)
-    )
+    keys.check_attributes(self, rate=keys.number(above=0, max=1))
 
 
-@pytest.mark.parametrize(
-  ('key', 'value'),
-  [
-    *(('rate', x) for x in (0, 1.1, math.nan, '0.5', None)),
-    *(('size', x) for x in (-1, 1.5, math.inf, True)),
-  ],
-)
-def test_values_that_a_dataclass_refuses_are_the_users_error(key, value):
-  expected = {'rate': 'a number in (0, 1]', 'size': 'an integer in [0, inf)'}
-  message = re.escape(f'Checked: {key} is {value!r}; expected {expected[key]}.')
-  with pytest.raises(errors.UsageError, match=f'^{message}$'):
-    base_config.read(Checked, {key: value})
-
-
-def test_values_at_the_ends_of_an_interval():
-  for config in ({'rate': 1}, {'rate': 1e-9}, {'size': 0}, {'size': 10**30}):
-    base_config.read(Checked, config)
+def test_a_dataclass_may_check_its_values():
+  for value in (1, 1e-9):
+    assert base_config.read(Checked, {'rate': value}).rate == value
+  for value in (0, 1.1, math.nan, '0.5', None):
+    with pytest.raises(errors.UsageError, match='Checked: rate is'):
+      base_config.read(Checked, {'rate': value})
 
 
 @pytest.mark.parametrize(

@@ -221,18 +221,6 @@ def test_a_damaged_entry_is_compiled_again(home, counts, caplog, damage):
   assert not caplog.text
 
 
-def test_what_xla_cannot_read_is_compiled_again(home, counts):
-  first = compiled(make_config())
-  path = program(home / 'jaxline' / 'programs')
-  key = path.name.removesuffix('.program')
-  compilation_cache.Files(path.parent).put(key, b'no program')
-  with pytest.warns(UserWarning, match='Error reading persistent'):
-    assert compiled(make_config()).tobytes() == first.tobytes()
-  counts.update(hits=0, misses=0)
-  compiled(make_config())
-  assert counts['misses'] == 0
-
-
 def test_processes_that_write_at_once(tmp_path):
   """Each reads nothing or a whole entry, and one is there in the end."""
   values = [bytes([i]) * 100_000 for i in range(4)]
