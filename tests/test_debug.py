@@ -1,6 +1,6 @@
 """Tests of jaxline.debug."""
 
-import contextlib
+from concurrent import futures
 import functools
 import io
 import pdb
@@ -99,30 +99,25 @@ def test_post_mortem_enters_once_where_an_error_was_raised(
 
 
 def test_post_mortem_serves_one_thread_at_a_time(post_mortem_on):
-  inside, seen = threading.Semaphore(1), []
-  both_failing = threading.Barrier(2)
+  inside, seen = threading.Lock(), []
 
   def post_mortem(tb):
     assert inside.acquire(blocking=False), 'two debuggers at once'
-    seen.append(threading.current_thread().name)
+    seen.append(tb)
     threading.Event().wait(0.05)  # Long enough for the other to come.
     inside.release()
 
+  @debug.debugger_fallback
   def fail():
-    both_failing.wait()
+    both.wait()
     raise ValueError
 
-  def run():
-    with contextlib.suppress(ValueError):
-      debug.debugger_fallback(fail)()
-
+  both = threading.Barrier(2)
   with mock.patch.object(pdb, 'post_mortem', post_mortem):
-    threads = [threading.Thread(target=run, name=name) for name in 'ab']
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(10)
-  assert sorted(seen) == ['a', 'b']
+    with futures.ThreadPoolExecutor(2) as pool:
+      failed = [pool.submit(fail) for _ in range(2)]
+  assert [type(x.exception()) for x in failed] == [ValueError] * 2
+  assert len(seen) == 2
 
 
 class _Closed(io.StringIO):

@@ -13,7 +13,6 @@ import time
 import types
 
 import jax
-from jax._src import clusters
 from jax._src.clusters import cloud_tpu_cluster
 import pytest
 
@@ -173,20 +172,6 @@ def test_one_process_of_slurm_meets_nobody(env):
   assert found() is None
   distributed.initialize('auto')  # Would be too late to meet anybody.
   assert not jax.distributed.is_initialized()
-
-
-def test_a_cluster_of_the_program_without_a_name(monkeypatch):
-  types = list(clusters.ClusterEnv._cluster_types)
-  monkeypatch.setattr(clusters.ClusterEnv, '_cluster_types', types)
-
-  class Own(clusters.ClusterEnv):  # JAX registers it.
-    is_env_present = classmethod(lambda cls: True)
-    get_coordinator_address = classmethod(lambda cls, **kwargs: 'own:1')
-    get_process_count = classmethod(lambda cls: 4)
-    get_process_id = classmethod(lambda cls: 2)
-    get_local_process_id = classmethod(lambda cls: None)
-
-  assert who(found()) == ('own:1', 4, 2)
 
 
 def test_tpu_slices_of_gke(monkeypatch, env):
