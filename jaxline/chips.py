@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import dataclasses
-import math
 import os
 import re
 from typing import Any

@@ -17,6 +17,7 @@ import hashlib
 import os
 import pathlib
 from typing import Any
+from unittest import mock
 
 from absl import logging
 import jax
@@ -78,18 +79,14 @@ def of_run(config: Any) -> Iterator[None]:
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
   settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
-  # There is no public way to give JAX a store.
-  original = jax_cache.get_file_cache
 
   def get_file_cache(path: str) -> Any:
     return Files(pathlib.Path(path)), path
 
-  jax_cache.get_file_cache = get_file_cache
-  try:
+  # There is no public way to give JAX a store.
+  with mock.patch.object(jax_cache, 'get_file_cache', get_file_cache):
     with configured(settings):
       yield
-  finally:
-    jax_cache.get_file_cache = original
 
 
 @contextlib.contextmanager

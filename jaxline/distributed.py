@@ -203,6 +203,8 @@ def of_chief(value: T) -> T:
   """
   if jax.process_count() == 1:
     return value
+  # Not by `decide`: without these exchanges at the start, gloo aborts some of
+  # three processes that later lose one of them ('collective mismatch').
   data = json.dumps(value).encode()
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
   # Powers of two, since each size of an array compiles a program.

@@ -56,31 +56,24 @@ KEYS = (
 
 def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """Returns flag -> value for each environment variable of `config.xla`."""
+  gpu: dict[str, Any] = {}
+  tpu: dict[str, Any] = {}
   scheduler = options['latency_hiding_scheduler']
-  # PGLE only informs this scheduler.
-  for_gpu = True if uses_pgle(options) else scheduler
-  found: dict[str, dict[str, Any]] = {'XLA_FLAGS': {}, 'LIBTPU_INIT_ARGS': {}}
-  if for_gpu is not None:
-    found['XLA_FLAGS']['xla_gpu_enable_latency_hiding_scheduler'] = for_gpu
   if scheduler is not None:
-    found['LIBTPU_INIT_ARGS']['xla_tpu_enable_latency_hiding_scheduler'] = (
-      scheduler
-    )
+    gpu['xla_gpu_enable_latency_hiding_scheduler'] = scheduler
+    tpu['xla_tpu_enable_latency_hiding_scheduler'] = scheduler
+  if uses_pgle(options):  # It only informs this scheduler.
+    gpu['xla_gpu_enable_latency_hiding_scheduler'] = True
   if options['pgle_save']:
     # The profiler sees no instructions in command buffers (CUDA graphs).
-    found['XLA_FLAGS']['xla_gpu_enable_command_buffer'] = ''
-  if options['pgle_profile']:
+    gpu['xla_gpu_enable_command_buffer'] = ''
+  if profile := options['pgle_profile']:
     # Absolute: the program may change its directory before it compiles.
-    found['XLA_FLAGS']['xla_gpu_pgle_profile_file_or_directory_path'] = (
-      os.path.abspath(options['pgle_profile'])
-    )
-  for variable, key in (
-    ('XLA_FLAGS', 'flags'),
-    ('LIBTPU_INIT_ARGS', 'tpu_flags'),
-  ):
-    own = options[key].items()
-    found[variable] |= {name.lstrip('-'): value for name, value in own}
-  return found
+    path = os.path.abspath(profile)
+    gpu['xla_gpu_pgle_profile_file_or_directory_path'] = path
+  gpu |= {name.lstrip('-'): x for name, x in options['flags'].items()}
+  tpu |= {name.lstrip('-'): x for name, x in options['tpu_flags'].items()}
+  return {'XLA_FLAGS': gpu, 'LIBTPU_INIT_ARGS': tpu}
 
 
 def uses_pgle(options: Mapping[str, Any]) -> bool:
