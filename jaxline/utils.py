@@ -6,11 +6,10 @@ finds all its names here; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
 
 # ruff: noqa: F401
 
-from typing import Any
-
 from absl import logging
 import jax
 
+from jaxline import lazy
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
 from jaxline.checkpoint.memory import GLOBAL_CHECKPOINT_DICT
@@ -37,11 +36,4 @@ from jaxline.prng import DistributedRNGMode
 from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device
 
-
-def __getattr__(name: str) -> Any:
-  """Imports chex where somebody asks for it: it takes as long as jax."""
-  if name == 'chex':
-    import chex
-
-    return chex
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+lazy.complete(__name__)

@@ -139,7 +139,7 @@ WRONG = {
   'log_async': ['no', 1, None],
   'compilation_cache': ['', 'on', 'none', 'False', 'Auto', 'dir'],
   'watchdog_secs': [0, INF, math.nan],
-  'profile_steps': ['ten', '3-1', '2,2'],
+  'profile_steps': ['ten', '3-1', '2,2', '0-3', '1-5,5', '1-', '-5'],
   'eval_steps': ['1-2', 'last'],
   'decode': [None],
   'decode.step': [-1, '9'],
