@@ -140,6 +140,14 @@ def _no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr('jaxline.utils.GLOBAL_CHECKPOINT_DICT', {})
 
 
+def _mount(path: pathlib.Path, *options: str) -> None:
+  done = subprocess.run(
+    ['mount', *options, str(path)], capture_output=True, text=True
+  )
+  if done.returncode:
+    pytest.skip(f'Only root can make a mount: {done.stderr}')
+
+
 @pytest.fixture
 def small_disk(
   tmp_path: pathlib.Path,
@@ -147,17 +155,8 @@ def small_disk(
   """A file system of 1.5 MB, as (directory, function that remounts it)."""
   folder = tmp_path / 'small'
   folder.mkdir()
-  mounted = subprocess.run(
-    ['mount', '-t', 'tmpfs', '-o', 'size=1500k', 'tmpfs', str(folder)],
-    capture_output=True,
-    text=True,
-  )
-  if mounted.returncode:
-    pytest.skip(f'Only root can make a small file system: {mounted.stderr}')
-  remount = lambda option: subprocess.run(
-    ['mount', '-o', f'remount,{option}', str(folder)], check=True
-  )
-  yield folder, remount
+  _mount(folder, '-t', 'tmpfs', '-o', 'size=1500k', 'tmpfs')
+  yield folder, lambda option: _mount(folder, '-o', f'remount,{option}')
   subprocess.run(['umount', '-l', str(folder)], check=True)
 
 
@@ -168,11 +167,7 @@ def read_only() -> Iterator[Callable[[pathlib.Path], None]]:
 
   def protect(path: pathlib.Path) -> None:
     for options in (['--bind', str(path)], ['-o', 'remount,bind,ro']):
-      done = subprocess.run(
-        ['mount', *options, str(path)], capture_output=True, text=True
-      )
-      if done.returncode:
-        pytest.skip(f'Only root can make a mount: {done.stderr}')
+      _mount(path, *options)
       mounted.append(path)
 
   yield protect

@@ -54,6 +54,7 @@ import numpy as np
 
 from benchmarks import harness
 from examples.pax.inputs import seqio as seqio_input
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import placement
 from jaxline.inputs import base
@@ -506,9 +507,8 @@ def _infeed_rows(
   documents: text.Documents, rows: int, length: int, options: harness.Options
 ) -> Iterator[harness.Row]:
   """Compares steps that are fed by the infeed with steps without it."""
-  partitioner = partitioning.Partitioner.make(
-    None, 'ddp', devices=jax.devices()[:1]
-  )
+  with mesh_lib.on_devices(jax.devices()[:1]):
+    partitioner = partitioning.Partitioner.make(None, 'ddp')
 
   def read() -> text.TextInput:
     return text.TextInput(

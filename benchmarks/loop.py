@@ -7,9 +7,10 @@ Each side runs a training step in a process of its own, with all default
 periodic actions (log line, checkpoint, scalars; none of them due while the
 clock runs). The bare side calls the same compiled function on the same values
 in a `for` loop that does nothing else. `input` also takes each batch from the
-thread of the input, although it is the same batch. In `20 scalars` both sides
-are the loop, and each step returns 20 scalars: one side writes nothing, the
-other all of them to the writers `tensorboard` and `jsonl`.
+thread of the input, although it is the same batch. In `20 scalars` and
+`fingerprints` both sides are the loop, and each step returns 20 scalars: one
+side writes nothing, the other all of them to the writers `tensorboard` and
+`jsonl`, or the fingerprint of each step.
 
 CPU is what the training thread computes itself: its waits for the device, for a
 core or for another thread are not in it.
@@ -30,11 +31,17 @@ _ROWS = (
   ('input, trivial step', 'infeed-16', 'bare-16', None),
   ('input, step of 0.5 ms', 'infeed-512', 'bare-512', None),
   ('20 scalars written', 'scalars-512', 'quiet-512', '<= 20'),
+  ('fingerprints written', 'fingerprints-512', 'quiet-512', None),
   ('per-device, trivial step', 'pmap', 'bare_pmap', None),
 )
 _WARM_UP = 200
-# The sides whose steps return 20 scalars.
-_OF_SCALARS = ('quiet', 'scalars')
+# The sides whose steps return 20 scalars -> the interval at which these are
+# written, in steps, and whether fingerprints are; None writes nothing.
+_OF_SCALARS = {
+  'quiet': None,
+  'scalars': (1, False),
+  'fingerprints': (-1, True),
+}
 
 
 def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
@@ -45,6 +52,7 @@ def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
   from jaxline import metrics
   from jaxline import placement
   from jaxline import sharded
+  from jaxline.metrics import scalars as scalars_lib
 
   class Matrix(sharded.ShardedExperiment):
     """One weight matrix, plain gradient descent."""
@@ -84,10 +92,10 @@ def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
     def step(self, *, global_step, rng, writer):
       if reads_input:
         return super().step(global_step=global_step, rng=rng, writer=writer)
-      self._state, scalars = self.compiled_train_step(
+      self._state, packed = self.compiled_train_step(
         self.state, self.batch, rng
       )
-      return scalars
+      return scalars_lib.Scalars(packed)
 
   return Matrix
 
@@ -132,7 +140,9 @@ def _now() -> tuple[float, float]:
   return time.perf_counter(), time.thread_time()
 
 
-def _run_loop(cls: Any, steps: int, writes: bool) -> tuple[Any, Any]:
+def _run_loop(
+  cls: Any, steps: int, writes: tuple[int, bool] | None
+) -> tuple[Any, Any]:
   """Returns the times at the end of the warm-up and of the last step."""
   from absl import flags
 
@@ -160,7 +170,7 @@ def _run_loop(cls: Any, steps: int, writes: bool) -> tuple[Any, Any]:
     from jaxline import platform
 
     config.interval_type = 'steps'
-    config.log_train_data_interval = 1
+    config.log_train_data_interval, config.fingerprint = writes
     config.log_tensors_interval = config.save_checkpoint_interval = -1
     config.checkpoint_dir = tempfile.mkdtemp(dir='.')
     writer = platform.create_writer(config, 'train')
@@ -206,7 +216,7 @@ def work(side: str, steps: int) -> list[float]:
       if width
       else _pmap_class()
     )
-    times = _run_loop(cls, steps, writes=kind == 'scalars')
+    times = _run_loop(cls, steps, _OF_SCALARS.get(kind))
   return [(b - a) / steps * 1e6 for a, b in zip(*times, strict=True)]
 
 

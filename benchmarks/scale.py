@@ -11,6 +11,7 @@ and up to 3 GB of memory.
 
 import argparse
 from collections.abc import Sequence
+import dataclasses
 import json
 import os
 import pathlib
@@ -159,7 +160,7 @@ def main() -> None:
       report = compile_run(RUNS[name])
       if report.programs[0].peak_bytes is None:  # Shapes alone make no table.
         parser.exit(1, f'{name}: nothing was compiled. {report.notes[0]}\n')
-      disk.write_json(path, report.to_json())
+      disk.write_json(path, dataclasses.asdict(report))
       print(f'{name}: {report}\n', flush=True)
     reports[name] = json.loads(path.read_text())
   print_tables(reports)

@@ -20,7 +20,6 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import decode
 from jaxline import errors
 from jaxline import platform
@@ -28,7 +27,6 @@ from jaxline import runs
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
-from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
@@ -51,20 +49,6 @@ class Result:
   experiment: Any
   history: dict[str, np.ndarray]
   best: dict[str, float]
-
-  def frame(self) -> Any:
-    """Returns the history as a pandas frame: a row a step, a column a scalar.
-
-    Raises:
-      ImportError: pandas is not installed.
-    """
-    import pandas as pd
-
-    columns = {
-      name: pd.Series(curve[:, 1], index=curve[:, 0].astype(int))
-      for name, curve in self.history.items()
-    }
-    return pd.DataFrame(columns).sort_index().rename_axis('step')
 
 
 def fit(
@@ -201,12 +185,10 @@ def _load(
   )
   full.restrict(reads_only=True)
   with contextlib.closing(full):
-    decode.check_checkpoint(config, full, series, step)
-    rng = experiments.declared(experiment_class).eval_init_rng(config)
-    experiment = experiments.construct(experiment_class, mode, rng, config)
-    state = checkpointing.new_state(full, experiment, series=series)
-    full.restore(series, step=step)
-    return experiment, int(state.global_step), config
+    restored = decode.restored_experiment(
+      experiment_class, mode, config, full, series, step
+    )
+    return *restored, config
 
 
 def load_weights(
@@ -258,12 +240,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  Args:
-    directory: the run's.
-    overrides: dotted key -> value, as for `fit`, over the run's config.
-    step: that of the checkpoint; None is the newest.
-    series: 'latest' or 'best'.
-    experiment_class: None is the class that the run's config names.
+  The arguments are those of `load`.
 
   Returns:
     The numbers that the experiment's `evaluate` returns, by name.

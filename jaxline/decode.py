@@ -26,16 +26,20 @@ from jaxline.compat import experiments
 from jaxline.storage import spool
 
 
-def check_checkpoint(
+def restored_experiment(
+  experiment_class: Any,
+  mode: str,
   config: config_dict.ConfigDict,
   checkpointer: checkpointing.FullCheckpointer,
   series: str,
   step: int | None,
   prefix: str = '',
-) -> None:
-  """Refuses a checkpoint that is not there; writes nothing.
+) -> tuple[experiment_lib.AbstractExperiment, int]:
+  """Returns an experiment with the weights of a checkpoint, and its step.
 
   Args:
+    experiment_class: constructs the experiment: a class or a partial of one.
+    mode: the experiment's.
     config: the run's.
     checkpointer: the run's.
     series: 'latest' or 'best'.
@@ -46,45 +50,28 @@ def check_checkpoint(
     UsageError: there is no checkpoint, or none of the step.
   """
   if not checkpointer.can_be_restored(series):
-    if config.checkpointer == 'memory':
-      raise errors.UsageError(
-        f'There is no checkpoint of {series!r}: config.checkpointer is'
-        " 'memory', which keeps them in the process that trains. Train with"
-        " config.checkpointer = 'durable'."
-      )
+    other = '' if series == 'latest' else f", or {prefix}series = 'latest'"
     raise errors.UsageError(
-      f'{config.checkpoint_dir} has no checkpoint of {series!r}. Give the'
-      ' directory of a run that has saved one, or '
-      + (
-        'train first.' if series == 'latest' else f"{prefix}series = 'latest'."
-      )
+      f'{config.checkpoint_dir} has no checkpoint of {series!r}. Train first,'
+      " with config.checkpointer = 'durable', or give the directory of a run"
+      f' that has saved one{other}.'
     )
   if step is not None and step not in (steps := checkpointer.steps(series)):
     raise errors.UsageError(
       f'{prefix}step is {step}, but of {series!r} the steps {steps} are kept in'
       f' {config.checkpoint_dir}.'
     )
-
-
-def read_prompts(path: str) -> list[dict[str, Any]]:
-  """Returns the prompts of a file, each a dict with 'prompt'.
-
-  Args:
-    path: as `config.decode.prompts`. Of '.jsonl', other entries are kept.
-
-  Raises:
-    UsageError: the file cannot be read, or it holds something else.
-  """
-  try:
-    text = pathlib.Path(path).read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as e:
-    raise errors.UsageError(
-      f'config.decode.prompts is {path!r}, which cannot be read as text: {e}.'
-    ) from e
-  return list(_records(text.split('\n'), path))
+  init_rng = experiments.declared(experiment_class).eval_init_rng(config)
+  with debug.log_activity('experiment init'):
+    experiment = experiments.construct(experiment_class, mode, init_rng, config)
+  state = checkpointing.new_state(checkpointer, experiment, series=series)
+  with debug.log_activity('checkpoint restore'):
+    checkpointer.restore(series, step=step)
+  return experiment, int(state.global_step)
 
 
 def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
+  """Yields dicts with the entry 'prompt'; those of JSON lines may have more."""
   for number, line in enumerate(lines, 1):
     line = line.rstrip('\r\n')
     if not line.strip():
@@ -120,8 +107,12 @@ def _source(
   options: config_dict.ConfigDict,
 ) -> tuple[Iterator[dict[str, Any]], int]:
   """Returns prompts, a file's already read, and how many to take at once."""
-  if options.prompts is not None:
-    return iter(read_prompts(options.prompts)), options.batch_size
+  if (path := options.prompts) is not None:
+    try:
+      text = pathlib.Path(path).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as e:
+      raise errors.UsageError(f'config.decode.prompts is {path!r}: {e}.') from e
+    return iter([*_records(text.split('\n'), path)]), options.batch_size
   if sys.stdin.isatty():
     return _records(_typed(), 'the terminal'), 1
   return _records(sys.stdin, 'standard input'), options.batch_size
@@ -146,26 +137,22 @@ def decode(
     NotImplementedError: the experiment has no `decode`.
   """
   options = config.decode
-  series, step = options.series, options.step
-  check_checkpoint(config, checkpointer, series, step, 'config.decode.')
   is_chief = jax.process_index() == 0
   # First: a model is not restored for a file that is not there.
   records, size = _source(options) if is_chief else (iter(()), 1)
   rng = prng.stream(jax.random.PRNGKey(config.random_seed), 'decoding')
-  with debug.log_activity('experiment init'):
-    experiment: experiment_lib.AbstractExperiment = experiments.construct(
-      experiment_class,
-      'decode',
-      experiments.declared(experiment_class).eval_init_rng(config),
-      config,
-    )
-  state = checkpointing.new_state(checkpointer, experiment, series=series)
-  with debug.log_activity('checkpoint restore'):
-    checkpointer.restore(series, step=step)
-
+  experiment, step = restored_experiment(
+    experiment_class,
+    'decode',
+    config,
+    checkpointer,
+    options.series,
+    options.step,
+    'config.decode.',
+  )
   with contextlib.ExitStack() as stack:
     if is_chief:
-      file = stack.enter_context(_open(config, int(state.global_step)))
+      file = stack.enter_context(_open(config, step))
     rows = 0
     for number in itertools.count():
       batch = distributed.of_chief(list(itertools.islice(records, size)))

@@ -33,28 +33,22 @@ def evaluate(run: Any) -> None:
   """Evaluates the checkpoints of a `train.Run`: see `train.evaluate`."""
   config, checkpointer = run.config, run.checkpointer
   checkpointer.restrict(follows=True)
-  steps, one_off = _listed_steps(config, checkpointer), config.one_off_evaluate
-  has_any = one_off and checkpointer.can_be_restored('latest')
-  if one_off and not (has_any or config.eval_initial_weights):
-    raise errors.UsageError(
-      'config.one_off_evaluate is True but there is no checkpoint of'
-      f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
-      ' config.eval_initial_weights = True to evaluate untrained weights.'
-    )
+  steps = _listed_steps(config, checkpointer)
   evaluation = Evaluation(run)
   logging.info('Evaluating with config:\n%s', config)
   if run.trained is None:  # Else the training beside it prints the start.
     run.console.begin(config, evaluation.experiment)
   state = checkpointing.new_state(checkpointer, evaluation.experiment)
   with run.stoppable():
-    if not (steps or one_off):
+    if steps is None:
       _follow(run, evaluation, state)
-    for step in steps or [None] * one_off:
-      if is_trained := bool(steps) or has_any:
-        restore(checkpointer, step)
-      evaluation(state, counts=is_trained)
+    elif not steps:
+      evaluation(state, is_of_run=False)
+    for step in steps or ():
+      restore(checkpointer, step)
+      evaluation(state)
       evaluation.wait()
-  if run.stop and not (steps or one_off):
+  if run.stop and steps is None:
     # A training in another process reads this note at a save, and stops.
     run.mark_ended(state.global_step)
 
@@ -64,13 +58,13 @@ def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
   config, checkpointer = run.config, run.checkpointer
   lengths = evaluation.noted[-1].lengths if evaluation.noted else {}
   run.resume_log(run.eval_log, evaluation.last, lengths)
+  # Training saves its initial weights with `restore_from`, or if asked to. Wait
+  # for this checkpoint, unless the weights here are the same.
+  is_saved = config.restore_from or (
+    config.save_initial_train_checkpoint and not evaluation.starts_as_run
+  )
   initial_is_due = (
-    config.eval_initial_weights
-    and 0 not in evaluation.done
-    # Else training saves its initial weights, and they are evaluated as any
-    # other checkpoint.
-    and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
-    and not config.restore_from
+    config.eval_initial_weights and 0 not in evaluation.done and not is_saved
   )
 
   def training_is_over() -> bool:
@@ -92,7 +86,7 @@ def _follow(run: Any, evaluation: 'Evaluation', state: Any) -> None:
       initial_is_due and not checkpointer.can_be_restored('latest')
     ):
       initial_is_due = False
-      evaluation(state, counts=is_restored or evaluation.starts_as_run)
+      evaluation(state, is_restored or evaluation.starts_as_run)
       evaluation.wait()
       # As in JAXline: nothing after the last step is looked at.
       is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
@@ -114,17 +108,31 @@ def restore(
 
 def _listed_steps(
   config: Any, checkpointer: checkpointing.FullCheckpointer
-) -> list[int | None]:
-  """Returns the steps that `config.eval_steps` lists; None is the newest."""
-  if config.eval_steps is None:
+) -> list[int | None] | None:
+  """Returns the steps that the config lists; None if it lists none.
+
+  In the list None is the newest checkpoint. The list is empty if
+  `one_off_evaluate` evaluates untrained weights.
+  """
+  if config.eval_steps is not None:
+    kept = checkpointer.steps('latest')
+    if config.eval_steps == 'all':
+      return [*kept] or [None]  # Without any, a restore says so.
+    steps = config.eval_steps.split(',')
+    valid = [str(step) for step in kept]
+    errors.check_names(steps, valid, 'checkpoint', 'config.eval_steps')
+    return [int(step) for step in steps]
+  if not config.one_off_evaluate:
+    return None
+  if checkpointer.can_be_restored('latest'):
+    return [None]
+  if config.eval_initial_weights:
     return []
-  kept = checkpointer.steps('latest')
-  if config.eval_steps == 'all':
-    return [*kept] or [None]  # Without any, a restore says so.
-  steps = config.eval_steps.split(',')
-  valid = [str(step) for step in kept]
-  errors.check_names(steps, valid, 'checkpoint', 'config.eval_steps')
-  return [int(step) for step in steps]
+  raise errors.UsageError(
+    'config.one_off_evaluate is True but there is no checkpoint of'
+    f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
+    ' config.eval_initial_weights = True to evaluate untrained weights.'
+  )
 
 
 class Evaluation:
@@ -135,8 +143,8 @@ class Evaluation:
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
     noted: the evaluations that early stopping compares.
-    starts_as_run: whether the experiment initialises the same weights as
-      training does: true in the sharded style, not in JAXline's.
+    starts_as_run: whether the experiment has the initial weights of training:
+      true in the sharded style, false in JAXline's.
   """
 
   def __init__(self, run: Any, until: float = math.inf):
@@ -167,17 +175,17 @@ class Evaluation:
       if math.isfinite(value := float(self._best.best_eval_metric_value)):
         run.console.log_best(metric, value)
 
-  def __call__(self, state: Any, counts: bool = True) -> None:
-    """Evaluates the experiment's weights, which are those of a live state.
+  def __call__(self, state: Any, is_of_run: bool = True) -> None:
+    """Evaluates the experiment's weights, and writes its scalars.
 
     Args:
       state: the live state of `latest`.
-      counts: whether these are weights of the run: only then may they be the
-        best, and the step is noted as evaluated, for later processes too.
+      is_of_run: whether training has had these weights at this step. Only then
+        may they be the best, and the step is noted as evaluated.
     """
     run, step = self._run, int(state.global_step)
     run.console.evaluating(step)
-    if counts:  # Already now: `evaluate` may raise StopTraining.
+    if is_of_run:  # Already now: `evaluate` may raise StopTraining.
       self.done.add(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
@@ -192,7 +200,7 @@ class Evaluation:
     run.eval_log.write_scalars(step, scalars)
     run.console.log_evaluation(step, scalars, self._log)
     self.last = step
-    if counts:
+    if is_of_run:
       self._note(step, scalars, state.train_step_rng)
 
   def _note(self, step: int, scalars: Any, train_step_rng: Any) -> None:

@@ -52,6 +52,8 @@ class _Feed:
       name: iterable.as_input(x, is_training=self.is_training, shard=shard)
       for name, x in (found.items() if has_sets else [('', found)])
     }
+    if not sources:
+      raise ValueError('eval_input returned {}; expected at least one set.')
     expected = self.is_training, shard.index, shard.count
     for source in sources.values():
       hosts = source.infeed_host_index, source.num_infeed_hosts

@@ -157,7 +157,8 @@ def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
   platform = getattr(devices[0], 'platform', None)  # Abstract ones have none.
   if len(slices) > 1 or platform in (None, 'tpu'):
     return slices
-  # Other devices do not say their slice. JAX takes each process for one.
+  # Other devices do not know their slice. Each process is one slice if the
+  # config asks for that number; CPU devices form any number.
   ordered = sorted(devices, key=lambda device: device.process_index)
   num_processes = len({device.process_index for device in devices})
   size, rest = divmod(len(devices), num_slices)

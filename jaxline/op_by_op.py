@@ -30,13 +30,11 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 from absl import logging
 import jax
-
-F = TypeVar('F', bound=Callable[..., Any])
 
 
 class _OpByOp:
@@ -59,8 +57,9 @@ class _OpByOp:
       was_off = jax.config.values['jax_disable_jit']
       jax.config.update('jax_disable_jit', True)
       self._stack.callback(jax.config.update, 'jax_disable_jit', was_off)
+      # It would trace its function.
       for name in ('checkpoint', 'remat'):
-        fake = mock.patch.object(jax, name, _fake_checkpoint)
+        fake = mock.patch.object(jax, name, lambda fun, **unused: fun)
         self._stack.enter_context(fake)
       self._stack.enter_context(_hooks_in_jax())
 
@@ -73,11 +72,6 @@ class _OpByOp:
 
 # A context manager; there is one switch, however many threads are inside.
 mode = _OpByOp()
-
-
-def _fake_checkpoint(fun: F, **unused_kwargs: Any) -> F:
-  """In place of jax.checkpoint, which would trace its function."""
-  return fun
 
 
 @contextlib.contextmanager
@@ -279,9 +273,7 @@ class _Turns:
     self, num_devices: int, meet: Callable[[Sequence[Any]], list[Any]]
   ):
     self._meet = meet
-    self._num_devices = num_devices
-    self._condition = threading.Condition()
-    self._turn = 0
+    self._turns = [threading.Semaphore(0) for _ in range(num_devices)]
     # None where the program has ended.
     self._requests: list[_Collective | None] = [None] * num_devices
     self._replies: list[Any] = [None] * num_devices
@@ -289,7 +281,7 @@ class _Turns:
 
   def run(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Returns what the programs return; the first runs on this thread."""
-    results: list[Any] = [None] * self._num_devices
+    results: list[Any] = [None] * len(programs)
 
     def run_one(i: int) -> None:
       try:
@@ -303,16 +295,17 @@ class _Turns:
       except _Aborted:
         pass
       except BaseException as e:
-        with self._condition:
-          self._error = self._error or e
-          self._condition.notify_all()
+        self._error = self._error or e
+        for turn in self._turns:
+          turn.release()
 
     threads = [
       threading.Thread(target=run_one, args=(i,), name=f'pmap device {i}')
-      for i in range(1, self._num_devices)
+      for i in range(1, len(programs))
     ]
     for thread in threads:
       thread.start()
+    self._turns[0].release()
     run_one(0)
     for thread in threads:
       thread.join()
@@ -326,14 +319,13 @@ class _Turns:
     return self._replies[i]
 
   def _await_turn(self, i: int) -> None:
-    with self._condition:
-      self._condition.wait_for(lambda: self._turn == i or self._error)
-      if self._error:
-        raise _Aborted
+    self._turns[i].acquire()
+    if self._error:
+      raise _Aborted
 
   def _end_turn(self, i: int, request: _Collective | None) -> None:
     self._requests[i] = request
-    if i == self._num_devices - 1:
+    if i == len(self._turns) - 1:
       first = self._requests[0]
       if any(other != first for other in self._requests):
         at = [r.primitive.name if r else 'the end' for r in self._requests]
@@ -343,6 +335,4 @@ class _Turns:
         )
       if first is not None:
         self._replies = self._meet(self._requests)
-    with self._condition:
-      self._turn = (i + 1) % self._num_devices
-      self._condition.notify_all()
+    self._turns[(i + 1) % len(self._turns)].release()

@@ -190,13 +190,12 @@ class Partitioner:
     sizes: Mapping[str, Any] | None,
     sharding: str,
     changes: Mapping[str, Any] | None = None,
-    devices: Sequence[Any] | None = None,
   ) -> 'Partitioner':
     """Makes a mesh and rules: see `mesh.mesh_shape` and `get_rules`.
 
-    Without `devices` it takes those of `mesh.on_devices`, or all of all hosts.
+    The devices are those of `mesh.on_devices`, or all of all hosts.
     """
-    devices = devices or mesh_lib.current_devices(sizes)
+    devices = mesh_lib.current_devices(sizes)
     shape = mesh_lib.mesh_shape(sizes, devices)
     mesh = mesh_lib.build_mesh(shape, devices)
     made = cls(mesh, get_rules(sharding, changes), shape)
@@ -231,20 +230,17 @@ class Partitioner:
     """The index of this process among those that read rows, and their number.
 
     Processes that hold the same rows, such as those that share a
-    tensor-parallel weight, count as one. If the devices are not those of this
-    process, it stands for all: (0, 1).
+    tensor-parallel weight, count as one. For devices of another machine it is
+    (0, 1): this process then reads all rows.
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
-    # Of a batch of one row for each shard, the first row of each process.
+    # Of a batch of one row for each shard, the first row of each process: it
+    # comes last, and so replaces the others in the dict.
     shape = (self.batch_shards,)
-    shards: Any = self.batch_sharding.devices_indices_map(shape)
-    first: dict[int, int] = {}
-    for device, (rows,) in shards.items():
-      row = rows.indices(*shape)[0]
-      first[device.process_index] = min(
-        row, first.get(device.process_index, row)
-      )
+    shards: Any = self.batch_sharding.devices_indices_map(shape).items()
+    pairs = [(d.process_index, rows.start or 0) for d, (rows,) in shards]
+    first = dict(sorted(pairs, reverse=True))
     firsts = sorted(set(first.values()))
     return firsts.index(first[jax.process_index()]), len(firsts)
 
@@ -270,7 +266,6 @@ class Partitioner:
       axes: an `Axis` for each dimension.
       shape: the array's shape. A dimension that its mesh axes do not divide
         stays whole.
-
     """
     used: set[str] = set()
     entries = []
@@ -325,7 +320,6 @@ class Partitioner:
     An array follows the weight whose path in `weights` ends its own path,
     such as `[0].mu['w']` the weight `['w']`, if it has that weight's shape. All
     others are replicated: counters, and factors of a weight as in Adafactor.
-
     """
     specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
     shapes = {

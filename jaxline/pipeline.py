@@ -56,17 +56,6 @@ def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:
   return prim.name not in _COPIES
 
 
-def num_iterations(
-  num_stages: int, num_microbatches: int, num_repeats: int = 1
-) -> int:
-  """Returns how often the buffer shifts for one batch: M R + S - 1.
-
-  In S - 1 of these iterations a stage is idle (the bubble): on average half of
-  them at the start of the batch, half at its end.
-  """
-  return num_microbatches * num_repeats + num_stages - 1
-
-
 def check_sizes(
   num_layers: int, num_stages: int, num_microbatches: int, num_repeats: int
 ) -> None:
@@ -135,17 +124,12 @@ def pipeline(
     As `inputs`, in the same order of rows.
 
   Raises:
-    ValueError: as `check_sizes`; or the batch does not divide into the
-      microbatches, or the stages over the mesh.
+    ValueError: as `check_sizes`; or the stages do not divide over the mesh.
+    TypeError: the batch does not divide into the microbatches.
   """
   num_layers = jax.tree.leaves(layers)[0].shape[0]
   batch = jax.tree.leaves(inputs)[0].shape[0]
   check_sizes(num_layers, num_stages, num_microbatches, num_repeats)
-  if batch % num_microbatches:
-    raise ValueError(
-      f'A batch of {batch} rows does not divide into {num_microbatches}'
-      f' microbatches. Expected a multiple of {num_microbatches} rows.'
-    )
   partitioner = partitioning.active()
   devices = 1 if partitioner is None else partitioner.size('stages')
   mesh_axes = () if partitioner is None else partitioner.rules.stages
@@ -239,7 +223,9 @@ def pipeline(
     lambda x: jnp.broadcast_to(x[None], (num_stages, *x.shape)), rows
   )
   moved = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), kept)
-  iterations = num_iterations(num_stages, num_microbatches, num_repeats)
+  # In S - 1 of the iterations a stage is idle (the bubble): on average half of
+  # them at the start of the batch, half at its end.
+  iterations = num_microbatches * num_repeats + num_stages - 1
   carry = place(moved, 'stages'), place(kept, 'stages', None)
   with counting.partly_idle(num_microbatches * num_repeats):
     (_, kept), _ = jax.lax.scan(iteration, carry, jnp.arange(iterations))

@@ -125,12 +125,7 @@ def specialize_rng_host_device(
   """
   parsed = DistributedRNGMode(mode)
   if parsed.unique_host:
-    if host_id is None:
-      raise ValueError(
-        f'Random mode {parsed.value!r} got host_id=None, expected the id of '
-        'this host: pass host_id_devices_for_rng(mode) into the pmap.'
-      )
-    rng = jax.random.fold_in(rng, host_id)
+    rng = jax.random.fold_in(rng, host_id)  # type: ignore[arg-type]
   if parsed.unique_device:
     rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
   return rng
@@ -175,8 +170,9 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # The results of the last program: the values not returned yet, and the
-    # devices' step at its end. Then the arguments that continue the last call.
+    # Of the last program: the values not returned yet, and the step behind
+    # them. `_next_step` and `_next_key` are the arguments of a call that
+    # continues the last one.
     self._ahead: collections.deque[Any] = collections.deque()
     self._end_step: jax.Array | None = None
     self._next_step = -1
@@ -198,19 +194,9 @@ class DeviceStepKeys:
     Returns:
       [local devices] int32, the step; [local devices, ...], the step's keys;
       [local devices, ...], the next state key.
-
-    Raises:
-      ValueError: if there is not one state key for each local device.
     """
     if state_key is not self._next_key or global_step != self._next_step:
-      num_devices = self._sharding.num_devices
-      shape = np.shape(state_key)
-      if not shape or shape[0] != num_devices:
-        raise ValueError(
-          f'Got a state key of shape {shape}, expected a leading axis of '
-          f'{num_devices}, the local devices: see initialize_train_step_rng.'
-        )
-      steps = np.full([num_devices], global_step, np.int32)
+      steps = np.full([self._sharding.num_devices], global_step, np.int32)
       self._end_step, state_key = jax.device_put(
         (steps, state_key), self._sharding
       )

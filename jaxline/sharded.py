@@ -61,8 +61,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   the key of the run, from which the programs derive the key of each batch.
 
   Attributes:
-    on_nonfinite: what the step does if its loss or gradients are not finite,
-      as `config.on_nonfinite`; `train_loop` sets it.
+    on_nonfinite: what the step does if its loss or gradients are not finite:
+      `config.on_nonfinite`, or the class's own value if that is None.
     trainable_rules: the weights that train, as for `trainable`; the others have
       neither gradients nor optimizer state. None is all. A subclass may set it.
     row_losses: None, or a method `(params, model_state, batch, rng)` that
@@ -376,10 +376,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     writer: writers.MetricWriter | None = None,
   ) -> None:
     config = base_config.complete_config(config)
-    mode = config.on_nonfinite or type(self).on_nonfinite
-    if self.on_nonfinite != mode:
-      self.on_nonfinite = mode
-      self.__dict__.pop('compiled_train_step', None)
     # A restored key is on the host: without this each step would transfer it.
     state.train_step_rng = placement.put(
       state.train_step_rng, self.partitioner.replicated, may_keep=True
@@ -387,8 +383,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     try:
       super().train_loop(config, state, periodic_actions, writer)
     except errors.StopTraining:
-      # If an override of `step` raised it after the update, this step counts:
-      # do what the loop does after a step.
+      # An override of `step` may raise it after the update. Then this step
+      # counts: do what the loop does after a step.
       step = state.global_step + 1
       if int(self.state.step) == step:
         state.global_step = step
@@ -407,7 +403,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     every, step = self._recompute_interval, self.compiled_train_step
     if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.twice, step)
-    self._state, self._scalars = step(self.state, batch, rng)
+    self._state, packed = step(self.state, batch, rng)
+    self._scalars = scalars_lib.Scalars(packed)
     # Only now: a checkpoint after a failed step must not skip its batch.
     self.train_feed.commit()
     self._scalars.others['input_wait_fraction'] = self.train_feed.wait_fraction

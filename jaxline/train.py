@@ -65,8 +65,8 @@ class Run:
     eval_checkpointer: for the evaluation in `compat.threads`.
     console: what the terminal shows; None logs a line at an interval.
     watch: told by a signal to end the run, which then saves and leaves.
-    trained: for an evaluation beside a training: set once training has made
-      its last checkpoint. None where training is somewhere else.
+    trained: of the evaluation thread in `compat.threads`: set once the training
+      thread has made its last checkpoint. None in all other modes.
     log: `writer` with all methods, for the loops and for experiments.
     eval_log: the same of `eval_writer`.
     stop: what ended the run before its last step; None if nothing did.
@@ -131,8 +131,8 @@ class Run:
     training = Training(self)
     state = training.state
     evaluator = evaluation.Evaluation(self, until=state.global_step)
-    # Keep the records of the evaluations that do not run again: those before
-    # the restored step, and that of this step only if it is noted as complete.
+    # Evaluations from the restored step on run again, and their records go. The
+    # evaluation of that step is kept if it is noted as complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not checkpointer.is_new():
@@ -164,10 +164,11 @@ class Run:
           interval,
           end_step_to_action=config.training_steps,
         )
-        # Last: it takes the time of an evaluation off the clocks of the others.
+        # Behind the others, from whose clocks it takes the evaluation's time.
         training.hooks.append(hook)
-        # If the run ended after it saved this step, the evaluation that was due
-        # is missing. By seconds, none knows whether one was due.
+        # If an earlier process ended between the save of this step and its
+        # evaluation, evaluate now. By seconds, it is unknown whether one was
+        # due: evaluate in any case.
         if state.global_step and interval_type == 'steps':
           hook(time.time(), state.global_step, None)
         elif state.global_step:
@@ -258,7 +259,8 @@ class _Together(periodic.Every):
 
   def _is_due(self, t: float, step: int) -> bool:
     is_due = super()._is_due(t, step)
-    # Only clocks differ: not steps, nor 0 seconds, which is after every step.
+    # Intervals of steps, and of 0 seconds (each step), are the same in all
+    # processes. Only clocks differ.
     if self._by_steps or self._seconds < 0:
       return is_due
     agreed = self._agreement.is_due(self._name, step, is_due)
@@ -309,7 +311,7 @@ class Training:
     last = None if checkpointer.is_new() else step
     run.resume_log(run.log, last, checkpointer.lengths)
     run.console.begin(config, self.experiment, self.state, checkpointer)
-    # Step of the newest checkpoint, which need not be saved again.
+    # The step saved last, which is not saved again.
     self._saved_step = checkpointer.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
     self.guard = nonfinite.Guard(
@@ -390,7 +392,8 @@ class Training:
     hooks: list[Any] = [*self.hooks, adapters.full_action(self._leave)]
     try:
       with run.watch.training():
-        # Only so does an evaluation process get the weights of `restore_from`.
+        # An evaluation process has no other way to the weights of
+        # `restore_from`.
         for_eval = config.restore_from and config.eval_initial_weights
         is_asked = for_eval or config.save_initial_train_checkpoint
         if is_asked and run.checkpointer.is_new():
@@ -464,11 +467,7 @@ def train(
     nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
   Run(
-    experiment_class,
-    config,
-    checkpointer,
-    writer,
-    periodic_actions=periodic_actions,
+    experiment_class, config, checkpointer, writer, None, periodic_actions
   ).train()
 
 
@@ -489,10 +488,7 @@ def evaluate(
     UsageError: there is no checkpoint for `one_off_evaluate` or of a step in
       `eval_steps`; or `evaluate` did not return the best metric.
   """
+  mode = debug.settings.mode if jaxline_mode is None else jaxline_mode
   Run(
-    experiment_class,
-    config,
-    checkpointer,
-    eval_writer=writer,
-    eval_mode=debug.settings.mode if jaxline_mode is None else jaxline_mode,
+    experiment_class, config, checkpointer, eval_writer=writer, eval_mode=mode
   ).evaluate()

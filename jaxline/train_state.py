@@ -111,14 +111,10 @@ class Layout:
       self.shardings,
     )
 
-  @property
-  def undersharded(self) -> list[str]:
-    """A line for each weight that is split less than the sharding asks for."""
-    return self.partitioner.undersharded_weights(self.named.params)
-
   def make(self) -> TrainState:
     """Returns the initial state. No array is ever whole on a device."""
-    if lines := self.undersharded:
+    named = self.named.params
+    if lines := self.partitioner.undersharded_weights(named):
       logging.info(
         'These weights are split less than the sharding asks for:\n%s',
         '\n'.join(lines),

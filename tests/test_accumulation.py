@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline import accumulate
 from jaxline import base_config
 from jaxline import metrics
 from jaxline import partitioning
@@ -284,14 +283,6 @@ def test_what_does_not_divide_is_refused(parts, fits):
   assert f'multiple of {fits},' in str(error.value)
 
 
-def test_parts_are_refused_by_the_shards_of_a_batch_only():
-  # Two devices that have the same rows may compute on one row at a time.
-  experiment = make(8, sharding='tp', mesh={'mdl': 2})
-  loss, _ = expected(experiment.state.params['w'], batch())
-  (scalars,) = train(experiment)
-  np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
-
-
 # What a step overwrites by its gradient.
 
 
@@ -354,16 +345,3 @@ def test_what_is_overwritten_by_its_gradient(parts):
     assert experiment.state.model_state[sharded.OVERWRITE]['scale'] == (
       pytest.approx(scale, rel=1e-6)
     )
-
-
-def test_gradients_need_no_mesh():
-  experiment = Linear()
-  params, model_state = partitioning.unbox(experiment.init_fn(KEY))
-  whole, parts = (
-    jax.jit(accumulate.gradients, static_argnums=(0, 5))(
-      experiment.loss_fn, params, model_state, batch(tokens()), KEY, n
-    )
-    for n in (1, 8)
-  )
-  np.testing.assert_allclose(whole[0], parts[0], rtol=2e-6)
-  np.testing.assert_allclose(whole[3]['w'], parts[3]['w'], rtol=2e-6)

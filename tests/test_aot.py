@@ -1,6 +1,5 @@
 """Compiling a run for chips that are not here."""
 
-import functools
 import importlib.util
 import json
 import os
@@ -42,19 +41,17 @@ class TwoLayers(sharded.ShardedExperiment):
     width=128,
     hidden=256,
     evaluates=True,
-    dtype='float32',
     *,
     run_config=None,
   ):
     self.width = width
     self.hidden = hidden
     self.evaluates = evaluates
-    self.dtype = dtype
     super().__init__(mode, init_rng, run_config=run_config)
 
   def init_fn(self, rng):
     a, b = jax.random.split(rng)
-    normal = functools.partial(jax.random.normal, dtype=self.dtype)
+    normal = jax.random.normal
     weights = {
       'a': (normal(a, [self.width, self.hidden]), ('embed', 'mlp')),
       'b': (normal(b, [self.hidden, self.width]), ('mlp', 'embed')),
@@ -63,9 +60,7 @@ class TwoLayers(sharded.ShardedExperiment):
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
     del rng, is_training
-    x = batch['x'].astype(self.dtype)
-    y = jnp.tanh(x @ params['a']) @ params['b']
-    y = y.astype(jnp.float32)
+    y = jnp.tanh(batch['x'] @ params['a']) @ params['b']
     loss = metrics.Mean.of(jnp.square(y).mean(-1), batch['weights'])
     return loss.compute(), {'loss': loss}, model_state
 
@@ -142,7 +137,6 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   assert made.parameters == 2 * 128 * 256
   # Half of the weights and of Adam's two moments; four counters of 4 bytes.
   weights = 4 * made.parameters // 2
-  assert made.gradient_bytes == weights
   assert made.state_bytes == 3 * weights + 4 * 4
   assert made.batch_bytes == (ROWS // 2) * (128 + 1) * 4
   train, evaluation = made.programs
@@ -152,9 +146,9 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   # There is no gradient of x, and each of the two devices has half the rows.
   assert train.measures.flops == 5 * product / 2
   assert evaluation.measures.flops == 2 * product / 2
-  assert train.argument_bytes >= made.state_bytes + made.batch_bytes
-  assert train.alias_bytes == made.state_bytes  # It is donated.
-  assert train.peak_bytes >= train.argument_bytes
+  # The state is donated: it exists once.
+  arrays = train.peak_bytes - train.temp_bytes
+  assert made.state_bytes + made.batch_bytes <= arrays < 2 * made.state_bytes
   assert train.fits is None
   assert train.roofline is None
   gathers = [t for t in train.measures.traffic if t.kind == 'all-gather']
@@ -222,18 +216,6 @@ def test_what_a_gpu_has_for_programs(monkeypatch, stats, expected):
   monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
   _, target = ahead._target(make_config(), [])
   assert target.hbm_bytes == expected
-
-
-@pytest.mark.parametrize(
-  ('dtype', 'parts', 'size'),
-  [('float32', 1, 4), ('bfloat16', 1, 2), ('bfloat16', 2, 4)],
-)
-def test_sums_of_gradients_are_wide(dtype, parts, size):
-  config = make_config(gradient_accumulation_steps=parts)
-  config.unlock()
-  config.experiment_kwargs.dtype = dtype
-  made = ahead.make_report(TwoLayers, config)
-  assert made.gradient_bytes == size * made.parameters // jax.device_count()
 
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):

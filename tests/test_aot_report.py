@@ -69,9 +69,6 @@ def make_report(**changes):
   train = report.Program(
     name='train step',
     model_flops=4000.0,
-    argument_bytes=500,
-    output_bytes=450,
-    alias_bytes=450,
     temp_bytes=300,
     peak_bytes=800,
     fits=True,
@@ -88,7 +85,6 @@ def make_report(**changes):
     'batch_rows': 32,
     'parameters': 1_104_619_904,
     'state_bytes': 480,
-    'gradient_bytes': 160,
     'batch_bytes': 20,
     'bubble_fraction': 0.25,
     'programs': (
@@ -135,9 +131,9 @@ def test_the_text_says_it_all():
     '8 devices: stage 1, replica 2, data 4, mdl 1',
     'sharding           fsdp',
     '1,104,619,904',
-    '480 B of 1000 B (48%); gradients 160 B',
+    '480 B of 1000 B (48%)',
     '800 B of 1000 B: fits, 200 B to spare',
-    'temporaries 300 B',
+    'temporaries        300 B',
     '25.0% of each stage',
     # 8 x 1000 compiled FLOPs for 4000 of the model.
     '8.00 k (2.00 x); 1.00 k per chip',

@@ -168,29 +168,17 @@ def begun(
 # --- Lines of numbers. ---
 
 
-def test_the_mode_off_logs_lines():
-  with mock.patch.object(logging, 'info') as info:
-    console, *_ = begun('off')
-    numbers = {'lr': 3e-5, 'g/w': 1.5, 'loss': 2.34512, 'tokens': 2048000}
-    console.log_training(1200, {1200: numbers | {'steps_per_sec': 8.31}})
-    console.log_evaluation(4, {'loss': np.float32(1.5)})
-  assert [call.args[0] % call.args[1:] for call in info.call_args_list][1:] == [
-    'step 1200 of 6000 (20%) | ETA 9:38 | loss 2.345 | 8.31 steps/s | lr 3e-05'
-    ' | tokens 2048000 | g/w 1.5',
-    'eval step 4 | loss 1.5',
-  ]
-
-
 def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
   console, _, checkpointer = begun()
   rate = {'steps_per_sec': 20.0, 'mfu': 0.345, 'tokens_per_step': 512}
   console.log_training(1000, {1000: {'loss': 5.0} | rate})
   capsys.readouterr()
   checkpointer.saved_step = 1100
+  rate |= {'lr': 3e-5, 'tokens': 2048000}
   steps = {
     1198: {'loss': 2.0, 'bad': math.nan, 'all': math.nan},
     1199: {'loss': 4.0, 'bad': 3.0, 'all': math.inf},
-    1200: {'loss': 6.0, 'bad': 1.0, 'all': math.nan, 'count': 9} | rate,
+    1200: {'g/w': 1.5, 'loss': 6.0, 'bad': 1.0, 'all': math.nan} | rate,
   }
   console.log_training(1200, steps)
   names = {f'name_{i}': 1.0 for i in range(30)}
@@ -198,14 +186,15 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
   first, second = capsys.readouterr().out.splitlines()
   assert first == (
     'step 1200 of 6000 (20%) | ETA 4:00 | loss 4 (-1) | 20 steps/s'
-    ' | saved 1100 | bad 2 (1 of 3 not finite) | +3 more'
+    ' | saved 1100 | bad 2 (1 of 3 not finite) | +5 more'
   )
   assert len(second) <= 120
   assert re.search(r'\| name_0 1 \|.* \| \+\d+ more$', second)
   monkeypatch.setenv('COLUMNS', '200')
   console.log_training(1200, steps)
   assert capsys.readouterr().out.endswith(
-    '| all nan (3 of 3 not finite) | count 9 | mfu 34.5%\n'
+    '| all nan (3 of 3 not finite) | lr 3e-05 | tokens 2048000 | mfu 34.5%'
+    ' | g/w 1.5\n'
   )
 
 
@@ -599,7 +588,7 @@ EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
 FIT = "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR'"
 MORE_FIT = ", 'training_steps': 12, 'on_config_change': 'continue'})"
-LOOK = "jaxline.evaluate('DIR', experiment_class=_Completed)"
+LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
 
 
 @pytest.mark.parametrize(
@@ -785,13 +774,6 @@ SLOW = '--config.experiment_kwargs.config.step_secs=0.03'
 
 
 @pytest.mark.process
-def test_a_refused_start_has_no_block(tmp_path):
-  result = run(tmp_path, env={'JAX_PLATFORMS': 'rocm'})
-  assert (result.returncode, result.stdout) == (1, '')
-  assert "backend 'rocm'" in result.stderr.splitlines()[-1]
-
-
-@pytest.mark.process
 def test_an_error_comes_after_the_summary(tmp_path):
   fault = '--config.experiment_kwargs.config.fault'
   args = (f'{fault}=step', f'{fault}_step=3')
@@ -834,26 +816,18 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-  ('signum', 'code', 'said'),
-  [
-    (signal.SIGINT, 130, 'Interrupted by Ctrl-C'),
-    (signal.SIGTERM, 75, 'Preempted by SIGTERM'),
-  ],
-)
-def test_a_signal_on_a_terminal(tmp_path, terminal, signum, code, said):
+def test_ctrl_c_on_a_terminal(tmp_path, terminal):
   args = arguments(tmp_path, '--config.training_steps=100000', SLOW)
   process = terminal.run(['-c', PROGRAM, *args])
   terminal.wait_for(r'ETA')
-  process.send_signal(signum)
-  assert process.wait(120) == code, terminal.text
+  process.send_signal(signal.SIGINT)
+  assert process.wait(120) == 130, terminal.text
   shown = terminal.close()
   (last,) = (i for i, x in enumerate(shown) if x.startswith('Stopped at step '))
   assert any(x.startswith('Go on:    python ') for x in shown[last:])
-  assert any(said in x for x in shown[last:])
+  assert any('Interrupted by Ctrl-C' in x for x in shown[last:])
   assert 'the same command' not in terminal.text  # The summary has it.
-  if signum == signal.SIGINT:
-    assert any('press Ctrl-C again to leave at once' in x for x in shown[:last])
+  assert any('press Ctrl-C again to leave at once' in x for x in shown[:last])
 
 
 @pytest.mark.process

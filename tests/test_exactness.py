@@ -50,19 +50,6 @@ class Case:
   pieces: tuple[int, int, int] = (1, 1, 1)
   collectives: tuple[str, ...] = ()
 
-  def written(self, name, restore):
-    """Returns it as the program has it."""
-    return {
-      'name': name,
-      'restore': restore,
-      'devices': self.devices,
-      'sharding': self.sharding,
-      'mesh': {'ici': self.ici, 'dcn': self.dcn},
-      'accumulation': self.accumulation,
-      'model': self.model,
-      'packing': self.packing,
-    }
-
 
 def alone(packing):
   return Case(devices=1, sharding='ddp', packing=packing)
@@ -151,8 +138,8 @@ def run(folder, cases):
   last = {}
   written = []
   for name, case in cases.items():
-    restore = last.get(case.packing, name)
-    written.append(case.written(name, restore))
+    about = {'name': name, 'restore': last.get(case.packing, name)}
+    written.append(dataclasses.asdict(case) | about)
     last[case.packing] = name
   result = subprocess.run(
     [sys.executable, PROGRAM, folder, json.dumps(written)],

@@ -2,37 +2,24 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
+import re
+import threading
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
+from jaxline import async_lib
 from jaxline import base_config
 from jaxline import errors
 from jaxline import feed
 from jaxline import partitioning
+from jaxline.inputs import base
 from jaxline.inputs import resumable
-
-
-class Stateful:
-  """Counts; its state is changed in place."""
-
-  def __init__(self):
-    self.state = {'next': np.zeros((), np.int64)}
-
-  def __iter__(self):
-    return self
-
-  def __next__(self):
-    self.state['next'] += 1
-    return {'y': np.float32([self.state['next'], 0])}
-
-  def get_state(self):
-    return self.state
-
-  def set_state(self, state):
-    self.state['next'][...] = state['next']
+from tests import test_input_base
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -43,15 +30,19 @@ class Numbers(resumable.ResumableInput):
 
   def read_from(self, position):
     for i in itertools.count(position + 1):
-      yield {'y': np.float32([i, 0])}, i
+      yield {'x': np.float32([i, 0])}, i
 
 
 def plain():
-  return ({'y': np.float32([i, 0])} for i in itertools.count(1))
+  return ({'x': np.float32([i, 0])} for i in itertools.count(1))
 
 
 def numbers():
   return Numbers(is_training=True)
+
+
+def stateful():
+  return test_input_base.Counted(first=1, end=99)
 
 
 def make(method, cls=feed.TrainFeed, **values):
@@ -62,7 +53,7 @@ def make(method, cls=feed.TrainFeed, **values):
 
 def take(source):
   """Takes a batch as a step does; returns its number."""
-  number = int(source.take()['y'][0])
+  number = int(source.take()['x'][0])
   source.commit()
   return number
 
@@ -70,7 +61,7 @@ def take(source):
 # Training.
 
 
-@pytest.mark.parametrize('method', [numbers, Stateful])
+@pytest.mark.parametrize('method', [numbers, stateful])
 @pytest.mark.parametrize('after', [0, 2, 4])
 def test_a_restored_feed_goes_on_behind_the_last_step(method, after):
   skips = {'skip_batches': '3-4,7'}
@@ -85,7 +76,7 @@ def test_a_restored_feed_goes_on_behind_the_last_step(method, after):
     other.restore(*saved)
   assert other.next_number == expected[after]
   _, batch, _ = other.peek()
-  assert batch['y'][0] == expected[after]
+  assert batch['x'][0] == expected[after]
   assert [take(other) for _ in range(6 - after)] == expected[after:]
   assert source.num_read == before
   # A closed feed keeps its place, and goes on.
@@ -113,6 +104,29 @@ def test_a_position_that_cannot_be_set_changes_nothing(caplog):
   source.close()
 
 
+def test_a_feed_that_is_dropped_ends_its_thread():
+  class Owner:
+    def __init__(self):
+      self.feed = make(self.train_input)
+
+    def train_input(self):
+      return numbers()
+
+  owner = Owner()
+  take(owner.feed)
+  source = weakref.ref(owner.feed._infeed.source)
+  owner.feed.close()
+  assert source() is None  # It may have workers; its position is kept.
+  before = {*threading.enumerate()}
+  take(owner.feed)
+  started = {*threading.enumerate()} - before
+  (thread,) = (t for t in started if t.name == 'infeed')
+  del owner
+  gc.collect()
+  thread.join(30)
+  assert not thread.is_alive()
+
+
 # Evaluation.
 
 
@@ -127,9 +141,10 @@ def evaluate(source, num_evaluated=0):
 @pytest.mark.parametrize(
   ('given', 'said'),
   [
+    ({}, 'eval_input'),
     ([], 'gave no batch'),
-    ({'some': [{'y': np.ones(4)}], 'none': []}, "no batch for 'none'"),
-    ([{'y': np.ones(4)}, {'y': np.ones(8)}], '8 rows follows one of 4'),
+    ({'some': [{'x': np.ones(4)}], 'none': []}, "no batch for 'none'"),
+    ([{'x': np.ones(4)}, {'x': np.ones(8)}], '8 rows follows one of 4'),
   ],
 )
 def test_an_evaluation_that_cannot_be_fed_is_refused(given, said):
@@ -145,14 +160,14 @@ def test_each_of_several_sets_keeps_its_place():
     made = {
       'two': Numbers(eval_loop_num_batches=2),
       'one': Numbers(eval_loop_num_batches=1),
-      'all': [{'y': np.float32([n, 0])} for n in range(3)],
+      'all': [{'x': np.float32([n, 0])} for n in range(3)],
     }
     return {name: made[name] for name in names}
 
   def places(source, num_evaluated):
     found = evaluate(source, num_evaluated)
     return {
-      k: [int(x['y'][0]) for x in batches] for k, batches in found.items()
+      k: [int(x['x'][0]) for x in batches] for k, batches in found.items()
     }
 
   source = make(lambda: sets(['two', 'one', 'all']), feed.EvalFeed)
@@ -171,7 +186,41 @@ def test_each_of_several_sets_keeps_its_place():
   assert len(opened) == 1
 
 
+def test_an_evaluation_reads_ahead_and_closes_its_input():
+  closed, read_on = [], set()
+
+  class Watched(Numbers):
+    def read_from(self, position):
+      read_on.add(threading.current_thread().name)
+      yield from super().read_from(position)
+
+    def close(self):
+      super().close()
+      closed.append(self)
+
+  evaluate(make(lambda: Watched(), feed.EvalFeed))
+  assert closed
+  assert read_on == {'eval_infeed'}
+  assert 'eval_infeed' not in {t.name for t in threading.enumerate()}
+
+
 # Both.
+
+
+@pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
+def test_the_config_sets_buffer_and_patience(cls, monkeypatch):
+  made = []
+
+  def prefetch(iterable, buffer_size, *, stall_secs, **kwargs):
+    made.append((buffer_size, stall_secs))
+    return (x for x in ())
+
+  monkeypatch.setattr(async_lib, 'py_prefetch', prefetch)
+  method = lambda: Numbers(is_training=cls.is_training)
+  source = make(method, cls, infeed_buffer_size=5, infeed_stall_secs=9.0)
+  with pytest.raises(ValueError):  # It has no batch.
+    source.take() if cls.is_training else evaluate(source)
+  assert made == [(5, 9.0)]
 
 
 @pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
@@ -205,15 +254,14 @@ def test_shapes_of_a_batch_take_one_and_close_the_input(cls):
 
 @pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
 def test_inputs_are_those_of_the_partitioners_host(cls):
-  own_hosts = {}
-
-  def method(shard):
-    fields = {'is_training': cls.is_training, 'shard': shard} | own_hosts
-    return Numbers(**fields)
-
-  source = make(method, cls)
+  fields = {'is_training': cls.is_training}
+  source = make(lambda shard: Numbers(**{'shard': shard} | fields), cls)
   source.partitioner.host = (1, 2)  # As on four processes, two by two.
-  assert source.abstract_batch()['y'].shape == (4,)
-  own_hosts |= {'infeed_host_index': 3, 'num_infeed_hosts': 4}
-  with pytest.raises(ValueError, match=r', 3, 4\); expected \(.*, 1, 2\)'):
-    source.abstract_batch()
+  assert source.abstract_batch()['x'].shape == (4,)
+  for wrong, got in (
+    ({'shard': base.Shard(3, 4)}, (cls.is_training, 3, 4)),
+    ({'is_training': not cls.is_training}, (not cls.is_training, 1, 2)),
+  ):
+    fields = {'is_training': cls.is_training} | wrong
+    with pytest.raises(ValueError, match=re.escape(str(got))):
+      source.abstract_batch()

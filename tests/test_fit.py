@@ -108,12 +108,6 @@ def test_a_cell_that_runs_again_makes_a_fresh_run(config):
   assert 'eval/loss' not in first.history
 
 
-def test_a_frame_has_a_row_for_each_step(fitted):
-  frame = fitted.frame()
-  assert frame.index.tolist() == [2, 3, 4, 6]
-  assert frame['train/loss'].dropna().index.tolist() == [2, 4, 6]
-
-
 def test_load_gives_the_experiment_and_load_weights_nested_dicts(fitted):
   earlier, last = (
     jaxline.load(fitted.directory, step=step).state for step in (3, None)

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-import jaxline
 from jaxline import base_config
 
 
@@ -57,18 +56,6 @@ def test_it_learns_the_moments():
   losses = regression.evaluate(experiment)
   assert losses['generator_loss'] == pytest.approx(np.log(2), abs=0.1)
   assert losses['discriminator_loss'] == pytest.approx(2 * np.log(2), abs=0.1)
-
-
-@pytest.mark.parametrize('step', [3, 4])
-def test_a_resumed_run_has_the_same_bits(step, tmp_path):
-  def fit(name, steps):
-    config = regression.get_config(steps)
-    config.checkpoint_dir = str(tmp_path / name)
-    return jaxline.fit(gan.Gan, config, mode='train').experiment.state
-
-  straight = fit('straight', 8)
-  fit('resumed', step)
-  assert regression.digest(fit('resumed', 8)) == regression.digest(straight)
 
 
 def test_a_skipped_step_keeps_the_turns(monkeypatch):

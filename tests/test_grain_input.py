@@ -101,7 +101,6 @@ LOSSY = {'dataset': records(4), 'collate': lambda x: {'x': np.ones(3)}}
   ('fields', 'error', 'message'),
   [
     ({}, ValueError, 'files'),
-    ({'dataset': []}, ValueError, 'no records'),
     ({'dataset': source_of(4).repeat()}, ValueError, 'repeat'),
     # Batches that cannot be made.
     ({'dataset': [{'x': 1}, {'x': 1, 'y': 1}]}, ValueError, 'x'),

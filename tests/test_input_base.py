@@ -280,17 +280,18 @@ def test_what_is_no_state_is_refused(state):
 class Counted:
   """An iterator whose state is a pytree that it changes in place."""
 
-  def __init__(self):
-    self.state = {'next': np.zeros(1, int)}
+  def __init__(self, first=0, end=6):
+    self.state, self.end = {'next': np.array(first)}, end
 
   def __iter__(self):
     return self
 
   def __next__(self):
-    self.state['next'] += 1
-    if self.state['next'] > 6:
+    number = int(self.state['next'])
+    if number == self.end:
       raise StopIteration
-    return {'x': np.full(2, self.state['next'] - 1)}
+    self.state['next'] += 1
+    return {'x': np.array([number, number + 100])}
 
   def get_state(self):
     return self.state
@@ -365,6 +366,16 @@ def test_the_state_of_an_iterator_is_that_of_its_host():
   for state in (one.get_state(), b'{}', None):
     with pytest.raises(ValueError, match='number of hosts'):
       other.set_state(state)
+
+
+def test_hosts_that_would_read_the_same_are_refused():
+  fields = {'is_training': True, 'shard': base.Shard(1, 2)}
+  with pytest.raises(errors.UsageError, match='host_index'):
+    iterable.as_input(counted, **fields)
+  own = iterable.as_input(
+    lambda host_index: [{'x': np.array([host_index])}], **fields
+  )
+  assert numbers(own) == [1]
 
 
 def test_the_batch_of_each_host():

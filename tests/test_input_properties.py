@@ -292,7 +292,6 @@ SOURCES = {
     for packing in text.PACKINGS
   },
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
-  # Lingvo need not be installed.
   # `lingvo_test` has the other adaptors. Lingvo need not be installed.
   'lingvo_new_batch_size': Source(
     make_lingvo, is_sharded=True, evaluates=False, saves_position=False

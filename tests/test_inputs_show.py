@@ -17,6 +17,7 @@ from jaxline.inputs import __main__ as program
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import show
+from tests import test_input_base
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -73,26 +74,6 @@ class Counting(base.BaseInput):
 
   def set_position(self, position):
     self.count = position
-
-
-class Iterator:
-  """No `BaseInput`, but with a position; it changes the state that it gave."""
-
-  def __init__(self):
-    self.state = {'count': np.zeros([], np.int64)}
-
-  def __iter__(self):
-    return self
-
-  def __next__(self):
-    self.state['count'] += 2
-    return {'x': np.arange(2) + self.state['count']}
-
-  def get_state(self):
-    return self.state
-
-  def set_state(self, state):
-    self.state = {'count': state['count'].copy()}
 
 
 def divided(shard):
@@ -187,7 +168,7 @@ def case(make_input, verdicts, *words, marks=(), **options):
       ' 3 rows of 6, and weights of 3',
       is_training=False,
     ),
-    case(Iterator, 'hosts? rows resume', '`shard`'),
+    case(test_input_base.Counted, 'hosts? rows resume', '`shard`'),
     # Epochs: other numbers of batches, the limit, no data.
     case(uneven, 'rows epoch! resume', ' 2, 2 or more ', max_batches=2),
     case(uneven, 'rows epoch? resume?', max_batches=1),

@@ -83,12 +83,6 @@ def test_adding_the_parts_gives_the_whole(cuts):
   assert metrics.compute(sums)['m'] == np.float32((values * weights).sum() / 12)
 
 
-def test_a_mean_is_a_pytree():
-  mean = metrics.Mean.of(jnp.ones([2]))
-  doubled = jax.jit(lambda m: jax.tree.map(lambda x: 2 * x, m))(mean)
-  assert (float(doubled.total), float(doubled.weight)) == (4.0, 4.0)
-
-
 @pytest.mark.parametrize(
   ('values', 'weights'),
   [([4], [3]), ([4], [4, 1]), ([4, 3], [3]), ([4, 3], [1]), ([], [1])],

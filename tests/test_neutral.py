@@ -86,25 +86,6 @@ class Classifier(sharded.ShardedExperiment):
       yield {name: x[:rows] for name, x in examples(abs(index)).items()}
 
 
-class PlainJax(Classifier):
-  def init_fn(self, rng):
-    rngs = jax.random.split(rng)
-    params = {
-      'w1': jax.random.normal(rngs[0], [FEATURES, HIDDEN]) / FEATURES**0.5,
-      'b1': jnp.zeros([HIDDEN]),
-      'w2': jax.random.normal(rngs[1], [HIDDEN, CLASSES]) / HIDDEN**0.5,
-      'b2': jnp.zeros([CLASSES]),
-    }
-    return with_names(params), {'mean': jnp.zeros([FEATURES])}
-
-  def logits(self, params, model_state, x, is_training):
-    mean = model_state['mean']
-    if is_training:
-      mean = MOMENTUM * mean + (1 - MOMENTUM) * x.mean(0)
-    x = jax.nn.relu((x - mean[None]) @ params['w1'] + params['b1'][None])
-    return x @ params['w2'] + params['b2'][None], {'mean': mean}
-
-
 class Haiku(Classifier):
   @functools.cached_property
   def transformed(self):
@@ -185,11 +166,6 @@ def equinox():
   return type('Equinox', (cls, Classifier), {})
 
 
-@pytest.fixture(autouse=True)
-def no_checkpoints(monkeypatch):
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-
-
 def run(cls, steps):
   """Trains from the newest checkpoint; returns the losses and the state."""
   config = regression.get_config(steps)
@@ -228,7 +204,6 @@ def evaluate(cls):
 
 
 SHARDED = [
-  pytest.param(PlainJax, None, id='jax'),
   pytest.param(Haiku, 'haiku', id='haiku'),
   pytest.param(flax_nnx, 'flax.nnx', id='flax_nnx'),
   pytest.param(equinox, 'equinox', id='equinox'),
@@ -237,8 +212,7 @@ SHARDED = [
 
 @pytest.mark.parametrize(('cls', 'library'), SHARDED)
 def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
-  if library:
-    pytest.importorskip(library, exc_type=ImportError)
+  pytest.importorskip(library, exc_type=ImportError)
   if not isinstance(cls, type):
     cls = cls()
   losses, state = run(cls, STEPS)

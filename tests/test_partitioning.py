@@ -217,8 +217,8 @@ def test_unknown_rules_are_refused_with_the_nearest(preset, changes, nearest):
 
 
 def counted(sizes, sharding='fsdp', count=8):
-  devices = mesh_lib.abstract_devices(count)
-  return partitioning.Partitioner.make(sizes, sharding, devices=devices)
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(count)):
+    return partitioning.Partitioner.make(sizes, sharding)
 
 
 def test_rows_are_refused_with_those_that_fit():
@@ -327,21 +327,6 @@ def test_axes_that_do_not_fit_name_their_weight(axes, word):
   with pytest.raises(ValueError, match=word) as error:
     partitioner().specs(weights)
   assert 'layer/w' in error.value.__notes__[0]
-
-
-# Logical is transparent to JAX.
-
-
-def test_logical_passes_through_eval_shape_jit_and_vmap():
-  def init(rng):
-    return Logical(jax.random.normal(rng, [4, 3]), ('embed', 'mlp'))
-
-  shape = jax.eval_shape(init, PRNG_KEY)
-  jitted = jax.jit(init)(PRNG_KEY)
-  assert shape.axes == jitted.axes == ('embed', 'mlp')
-  assert shape.value.shape == jitted.value.shape == (4, 3)
-  stacked = jax.vmap(init)(jax.random.split(PRNG_KEY, 5))
-  assert stacked.value.shape == (5, 4, 3)
 
 
 # Activations.
@@ -476,17 +461,6 @@ def test_a_weight_without_names(sharding, shape, expected):
   assert bool(made.undersharded_weights(tree)) == is_whole
 
 
-def test_the_axis_that_is_named_layers_is_never_split():
-  # Whatever the size, and the other axes are as they are named.
-  stacks = [
-    (('layers', None), P(None, None)),
-    (('layers', 'embed'), P(None, 'data')),
-  ]
-  for axes, expected in stacks:
-    weight = Logical(jax.ShapeDtypeStruct([1024, 512], jnp.float32), axes)
-    assert partitioner('fsdp').specs({'w': weight})['w'] == expected
-
-
 def test_weights_left_whole_are_listed():
   lines = partitioner().undersharded_weights(WEIGHTS)
   assert lines == [
@@ -506,7 +480,8 @@ def test_weights_left_whole_are_listed():
   (line,) = p.undersharded_weights({'table': table})
   assert 'vocab is 257, no multiple of 4' in line
   # None where nothing is split.
-  one = partitioning.Partitioner.make(None, 'fsdp', devices=jax.devices()[:1])
+  with mesh_lib.on_devices(jax.devices()[:1]):
+    one = partitioner('fsdp')
   for p in (partitioner('ddp'), one, partitioner(mesh={'replica': 2})):
     assert p.undersharded_weights(WEIGHTS) == []
 

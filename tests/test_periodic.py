@@ -1,18 +1,14 @@
 """Tests of jaxline.metrics.periodic."""
 
 import threading
-import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline import async_lib
 from jaxline import metrics
 from jaxline.metrics import periodic
-
-TIMEOUT = 10  # Seconds; only a broken test waits that long.
 
 
 class _Recorder:
@@ -229,51 +225,10 @@ def test_a_plain_hook_fetches_nothing(takes_all, fetches):
 
 
 def test_an_error_is_raised_by_every_later_use():
-  def fail(step, scalars):
-    raise ValueError('disk full')
-
-  action = periodic.PeriodicAction(fail, 'steps', 10, log_all_data=True)
+  action = periodic.PeriodicAction(
+    lambda *_: 1 // 0, 'steps', 10, log_all_data=True
+  )
   action(3.0, 3, {})
-  for use in (
-    action.wait_to_finish,
-    lambda: action(11.0, 11, {}),
-    lambda: action(20.0, 20, {}),
-    action.wait_to_finish,
-  ):
-    with pytest.raises(ValueError, match='disk full') as info:
+  for use in (action.wait_to_finish, lambda: action(11.0, 11, {})) * 2:
+    with pytest.raises(ZeroDivisionError):
       use()
-    frames = traceback.extract_tb(info.value.__traceback__)
-    assert frames[-1].name == 'fail'
-
-
-def test_a_function_slower_than_its_interval_blocks_and_loses_nothing(
-  monkeypatch,
-):
-  monkeypatch.setattr(async_lib, 'MAX_QUEUED', 5)
-  recorder, started = _Recorder(), threading.Semaphore(0)
-  may_go = threading.Event()
-
-  def fn(step, scalars):
-    started.release()
-    assert may_go.wait(TIMEOUT)
-    recorder(step, scalars)
-
-  action = periodic.PeriodicAction(fn, 'steps', 10, log_all_data=True)
-  action(1.0, 1, {'x': 1})
-  assert started.acquire(timeout=TIMEOUT)
-  called, scalars = [], {}
-
-  def call():
-    for step in range(2, 9):
-      scalars['x'] = step  # What waits keeps its own value.
-      action(float(step), step, scalars)
-      called.append(step)
-
-  thread = threading.Thread(target=call)
-  thread.start()
-  thread.join(0.2)
-  assert called == [2, 3, 4, 5, 6]
-  may_go.set()
-  thread.join(TIMEOUT)
-  action.wait_to_finish()
-  assert recorder.calls == [(step, {'x': step}) for step in range(1, 9)]

@@ -95,16 +95,6 @@ def test_specialize_folds_in_the_host_then_the_device(kind, mode):
   assert num_unique == (2 if mode.endswith('unique_device') else 1)
 
 
-def test_specialize_needs_a_host_id_where_hosts_differ():
-  key = jax.random.key(0)
-  with pytest.raises(ValueError, match=r'host_id=None.*host_id_devices'):
-    prng.specialize_rng_host_device(key, None, 'i', 'unique_host_same_device')
-  same = prng.specialize_rng_host_device(
-    key, None, 'i', 'same_host_same_device'
-  )
-  assert same is key
-
-
 # --- DeviceStepKeys ----------------------------------------------------------
 
 
@@ -212,13 +202,6 @@ def test_step_keys_where_pmap_or_jit_is_off(fake, monkeypatch):
     run()
   # Nobody debugs these operations: they stay one compiled program.
   traced.assert_called_once()
-
-
-@pytest.mark.parametrize('shape', [(3, 2), (1, 2), ()])
-def test_step_keys_need_one_key_per_device(shape):
-  step_keys = prng.DeviceStepKeys(MODES[0])
-  with pytest.raises(ValueError, match='2, the local devices'):
-    step_keys(0, jnp.zeros(shape, jnp.uint32))
 
 
 def test_streams_are_neither_a_run_s_keys_nor_what_split_returns():

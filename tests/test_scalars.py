@@ -28,12 +28,12 @@ def packed(request):
     return scalars_lib.pack({**others, **numbers})
 
   if request.param == 'eager':
-    return step()
+    return scalars_lib.Scalars(step())
   if request.param == 'compiled':
-    return jax.jit(step)()
+    return scalars_lib.Scalars(jax.jit(step)())
   mesh = jax.make_mesh((jax.device_count(),), ('x',))
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  return jax.jit(step, out_shardings=whole)()
+  return scalars_lib.Scalars(jax.jit(step, out_shardings=whole)())
 
 
 def bits(mapping):
@@ -42,7 +42,7 @@ def bits(mapping):
 
 
 def test_it_is_the_mapping_to_the_bit(packed):
-  assert len(jax.tree.leaves(packed)) == 3  # The array and the others.
+  assert len(scalars_lib.leaves(packed)) == 3  # The array and the others.
   assert {*packed} == {*GIVEN, *COUNTS, 'is_odd', 'row'}
   assert len(packed) == 8
   assert 'loss' in packed
@@ -53,7 +53,7 @@ def test_it_is_the_mapping_to_the_bit(packed):
     array, index = scalars_lib.find(packed, name)
     assert np.asarray(array)[index] == value
   assert scalars_lib.find(packed, 'losses') is None
-  assert len(jax.tree.leaves(packed)) == 3
+  assert len(scalars_lib.leaves(packed)) == 3
   assert bits(packed) == bits({**packed}) == bits(GIVEN | COUNTS)  # Splits it.
   assert packed['loss'].sharding.device_set == packed['row'].sharding.device_set
   with pytest.raises(KeyError, match='losses'):
@@ -63,7 +63,7 @@ def test_it_is_the_mapping_to_the_bit(packed):
 def test_a_copy_and_more_entries_leave_it_packed(packed):
   more = packed | {'rows': 8, 'zero': 5.0}
   more['loss'] = 3.0
-  assert len(jax.tree.leaves(more)) == 6
+  assert len(scalars_lib.leaves(more)) == 6
   assert values.to_scalars(more) == pytest.approx(
     GIVEN | COUNTS | {'loss': 3.0, 'zero': 5.0, 'rows': 8, 'is_odd': 1},
     nan_ok=True,
@@ -76,3 +76,19 @@ def test_a_copy_and_more_entries_leave_it_packed(packed):
   assert fetched['loss'].dtype == np.float32
   del more['tiny']
   assert 'tiny' not in more
+
+
+def test_a_value_that_replaces_a_number_counts_alone(packed):
+  more = packed | {'loss': None, 'tiny': {'kl': 2.0}}
+  shown = values.to_scalars(more)
+  assert {'loss', 'tiny'}.isdisjoint(shown)
+  assert shown['tiny/kl'] == 2.0
+
+
+def test_to_jax_it_is_a_dict(packed):
+  paths = [path for path, _ in jax.tree.leaves_with_path(packed)]
+  expected = {**GIVEN, **COUNTS, 'is_odd': True, 'row': np.arange(3.0)}
+  assert paths == [path for path, _ in jax.tree.leaves_with_path(expected)]
+  on_host = jax.tree.map(np.asarray, packed)
+  assert type(on_host) is dict
+  assert bits(on_host) == bits(GIVEN | COUNTS)

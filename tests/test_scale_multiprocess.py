@@ -13,9 +13,11 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
+from tests.experiments import regression
 from tests.programs import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -51,8 +53,8 @@ def alone(tmp_path_factory):
   config, live = hosts.make(folder / 'start', 'ddp', {})
   hosts.train(live)
   hosts.save(config, live)
-  seen = {'start': hosts.digest(live.state), 'losses': hosts.train(live)}
-  seen['eval'] = hosts.regression.evaluate(live)
+  seen = {'start': regression.digest(live.state), 'losses': hosts.train(live)}
+  seen['eval'] = regression.evaluate(live)
   seen['later'] = hosts.train(live)
   return folder, seen
 
@@ -110,6 +112,24 @@ def test_four_processes_are_as_one(name, alone, four):
 
 @pytest.mark.process
 @pytest.mark.parametrize('name', MESHES)
+def test_an_uneven_evaluation_counts_every_example_once(name, four):
+  _, rows, _ = MESHES[name]
+  num_hosts = rows[0][1]
+  total = sum(map(sum, hosts.UNEVEN[:num_hosts]))
+  state = hosts.Uneven('eval', jax.random.PRNGKey(0)).state
+  loss = hosts.regression.expected_evaluation(state, [total])
+  # Three global batches, each with a key of its own.
+  draw = hosts.regression.drawn(jax.random.PRNGKey(2), [''], batches=3)['']
+  expected = {'loss': loss, 'rows': total / 3, 'draw': draw}
+  for process in four:
+    found, error = process[name]['uneven']
+    for scalars in found:
+      assert scalars == pytest.approx(expected, rel=2e-5)
+    assert ('gave no batch' in error) == (num_hosts > 1)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('name', MESHES)
 def test_each_host_has_its_own_rows(name, four):
   _, rows, _ = MESHES[name]
   by_host = {}
@@ -131,6 +151,6 @@ def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
   folder, expected = alone
   config, live = hosts.make(folder / name, 'fsdp', {})
   hosts.restore(config, live)
-  assert hosts.digest(live.state) == four[0][name]['saved']
+  assert regression.digest(live.state) == four[0][name]['saved']
   assert int(live.state.step) == 2 * hosts.STEPS
   np.testing.assert_allclose(hosts.train(live), expected['later'], rtol=2e-5)

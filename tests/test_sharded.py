@@ -717,18 +717,6 @@ def test_initial_weights_are_those_of_the_run_in_every_mode(mode, tmp_path):
   assert inspection.find(tmp_path / 'checkpoints' / 'best').step == 0
 
 
-def test_the_mesh_is_active_inside_of_the_programs():
-  class Constrained(Regression):
-    def loss_fn(self, *args):
-      assert partitioning.active() is self.partitioner
-      return super().loss_fn(*args)
-
-  experiment = make(Constrained)
-  regression.train_steps(experiment, 1)
-  regression.evaluate(experiment)
-  assert partitioning.active() is None
-
-
 # The config of a run.
 
 

@@ -14,6 +14,7 @@ from benchmarks import lm_step
 from examples import decoding
 from jaxline import train
 from jaxline.inputs import infeed
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.supervision import preemption
 from tests.experiments import regression
 
@@ -84,7 +85,7 @@ def test_nothing_on_the_training_thread_waits_for_the_step():
 
   class Watch(preemption.Watch):
     def reached(self, step):  # The last thing that the loop does in a step.
-      (packed, *_) = jax.tree.leaves(newest['scalars'])
+      (packed, *_) = scalars_lib.leaves(newest['scalars'])
       was_running.append(not packed.is_ready())
       return super().reached(step)
 

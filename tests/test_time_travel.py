@@ -1,10 +1,7 @@
 """Replays, explanations, bisections, skipped batches, fingerprints."""
 
-import copy
-import dataclasses
 import json
 import pathlib
-import re
 import shutil
 import subprocess
 
@@ -14,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from configs import lm
 import jaxline
 from jaxline import errors
 from jaxline import experiment
@@ -41,9 +37,6 @@ def run(directory, overrides=None, **kwargs):
 def shared(tmp_path_factory):
   """A run of 12 steps with checkpoints of 4, 8 and 12; not to be changed."""
   return run(tmp_path_factory.mktemp('travels') / 'run')
-
-
-HEADER = re.compile('row .*from.*')
 
 
 def losses(directory):
@@ -201,9 +194,10 @@ def test_a_replay_finds_nothing_in_a_finite_step(tmp_path):
 
 
 def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
-  directory = run(tmp_path / 'run', poisoned=33)
+  directory = run(tmp_path / 'run', {'training_steps': 32}, poisoned=33)
   curve = losses(directory)
-  step = max(curve, key=curve.get)
+  spikes = explain.spikes(curve)
+  step = max(spikes, key=spikes.get)
   with replay.opened(directory, step) as found:
     rows = explain.explain(found, step, with_grads=True)
     # The loss of the step is the mean of the rows'.
@@ -211,7 +205,8 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   assert rows[0].where == 'record 33'
   assert rows[0].loss > 1000 * rows[1].loss
   assert rows[0].grad_norm > rows[1].grad_norm
-  assert cli.main(['explain', str(directory), str(step)]) == 0
+  # Without a step, the worst spike is explained.
+  assert cli.main(['explain', str(directory)]) == 0
   assert f'--config.skip_batches={step}' in capsys.readouterr().out
 
 
@@ -269,12 +264,6 @@ def test_a_fork_around_a_batch(shared, tmp_path):
 
 
 # Where runs part.
-
-
-def test_two_equal_runs_have_no_difference(shared, tmp_path, capsys):
-  same = run(tmp_path / 'same')
-  assert cli.main(['bisect', str(shared), str(same)]) == 0
-  assert 'No difference' in capsys.readouterr().out
 
 
 def test_another_evaluation_is_no_difference_in_training(
@@ -397,43 +386,3 @@ def test_each_copy_of_an_array_is_compared():
   )
   with pytest.raises(recompute.RecomputeError, match=r'w on .*:1\.'):
     recompute.twice(step, state)
-
-
-# The page.
-
-
-def test_a_poisoned_document_is_found_and_left_out(tmp_path, capsys):
-  texts = tmp_path / 'texts'
-  texts.mkdir()
-  source = pathlib.Path(dataclasses.__file__).read_text()
-  for i in range(12):
-    (texts / f'{i}.py').write_text(source[4000 * i : 4000 * (i + 1)])
-  noise = np.random.default_rng(0).integers(0x3000, 0x9000, 40)
-  (texts / 'poison.py').write_text(''.join(map(chr, noise)))
-  config = lm.get_config()
-  config.checkpoint_dir = str(tmp_path / 'a')
-  config.training_steps = 160
-  config.log_train_data_interval = 1
-  config.save_checkpoint_interval = 20
-  config.eval_interval = -1
-  config.console = 'off'
-  kwargs = config.experiment_kwargs.config
-  kwargs.files, kwargs.length, kwargs.model.max_length = str(texts), 64, 64
-  kwargs.sample_length, kwargs.decode.max_decode_steps = 8, 8
-  kwargs.cache_dir = str(tmp_path / 'tokens')
-  kwargs.model.num_layers, kwargs.model.embed_dim = 1, 32
-  kwargs.model.num_heads, kwargs.model.mlp_dim = 2, 64
-  jaxline.fit(None, config, mode='train')
-  # Without a step, the worst spike is explained.
-  assert cli.main(['explain', config.checkpoint_dir]) == 0
-  out = capsys.readouterr().out
-  worst = out.splitlines()[out.splitlines().index(HEADER.search(out)[0]) + 1]
-  assert 'poison.py' in worst
-  options = dict(re.findall(r'--config\.(\w+)=(\S+)', out))
-  fork = copy.deepcopy(config)
-  fork.update(options | {'checkpoint_dir': str(tmp_path / 'b')})
-  jaxline.fit(None, fork, mode='train')
-  assert cli.main(['bisect', config.checkpoint_dir, fork.checkpoint_dir]) == 1
-  assert f'part in step {options["skip_batches"]}, in the batch' in (
-    capsys.readouterr().out
-  )

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import lm
 from examples import fp8
 from jaxline import partitioning
 from jaxline import sharded
@@ -23,6 +22,7 @@ from jaxline import train
 from jaxline import utils
 
 from . import experiment
+from . import experiment_test
 from . import model
 
 # The formats: bits of the fraction, the smallest exponent, the largest number.
@@ -38,15 +38,6 @@ TINY = model.ModelConfig(
   max_length=8,
   scan_layers=True,
   matmul='fp8',
-)
-
-# Most of the time of these tests is compiling.
-_jit = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
 )
 
 
@@ -74,7 +65,7 @@ def _product(spec):
   """Returns `(x, w, state, cotangent) -> product and gradients`."""
   fn = hk.transform(lambda x, w: fp8.einsum('p', spec, x, w, history_length=3))
 
-  @_jit
+  @jax.jit
   def product(x, w, state, cotangent):
     out, vjp = jax.vjp(
       lambda x, w, state: fn.apply({'~': state}, None, x, w), x, w, state
@@ -236,7 +227,7 @@ def test_only_scales_and_histories_are_split_off():
 @functools.cache
 def _gradients(config):
   weights, state = fp8.split(_params(TINY))
-  gradients = _jit(jax.grad(_loss, argnums=(0, 1)), static_argnums=2)
+  gradients = jax.jit(jax.grad(_loss, argnums=(0, 1)), static_argnums=2)
   return gradients(weights, state, config)
 
 
@@ -262,25 +253,12 @@ def test_it_runs_op_by_op():
 def _train(tmp_path, monkeypatch, **changes):
   """Trains 40 steps over two devices; returns the experiment and more."""
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-  for i in range(20):
-    lines = 'for item in items:\n  total = total + item\n' * (3 + i % 4)
-    (tmp_path / f'file{i}.txt').write_text(lines)
-  config = lm.get_config()
+  config = experiment_test.tiny_config(tmp_path)
   config.sharding = 'fsdp'
   config.training_steps = 40
-  config.interval_type = 'steps'
   config.log_train_data_interval = 1
-  config.save_checkpoint_interval = -1
-  kwargs = config.experiment_kwargs.config
-  kwargs.files = str(tmp_path)
-  kwargs.eval_fraction = 0.2
-  kwargs.length, kwargs.batch_size = 16, 8
-  kwargs.learning_rate, kwargs.warmup_fraction = 1e-2, 0.1
-  kwargs.model.update(
-    num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, max_length=32
-  )
-  kwargs.model.update(dtype='bfloat16', **changes)
-  kwargs.sample_length = 0
+  config.experiment_kwargs.config.sample_length = 0
+  config.experiment_kwargs.config.model.update(dtype='bfloat16', **changes)
   config = config.copy_and_resolve_references()
   built, losses = [], []
 

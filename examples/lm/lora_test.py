@@ -4,38 +4,22 @@ import jax
 import numpy as np
 import pytest
 
-from configs import lm
 import jaxline
 from jaxline import errors
 from jaxline import sharded
 
 from . import experiment
+from . import experiment_test
 from . import lora
 
 
 @pytest.fixture
 def config(tmp_path):
-  """The default config, tiny, on the bytes of a few files."""
-  for i in range(8):
-    (tmp_path / f'file{i}.txt').write_text(f'total = total + {i}\n' * 9)
-  config = lm.get_config()
+  config = experiment_test.tiny_config(tmp_path)
   config.training_steps = 4
   config.writers = ()
   config.console = 'off'
-  kwargs = config.experiment_kwargs.config
-  kwargs.files = str(tmp_path / '*.txt')
-  kwargs.eval_fraction = 0.2
-  kwargs.tokenizer = 'bytes'
-  kwargs.model.vocab_size = 257
-  kwargs.model.num_layers = 2
-  kwargs.model.embed_dim = 32
-  kwargs.model.num_heads = 2
-  kwargs.model.mlp_dim = 64
-  kwargs.model.max_length = 32
-  kwargs.length = 16
-  kwargs.batch_size = 8
-  kwargs.sample_length = 4
-  kwargs.decode.max_decode_steps = 4
+  config.experiment_kwargs.config.model.num_layers = 2
   return config
 
 

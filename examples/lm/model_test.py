@@ -33,17 +33,9 @@ VARIANTS = {
 }
 
 
-# Most of the time of these tests is compiling.
-_jit = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
-_apply = _jit(model.apply, static_argnums=2, static_argnames='is_training')
-_decode_step = _jit(model.decode_step, static_argnums=4)
-_init = _jit(model.init, static_argnums=1)
+_apply = jax.jit(model.apply, static_argnums=2, static_argnames='is_training')
+_decode_step = jax.jit(model.decode_step, static_argnums=4)
+_init = jax.jit(model.init, static_argnums=1)
 
 
 @functools.cache
@@ -83,7 +75,7 @@ def _loss_and_grads(config):
     total, weight = model.loss(params, tokens, tokens[:, ::-1], weights, config)
     return total / weight
 
-  return _jit(jax.value_and_grad(mean))(params_of(TINY))
+  return jax.jit(jax.value_and_grad(mean))(params_of(TINY))
 
 
 def _assert_trees_close(actual, expected, **tolerance):
@@ -157,7 +149,7 @@ def test_logits_and_loss_match_an_independent_program(name):
   nats = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(
     expected, targets[..., None], -1
   ).squeeze(-1)
-  total, weight = _jit(model.loss, static_argnums=4)(
+  total, weight = jax.jit(model.loss, static_argnums=4)(
     params, tokens, targets, weights, config
   )
   assert weight == weights.sum()
@@ -171,7 +163,7 @@ def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
   lengths = (5, 1, 6)
   tokens = [_tokens(config, 1, n, seed=n) for n in lengths]
   targets = [_tokens(config, 1, n, seed=n + 20) for n in lengths]
-  loss = _jit(model.loss, static_argnums=4)
+  loss = jax.jit(model.loss, static_argnums=4)
   alone = sum(
     loss(params, x, y, np.ones(x.shape, np.float32), config)[0]
     for x, y in zip(tokens, targets, strict=True)
@@ -221,14 +213,12 @@ def test_parameter_count_and_axes():
 def test_axes_give_a_sharding_that_computes_the_same():
   params, tokens = params_of(TINY), _tokens(TINY)
   expected = _apply(params, tokens, TINY)
-  partitioner = partitioning.Partitioner.make(
-    {'data': 2}, 'fsdp', devices=jax.devices()[:2]
-  )
+  partitioner = partitioning.Partitioner.make({'data': 2}, 'fsdp')
   boxed = jax.eval_shape(_init, jax.random.key(0), TINY)
   specs = partitioner.specs(boxed)
   assert tuple(specs['layers/feed_forward']['out']) == (None, None, 'data')
   with partitioner.activate():
-    sharded = _jit(
+    sharded = jax.jit(
       lambda params, tokens: model.apply(params, tokens, TINY),
       in_shardings=(partitioner.shardings(specs), partitioner.batch_sharding),
     )
@@ -328,7 +318,7 @@ def _packed_loss_and_grads(config):
     return total / weight
 
   four_layers = dataclasses.replace(VARIANTS['learned_swiglu'], num_layers=4)
-  return _jit(jax.value_and_grad(mean))(params_of(four_layers))
+  return jax.jit(jax.value_and_grad(mean))(params_of(four_layers))
 
 
 # A pipeline is a `vmap` over its stages, of a `shard_map` over all devices.
@@ -361,11 +351,11 @@ def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
       )
       return total / weight
 
-    run = _jit(jax.value_and_grad(mean), **options)
+    run = jax.jit(jax.value_and_grad(mean), **options)
     return jax.device_get(run(params, tokens, segments))
 
   partitioner = partitioning.Partitioner.make(
-    {'stage': 2, 'data': 1}, 'pipeline', devices=jax.devices()[:2]
+    {'stage': 2, 'data': 1}, 'pipeline'
   )
   specs = partitioner.specs(jax.eval_shape(_init, jax.random.key(0), config))
   rows = partitioner.batch_sharding
@@ -401,18 +391,6 @@ def test_scanned_and_unrolled_start_from_the_same_weights():
   _assert_trees_close(_init(rng, scanned), _init(rng, TINY), rtol=0)
 
 
-def test_a_future_token_never_changes_an_earlier_prediction():
-  config = dataclasses.replace(TINY, max_length=130)
-  params, tokens = params_of(config), _tokens(config, batch=1, length=130)
-  before = _apply(params, tokens, config)
-  for position in (0, 64, 65, 129):
-    changed = tokens.copy()
-    changed[0, position] = (changed[0, position] + 1) % 11
-    after = _apply(params, changed, config)
-    np.testing.assert_array_equal(after[:, :position], before[:, :position])
-    assert not np.allclose(after[:, position], before[:, position])
-
-
 # Decoding by it is tested in experiment_test.py.
 @pytest.mark.parametrize('name', VARIANTS)
 def test_a_sequence_in_two_pieces_is_the_whole(name):
@@ -429,10 +407,12 @@ def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
   attention = transformer.causal_attention
   capped = lambda *args, **kwargs: attention(*args, **{**kwargs, 'cap': 0.1})
   monkeypatch.setattr(transformer, 'causal_attention', capped)
-  whole = _jit(lambda: model.apply(params, tokens, TINY))()
+  whole = jax.jit(lambda: model.apply(params, tokens, TINY))()
   assert not np.allclose(whole, before, atol=1e-3)
   cache = model.empty_cache(TINY, 2, 12)
-  pieces, _ = _jit(lambda: model.decode_step(params, tokens, cache, 0, TINY))()
+  pieces, _ = jax.jit(
+    lambda: model.decode_step(params, tokens, cache, 0, TINY)
+  )()
   np.testing.assert_allclose(pieces, whole, atol=1e-5)
 
 
@@ -444,7 +424,7 @@ def test_rows_decode_from_positions_of_their_own(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
   params, tokens = params_of(config), np.asarray(_tokens(config, batch=3))
   whole = _apply(params, tokens, config)  # Of which each prefix is a part.
-  step = _jit(model.decode_step, static_argnums=4)
+  step = jax.jit(model.decode_step, static_argnums=4)
   # Prompts of 2, 5 and 3 tokens, padded with nonsense.
   at = np.array([2, 5, 3])
   prompts = np.where(np.arange(5) < at[:, None], tokens[:, :5], 7)

@@ -221,47 +221,6 @@ def test_what_a_child_leaves_open_is_its_parents():
   assert not p.first.is_frozen
 
 
-def test_jit_grad_vmap_and_scan():
-  layer = Two.HParams().Instantiate()
-  variables = jax.jit(layer.init)(KEY)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-    variables,
-    layer.init(KEY),
-  )
-  w0, w1 = (
-    np.asarray(v['w'], np.float64) for v in variables['params'].values()
-  )
-  rest = {'non_trainable': variables['non_trainable']}
-
-  @jax.jit
-  def run(params, x_SBD):
-    def total(params, x):
-      return layer.apply({'params': params, **rest}, x).sum()
-
-    grad = jax.grad(total)(params, x_SBD[0])
-    rows = jax.vmap(lambda x: layer.apply({'params': params, **rest}, x))
-
-    def step(carry, x):
-      out, collected = layer.apply({**carry, 'params': params}, x, mutable=True)
-      return {'non_trainable': collected.non_trainable}, out
-
-    carry, scanned = jax.lax.scan(step, rest, x_SBD)
-    return grad, rows(x_SBD), scanned, carry
-
-  x = np.stack([X, 2 * X])
-  grad, mapped, scanned, carry = run(variables['params'], x)
-  hidden = np.tanh(x @ w0)
-  np.testing.assert_allclose(mapped, hidden @ w1, rtol=1e-5)
-  np.testing.assert_allclose(scanned, hidden @ w1, rtol=1e-5)
-  np.testing.assert_allclose(
-    grad['two/first']['w'],
-    x[0].T @ ((1 - hidden[0] ** 2) * w1.sum(axis=1)),
-    rtol=1e-5,
-  )
-  assert carry['non_trainable']['two/second']['calls'] == 2
-
-
 # Shared layers.
 
 

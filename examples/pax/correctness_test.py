@@ -1,28 +1,19 @@
-"""Against others: a run against another program, parts against libraries.
+"""Against others: a run against another program, first weights against Praxis.
 
 The other program is plain JAX, written from the papers' formulas. It shares
 with the run its initial weights and its batches, and no line of code.
-
-Shapes: B batch, L length, D width, F hidden width, H heads, K head dim, V
-vocab, S queries, keys and values.
 """
 
 import functools
 import random
 
-from flax import linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from scipy import special
 
-from examples import decoding
-from examples import transformer
 from examples.pax import config as config_lib
 from examples.pax import experiment
-from examples.pax import schedules
 from examples.pax.layers import convolutions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import transformers
@@ -263,8 +254,7 @@ def test_a_run_is_that_of_another_program(config, monkeypatch):
   assert 0.8 < np.mean([batch['weights'].mean() for batch in batches]) < 1
 
 
-# Parts, against libraries and published numbers; attention's initial weights
-# are in layers/attentions_test.py.
+# Those of attention are in layers/attentions_test.py.
 
 
 @pytest.mark.parametrize(
@@ -321,148 +311,3 @@ def test_initial_weights_have_praxis_limits(hparams, limits):
     (w,) = (x for key, x in own.items() if key in ('w', 'emb_var'))
     assert 0.98 * limit < np.abs(w).max() < 1.00001 * limit
     assert np.std(w) == pytest.approx(limit / 3**0.5, rel=0.06)
-
-
-def _normal(*shape, seed=0):
-  rng = np.random.default_rng(seed)
-  return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-
-@pytest.mark.parametrize('documents', [1, 3])
-def test_attention_is_flaxs(documents):
-  q, k, v = _normal(3, 2, 12, 4, 8)
-  weights = _normal(2, 12, 4, 8, seed=1)
-  ids = jnp.asarray(np.arange(24).reshape(2, 12) * documents // 24)
-  mask = linen.combine_masks(
-    linen.make_causal_mask(ids),
-    linen.make_attention_mask(ids, ids, jnp.equal),
-    dtype=bool,
-  )
-
-  def ours(q, k, v):
-    return transformer.causal_attention(q, k, v, 'einsum', ids)[0]
-
-  def flaxs(q, k, v):
-    return linen.dot_product_attention(q, k, v, mask=mask)
-
-  def values_and_grads(attend):
-    total = lambda *qkv: jnp.sum(attend(*qkv) * weights)
-    return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, v)
-
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-    values_and_grads(ours),
-    values_and_grads(flaxs),
-  )
-
-
-@pytest.mark.parametrize('chunks', [1, 4])
-def test_cross_entropy_is_optaxs_and_scipys(chunks):
-  x_BLD, table_VD = _normal(2, 8, 5), _normal(11, 5, seed=1)
-  labels_BL = jnp.asarray(np.random.default_rng(2).integers(0, 11, (2, 8)))
-  weights_BL = jnp.asarray(np.arange(16).reshape(2, 8) % 3, jnp.float32)
-
-  def ours(x, table):
-    return transformer.chunked_cross_entropy(
-      x, (table, None), labels_BL, weights_BL, chunks=chunks
-    ).total
-
-  def optaxs(x, table):
-    nats_BL = optax.softmax_cross_entropy_with_integer_labels(
-      x @ table.T, labels_BL
-    )
-    return jnp.sum(nats_BL * weights_BL)
-
-  (actual, grads), (expected, expected_grads) = (
-    jax.jit(jax.value_and_grad(f, (0, 1)))(x_BLD, table_VD)
-    for f in (ours, optaxs)
-  )
-  log_p = special.log_softmax(np.float64(x_BLD) @ np.float64(table_VD).T, -1)
-  log_p = np.take_along_axis(log_p, np.asarray(labels_BL)[..., None], -1)
-  scipys = -np.sum(log_p[..., 0] * weights_BL)
-  np.testing.assert_allclose([actual, expected], scipys, rtol=1e-5)
-  for a, b in zip(grads, expected_grads, strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_rotary_positions_have_roformers_numbers():
-  """Of the tests of `transformers`, test_modeling_roformer.py."""
-  published = [
-    [0.0000, 0.0100, 0.0200, 0.0300, 0.0400, 0.0500, 0.0600, 0.0700],
-    [-0.2012, 0.8897, 0.0263, 0.9401, 0.2074, 0.9463, 0.3481, 0.9343],
-    [-1.7057, 0.6271, -1.2145, 1.3897, -0.6303, 1.7647, -0.1173, 1.8985],
-    [-2.1731, -1.6397, -2.7358, 0.2854, -2.1840, 1.7183, -1.3018, 2.4871],
-    [0.2717, -3.6173, -2.9206, -2.1988, -3.6638, 0.3858, -2.9155, 2.2980],
-    [3.9859, -2.1580, -0.7984, -4.4904, -4.1181, -2.0252, -4.4782, 1.1253],
-  ]
-  x = np.arange(6 * 64, dtype=np.float32).reshape(6, 64) / 100
-  # There the two of a pair are neighbours; here they are halves.
-  halves = np.concatenate([x[:, ::2], x[:, 1::2]], axis=-1)
-  angles = transformer.rotary_angles(jnp.arange(6), 64)
-  turned = transformer.rotate(jnp.asarray(halves)[None, :, None], angles)
-  pairs = np.asarray(turned)[0, :, 0].reshape(6, 2, 32).swapaxes(1, 2)
-  np.testing.assert_allclose(
-    pairs.reshape(6, 64)[:, :8], published, atol=1.01e-4
-  )
-
-
-@pytest.mark.parametrize(
-  ('width', 'published'),
-  [
-    (
-      4,
-      [
-        [0, 0, 1, 1],
-        [0.841470957, 9.99999902e-05, 0.540302277, 1],
-        [0.909297407, 1.99999980e-04, -0.416146845, 1],
-      ],
-    ),
-    (
-      6,
-      [
-        [0, 0, 0, 1, 1, 1],
-        [0.841470957, 0.009999833, 9.99999902e-05, 0.540302277, 0.99995, 1],
-        [0.909297407, 0.019998666, 1.99999980e-04, -0.416146815, 0.9998, 1],
-      ],
-    ),
-  ],
-)
-def test_sinusoids_have_tensor2tensors_numbers(width, published):
-  """As AllenNLP quotes them, test_add_positional_features."""
-  positions = jnp.arange(len(published))[None]
-  actual = transformer.sinusoidal_positions(positions, width)
-  np.testing.assert_allclose(actual[0], published, atol=1e-6)
-
-
-def test_schedules_are_optaxs():
-  """Those of Pax's C4 runs, and of its GPT-3."""
-  exponential = schedules.LinearRampupExponentialDecay.HParams(
-    warmup_steps=4000, decay_start=4000, decay_end=300_000, min_ratio=0.1
-  )
-  cosine = schedules.LinearRampupCosineDecay.HParams(
-    warmup_steps=265, decay_start=265, decay_end=108_600, min_ratio=0.1
-  )
-  steps = np.array([0, 1, 100, 265, 266, 3999, 4001, 50_000, 200_000, 400_000])
-  for hparams, theirs in (
-    (
-      exponential,
-      optax.warmup_exponential_decay_schedule(
-        0.0, 1.0, 4000, 296_000, 0.1, end_value=0.1
-      ),
-    ),
-    (cosine, optax.warmup_cosine_decay_schedule(0.0, 1.0, 265, 108_600, 0.1)),
-  ):
-    ours = jax.vmap(hparams.Instantiate().value_at)(steps)
-    with jax.numpy_dtype_promotion('standard'):
-      theirs = jax.vmap(theirs)(steps)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
-
-
-def test_beams_are_ranked_as_by_the_published_length_penalty():
-  """Wu et al. (2016), equation 14: (5 + t)^a / 6^a; Pax divides by 5^a."""
-  alpha, lengths = 0.8, np.array([1, 2, 7, 30])
-  log_p = np.array([-1.0, -1.05, -2.5, -6.0])
-  ours = log_p / np.float64(decoding.length_norm(jnp.asarray(lengths), alpha))
-  published = log_p / ((5 + lengths) ** alpha / 6**alpha)
-  np.testing.assert_allclose(ours / published, (5 / 6) ** alpha, rtol=1e-5)
-  assert published[0] < published[1]  # And not so without the penalty.

@@ -592,14 +592,7 @@ def test_narrow_types_and_pipelines_are_those_of_praxis(
     found = model.apply({**variables, 'params': params}, TYPED_BATCH)
     return found[0]['total_loss'][0], found
 
-  program = jax.jit(
-    jax.value_and_grad(loss, has_aux=True),
-    # It runs once: most of its time would go into LLVM.
-    compiler_options={
-      'xla_backend_optimization_level': 0,
-      'xla_llvm_disable_expensive_passes': True,
-    },
-  )
+  program = jax.jit(jax.value_and_grad(loss, has_aux=True))
   (_, (metrics, per_example)), grads = program(variables['params'])
   # In float32 the numbers are within the tolerance of bfloat16.
   hidden = jax.eval_shape(

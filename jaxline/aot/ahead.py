@@ -5,7 +5,6 @@ arrays.
 """
 
 from collections.abc import Iterator, Sequence
-import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -16,7 +15,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 from ml_collections import config_dict
 import numpy as np
 
@@ -25,7 +23,6 @@ from jaxline import compilation_cache
 from jaxline import counting
 from jaxline import disk
 from jaxline import mesh as mesh_lib
-from jaxline import partitioning
 from jaxline import prng
 from jaxline import sharded
 from jaxline.aot import hlo
@@ -56,7 +53,7 @@ def compile_experiment(
     if report.target.num_slices > 1:
       name = f'{report.target.num_slices}x{name}'
     path = directory / f'{name}.json'
-    disk.write_json(path, report.to_json())
+    disk.write_json(path, dataclasses.asdict(report))
     print(report)
     print(f'\nWritten to {path}', flush=True)
   return report.fits
@@ -91,7 +88,9 @@ def make_report(
     ]
     notes += [
       f'Whole, or cut less than the sharding asks for: {line}'
-      for line in experiment.layout.undersharded
+      for line in partitioner.undersharded_weights(
+        experiment.layout.named.params
+      )
     ]
     # XLA writes its dump only if it compiles.
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
@@ -101,11 +100,10 @@ def make_report(
       experiment=type(experiment).__name__,
       target=target,
       mesh=partitioner.axis_sizes,
-      sharding=_preset(partitioner.rules),
+      sharding=experiment.sharding,
       batch_rows=len(jax.tree.leaves(batch)[0]),
       parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
       state_bytes=_bytes(state),
-      gradient_bytes=_gradient_bytes(experiment, state),
       batch_bytes=_bytes(batch),
       bubble_fraction=counting.bubble_fraction(steps[0].traced.jaxpr),
       programs=tuple(compiled),
@@ -154,11 +152,6 @@ def _target(
   )
 
 
-def _preset(rules: partitioning.Rules) -> str:
-  presets = partitioning.PRESETS.items()
-  return next((n for n, p in presets if p == rules), 'by its own rules')
-
-
 def _build(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> sharded.ShardedExperiment:
@@ -169,7 +162,6 @@ def _build(
       f'{type(experiment).__name__} has no sharded step to compile; expected a'
       ' sharded.ShardedExperiment.'
     )
-  experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
   return experiment
 
 
@@ -252,13 +244,12 @@ def _compile(
 
 def _memory(stats: Any, target: report_lib.Target) -> dict[str, Any]:
   """Returns the memory that a compiled program takes of a chip."""
-  sizes = {
-    f'{kind}_bytes': getattr(stats, f'{kind}_size_in_bytes')
-    for kind in ('argument', 'output', 'temp', 'alias')
-  }
-  peak = sum(sizes.values()) - 2 * sizes['alias_bytes']
+  temp = stats.temp_size_in_bytes
+  # Outputs of the size `alias` share the memory of arguments.
+  own = stats.output_size_in_bytes - stats.alias_size_in_bytes
+  peak = stats.argument_size_in_bytes + own + temp
   fits = peak <= target.hbm_bytes if target.chip else None
-  return {**sizes, 'peak_bytes': peak, 'fits': fits}
+  return {'temp_bytes': temp, 'peak_bytes': peak, 'fits': fits}
 
 
 # The state.
@@ -272,21 +263,6 @@ def _bytes(tree: Any) -> int:
   )
 
 
-def _gradient_bytes(
-  experiment: sharded.ShardedExperiment, state: sharded.TrainState
-) -> int:
-  """Returns the bytes of the gradients per chip, if all exist at once."""
-  # Sums over parts of a batch are kept in float32, at least.
-  least = 4 if experiment.accumulation_steps > 1 else 0
-  return sum(
-    _bytes(x) // x.dtype.itemsize * max(x.dtype.itemsize, least)
-    for x in jax.tree.leaves(state.params)
-  )
-
-
 def _versions(topology: str | None) -> dict[str, str]:
-  versions = {'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
-  if topology:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions['libtpu'] = importlib.metadata.version('libtpu')
-  return versions
+  names = ['jax', 'jaxlib', *(['libtpu'] if topology else [])]
+  return {name: importlib.metadata.version(name) for name in names}

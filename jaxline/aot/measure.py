@@ -52,8 +52,9 @@ _FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
 # In-place updates -> the operand that is written. `scatter` reads it as well.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'gather', 'slice')
-# Custom calls of kernels by Pallas and similar tools.
+# Custom calls of kernels by Pallas and similar tools, and of cuDNN.
 _KERNELS = (
+  '__cudnn$',
   '__gpu$xla.gpu.triton',
   'mosaic_gpu',
   'tpu_custom_call',
@@ -88,8 +89,8 @@ class Measures:
 
   Attributes:
     flops: of matrix products and convolutions, without those with padding.
-      Kernels of cuBLAS, cuDNN and splash attention count by their shapes, other
-      Pallas kernels by their author's estimate.
+      Kernels of cuBLAS and splash attention count by their shapes, other Pallas
+      kernels by their author's estimate, those of cuDNN not at all.
     hbm_bytes: read from and written to device memory by each instruction and
       each fusion as a whole. A sliced operand counts as the slice, an in-place
       update as the update, a value that is passed on not at all. Tile padding,
@@ -199,7 +200,7 @@ def _flops(i: hlo.Instruction) -> float | None:
   if i.opcode in ('dot', 'scaled-dot', 'ragged-dot'):
     return _product_flops(i, i.numbers('lhs_contracting_dims'))
   if i.opcode == 'convolution':
-    return _convolution_flops(i, i.operands[0], i.operands[1], i)
+    return _convolution_flops(i)
   if i.kind != 'custom-call':
     return 0.0
   target = i.target
@@ -207,22 +208,6 @@ def _flops(i: hlo.Instruction) -> float | None:
     return _product_flops(
       i, hlo.numbers(i.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]'))
     )
-  if target.startswith('__cudnn$conv'):
-    a, b, *_ = i.operands
-    arrays = {
-      '__cudnn$convBackwardInput': (i, b, a),
-      '__cudnn$convBackwardFilter': (a, i, b),
-    }.get(target, (a, b, i))
-    return _convolution_flops(i, *arrays)
-  if target.startswith('__cudnn$fmha'):
-    scores = i.search(
-      r'intermediate_tensor_shape\\?":.*?dimensions\\?": *\[([^\]]*)\]'
-    )
-    # Forward QK and PV; backward QK again, and a product for each of dV, dP,
-    # dQ and dK (Dao et al. 2022).
-    products = 5 if 'Backward' in target else 2
-    flops = 2.0 * products * math.prod(hlo.numbers(scores))
-    return flops * i.operands[0].shapes[0].dims[-1] if scores else None
   if target.startswith(_KERNELS):
     cost = i.search(r'"cost_estimate":\{"flops":"?(\d+)')
     return float(cost) if cost else _splash_flops(i)
@@ -258,17 +243,11 @@ def _product_flops(i: hlo.Instruction, contracted: Sequence[int]) -> float:
   return 2.0 * math.prod((*result, *sizes))
 
 
-def _convolution_flops(
-  i: hlo.Instruction,
-  lhs: hlo.Instruction,
-  rhs: hlo.Instruction,
-  out: hlo.Instruction,
-) -> float:
-  """FLOPs of `out` = convolution of `lhs` with the kernel `rhs`."""
+def _convolution_flops(i: hlo.Instruction) -> float:
   labels = re.split('_|->', i.attribute('dim_labels'))
   image, kernel, result = (
     dict(zip(label, array.shapes[0].dims, strict=True))
-    for label, array in zip(labels, (lhs, rhs, out), strict=True)
+    for label, array in zip(labels, (*i.operands, i), strict=True)
   )
   items = (item.partition('=') for item in i.attribute('window')[1:-1].split())
   window = {key: values.split('x') for key, _, values in items}

@@ -8,14 +8,13 @@ import dataclasses
 import functools
 import math
 import textwrap
-from typing import Any
 
 from jaxline import chips
 from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.metrics import lines as lines_lib
 
-SCHEMA = 2
+SCHEMA = 3
 _WIDTH = 80
 _MAX_NAMES = 8
 # XLA rounds allocations up to this; smaller differences mean nothing.
@@ -108,9 +107,6 @@ class Program:
     name: 'train step' or 'eval step'.
     model_flops: of the model in one step, all chips together, without
       recomputation.
-    argument_bytes: state, batch and key.
-    output_bytes: new state and metrics.
-    alias_bytes: outputs that share the memory of arguments.
     temp_bytes: the largest sum of temporaries.
     peak_bytes: arguments, outputs and temporaries; shared memory counts once.
     fits: whether the peak is within the chip's memory. For TPUs the compiler
@@ -123,9 +119,6 @@ class Program:
 
   name: str
   model_flops: float
-  argument_bytes: int | None = None
-  output_bytes: int | None = None
-  alias_bytes: int | None = None
   temp_bytes: int | None = None
   peak_bytes: int | None = None
   fits: bool | None = None
@@ -147,7 +140,6 @@ class Report:
     batch_rows: rows of a global batch.
     parameters: number of weights.
     state_bytes: weights, optimizer and model state.
-    gradient_bytes: the gradients, if all exist at once.
     batch_bytes: one batch.
     bubble_fraction: part of a step in which a pipeline's stage idles.
     programs: the train step and the eval step.
@@ -163,7 +155,6 @@ class Report:
   batch_rows: int
   parameters: int
   state_bytes: int
-  gradient_bytes: int
   batch_bytes: int
   bubble_fraction: float
   programs: tuple[Program, ...]
@@ -175,10 +166,6 @@ class Report:
   def fits(self) -> bool:
     """Whether nothing is known not to fit."""
     return all(program.fits is not False for program in self.programs)
-
-  def to_json(self) -> dict[str, Any]:
-    """Returns plain values, for `json.dump`."""
-    return dataclasses.asdict(self)
 
   def __str__(self) -> str:
     return '\n'.join(_lines(self))
@@ -261,7 +248,6 @@ def _run_rows(report: Report) -> Iterable[tuple[str, str]]:
   text = _size(report.state_bytes)
   if report.target.chip:
     text += f' of {_size(hbm_bytes)} ({report.state_bytes / hbm_bytes:.0%})'
-  text += f'; gradients {_size(report.gradient_bytes)}'
   yield 'state per chip', text
 
 
@@ -269,14 +255,8 @@ def _program_rows(
   program: Program, target: Target
 ) -> Iterable[tuple[str, str]]:
   yield 'peak per chip', _peak_text(program, target)
-  parts = (
-    ('arguments', program.argument_bytes),
-    ('outputs', program.output_bytes),
-    ('shared by both', program.alias_bytes),
-    ('temporaries', program.temp_bytes),
-  )
-  sizes = (f'{k} {_size(v)}' for k, v in parts if v is not None)
-  yield 'per chip', ', '.join(sizes)
+  if program.temp_bytes is not None:
+    yield 'temporaries', _size(program.temp_bytes)
   for buffer in program.buffers:
     if buffer.bytes >= _SMALL:
       yield '', _buffer_text(buffer)
@@ -334,10 +314,6 @@ def _peak_text(program: Program, target: Target) -> str:
 
 def _buffer_text(buffer: memory.Buffer) -> str:
   """Returns a line; of a long path the end says more than the beginning."""
-  shape, name = buffer.shape, buffer.name or buffer.kind
-  line = f'    {_size(buffer.bytes):>10}  {shape}  '
-  if len(line) + len(name) > _WIDTH:
-    shape = shape if len(shape) <= 28 else f'{shape[:26]}..'
-    line = f'    {_size(buffer.bytes):>10}  {shape}  ..'
-    name = name[len(line) - _WIDTH :]
-  return line + name
+  line = f'    {_size(buffer.bytes):>10}  {buffer.shape}  '
+  name, room = buffer.name or buffer.kind, _WIDTH - len(line)
+  return line + (name if len(name) <= room else f'..{name[2 - room :]}')

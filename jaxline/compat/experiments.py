@@ -13,6 +13,7 @@ import inspect
 import pathlib
 import stat
 import sys
+import types
 from typing import Any
 
 from absl import logging
@@ -105,58 +106,31 @@ def _prefer_working_directory(module: str) -> None:
       return
 
 
-class _Nothing:
-  """Stands for the experiment of a state that has none: nothing is stored."""
-
-  def snapshot_state(self) -> dict[str, Any]:
-    return {}
-
-  def wants_restored(self, name: str) -> bool:
-    return False
-
-
-class _Completed:
-  """Adds the defaults of `AbstractExperiment` to an object without them."""
-
-  def __init__(self, live: Any):
-    self._live, self._missing = live, _missing(live)
-
-  def __getattr__(self, name: str) -> Any:
-    missing = self.__dict__['_missing']
-    if name not in missing:
-      return getattr(self._live, name)
-    return _bound(missing[name], self)  # Kept, it would be a cycle of weights.
-
-
-def _missing(live: Any) -> dict[str, Any]:
-  """Returns the defaults of what an object lacks of `AbstractExperiment`."""
-  base_class = experiment_lib.AbstractExperiment
-  return {
-    name: x
-    for name, x in vars(base_class).items()
-    if not name.startswith(('__', '_abc'))
-    # The loops say it if one of these is missing.
-    and name not in base_class.__abstractmethods__
-    and not hasattr(live, name)
-  }
-
-
-def _bound(default: Any, owner: Any) -> Any:
-  """Returns a default of the class as an attribute of an object."""
-  has_self = hasattr(default, '__get__')
-  return default.__get__(owner) if has_self else default
-
-
 def full_experiment(experiment: Any) -> Any:
-  """Returns an experiment that has all attributes of `AbstractExperiment`.
+  """Gives an object the attributes of `AbstractExperiment` that it lacks.
 
   Args:
-    experiment: any object that a program saves; it is not changed. None stands
-      for no experiment.
+    experiment: any object that a program trains or saves; its own attributes
+      are not changed. None stands for no experiment.
   """
-  if isinstance(experiment, experiment_lib.AbstractExperiment):
+  if experiment is None:
+    experiment = types.SimpleNamespace(
+      snapshot_state=dict, wants_restored=lambda name: False
+    )
+  base_class = experiment_lib.AbstractExperiment
+  if isinstance(experiment, base_class):
     return experiment
-  return _Completed(_Nothing() if experiment is None else experiment)
+  for name, default in vars(base_class).items():
+    if (
+      not name.startswith(('__', '_abc'))
+      # The loops say it if one of these is missing.
+      and name not in base_class.__abstractmethods__
+      and not hasattr(experiment, name)
+    ):
+      has_self = hasattr(default, '__get__')
+      own = default.__get__(experiment) if has_self else default
+      setattr(experiment, name, own)
+  return experiment
 
 
 def class_of(constructor: Any) -> type | None:
@@ -226,13 +200,12 @@ def construct(
     errors.UsageError: the config sets a key that only a sharded step reads, and
       the experiment does not read it.
   """
-  experiment = initialize_experiment(
-    experiment_class, mode, rng, config.experiment_kwargs, run_config=config
+  experiment = full_experiment(
+    initialize_experiment(
+      experiment_class, mode, rng, config.experiment_kwargs, run_config=config
+    )
   )
-  if not isinstance(experiment, experiment_lib.AbstractExperiment):
-    # On the object itself, which the loops and their caller know.
-    for name, default in _missing(experiment).items():
-      setattr(experiment, name, _bound(default, experiment))
+  experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
   if experiment.run_config is not None:
     return experiment
   defaults = base_config.recorded(base_config.get_base_config())

@@ -120,7 +120,7 @@ class IndexedInput(resumable.ResumableInput):
       return records
     if self._size >= _SMALL:
       return np.array([self._ids[i] for i in positions.tolist()], np.int64)
-    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+    for epoch in np.unique(epochs).tolist():
       chosen = epochs == epoch
       order = _epoch_order(self.seed(), epoch, self._size)
       records[chosen] = order[records[chosen]]
@@ -177,15 +177,17 @@ class IndexedInput(resumable.ResumableInput):
     Without `repeat` they are less than `batch_size` at the end of the epoch,
     maybe none.
     """
-    assert self.infeed_host_index is not None
-    first = position + self.infeed_host_index * self.batch_size
-    positions = np.arange(first, first + self.batch_size)
-    if not self.repeat:
-      positions = positions[positions < self._size]
-    if positions.size:
+    if (positions := self.positions_at(position)).size:
       return self.read_at(positions)
     # A host without rows still needs their shapes and types.
     return jax.tree.map(lambda x: x[:0], self.read_at(np.zeros(1, np.int64)))
+
+  def positions_at(self, position: int) -> np.ndarray:
+    """Returns the positions of the rows of `batch_at`, int64 [b]."""
+    assert self.infeed_host_index is not None
+    first = position + self.infeed_host_index * self.batch_size
+    positions = np.arange(first, first + self.batch_size)
+    return positions if self.repeat else positions[positions < self._size]
 
   def _batch_to_send(self, position: int) -> dict[str, Any]:
     """Returns `batch_at`, or raises what a worker can send."""
@@ -244,11 +246,10 @@ class IndexedInput(resumable.ResumableInput):
 
   def where(self) -> str:
     """Returns the first record of the next batch."""
-    assert self.infeed_host_index is not None
-    position = self._at + self.infeed_host_index * self.batch_size
-    epoch, within = divmod(position, self._size)
-    if epoch and not self.repeat:
+    if not (positions := self.positions_at(self._at)).size:
       return 'the rows that fill up the end of the epoch'
+    position = int(positions[0])
+    epoch, within = divmod(position, self._size)
     return (
       f'a batch from record {within} of epoch {epoch} on'
       f' ({self.describe_at(position)})'
@@ -256,9 +257,7 @@ class IndexedInput(resumable.ResumableInput):
 
   def where_rows(self) -> list[str]:
     """Returns the record of each row of the next batch."""
-    assert self.infeed_host_index is not None
-    first = self._at + self.infeed_host_index * self.batch_size
-    return [self.describe_at(first + i) for i in range(self.batch_size)]
+    return [*map(self.describe_at, self.positions_at(self._at).tolist())]
 
   def describe_at(self, position: int) -> str:
     """Returns where the record at a position of the global order is from."""

@@ -27,7 +27,8 @@ class IterableInput(base.BaseInput):
   Attributes:
     function: returns an iterable of batches, each a dict of arrays
       [batch_size, ...]; the last may have fewer rows. It may take `host_index`
-      and `num_hosts`, by these names.
+      and `num_hosts`, by these names; with several hosts, it must take the
+      first.
     batch_size: rows per batch; None is as many as each batch has.
   """
 
@@ -35,6 +36,16 @@ class IterableInput(base.BaseInput):
   batch_size: int | None = None  # type: ignore[assignment]
 
   _iterator: Any = dataclasses.field(default=None, init=False, repr=False)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    hosts = self.num_infeed_hosts
+    if hosts != 1 and not base.choose_arguments(
+      self.function, {'host_index': 0}
+    ):
+      self.refuse(
+        'function', f'one of host_index: {hosts} hosts share the data'
+      )
 
   def _check_batch_size(self) -> None:
     self.check_integer('batch_size', or_none=True)
@@ -142,5 +153,5 @@ def as_input(
     return _SkippingInput(dataset=source, repeat=False, **fields)
   function = source
   if not callable(source) or hasattr(source, '__iter__'):
-    function = lambda: source
+    function = lambda host_index: source  # It is this host's.
   return IterableInput(function=function, **fields)

@@ -67,10 +67,13 @@ class MixtureInput(indexed.IndexedInput):
         isinstance(child, indexed.IndexedInput)
         and child.repeat
         and child.is_training == self.is_training
+        # Else its seed would be another at each start.
+        and child.saves_position == self.saves_position
       ):
         raise errors.UsageError(
           f'The input {name} of {self.name}, a {type(child).__name__}, is no'
-          f' IndexedInput with repeat=True and is_training={self.is_training}.'
+          f' IndexedInput with repeat=True, is_training={self.is_training} and'
+          f' input_checkpointing_enabled={self.input_checkpointing_enabled}.'
           ' Mix streams inside tf.data, SeqIO or grain.IterDataset.mix.'
         )
     if set(self.weights) != set(self.inputs):

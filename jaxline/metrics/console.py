@@ -385,12 +385,12 @@ class Hook(periodic.Every):
     super().__call__(t, step, scalar_outputs)
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
+    others = scalars_lib.others_of(scalars)  # What is packed is small.
     if not self._kept:  # For each step it would take microseconds.
-      others = scalars_lib.others_of(scalars)  # What is packed is small.
       sizes = ((name, getattr(x, 'size', 1)) for name, x in others.items())
       self._large = [name for name, size in sizes if size != 1]
     for name in self._large:  # They would fill the memory of the devices.
-      scalars.pop(name, None)
+      others.pop(name, None)
     self._kept.append((step, scalars))
     if is_due:
       self.wait_to_finish()

@@ -91,7 +91,8 @@ def _clocked(names: tuple[str, ...]) -> list[str]:
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
-  leaves = jax.tree.leaves((batch, unclocked(scalars)))
+  kept = scalars_lib.leaves(unclocked(scalars))
+  leaves = [*jax.tree.leaves(batch), *kept]
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
   try:
     return fingerprint(arrays)

@@ -75,7 +75,7 @@ def describe(
       continue
     if isinstance(value, float):
       value, num_bad = _mean(recent, name)
-      if num_bad:
+      if num_bad and len(recent) > 1:
         note = f' ({num_bad} of {len(recent)} not finite)'
     if name == 'loss' and earlier and not note:
       note = f' ({value - _mean(earlier, name)[0]:+.3g})'
@@ -84,10 +84,13 @@ def describe(
 
 
 def _mean(records: Sequence[Mapping[str, Any]], name: str) -> tuple[float, int]:
-  """Returns the mean of the finite values, and the number of the others."""
+  """Returns the mean of the finite values, and the number of the others.
+
+  If none is finite, the last value stands for their mean.
+  """
   values = [x[name] for x in records if name in x]
   finite = list(filter(math.isfinite, values))
-  value = sum(finite) / len(finite) if finite else math.nan
+  value = sum(finite) / len(finite) if finite else [math.nan, *values][-1]
   return value, len(values) - len(finite)
 
 

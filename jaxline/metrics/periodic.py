@@ -91,7 +91,9 @@ class PeriodicAction(Action):
     factors = (1, *ratios) if ratios else ()
     # Steps of 20 digits, even for a ratio of 1e-9.
     growth = {round(factor * 10**k) for factor in factors for k in range(30)}
-    self._due_steps = growth - {0} | {end_step_to_action}
+    self._due_steps = growth - {0}
+    if end_step_to_action is not None:  # It may be an array.
+      self._due_steps.add(int(end_step_to_action))
     can_be_due = not off or ratios or end_step_to_action is not None
     self._takes_all = bool(log_all_data and can_be_due)
     self._steps_per_sec = 0.0

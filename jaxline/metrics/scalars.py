@@ -5,8 +5,8 @@ array that is logged a transfer of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import dataclasses
 import functools
-import types
 from typing import Any
 
 import jax
@@ -16,85 +16,91 @@ import numpy as np
 _DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=['array', 'others'],
+  meta_fields=['names', 'dtypes'],
+)
+@dataclasses.dataclass(frozen=True)
+class Packed:
+  """What a compiled step returns of its scalars.
+
+  Attributes:
+    names: of the numbers in the array.
+    dtypes: of these numbers, float32 or int32.
+    array: the bits of the numbers, [len(names)] uint32; None without names.
+    others: the other values, by name.
+  """
+
+  names: tuple[str, ...] = ()
+  dtypes: tuple[Any, ...] = ()
+  array: Any = None
+  others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
 class Scalars(MutableMapping[str, Any]):
   """A mapping that keeps its 32-bit scalars in one array on the devices.
 
-  When one of these is asked for, also by `{**scalars}`, a small program splits
-  the array on the devices; on a CPU this waits for the step. `scalars | {...}`,
-  `copy` and an assignment leave it packed.
+  When one of these is asked for, also by `{**scalars}` and by functions of
+  `jax.tree`, a small program splits the array on the devices; on a CPU this
+  waits for the step. `scalars | {...}`, `copy` and an assignment leave it
+  packed. To JAX it is the dict that it stands for.
 
   Attributes:
-    others: the values that are not in the array, by name.
+    others: the values that are not in the array, by name. They replace one in
+      the array of their name.
   """
 
   def __init__(
-    self,
-    names: tuple[str, ...] = (),
-    dtypes: tuple[Any, ...] = (),
-    packed: Any = None,
-    others: Mapping[str, Any] = types.MappingProxyType({}),
+    self, packed: Packed = Packed(), others: Mapping[str, Any] | None = None
   ):
-    """Makes a mapping.
-
-    Args:
-      names: of the numbers in the array.
-      dtypes: of these numbers, float32 or int32.
-      packed: the array of their bits, [len(names)] uint32; None without names.
-      others: the other values; they replace one in the array of their name.
-    """
-    self._names, self._dtypes, self._packed = names, dtypes, packed
-    self.others = dict(others)
-
-  def tree_flatten(self) -> tuple[Any, Any]:
-    return (self._packed, self.others), (self._names, self._dtypes)
-
-  @classmethod
-  def tree_unflatten(cls, aux: Any, children: Any) -> 'Scalars':
-    return cls(*aux, *children)
+    """Makes a mapping of what a step returned; `others` replace its others."""
+    self._packed = packed
+    self.others = dict(packed.others if others is None else others)
 
   def _split(self) -> dict[str, Any]:
-    if self._names:
-      split = _splitter(self._dtypes)
-      is_shape = isinstance(self._packed, jax.ShapeDtypeStruct)
-      call = functools.partial(jax.eval_shape, split) if is_shape else split
-      numbers = zip(self._names, call(self._packed), strict=True)
-      self.others = dict(numbers) | self.others
-      self._names, self._dtypes, self._packed = (), (), None
+    packed, self._packed = self._packed, Packed()
+    if packed.names:
+      numbers = _splitter(packed.dtypes)(packed.array)
+      split = dict(zip(packed.names, numbers, strict=True))
+      self.others = split | self.others
     return self.others
 
   def __getitem__(self, name: str) -> Any:
-    return self.others[name] if name in self.others else self._split()[name]
+    if name not in self.others and name in self._packed.names:
+      self._split()
+    return self.others[name]
 
   def __setitem__(self, name: str, value: Any) -> None:
     self.others[name] = value
 
   def __delitem__(self, name: str) -> None:
-    del self._split()[name]
+    if name in self._packed.names:
+      self._split()
+    del self.others[name]
 
   def __contains__(self, name: object) -> bool:
-    return name in self.others or name in self._names
+    return name in self.others or name in self._packed.names
 
   def __iter__(self) -> Iterator[str]:
-    return iter(dict.fromkeys((*self._names, *self.others)))
+    return iter(dict.fromkeys((*self._packed.names, *self.others)))
 
   def __len__(self) -> int:
-    return len({*self._names, *self.others})
+    return len({*self._packed.names, *self.others})
 
   def __repr__(self) -> str:
     return repr(dict(self))
 
   def __or__(self, more: Mapping[str, Any]) -> 'Scalars':
-    others = self.others | dict(more)
-    return Scalars(self._names, self._dtypes, self._packed, others)
+    return Scalars(self._packed, self.others | dict(more))
 
   def __ror__(self, more: Mapping[str, Any]) -> 'Scalars':
     kept = {name: x for name, x in more.items() if name not in self}
-    return Scalars(self._names, self._dtypes, self._packed, kept | self.others)
+    return Scalars(self._packed, kept | self.others)
 
   def copy(self) -> 'Scalars':
     """Returns a shallow copy."""
-    return self | {}
+    return Scalars(self._packed, self.others)
 
   def on_host(self) -> dict[str, Any]:
     """Returns all values, with NumPy's numbers from the array."""
@@ -103,13 +109,34 @@ class Scalars(MutableMapping[str, Any]):
   def numbers(
     self, convert: Callable[[np.ndarray], Any] = np.ndarray.tolist
   ) -> dict[str, Any]:
-    """Fetches the array, and returns its numbers as int and float."""
-    if not self._names:
+    """Fetches the array; returns those of its numbers that count, by name.
+
+    They are int and float, or what `convert` makes of them.
+    """
+    names, dtypes = self._packed.names, self._packed.dtypes
+    if not names:
       return {}
-    bits = np.asarray(self._packed)
-    columns = {dtype: convert(bits.view(dtype)) for dtype in {*self._dtypes}}
-    places = enumerate(zip(self._names, self._dtypes, strict=True))
-    return {name: columns[dtype][i] for i, (name, dtype) in places}
+    bits = np.asarray(self._packed.array)
+    columns = {dtype: convert(bits.view(dtype)) for dtype in {*dtypes}}
+    places = enumerate(zip(names, dtypes, strict=True))
+    return {
+      name: columns[dtype][i]
+      for i, (name, dtype) in places
+      if name not in self.others
+    }
+
+
+def _flatten(scalars: Scalars) -> Any:
+  split = scalars._split()
+  names = tuple(sorted(split))
+  return [(jax.tree_util.DictKey(name), split[name]) for name in names], names
+
+
+def _unflatten(names: tuple[str, ...], values: Any) -> Any:
+  return dict(zip(names, values, strict=True))
+
+
+jax.tree_util.register_pytree_with_keys(Scalars, _flatten, _unflatten)
 
 
 @functools.cache
@@ -122,7 +149,7 @@ def _splitter(dtypes: tuple[Any, ...]) -> Any:
   )
 
 
-def pack(scalars: Mapping[str, Any]) -> Scalars:
+def pack(scalars: Mapping[str, Any]) -> Packed:
   """Packs the 32-bit scalars of a mapping; part of a compiled step."""
   found = {
     name: x
@@ -131,21 +158,12 @@ def pack(scalars: Mapping[str, Any]) -> Scalars:
   }
   others = {k: x for k, x in scalars.items() if k not in found}
   if not found:
-    return Scalars(others=others)
+    return Packed(others=others)
   # The barrier keeps the programs of the numbers, and so their bits.
   numbers = jax.lax.optimization_barrier([*found.values()])
   bits = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in numbers]
   dtypes = tuple(x.dtype for x in numbers)
-  return Scalars((*found,), dtypes, jnp.stack(bits), others)
-
-
-def as_dicts(tree: Any) -> Any:
-  """Returns a tree with a dict in place of each `Scalars`."""
-  return jax.tree.map(
-    lambda x: dict(x) if isinstance(x, Scalars) else x,
-    dict(tree),
-    is_leaf=lambda x: isinstance(x, Scalars),
-  )
+  return Packed((*found,), dtypes, jnp.stack(bits), others)
 
 
 def others_of(scalars: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -164,14 +182,16 @@ def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
   The scalar is `numpy.asarray(array)[index]`; if it is packed, its bits are.
   """
   if isinstance(scalars, Scalars) and name not in scalars.others:
-    names = scalars._names
-    return (scalars._packed, names.index(name)) if name in names else None
+    packed = scalars._packed
+    if name not in packed.names:
+      return None
+    return packed.array, packed.names.index(name)
   return (scalars[name], ()) if name in scalars else None
 
 
 def leaves(scalars: Any) -> list[Any]:
-  """Returns `jax.tree.leaves(scalars)`, in fewer calls."""
-  if isinstance(scalars, Scalars) and scalars._names:
+  """Returns the arrays of a step's scalars, without splitting any."""
+  if isinstance(scalars, Scalars) and scalars._packed.names:
     others = jax.tree.leaves(scalars.others) if scalars.others else ()
-    return [scalars._packed, *others]
+    return [scalars._packed.array, *others]
   return jax.tree.leaves(scalars)

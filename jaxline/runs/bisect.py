@@ -14,6 +14,7 @@ from jaxline import runs
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import structure
+from jaxline.metrics import scalars as scalars_lib
 from jaxline.runs import replay as replay_lib
 
 _MAX_SHOWN = 5  # Arrays.
@@ -53,11 +54,12 @@ def _inside(path: str, step: int) -> dict[str, Any]:
     experiment.step_scalars = lambda state, *trees: {'_': trees}
     # A new function: JAX would take what it has traced, and donate the state.
     step_fn = lambda *args: experiment.compiled_train_step.__wrapped__(*args)
-    new, scalars = jax.jit(step_fn)(state, batch, rng)
+    new, packed = jax.jit(step_fn)(state, batch, rng)
+    scalars = scalars_lib.Scalars(packed)
     grads, updates = scalars.pop('_')
     # In the order in which they are computed.
     kinds = {'state before': state, 'batch': batch, 'random key': rng}
-    kinds |= {'loss': scalars, 'gradients': grads, 'updates': updates}
+    kinds |= {'loss': dict(scalars), 'gradients': grads, 'updates': updates}
     kinds['state after'] = new
     return {kind: _named(x) for kind, x in kinds.items()}
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxline import errors
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
+from jaxline.metrics import values as values_lib
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
@@ -89,6 +90,8 @@ class Guard(periodic.Action):
       )
     # A later hook may change the mapping.
     kept = _judged(scalars) if flag is None else scalars
+    # They arrive while the next step is dispatched.
+    values_lib.start_fetch(kept if flag is None else flag[0])
     self._steps.append((step, kept, flag))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
@@ -151,7 +154,7 @@ class Guard(periodic.Action):
 def _leaves(scalars: Any) -> dict[str, Any]:
   """Returns path -> value of a mapping whose values may be nested."""
   keystr = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
-  leaves = jax.tree_util.tree_leaves_with_path(scalars_lib.as_dicts(scalars))
+  leaves = jax.tree_util.tree_leaves_with_path(dict(scalars))
   return {keystr(path): x for path, x in leaves}
 
 
@@ -159,7 +162,8 @@ def _judged(scalars: Any) -> dict[str, Any]:
   """Returns path -> value of those that must be finite."""
   kinds = tuple(map(type, scalars.values()))
   if (names := _judged_names(tuple(scalars), kinds)) is None:
-    return _judged(_leaves(scalars))
+    scalars = _leaves(scalars)
+    names = _judged_names(tuple(scalars), ()) or []
   return {name: scalars[name] for name in names}
 
 

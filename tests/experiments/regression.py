@@ -5,6 +5,7 @@ import types
 import zlib
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -146,9 +147,11 @@ class Drawing(Regression):
 
 
 def digest(tree):
-  """Returns the SHA-256 of a tree's bits."""
+  """Returns the SHA-256 of a tree's bits, for a global array of all of them."""
   sha = hashlib.sha256()
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      x = multihost_utils.process_allgather(x, tiled=True)
     x = np.asarray(x)
     sha.update(f'{jax.tree_util.keystr(path)}{x.dtype}{x.shape}'.encode())
     sha.update(x.tobytes())
@@ -166,6 +169,17 @@ def get_config(steps):
   return config
 
 
+def get_run_config(steps, save, evaluation):
+  """Returns a config that logs each step, saves, and keeps the best loss."""
+  config = get_config(steps)
+  config.log_tensors_interval = config.log_train_data_interval = 1
+  config.save_checkpoint_interval = save
+  config.eval_interval = evaluation
+  config.best_model_eval_metric = 'loss'
+  config.best_model_eval_metric_higher_is_better = False
+  return config
+
+
 def train_steps(experiment, steps, seed=1, **changes):
   """Runs the experiment's own loop; returns the scalars of each step."""
   rows = []
@@ -175,6 +189,7 @@ def train_steps(experiment, steps, seed=1, **changes):
   )
   config = get_config(state.global_step + steps)
   config.update(changes)
+  experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
   experiment.train_loop(
     config,
     state,

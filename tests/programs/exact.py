@@ -78,10 +78,9 @@ def config_of(case, folder):
   config = lm.get_config()
   config.checkpoint_dir = str(folder / case['name'])
   config.training_steps = 8
-  config.sharding = case.get('sharding', 'ddp')
-  for network, sizes in case.get('mesh', {}).items():
-    config.mesh[network].update(sizes)
-  config.gradient_accumulation_steps = case.get('accumulation', 1)
+  config.sharding = case['sharding']
+  config.mesh.update(ici=case['ici'], dcn=case['dcn'])
+  config.gradient_accumulation_steps = case['accumulation']
   # Pipelines and remat are the model's own config.
   config.on_config_change = 'continue'
   kwargs = config.experiment_kwargs.config
@@ -90,14 +89,14 @@ def config_of(case, folder):
     cache_dir=str(folder / 'cache'),
     documents='line',
     tokenizer='bytes',
-    packing=case.get('packing', 'packed'),
+    packing=case['packing'],
     batch_size=BATCH_SIZE,
     eval_batch_size=BATCH_SIZE,
     length=32,
     warmup_fraction=0.0,
     sample_length=0,
   )
-  kwargs.model = dict(kwargs.model) | MODEL | case.get('model', {})
+  kwargs.model = dict(kwargs.model) | MODEL | case['model']
   return config.copy_and_resolve_references()
 
 

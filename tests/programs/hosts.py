@@ -13,12 +13,12 @@ import pathlib
 import sys
 
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 
 from jaxline import base_config
 from jaxline import distributed
 from jaxline import platform
+from jaxline import utils
 from jaxline.inputs import base as inputs
 from jaxline.inputs import indexed
 from tests.experiments import regression
@@ -26,6 +26,9 @@ from tests.experiments import regression
 STEPS = 2  # Of each leg: before, in the processes, after.
 GLOBAL_BATCH = 12
 EVAL_RECORDS = 41  # The last batch has five, for more hosts than that fills.
+# Rows of each batch of each host of an uneven evaluation.
+UNEVEN = (5, 5, 2), (4, 3), (5,), (1,)
+EMPTY = (4,), (), (4,), (4,)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -54,6 +57,32 @@ class Regression(regression.Regression):
   def eval_input(self, shard):
     rows = inputs.per_host(GLOBAL_BATCH, shard)
     return Examples(batch_size=rows, shard=shard, reset_for_eval=True)
+
+
+class Uneven(regression.Drawing):
+  """Each host evaluates on batches of its own, and on its own number."""
+
+  sizes = UNEVEN
+
+  def eval_input(self, shard):
+    sizes = self.sizes[: shard.count]
+    first = sum(map(sum, sizes[: shard.index]))
+    for rows in sizes[shard.index]:
+      yield regression.examples(1, rows, first)
+      first += rows
+
+
+def evaluate_uneven(config):
+  """Returns the scalars of two evaluations, and the error of an empty host."""
+  live = Uneven('eval', jax.random.PRNGKey(0), run_config=config)
+  scalars = [regression.evaluate(live) for _ in range(2)]
+  assert live.compiled_eval_step._cache_size() == 1
+  live.sizes = EMPTY
+  try:
+    regression.evaluate(live)
+  except ValueError as e:
+    return scalars, str(e)
+  return scalars, ''
 
 
 def make(folder, sharding, mesh):
@@ -93,33 +122,29 @@ def restore(config, live):
     checkpointer.restore('latest')
 
 
+def save_and_restore_in_memory(config, live):
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  checkpointer.get_experiment_state('latest').experiment_module = live
+  checkpointer.save('latest')
+  train(live)
+  checkpointer.restore('latest')
+
+
 def train(live):
   """Returns the losses of the next steps."""
   rows = regression.train_steps(live, STEPS)
   return [float(row['loss']) for row in rows]
 
 
-def digest(state):
-  """Returns the SHA-256 of global arrays, the same in every process."""
-  gathered = jax.tree.map(
-    lambda x: (
-      x
-      if x.is_fully_addressable
-      else multihost_utils.process_allgather(x, tiled=True)
-    ),
-    state,
-  )
-  return regression.digest(jax.device_get(gathered))
-
-
 def run(folder, name, sharding, mesh):
   """Goes on from `start`; returns what this process saw."""
   config, live = make(folder / 'start', sharding, mesh)
   restore(config, live)
-  restored = digest(live.state)
+  restored = regression.digest(live.state)
   losses = train(live)
   config.checkpoint_dir = str(folder / name)
   save(config, live)
+  save_and_restore_in_memory(config, live)
   source = live.train_input(inputs.Shard(*live.partitioner.host))
   records = next(source).record.tolist()
   source.close()
@@ -127,8 +152,9 @@ def run(folder, name, sharding, mesh):
   return {
     'restored': restored,
     'losses': losses,
-    'saved': digest(live.state),
+    'saved': regression.digest(live.state),
     'eval': regression.evaluate(live),
+    'uneven': evaluate_uneven(config),
     'host': live.partitioner.host,
     'slices': live.partitioner.shape.slices,
     'records': records,

@@ -24,7 +24,6 @@ import zlib
 import events
 from experiments import regression
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -86,19 +85,6 @@ def fault(place, step):
       time.sleep(3600)
     os.kill(os.getpid(), SIGNALS[what])
   return False
-
-
-def digest(tree):
-  """Returns the SHA-256 of a tree of global arrays, the same everywhere."""
-  tree = jax.tree.map(
-    lambda x: (
-      x
-      if x.is_fully_addressable
-      else multihost_utils.process_allgather(x, tiled=True)
-    ),
-    tree,
-  )
-  return regression.digest(jax.device_get(tree))
 
 
 class Input(regression.Input):
@@ -164,7 +150,7 @@ class Sharded(Reporting, regression.Regression):
     source = Input(self.batch_size, self.own_position)
     if self.own_position:
       return source
-    return Shared(function=lambda: source, is_training=True)
+    return Shared(function=lambda host_index: source, is_training=True)
 
   def eval_input(self):
     first = 8 * jax.process_index()
@@ -187,7 +173,7 @@ class Sharded(Reporting, regression.Regression):
       say(
         what,
         step=int(self.state.step),
-        digest=digest(self.state),
+        digest=regression.digest(self.state),
         position=jax.tree.map(int, self.train_feed.position['state']),
         shards=[list(s.data.shape) for s in
                 self.state.params['w'].addressable_shards],
@@ -305,7 +291,7 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
     if self.mode == 'train':
       state = utils.get_first((self._w, self._opt_state))
       own = {name: int(x) for name, x in self._own.items()}
-      say(what, digest=digest(state), position=own)
+      say(what, digest=regression.digest(state), position=own)
 
 
 def fault_in_saves():

@@ -37,7 +37,6 @@ from ml_collections import config_dict  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from jaxline import base_config  # noqa: E402
 from jaxline import experiment  # noqa: E402
 from jaxline import metrics  # noqa: E402
 from jaxline import platform  # noqa: E402
@@ -45,6 +44,7 @@ from jaxline import sharded  # noqa: E402
 from jaxline.inputs import base  # noqa: E402
 from jaxline.inputs import indexed  # noqa: E402
 from jaxline.metrics import log_filter  # noqa: E402
+from tests.experiments import regression  # noqa: E402
 from tests.programs import events  # noqa: E402
 
 FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
@@ -52,16 +52,8 @@ FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
 
 def get_config() -> config_dict.ConfigDict:
   """Returns the config of the run."""
-  config = base_config.get_base_config()
-  config.training_steps = 45
-  config.interval_type = 'steps'
-  config.log_tensors_interval = 1
-  config.log_train_data_interval = 1
-  config.save_checkpoint_interval = 3
-  config.eval_interval = 5
+  config = regression.get_run_config(steps=45, save=3, evaluation=5)
   config.max_checkpoints_to_keep = 3
-  config.best_model_eval_metric = 'loss'
-  config.best_model_eval_metric_higher_is_better = False
   config.watchdog_secs = 60.0
   config.experiment_kwargs = config_dict.ConfigDict(
     {'width': 16, 'sharding': 'ddp', 'rolling': False}

@@ -2,20 +2,12 @@
 
 from ml_collections import config_dict
 
-from jaxline import base_config
+from tests.experiments import regression
 
 
 def get_config() -> config_dict.ConfigDict:
   """Returns the config of the run."""
-  config = base_config.get_base_config()
-  config.training_steps = 6
-  config.interval_type = 'steps'
-  config.log_tensors_interval = 1
-  config.log_train_data_interval = 1
-  config.save_checkpoint_interval = 2
-  config.eval_interval = 2
-  config.best_model_eval_metric = 'loss'
-  config.best_model_eval_metric_higher_is_better = False
+  config = regression.get_run_config(steps=6, save=2, evaluation=2)
   config.experiment_kwargs.config = config_dict.ConfigDict(
     {
       'fault': '',  # Where to fail: 'step', 'evaluate' or 'input'.

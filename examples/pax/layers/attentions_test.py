@@ -20,14 +20,6 @@ Context = attentions.Context
 
 B, L, M, D, H, K = 2, 5, 7, 6, 4, 4
 
-_jit = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
-
 
 def _random(*shape, seed=0):
   rng = np.random.default_rng(seed)
@@ -114,7 +106,7 @@ def test_causal_attention_is_the_papers(fields):
   layer, variables = _made(**fields)
   x = _random(B, L, D)
   segments = np.array([[0, 0, 1, 1, 1], [0] * L])
-  actual = _jit(
+  actual = jax.jit(
     lambda v, x: layer.apply(v, x, Context(segment_ids=jnp.asarray(segments)))
   )(variables, x)
   for row in range(B):
@@ -163,7 +155,7 @@ def test_rotation_and_scale_have_praxis_numbers():
   x = np.float32(np.sin(0.9 * np.arange(60)).reshape(2, 5, 6))
   layer = hparams.Instantiate()
 
-  @_jit
+  @jax.jit
   def run(variables, x):
     whole = layer.apply(variables, x)
     cache = layer.apply(variables, 2, 5, method='empty_cache')
@@ -192,7 +184,7 @@ def test_a_cache_gives_what_the_whole_sequence_does():
   layer, variables = _made(num_kv_heads=2, use_rotary_position_emb=True)
   x = _random(B, L, D)
 
-  @_jit
+  @jax.jit
   def run(variables, x):
     whole = layer.apply(variables, x)
     cache = layer.apply(variables, B, L, method='empty_cache')
@@ -223,7 +215,7 @@ def test_attention_over_another_sequence(combine):
   x, source = _random(B, L, D), _random(B, M, D, seed=2)
   seen = np.ones([B, M], bool)
   seen[0, 4:], seen[1] = False, False  # The second row sees nothing.
-  actual = _jit(
+  actual = jax.jit(
     lambda v, x, source: layer.apply(
       v, x, Context(source=source, source_seen=jnp.asarray(seen))
     )
@@ -240,7 +232,7 @@ def test_attention_that_is_not_causal_leaves_padding_out():
   layer, variables = _made(is_causal=False)
   x = _random(1, L, D)
   seen = np.arange(L)[None] < 3
-  actual = _jit(lambda v, x: layer.apply(v, x, Context(seen=seen)))(
+  actual = jax.jit(lambda v, x: layer.apply(v, x, Context(seen=seen)))(
     variables, x
   )
   mask = np.broadcast_to(seen, [L, L])
@@ -255,7 +247,7 @@ def test_what_attention_drops_depends_on_the_row(fields):
   layer, variables = _made(atten_dropout_prob=0.5, num_kv_heads=2, **fields)
   x = np.stack([_random(L, D)] * 2)
 
-  @functools.partial(_jit, static_argnums=2)
+  @functools.partial(jax.jit, static_argnums=2)
   def run(key, rows, do_eval):
     context = Context(source=x, rows=rows)
     return layer.apply(variables, x, context, rng=key, do_eval=do_eval)
@@ -325,7 +317,7 @@ def test_initial_weights_have_praxis_limits(fields, limits):
   hparams = attentions.DotProductAttention.HParams(
     input_dim=32, num_heads=4, dim_per_head=16, **fields
   )
-  params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
+  params = jax.jit(hparams.Instantiate().init)(jax.random.key(0))['params']
   for name, limit in (limits | {'post': 0.0968246}).items():
     own = params[f'dot_product_attention/{name}']
     most = np.abs(own['w']).max()
@@ -339,7 +331,7 @@ def test_queries_keys_and_values_start_apart():
   hparams = attentions.DotProductAttention.HParams(
     input_dim=48, num_heads=4, dim_per_head=24, combine_qkv=True
   )
-  params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
+  params = jax.jit(hparams.Instantiate().init)(jax.random.key(0))['params']
   w = params['dot_product_attention/combined_qkv']['w']
   q, k, _ = np.moveaxis(np.asarray(w), 1, 0)
   assert abs(np.corrcoef(q.ravel(), k.ravel())[0, 1]) < 0.05
@@ -458,7 +450,7 @@ def test_a_product_in_fp8_is_that_of_praxis():
     return jnp.float32(flat.reshape(shape))
 
   params, state = fp8.split(
-    _jit(layer.init)(jax.random.key(0))[base_layer.PARAMS]
+    jax.jit(layer.init)(jax.random.key(0))[base_layer.PARAMS]
   )
 
   @jax.jit

@@ -1,16 +1,12 @@
 """Tests of linear layers against NumPy."""
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from examples import transformer
-from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax import layers
-from examples.pax.layers import linears
 
 KEY = jax.random.key(0, impl='rbg')
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 2, 3)
@@ -85,55 +81,3 @@ def test_axes():
   assert axes(linear_tpl=out) == ((None, None), (None,))
   bias = layers.Bias.HParams(weight_split_dims_mapping={'b': ('data',)})
   assert axes(linear_tpl=out, bias_tpl=bias) == ((None, None), ('data',))
-
-
-# The documents' classes, which are the layers' own.
-
-
-def test_the_documents_snippets():
-  fdl_config = linears.Linear.HParams.config(input_dims=1, output_dims=1)
-  with pytest.raises(AttributeError, match="Did you mean 'input_dims'"):
-    fdl_config.input_dimz = 31337
-  assert fdl.build(fdl_config).num_params() == 1
-  fdl_partial = linears.Linear.HParams.partial(input_dims=1)
-  assert fdl.build(fdl_partial)(output_dims=7).num_params() == 7
-  p = linears.FeedForward.HParams()
-  assert p.has_bias
-  assert isinstance(p.linear_tpl, linears.Linear.HParams)
-  assert isinstance(p.activation_tpl, linears.ReLU.HParams)
-
-
-def test_fiddle_completes_and_shares_templates():
-  class Net(base_layer.BaseLayer):
-    class HParams(hparams.BaseHParams):
-      a: hparams.BaseHParams = base_layer.sub_config_field(
-        layers.FeedForward.HParams
-      )
-      b: hparams.BaseHParams = base_layer.sub_config_field(
-        layers.FeedForward.HParams
-      )
-
-    def setup(self):
-      self.create_child('a', self.hparams.a, input_dims=3, output_dims=3)
-      self.create_child('b', self.hparams.b, input_dims=3, output_dims=3)
-
-    def __call__(self, x):
-      return self.b(self.a(x))
-
-  config = Net.HParams.config()
-  assert fdl.build(config).num_params() == 2 * (9 + 3)
-  # The products are one, and have a bias each.
-  config.a.linear_tpl = config.b.linear_tpl
-  layer = fdl.build(config)
-  assert layer.num_params() == 9 + 3 + 3
-  assert list(layer.abstract_init()['params']) == [
-    'net/a/linear',
-    'net/a/bias',
-    'net/b/bias',
-  ]
-  variables = layer.init(KEY)
-  w = np.asarray(variables['params']['net/a/linear']['w'])
-  relu = lambda x: np.maximum(x, 0)
-  np.testing.assert_allclose(
-    layer.apply(variables, X), relu(relu(X @ w) @ w), rtol=1e-5, atol=1e-7
-  )

@@ -1,11 +1,10 @@
-"""Tests of normalisations against NumPy and Flax.
+"""Tests of normalisations against NumPy.
 
 Shapes: B batch, L length, D width.
 """
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,21 +93,13 @@ _VARIABLES = {
   'params': {'n': {'gamma': SCALE - 1, 'beta': BIAS}},
   'non_trainable': {'n': {'moving_mean': MEAN, 'moving_variance': VARIANCE}},
 }
-_WEIGHTS = np.float32(_RNG.normal(size=X.shape))
 
 
 def test_batch_norm_in_training():
   layer = _batch_norm(decay=0.8, epsilon=0.01)
-
-  def loss(params, x):
-    out, collected = layer.apply(
-      {**_VARIABLES, 'params': params}, x, mutable=True
-    )
-    return (out * _WEIGHTS).sum(), (out, collected.non_trainable['n'])
-
-  grads, (out, moving) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(
-    _VARIABLES['params'], X
-  )
+  run = jax.jit(functools.partial(layer.apply, mutable=True))
+  out, collected = run(_VARIABLES, X)
+  moving = collected.non_trainable['n']
   x = X.astype(np.float64)
   mean, variance = x.mean(axis=(0, 1)), x.var(axis=(0, 1))
   expected = (x - mean) / np.sqrt(variance + 0.01) * SCALE + BIAS
@@ -119,24 +110,6 @@ def test_batch_norm_in_training():
   np.testing.assert_allclose(
     moving['moving_variance'], 0.8 * VARIANCE + 0.2 * variance, rtol=1e-5
   )
-
-  flax = nn.BatchNorm(use_running_average=False, epsilon=0.01)
-  stats = {'mean': MEAN, 'var': VARIANCE}
-
-  def flax_loss(params, x):
-    out, _ = flax.apply(
-      {'params': params, 'batch_stats': stats}, x, mutable='batch_stats'
-    )
-    return (out * _WEIGHTS).sum()
-
-  expected = jax.jit(jax.grad(flax_loss, argnums=(0, 1)))(
-    {'scale': SCALE, 'bias': BIAS}, X
-  )
-  np.testing.assert_allclose(grads[1], expected[1], rtol=1e-4, atol=1e-4)
-  for name, theirs in (('gamma', 'scale'), ('beta', 'bias')):
-    np.testing.assert_allclose(
-      grads[0]['n'][name], expected[0][theirs], rtol=1e-4, atol=1e-5
-    )
 
 
 def test_batch_norm_in_evaluation():

@@ -153,7 +153,8 @@ def c4_input(
       function=functools.partial(
         _array_record_rows, files, vocabulary, length, batch_size, is_training
       ),
-      **fields,
+      # The rows have no end: an evaluation without a number is refused.
+      **fields | {'eval_loop_num_batches': eval_batches},
     )
   task = c4.c4_task(
     **{'train_files' if is_training else 'eval_files': files},

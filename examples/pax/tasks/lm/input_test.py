@@ -138,8 +138,10 @@ def test_files_of_a_bucket_are_found(tmp_path, vocabulary, monkeypatch):
   assert batch['labels'].shape == (2, 5)
 
 
-def test_array_records_have_no_rows_of_paxs(tmp_path, vocabulary):
+def test_array_records_have_no_rows_of_paxs_and_no_epoch(tmp_path, vocabulary):
   write(tmp_path / 'c4-validation.array_record-00000-of-00001', ['abcd'])
+  with pytest.raises(ValueError, match='eval_loop_num_batches'):
+    make(tmp_path, vocabulary, eval_batches=None)
   with pytest.raises(ValueError, match='Give JSON or TFRecord'):
     make(tmp_path, vocabulary, append_eos=False)
 
