@@ -187,7 +187,7 @@ class SerialExecutor:
 
 @functools.cache
 def _register_at_exit() -> None:
-  # JAX registered its own clean-up when it was imported: this runs before.
+  # JAX and weakref.finalize have registered their clean-up: this runs before.
   atexit.register(_end_all)
 
 

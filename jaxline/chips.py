@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import dataclasses
-import math
 import os
 import re
 from typing import Any
@@ -144,11 +143,6 @@ class Topology:
 
   def __str__(self) -> str:
     return f'{self.chip.name}:{"x".join(map(str, self.shape))}'
-
-  @property
-  def num_chips(self) -> int:
-    """How many chips, each of which is a device."""
-    return math.prod(self.shape)
 
 
 def parse_topology(name: str) -> Topology:

@@ -17,13 +17,12 @@ import hashlib
 import os
 import pathlib
 from typing import Any
+from unittest import mock
 
 from absl import logging
 import jax
 from jax._src import compilation_cache as jax_cache
-from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
-import numpy as np
 
 from jaxline import disk
 from jaxline import distributed
@@ -80,18 +79,14 @@ def of_run(config: Any) -> Iterator[None]:
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
   settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
-  # There is no public way to give JAX a store.
-  original = jax_cache.get_file_cache
 
   def get_file_cache(path: str) -> Any:
     return Files(pathlib.Path(path)), path
 
-  jax_cache.get_file_cache = get_file_cache
-  try:
+  # There is no public way to give JAX a store.
+  with mock.patch.object(jax_cache, 'get_file_cache', get_file_cache):
     with configured(settings):
       yield
-  finally:
-    jax_cache.get_file_cache = original
 
 
 @contextlib.contextmanager
@@ -150,7 +145,7 @@ def _is_shared(path: pathlib.Path | None) -> bool:
       (path / token).touch()
   token = distributed.of_chief(token)  # After the file is there.
   is_seen = path is not None and (path / token).exists()
-  all_see = bool(multihost_utils.process_allgather(np.bool_(is_seen)).all())
+  all_see = distributed.decide(is_seen, all)
   if path is not None and is_chief:
     with contextlib.suppress(OSError):
       (path / token).unlink()

@@ -18,7 +18,7 @@ import numpy as np
 PRODUCTS_IN_TRAINING = 3
 
 
-def flops(function: Any, *args: Any) -> float:
+def flops(jaxpr: Any) -> float:
   """Returns the FLOPs of a program's matrix products and convolutions.
 
   A multiplication and an addition are two. The whole program counts, over all
@@ -28,13 +28,9 @@ def flops(function: Any, *args: Any) -> float:
   half; splash attention counts without the blocks that it skips.
 
   Args:
-    function: a function of arrays, or its jaxpr.
-    *args: its arguments; `jax.ShapeDtypeStruct` will do. None for a jaxpr.
+    jaxpr: the program's, by `jax.make_jaxpr`.
   """
-  jaxpr = function if hasattr(function, 'eqns') else None
-  if jaxpr is None:
-    jaxpr = jax.make_jaxpr(function)(*args)
-  return _jaxpr_flops(jaxpr)
+  return _jaxpr_flops(jaxpr, _ALL)
 
 
 def forward_flops(jaxpr: Any) -> float:
@@ -87,7 +83,7 @@ def _used_rounds(scan: Any) -> int:
 _ALL, _OUTSIDE, _INSIDE = range(3)
 
 
-def _jaxpr_flops(jaxpr: Any, counted: int = _ALL) -> float:
+def _jaxpr_flops(jaxpr: Any, counted: int) -> float:
   return sum(_equation_flops(equation, counted) for equation in jaxpr.eqns)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping
+from concurrent import futures
 import importlib
 import json
 import os
@@ -103,7 +104,7 @@ def initialize(value: Any) -> None:
   if place is None or place['num_processes'] == 1:
     return
   logging.info('Connecting to the other processes: this is %s.', place)
-  raised: list[BaseException] = []
+  connected: futures.Future[None] = futures.Future()
 
   def connect() -> None:
     try:
@@ -117,15 +118,13 @@ def initialize(value: Any) -> None:
         initialization_timeout=_CONNECT_SECS,
         heartbeat_timeout_seconds=_HEARTBEAT_SECS,
       )
+      connected.set_result(None)
     except BaseException as e:
-      raised.append(e)
+      connected.set_exception(e)
 
-  # A signal interrupts `join`, but not JAX's call.
-  thread = threading.Thread(target=connect, name='rendezvous', daemon=True)
-  thread.start()
-  thread.join()
-  if raised:
-    raise raised[0]
+  # A signal interrupts `result`, but not JAX's call.
+  threading.Thread(target=connect, name='rendezvous', daemon=True).start()
+  connected.result()
 
 
 def _found() -> dict[str, Any] | None:
@@ -203,6 +202,8 @@ def of_chief(value: T) -> T:
   """
   if jax.process_count() == 1:
     return value
+  # Not by `decide`: without these exchanges at the start, gloo aborts some of
+  # three processes that later lose one of them ('collective mismatch').
   data = json.dumps(value).encode()
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
   # Powers of two, since each size of an array compiles a program.

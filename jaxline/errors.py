@@ -63,15 +63,9 @@ def nearest(
   return difflib.get_close_matches(str(name), map(str, valid), n, cutoff)
 
 
-def did_you_mean(name: Any, valid: Iterable[Any], cutoff: float = 0.6) -> str:
-  """Returns " Did you mean 'x'?" for the end of a message; '' if none is near.
-
-  Args:
-    name: the given name.
-    valid: the valid names.
-    cutoff: as for `nearest`.
-  """
-  near = nearest(name, valid, cutoff=cutoff)
+def did_you_mean(name: Any, valid: Iterable[Any]) -> str:
+  """Returns " Did you mean 'x'?" for a message; '' if none is near."""
+  near = nearest(name, valid)
   return f' Did you mean {near[0]!r}?' if near else ''
 
 

@@ -77,17 +77,12 @@ def run() -> Iterator[None]:
   if _owner is not None:
     yield
     return
-  with _lock:
-    _settle()
-    _open.append('start')
   _owner = threading.get_ident()
   try:
-    yield
+    with measure('start'):
+      yield
   finally:
     _owner = None
-    with _lock:
-      _settle()
-      _open.clear()
 
 
 @contextlib.contextmanager

@@ -210,7 +210,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _say(text: str) -> None:
-  print(f'[launch] {text}', file=sys.stderr, flush=True)
+  with _printing:
+    print(f'[launch] {text}', file=sys.stderr, flush=True)
 
 
 if __name__ == '__main__':

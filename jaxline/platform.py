@@ -45,6 +45,7 @@ from jaxline.storage import owner
 from jaxline.storage import spool
 from jaxline.storage import store as store_lib
 from jaxline.supervision import preemption
+from jaxline.supervision import profiling
 
 TensorBoardLogger = writers.RunWriter  # JAXline's name.
 resolve_experiment_class = experiments.resolve_experiment_class
@@ -204,13 +205,16 @@ def start(
     for log in logs:
       made[log] = writer_factory(config, log)
       closing.enter_context(adapters.full_writer(made[log]))
+    actions = []
+    if mode.trains and config.xla.pgle_save and jax.process_index() == 0:
+      actions = [profiling.PgleProfiler(config)]
     run = train.Run(
       experiment_class,
       config,
       first,
       made.get('train'),
       made.get(mode.eval_log),
-      xla.actions(config.xla) if mode.trains else (),
+      actions,
       eval_mode=name if mode.is_threaded else mode.eval_log,
       eval_checkpointer=second,
       console=console,

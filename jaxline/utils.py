@@ -4,11 +4,12 @@ New code imports those modules. An experiment written for JAXline's `utils`
 finds all its names here; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
 """
 
-from typing import Any
+# ruff: noqa: F401
 
 from absl import logging
 import jax
 
+from jaxline import lazy
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
 from jaxline.checkpoint.memory import GLOBAL_CHECKPOINT_DICT
@@ -35,41 +36,4 @@ from jaxline.prng import DistributedRNGMode
 from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device
 
-__all__ = [
-  'GLOBAL_CHECKPOINT_DICT',
-  'CheckpointNT',
-  'Checkpointer',
-  'DistributedRNGMode',
-  'InMemoryCheckpointer',
-  'PeriodicAction',
-  'SnapshotNT',
-  'Writer',
-  'bcast_local_devices',
-  'debugger_fallback',
-  'disable_pmap_jit',
-  'double_buffer',
-  'double_buffer_on_gpu',
-  'evaluate_should_return_dict',
-  'get_first',
-  'host_id_devices_for_rng',
-  'jax',
-  'jaxline',
-  'kwargs_only',
-  'log_activity',
-  'logging',
-  'make_async',
-  'maybe_device_get',
-  'py_prefetch',
-  'rendezvous',
-  'specialize_rng_host_device',
-  'tree_psum',
-]
-
-
-def __getattr__(name: str) -> Any:
-  """Imports chex where somebody asks for it: it takes as long as jax."""
-  if name == 'chex':
-    import chex
-
-    return chex
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+lazy.complete(__name__)

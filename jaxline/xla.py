@@ -15,22 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import os
-import pathlib
-import tempfile
 from typing import Any
 
-from absl import logging
 import jax
-from jax.experimental import profiler
 
-from jaxline import disk
 from jaxline import errors
 from jaxline.keys import BOOLEAN, COUNT, Key, integer, mapping, optional, text
-from jaxline.metrics import periodic
-
-# The first step whose profile is saved: the first compiles, and the next ones
-# still fill the queues.
-FIRST_PROFILED_STEP = 5
 
 _PGLE_KEYS = ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
 
@@ -66,31 +56,24 @@ KEYS = (
 
 def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """Returns flag -> value for each environment variable of `config.xla`."""
+  gpu: dict[str, Any] = {}
+  tpu: dict[str, Any] = {}
   scheduler = options['latency_hiding_scheduler']
-  # PGLE only informs this scheduler.
-  for_gpu = True if uses_pgle(options) else scheduler
-  found: dict[str, dict[str, Any]] = {'XLA_FLAGS': {}, 'LIBTPU_INIT_ARGS': {}}
-  if for_gpu is not None:
-    found['XLA_FLAGS']['xla_gpu_enable_latency_hiding_scheduler'] = for_gpu
   if scheduler is not None:
-    found['LIBTPU_INIT_ARGS']['xla_tpu_enable_latency_hiding_scheduler'] = (
-      scheduler
-    )
+    gpu['xla_gpu_enable_latency_hiding_scheduler'] = scheduler
+    tpu['xla_tpu_enable_latency_hiding_scheduler'] = scheduler
+  if uses_pgle(options):  # It only informs this scheduler.
+    gpu['xla_gpu_enable_latency_hiding_scheduler'] = True
   if options['pgle_save']:
     # The profiler sees no instructions in command buffers (CUDA graphs).
-    found['XLA_FLAGS']['xla_gpu_enable_command_buffer'] = ''
-  if options['pgle_profile']:
+    gpu['xla_gpu_enable_command_buffer'] = ''
+  if profile := options['pgle_profile']:
     # Absolute: the program may change its directory before it compiles.
-    found['XLA_FLAGS']['xla_gpu_pgle_profile_file_or_directory_path'] = (
-      os.path.abspath(options['pgle_profile'])
-    )
-  for variable, key in (
-    ('XLA_FLAGS', 'flags'),
-    ('LIBTPU_INIT_ARGS', 'tpu_flags'),
-  ):
-    own = options[key].items()
-    found[variable] |= {name.lstrip('-'): value for name, value in own}
-  return found
+    path = os.path.abspath(profile)
+    gpu['xla_gpu_pgle_profile_file_or_directory_path'] = path
+  gpu |= {name.lstrip('-'): x for name, x in options['flags'].items()}
+  tpu |= {name.lstrip('-'): x for name, x in options['tpu_flags'].items()}
+  return {'XLA_FLAGS': gpu, 'LIBTPU_INIT_ARGS': tpu}
 
 
 def uses_pgle(options: Mapping[str, Any]) -> bool:
@@ -158,113 +141,3 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     jax.config.update(name, value)
     lines.append(f'JAX: {name}={value}')
   return lines
-
-
-def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
-  """Returns the periodic actions that `config.xla` asks for.
-
-  Args:
-    options: the section, validated.
-
-  Returns:
-    On the first process of a run that saves a profile: the action that does.
-  """
-  path, count = options['pgle_save'], options['pgle_save_steps']
-  if path and jax.process_index() == 0:
-    return [ProfileSteps(path, FIRST_PROFILED_STEP, count)]
-  return []
-
-
-class ProfileSteps(periodic.Action):
-  """Saves the profile of some steps, for `config.xla.pgle_profile`.
-
-  Training waits while the trace is read. The file is complete or does not
-  exist.
-  """
-
-  def __init__(self, path: str, first_step: int, num_steps: int):
-    """Makes the action.
-
-    Args:
-      path: the file to write, a serialized ProfiledInstructionsProto of XLA.
-      first_step: the first step to profile, counted from 1 at the first step of
-        this process; at least 2.
-      num_steps: how many steps to profile.
-    """
-    self._path = pathlib.Path(path).absolute()
-    self._before = first_step - 1
-    self._last = self._before + num_steps
-    self._calls = 0
-    self._directory: tempfile.TemporaryDirectory | None = None
-
-  def __call__(
-    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
-  ) -> None:
-    """Starts the trace, or stops it and writes the profile, if it is time to.
-
-    Raises:
-      RuntimeError: another trace is running, or the profile has no GPU.
-      OSError: the profile cannot be written.
-    """
-    self._calls += 1
-    if self._calls == self._before:
-      self._start()
-    elif self._calls == self._last:
-      jax.block_until_ready(scalar_outputs)  # The last step has run.
-      self._write_profile(step)
-
-  def wait_to_finish(self) -> None:
-    """Stops the trace of a run that ended too early, with a warning."""
-    if self._calls < self._last:
-      logging.warning(
-        'No profile was saved to %s: this run ended after %d steps, and the'
-        ' profile is of the steps from %d to %d.',
-        self._path,
-        self._calls,
-        self._before + 1,
-        self._last,
-      )
-      self._calls = self._last
-      if self._directory is not None:
-        with self._directory:
-          jax.profiler.stop_trace()
-
-  def _start(self) -> None:
-    directory = tempfile.TemporaryDirectory(prefix='jaxline_pgle_')
-    options = jax.profiler.ProfileOptions()
-    # Durations belong to instructions of the programs. Python's stacks would
-    # slow down the measured steps.
-    options.enable_hlo_proto = True
-    options.python_tracer_level = 0
-    try:
-      jax.profiler.start_trace(directory.name, profiler_options=options)
-    except BaseException:
-      directory.cleanup()
-      raise
-    self._directory = directory  # From here on, `wait_to_finish` stops it.
-    logging.info(
-      'Profiling %d steps for %s.', self._last - self._before, self._path
-    )
-
-  def _write_profile(self, step: int) -> None:
-    assert self._directory is not None
-    with self._directory as directory:
-      jax.profiler.stop_trace()
-      (trace,) = pathlib.Path(directory).glob('plugins/profile/*/')
-      profile = profiler.get_profiled_instructions_proto(os.fspath(trace))
-    if not profile:
-      raise RuntimeError(
-        f'There is no GPU in the profile of the steps up to {step}, so nothing'
-        f' was written to {self._path}. JAX runs on'
-        f" {jax.default_backend()!r}; a GPU other than NVIDIA's, or another"
-        ' profiler beside this one (Nsight Systems), gives no durations.'
-      )
-    self._path.parent.mkdir(parents=True, exist_ok=True)
-    with disk.replacing(self._path) as file:
-      file.write(profile)
-    logging.info(
-      'Wrote the profile of %d bytes; the next run compiles with it by'
-      ' --config.xla.pgle_profile=%s',
-      len(profile),
-      self._path,
-    )

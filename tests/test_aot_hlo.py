@@ -125,7 +125,9 @@ def compile_all(where):
   return {
     name: {
       'text': step.lower(*args).compile().as_text(),
-      'flops': 0 if name == 'loops' else counting.flops(step, *args),
+      'flops': 0
+      if name == 'loops'
+      else counting.flops(jax.make_jaxpr(step)(*args)),
     }
     for name, (step, args) in programs.items()
   }

@@ -2,9 +2,6 @@
 
 from concurrent import futures
 import functools
-import pathlib
-import subprocess
-import sys
 import textwrap
 import threading
 import traceback
@@ -12,6 +9,7 @@ import traceback
 import pytest
 
 from jaxline import async_lib
+from tests import processes
 
 TIMEOUT = 10  # Seconds; only a broken test waits that long.
 
@@ -27,44 +25,32 @@ def _threads(name):
 # --- make_async --------------------------------------------------------------
 
 
-def test_make_async_does_not_block_and_runs_in_order_without_overlap():
+def test_make_async_runs_all_calls_in_order_on_one_thread():
   may_go, running, order = threading.Event(), threading.Lock(), []
 
-  @async_lib.make_async('worker')
-  def append(i, *, name):
-    """Appends."""
-    assert may_go.wait(TIMEOUT)
-    assert running.acquire(blocking=False)
-    order.append(i)
-    running.release()
-    return name, threading.current_thread().name
+  class Counter:
+    @async_lib.make_async('worker')
+    def add(self, n, *, to):
+      """Adds."""
+      assert may_go.wait(TIMEOUT)
+      assert running.acquire(blocking=False)
+      order.append((self, n))
+      running.release()
+      return n + to, threading.current_thread().name
 
-  pending = [append(i, name=f'{i}') for i in range(100)]
+  counters = Counter(), Counter()
+  calls = [(counters[i % 2], i) for i in range(100)]
+  pending = [counter.add(i, to=1) for counter, i in calls]
   assert not pending[0].done()
   may_go.set()
   for i, future in enumerate(pending):
-    name, thread = future.result(TIMEOUT)
-    assert name == f'{i}'
-    assert thread.startswith('worker')
-  assert order == list(range(100))
-  assert (append.__name__, append.__doc__) == ('append', 'Appends.')
-
-
-def test_make_async_works_on_methods_and_callables_without_a_name():
-  class Counter:
-    count = 0
-
-    @async_lib.make_async()
-    def add(self, n):
-      self.count += n
-      return self
-
-  a, b = Counter(), Counter()
-  assert a.add(1).result(TIMEOUT) is a
-  assert b.add(n=2).result(TIMEOUT) is b
-  assert (a.count, b.count) == (1, 2)
-  add = async_lib.make_async()(functools.partial(a.count.__add__, 1))
-  assert add().result(TIMEOUT) == 2
+    total, thread_name = future.result(TIMEOUT)
+    assert total == i + 1
+    assert thread_name.startswith('worker')
+  assert order == calls
+  assert Counter.add.__doc__ == 'Adds.'
+  nameless = async_lib.make_async()(functools.partial(int, '3'))
+  assert nameless().result(TIMEOUT) == 3
 
 
 def test_make_async_raises_an_error_at_each_later_call():
@@ -186,13 +172,7 @@ _PROGRAM = """
 
 
 def test_the_end_of_the_process_ends_all_executors_together():
-  done = subprocess.run(
-    [sys.executable, '-c', textwrap.dedent(_PROGRAM)],
-    cwd=pathlib.Path(__file__).parents[1],
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  done = processes.run('-c', textwrap.dedent(_PROGRAM))
   *lines, last = done.stdout.splitlines()
   assert lines == ['early', 'first', 'second']
   assert 'The thread a does not run any more' in last

@@ -26,7 +26,7 @@ def chip_of(kind):
 def test_a_topology_has_its_chips(name, num_chips, links):
   topology = chips.parse_topology(name)
   assert str(topology) == name
-  assert topology.num_chips == num_chips
+  assert math.prod(topology.shape) == num_chips
   assert topology.chip.ici_links == links
 
 
@@ -65,7 +65,7 @@ def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
   pytest.importorskip('libtpu')
   topology = chips.parse_topology(name)
   devices = chips.topology_devices(topology, num_slices)
-  assert len(devices) == math.prod((topology.num_chips, num_slices))
+  assert len(devices) == num_slices * math.prod(topology.shape)
   assert chips.chip_of(devices[0]).name == topology.chip.name
 
 

@@ -1,10 +1,7 @@
 """Compiled programs that are kept for the next start."""
 
+import contextlib
 import os
-import pathlib
-import socket
-import subprocess
-import sys
 import threading
 
 import jax
@@ -14,11 +11,8 @@ import pytest
 
 from jaxline import base_config
 from jaxline import compilation_cache
+from tests import processes
 from tests import remains
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TOY = ROOT / 'tests' / 'programs' / 'toy.py'
-CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
@@ -219,18 +213,6 @@ def test_a_damaged_entry_is_compiled_again(home, counts, caplog, damage):
   assert not caplog.text
 
 
-def test_what_xla_cannot_read_is_compiled_again(home, counts):
-  first = compiled(make_config())
-  path = program(home / 'jaxline' / 'programs')
-  key = path.name.removesuffix('.program')
-  compilation_cache.Files(path.parent).put(key, b'no program')
-  with pytest.warns(UserWarning, match='Error reading persistent'):
-    assert compiled(make_config()).tobytes() == first.tobytes()
-  counts.update(hits=0, misses=0)
-  compiled(make_config())
-  assert counts['misses'] == 0
-
-
 def test_processes_that_write_at_once(tmp_path):
   """Each reads nothing or a whole entry, and one is there in the end."""
   values = [bytes([i]) * 100_000 for i in range(4)]
@@ -275,59 +257,45 @@ def test_the_entries_used_least_recently_are_removed(tmp_path, monkeypatch):
 
 
 def start(run_dir, *args, **variables):
-  """Starts the toy in a process that says what its cache does."""
-  return subprocess.Popen(
-    [
-      *(sys.executable, str(TOY), 'sharded', 'direct', f'--config={CONFIG}'),
-      f'--config.checkpoint_dir={run_dir}',
-      *args,
-    ],
-    cwd=ROOT,
-    env=os.environ
-    | {
-      'PYTHONPATH': str(ROOT),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-      'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
-    }
-    | variables,
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
+  """Starts the toy in a process that says on stderr what its cache does."""
+  return processes.started(
+    *('tests/programs/toy.py', 'sharded', 'direct'),
+    '--config=tests/programs/toy_config.py',
+    f'--config.checkpoint_dir={run_dir}',
+    *args,
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+    JAX_DEBUG_LOG_MODULES='jax._src.compiler',
+    **variables,
   )
 
 
-def outputs(*processes):
-  try:
-    found = [process.communicate(timeout=120)[0] for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert {process.returncode for process in processes} == {0}, found
-  return found
+def outputs(*programs):
+  with contextlib.ExitStack() as stack:
+    started = [stack.enter_context(program) for program in programs]
+    done = [processes.end(process) for process in started]
+  assert {x.returncode for x in done} == {0}, done
+  return [x.stdout + x.stderr for x in done]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize('is_shared', [True, False])
 def test_two_processes(tmp_path, is_shared):
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
+  address = processes.free_address()
 
   def run(name):
-    processes = [
+    programs = [
       start(
         tmp_path / name,
         '--config.training_steps=2',
         XLA_FLAGS='--xla_force_host_platform_device_count=1',
         XDG_CACHE_HOME=str(tmp_path / ('all' if is_shared else f'{i}')),
-        JAX_COORDINATOR_ADDRESS=f'localhost:{port}',
+        JAX_COORDINATOR_ADDRESS=address,
         JAX_NUM_PROCESSES='2',
         JAX_PROCESS_ID=str(i),
       )
       for i in range(2)
     ]
-    return outputs(*processes)
+    return outputs(*programs)
 
   hit = "Persistent compilation cache hit for 'jit_step'"
   for output in run('first'):

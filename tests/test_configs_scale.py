@@ -94,7 +94,7 @@ def load(name):
   config = platform.load_config([f'--config=configs/c4.py:{name}'])
   experiment = experiment_registry.get(name)
   topology = chips.parse_topology(config.topology)
-  return config, experiment(topology.num_chips * config.num_slices)
+  return config, experiment(math.prod(topology.shape) * config.num_slices)
 
 
 def weights_of(experiment):
@@ -124,7 +124,10 @@ def test_run_is_as_published(name):
   assert (train.is_training, evaluation.is_training) == (True, False)
   assert (train.batch_size, train.length) == batch
   topology = chips.parse_topology(config.topology)
-  assert (topology.num_chips, config.num_slices) == (chips_of_slice, slices)
+  assert (math.prod(topology.shape), config.num_slices) == (
+    chips_of_slice,
+    slices,
+  )
   devices = mesh_lib.abstract_devices(chips_of_slice * slices, slices)
   sizes = mesh_lib.mesh_shape(config.mesh, devices).sizes
   assert {k: size for k, size in sizes.items() if size > 1} == {

@@ -27,6 +27,10 @@ MLP = shape(B, D), shape(L, D, F), shape(L, F, D)
 INDEX = shape(dtype=jnp.int32)
 
 
+def flops_of(program, *args):
+  return counting.flops(jax.make_jaxpr(program)(*args))
+
+
 def layer(x_BD, w_DF, v_FD):
   # The sine keeps each product's result needed in the backward pass.
   return jnp.sin(jnp.sin(x_BD @ w_DF) @ v_FD)
@@ -158,8 +162,7 @@ def over_devices(x, w):
   ],
 )
 def test_products_count(program, args, flops):
-  assert counting.flops(program, *args) == flops
-  assert counting.flops(jax.make_jaxpr(program)(*args)) == flops
+  assert flops_of(program, *args) == flops
 
 
 @pytest.mark.parametrize(
@@ -187,8 +190,8 @@ def test_products_count(program, args, flops):
 def test_gradients_count_twice(program, args, factor):
   weights = [i for i, x in enumerate(args) if x.dtype == jnp.float32]
   step = jax.value_and_grad(program, argnums=tuple(weights))
-  forward = counting.flops(program, *args)
-  assert counting.flops(step, *args) == factor * forward
+  forward = flops_of(program, *args)
+  assert flops_of(step, *args) == factor * forward
   if args in (MLP, ONE):
     assert forward == (2 * L if args is MLP else 1) * ONE_LAYER
 
@@ -220,7 +223,7 @@ def test_a_while_loop_counts_once_and_tells(caplog):
   def program(step, *args):
     loop = lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, step, x)
     with caplog.at_level(logging.WARNING):
-      return counting.flops(loop, *args)
+      return flops_of(loop, *args)
 
   assert program(lambda x: x + 1, shape()) == 0
   assert not caplog.text  # There is no product in it.
@@ -249,11 +252,11 @@ def test_fused_attention(monkeypatch):
     return jnp.einsum('bnts,bsnh->btnh', weights, v).sum()
 
   product = 2 * (2 * 4 * 256 * 128) * 64
-  assert counting.flops(fused, *args) == 2 * product
-  assert counting.flops(plain, *args) == 2 * product
+  assert flops_of(fused, *args) == 2 * product
+  assert flops_of(plain, *args) == 2 * product
   # A fused kernel computes the weights again.
-  assert counting.flops(jax.grad(fused, (0, 1, 2)), *args) == 7 * product
-  assert counting.flops(jax.grad(plain, (0, 1, 2)), *args) == 6 * product
+  assert flops_of(jax.grad(fused, (0, 1, 2)), *args) == 7 * product
+  assert flops_of(jax.grad(plain, (0, 1, 2)), *args) == 6 * product
 
 
 def test_splash_attention_counts_the_blocks_of_its_mask():
@@ -265,7 +268,7 @@ def test_splash_attention_counts_the_blocks_of_its_mask():
     return transformer.splash_attention(q, k, v).sum()
 
   product = 2 * (2 * 4 * 384 * 384) * 8 * 6 / 9
-  assert counting.flops(total, query, key, key) == 2 * product
+  assert flops_of(total, query, key, key) == 2 * product
   gradient = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(query, key, key)
   assert counting.forward_flops(gradient) == 2 * product
   # And the gradient of each result times the result, summed over its width.

@@ -1,11 +1,10 @@
 """Tests of jaxline.debug."""
 
-import contextlib
+from concurrent import futures
 import functools
 import io
 import pdb
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import pytest
 from jaxline import debug
 from jaxline import op_by_op
 from jaxline import platform  # noqa: F401  It defines the flags.
+from tests import processes
 
 P = jax.sharding.PartitionSpec
 
@@ -99,30 +99,25 @@ def test_post_mortem_enters_once_where_an_error_was_raised(
 
 
 def test_post_mortem_serves_one_thread_at_a_time(post_mortem_on):
-  inside, seen = threading.Semaphore(1), []
-  both_failing = threading.Barrier(2)
+  inside, seen = threading.Lock(), []
 
   def post_mortem(tb):
     assert inside.acquire(blocking=False), 'two debuggers at once'
-    seen.append(threading.current_thread().name)
+    seen.append(tb)
     threading.Event().wait(0.05)  # Long enough for the other to come.
     inside.release()
 
+  @debug.debugger_fallback
   def fail():
-    both_failing.wait()
+    both.wait()
     raise ValueError
 
-  def run():
-    with contextlib.suppress(ValueError):
-      debug.debugger_fallback(fail)()
-
+  both = threading.Barrier(2)
   with mock.patch.object(pdb, 'post_mortem', post_mortem):
-    threads = [threading.Thread(target=run, name=name) for name in 'ab']
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(10)
-  assert sorted(seen) == ['a', 'b']
+    with futures.ThreadPoolExecutor(2) as pool:
+      failed = [pool.submit(fail) for _ in range(2)]
+  assert [type(x.exception()) for x in failed] == [ValueError] * 2
+  assert len(seen) == 2
 
 
 class _Closed(io.StringIO):
@@ -167,24 +162,16 @@ with preemption.Watch() as watch, watch.training():
     pass
   print('noted', watch.reached(1))
 """
-  with subprocess.Popen(
-    [sys.executable, '-uc', program],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  ) as process:
-    try:
-      while ')fail()' not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
-      time.sleep(0.5)
-      for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-      out, err = process.communicate('c\n', timeout=60)
-    finally:
-      process.kill()
-  assert process.returncode == 0, err
+  with processes.started('-c', program) as process:
+    while ')fail()' not in (line := process.stdout.readline()):
+      assert line, process.stderr.read()
+    time.sleep(0.5)
+    for _ in range(2):
+      process.send_signal(signal.SIGINT)
+      time.sleep(0.2)
+    done = processes.end(process, 'c\n')
+  assert done.returncode == 0, done.stderr
+  out = done.stdout
   assert 'noted False' in out
   assert out.count('--KeyboardInterrupt--') == 2 * is_main_thread
 

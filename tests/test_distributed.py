@@ -3,29 +3,22 @@
 from concurrent import futures
 import contextlib
 import importlib.util
-import os
-import pathlib
 import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import types
 
 import jax
-from jax._src import clusters
 from jax._src.clusters import cloud_tpu_cluster
-from ml_collections import config_dict
 import pytest
 
 from jaxline import distributed
 from jaxline import errors
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_SECS = 100
+from tests import processes
 
 HERE = {'coordinator': 'localhost:1234', 'num_processes': 4, 'process_id': 1}
 VARIABLES = tuple(distributed.VARIABLES.values())
@@ -81,13 +74,6 @@ def who(place):
 
 
 # --- The value ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  'value', ['auto', 'off', HERE, config_dict.ConfigDict(HERE)]
-)
-def test_valid(value):
-  distributed.KEYS[0].check.require('config.distributed', value)
 
 
 @pytest.mark.parametrize(
@@ -186,20 +172,6 @@ def test_one_process_of_slurm_meets_nobody(env):
   assert found() is None
   distributed.initialize('auto')  # Would be too late to meet anybody.
   assert not jax.distributed.is_initialized()
-
-
-def test_a_cluster_of_the_program_without_a_name(monkeypatch):
-  types = list(clusters.ClusterEnv._cluster_types)
-  monkeypatch.setattr(clusters.ClusterEnv, '_cluster_types', types)
-
-  class Own(clusters.ClusterEnv):  # JAX registers it.
-    is_env_present = classmethod(lambda cls: True)
-    get_coordinator_address = classmethod(lambda cls, **kwargs: 'own:1')
-    get_process_count = classmethod(lambda cls: 4)
-    get_process_id = classmethod(lambda cls: 2)
-    get_local_process_id = classmethod(lambda cls: None)
-
-  assert who(found()) == ('own:1', 4, 2)
 
 
 def test_tpu_slices_of_gke(monkeypatch, env):
@@ -333,28 +305,13 @@ print(jax.process_count(), jax.process_index(), jax.device_count(),
 """
 
 
-@contextlib.contextmanager
 def started(code, *args):
-  env = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
-  with subprocess.Popen(
-    [sys.executable, '-W', 'error', '-c', code, *map(str, args)],
-    env=env,
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  ) as process:
-    try:
-      yield process
-    finally:
-      process.kill()
+  return processes.started('-W', 'error', '-c', code, *args)
 
 
 @pytest.fixture
 def address():
-  with socket.create_server(('localhost', 0)) as server:
-    port = server.getsockname()[1]
-  return f'localhost:{port}'
+  return processes.free_address()
 
 
 @pytest.mark.process
@@ -364,10 +321,9 @@ def test_two_processes_meet(address):
       stack.enter_context(started(MEET + SAY, address, 2, process))
       for process in range(2)
     ]
-    for i, process in enumerate(programs):
-      out, err = process.communicate(timeout=TIMEOUT_SECS)
-      assert process.returncode == 0, err
-      *_, last = out.splitlines()  # Before, gloo says whom it has met.
+    for i, done in enumerate(map(processes.end, programs)):
+      assert done.returncode == 0, done.stderr
+      *_, last = done.stdout.splitlines()  # Before, gloo says whom it has met.
       assert last == f'2 {i} 4 gloo'
 
 
@@ -379,7 +335,7 @@ def test_a_signal_ends_the_wait_for_the_others(address):
     assert process.stdout.readline() == 'here\n'
     time.sleep(2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=TIMEOUT_SECS)
+    err = processes.end(process).stderr
   assert 'KeyboardInterrupt' in err
   assert 'in initialize' in err
 

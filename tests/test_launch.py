@@ -1,53 +1,35 @@
 """Tests of jaxline.launch: real processes, real signals."""
 
 import contextlib
-import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from jaxline import launch
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_SECS = 100
-PYTHON = sys.executable
-
-
-def command(*args, processes=2):
-  return [
-    *(PYTHON, '-W', 'error', '-m', 'jaxline.launch'),
-    *('--processes', str(processes)),
-    *map(str, args),
-  ]
+TIMEOUT_SECS = processes.TIMEOUT_SECS
 
 
 @contextlib.contextmanager
-def started(*args, **kwargs):
-  """The launcher, in a session of its own."""
-  with subprocess.Popen(
-    command(*args, **kwargs),
-    cwd=ROOT,
-    # As images of containers set it: streams have no lock of their own then.
-    env=os.environ | {'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'},
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    start_new_session=True,
-  ) as process:
+def started(*args, count=2):
+  """The launcher."""
+  argv = '-W', 'error', '-m', 'jaxline.launch', '--processes', count, *args
+  # PYTHONUNBUFFERED, as images of containers set it, takes the streams' locks.
+  with processes.started(*argv) as process:
     try:
       yield process
     finally:
       process.terminate()
+      process.wait(TIMEOUT_SECS)
 
 
 def end(process):
-  out, err = process.communicate(timeout=TIMEOUT_SECS)
-  return process.returncode, out.splitlines(), err.splitlines()
+  done = processes.end(process)
+  return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
 
 def run(*args, **kwargs):
@@ -62,7 +44,7 @@ def sh(program):
 
 
 def py(program):
-  return '--', PYTHON, '-c', program
+  return '--', sys.executable, '-c', program
 
 
 def of(lines, process):
@@ -126,7 +108,7 @@ sys.stdout.write('no end')
 
 
 def test_lines_are_whole_and_where_they_belong():
-  code, out, err = run(*py(MANY_LINES), processes=4)
+  code, out, err = run(*py(MANY_LINES), count=4)
   assert code == 0
   for process in range(4):
     for lines, first in ((out, 1), (err, 0)):
@@ -186,7 +168,7 @@ def test_exit_code(program, code):
 # Process 1 is lost at step 4.
 LOST = f"""
 import os, signal, sys
-sys.path.insert(0, {str(ROOT / 'tests' / 'programs')!r})
+sys.path.insert(0, {str(processes.ROOT / 'tests' / 'programs')!r})
 import toy
 from jaxline import platform
 
@@ -211,7 +193,7 @@ def test_a_lost_process_is_named_last(tmp_path, lost):
     '--config=tests/programs/toy_config.py',
     f'--config.checkpoint_dir={tmp_path}/run',
     '--config.training_steps=100000',
-    processes=3,
+    count=3,
   )
   assert code == 137
   assert f'because process {lost} was ended' in err[-1]

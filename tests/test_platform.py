@@ -1,6 +1,5 @@
 """The command line, end to end: every mode and every way to fail."""
 
-import dataclasses
 import errno
 import json
 import logging
@@ -8,7 +7,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -33,10 +31,11 @@ from jaxline.metrics import writers
 from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
+from tests import processes
 from tests.experiments import regression
 from tests.programs import toy
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = processes.ROOT
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
 LM = '--config=configs/lm.py'
@@ -58,33 +57,10 @@ def toy_args(run_dir, *args, mode='train'):
   return [f'--config={CONFIG}', directory, f'--jaxline_mode={mode}', *args]
 
 
-def popen(*args):
-  """Starts a program; conftest has put two devices into XLA_FLAGS."""
-  return subprocess.Popen(
-    [sys.executable, '-u', *args],
-    cwd=ROOT,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def python(*args, typed=''):
-  """Runs a program to its end."""
-  with popen(*args) as process:
-    try:
-      out, err = process.communicate(typed, timeout=120)
-    finally:
-      process.kill()
-  return subprocess.CompletedProcess(args, process.returncode, out, err)
-
-
 def run(run_dir, *args, style='sharded', form='direct', mode='train', typed=''):
   """Runs a toy experiment as a program."""
   argv = toy_args(run_dir, *args, mode=mode)
-  return python(str(TOY), style, form, *argv, typed=typed)
+  return processes.run(TOY, style, form, *argv, typed=typed)
 
 
 @pytest.fixture
@@ -384,7 +360,7 @@ def test_what_holds_up_the_end_of_a_failed_run_is_ended(
     '--config.watchdog_secs=10',
     '--config.compilation_cache=off',  # It would be what hangs at the disk.
   )
-  result = python('-c', STUCK, what, *args)
+  result = processes.run('-c', STUCK, what, *args)
   assert result.returncode == watchdog.EXIT_CODE, result.stderr[-4000:]
   assert where in result.stderr
 
@@ -451,13 +427,6 @@ def test_an_error_of_the_user_is_one_line(
   assert result.said.count('\n') == 1, result.said
   assert re.search(said, result.said), result.said
   assert len(caplog.messages) <= 9, result.stderr
-
-
-@pytest.mark.process
-def test_an_error_of_the_user_ends_the_process():
-  result = python('experiment.py', LM, '--config.trainin_steps=3')
-  assert result.returncode == 2
-  assert re.fullmatch('.*trainin_steps.*training_steps.*\n', result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -559,7 +528,7 @@ def test_overrides_on_the_command_line(override, key, expected):
 
 @pytest.mark.process
 def test_help_shows_the_program_and_our_flags():
-  result = python('experiment.py', '--help')
+  result = processes.run('experiment.py', '--help')
   assert result.returncode == 0
   assert 'python experiment.py --config=configs/lm.py' in result.stdout
   shown = re.findall(r'^  --(?:\[no\])?(\w+):', result.stdout, re.MULTILINE)
@@ -612,17 +581,6 @@ def test_flags_are_set_before_the_processes_meet(
   result = succeeded(toy_here('/none', *args, mode=mode))
   assert calls == expected
   assert result.stdout.count('[jaxline] --a=1\n') == 1
-
-
-def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):
-  actions, loop = [object()], mock.Mock()
-  monkeypatch.setattr(platform.xla, 'actions', lambda options: actions)
-  found = dataclasses.replace(platform.MODES['train'], run=loop)
-  monkeypatch.setitem(platform.MODES, 'train', found)
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(tmp_path)
-  platform.start(object, config, 'train')
-  assert loop.call_args.args[0].periodic_actions == actions
 
 
 # Writers.
@@ -700,21 +658,17 @@ def test_a_signal_in_the_first_seconds_is_heard(tmp_path, name, code, secs):
   if secs is None:
     config = tmp_path / 'config.py'
     config.write_text(HIT.format(name))
-  process = popen(
+  with processes.started(
     '-c',
     f"{HEAD}\nprint('main')\nplatform.main(toy.PerDevice, sys.argv[1:])",
     *(f'--config={config}', f'--config.checkpoint_dir={tmp_path}/run'),
     *('--config.training_steps=100000', of_kwargs('step_secs', 0.05)),
-  )
-  with process:
-    try:
-      assert process.stdout.readline() == 'main\n'
-      if secs is not None:
-        time.sleep(secs)
-        process.send_signal(signum)
-      _, stderr = process.communicate(timeout=60)
-    finally:
-      process.kill()
+  ) as process:
+    assert process.stdout.readline() == 'main\n'
+    if secs is not None:
+      time.sleep(secs)
+      process.send_signal(signum)
+    stderr = processes.end(process).stderr
   # In the very first instant the signal is Python's: a shell shows 130 or 143.
   is_pythons = secs is not None and process.returncode == -signum
   assert process.returncode == code or is_pythons, stderr

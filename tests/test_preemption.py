@@ -3,11 +3,7 @@
 import asyncio
 import contextlib
 import os
-import pathlib
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,9 +11,8 @@ import jax
 import pytest
 
 from jaxline.supervision import preemption
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_SECS = 60
 # Nearly all of them start a process and send it signals.
 pytestmark = pytest.mark.process
 AGAIN = 'press Ctrl-C again to leave at once'
@@ -61,20 +56,10 @@ with preemption.Watch() as watch, watch.training():
 
 
 class Program:
-  """A Python program in a process and a process group of its own."""
+  """A Python program that tells where it is."""
 
-  def __init__(self, code, *args):
-    self.process = subprocess.Popen(
-      [sys.executable, '-c', HEADER + code, *args],
-      # JAX says what the hosts have agreed upon, at level 0.
-      env=os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '0'},
-      text=True,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      start_new_session=True,
-    )
-    self.pid = self.process.pid
+  def __init__(self, process):
+    self.process, self.pid = process, process.pid
 
   def said(self, words):
     """Waits until the program has said these words."""
@@ -100,7 +85,7 @@ class Program:
     """Returns the exit code, and the rest of stdout and stderr."""
     # Not by `communicate`: it closes stdin, which ends a `wait()`, and does not
     # see what `said` has read ahead.
-    code = self.process.wait(TIMEOUT_SECS)
+    code = self.process.wait(processes.TIMEOUT_SECS)
     return code, self.process.stdout.read(), self.process.stderr.read()
 
 
@@ -109,10 +94,12 @@ def start():
   with contextlib.ExitStack() as stack:
 
     def start_one(*args):
-      program = Program(*args)
-      stack.enter_context(program.process)
-      stack.callback(program.process.kill)
-      return program
+      code = HEADER + args[0]
+      # JAX says what the hosts have agreed upon, at level 0.
+      process = processes.started(
+        '-c', code, *args[1:], TF_CPP_MIN_LOG_LEVEL='0'
+      )
+      return Program(stack.enter_context(process))
 
     yield start_one
 
@@ -198,7 +185,7 @@ with preemption.Watch() as watch:
       time.sleep(0.001)
     watch.leave()
 """,
-    *[free_address()] * several,
+    *[processes.free_address()] * several,
   )
   program.said('child')
   os.killpg(program.pid, signal.SIGINT)  # As the terminal does.
@@ -354,7 +341,7 @@ def test_another_thread_can_watch_but_hears_nothing():
 
   thread = threading.Thread(target=run)
   thread.start()
-  thread.join(TIMEOUT_SECS)
+  thread.join(processes.TIMEOUT_SECS)
   assert seen == [False, before]
 
 
@@ -384,14 +371,8 @@ with preemption.Watch() as watch:
 """
 
 
-def free_address():
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    return f'localhost:{s.getsockname()[1]}'
-
-
 def start_hosts(start, num_processes, mode):
-  address = free_address()
+  address = processes.free_address()
   return [
     start(HOST, address, str(num_processes), str(i), mode)
     for i in range(num_processes)

@@ -8,13 +8,14 @@ import pathlib
 import time
 
 import jax
+from jax.experimental import profiler
 import jax.numpy as jnp
 import pytest
 
 from jaxline import base_config
-from jaxline import errors
 from jaxline import experiment
 from jaxline import keys
+from jaxline import platform
 from jaxline import train
 from jaxline.supervision import profiling
 
@@ -71,22 +72,10 @@ def traces(directory):
   return found
 
 
-@pytest.mark.parametrize(
-  ('text', 'ranges'),
-  [
-    ('', []),
-    ('12', [(12, 12)]),
-    ('1,10-15, 1000-1005', [(1, 1), (10, 15), (1000, 1005)]),
-    *((text, None) for text in ('0-3', '15-10', '1-5,5', '1-', '-5', 'x')),
-  ],
-)
-def test_ranges(text, ranges):
-  if ranges is None:
-    with pytest.raises(errors.UsageError, match='profile_steps'):
-      make_config('/nowhere', profile_steps=text)
-  else:
-    assert keys.parse_ranges(text) == ranges
-    make_config('/nowhere', profile_steps=text)
+def test_ranges():
+  assert keys.parse_ranges('') == []
+  ranges = [(1, 1), (10, 15), (1000, 1005)]
+  assert keys.parse_ranges('1,10-15, 1000-1005') == ranges
 
 
 def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
@@ -162,3 +151,53 @@ def test_each_process_traces_itself(directory, tmp_path, monkeypatch):
   action.wait_to_finish()
   found = [] if directory is None else ['1-1']
   assert list(traces(tmp_path / 'train' / 'host_3')) == found
+
+
+# The profile that XLA compiles with.
+
+
+def pgle_config(directory, **values):
+  config = make_config(directory, **values)
+  config.xla.pgle_save, config.xla.pgle_save_steps = 'runs/a.pb', 2
+  return config
+
+
+@pytest.mark.parametrize('has_gpu', [True, False])
+@pytest.mark.parametrize('process', [0, 1])
+def test_the_profile_of_some_steps_is_saved(
+  process, has_gpu, tmp_path, monkeypatch
+):
+  file = tmp_path / 'runs' / 'a.pb'
+
+  def extract(trace):
+    assert pathlib.Path(trace).is_dir()
+    assert not file.exists()
+    return b'profile'
+
+  if has_gpu:
+    monkeypatch.setattr(profiler, 'get_profiled_instructions_proto', extract)
+  monkeypatch.setattr(jax, 'process_index', lambda: process)
+  monkeypatch.chdir(tmp_path)
+  config = pgle_config(tmp_path / 'run')
+  is_saved = has_gpu and process == 0
+  fails = pytest.raises(RuntimeError, match='no GPU')
+  with nullcontext() if has_gpu or process else fails:
+    platform.start(Experiment, config, 'train')
+  assert file.exists() == is_saved
+  if is_saved:
+    assert file.read_bytes() == b'profile'
+  if process == 0:
+    assert traces(tmp_path / 'run' / 'train') == {'5-6': {4, 5}}
+
+
+@pytest.mark.parametrize('num_steps', [1, 5])
+def test_a_run_that_ends_early_saves_no_profile(num_steps, tmp_path, caplog):
+  action = profiling.PgleProfiler(pgle_config(tmp_path))
+  action.update_time(0.0, 1000)  # A resumed run.
+  for step in range(1001, 1001 + num_steps):
+    action(0.0, step, {'loss': jnp.zeros([])})
+  for _ in range(2):  # The loop does so where an error ends it.
+    action.wait_to_finish()
+  assert caplog.text.count('No profile') == 1
+  with jax.profiler.trace(str(tmp_path / 'other')):
+    pass  # Nothing is left running.

@@ -5,7 +5,6 @@ import importlib
 import json
 import pathlib
 import shutil
-import subprocess
 import sys
 import types
 from unittest import mock
@@ -24,8 +23,9 @@ from jaxline import train
 from jaxline import utils
 from jaxline.compat import experiments
 from jaxline.inputs import __main__ as inputs_main
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = processes.ROOT
 NAME = f'{__name__}:'
 
 
@@ -280,9 +280,7 @@ def test_a_damaged_config_is_refused(tmp_path):
 @pytest.mark.process
 def test_a_moved_run_is_trained_evaluated_and_looked_at(tmp_path):
   def command(*args):
-    done = subprocess.run(
-      [sys.executable, *args], cwd=ROOT, capture_output=True, text=True
-    )
+    done = processes.run(*args)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert 'another config' not in text
@@ -414,7 +412,7 @@ def test_a_missing_dependency_is_no_wrong_name(places, monkeypatch):
 
 def test_modules_have_what_they_import_in_jaxline():
   code = 'import jaxline; from jaxline import experiment; jaxline.utils.Writer'
-  subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+  assert processes.run('-c', code).returncode == 0
   for module in (jaxline, experiment, train, platform):
     assert module.utils is utils
     with pytest.raises(AttributeError, match='utilities'):

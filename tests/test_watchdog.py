@@ -1,21 +1,15 @@
 """Tests of jaxline.watchdog: real processes that hang."""
 
-import contextlib
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 import jaxline
 from jaxline import watchdog
+from tests import processes
 from tests.experiments import regression
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_SECS = 60
 
 HEADER = """
 import atexit
@@ -28,33 +22,16 @@ for_ever = threading.Event().wait
 """
 
 
-@contextlib.contextmanager
 def started(code):
-  """A Python program in a process; kills it in the end."""
-  process = subprocess.Popen(
-    [sys.executable, '-c', HEADER + code],
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    text=True,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-  )
-  with process:
-    try:
-      yield process
-    finally:
-      process.kill()
+  return processes.started('-c', HEADER + code)
 
 
 def run(code):
-  """Returns the exit code and stderr of a program."""
-  with started(code) as process:
-    _, err = process.communicate(timeout=TIMEOUT_SECS)
-    return process.returncode, err
+  return processes.run('-c', HEADER + code)
 
 
 def test_a_hang_is_reported_and_ended():
-  code, err = run("""
+  done = run("""
 import contextlib
 
 def read_the_input():
@@ -65,7 +42,8 @@ with watchdog.limit(0.3), contextlib.ExitStack() as stack:
   stack.callback(for_ever)  # Hangs on the way out of an error.
   raise ValueError('the cause')
 """)
-  assert code == watchdog.EXIT_CODE == 70
+  err = done.stderr
+  assert done.returncode == watchdog.EXIT_CODE == 70
   assert "\nThread 'MainThread':" in err
   assert 'in read_the_input' in err[err.index("\nThread 'input':") :]
   assert 'ValueError: the cause' in err
@@ -154,7 +132,7 @@ sys.exit(os.waitstatus_to_exitcode(ended[1]))
   ],
 )
 def test_how_a_process_ends(code, expected):
-  assert run(code)[0] == expected
+  assert run(code).returncode == expected
 
 
 @pytest.mark.process
@@ -171,8 +149,7 @@ with watchdog.limit(1.0):
     time.sleep(1.4)
     os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.3)
-    _, err = process.communicate('\n', timeout=TIMEOUT_SECS)
-    assert process.returncode == 0, err
+    assert processes.end(process, '\n').returncode == 0
 
 
 @pytest.mark.process
@@ -192,9 +169,9 @@ with watchdog.limit(0.3):
 """) as process:
     time.sleep(3)  # Ten times the limit, five times that of the backstop.
     assert process.poll() is None
-    out, _ = process.communicate('c\n', timeout=TIMEOUT_SECS)
-    assert 'goes on' in out
-    assert process.returncode == 70
+    done = processes.end(process, 'c\n')
+  assert 'goes on' in done.stdout
+  assert done.returncode == 70
 
 
 def test_fit_leaves_no_limit(monkeypatch, tmp_path):

@@ -2,22 +2,14 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
-import tempfile
 
-import jax
-from jax.experimental import profiler
-import jax.numpy as jnp
 import pytest
 
 from jaxline import base_config
 from jaxline import errors
 from jaxline import xla
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_SECS = 120
 DEFAULTS = base_config.get_base_config().xla.to_dict()
 SCHEDULER = 'xla_gpu_enable_latency_hiding_scheduler'
 COMMAND_BUFFER = 'xla_gpu_enable_command_buffer'
@@ -27,6 +19,7 @@ import json, os, warnings
 import jax
 
 from jaxline import xla
+from tests import processes
 
 DEFAULTS = {DEFAULTS}
 
@@ -36,15 +29,8 @@ said = {{}}
 
 def run(code, **environ):
   """Runs a program that fills `said`; returns that."""
-  env = {k: v for k, v in os.environ.items() if k != 'LIBTPU_INIT_ARGS'}
-  env |= {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
-  done = subprocess.run(
-    [sys.executable, '-c', HEADER + code + '\nprint(json.dumps(said))'],
-    env=env | environ,
-    capture_output=True,
-    text=True,
-    timeout=TIMEOUT_SECS,
-  )
+  code = f'{HEADER}{code}\nprint(json.dumps(said))'
+  done = processes.run('-c', code, JAX_PLATFORMS='cpu', **environ)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -55,7 +41,6 @@ def options(**changed):
 
 def test_the_defaults_set_nothing():
   assert xla.apply(DEFAULTS) == []  # JAX has started.
-  assert xla.actions(DEFAULTS) == []
 
 
 @pytest.mark.parametrize(
@@ -155,88 +140,3 @@ said['percentile'] = jax.config.values['jax_pgle_aggregation_percentile']
 def test_a_missing_profile_is_refused(tmp_path):
   with pytest.raises(errors.UsageError, match='pgle_profile'):
     xla.apply(options(pgle_profile=str(tmp_path / 'a.pb')))
-
-
-# Saving a profile.
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch):
-  """Where traces are kept meanwhile."""
-  path = tmp_path / 'tmp'
-  path.mkdir()
-  monkeypatch.setattr(tempfile, 'tempdir', str(path))
-  return path
-
-
-def train(action, num_steps, first=1):
-  """Calls an action as the loop does, with real steps."""
-  step_fn = jax.jit(lambda x: jnp.tanh(x @ x))
-  x = jnp.ones((8, 8))
-  for step in range(first, first + num_steps):
-    x = step_fn(x)
-    action(0.0, step, {'loss': x[0, 0]})
-
-
-def test_without_a_gpu_in_the_profile_nothing_is_written(tmp_path, temporary):
-  path = tmp_path / 'runs' / 'a.pb'
-  action = xla.ProfileSteps(str(path), 3, 2)
-  with pytest.raises(RuntimeError, match='no GPU'):
-    train(action, 4)
-  action.wait_to_finish()
-  assert not path.parent.exists()
-  assert list(temporary.iterdir()) == []
-
-
-def test_a_profile_is_of_the_steps_and_written_whole(
-  tmp_path, temporary, monkeypatch
-):
-  path = tmp_path / 'runs' / 'a.pb'
-  traces = []
-
-  def extract(directory):
-    (trace,) = pathlib.Path(directory).glob('*.xplane.pb')
-    data = jax.profiler.ProfileData.from_file(str(trace))
-    traces.append(
-      {e.name for p in data.planes for line in p.lines for e in line.events}
-    )
-    assert not path.exists()
-    return b'profile'
-
-  monkeypatch.setattr(profiler, 'get_profiled_instructions_proto', extract)
-  monkeypatch.chdir(tmp_path)
-  action = xla.ProfileSteps('runs/a.pb', 3, 2)
-  os.chdir('/')  # A program may.
-  train(action, 20, first=1000)  # A resumed run.
-  action.wait_to_finish()
-  assert path.read_bytes() == b'profile'
-  assert os.listdir(path.parent) == ['a.pb']
-  assert list(temporary.iterdir()) == []
-  (names,) = traces
-  assert 'PjitFunction(<lambda>)' in names
-  # Nothing is left running: another trace can be taken.
-  with jax.profiler.trace(str(tmp_path / 'other')):
-    pass
-
-
-@pytest.mark.parametrize('num_steps', [1, 3])
-def test_a_run_that_ends_early_saves_no_profile(
-  num_steps, tmp_path, temporary, caplog
-):
-  action = xla.ProfileSteps(str(tmp_path / 'a.pb'), 3, 2)
-  train(action, num_steps)
-  for _ in range(2):  # The loop does so where an error ends it.
-    action.wait_to_finish()
-  (record,) = [r for r in caplog.records if 'No profile' in r.message]
-  assert f'ended after {num_steps} steps' in record.message
-  assert list(temporary.iterdir()) == []
-  with jax.profiler.trace(str(tmp_path / 'other')):
-    pass
-
-
-def test_the_first_process_saves_the_profile(monkeypatch):
-  wanted = options(pgle_save='a.pb', pgle_save_steps=4)
-  (action,) = xla.actions(wanted)
-  assert isinstance(action, xla.ProfileSteps)
-  monkeypatch.setattr(jax, 'process_index', lambda: 1)
-  assert xla.actions(wanted) == []

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import math
 
 import numpy as np
+from scipy import special  # JAX needs it, too.
 
 from jaxline import errors
 from jaxline import runs as runs_lib
@@ -19,15 +20,11 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
   parts = [np.var(x, ddof=1) / len(x) for x in (a, b)]
   spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
   freedom = sum(parts) ** 2 / spread if spread else 1.0
-  # By t = sqrt(freedom) * tan(angle), whose density is a power of its cosine.
-  angles = np.linspace(0, math.pi / 2, 100_001)
-  density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
-  within = np.append(0, np.cumsum(density) / density.sum())
-  unit = math.sqrt(freedom * sum(parts))
+  error = max(sum(parts) ** 0.5, 1e-300)  # Runs may have equal results.
   difference = float(np.mean(b) - np.mean(a))
-  angle = math.atan2(abs(difference), unit)
-  half = unit * math.tan(np.interp(0.95, within, angles))
-  return difference, half, float(np.interp(angle, angles, within))
+  half = error * special.stdtrit(freedom, 0.975)
+  confidence = 2 * special.stdtr(freedom, abs(difference) / error) - 1
+  return difference, float(half), float(confidence)
 
 
 def say(sides: Sequence[Sequence[runs_lib.Run]], metric: str | None) -> bool:

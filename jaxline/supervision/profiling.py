@@ -1,17 +1,20 @@
-"""Traces the training steps of `config.profile_steps`.
+"""Traces training steps: `config.profile_steps` and `config.xla.pgle_save`.
 
 TensorBoard's profile plugin and Perfetto show a trace.
 """
 
 from collections.abc import Callable
 import contextlib
+import os
 import pathlib
 import time
 from typing import Any
 
 from absl import logging
 import jax
+from jax.experimental import profiler
 
+from jaxline import disk
 from jaxline import keys
 from jaxline.metrics import periodic
 from jaxline.storage import spool
@@ -83,3 +86,61 @@ class Profiler(periodic.Action):
       ' (with `pip install xprof`), or open perfetto_trace.json.gz there'
       ' at https://ui.perfetto.dev'
     )
+
+
+class PgleProfiler(Profiler):
+  """Traces some steps, and saves their profile for `config.xla.pgle_profile`.
+
+  The file is complete or does not exist.
+  """
+
+  def __init__(self, config: Any) -> None:
+    super().__init__(config)
+    # Absolute: the program may change its directory.
+    self._file = pathlib.Path(config.xla.pgle_save).absolute()
+    self._num_steps = config.xla.pgle_save_steps
+
+  def update_time(self, t: float, step: int) -> None:
+    """Begins: the first step compiles, and the next ones fill the queues."""
+    self._ranges = [(step + 5, step + 4 + self._num_steps)]
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """Starts the trace, or stops it and saves the profile, if it is time to.
+
+    Raises:
+      RuntimeError: another trace is running, or the profile has no GPU.
+      OSError: the profile cannot be written.
+    """
+    trace = self._path
+    super().__call__(t, step, scalar_outputs)
+    if trace is None or self._path is not None:
+      return
+    profile = profiler.get_profiled_instructions_proto(os.fspath(trace))
+    if not profile:
+      raise RuntimeError(
+        f'There is no GPU in {trace}, so nothing was written to {self._file}.'
+        f" JAX runs on {jax.default_backend()!r}; a GPU other than NVIDIA's, or"
+        ' another profiler beside this one (Nsight Systems), gives no'
+        ' durations.'
+      )
+    self._file.parent.mkdir(parents=True, exist_ok=True)
+    with disk.replacing(self._file) as file:
+      file.write(profile)
+    logging.info(
+      'Wrote the profile of %d bytes; the next run compiles with it by'
+      ' --config.xla.pgle_profile=%s',
+      len(profile),
+      self._file,
+    )
+
+  def wait_to_finish(self) -> None:
+    """Writes the trace of a run that ended too early, with a warning."""
+    if self._ranges or self._path is not None:
+      logging.warning(
+        'No profile was saved to %s: the run ended before its steps 5 to %d'
+        ' since this start.',
+        self._file,
+        4 + self._num_steps,
+      )
+      self._ranges = []
+    super().wait_to_finish()

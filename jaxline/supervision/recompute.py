@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 
+from jaxline import distributed
 from jaxline.metrics import fingerprints
 
 
@@ -33,7 +32,7 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   results = step(state, *args)
   first, second = map(_fingerprints, (results, step(twin, *args)))
   found = [part for part in first if first[part] != second[part]]
-  if not multihost_utils.process_allgather(np.bool_(bool(found))).any():
+  if not distributed.decide(bool(found), any):
     return results
   raise RecomputeError(
     f'A step was computed twice from one state; process {jax.process_index()}'

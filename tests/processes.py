@@ -1,0 +1,53 @@
+"""Python programs in processes of their own."""
+
+from collections.abc import Iterator
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TIMEOUT_SECS = 120
+
+
+@contextlib.contextmanager
+def started(*args: Any, **env: str) -> Iterator[subprocess.Popen[str]]:
+  """Runs `python ARGS` in a session of its own; kills it in the end."""
+  with subprocess.Popen(
+    [sys.executable, *map(str, args)],
+    cwd=ROOT,
+    env=os.environ | {'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'} | env,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  ) as process:
+    try:
+      yield process
+    finally:
+      process.kill()
+
+
+def end(
+  process: subprocess.Popen[str], typed: str = ''
+) -> subprocess.CompletedProcess[str]:
+  """Waits for a process; returns its code and what is left of its output."""
+  out, err = process.communicate(typed, timeout=TIMEOUT_SECS)
+  return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run(
+  *args: Any, typed: str = '', **env: str
+) -> subprocess.CompletedProcess[str]:
+  """Runs `python ARGS` to its end."""
+  with started(*args, **env) as process:
+    return end(process, typed)
+
+
+def free_address() -> str:
+  with socket.create_server(('localhost', 0)) as server:
+    return f'localhost:{server.getsockname()[1]}'
