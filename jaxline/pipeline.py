@@ -124,12 +124,17 @@ def pipeline(
     As `inputs`, in the same order of rows.
 
   Raises:
-    ValueError: as `check_sizes`; or the stages do not divide over the mesh.
-    TypeError: the batch does not divide into the microbatches.
+    ValueError: as `check_sizes`; or the batch does not divide into the
+      microbatches, or the stages over the mesh.
   """
   num_layers = jax.tree.leaves(layers)[0].shape[0]
   batch = jax.tree.leaves(inputs)[0].shape[0]
   check_sizes(num_layers, num_stages, num_microbatches, num_repeats)
+  if batch % num_microbatches:
+    raise ValueError(
+      f'A batch of {batch} rows does not divide into {num_microbatches}'
+      f' microbatches. Expected a multiple of {num_microbatches} rows.'
+    )
   partitioner = partitioning.active()
   devices = 1 if partitioner is None else partitioner.size('stages')
   mesh_axes = () if partitioner is None else partitioner.rules.stages

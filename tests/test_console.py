@@ -588,7 +588,7 @@ EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
 FIT = "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR'"
 MORE_FIT = ", 'training_steps': 12, 'on_config_change': 'continue'})"
-LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
+LOOK = "jaxline.evaluate('DIR', experiment_class=_Completed)"
 
 
 @pytest.mark.parametrize(
