@@ -21,7 +21,7 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
   data_fields=['array', 'others'],
   meta_fields=['names', 'dtypes'],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Packed:
   """What a compiled step returns of its scalars.
 
