@@ -160,7 +160,8 @@ def main() -> None:
       report = compile_run(RUNS[name])
       if report.programs[0].peak_bytes is None:  # Shapes alone make no table.
         parser.exit(1, f'{name}: nothing was compiled. {report.notes[0]}\n')
-      disk.write_json(path, dataclasses.asdict(report))
+      with disk.replacing(path) as file:
+        file.write(disk.to_json(dataclasses.asdict(report)))
       print(f'{name}: {report}\n', flush=True)
     reports[name] = json.loads(path.read_text())
   print_tables(reports)

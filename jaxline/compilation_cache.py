@@ -145,7 +145,7 @@ def _is_shared(path: pathlib.Path | None) -> bool:
       (path / token).touch()
   token = distributed.of_chief(token)  # After the file is there.
   is_seen = path is not None and (path / token).exists()
-  all_see = distributed.decide(is_seen, all)
+  all_see = distributed.decide(is_seen, all, series='cache')
   if path is not None and is_chief:
     with contextlib.suppress(OSError):
       (path / token).unlink()

@@ -210,8 +210,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _say(text: str) -> None:
-  with _printing:
-    print(f'[launch] {text}', file=sys.stderr, flush=True)
+  # One write, without the lock: a reader of the other lines may block.
+  sys.stderr.write(f'[launch] {text}\n')
 
 
 if __name__ == '__main__':

@@ -321,6 +321,7 @@ class _Turns:
   def _await_turn(self, i: int) -> None:
     self._turns[i].acquire()
     if self._error:
+      self._turns[i].release()  # A `finally` may ask again.
       raise _Aborted
 
   def _end_turn(self, i: int, request: _Collective | None) -> None:

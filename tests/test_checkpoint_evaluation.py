@@ -95,6 +95,9 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
   again.mark_begun(4)
   lib.save(again, lib.weights(66), 6)
   assert follow() == [(6, 66)]
+  again.mark_begun(4)  # At the same step.
+  lib.save(again, lib.weights(77), 6)
+  assert follow() == [(6, 77)]
   evaluation.close()
   # Another process goes on where this one ended.
   evaluation, done = open_run('eval', url), []

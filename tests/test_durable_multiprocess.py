@@ -481,6 +481,13 @@ def test_evaluation_follows_once_and_in_order(folder, style):
 
 
 @pytest.mark.process
+def test_steps_are_computed_twice_beside_saves(folder):
+  # Both ask all processes, on two threads.
+  options = 'recompute_interval', 'save_checkpoint_interval'
+  run(folder, 'sharded', *(f'--config.{key}=1' for key in options), steps=40)
+
+
+@pytest.mark.process
 def test_a_directory_that_is_not_shared(folder):
   a, b = folder / 'mine', folder / 'yours'
   results = run(a, directories=[a, b], codes=2)

@@ -462,6 +462,17 @@ def test_a_weight_without_names(sharding, shape, expected):
   assert bool(made.undersharded_weights(tree)) == is_whole
 
 
+def test_the_axis_that_is_named_layers_is_never_split():
+  # Whatever the size, and the other axes are as they are named.
+  stacks = [
+    (('layers', None), P(None, None)),
+    (('layers', 'embed'), P(None, 'data')),
+  ]
+  for axes, expected in stacks:
+    weight = Logical(jax.ShapeDtypeStruct([1024, 512], jnp.float32), axes)
+    assert partitioner('fsdp').specs({'w': weight})['w'] == expected
+
+
 def test_weights_left_whole_are_listed():
   lines = partitioner().undersharded_weights(WEIGHTS)
   assert lines == [

@@ -5,6 +5,7 @@ arrays.
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -15,6 +16,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib
 from ml_collections import config_dict
 import numpy as np
 
@@ -23,6 +25,7 @@ from jaxline import compilation_cache
 from jaxline import counting
 from jaxline import disk
 from jaxline import mesh as mesh_lib
+from jaxline import partitioning
 from jaxline import prng
 from jaxline import sharded
 from jaxline.aot import hlo
@@ -101,7 +104,7 @@ def make_report(
       experiment=type(experiment).__name__,
       target=target,
       mesh=partitioner.axis_sizes,
-      sharding=experiment.sharding,
+      sharding=_preset(partitioner.rules),
       batch_rows=len(jax.tree.leaves(batch)[0]),
       parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
       state_bytes=_bytes(state),
@@ -151,6 +154,11 @@ def _target(
     num_devices=len(devices),
     chip=chip,
   )
+
+
+def _preset(rules: partitioning.Rules) -> str:
+  presets = partitioning.PRESETS.items()
+  return next((n for n, p in presets if p == rules), 'by its own rules')
 
 
 def _build(
@@ -265,5 +273,8 @@ def _bytes(tree: Any) -> int:
 
 
 def _versions(topology: str | None) -> dict[str, str]:
-  names = ['jax', 'jaxlib', *(['libtpu'] if topology else [])]
-  return {name: importlib.metadata.version(name) for name in names}
+  versions = {'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
+  if topology:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions['libtpu'] = importlib.metadata.version('libtpu')
+  return versions

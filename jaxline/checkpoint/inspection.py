@@ -311,6 +311,8 @@ def _export(args: argparse.Namespace) -> int:
   import safetensors.numpy
 
   out = pathlib.Path(args.out).expanduser()
+  if out.suffix != '.safetensors':
+    raise ValueError(f'{out} ends in {out.suffix!r}; expected .safetensors.')
   if out.exists():
     raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
@@ -319,8 +321,10 @@ def _export(args: argparse.Namespace) -> int:
   if args.select:
     prefix = PARAMS if all(name.startswith(PARAMS) for name in arrays) else ''
   arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
-  with disk.replacing(out, sync=False) as file:
+  with disk.replacing(out) as file:
     safetensors.numpy.save_file(arrays, file.name)
+    with open(file.name, 'rb+') as written:  # It has replaced the file.
+      os.fsync(written.fileno())
   size = _size(out.stat().st_size)
   print(f'{len(arrays)} arrays, {size}, in {args.out}')
   return 0

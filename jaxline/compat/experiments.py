@@ -97,7 +97,7 @@ def _prefer_working_directory(module: str) -> None:
     return
   is_installed = lambda x: pathlib.Path(x).match('*-packages')
   end = [*map(is_installed, sys.path), True].index(True)
-  if str(folder) not in sys.path[:end]:
+  if not any(has_module(pathlib.Path(x)) for x in sys.path[:end]):
     # Permanently: worker processes and imports inside functions need it, too.
     sys.path.insert(end, str(folder))
   top = module.partition('.')[0]
@@ -231,7 +231,8 @@ def construct(
     # On the object itself, which the loops and their caller know.
     for name, default in _missing(experiment).items():
       setattr(experiment, name, _bound(default, experiment))
-  experiment.on_nonfinite = config.on_nonfinite or experiment.on_nonfinite
+  if config.on_nonfinite:
+    experiment.on_nonfinite = config.on_nonfinite
   if experiment.run_config is not None:
     return experiment
   defaults = base_config.recorded(base_config.get_base_config())

@@ -193,11 +193,15 @@ def digest(batches: Iterable[Mapping[str, Any]]) -> str:
   """
   hashed = hashlib.sha256()
   for batch in batches:
-    found = arrays(batch)
-    hashed.update(f'{len(found)} arrays;'.encode())
-    for name, x in found.items():
-      hashed.update(f'{name} {x.dtype.name} {x.shape};'.encode())
-      # The bytes of an array of objects are addresses.
-      is_object = x.dtype == object
-      hashed.update(repr(x.tolist()).encode() if is_object else x.tobytes())
+    hashed.update(serialized(arrays(batch)))
   return hashed.hexdigest()[:16]
+
+
+def serialized(arrays: Mapping[str, np.ndarray]) -> bytes:
+  """Returns names, dtypes, shapes and values as bytes."""
+  parts = [f'{len(arrays)} arrays;'.encode()]
+  for name, x in arrays.items():
+    # The bytes of an array of objects are addresses.
+    data = repr(x.tolist()).encode() if x.dtype == object else x.tobytes()
+    parts += [f'{name} {x.dtype.name} {x.shape};'.encode(), data]
+  return b''.join(parts)

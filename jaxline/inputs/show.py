@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import textwrap
 import time
@@ -48,6 +49,9 @@ PROMISES = {
 }
 
 WIDTH = 100  # Columns of what is printed.
+# The entry of a batch with (epoch + 1, number) of each row's record, int64 [B,
+# 2]; zeros in padding.
+_RECORDS = '_records'
 
 
 # One batch.
@@ -127,7 +131,7 @@ class _Host:
     one_epoch: whether it reads one epoch only.
     ended: whether there are no more batches.
     rows: by batch, the hash of each row that has a weight.
-    records: epoch and number of each; empty if records have no numbers.
+    records: `_RECORDS` of each row; empty if records have no numbers.
     states: by batch, the state behind it; empty if it is not saved.
     digest: of all batches.
     totals: the sums of `counts`.
@@ -147,23 +151,38 @@ def _read(source: base.BaseInput, num_batches: int, max_batches: int) -> _Host:
   """Reads `num_batches`, or one epoch up to `max_batches`."""
   one_epoch = source.reset_for_eval or not getattr(source, 'repeat', True)
   host = _Host(source, one_epoch)
-
-  def read() -> Iterator[Mapping[str, Any]]:
-    limit = max_batches if one_epoch else num_batches
-    for number, batch in enumerate(itertools.islice(source, limit)):
-      if isinstance(source, indexed.IndexedInput):
-        at = source.positions_at(number * source.get_global_batch_size())
-        epochs = (at // source.num_records()).tolist()
-        host.records += zip(epochs, source.order(at).tolist(), strict=True)
-      host.rows.append(_hash_rows(batch))
-      host.totals.update(counts(batch))
-      if source.saves_position:
-        host.states.append(source.state_of(source.mark()))
-      yield batch
-
-  host.digest = digest(read())
+  _number_records(source)
+  hashed = hashlib.sha256()
+  limit = max_batches if one_epoch else num_batches
+  for batch in itertools.islice(source, limit):
+    records = batch.pop(_RECORDS, np.zeros((0, 2), int))
+    host.records += map(tuple, records[records[:, 0] > 0].tolist())
+    hashed.update(batches.serialized(batches.arrays(batch)))
+    host.rows.append(_hash_rows(batch))
+    host.totals.update(counts(batch))
+    if source.saves_position:
+      host.states.append(source.state_of(source.mark()))
   host.ended = next(source, None) is None
+  host.digest = hashed.hexdigest()[:16]
   return host
+
+
+def _number_records(source: base.BaseInput) -> None:
+  """Makes an input add `_RECORDS` to its batches, if records have numbers.
+
+  Each row carries its number through threads, workers and padding.
+  """
+  if not isinstance(source, indexed.IndexedInput):
+    return
+  # Not the bound method: a worker would find `numbered` by its name.
+  read = type(source).read
+
+  def numbered(records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
+    batch = read(source, records, epochs)
+    numbers = np.stack([epochs + 1, records], axis=1)
+    return type(batch)(batch, **{_RECORDS: numbers})
+
+  source.read = numbered  # type: ignore[method-assign]
 
 
 def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
@@ -194,7 +213,7 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
   text = f'of {text}, {len(again)} are read again, one of them by host {of}'
   if is_numbered:
     epoch, record = again[0]
-    return WRONG, f'{text}: {source.describe_record(record, epoch)}'
+    return WRONG, f'{text}: {source.describe_record(record, epoch - 1)}'
   if any(read.count(rows) > 1 and len(set(rows)) > 1 for rows in read):
     return WRONG, f'{text}; some hosts read the same rows in the same order'
   return (

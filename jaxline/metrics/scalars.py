@@ -38,13 +38,17 @@ class Packed:
   others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+_NOTHING = Packed()
+
+
 class Scalars(MutableMapping[str, Any]):
   """A mapping that keeps its 32-bit scalars in one array on the devices.
 
   When one of these is asked for, also by `{**scalars}` and by functions of
   `jax.tree`, a small program splits the array on the devices; on a CPU this
   waits for the step. `scalars | {...}`, `copy` and an assignment leave it
-  packed. To JAX it is the dict that it stands for.
+  packed. `jax.tree.map` of it returns a dict; give it `dict(scalars)` beside
+  other dicts.
 
   Attributes:
     others: the values that are not in the array, by name. They replace one in
@@ -52,18 +56,19 @@ class Scalars(MutableMapping[str, Any]):
   """
 
   def __init__(
-    self, packed: Packed = Packed(), others: Mapping[str, Any] | None = None
+    self, packed: Packed = _NOTHING, others: Mapping[str, Any] | None = None
   ):
     """Makes a mapping of what a step returned; `others` replace its others."""
     self._packed = packed
     self.others = dict(packed.others if others is None else others)
 
   def _split(self) -> dict[str, Any]:
-    packed, self._packed = self._packed, Packed()
+    packed = self._packed
     if packed.names:
       numbers = _splitter(packed.dtypes)(packed.array)
       split = dict(zip(packed.names, numbers, strict=True))
       self.others = split | self.others
+      self._packed = _NOTHING
     return self.others
 
   def __getitem__(self, name: str) -> Any:

@@ -20,8 +20,10 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
   parts = [np.var(x, ddof=1) / len(x) for x in (a, b)]
   spread = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
   freedom = sum(parts) ** 2 / spread if spread else 1.0
-  error = max(sum(parts) ** 0.5, 1e-300)  # Runs may have equal results.
+  error = sum(parts) ** 0.5
   difference = float(np.mean(b) - np.mean(a))
+  if not error:  # The results of each side are equal.
+    return difference, 0.0, float(difference != 0)
   half = error * special.stdtrit(freedom, 0.975)
   confidence = 2 * special.stdtr(freedom, abs(difference) / error) - 1
   return difference, float(half), float(confidence)

@@ -32,7 +32,7 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   results = step(state, *args)
   first, second = map(_fingerprints, (results, step(twin, *args)))
   found = [part for part in first if first[part] != second[part]]
-  if not distributed.decide(bool(found), any):
+  if not distributed.decide(bool(found), any, series='recompute'):
     return results
   raise RecomputeError(
     f'A step was computed twice from one state; process {jax.process_index()}'
