@@ -225,7 +225,7 @@ class AbstractExperiment(abc.ABC):
     self, global_step: int, config: config_dict.ConfigDict
   ) -> bool:
     """Returns whether to run the step of this number."""
-    steps = config.training_steps
+    steps = config['training_steps']  # As an attribute it takes 0.5 us more.
     return steps is None or global_step < steps
 
   def train_loop(

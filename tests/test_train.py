@@ -366,6 +366,10 @@ def test_a_run_that_has_ended_keeps_no_experiment(loop, fails):
     checkpointer.states.clear()
     checkpointer.saved.clear()
     assert made
+    # A thread may still leave the call that it has answered.
+    deadline = time.monotonic() + 10
+    while any(ref() for ref in made) and time.monotonic() < deadline:
+      time.sleep(0.01)
     assert [ref() for ref in made] == [None] * len(made)
   finally:
     gc.enable()
