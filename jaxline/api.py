@@ -240,7 +240,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  The arguments are those of `load`.
+  It takes the arguments of `load`.
 
   Returns:
     The numbers that the experiment's `evaluate` returns, by name.

@@ -71,7 +71,7 @@ def restored_experiment(
 
 
 def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
-  """Yields dicts with the entry 'prompt'; those of JSON lines may have more."""
+  """Yields a dict with the entry 'prompt' for each line."""
   for number, line in enumerate(lines, 1):
     line = line.rstrip('\r\n')
     if not line.strip():

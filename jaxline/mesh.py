@@ -176,7 +176,7 @@ def check_sizes(
   """Returns all of `mesh_shape`'s sizes, within slices and across.
 
   Raises:
-    UsageError: a name is unknown, or a size is none.
+    UsageError: a name is unknown, or a size is invalid.
   """
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.

@@ -193,7 +193,7 @@ class Partitioner:
   ) -> 'Partitioner':
     """Makes a mesh and rules: see `mesh.mesh_shape` and `get_rules`.
 
-    The devices are those of `mesh.on_devices`, or all of all hosts.
+    It uses the devices of `mesh.on_devices`, by default those of all hosts.
     """
     devices = mesh_lib.current_devices(sizes)
     shape = mesh_lib.mesh_shape(sizes, devices)

@@ -121,7 +121,7 @@ def specialize_rng_host_device(
     The key.
 
   Raises:
-    ValueError: if the mode is unknown, or needs a host_id and there is none.
+    ValueError: the mode is unknown, or it needs a host_id and that is None.
   """
   parsed = DistributedRNGMode(mode)
   if parsed.unique_host:

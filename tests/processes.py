@@ -35,7 +35,7 @@ def started(*args: Any, **env: str) -> Iterator[subprocess.Popen[str]]:
 def end(
   process: subprocess.Popen[str], typed: str = ''
 ) -> subprocess.CompletedProcess[str]:
-  """Waits for a process; returns its code and what is left of its output."""
+  """Waits for a process; returns its exit code and its unread output."""
   out, err = process.communicate(typed, timeout=TIMEOUT_SECS)
   return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

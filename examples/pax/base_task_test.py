@@ -351,7 +351,7 @@ def test_moving_average_in_a_run():
 
 
 def stepped(task, state, rows):
-  """Yields the state after each step: of gradients of w, and what is seen."""
+  """Takes a step for each row, (*gradient of w, seen); yields each state."""
   tx = task.make_optimizer()
 
   @jax.jit

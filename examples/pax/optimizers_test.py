@@ -403,7 +403,7 @@ def test_moving_average_of_weights():
       {'lr_schedule': optimizers.Lion.HParams(learning_rate=1.0)},
       'Adam.lr_schedule.* schedules.BaseSchedule',
     ),
-    # Two of which one would be without effect.
+    # Each pair contradicts itself: one option would have no effect.
     *(
       (optimizer, {first: 0.1, second: 0.2}, f"'{first}': .*'{second}': ")
       for optimizer, first, second in (

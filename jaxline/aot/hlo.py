@@ -93,7 +93,7 @@ class Instruction:
 
   @property
   def results(self) -> tuple[_Shape, ...]:
-    """The shapes of the result. A `-start` has those of its `-done`."""
+    """The shapes of the result; of a `-start`, the result of its `-done`."""
     if not self.opcode.endswith(('-start', 'send', 'recv')):
       return self.shapes
     done = (user for user in self.users if user.opcode.endswith('-done'))

@@ -60,7 +60,7 @@ def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
   match = re.fullmatch(r'(.*)/checkpoints(?:/(\w+))?/*', place)
   if match is not None:
     outer = store_lib.at(match[1] or '/', 'restore_from')
-    # The directory of a run may have such a name itself.
+    # A run's own directory may be named checkpoints.
     if not run.names('checkpoints'):
       run, series = outer, [match[2]] if match[2] else series
   manifests = manager.Manifests(run.below('checkpoints'))
@@ -161,15 +161,15 @@ def list_run(where: Place) -> list[dict[str, Any]]:
     metrics[step] |= scalars
   rows = []
   for checkpoint in found:
-    row: dict[str, Any] = {'series': checkpoint.series}
-    row |= {'step': checkpoint.step, 'time': None}
-    row |= {'bytes': 0, 'metrics': {}, 'problem': None}
+    step = checkpoint.step
+    row: dict[str, Any] = {'series': checkpoint.series, 'step': step}
+    row |= {'time': None, 'bytes': 0, 'metrics': {}, 'problem': None}
     try:
       record, entries = checkpoint.record, checkpoint.record['entries']
       row |= {'time': record['time'], 'bytes': checkpoint.num_bytes}
       if (value := entries.get('best_eval_metric_value')) is not None:
         row['metrics'] = {f'best/{entries["best_model_eval_metric"]}': value}
-      row['metrics'] |= metrics[checkpoint.step]
+      row['metrics'] |= metrics[step]
     except store_lib.GoneError:
       continue
     except ValueError as e:  # Damaged, or of another version.

@@ -154,7 +154,7 @@ class Manifests:
       self.store.delete(f'{series}/{step}.json')
 
   def collect(self, data: Iterable[str] = ()) -> None:
-    """Deletes data that nothing names: that of retired manifests, and others.
+    """Deletes the data of retired manifests, and `data`, if nothing names it.
 
     The order matters. The data was listed first: a writer marks its data before
     it writes. Marks are read before `best`: an evaluation drops its mark when
@@ -162,7 +162,7 @@ class Manifests:
     not readable, nothing is deleted.
 
     Args:
-      data: the names of the others.
+      data: names of more data to consider.
     """
     self._doomed |= {*filter(_DATA.fullmatch, data)}
     if not self._doomed:

@@ -263,7 +263,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       return
     manifests = self._manifests
     if series == 'best':
-      # Each save of `best` is better than the one before, whatever its step.
+      # The newest save of `best` is the best one, whatever its step.
       gone = manifests.by_time(series)[num_to_keep:]
     else:
       hours = self._config.keep_checkpoint_every_hours

@@ -114,9 +114,9 @@ class Scalars(MutableMapping[str, Any]):
   def numbers(
     self, convert: Callable[[np.ndarray], Any] = np.ndarray.tolist
   ) -> dict[str, Any]:
-    """Fetches the array; returns those of its numbers that count, by name.
+    """Fetches the array; returns its numbers by name, except replaced ones.
 
-    They are int and float, or what `convert` makes of them.
+    `convert` maps a NumPy array of the numbers to a list of int or float.
     """
     names, dtypes = self._packed.names, self._packed.dtypes
     if not names:

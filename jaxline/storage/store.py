@@ -277,7 +277,7 @@ class Bucket(Store):
     return self.versioned(key)[0]
 
   def versioned(self, key: str) -> tuple[bytes | None, Any]:
-    """Returns a value and its version; None and NEW if there is none."""
+    """Returns a value and its version; (None, NEW) if the key is absent."""
     found = self._read(key)
     is_there = found.state == 'value'
     return (found.value, found.stamp.generation) if is_there else (None, NEW)

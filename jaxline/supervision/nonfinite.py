@@ -66,7 +66,6 @@ class Guard(periodic.Action):
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
     self._steps_late = steps_late
-    self._is_remote = jax.default_backend() != 'cpu'
     self._steps: collections.deque[tuple[int, Any, Any]] = collections.deque()
 
   def __call__(
@@ -91,8 +90,8 @@ class Guard(periodic.Action):
       )
     # A later hook may change the mapping.
     kept = _judged(scalars) if flag is None else scalars
-    if self._is_remote:  # They arrive while the next step is dispatched.
-      values_lib.start_fetch(kept if flag is None else flag[0])
+    # The numbers arrive while the next step is dispatched.
+    values_lib.start_fetch(kept if flag is None else flag[0])
     self._steps.append((step, kept, flag))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
