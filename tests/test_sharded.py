@@ -43,11 +43,6 @@ def make(cls=Regression, mode='train', key=KEY, **kwargs):
   return cls(mode, key, **kwargs)
 
 
-def on_one_device():
-  """Makes meshes of the first device only."""
-  return mesh_lib.on_devices(jax.devices()[:1])
-
-
 def shard_shapes(x):
   return [shard.data.shape for shard in x.addressable_shards]
 
@@ -227,23 +222,6 @@ def test_raw_and_typed_keys_are_the_same(impl):
 # Steps: numbers, keys, batches.
 
 
-def test_each_step_has_the_key_of_its_number():
-  class Noise(Regression):
-    def loss_fn(self, params, model_state, batch, rng, is_training):
-      loss, values, new = super().loss_fn(
-        params, model_state, batch, rng, is_training
-      )
-      noise = metrics.Mean.of(jax.random.uniform(rng, []))
-      return loss, {**values, 'noise': noise}, new
-
-  rows = regression.train_steps(make(Noise), 4, seed=5)
-  key = jax.random.PRNGKey(5)
-  np.testing.assert_array_equal(
-    [row['noise'] for row in rows],
-    [jax.random.uniform(jax.random.fold_in(key, i), []) for i in range(4)],
-  )
-
-
 def test_a_restored_key_is_placed_once():
   seen = []
 
@@ -308,39 +286,6 @@ def test_the_inputs_own_weights(shape, weight_shape, weight_dtype):
   np.testing.assert_allclose(
     regression.evaluate(experiment)['loss'], expected, rtol=1e-5
   )
-  rng = experiment.initialize_train_step_rng(KEY)
-  scalars = experiment.step(global_step=0, rng=rng, writer=None)
-  experiment.train_feed.close()
-  np.testing.assert_allclose(
-    scalars['loss'], np.average(y, weights=w), rtol=1e-5
-  )
-
-
-def test_model_state_is_updated_in_training_and_used_in_evaluation():
-  experiment = make()
-  regression.train_steps(experiment, 3)
-  # The inputs' mean is 0.5: three steps with weight 0.1 each.
-  mean = np.asarray(experiment.state.model_state['mean'])
-  np.testing.assert_allclose(mean.mean(), 0.5 * (1 - 0.9**3), atol=0.05)
-  before = regression.evaluate(experiment)['loss']
-  np.testing.assert_array_equal(experiment.state.model_state['mean'], mean)
-  np.testing.assert_allclose(
-    before, regression.expected_evaluation(experiment.state, [37]), rtol=1e-5
-  )
-
-
-def test_scalars_of_a_step():
-  class More(Regression):
-    def step_scalars(self, state, grads, updates):
-      del grads
-      scalars = super().step_scalars(state, updates, updates)
-      return {**scalars, 'before': state.step}
-
-  rows = regression.train_steps(make(More), 3)
-  names = 'loss rows grad_norm nonfinite before input_wait_fraction'
-  assert {*rows[0]} == {*names.split()}
-  assert [int(row['before']) for row in rows] == [0, 1, 2]
-  assert [float(row['rows']) for row in rows] == [16.0] * 3
 
 
 def test_a_metric_that_is_no_mean_is_refused_by_name():
@@ -351,25 +296,6 @@ def test_a_metric_that_is_no_mean_is_refused_by_name():
 
   with pytest.raises(TypeError, match="'norm'"):
     regression.train_steps(make(Wrong), 1)
-
-
-# The same mathematics everywhere.
-
-
-def test_ddp_fsdp_and_one_device_have_one_loss_curve():
-  with on_one_device():
-    one = regression.curve()
-  assert one['losses'][-1] < 0.5 * one['losses'][0]
-  for kwargs, shards in (
-    ({'sharding': 'ddp'}, [[(8, 4)] * 2] * 2),
-    ({'sharding': 'fsdp'}, [[(4, 4)] * 2] * 2),
-    ({'sharding': 'fsdp', 'mesh': {'replica': 2}}, [[(8, 4)] * 2] * 2),
-  ):
-    two = regression.curve(**kwargs)
-    assert two['shards'] == shards
-    assert two['initial'] == one['initial']
-    np.testing.assert_allclose(two['losses'], one['losses'], rtol=2e-5)
-    np.testing.assert_allclose(two['eval']['loss'], one['eval']['loss'], 2e-5)
 
 
 # Frozen weights.
@@ -486,50 +412,33 @@ def test_evaluation_puts_only_few_batches_on_the_devices():
 # Several evaluation sets.
 
 
-class Sets(Regression):
-  """Evaluates on two sets, of which one is larger."""
+def test_several_evaluation_sets_have_metrics_and_keys_of_their_own():
+  batches = {'a': 1, 'b': 3, 'c': 3}
 
-  def eval_input(self):
-    return {
-      'short': [regression.examples(1, 5)],
-      'long': (regression.examples(1, 8, 8 * i) for i in range(2)),
-    }
-
-
-def test_several_evaluation_sets_have_metrics_of_their_own():
-  experiment = make(Sets, mode='eval')
-  for _ in range(2):
-    scalars = regression.evaluate(experiment)
-    assert ' '.join(scalars) == 'short/loss short/rows long/loss long/rows'
-    for name, rows in (('short', 5), ('long', 16)):
-      np.testing.assert_allclose(
-        scalars[f'{name}/loss'],
-        regression.expected_evaluation(experiment.state, [rows]),
-        rtol=1e-5,
-      )
-  # The first set gives the shapes.
-  assert experiment.abstract_batch(False)['x'].shape == (6, 8)
-
-
-def test_each_batch_of_an_evaluation_has_a_key_of_its_own():
-  class Named(regression.Drawing):
-    names = ('a', 'b')
+  class Sets(regression.Drawing):
+    names = ''
 
     def eval_input(self):
-      return {name: [regression.examples(1, 4)] * 3 for name in self.names}
+      return {
+        name: [regression.examples(1, 5, 5 * i) for i in range(batches[name])]
+        for name in self.names
+      }
 
-  key = jax.random.PRNGKey(2)
-  draws = regression.drawn(key, 'abc', batches=3)
-  assert len(set(draws.values())) == 3
-  experiment = make(Named, mode='eval')
+  experiment = make(Sets, mode='eval')
   # The same in each evaluation; another set changes nothing for the others.
   for names in ('ab', 'ab', 'cb'):
     experiment.names = names
     scalars = regression.evaluate(experiment, seed=2)
+    expected = {}
     for name in names:
-      np.testing.assert_allclose(
-        scalars[f'{name}/draw'], draws[name], rtol=1e-6
+      draws = regression.drawn(jax.random.PRNGKey(2), name, batches[name])
+      expected[f'{name}/loss'] = regression.expected_evaluation(
+        experiment.state, [5] * batches[name]
       )
+      expected |= {f'{name}/rows': 5, f'{name}/draw': draws[name]}
+    assert scalars == pytest.approx(expected, rel=1e-5)
+  # The first set gives the shapes.
+  assert experiment.abstract_batch(False)['x'].shape == (6, 8)
 
 
 # The training input.

@@ -203,29 +203,3 @@ def evaluate(experiment, seed=2):
   inputs = experiment.evaluate_inputs(get_config(0), jax.random.PRNGKey(seed))
   global_step, rng = inputs(int(experiment.state.step))
   return experiment.evaluate(global_step=global_step, rng=rng, writer=None)
-
-
-def curve(steps=10, **kwargs):
-  """Trains and evaluates.
-
-  Args:
-    steps: how many.
-    **kwargs: of the experiment.
-
-  Returns:
-    The initial state's digest, the losses, an evaluation, and the shapes of
-    each device's part of `w` and of its momentum.
-  """
-  experiment = Regression('train', jax.random.PRNGKey(0), **kwargs)
-  initial = digest(experiment.state)
-  rows = train_steps(experiment, steps)
-  state = experiment.state
-  return {
-    'initial': initial,
-    'losses': [float(row['loss']) for row in rows],
-    'eval': evaluate(experiment),
-    'shards': [
-      [shard.data.shape for shard in x.addressable_shards]
-      for x in (state.params['w'], state.opt_state[0].mu['w'])
-    ],
-  }
