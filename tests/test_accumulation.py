@@ -179,12 +179,12 @@ def test_a_part_that_is_not_finite_is_the_whole_step_s():
 
 def test_model_state_goes_through_the_parts_in_order():
   experiment = make(4)
-  train(experiment)
+  train(experiment, 2)
   state = jax.device_get(experiment.state.model_state)
-  assert state['calls'] == 4
-  assert state['rows'] == 123  # Part p begins with row p.
-  # The key of the last part, of step 0.
-  key = jax.random.fold_in(jax.random.fold_in(KEY, 0), 3)
+  assert state['calls'] == 8
+  assert state['rows'] == 1230123  # Part p begins with row p.
+  # The key of the last part, of step 1.
+  key = jax.random.fold_in(jax.random.fold_in(KEY, 1), 3)
   assert state['draw'] == jax.random.uniform(key)
 
 
