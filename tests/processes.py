@@ -14,11 +14,13 @@ TIMEOUT_SECS = 120
 
 
 @contextlib.contextmanager
-def started(*args: Any, **env: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+  *args: Any, cwd: Any = ROOT, **env: str
+) -> Iterator[subprocess.Popen[str]]:
   """Runs `python ARGS` in a session of its own; kills it in the end."""
   with subprocess.Popen(
     [sys.executable, *map(str, args)],
-    cwd=ROOT,
+    cwd=cwd,
     env=os.environ | {'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'} | env,
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
@@ -33,19 +35,19 @@ def started(*args: Any, **env: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def end(
-  process: subprocess.Popen[str], typed: str = ''
+  process: subprocess.Popen[str], typed: str = '', timeout: float = TIMEOUT_SECS
 ) -> subprocess.CompletedProcess[str]:
   """Waits for a process; returns its exit code and its unread output."""
-  out, err = process.communicate(typed, timeout=TIMEOUT_SECS)
+  out, err = process.communicate(typed, timeout=timeout)
   return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run(
-  *args: Any, typed: str = '', **env: str
+  *args: Any, typed: str = '', timeout: float = TIMEOUT_SECS, **env: Any
 ) -> subprocess.CompletedProcess[str]:
   """Runs `python ARGS` to its end."""
   with started(*args, **env) as process:
-    return end(process, typed)
+    return end(process, typed, timeout)
 
 
 def free_address() -> str:
