@@ -7,7 +7,6 @@ sees.
 import contextlib
 import fcntl
 import io
-import itertools
 import logging as std_logging
 import math
 import os
@@ -38,6 +37,7 @@ from jaxline.metrics import live as live_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
+from tests import processes
 from tests.experiments import regression
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -444,14 +444,6 @@ def test_what_is_printed_stands_above_the_live_line(live, terminal):
   ]  # fmt: skip
 
 
-def test_a_stream_that_is_no_terminal_is_left_alone(live):
-  to_a_file = io.StringIO()
-  line = live(stderr=to_a_file)
-  print('an error', file=sys.stderr)
-  line.stop()
-  assert to_a_file.getvalue() == 'an error\n'
-
-
 def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
   line = live()
   gone = mock.Mock(side_effect=OSError(5, 'Input/output error'))
@@ -466,13 +458,16 @@ def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
 
 
 def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
-  line = live(lambda width: 'drawn'.ljust(width, '-'))
+  to_a_file = io.StringIO()
+  line = live(lambda width: 'drawn'.ljust(width, '-'), stderr=to_a_file)
+  print('an error', file=sys.stderr)  # It is no terminal: it is left alone.
   for columns, width in ((30, 30), (0, 80)):  # 0: it does not know.
     terminal.resize(columns)
     expected = ['drawn'.ljust(width - 1, '-')]
     terminal.wait_for(lambda shown, expected=expected: shown == expected)
   line.stop()
   assert terminal.close() == ['']
+  assert to_a_file.getvalue() == 'an error\n'
 
 
 def test_a_forked_worker_prints_as_if_there_were_no_line(terminal):
@@ -688,18 +683,8 @@ def arguments(run_dir, *args, mode='train'):
   ]
 
 
-def run(run_dir, *args, env=(), mode='train', **kwargs):
-  streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-  toy = [sys.executable, str(TOY), 'sharded', 'direct']
-  return subprocess.run(
-    [*toy, *arguments(run_dir, *args, mode=mode)],
-    cwd=ROOT,
-    env=os.environ | {'PYTHONPATH': str(ROOT)} | dict(env),
-    text=True,
-    timeout=120,
-    stdin=subprocess.DEVNULL,
-    **streams | kwargs,
-  )
+def run(*args, **kwargs):
+  return processes.run(TOY, 'sharded', 'direct', *arguments(*args, **kwargs))
 
 
 @pytest.mark.process
@@ -716,24 +701,17 @@ def test_a_run_in_a_pipe(tmp_path):
   assert warning.startswith('W')
   out = result.stdout.splitlines()
   first = out.index('Compiling the train step...')
-  assert max(map(len, out[:first])) <= 80 or len(str(tmp_path)) > 55
   config = ' '.join(line.strip() for line in out[1:first])
-  for shown in ('training_steps=4', 'log_tensors_interval=2', 'interval=300'):
-    assert shown in config
+  assert 'training_steps=4' in config
   assert f'Run directory: {tmp_path}' in config
-  expected = [
-    r'Compiled in \d+\.\d s\b.*',
-    r'step 2 of 4 \(50%\) \| ETA 0:\d\d \| loss [\d.]+ \| .*',
-    r'step 4 of 4 \(100%\) \| loss .*',
-    r'eval step 4 \| loss [\d.]+',
-    r'New best loss: [\d.]+ at step 4\.',
-    r'Trained to step 4 of 4 \(100%\) in \d:\d\d\.',
-    r'Best loss: [\d.]+ at step 4\.',
-    r'Last loss: [\d.]+, .* 100 steps\.',
-    r'Time: .*compilation \d+%.*',
-  ]
-  for pattern, line in zip(expected, out[first + 1 :], strict=False):
-    assert re.fullmatch(pattern, line)
+  # The numbers of these lines have tests of their own above.
+  starts = [
+    'Compiled in ', 'step 2 of 4 ', 'step 4 of 4 ', 'eval step 4 | loss ',
+    'New best loss: ', 'Trained to step 4 of 4 ', 'Best loss: ', 'Last loss: ',
+    'Time: ',
+  ]  # fmt: skip
+  for start, line in zip(starts, out[first + 1 :], strict=False):
+    assert line.startswith(start)
   commands = dict(re.findall(r'^([A-Z][\w ]+): +(.*)$', result.stdout, re.M))
   where = f' --jaxline_run={tmp_path}'
   assert commands['Evaluate'].endswith(where + EVAL)
@@ -751,95 +729,44 @@ def test_a_run_in_a_pipe(tmp_path):
   assert 'Compiling' not in ended
 
 
-PROGRAM = f"""
-import sys
-sys.path.insert(0, {str(TOY.parent)!r})
-import logging as std_logging
-import os
-from absl import logging
-import toy
-from jaxline import platform
-class Mine(toy.Sharded):
-  def step(self, *, global_step, rng, writer):
-    if global_step % 10 == 9:
-      print('print of step', global_step)
-      logging.warning('warning of step %d', global_step)
-      std_logging.getLogger('mine').info('information of step %d', global_step)
-      print('error of step', global_step, file=sys.stderr)
-      os.write(2, b'C++ of step %d\\n' % global_step)
-    return super().step(global_step=global_step, rng=rng, writer=writer)
-platform.main(Mine, sys.argv[1:])
-"""
-SLOW = '--config.experiment_kwargs.config.step_secs=0.03'
-
-
 @pytest.mark.process
-def test_an_error_comes_after_the_summary(tmp_path):
+def test_an_error_comes_after_the_summary(tmp_path, terminal):
   fault = '--config.experiment_kwargs.config.fault'
-  args = (f'{fault}=step', f'{fault}_step=3')
-  result = run(tmp_path, *args, stderr=subprocess.STDOUT)  # As on a terminal.
-  assert result.returncode == 1
-  before, after = result.stdout.split('Failed at step 3 of 6 (50%) in ')
+  args = (f'{fault}=step', f'{fault}_step=3', '--config.console=plain')
+  toy = [TOY, 'sharded', 'direct', *arguments(tmp_path, *args)]
+  assert terminal.run(toy).wait(120) == 1
+  shown = '\n'.join(terminal.close()).strip()
+  before, after = shown.split('Failed at step 3 of 6 (50%) in ')
   assert re.search(r'^Compiled in ', before, re.MULTILINE)
   assert 'Curves: ' in after
   assert after.splitlines()[-1].endswith('Failure: step at 3')
   assert 'Traceback' not in before
 
 
-@pytest.mark.process
-def test_a_run_on_a_terminal(tmp_path, terminal):
-  args = ('--config.training_steps=100', '--config.save_checkpoint_interval=40')
-  process = terminal.run(['-c', PROGRAM, *arguments(tmp_path, SLOW, *args)])
-  assert process.wait(120) == 0, terminal.text
-  shown = terminal.close()
-  first = shown.index('Compiling the train step...')
-  last = next(i for i, x in enumerate(shown) if x.startswith('Trained to'))
-  warning, compiled, *between = shown[first + 1 : last]
-  assert ' The position of a generator is not saved' in warning
-  assert compiled.startswith('Compiled in ')
-  # Whole lines, in order, and nothing left of what was drawn.
-  expected = itertools.chain.from_iterable(
-    [
-      f'print of step {step}',
-      rf'W.*\] warning of step {step}',
-      rf'I.*\] information of step {step}',
-      f'error of step {step}',
-      f'C\\+\\+ of step {step}.*',  # The end of the live line may stay.
-    ]
-    for step in range(9, 100, 10)
-  )
-  for pattern, line in zip(expected, between, strict=True):
-    assert re.fullmatch(pattern, line)
-  drawn = re.findall(r'step (\d+) of 100', terminal.text[:-2000])
-  assert len(set(drawn)) > 4
-  assert 'ETA 0:0' in terminal.text
+DEBUGGED = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+from absl import logging
+import toy
+from jaxline import platform
+class Mine(toy.Sharded):
+  def step(self, *, global_step, rng, writer):
+    if global_step == 30:
+      breakpoint()
+    if global_step % 10 == 9:
+      print('print of step', global_step)
+      logging.warning('warning of step %d', global_step)
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+platform.main(Mine, sys.argv[1:])
+"""
 
 
 @pytest.mark.process
-def test_ctrl_c_on_a_terminal(tmp_path, terminal):
-  args = arguments(tmp_path, '--config.training_steps=100000', SLOW)
-  process = terminal.run(['-c', PROGRAM, *args])
-  terminal.wait_for(r'ETA')
-  process.send_signal(signal.SIGINT)
-  assert process.wait(120) == 130, terminal.text
-  shown = terminal.close()
-  (last,) = (i for i, x in enumerate(shown) if x.startswith('Stopped at step '))
-  assert any(x.startswith('Go on:    python ') for x in shown[last:])
-  assert any('Interrupted by Ctrl-C' in x for x in shown[last:])
-  assert 'the same command' not in terminal.text  # The summary has it.
-  assert any('press Ctrl-C again to leave at once' in x for x in shown[:last])
-
-
-@pytest.mark.process
-def test_the_live_line_is_hidden_in_a_debugger(tmp_path, terminal):
-  program = PROGRAM.replace(
-    'if global_step % 10 == 9:',
-    'if global_step == 30:\n      breakpoint()\n    if False:',
-  )
+def test_a_run_on_a_terminal_and_in_a_debugger(tmp_path, terminal):
+  slow = '--config.experiment_kwargs.config.step_secs=0.03'
+  args = arguments(tmp_path, slow, '--config.training_steps=60')
   process = terminal.run(
-    ['-c', program, *arguments(tmp_path, SLOW, '--config.training_steps=60')],
-    stdin=subprocess.PIPE,
-    text=True,
+    ['-c', DEBUGGED, *args], stdin=subprocess.PIPE, text=True
   )
   try:
     terminal.wait_for(r'\(Pdb\) ')
@@ -847,11 +774,15 @@ def test_the_live_line_is_hidden_in_a_debugger(tmp_path, terminal):
     at = shown.index('(Pdb)')
     assert 'step(' in shown[at - 1] or '->' in shown[at - 1]
     time.sleep(3 * live_lib._REFRESH_SECS)
-    assert screen(terminal.text) == shown
+    assert screen(terminal.text) == shown  # The live line is hidden.
     process.stdin.write('p "step", global_step\nc\n')
     process.stdin.close()
     terminal.wait_for(r"\('step', 30\)[^$]*step 4\d of 60")  # It is back.
     assert process.wait(60) == 0, terminal.text
   finally:
     process.kill()
-  assert 'Trained to step 60' in '\n'.join(terminal.close())
+  shown = '\n'.join(terminal.close())
+  # Whole lines, in order, and nothing left of what was drawn.
+  lines = re.findall(r'^(?:print|W.*\] warning) of step (\d+)$', shown, re.M)
+  assert lines == [str(step) for step in range(9, 60, 10) for _ in 'pw']
+  assert 'Trained to step 60' in shown
