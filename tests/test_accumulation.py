@@ -73,7 +73,8 @@ class Linear(sharded.ShardedExperiment):
     return [self.batches[0]]
 
   def step_scalars(self, state, grads, updates):
-    return {**super().step_scalars(state, grads, updates), 'grads': grads}
+    scalars = super().step_scalars(state, grads, updates)
+    return {**scalars, 'grads': grads, 'before': state.step}
 
 
 def run_config(steps, sharding='fsdp', **values):
@@ -138,6 +139,7 @@ def test_parts_are_the_whole(parts, weights):
     w = jax.device_get(experiment.state.params['w'])
     scalars = experiment.step(global_step=step, rng=key, writer=None)
     loss, grad = expected(w, data)
+    assert scalars['before'] == step
     np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
     np.testing.assert_allclose(
       scalars['grads']['w'], grad, rtol=2e-5, atol=2e-6
