@@ -255,9 +255,10 @@ def test_ignore_and_warn_go_on(mode, caplog):
   assert [bool(np.isnan(row['loss'])) for row in rows] == [0, 0, 1, 1, 1]
   assert ('nonfinite' in rows[0]) == (mode == 'warn')
   # The loss and the gradient show it at once, in one line.
-  said = [r for r in caplog.messages if 'of step 3 are not finite' in r]
+  said = [r for r in caplog.messages if 'are not finite' in r]
   assert len(said) == (mode == 'warn')
-  assert all('loss = nan' in x and 'grad_norm = nan' in x for x in said)
+  for named in ('of step 3 ', 'loss = nan', 'grad_norm = nan'):
+    assert all(named in x for x in said)
 
 
 @by_sharding
@@ -361,16 +362,6 @@ def test_each_name_is_warned_of_once_with_its_step(mode, caplog):
   for text in ('of step 4 ', 'loss = nan in 1 of 2 entries', 'grad/w = -inf'):
     assert text in second
   assert 'new_loss' not in second
-
-
-@pytest.mark.parametrize('shown', [{'acc': 1.0}, {'acc': NAN}])
-def test_a_flag_is_warned_of_once(shown, caplog):
-  bad = {'nonfinite': jnp.int32(1), **shown}
-  flagged = a_stand_in(FLAGS_NONFINITE=True)
-  drive(a_guard('warn', flagged), [bad] * 3)
-  (text,) = caplog.messages
-  assert 'step 1 are not finite' in text
-  assert ('acc = nan' in text) == np.isnan(shown['acc'])
 
 
 @pytest.mark.parametrize('name', ['nonfinite', 'skipped_steps'])
