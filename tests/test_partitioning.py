@@ -303,6 +303,9 @@ BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
       P(('replica', 'data'), None, None),
     ),
     (BOTH, (), (), P()),
+    # Layers are never split, whatever the size.
+    ('fsdp', ('layers', None), (1024, 512), P(None, None)),
+    ('fsdp', ('layers', 'embed'), (1024, 512), P(None, 'data')),
     # Mesh axes may be named whatever the rules, each for one dimension.
     ('ddp', ('data', 'mdl'), (4, 4), P('data', 'mdl')),
     ('ddp', (('replica', 'data'), None), (4, 4), P(('replica', 'data'), None)),
@@ -403,19 +406,6 @@ def test_what_was_put_may_be_donated(source, spec):
   np.testing.assert_array_equal(original, np.ones([64, 64]))
 
 
-@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
-def test_put_of_typed_keys(impl):
-  p = partitioner()
-  keys = jax.random.split(jax.random.key(3, impl=impl), 4)
-  for spec in (P(), P('data')):
-    put = placement.put(keys, jax.sharding.NamedSharding(p.mesh, spec))
-    assert jax.random.key_impl(put) == jax.random.key_impl(keys)
-    np.testing.assert_array_equal(
-      jax.random.key_data(put), jax.random.key_data(keys)
-    )
-    assert put.sharding.is_fully_replicated == (spec == P())
-
-
 def test_put_batch_leaves_what_lies_right():
   p = partitioner()
   batch = placement.put_batch({'x': np.ones([4, 3])}, p)
@@ -460,17 +450,6 @@ def test_a_weight_without_names(sharding, shape, expected):
   assert spec == expected
   is_whole = sharding not in ('ddp', 'tp') and expected == P()
   assert bool(made.undersharded_weights(tree)) == is_whole
-
-
-def test_the_axis_that_is_named_layers_is_never_split():
-  # Whatever the size, and the other axes are as they are named.
-  stacks = [
-    (('layers', None), P(None, None)),
-    (('layers', 'embed'), P(None, 'data')),
-  ]
-  for axes, expected in stacks:
-    weight = Logical(jax.ShapeDtypeStruct([1024, 512], jnp.float32), axes)
-    assert partitioner('fsdp').specs({'w': weight})['w'] == expected
 
 
 def test_weights_left_whole_are_listed():
