@@ -16,10 +16,9 @@ from jaxline.inputs import iterable
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Counting(base.BaseInput):
-  """Batches [B] of one number: 0, 1, ... `end` - 1; the last may be short."""
+  """Batches [B] of one number: 0, 1, ... `end` - 1."""
 
   end: int = 4
-  last_rows: int | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -31,10 +30,7 @@ class Counting(base.BaseInput):
     if self.number >= self.end:
       raise StopIteration
     self.number += 1
-    rows = self.batch_size
-    if self.number == self.end and self.last_rows is not None:
-      rows = self.last_rows
-    return base.Batch(x=np.full(rows, self.number - 1, np.int32))
+    return base.Batch(x=np.full(self.batch_size, self.number - 1, np.int32))
 
   def reset(self):
     super().reset()
