@@ -6,8 +6,6 @@ import os
 import pathlib
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,6 +15,7 @@ import pytest
 
 from jaxline.inputs import base
 from jaxline.inputs import indexed
+from tests import processes
 
 PROGRAM = pathlib.Path(__file__).parent / 'programs' / 'worker_input.py'
 
@@ -47,7 +46,7 @@ class Numbers(indexed.IndexedInput):
       raise {'odd': OddError, 'stop': StopIteration, 'error': ValueError}[
         self.fail
       ]('broken')
-    return base.Batch(x=records, epoch=epochs, pid=np.full(len(records), 0))
+    return base.Batch(x=records, epoch=epochs)
 
   def describe_record(self, record, epoch):
     return f'file f{record // 5}, row {record % 5}'
@@ -278,18 +277,6 @@ def test_a_killed_worker_is_an_error_and_no_hang():
   assert not multiprocessing.active_children()
 
 
-def start(*arguments):
-  """Starts the program as the leader of a group, as a shell does."""
-  return subprocess.Popen(
-    [sys.executable, PROGRAM, *arguments],
-    env={**os.environ, 'PYTHONPATH': str(PROGRAM.parents[2])},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    start_new_session=True,
-  )
-
-
 def workers_of(process):
   word, *pids = process.stdout.readline().split()
   assert word == 'workers'
@@ -313,7 +300,7 @@ def wait_until_gone(pids):
 
 @pytest.mark.process
 def test_workers_do_not_outlive_a_killed_parent():
-  with start('run') as process:
+  with processes.started(PROGRAM, 'run') as process:
     assert process.stdout.readline() == 'starting\n'
     pids = workers_of(process)
     assert all(map(is_running, pids))
@@ -323,7 +310,7 @@ def test_workers_do_not_outlive_a_killed_parent():
 
 @pytest.mark.process
 def test_workers_serve_a_parent_that_finishes_after_signals_to_all():
-  with start('finish') as process:
+  with processes.started(PROGRAM, 'finish') as process:
     assert process.stdout.readline() == 'starting\n'
     deadline = time.monotonic() + 60
     while len(children_of(process.pid)) < 2:
@@ -333,9 +320,8 @@ def test_workers_serve_a_parent_that_finishes_after_signals_to_all():
     pids = workers_of(process)
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
-    assert out == 'finished\n'
+    done = processes.end(process)
+    assert (done.returncode, done.stdout) == (0, 'finished\n'), done.stderr
     wait_until_gone(pids)
 
 
