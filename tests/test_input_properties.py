@@ -23,11 +23,11 @@ from examples.pax.inputs import lingvo
 from examples.pax.inputs import seqio as seqio_input
 from jaxline.inputs import base
 from jaxline.inputs import grain
-from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 from jaxline.inputs import mixture
 from jaxline.inputs import text
 from jaxline.inputs import tfdata
+from tests import test_indexed_input
 
 # The same examples each time: a failure is found again, and the time bounded.
 SETTINGS = hypothesis.settings(
@@ -79,22 +79,8 @@ class Source:
   )
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Numbers(indexed.IndexedInput):
-  """Gives the numbers of its records."""
-
-  size: int
-
-  def num_records(self):
-    return self.size
-
-  def read(self, records, epochs):
-    del epochs
-    return base.Batch(x=records)
-
-
 def make_numbers(size, **fields):
-  return Numbers(size=size, **fields)
+  return test_indexed_input.Numbers(size=size, **fields)
 
 
 def listed(size):
