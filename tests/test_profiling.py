@@ -14,7 +14,6 @@ import pytest
 
 from jaxline import base_config
 from jaxline import experiment
-from jaxline import keys
 from jaxline import platform
 from jaxline import train
 from jaxline.supervision import profiling
@@ -70,12 +69,6 @@ def traces(directory):
     assert names.count('train') == len(steps)
     found[path.name.partition('_steps_')[2]] = steps
   return found
-
-
-def test_ranges():
-  assert keys.parse_ranges('') == []
-  ranges = [(1, 1), (10, 15), (1000, 1005)]
-  assert keys.parse_ranges('1,10-15, 1000-1005') == ranges
 
 
 def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
