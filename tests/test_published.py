@@ -4,10 +4,6 @@ Written in the shapes of emergent_communication_at_scale, of
 distribution_shift_framework and of emergent_in_context_learning.
 """
 
-import os
-import pathlib
-import subprocess
-import sys
 import textwrap
 
 from absl.testing import flagsaver
@@ -23,9 +19,8 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
+from tests import processes
 from tests import remains
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Teacher(experiment.AbstractExperiment):
@@ -180,13 +175,7 @@ def test_a_run_of_another_process_is_refused(tmp_path):
   )
 
   def run(*rates):
-    got = subprocess.run(
-      [sys.executable, str(program), str(tmp_path / 'runs'), *map(str, rates)],
-      env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
-      capture_output=True,
-      text=True,
-      timeout=120,
-    )
+    got = processes.run(program, tmp_path / 'runs', *rates)
     lines = [x for x in got.stdout.splitlines() if x[:1].isdigit()]
     return got.returncode, lines, got.stderr
 
