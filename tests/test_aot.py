@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import os
-import pathlib
-import subprocess
 import sys
 import textwrap
 import types
@@ -24,10 +22,10 @@ from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.aot import ahead
+from tests import processes
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROWS = 128
 
 
@@ -241,16 +239,8 @@ MANY = textwrap.dedent("""
 
 @pytest.mark.slow
 def test_of_several_processes_the_first_reports(tmp_path):
-  launch = [sys.executable, '-m', 'jaxline.launch', '--processes=2', '--']
-  done = subprocess.run(
-    [*launch, sys.executable, '-c', MANY, str(tmp_path)],
-    cwd=ROOT,
-    env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=150,
-  )
+  launch = ('-m', 'jaxline.launch', '--processes=2', '--', sys.executable)
+  done = processes.run(*launch, '-c', MANY, tmp_path)
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
   assert any(line.startswith('[0] TwoLayers on local') for line in lines)
