@@ -1,12 +1,9 @@
 """Tests of `jaxline.fit`, `load`, `load_weights` and `evaluate`."""
 
 import ast
-import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import threading
 
 import jax
@@ -17,6 +14,7 @@ import pytest
 import jaxline
 from jaxline import errors
 from jaxline import experiment
+from tests import processes
 from tests.experiments import regression
 
 
@@ -53,16 +51,12 @@ def test_fit_returns_the_run(fitted, config):
 
 @pytest.mark.process
 def test_fit_is_the_run_of_the_command_line(fitted, tmp_path):
-  root = pathlib.Path(__file__).parent.parent
-  command = [
-    sys.executable,
-    str(root / 'experiment.py'),
-    f'--jaxline_run={fitted.directory}',
+  done = processes.run(
+    *('experiment.py', f'--jaxline_run={fitted.directory}'),
     '--jaxline_mode=train_and_eval',
     f'--config.checkpoint_dir={tmp_path}/other',
-  ]
-  env = os.environ | {'PYTHONPATH': str(root)}
-  subprocess.run(command, check=True, capture_output=True, env=env, cwd=root)
+  )
+  assert done.returncode == 0, done.stderr
   expected = jaxline.load_weights(fitted.directory)
   for name, array in jaxline.load_weights(tmp_path / 'other').items():
     # Tests compile without optimizations.
@@ -242,7 +236,7 @@ def test_the_package_is_light():
     ' heavy = {"jax", "matplotlib", "numpy", "pandas", "rich", "tensorflow"};'
     ' assert not (heavy | {"torch"}) & sys.modules.keys()'
   )
-  subprocess.run([sys.executable, '-c', code], check=True)
+  assert processes.run('-c', code).returncode == 0
 
 
 @pytest.mark.parametrize(
