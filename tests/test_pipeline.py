@@ -1,9 +1,6 @@
 """Tests of the pipeline against its layers, run one after the other."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -13,6 +10,7 @@ import pytest
 
 from jaxline import partitioning
 from jaxline import pipeline
+from tests import processes
 
 ROWS = 12
 WIDTH = 4
@@ -239,16 +237,8 @@ print(json.dumps(out))
 
 @pytest.mark.process
 def test_on_eight_devices_rows_go_to_the_next_stage_and_nothing_else():
-  environment = os.environ | {
-    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-    'PYTHONPATH': '.',
-  }
-  process = subprocess.run(
-    [sys.executable, '-c', _EIGHT],
-    env=environment,
-    capture_output=True,
-    text=True,
-    check=False,
+  process = processes.run(
+    '-c', _EIGHT, XLA_FLAGS='--xla_force_host_platform_device_count=8'
   )
   assert process.returncode == 0, process.stderr
   small, once, twice = json.loads(process.stdout.splitlines()[-1])
