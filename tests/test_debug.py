@@ -203,19 +203,29 @@ _jit_step = jax.jit(_step, donate_argnums=0)
 _pmapped_step = jax.pmap(_pmap_step, axis_name='i', donate_argnums=0)
 
 
-# Compiled before, and inside; the latter in a thread that the function starts.
-@pytest.mark.parametrize('is_inside', [False, True])
-def test_op_by_op_in_jit(jit_off, is_inside):
+def _sharded_step():
+  mesh = jax.make_mesh(
+    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  on = lambda *axes: jax.sharding.NamedSharding(mesh, P(*axes))
+  return jax.jit(_step, in_shardings=(on(), on('data')), out_shardings=on())
+
+
+# Compiled before, inside, and for two devices, whose parts are seen together.
+@pytest.mark.parametrize(
+  'make', [lambda: _jit_step, lambda: jax.jit(_step), _sharded_step]
+)
+@pytest.mark.parametrize('in_a_thread', [False, True])
+def test_op_by_op_in_jit(jit_off, make, in_a_thread):
   _seen.clear()
   got = []
 
   def step():
-    step = jax.jit(_step) if is_inside else _jit_step
-    got.append(step(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0])))
+    got.append(make()(np.float32([1.0, -2.0]), np.float32([3.0, 4.0])))
 
   @debug.disable_pmap_jit
   def run():
-    if is_inside:
+    if in_a_thread:
       thread = threading.Thread(target=step)
       thread.start()
       thread.join()
@@ -269,34 +279,6 @@ def test_a_device_program_creates_its_arrays_on_its_device(jit_off):
 
   run()
   assert created == [{device} for device in jax.devices()]
-
-
-def test_op_by_op_in_a_jit_with_shardings(jit_off):
-  mesh = jax.make_mesh(
-    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  rows, whole = (
-    jax.sharding.NamedSharding(mesh, P('data')),
-    jax.sharding.NamedSharding(mesh, P()),
-  )
-  seen = []
-
-  def loss(w, x):
-    y = jax.lax.with_sharding_constraint(x @ w, rows)
-    seen.append((repr(y), bool((y > 0).all())))
-    return y.mean()
-
-  step = jax.jit(
-    lambda w, x: w - jax.grad(loss)(w, x),
-    in_shardings=(whole, rows),
-    out_shardings=whole,
-    donate_argnums=0,
-  )
-  w = jax.device_put(np.float32([1.0, 2.0]), whole)
-  x = jax.device_put(np.float32([[1.0, 0.0], [0.0, 1.0]]), rows)
-  np.testing.assert_array_equal(debug.disable_pmap_jit(step)(w, x), [0.5, 1.5])
-  # The whole batch, not one device's part.
-  assert seen == [('GradTracer(primal=[1. 2.], typeof(tangent)=f32[2])', True)]
 
 
 def test_an_operation_has_ended_when_its_line_has(jit_off, monkeypatch):
