@@ -7,16 +7,14 @@ device, and each case goes on from another one's checkpoint.
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROGRAM = ROOT / 'tests' / 'programs' / 'exact.py'
+from tests import processes
+
+PROGRAM = pathlib.Path(__file__).parent / 'programs' / 'exact.py'
 
 # By how much results may differ: sums in another order, in float64. Of losses
 # relative, of gradients in the norm of each array, relative to its own.
@@ -141,18 +139,12 @@ def run(folder, cases):
     about = {'name': name, 'restore': last.get(case.packing, name)}
     written.append(dataclasses.asdict(case) | about)
     last[case.packing] = name
-  result = subprocess.run(
-    [sys.executable, PROGRAM, folder, json.dumps(written)],
-    env=os.environ
-    | {
-      'PYTHONPATH': str(ROOT),
-      # Most of the time goes into LLVM, whose optimisations gain nothing here.
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8'
-      ' --xla_backend_optimization_level=0',
-    },
-    capture_output=True,
-    text=True,
+  result = processes.run(
+    *(PROGRAM, folder, json.dumps(written)),
     timeout=280,
+    # Most of the time goes into LLVM, whose optimisations gain nothing here.
+    XLA_FLAGS='--xla_force_host_platform_device_count=8'
+    ' --xla_backend_optimization_level=0',
   )
   assert result.returncode == 0, result.stderr[-6000:]
   return {case['name']: read(folder, case) for case in written}
