@@ -2,12 +2,8 @@
 
 import inspect
 import json
-import os
-import pathlib
 import pickle
 import re
-import subprocess
-import sys
 import threading
 from unittest import mock
 
@@ -26,8 +22,7 @@ from jaxline import platform
 from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import memory
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests import processes
 
 # The contract: the names of parameters, their kinds and their defaults.
 CHECKPOINTER = """
@@ -240,12 +235,7 @@ from absl import flags
 found = {{n: flags.FLAGS[n].default for n in {[*FLAGS]}}}
 print(json.dumps([of_jax, list(sys.modules), found]))
 """
-  done = subprocess.run(
-    [sys.executable, '-c', program],
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    capture_output=True,
-    check=True,
-  )
+  done = processes.run('-c', program)
   of_jax, modules, found = json.loads(done.stdout)
   assert found == FLAGS
   assert sorted(set(HEAVY) & set(modules)) == []
