@@ -1,4 +1,4 @@
-"""Batches read ahead: positions, waits, stalls, the end."""
+"""Batches read ahead: how many, waits, stalls, the end."""
 
 import dataclasses
 import threading
@@ -32,24 +32,6 @@ def counting(**fields):
 
 def value(batch):
   return int(batch['x'][0])
-
-
-# Positions.
-
-
-@pytest.mark.parametrize('buffer_size', [2, 3, 7])
-def test_the_mark_is_that_behind_the_batch(buffer_size):
-  source = counting()
-  feed = infeed.Infeed(source, lambda x: x, buffer_size=buffer_size)
-  marks = []
-  for number in range(20):
-    assert value(next(feed)) == number
-    marks.append(feed.mark)
-  feed.close()
-  for number, mark in enumerate(marks):
-    resumed = counting()
-    resumed.set_state(source.state_of(mark))
-    assert value(next(resumed)) == number + 1
 
 
 @pytest.mark.parametrize(
