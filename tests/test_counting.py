@@ -41,12 +41,6 @@ def scanned(x, w_LDF, v_LFD, layer=layer):
   return jax.lax.scan(f, x, (w_LDF, v_LFD))[0].sum()
 
 
-def unrolled(x, w_LDF, v_LFD):
-  for i in range(L):
-    x = layer(x, w_LDF[i], v_LFD[i])
-  return x.sum()
-
-
 def ragged(x, w, sizes):
   return jax.lax.ragged_dot(x, w, sizes).sum()
 
@@ -169,7 +163,6 @@ def test_products_count(program, args, flops):
   ('program', 'args', 'factor'),
   [
     (scanned, MLP, 3),
-    (unrolled, MLP, 3),
     (functools.partial(scanned, layer=jax.checkpoint(layer)), MLP, 4),
     (lambda x, w: with_vjp(x, w).sum(), ONE, 3),
     (ragged, RAGGED, 3),
