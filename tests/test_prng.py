@@ -74,14 +74,6 @@ def test_an_unknown_mode_is_refused(use):
     use('unique_device')
 
 
-def test_host_ids():
-  with mock.patch.object(jax, 'process_index', return_value=3):
-    ids = prng.host_id_devices_for_rng()
-    assert prng.host_id_devices_for_rng('same_host_unique_device') is None
-  assert ids.dtype == jnp.int32
-  np.testing.assert_array_equal(ids, [3, 3])
-
-
 # --- specialize_rng_host_device ----------------------------------------------
 
 
