@@ -62,14 +62,6 @@ class Model(sharded.ShardedExperiment):
     return [{'x': np.ones([ROWS, WIDTH], np.float32)}]
 
 
-class Writes:
-  def __init__(self):
-    self.records = []
-
-  def write_scalars(self, global_step, scalars):
-    self.records.append((global_step, dict(scalars)))
-
-
 def trained(cls=Model, **changes):
   """Returns what a training of four steps has written."""
   config = regression.get_config(4)
@@ -77,9 +69,11 @@ def trained(cls=Model, **changes):
     checkpointer='memory', interval_type='steps', log_train_data_interval=2
   )
   config.update(changes)
-  writer = Writes()
+  records = []
+  write = lambda step, scalars: records.append((step, dict(scalars)))
+  writer = types.SimpleNamespace(write_scalars=write)
   train.Run(cls, config, writer=writer).train()
-  return writer.records
+  return records
 
 
 @pytest.mark.parametrize('parts', [1, 2])
