@@ -108,16 +108,6 @@ def test_the_order_never_changes_between_versions():
   assert large.order(np.arange(2**16, 2**16 + 2)).tolist() == [61429, 36773]
 
 
-def test_without_shuffling_the_order_is_that_of_the_data():
-  source = Numbers(batch_size=4)
-  assert not source.shuffle
-  assert take(source, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
-  assert next(source)['epoch'].tolist() == [1, 1, 1, 1]
-  assert Numbers(batch_size=4, is_training=True).shuffle
-  assert not Numbers(batch_size=4, is_training=True, shuffle=False).shuffle
-  assert Numbers(batch_size=4, shuffle=True).shuffle
-
-
 # The hosts.
 
 
