@@ -226,12 +226,6 @@ def test_training_windows():
   np.testing.assert_array_equal(mixed['ids'][0], epoch_rows(data)['ids'][3])
 
 
-def test_the_order_is_that_of_earlier_versions():
-  batch = next(make(is_training=True))
-  # The byte i is the token i + 1 of the stream.
-  assert batch['ids'][:, 0].tolist() == [51, 131, 11, 182, 31, 1, 192, 161]
-
-
 def test_a_foreign_state_is_refused():
   state = make(is_training=True).get_state()
   for key, change in (
