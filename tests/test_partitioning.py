@@ -16,16 +16,11 @@ from jaxline import placement
 
 Logical = partitioning.Logical
 P = jax.sharding.PartitionSpec
-PRNG_KEY = jax.random.key(7)
 
 
 def partitioner(sharding='fsdp', mesh=None, rules=None):
   made = partitioning.Partitioner.make(mesh, sharding)
   return made if rules is None else dataclasses.replace(made, rules=rules)
-
-
-def shard_shapes(x):
-  return [shard.data.shape for shard in x.addressable_shards]
 
 
 # Sizes within slices and across; the devices are only counted.
@@ -409,7 +404,7 @@ def test_what_was_put_may_be_donated(source, spec):
 def test_put_batch_leaves_what_lies_right():
   p = partitioner()
   batch = placement.put_batch({'x': np.ones([4, 3])}, p)
-  assert shard_shapes(batch['x']) == [(2, 3), (2, 3)]
+  assert [s.data.shape for s in batch['x'].addressable_shards] == [(2, 3)] * 2
   assert placement.put_batch(batch, p) is batch
   elsewhere = jax.device_put(np.ones([4, 3]), jax.devices()[1])
   put = placement.put_batch({'x': elsewhere}, p)
