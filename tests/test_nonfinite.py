@@ -364,6 +364,13 @@ def test_each_name_is_warned_of_once_with_its_step(mode, caplog):
   assert 'new_loss' not in second
 
 
+def test_a_flag_that_no_scalar_shows_is_warned_of_once(caplog):
+  flagged = a_stand_in(FLAGS_NONFINITE=True)
+  drive(a_guard('warn', flagged), [{'nonfinite': jnp.int32(1), 'acc': 1.0}] * 3)
+  (text,) = caplog.messages
+  assert 'step 1 are not finite' in text
+
+
 @pytest.mark.parametrize('name', ['nonfinite', 'skipped_steps'])
 def test_reserved_names_are_refused(name):
   class Taken(Faulty):
