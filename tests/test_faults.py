@@ -51,7 +51,6 @@ class Run:
     *args,
     mode='train_and_eval',
     faults=None,
-    num_devices=1,
     keeps_programs=False,
   ):
     self.checkpoints = store.at(run_dir).below('checkpoints')
@@ -77,7 +76,7 @@ class Run:
         ),
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
         'SURVIVOR': json.dumps(faults or {}),
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}',
+        'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
       },
       stdin=subprocess.DEVNULL,
       stdout=subprocess.DEVNULL,
@@ -364,53 +363,6 @@ def test_killed_in_a_bucket(tmp_path, undisturbed, start, monkeypatch):
       assert remains.left_by(tmp_path) == undisturbed
     finally:
       server.kill()
-
-
-ROLLING = '--config.experiment_kwargs.rolling=True'
-
-
-def workers_of(run_dir):
-  """Returns the ids of the processes that a run in a directory has left."""
-  found = []
-  for entry in pathlib.Path('/proc').iterdir():
-    try:
-      environment = (entry / 'environ').read_bytes()
-    except OSError:  # It has ended, or is no process.
-      continue
-    if f'SURVIVOR_DIR={run_dir}'.encode() in environment.split(b'\0'):
-      found.append(int(entry.name))
-  return found
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_killed_with_workers_and_a_rolling_evaluation(tmp_path, monkeypatch):
-  straight, killed = tmp_path / 'straight', tmp_path / 'killed'
-  finished(straight, ROLLING)
-  expected = remains.left_by(straight)
-  monkeypatch.setenv('SURVIVOR_DIR', str(killed))
-  for saves in (2, 3, 2, None):
-    before = remains.newest(killed)
-    run = Run(killed, ROLLING, faults={'num_workers': 2})
-    try:
-      if saves:
-        assert run.wait_for_save('data', saves), run.log
-        assert len(workers_of(killed)) >= 3
-        run.kill()
-      else:
-        assert run.end() == 0, run.log
-    finally:
-      run.kill()
-    check_resumed(run, before)
-    # Of Grain's workers none outlives the run; they look, and leave.
-    deadline = time.monotonic() + 20
-    while (left := workers_of(killed)) and time.monotonic() < deadline:
-      time.sleep(0.1)
-    assert left == []
-  assert remains.left_by(killed) == expected
-  # Each evaluation had other rows than the one before.
-  curve = expected['eval curve']
-  assert len({r['loss'] for r in curve}) == len(curve)
 
 
 # Evaluation in a process of its own.

@@ -4,7 +4,6 @@ It is its own config file: `python survivor.py --config=survivor.py ...`. What
 shall go wrong is no part of the config, which a resumed run must not change;
 the environment's SURVIVOR says it, as JSON:
 
-    width: as if the model's code had been changed.
     step_secs: how long a step takes at least, in seconds.
     clock, clock_jump, clock_jump_at: seconds that the clock is off, from the
       beginning, and from a step on.
@@ -12,7 +11,6 @@ the environment's SURVIVOR says it, as JSON:
     stop_evaluate_at: from there on, an evaluation raises StopTraining.
     nan_at: number of the batch that is not a number.
     hang_at: the step that never ends.
-    num_workers: processes that read the input.
 """
 
 import contextlib
@@ -47,7 +45,8 @@ from jaxline.metrics import log_filter  # noqa: E402
 from tests.experiments import regression  # noqa: E402
 from tests.programs import events  # noqa: E402
 
-FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
+FEATURES, WIDTH = 6, 16
+ROWS, BATCHES = 8, 7  # Of an epoch.
 
 
 def get_config() -> config_dict.ConfigDict:
@@ -55,9 +54,6 @@ def get_config() -> config_dict.ConfigDict:
   config = regression.get_run_config(steps=45, save=3, evaluation=5)
   config.max_checkpoints_to_keep = 3
   config.watchdog_secs = 60.0
-  config.experiment_kwargs = config_dict.ConfigDict(
-    {'width': 16, 'sharding': 'ddp', 'rolling': False}
-  )
   return config
 
 
@@ -93,18 +89,11 @@ class Input(indexed.IndexedInput):
 class Survivor(sharded.ShardedExperiment):
   """Learns a sine, with dropout and a running mean."""
 
-  def __init__(
-    self, mode, init_rng, width, sharding, rolling, *, run_config=None
-  ):
-    self.rolling = rolling
-    self.width = _FAULTS.get('width', width)
-    super().__init__(mode, init_rng, run_config=run_config, sharding=sharding)
-
   def init_fn(self, rng):
     rngs = jax.random.split(rng)
     params = {
-      'w': jax.random.normal(rngs[0], [FEATURES, self.width]),
-      'v': 0.1 * jax.random.normal(rngs[1], [self.width, 1]),
+      'w': jax.random.normal(rngs[0], [FEATURES, WIDTH]),
+      'v': 0.1 * jax.random.normal(rngs[1], [WIDTH, 1]),
     }
     return params, {'mean': jnp.zeros([FEATURES])}
 
@@ -128,14 +117,11 @@ class Survivor(sharded.ShardedExperiment):
       batch_size=ROWS,
       input_random_seed=4,  # With which step 25 is the best so far.
       is_training=True,
-      num_workers=_FAULTS.get('num_workers', 0),
     )
 
   def eval_input(self):
     halves = examples(1, ROWS), examples(2, ROWS // 2)
     data = jax.tree.map(lambda *x: np.concatenate(x), *halves)
-    if self.rolling:  # Each evaluation goes on where the one before ended.
-      return Input(data=data, batch_size=ROWS, eval_loop_num_batches=2)
     return Input(data=data, batch_size=ROWS, reset_for_eval=True)
 
   def step(self, *, global_step, rng, writer):
