@@ -422,7 +422,7 @@ def test_what_is_printed_stands_above_the_live_line(live, terminal):
   try:
     line = live()
     print('printed\nlines')
-    logger.warning('a warning')
+    logger.warning('warn')  # Shorter than what was drawn.
     for text in ('half', ' a', ' line\n'):
       sys.stdout.write(text)
       sys.stderr.flush()
@@ -440,7 +440,7 @@ def test_what_is_printed_stands_above_the_live_line(live, terminal):
     logger.removeHandler(handler)
   assert terminal.file.write == write
   assert terminal.close() == [
-    'printed', 'lines', 'a warning', 'half a line', '100% of it', 'after', '',
+    'printed', 'lines', 'warn', 'half a line', '100% of it', 'after', '',
   ]  # fmt: skip
 
 
