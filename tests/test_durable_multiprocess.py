@@ -12,13 +12,13 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from tests import processes as processes_lib
 from tests import remains
 from tests.programs import events
 
@@ -72,9 +72,7 @@ class Run:
     directories=None,
     steps=STEPS,
   ):
-    with socket.socket() as s:
-      s.bind(('localhost', 0))
-      address = f'localhost:{s.getsockname()[1]}'
+    address = processes_lib.free_address()
     env = os.environ | {
       'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}',
       'JAX_PLATFORMS': 'cpu',
@@ -370,9 +368,6 @@ def test_a_signal_to_one_evaluator_ends_both(undisturbed, folder):
 # --- Other numbers of processes and devices ----------------------------------
 
 
-SHARED_POSITION = '--config.experiment_kwargs.config.own_position=False'
-
-
 @pytest.mark.process
 def test_another_number_of_processes(undisturbed, folder):
   _, directory = undisturbed
@@ -380,24 +375,6 @@ def test_another_number_of_processes(undisturbed, folder):
   assert result.code == 2
   assert "2 processes saved ['input'], each its own, and now" in result.err
   assert remains.steps(directory)[-1] == STEPS
-
-
-@pytest.mark.slow
-def test_from_two_processes_to_one_and_back(folder):
-  directory = folder / 'processes'
-  two = run(directory, 'sharded', SHARED_POSITION, steps=4)
-  (one,) = run(
-    directory, 'sharded', SHARED_POSITION, steps=6, processes=1, devices=2
-  )
-  for key in ('digest', 'position'):
-    assert one.the('restored')[key] == two[0].the('trained')[key]
-  assert one.the('restored')['shards'] == [[4, 4], [4, 4]]
-  again = run(directory, 'sharded', SHARED_POSITION, steps=8, devices=2)
-  for result in again:
-    for key in ('digest', 'position'):
-      assert result.the('restored')[key] == one.the('trained')[key]
-    assert result.the('restored')['shards'] == [[2, 4], [2, 4]]
-  assert list(logged(directory)) == list(range(1, 9))
 
 
 # --- What hangs --------------------------------------------------------------

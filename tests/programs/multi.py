@@ -36,7 +36,6 @@ from jaxline import utils
 from jaxline.checkpoint import arrays
 from jaxline.inputs import base
 from jaxline.inputs import indexed
-from jaxline.inputs import iterable
 from jaxline.supervision import preemption
 
 WORKERS = int(os.environ.get('MULTI_WORKERS', '0'))
@@ -90,9 +89,8 @@ def fault(place, step):
 class Input(regression.Input):
   """Of the global batches the rows of this process; knows what it gave."""
 
-  def __init__(self, batch_size, own_position):
+  def __init__(self, batch_size):
     super().__init__(batch_size)
-    self.own_position = own_position
     self.state['given'] = 0
 
   def __next__(self):
@@ -101,10 +99,7 @@ class Input(regression.Input):
     rows = self.batch_size // jax.process_count()
     first = rows * jax.process_index()
     batch = {name: x[first : first + rows] for name, x in batch.items()}
-    if self.own_position:
-      self.state['given'] = zlib.crc32(
-        batch['x'].tobytes(), self.state['given']
-      )
+    self.state['given'] = zlib.crc32(batch['x'].tobytes(), self.state['given'])
     if fault('input', step):
       batch['y'] = batch['y'] * np.float32('nan')
     return batch
@@ -112,12 +107,6 @@ class Input(regression.Input):
   def set_state(self, state):
     super().set_state(state)
     self.state['given'] = int(state['given'])
-
-
-class Shared(iterable.IterableInput):
-  def state_of(self, mark):
-    """Returns a state that means the same in every process."""
-    return {'host': 0, 'hosts': 1, 'state': mark}
 
 
 class Reporting:
@@ -139,18 +128,14 @@ class Reporting:
 class Sharded(Reporting, regression.Regression):
   """The regression, its weights over all processes."""
 
-  def __init__(self, mode, init_rng, config, *, run_config=None):
+  def __init__(self, mode, init_rng, *, run_config=None):
     super().__init__(
       mode, init_rng, batch_size=12, sharding='fsdp', run_config=run_config
     )
-    self.own_position = config.own_position
     fault('start', 0)
 
   def train_input(self):
-    source = Input(self.batch_size, self.own_position)
-    if self.own_position:
-      return source
-    return Shared(function=lambda host_index: source, is_training=True)
+    return Input(self.batch_size)
 
   def eval_input(self):
     first = 8 * jax.process_index()
@@ -197,8 +182,7 @@ class Numbers(indexed.IndexedInput):
 class Fed(Reporting, sharded.ShardedExperiment):
   """Reports which records a step or an evaluation saw, and in which rows."""
 
-  def __init__(self, mode, init_rng, config, *, run_config=None):
-    del config
+  def __init__(self, mode, init_rng, *, run_config=None):
     super().__init__(mode, init_rng, run_config=run_config)
     self.rows = GLOBAL_BATCH // jax.process_count()
 
@@ -215,8 +199,6 @@ class Fed(Reporting, sharded.ShardedExperiment):
       # Whole numbers, small enough to be exact.
       'order': metrics.Mean(jnp.sum(x * places * batch['weights']), one),
       'squares': metrics.Mean(jnp.sum(x * x * batch['weights']), one),
-      'number': metrics.Mean.of(x, batch['weights']),
-      'rows': metrics.Mean(batch['weights'].sum(), one),
     }
     return seen['loss'].compute(), seen, model_state
 
@@ -227,12 +209,7 @@ class Fed(Reporting, sharded.ShardedExperiment):
     return Numbers(batch_size=self.rows, is_training=True, num_workers=WORKERS)
 
   def eval_input(self):
-    return Numbers(batch_size=self.rows, reset_for_eval=True)
-
-  def evaluate(self, *, global_step, rng, writer):
-    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
-    say('evaluated', step=int(global_step), **scalars)
-    return scalars
+    raise NotImplementedError
 
   def _say(self, what):
     if self.mode == 'train':
@@ -246,9 +223,8 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
   CHECKPOINT_ATTRS = {'_w': 'w', '_opt_state': 'opt_state'}
   NON_BROADCAST_CHECKPOINT_ATTRS = {'_own': 'own'}
 
-  def __init__(self, mode, init_rng, config):
+  def __init__(self, mode, init_rng):
     super().__init__(mode=mode, init_rng=init_rng)
-    del config
     self.mode = mode
     fault('start', 0)
     self.optimizer = optax.adam(0.05)

@@ -9,9 +9,4 @@ def get_config() -> config_dict.ConfigDict:
   """Returns the config of the run."""
   config = regression.get_run_config(steps=6, save=2, evaluation=2)
   config.max_checkpoints_to_keep = 10
-  config.experiment_kwargs.config = config_dict.ConfigDict(
-    {
-      'own_position': True,  # Each process's data position has its own value.
-    }
-  )
   return config
