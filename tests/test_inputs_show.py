@@ -1,11 +1,7 @@
 """Looking at data: known answers, inputs that are wrong, the command."""
 
 import dataclasses
-import os
-import pathlib
 import re
-import subprocess
-import sys
 import time
 
 import ml_dtypes
@@ -17,9 +13,8 @@ from jaxline.inputs import __main__ as program
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import show
+from tests import processes
 from tests import test_input_base
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -362,16 +357,9 @@ def get_config():
 @pytest.mark.process
 @pytest.mark.parametrize('split', ['train', 'eval'])
 def test_command(split, tmp_path):
-  args = f'--config={ROOT}/configs/lm.py', f'--split={split}', '--host=1/2'
-  result = subprocess.run(
-    [sys.executable, '-m', 'jaxline.inputs', 'show', '-n1', *args],
-    cwd=tmp_path,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-    stdin=subprocess.DEVNULL,
-  )
+  config = f'--config={processes.ROOT}/configs/lm.py'
+  command = '-m', 'jaxline.inputs', 'show', '-n1', '--host=1/2'
+  result = processes.run(*command, config, f'--split={split}', cwd=tmp_path)
   assert (result.returncode, result.stderr) == (0, '')
   assert 'row 0 of ids: ' in result.stdout
   found = re.findall(r'^ok     (\w+)', result.stdout, re.MULTILINE)
