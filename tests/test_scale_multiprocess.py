@@ -5,23 +5,20 @@ checkpoints that another number goes on from. Faults of several processes are in
 test_durable_multiprocess.py, and golden/runs.py has the language model.
 """
 
-import contextlib
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
 
+from tests import processes
 from tests.experiments import regression
 from tests.programs import hosts
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-HOSTS = ROOT / 'tests' / 'programs' / 'hosts.py'
+HOSTS = pathlib.Path(__file__).parent / 'programs' / 'hosts.py'
 
 # Four processes of a device each. Of each: the host that a process is to the
 # input, and what a device has of the weights, [8, 4].
@@ -64,22 +61,12 @@ def four(alone):
   """What each of four processes saw, that went on from the checkpoint."""
   folder, _ = alone
   cases = [{'name': name, **case} for name, (case, *_) in MESHES.items()]
-  done = subprocess.run(
-    [
-      *(sys.executable, '-m', 'jaxline.launch'),
-      *('--processes', '4', '--devices-per-process', '1'),
-      *('--', sys.executable, HOSTS, folder, json.dumps(cases)),
-    ],
-    cwd=ROOT,
-    env=os.environ
-    | {
-      'PYTHONPATH': str(ROOT),
-      # Most of the time would go into LLVM.
-      'XLA_FLAGS': '--xla_backend_optimization_level=0',
-    },
-    capture_output=True,
-    text=True,
+  done = processes.run(
+    *('-m', 'jaxline.launch', '--processes', '4', '--devices-per-process', '1'),
+    *('--', sys.executable, HOSTS, folder, json.dumps(cases)),
     timeout=160,
+    # Most of the time would go into LLVM.
+    XLA_FLAGS='--xla_backend_optimization_level=0',
   )
   assert done.returncode == 0, done.stderr[-9000:]
   found = re.findall(r'^\[(\d)\] (\{"process".*\})$', done.stdout, re.M)
@@ -126,23 +113,6 @@ def test_an_uneven_evaluation_counts_every_example_once(name, four):
     for scalars in found:
       assert scalars == pytest.approx(expected, rel=2e-5)
     assert ('gave no batch' in error) == (num_hosts > 1)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize('name', MESHES)
-def test_each_host_has_its_own_rows(name, four):
-  _, rows, _ = MESHES[name]
-  by_host = {}
-  for process, host in zip(four, rows, strict=True):
-    records = process[name]['records']
-    assert len(records) == hosts.GLOBAL_BATCH // host[1]
-    # Processes that are one host read the same.
-    assert by_host.setdefault(host[0], records) == records
-  together = [record for host in sorted(by_host) for record in by_host[host]]
-  with contextlib.closing(
-    hosts.Examples(batch_size=hosts.GLOBAL_BATCH, is_training=True)
-  ) as source:
-    assert together == next(source).record.tolist()
 
 
 @pytest.mark.process
