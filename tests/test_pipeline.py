@@ -194,7 +194,6 @@ _EIGHT = """
 import json, sys
 import jax
 sys.path.insert(0, 'tests')
-import numpy as np
 import test_pipeline as t
 from jaxline import partitioning, placement
 from jaxline.aot import hlo
@@ -204,7 +203,6 @@ partitioner = partitioning.Partitioner.make(
   {'stage': 2, 'data': 2, 'mdl': 2}, 'pipeline')
 axes = ('layers', 'embed', 'mlp')
 weights, x = t._weights_and_rows(8)
-expected = t._value_and_grads(t._one_after_the_other, weights, x)
 placed = [
   jax.device_put(weights, partitioner.shardings(
     partitioner.specs(partitioning.Logical(weights, axes)))),
@@ -218,9 +216,6 @@ for parts, repeats in ((1, 1), (3, 1), (3, 2)):
       num_microbatches=parts, num_repeats=repeats)
   with partitioner.activate():
     compiled = t._step(run).lower(*placed).compile()
-  (_, y), grads = jax.block_until_ready(compiled(*placed))
-  for a, b in zip((y, *grads), expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
   measures = measure.measure(
     hlo.parse(compiled.as_text()),
     partitioner.axis_sizes,
