@@ -3,10 +3,8 @@
 import builtins
 import io
 import json
-import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import zlib
 
@@ -17,14 +15,15 @@ import pytest
 
 from configs import lm
 from examples.lm import experiment as lm_experiment
+import jaxline
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import platform
 from jaxline import prng
 from jaxline import train
 from jaxline import utils
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEST = 2
 
 
@@ -78,10 +77,7 @@ def trained(tmp_path_factory):
     best_model_eval_metric_higher_is_better=False,
     max_best_checkpoints_to_keep=1,
   )
-  checkpointer = platform.create_checkpointer(config, 'train')
-  train.Run(Echo, config, checkpointer, None, None).train_and_eval()
-  checkpointer.close()
-  return pathlib.Path(config.checkpoint_dir)
+  return pathlib.Path(jaxline.fit(Echo, config).directory)
 
 
 @pytest.fixture
@@ -199,8 +195,7 @@ def test_which_checkpoint(run, trained, options, step):
   assert texts(trained / 'decode' / f'step_{step}.jsonl') == [f'a {step}']
 
 
-def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+def test_checkpoints_in_the_memory_of_this_process(run, tmp_path):
   config = base_config.get_base_config()
   config.training_steps = 2
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
@@ -323,7 +318,6 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
 )
 def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   for name, content in {
     'latin.txt': b'\xff',
     'bad.jsonl': b'\n{"prompt": "a"}\nOnce',
@@ -362,14 +356,6 @@ SMALL = {
 }
 
 
-def overrides(values, prefix='--config'):
-  for key, value in values.items():
-    if isinstance(value, dict):
-      yield from overrides(value, f'{prefix}.{key}')
-    else:
-      yield f'{prefix}.{key}={value}'
-
-
 PROMPTS = ['for', 'total +=', 'x']
 
 
@@ -388,22 +374,16 @@ def language_model(tmp_path_factory):
   kwargs.update(SMALL)
   kwargs.update(files=f'{folder}/*.txt', cache_dir=str(folder / 'cache'))
   config = config.copy_and_resolve_references()
-  checkpointer = platform.create_checkpointer(config, 'train')
-  try:
-    train.train(lm_experiment.Experiment, config, checkpointer, None)
-    live = checkpointer.get_experiment_state('latest').experiment_module
-    rng = prng.stream(jax.random.PRNGKey(config.random_seed), 'decoding')
-    rng = jax.random.fold_in(rng, 0)
-    expected = live.decode(PROMPTS, rng)
-  finally:
-    checkpointer.close()
-  values = {
-    'checkpoint_dir': config.checkpoint_dir,
-    'decode': {'prompts': folder / 'prompts'},
+  fitted = jaxline.fit(lm_experiment.Experiment, config, mode='train')
+  rng = prng.stream(jax.random.PRNGKey(config.random_seed), 'decoding')
+  expected = fitted.experiment.decode(PROMPTS, jax.random.fold_in(rng, 0))
+  flags = [
+    f'--jaxline_run={config.checkpoint_dir}',
+    f'--config.decode.prompts={folder}/prompts',
     # The text is not needed any more.
-    'experiment_kwargs': {'config': {**SMALL, 'files': '/no/such/place'}},
-  }
-  return list(overrides(values)), expected
+    '--config.experiment_kwargs.config.files=/no/such/place',
+  ]
+  return flags, expected
 
 
 @pytest.mark.parametrize(
@@ -422,23 +402,13 @@ def test_a_language_model_is_trained_here_and_decoded_elsewhere(
 ):
   flags, expected = language_model
   output = tmp_path / 'o.jsonl'
-  result = subprocess.run(
-    [
-      sys.executable,
-      *launcher.replace('python', sys.executable).split(),
-      str(ROOT / 'experiment.py'),
-      f'--config={ROOT}/configs/lm.py',
-      '--jaxline_mode=decode',
-      f'--config.decode.output={output}',
-      *flags,
-    ],
-    cwd=ROOT,
-    env=os.environ
-    | {'PYTHONPATH': str(ROOT), 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
-    capture_output=True,
-    text=True,
+  result = processes.run(
+    *launcher.replace('python', sys.executable).split(),
+    *('experiment.py', '--jaxline_mode=decode'),
+    *flags,
+    f'--config.decode.output={output}',
     timeout=170,
-    stdin=subprocess.DEVNULL,
+    JAX_DISABLE_MOST_OPTIMIZATIONS='1',
   )
   assert result.returncode == 0, result.stderr[-4000:]
   lines = lines_of(output)
