@@ -168,7 +168,9 @@ def _op_by_op() -> Iterator[None]:
   if not settings.disable_pmap_jit:
     yield
     return
-  with _op_by_op_mode:
+  import chex  # It takes as long to import as jax, and runs rarely need it.
+
+  with _op_by_op_mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
     yield
 
 
@@ -181,7 +183,7 @@ class _OpByOp:
     self._stack = contextlib.ExitStack()
 
   def __enter__(self) -> None:
-    import chex  # It takes as long to import as jax, and runs rarely need it.
+    import chex
 
     with self._lock:
       self._num_inside += 1
