@@ -16,11 +16,11 @@ import os
 import pathlib
 import time
 from typing import Any
+import zlib
 
 from absl import logging
 import filelock
 import jax
-from jax._src import compilation_cache as jax_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxline import disk
@@ -171,8 +171,18 @@ def _remove_damaged(path: pathlib.Path, since: float) -> None:
         if used.exists() and used.stat().st_mtime < since:
           continue
         try:
-          jax_cache.decompress_executable(entry.read_bytes())
+          _decompress(entry.read_bytes())
           used.touch()
         except Exception as e:  # Each way to compress has its own.
           logging.warning('%s is damaged (%r), and is removed.', entry, e)
           entry.unlink()
+
+
+def _decompress(entry: bytes) -> None:
+  """Raises an error unless an entry can be decompressed."""
+  if not entry.startswith(b'\x28\xb5\x2f\xfd'):
+    zlib.decompress(entry)
+    return
+  import zstandard  # JAX uses it where it is installed.
+
+  zstandard.ZstdDecompressor().decompress(entry)
