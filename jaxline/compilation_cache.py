@@ -5,23 +5,22 @@ JAX's key of a program covers everything that goes into it: the computation, the
 version of jaxlib, the flags of XLA and the devices. A hit is therefore the same
 machine code, and its results have the same bits.
 
-JAX's own store writes an entry in place and never again, so that a full disk or
-the end of the process leaves a damaged one for ever, and it limits the size
-only with another package. `Files` replaces it. If it fails, JAX warns and
-compiles.
+JAX writes an entry in place and never again. If it cannot read an entry, it
+warns and compiles, at every start. So a run deletes what it finds damaged.
 """
 
 from collections.abc import Iterator, Mapping
 import contextlib
-import hashlib
+import math
 import os
 import pathlib
+import time
 from typing import Any
-from unittest import mock
+import zlib
 
 from absl import logging
+import filelock
 import jax
-from jax._src import compilation_cache as jax_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxline import disk
@@ -33,8 +32,7 @@ from jaxline.keys import Key, text
 MAX_BYTES = 4 << 30
 # Programs that compile faster are not kept: to read one takes 10 ms.
 _MIN_COMPILE_SECS = 0.1
-_SUFFIX = '.program'
-_DIGEST_BYTES = hashlib.sha256().digest_size
+_LOCK_SECS = 10.0
 
 KEYS = (
   Key('compilation_cache', 'auto', text(
@@ -73,6 +71,10 @@ def of_run(config: Any) -> Iterator[None]:
     return
   settings = {
     'jax_compilation_cache_dir': str(path),
+    # To limit the size, JAX writes when it reads.
+    'jax_compilation_cache_max_size': (
+      MAX_BYTES if os.access(path, os.W_OK) else -1
+    ),
     'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
     # XLA writes these files for GPUs: a full disk would fail the compilation,
     # and the directory's name would be part of a program's key.
@@ -80,13 +82,13 @@ def of_run(config: Any) -> Iterator[None]:
   }
   settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
 
-  def get_file_cache(path: str) -> Any:
-    return Files(pathlib.Path(path)), path
-
-  # There is no public way to give JAX a store.
-  with mock.patch.object(jax_cache, 'get_file_cache', get_file_cache):
+  _remove_damaged(path, since=math.inf)
+  began = time.time()
+  try:
     with configured(settings):
       yield
+  finally:
+    _remove_damaged(path, began)
 
 
 @contextlib.contextmanager
@@ -152,53 +154,35 @@ def _is_shared(path: pathlib.Path | None) -> bool:
   return all_see
 
 
-class Files:
-  """Keeps the entries of JAX's compilation cache as files in a directory.
+def _remove_damaged(path: pathlib.Path, since: float) -> None:
+  """Removes the entries that JAX cannot read.
 
-  An entry is renamed when it is whole, has a checksum, and is removed if the
-  checksum is wrong. Beyond MAX_BYTES, the least recently used are removed.
+  Args:
+    path: the directory of the cache.
+    since: looks at the entries that were used after this time, in seconds since
+      1970, and at those without a time, which a killed process has left. JAX
+      would fail to remove the oldest entries because of one of these.
   """
+  with contextlib.suppress(OSError, filelock.Timeout):
+    # JAX holds this lock while it reads or writes.
+    with filelock.FileLock(path / '.lockfile', timeout=_LOCK_SECS):
+      for entry in path.glob('*-cache'):
+        used = entry.with_name(f'{entry.name.removesuffix("cache")}atime')
+        if used.exists() and used.stat().st_mtime < since:
+          continue
+        try:
+          _decompress(entry.read_bytes())
+          used.touch()
+        except Exception as e:  # Each way to compress has its own.
+          logging.warning('%s is damaged (%r), and is removed.', entry, e)
+          entry.unlink()
 
-  def __init__(self, path: pathlib.Path):
-    """Makes the store; the directory exists."""
-    self._path = path  # JAX reads it.
 
-  def get(self, key: str) -> bytes | None:
-    """Returns an entry; None if there is no whole one."""
-    path = self._file(key)
-    try:
-      data = path.read_bytes()
-    except FileNotFoundError:
-      return None
-    value = data[_DIGEST_BYTES:]
-    if hashlib.sha256(value).digest() != data[:_DIGEST_BYTES]:
-      logging.warning('%s is damaged, and is compiled again.', path)
-      path.unlink(missing_ok=True)
-      return None
-    with contextlib.suppress(OSError):  # The directory may be read-only.
-      os.utime(path)  # It is recently used.
-    return value
+def _decompress(entry: bytes) -> None:
+  """Raises an error unless an entry can be decompressed."""
+  if not entry.startswith(b'\x28\xb5\x2f\xfd'):
+    zlib.decompress(entry)
+    return
+  import zstandard  # JAX uses it where it is installed.
 
-  def put(self, key: str, value: bytes) -> None:
-    """Writes an entry, after removing old ones that leave no space for it."""
-    self._remove_oldest(MAX_BYTES - len(value))
-    # The step would wait for the disk. The checksum finds a cut entry.
-    with disk.replacing(self._file(key), sync=False) as file:
-      file.write(hashlib.sha256(value).digest() + value)
-
-  def _file(self, key: str) -> pathlib.Path:
-    return self._path / f'{key}{_SUFFIX}'
-
-  def _remove_oldest(self, limit: int) -> None:
-    """Removes the least recently used files until all fit into `limit`."""
-    found = []
-    for path in self._path.glob(f'*{_SUFFIX}*'):  # And what kills left.
-      with contextlib.suppress(OSError):  # Another process removes it.
-        status = path.stat()
-        found.append((status.st_mtime_ns, status.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-      if total <= limit:
-        break
-      path.unlink(missing_ok=True)
-      total -= size
+  zstandard.ZstdDecompressor().decompress(entry)

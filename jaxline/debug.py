@@ -3,8 +3,22 @@
 `--jaxline_post_mortem` (`debugger_fallback`): pdb at the line that raised.
 
 `--jaxline_disable_pmap_jit` (`disable_pmap_jit`): every operation runs when its
-line runs, so that `breakpoint()`, `print(x)` and `if x > 0:` work in a model or
-a loss; `op_by_op` lists the kinds of values that are seen there.
+line runs. The values in user code are then:
+
+| inside                          | a value is                               |
+|---------------------------------|------------------------------------------|
+| `jax.jit`, shardings or not     | a concrete array, whole                  |
+| `jax.grad` in it                | `GradTracer(primal=<the concrete array>)`|
+| `lax.scan`, `cond`, `while`,    | as outside of it; loops are Python's     |
+|   `jax.checkpoint`              |                                          |
+| `jax.pmap` that the function    | a batch of all local devices, as in      |
+|   makes                         |   `jax.vmap`: prints, takes no `if`      |
+| `jax.vmap`, `jax.eval_shape`    | abstract, as ever                        |
+
+So `breakpoint()`, `print(x)` and `if x > 0:` work in a loss of the sharded
+style. In the per-device style, leave `jax.pmap` out for a look. A pmap that was
+made before, such as one of a module, is run by JAX's interpreter of shard_map:
+very slowly. With several processes, collectives of a pmap are those of one.
 """
 
 from __future__ import annotations
@@ -16,11 +30,13 @@ import functools
 import pdb
 import threading
 from typing import Any, TypeVar
+from unittest import mock
 
 from absl import logging
+import jax
+from jax._src import core
 
 from jaxline import goodput
-from jaxline import op_by_op
 from jaxline import watchdog
 
 F = TypeVar('F', bound=Callable[..., Any])
@@ -140,9 +156,9 @@ def disable_pmap_jit(fn: F) -> F:
   """Runs a function op by op, if `settings.disable_pmap_jit` is on.
 
   This also affects functions that were decorated with `jax.pmap` and `jax.jit`
-  before, and threads that the function starts. The table at the top of
-  `op_by_op` lists the kinds of values that are seen. The setting is read at
-  each call.
+  before, and threads that the function starts. The table at the top of this
+  module lists the kinds of values that are seen. The setting is read at each
+  call.
   """
   return _op_by_op()(fn)
 
@@ -154,5 +170,50 @@ def _op_by_op() -> Iterator[None]:
     return
   import chex  # It takes as long to import as jax, and runs rarely need it.
 
-  with op_by_op.mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
+  with _op_by_op_mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
     yield
+
+
+class _OpByOp:
+  """Turns pmap and jit off in all threads, while anyone is inside."""
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._num_inside = 0
+    self._stack = contextlib.ExitStack()
+
+  def __enter__(self) -> None:
+    import chex
+
+    with self._lock:
+      self._num_inside += 1
+      if self._num_inside > 1:  # A second patch might outlive the first.
+        return
+      logging.warning(
+        'pmap and jit are off: every operation runs by itself, which is slow.'
+      )
+      # `jax.disable_jit`, and so chex's switch for jit, is for one thread.
+      was_off = jax.config.values['jax_disable_jit']
+      jax.config.update('jax_disable_jit', True)
+      self._stack.callback(jax.config.update, 'jax_disable_jit', was_off)
+      self._stack.enter_context(chex.fake_pmap())
+      # It would trace its function.
+      for name in ('checkpoint', 'remat'):
+        fake = mock.patch.object(jax, name, lambda fun, **unused: fun)
+        self._stack.enter_context(fake)
+      # There is no public way to wait for each operation. Without it, hundreds
+      # are in flight, which can deadlock several CPU devices.
+      run = core.EvalTrace.process_primitive
+      wait = lambda *args: jax.block_until_ready(run(*args))
+      self._stack.enter_context(
+        mock.patch.object(core.EvalTrace, 'process_primitive', wait)
+      )
+
+  def __exit__(self, *unused_args: Any) -> None:
+    with self._lock:
+      self._num_inside -= 1
+      if not self._num_inside:
+        self._stack.close()
+
+
+_op_by_op_mode = _OpByOp()

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # `__main__`, which stands above everything.
 STEPS = """
 errors
-counting goodput lazy op_by_op watchdog
+counting goodput lazy watchdog
 async_lib chips debug disk keys
 checkpointing devices distributed mesh storage
 partitioning prng
@@ -52,7 +52,7 @@ RESERVED = {
   # `indexed` marks the flags as parsed, for Grain, which has some of its own.
   'FLAGS config_flags': ('platform', 'inputs.indexed', 'examples/'),
   'Mesh NamedSharding PartitionSpec make_mesh': (
-    *('mesh', 'partitioning', 'placement', 'devices', 'op_by_op'),
+    *('mesh', 'partitioning', 'placement', 'devices'),
   ),
   'difflib': ('errors', 'examples/pax/base_layer.py'),
 }

@@ -1,20 +1,27 @@
 """Tests of jaxline.checkpoint.arrays: types, parts, shardings, damage."""
 
+import functools
 import itertools
 import json
 import math
+import operator
 import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.experimental import v1
 import pytest
 import tensorstore as ts
+import zarr
 
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import inspection
 from jaxline.storage import store as store_lib
 from tests import checkpoints
 
@@ -74,6 +81,52 @@ def test_other_programs_read_them(tmp_path):
     want = np.asarray(values[name], order='C')
     checkpoints.assert_same(np.asarray(opened.read().result()), want)
   assert num_read > 20
+
+
+# Names for which there is no such place in a tree, or no such folder.
+ODD = ['a', 'a/b', 'A', 'c/~/w', 'c.~.w', '7/w', 'd//w', 'ü', 'n/' * 200]
+
+
+@pytest.mark.parametrize('style', ['sharded', 'per device'])
+def test_orbax_and_zarr_open_a_run(style, open_run):
+  """As a nested tree, without a target; version 1 also onto devices."""
+  live: Any
+  if style == 'sharded':
+    live = checkpoints.Sharded()
+    checkpoints.advance(live, 1)
+  else:
+    live = checkpoints.PerDevice({name: np.float32([1, 2]) for name in ODD}, {})
+  checkpointer = open_run()
+  checkpoints.save(checkpointer, live)
+  saved = inspection.find(f'{checkpointer._run}:5')
+  place, want = saved.data.url, saved.arrays()
+  trees = [
+    ocp.StandardCheckpointer().restore(place),
+    ocp.PyTreeCheckpointer().restore(place),
+    v1.load(place),
+  ]
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+  target = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    trees[0],
+  )
+  placed = v1.load(place, target)
+  assert {x.sharding for x in jax.tree.leaves(placed)} == {sharding}
+  num_nested = 0
+  for name, x in want.items():
+    folder = saved.described[name]['file']
+    path = name.split('/')
+    if folder != '.'.join(path):
+      path = [folder]
+    num_nested += len(path) > 1
+    for tree in (*trees, placed):
+      found = functools.reduce(operator.getitem, path, tree)
+      checkpoints.assert_same(np.asarray(found), x)
+    if x.dtype.isbuiltin == 1:  # zarr-python lacks the types of ml_dtypes.
+      found = zarr.open_array(f'{place}/{folder}', mode='r')[...]
+      checkpoints.assert_same(np.asarray(found), x)
+  assert len(jax.tree.leaves(trees[0])) == len(want)
+  assert num_nested >= (len(want) if style == 'sharded' else 2)
 
 
 @pytest.mark.parametrize('x', [

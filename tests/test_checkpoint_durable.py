@@ -148,8 +148,10 @@ def test_names_that_file_systems_do_not_like(open_run, tmp_path):
   }
   lib.save(open_run(), saved := lib.PerDevice({}, values))
   arrays = json.loads(lib.manifest_of(tmp_path / 'run').read_text())['arrays']
-  folders = {p.name for p in lib.data_of(tmp_path / 'run').iterdir()}
+  data = lib.data_of(tmp_path / 'run')
+  folders = {path.name for path in data.iterdir() if path.is_dir()}
   assert folders == {about['file'] for about in arrays.values()}
+  assert len({name.lower() for name in folders}) == len(arrays)
   live = lib.PerDevice({}, dict.fromkeys(values))
   lib.restore(open_run('eval'), live)
   lib.assert_same(live.held(), saved.held())

@@ -183,7 +183,7 @@ class Machine(stateful.RuleBasedStateMachine):
     step = data.draw(st.sampled_from(steps[::-1]))
     if is_part:
       folder = remains.data_of(self.run_dir, step)
-      harm(max(folder.glob('*.w/c*')))
+      harm(max(folder.glob('w/c*')))
       self.protected.pop(step, None)
       if self.best and self.best[1] == self.latest[step]:
         self.is_best_damaged = True

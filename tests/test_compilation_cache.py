@@ -1,8 +1,6 @@
 """Compiled programs that are kept for the next start."""
 
 import contextlib
-import os
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +60,11 @@ def compiled(config):
 
 
 def programs(directory):
-  return sorted(directory.glob('*.program'))
+  return sorted(directory.glob('*-cache'))
 
 
 def program(directory):
-  (path,) = directory.glob('jit_double-*.program')
+  (path,) = directory.glob('jit_double-*-cache')
   return path
 
 
@@ -94,7 +92,6 @@ def test_a_program_is_kept_and_taken(
   # JAX is as it was.
   assert jax.config.jax_compilation_cache_dir is None
   assert home.exists() == (where == 'XDG_CACHE_HOME')
-  assert not list(tmp_path.glob('**/*partial*'))
 
 
 @pytest.mark.parametrize(
@@ -179,20 +176,30 @@ def test_a_home_that_can_only_be_read(home, read_only, counts, caplog):
     assert jax.jit(lambda x: x - 3)(1.0) == -2
 
 
-def test_a_full_disk_has_whole_entries_only(small_disk):
+@pytest.mark.filterwarnings('ignore:Error writing persistent compilation')
+def test_a_full_disk_costs_no_later_run_its_cache(small_disk, counts, caplog):
+  """JAX leaves what it could write of an entry."""
   folder, _ = small_disk
-  store, value = compilation_cache.Files(folder), bytes(100_000)
-  with pytest.raises(OSError, match='No space'):
-    for i in range(20):
-      store.put(f'key{i}', value)
-  assert not list(folder.glob('*.partial'))
-  assert 0 < len(programs(folder)) < 20
-  for path in programs(folder):
-    assert store.get(path.stem) == value
+  config = make_config(f'{folder}/own')
+  filler = folder / 'filler'
+  with contextlib.suppress(OSError):
+    filler.write_bytes(bytes(2_000_000))
+  assert compiled(config).shape == (5,)
+  filler.unlink()
+  caplog.clear()
+  compiled(config)
+  counts.update(hits=0, misses=0)
+  compiled(config)
+  assert counts['misses'] == 0
+  assert counts['hits'] >= 1
 
 
+@pytest.mark.filterwarnings('ignore:Error reading persistent compilation')
+@pytest.mark.parametrize('was_killed', [False, True])
 @pytest.mark.parametrize('damage', ['flip', 'cut', 'empty'])
-def test_a_damaged_entry_is_compiled_again(home, counts, caplog, damage):
+def test_a_damaged_entry_is_compiled_again_once(
+  home, counts, caplog, damage, was_killed
+):
   first = compiled(make_config())
   path = program(home / 'jaxline' / 'programs')
   whole = path.read_bytes()
@@ -201,56 +208,43 @@ def test_a_damaged_entry_is_compiled_again(home, counts, caplog, damage):
   path.write_bytes(
     {'flip': bytes(flipped), 'cut': whole[:-100], 'empty': b''}[damage]
   )
-  counts.update(hits=0, misses=0)
+  if was_killed:  # Between the entry and its time.
+    path.with_name(path.name.replace('-cache', '-atime')).unlink()
   assert compiled(make_config()).tobytes() == first.tobytes()
-  assert counts['misses'] == 1
   assert f'{path} is damaged' in caplog.text
   caplog.clear()
+  compiled(make_config())  # Without the entry.
   counts.update(hits=0, misses=0)
-  compiled(make_config())
+  assert compiled(make_config()).tobytes() == first.tobytes()
   assert counts['misses'] == 0
   assert counts['hits'] >= 1
   assert not caplog.text
 
 
-def test_processes_that_write_at_once(tmp_path):
-  """Each reads nothing or a whole entry, and one is there in the end."""
-  values = [bytes([i]) * 100_000 for i in range(4)]
-  read = []
-
-  def work(value):
-    store = compilation_cache.Files(tmp_path)
-    for _ in range(50):
-      store.put('key', value)
-      read.append(store.get('key'))
-
-  threads = [threading.Thread(target=work, args=(v,)) for v in values]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert len(read) == 200
-  assert set(read) <= set(values)
-  assert [path.name for path in tmp_path.iterdir()] == ['key.program']
-
-
 # The size.
 
 
-def test_the_entries_used_least_recently_are_removed(tmp_path, monkeypatch):
-  monkeypatch.setattr(compilation_cache, 'MAX_BYTES', 4500)
-  foreign = tmp_path / 'notes.txt'
-  foreign.write_bytes(bytes(10_000))
-  store = compilation_cache.Files(tmp_path)
-  for i in range(6):
-    store.put(f'key{i}', bytes(1000))
-    os.utime(tmp_path / f'key{i}.program', (i, i))
-    if i == 4:
-      assert store.get('key1') == bytes(1000)  # It is used now.
-  left = {path.stem for path in programs(tmp_path)}
-  assert left == {'key1', 'key3', 'key4', 'key5'}
-  assert sum(path.stat().st_size for path in programs(tmp_path)) <= 4500
-  assert foreign.exists()
+@pytest.mark.parametrize('is_foreign', [False, True])
+def test_the_entries_used_least_recently_are_removed(
+  home, monkeypatch, is_foreign
+):
+  """Also those of a cache that JAX has filled without a limit."""
+  folder = home / 'jaxline' / 'programs'
+  compiled(make_config())
+  size = sum(path.stat().st_size for path in programs(folder))
+  old = program(folder)
+  if is_foreign:
+    for path in folder.glob('*-atime'):
+      path.unlink()
+  notes = folder / 'notes.txt'
+  notes.write_bytes(bytes(10_000))
+  monkeypatch.setattr(compilation_cache, 'MAX_BYTES', size + 100)
+  with compilation_cache.of_run(make_config()):
+    jax.jit(lambda x: jnp.cos(x) * 3)(np.arange(5, dtype=np.float32))
+  assert not old.exists()
+  left = programs(folder)
+  assert 0 < sum(path.stat().st_size for path in left) <= size + 100
+  assert notes.exists()
 
 
 # Several processes.

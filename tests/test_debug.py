@@ -1,7 +1,6 @@
 """Tests of jaxline.debug."""
 
 from concurrent import futures
-import functools
 import io
 import pdb
 import signal
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 
 from jaxline import debug
-from jaxline import op_by_op
 from jaxline import platform  # noqa: F401  It defines the flags.
 from tests import processes
 
@@ -194,9 +192,7 @@ def _step(w, x):
 
 
 def _pmap_step(w, x):
-  grad = jax.lax.pmean(jax.grad(_loss)(w, x), 'i')
-  _seen.append(type(grad).__name__)
-  return w - grad
+  return w - jax.lax.pmean(jax.grad(lambda w: (w * x).sum())(w), 'i')
 
 
 _jit_step = jax.jit(_step, donate_argnums=0)
@@ -238,47 +234,20 @@ def test_op_by_op_in_jit(jit_off, make, in_a_thread):
   assert 'primal=-5.0' in _seen[0][2]
 
 
-@pytest.mark.parametrize(
-  'make',
-  [lambda: _pmapped_step, lambda: jax.pmap(_pmap_step, axis_name='i')],
-)
-@pytest.mark.parametrize('num_devices', [1, 2])
-def test_op_by_op_in_pmap(jit_off, make, num_devices):
-  _seen.clear()
-  w = jnp.array([[1.0, -2.0], [1.0, -2.0]])[:num_devices]
-  x = jnp.array([[3.0, 4.0], [5.0, 0.0]])[:num_devices]
+@pytest.mark.parametrize('is_inside', [False, True])
+def test_op_by_op_in_pmap(jit_off, is_inside):
+  """Inside, the values are a batch, of which an `if` does not take one."""
+  w, x = jnp.array([[1.0, -2.0]] * 2), jnp.array([[3.0, 4.0], [5.0, 0.0]])
 
   @debug.disable_pmap_jit
   def run():
-    return make()(w, x)
+    if is_inside:
+      with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.pmap(lambda x: x if x > 0 else -x)(w[:, 0])
+      return jax.pmap(_pmap_step, axis_name='i')(w, x)
+    return _pmapped_step(w, x)
 
-  got = run()
-  # The mean gradient is [4, 2] on two devices, [3, 4] on one.
-  expected = [[-3.0, -4.0]] * 2 if num_devices == 2 else [[-2.0, -6.0]]
-  np.testing.assert_array_equal(got, expected)
-  assert len(got.sharding.device_set) == num_devices
-  saw_loss = [seen[:2] for seen in _seen if isinstance(seen, tuple)]
-  # Each device's own value, and its own way at the `if`.
-  assert saw_loss == [(-5.0, 'negative'), (5.0, 'positive')][:num_devices]
-  assert [seen for seen in _seen if isinstance(seen, str)] == [
-    'ArrayImpl'
-  ] * num_devices
-
-
-def test_a_device_program_creates_its_arrays_on_its_device(jit_off):
-  created = []
-
-  @debug.disable_pmap_jit
-  def run():
-    jax.pmap(lambda x: created.append(jnp.ones([]).devices()) or x)(
-      jnp.ones([2])
-    )
-    # Outside of it, collectives have no axis again.
-    with pytest.raises(NameError):
-      jax.lax.psum(jnp.ones([]), 'i')
-
-  run()
-  assert created == [{device} for device in jax.devices()]
+  np.testing.assert_array_equal(run(), [[-3.0, -4.0]] * 2)
 
 
 def test_an_operation_has_ended_when_its_line_has(jit_off, monkeypatch):
@@ -297,13 +266,13 @@ def test_an_operation_has_ended_when_its_line_has(jit_off, monkeypatch):
 
 def test_op_by_op_ends_with_the_last_function(jit_off):
   outer_began, inner_ended = threading.Event(), threading.Event()
-  hook = lambda: jax._src.core.EvalTrace.process_shard_map
-  before, during = hook(), []
+  look = lambda: (jax.config.values['jax_disable_jit'], jax.pmap, jax.remat)
+  before, during = look(), []
 
   def outer():
     outer_began.set()
     inner_ended.wait(10)
-    during.extend([jax.config.values['jax_disable_jit'], hook()])
+    during.extend(look())
 
   thread = threading.Thread(target=debug.disable_pmap_jit(outer))
   thread.start()
@@ -313,87 +282,26 @@ def test_op_by_op_ends_with_the_last_function(jit_off):
   inner_ended.set()
   thread.join(10)
   assert during[0] is True
-  assert during[1] is not before
-  assert not jax.config.values['jax_disable_jit']
-  assert hook() is before
-  assert jax.checkpoint.__module__ != op_by_op.__name__
+  assert set(during[1:]).isdisjoint(before)
+  assert look() == before
 
 
-def _collectives(x):
-  """x: [2, 2], different on each device."""
-  index = jax.lax.axis_index('i')
-  return {
-    'psum': jax.lax.psum(x, 'i'),
-    'psum_bool': jax.lax.psum(x > 2, 'i'),
-    'psum_number': x * jax.lax.psum(1.0, 'i'),
-    'size': x * jax.lax.axis_size('i'),
-    'groups': jax.lax.psum(x, 'i', axis_index_groups=[[0], [1]]),
-    'pmean': jax.lax.pmean({'a': x, 'b': x.sum()}, 'i'),
-    'pmax': jax.lax.pmax(x, 'i'),
-    'pmin': jax.lax.pmin(x, 'i'),
-    'index': index,
-    'ppermute': jax.lax.ppermute(x, 'i', [(0, 1), (1, 0)]),
-    'all_gather': jax.lax.all_gather(x, 'i', axis=1),
-    'all_to_all': jax.lax.all_to_all(x, 'i', 0, 0),
-    'psum_scatter': jax.lax.psum_scatter(x, 'i', tiled=True),
-    'grad': jax.grad(lambda x: (x * jax.lax.psum(x, 'i')).sum())(x),
-    'keys': jax.random.uniform(
-      jax.random.fold_in(jax.random.key(0), index), (3,)
-    ),
-  }
-
-
-def _many_arguments(n, scale, x, key, *, shift):
-  noise = jax.random.uniform(key, x.shape)
-  return {'x': n * scale * x + shift + noise}, x.sum()
-
-
-def _shard_map(check_vma):
-  return jax.jit(
+@pytest.mark.parametrize('check_vma', [False, True])
+def test_a_shard_map_gives_what_it_gives_compiled(jit_off, check_vma):
+  mesh = jax.make_mesh(
+    (2, 1), ('a', 'b'), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+  f = jax.jit(
     jax.shard_map(
       lambda x: (jax.lax.psum(x, ('a', 'b')), x * 2.0),
-      mesh=jax.make_mesh(
-        (2, 1), ('a', 'b'), axis_types=(jax.sharding.AxisType.Auto,) * 2
-      ),
+      mesh=mesh,
       in_specs=P(('a', 'b')),
       out_specs=(P(), P(('a', 'b'))),
       check_vma=check_vma,
     )
   )
-
-
-@pytest.mark.parametrize(
-  ('make', 'args'),
-  [
-    (
-      lambda: jax.pmap(_collectives, axis_name='i'),
-      (np.arange(8, dtype=np.float32).reshape(2, 2, 2),),
-    ),
-    (
-      lambda: functools.partial(
-        jax.pmap(
-          _many_arguments,
-          axis_name='i',
-          in_axes=(None, None, 1, 0),
-          out_axes=({'x': 1}, 0),
-          static_broadcasted_argnums=0,
-        ),
-        shift=jnp.array([1.0, 2.0]),
-      ),
-      (
-        3,
-        np.float32(2),
-        np.arange(6, dtype=np.float32).reshape(3, 2),
-        np.uint32([[0, 1], [2, 3]]),
-      ),
-    ),
-    (lambda: _shard_map(True), (np.arange(4, dtype=np.float32),)),
-    (lambda: _shard_map(False), (np.arange(4, dtype=np.float32),)),
-  ],
-)
-def test_op_by_op_gives_what_it_gives_compiled(make, args, jit_off):
-  op_by_op = debug.disable_pmap_jit(make())(*args)
-  chex.assert_trees_all_close(op_by_op, make()(*args), rtol=1e-6)
+  x = np.arange(4, dtype=np.float32)
+  chex.assert_trees_all_close(debug.disable_pmap_jit(f)(x), f(x), rtol=1e-6)
 
 
 @jax.custom_vjp
@@ -424,29 +332,8 @@ def test_control_flow_runs_in_python(jit_off):
       x += 4.0
     return x
 
-  run = debug.disable_pmap_jit(jax.pmap(loss, axis_name='i'))
+  run = debug.disable_pmap_jit(jax.jit(loss))
   np.testing.assert_array_equal(
-    run(jnp.array([0.0, 2.0])), [by_hand(0.0), by_hand(2.0)]
+    [run(jnp.float32(x)) for x in (0, 2)], [by_hand(0.0), by_hand(2.0)]
   )
   assert seen == [0.0, 2.0, 3.0, 2.0, 3.0, 4.0]
-
-
-def test_pmap_error_of_one_device_is_the_error(jit_off):
-  def f(x):
-    if x > 0:
-      raise ValueError(f'device saw {x.item()}')
-    return jax.lax.psum(x, 'i')
-
-  for values in ([0.0, 7.0], [7.0, 0.0]):
-    with pytest.raises(ValueError, match=r'device saw 7\.0') as info:
-      debug.disable_pmap_jit(jax.pmap(f, axis_name='i'))(jnp.array(values))
-    assert info.traceback[-1].name == 'f'
-
-
-@pytest.mark.parametrize('values', [[0.0, 7.0], [7.0, 0.0]])
-def test_pmap_devices_that_part_are_an_error(jit_off, values):
-  def f(x):
-    return jax.lax.psum(x, 'i') if x > 0 else x
-
-  with pytest.raises(RuntimeError, match=r"different ways.*the end|'psum'"):
-    debug.disable_pmap_jit(jax.pmap(f, axis_name='i'))(jnp.array(values))

@@ -204,8 +204,8 @@ def test_files_of_a_bucket_are_found(files, monkeypatch):
     paths = there(function, path)
     return [path.replace(str(files), 'gs://bucket') for path in paths]
 
-  opened = functools.partial(there, grain._open_file)
-  monkeypatch.setattr(grain, '_open_file', opened)
+  opened = functools.partial(there, grain._count_records)
+  monkeypatch.setattr(grain, '_count_records', opened)
   monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
   with epath.testing.mock_epath(exists=there, glob=found, stat=there):
     source = grain.GrainInput(files='gs://bucket/[ac]*', batch_size=1)

@@ -212,7 +212,7 @@ def test_a_part_that_is_on_another_host_is_skipped(logged_warnings):
 
 
 def _tensorboard(directory: Any) -> writers.MetricWriter:
-  return writers.MetricWriter(writers.TensorBoardWriter(directory))
+  return writers.MetricWriter(tensorboard.TensorBoardWriter(directory))
 
 
 def test_tensorboard_scalars(set_clock, tmp_path):
@@ -303,7 +303,7 @@ def _jsonl(directory: pathlib.Path) -> writers.Backend:
   return writers.JsonlWriter(directory / 'metrics.jsonl')
 
 
-both = pytest.mark.parametrize('make', [writers.TensorBoardWriter, _jsonl])
+both = pytest.mark.parametrize('make', [tensorboard.TensorBoardWriter, _jsonl])
 
 
 def _record(step: int) -> list[base.Record]:
@@ -354,7 +354,7 @@ def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert backend.path in str(raised.value)
   backend.close()
-  if make is writers.TensorBoardWriter:
+  if make is tensorboard.TensorBoardWriter:
     steps = [step for step, _ in _scalars(tmp_path, 'a')]
   else:
     whole = pathlib.Path(backend.path).read_text().splitlines()[:-1]
@@ -411,7 +411,7 @@ def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it():
 
       def start() -> writers.MetricWriter:
         lines = writers.JsonlWriter(run / 'm.jsonl')
-        writer = writers.MetricWriter(writers.TensorBoardWriter(run), lines)
+        writer = writers.MetricWriter(tensorboard.TensorBoardWriter(run), lines)
         return stack.enter_context(writer)
 
       readers, writer, values = _Readers(run), start(), itertools.count()
@@ -452,14 +452,14 @@ def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
   for name in foreign:
     (tmp_path / name).write_bytes(b'foreign')
   lengths = {str(tmp_path / name): 2 for name in foreign}
-  void = writers.TensorBoardWriter(tmp_path)
-  old = [writers.TensorBoardWriter(tmp_path), _jsonl(tmp_path)]
+  void = tensorboard.TensorBoardWriter(tmp_path)
+  old = [tensorboard.TensorBoardWriter(tmp_path), _jsonl(tmp_path)]
   for backend in (void, *old):
     backend.write(_record(0))
     backend.close()
   lengths |= {x.path: os.path.getsize(x.path) + 1 for x in old}
   before = {x: x.read_bytes() for x in tmp_path.iterdir()}
-  new = writers.TensorBoardWriter(tmp_path)
+  new = tensorboard.TensorBoardWriter(tmp_path)
   with writers.MetricWriter(new, _jsonl(tmp_path)) as writer:
     writer.resume(0, lengths)
     paths = {void.path, new.path, *(x.path for x in old)}

@@ -1,9 +1,10 @@
 """Arrays as parts below a folder of a store, and back.
 
 An array is a Zarr 3 array without compression: a folder with one object for
-each chunk, here called a part, and a `zarr.json` for other programs. The
-manifest describes each array by its shape, its type, the shape of its parts and
-the CRC-32C of each part. A part is read once, and verified while it is read.
+each chunk, here called a part, and a `zarr.json` for other programs. Beside the
+folders, `_METADATA` has the names of all arrays for Orbax. The manifest
+describes each array by its shape, its type, the shape of its parts and the
+CRC-32C of each part. A part is read once, and verified while it is read.
 """
 
 import collections
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline.checkpoint import metadata
 from jaxline.storage import store as store_lib
 
 # A part has at most this many bytes, if its array can be split evenly.
@@ -32,7 +34,6 @@ _COPIERS = 4  # Threads: one alone does not fill the memory's bandwidth.
 _TYPES = re.compile(
   r'bool|u?int\d+|b?float16|float(32|64)|complex(64|128)|float\d_\w+'
 )
-_FILE = re.compile(r'\d{4,}(\.[A-Za-z0-9_.-]+)?')
 
 Index = tuple[slice, ...]
 
@@ -72,12 +73,13 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
       x.copy_to_host_async()
   with futures.ThreadPoolExecutor(_COPIERS) as pool:
     blocks = [_blocks(x, pool) for x in data.values()]
+  folders = metadata.folders(data)
   return {
     name: HostArray(
-      _described(live[name], x, i, name),
+      _described(live[name], x, folders[name]),
       [(index, future.result()) for index, future in own],
     )
-    for i, ((name, x), own) in enumerate(zip(data.items(), blocks, strict=True))
+    for (name, x), own in zip(data.items(), blocks, strict=True)
   }
 
 
@@ -117,11 +119,10 @@ def _fill(copy: np.ndarray, source: np.ndarray) -> np.ndarray:
   return copy
 
 
-def _described(live: Any, x: Any, i: int, name: str) -> dict[str, Any]:
+def _described(live: Any, x: Any, folder: str) -> dict[str, Any]:
   """Returns the description of an array without parts."""
-  tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
   about: dict[str, Any] = {
-    'file': f'{i:04d}.{tail}'.rstrip('.'),
+    'file': folder,
     'shape': list(x.shape),
     'dtype': x.dtype.name,
     'parts': {},
@@ -168,7 +169,7 @@ def write(
     array.about['parts'][part] = crc32c.crc32c(raw)
 
   def write_meta(about: dict[str, Any]) -> None:
-    meta = memoryview(json.dumps(_zarr(about)).encode())
+    meta = memoryview(json.dumps(metadata.zarr(about)).encode())
     store.write_part(f'{about["file"]}/zarr.json', meta)
 
   with futures.ThreadPoolExecutor(store.threads) as pool:
@@ -178,6 +179,9 @@ def write(
     pending = [pool.submit(write_part, task) for task in tasks]
     if jax.process_index() == 0:
       pending += [pool.submit(write_meta, a.about) for a in arrays.values()]
+      index = metadata.orbax({n: a.about for n, a in arrays.items()})
+      raw = memoryview(json.dumps(index).encode())
+      pending.append(pool.submit(store.write_part, metadata.ORBAX, raw))
     try:
       for future in pending:
         future.result()
@@ -210,28 +214,6 @@ def _bytes(x: np.ndarray) -> memoryview:
   return memoryview(x.reshape(-1).view(np.uint8).data)
 
 
-def _zarr(about: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the metadata of Zarr 3 for a described array."""
-  dtype = jnp.dtype(about['dtype'])
-  fill = False if dtype.kind == 'b' else [0, 0] if dtype.kind == 'c' else 0
-  return {
-    'zarr_format': 3,
-    'node_type': 'array',
-    'shape': about['shape'],
-    'data_type': about['dtype'],
-    'chunk_grid': {
-      'name': 'regular',
-      'configuration': {'chunk_shape': [max(1, n) for n in about['chunk']]},
-    },
-    'chunk_key_encoding': {
-      'name': 'default',
-      'configuration': {'separator': '.'},
-    },
-    'fill_value': fill,
-    'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}],
-  }
-
-
 # Reading.
 
 
@@ -245,7 +227,7 @@ def malformed(described: Mapping[str, Any]) -> str | None:
     grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=False)]
     if (
       len(shape) != len(chunk)
-      or not _FILE.fullmatch(about['file'])
+      or not metadata.FOLDER.fullmatch(about['file'])
       or not _TYPES.fullmatch(about['dtype'])
       or any(c and n % c for n, c in zip(shape, chunk, strict=True))
       or len(about['parts']) != math.prod(grid)

@@ -60,9 +60,9 @@ class GrainInput(indexed.IndexedInput):
       self.refuse('files', 'some without a dataset, or none with one')
     import grain  # Takes a second to import.
 
-    self._records: Any = (
-      _Files(_find_files(self.files)) if self.files else self.dataset
-    )
+    self._records: Any = self.dataset
+    if self.files:
+      self._open(_find_files(self.files))
     self._collate = self.collate or _stack
     self._is_map_dataset = isinstance(self._records, grain.MapDataset)
     self._length = len(self._records)
@@ -102,13 +102,32 @@ class GrainInput(indexed.IndexedInput):
     """Returns the file and the place in it, where there are files."""
     if not self.files:
       return super().describe_record(record, epoch)
-    path, number = self._records.locate(record)
-    return f'{path}, record {number}'
+    i = bisect.bisect_right(self._ends, record)
+    number = record - (self._ends[i - 1] if i else 0)
+    return f'{self._paths[i]}, record {number}'
 
   def data_identity(self) -> dict[str, Any]:
     """Returns the name of the data, and a hash of the files."""
-    files = self._records.hash if self.files else ''
+    files = self._hash if self.files else ''
     return {'data_name': self.data_name, 'files': files}
+
+  def _open(self, paths: list[str]) -> None:
+    """Opens ArrayRecord files."""
+    from grain import sources
+
+    with futures.ThreadPoolExecutor() as pool:
+      counts = list(pool.map(_count_records, paths))
+      sizes = list(pool.map(lambda x: epath.Path(x).stat().length, paths))
+    self._paths = paths
+    # File i holds the records [ends[i - 1], ends[i]).
+    self._ends = list(itertools.accumulate(counts))
+    facts = [list(map(os.path.basename, paths)), sizes, counts]
+    self._hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    # With its number of records, a file is not opened before it is read.
+    ranges = [f'{x}[0:{n}]' for x, n in zip(paths, counts, strict=True)]
+    self._records = sources.ArrayRecordDataSource(
+      ranges, {'max_parallelism': '0'}
+    )
 
 
 def _stack(elements: Sequence[Any], name: str = '') -> Any:
@@ -150,61 +169,11 @@ def _find_files(
   return list(dict.fromkeys(paths))
 
 
-class _Files:
-  """The records of ArrayRecord files, each file read with one call a batch.
-
-  Grain's source starts threads for every batch, which takes longer than to read
-  a small one.
-  """
-
-  def __init__(self, paths: list[str]):
-    self._paths = paths
-    with futures.ThreadPoolExecutor() as pool:
-      readers = list(pool.map(_open_file, paths))
-      sizes = list(pool.map(lambda x: epath.Path(x).stat().length, paths))
-    self._readers = dict(zip(paths, readers, strict=True))
-    counts = [reader.num_records() for reader in readers]
-    # File i holds the records [ends[i - 1], ends[i]).
-    self._ends = list(itertools.accumulate(counts))
-    facts = [list(map(os.path.basename, paths)), sizes, counts]
-    self.hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-  def __reduce__(self) -> Any:
-    return _Files, (self._paths,)  # Readers cannot be pickled.
-
-  def __len__(self) -> int:
-    return self._ends[-1]
-
-  def locate(self, record: int) -> tuple[str, int]:
-    """Returns the file of a record, and its number there."""
-    file = bisect.bisect_right(self._ends, record)
-    return self._paths[file], record - (self._ends[file - 1] if file else 0)
-
-  def __getitems__(self, records: list[int]) -> list[bytes]:
-    places = [self.locate(record) for record in records]
-    wanted: dict[str, list[int]] = {}
-    for path, number in places:
-      wanted.setdefault(path, []).append(number)
-    found = {
-      path: iter(self._readers[path].read(numbers))
-      for path, numbers in wanted.items()
-    }
-    return [next(found[path]) for path, _ in places]
-
-
-def _open_file(path: str) -> Any:
-  from array_record.python import array_record_module
+def _count_records(path: str) -> int:
+  from grain import sources
 
   try:
-    reader = array_record_module.ArrayRecordReader(
-      path,
-      # For random access.
-      options='readahead_buffer_size:0,max_parallelism:0',
-      file_reader_buffer_size=2**15,
-    )
-    if not reader.ok():
-      reader.close()  # Raises the error.
-    return reader
+    return len(sources.ArrayRecordDataSource(path))
   except Exception as e:
     e.add_note(f'While {path} was opened as an ArrayRecord file.')
     raise

@@ -24,7 +24,6 @@ from jaxline.metrics import base
 from jaxline.metrics import files
 from jaxline.metrics import fingerprints
 from jaxline.metrics import scalars as scalars_lib
-from jaxline.metrics import tensorboard
 from jaxline.metrics import values as values_lib
 from jaxline.storage import spool
 
@@ -42,7 +41,6 @@ Backend = base.Backend
 Record = base.Record
 Writer = base.Writer
 JsonlWriter = files.JsonlWriter
-TensorBoardWriter = tensorboard.TensorBoardWriter
 to_scalars = values_lib.to_scalars
 
 
@@ -267,8 +265,15 @@ def _snapshot(value: Any) -> Any:
   return value
 
 
+def _make_tensorboard(config: Any, mode: str, directory: pathlib.Path) -> Any:
+  # tensorboardX takes as long to import as half of jax.
+  from jaxline.metrics import tensorboard
+
+  return tensorboard.TensorBoardWriter(directory)
+
+
 _factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {
-  'tensorboard': lambda config, mode, directory: TensorBoardWriter(directory),
+  'tensorboard': _make_tensorboard,
   'jsonl': lambda config, mode, directory: JsonlWriter(
     directory / 'metrics.jsonl'
   ),
