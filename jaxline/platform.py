@@ -169,7 +169,7 @@ def start(
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(
-      config, is_recorded=_is_recorded(origin)
+      config, recorded_in=_recorded_in(origin)
     )
   config.checkpoint_dir = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
@@ -283,10 +283,10 @@ def _run_of(path: str) -> str:
   return path * ('://' in path or os.path.isdir(os.path.expanduser(path)))
 
 
-def _is_recorded(origin: console_lib.Origin) -> bool:
-  """Returns whether a run's directory, and not the user, names the class."""
+def _recorded_in(origin: console_lib.Origin) -> str:
+  """Returns the run's directory that names the class; '' if the user does."""
   is_users = 'experiment_class' in origin.overrides
-  return not is_users and bool(_run_of(origin.config_file))
+  return '' if is_users else _run_of(origin.config_file)
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
@@ -404,8 +404,8 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   _define_config(values, argv)
   _parse(values, argv)
   config, origin = _read_config(values)
-  if config.experiment_class and _is_recorded(origin):
-    resolve_experiment_class(config, is_recorded=True)
+  if config.experiment_class and (directory := _recorded_in(origin)):
+    resolve_experiment_class(config, recorded_in=directory)
   return config.lock()
 
 

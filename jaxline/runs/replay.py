@@ -144,7 +144,7 @@ def opened(
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
   experiment_class = experiment_class or experiments.resolve_experiment_class(
-    config, is_recorded=True
+    config, recorded_in=os.fspath(directory)
   )
   start, _ = next(run.manifests(before), (None, None))
   if start is not None:
