@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -135,14 +136,74 @@ def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
   assert 'from step 4 to' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(('step', 'more'), [(6, 4), (3, 0), (12, 0)])
-def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more):
+# What is logged behind the steps that are asked for does not count.
+@pytest.mark.parametrize(
+  ('step', 'more', 'num'), [(6, 4, 5), (3, 0, 1), (12, 3, 1), (11, 10**9, 2)]
+)
+def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more, num):
   before = {p: p.stat().st_mtime_ns for p in shared.rglob('*')}
   argv = ['replay', str(shared), str(step), f'--steps={more}']
   assert cli.main(argv) == 0
   out = capsys.readouterr().out
-  assert f'All {3 * (more + 1)} logged values are equal' in out
+  assert f'All {3 * num} logged values are equal' in out
   assert {p: p.stat().st_mtime_ns for p in shared.rglob('*')} == before
+
+
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    (['replay', '3', '--steps=-1'], '--steps is -1'),
+    (['replay', '0'], 'is 0'),
+    (['replay', '-3', '--nan'], 'is -3'),
+    (['replay', '13'], 'is 13'),
+    (['replay', '13', '--nan'], 'is 13'),
+    (['replay', '12', '--steps=1', '--save=new'], 'is 13'),
+    (['replay', '12', '--save=new', '--nan'], 'not allowed with'),
+    (['explain', '13'], 'is 13'),
+    (['explain', '0', '--grads'], 'is 0'),
+  ],
+)
+def test_steps_that_a_run_lacks_are_refused_before_it_starts(
+  shared, args, said, capsys, monkeypatch
+):
+  monkeypatch.setattr(replay, 'opened', None)
+  try:
+    status = cli.main([args[0], str(shared), *args[1:]])
+  except SystemExit as e:
+    status = e.code
+  assert status == 2
+  assert said in capsys.readouterr().err
+
+
+def test_only_what_is_logged_is_compared(shared, tmp_path, capsys):
+  fork = run(tmp_path / 'fork', {'restore_from': f'{shared}:4'})
+  (fork / 'train/fingerprints.bin').unlink()
+  log = fork / 'train/metrics.jsonl'
+  lines = log.read_text().splitlines(keepends=True)
+  log.write_text(''.join(x for x in lines if json.loads(x)['step'] % 5 == 0))
+  assert cli.main(['replay', str(fork), '6', '--steps=6']) == 0
+  assert 'All 2 logged values are equal' in capsys.readouterr().out
+  for step, said in (('4', '[5, 12]'), ('6', 'logged step is 10')):
+    assert cli.main(['replay', str(fork), step]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('part', ['data', 'latest/8.json', 'latest'])
+def test_a_replay_passes_over_damage(shared, tmp_path, capfd, part):
+  other = shutil.copytree(shared, tmp_path / 'other')
+  if part == 'data':
+    (damaged,) = other.glob('checkpoints/data/8-*/*params.w/c/0')
+  else:
+    damaged = other / 'checkpoints/latest/8.json'
+  damaged.write_bytes(b'x')
+  if part == 'latest':
+    (other / 'checkpoints/latest/4.json').write_bytes(b'x')
+  assert cli.main(['replay', str(other), '9', '--steps=3']) == 0
+  said = capfd.readouterr()
+  assert 'Passed over' in said.err
+  assert str(other) in said.err
+  begin = 'the seed' if part == 'latest' else 'step 4'
+  assert f'Replaying {other} from {begin}' in said.out
 
 
 def test_a_replay_that_differs_says_in_what(shared, tmp_path, capsys):
@@ -164,15 +225,23 @@ def test_a_replay_saves_the_checkpoint_of_its_step(shared, tmp_path):
   assert all(np.array_equal(got[key], want[key]) for key in want)
 
 
+# A clone may have the name of the library, and lie beside other libraries.
+@pytest.mark.parametrize('folder', ['jaxline', 'lib/python3', 'my-packages'])
 def test_a_replay_names_the_first_operation_that_is_not_finite(
-  tmp_path, capsys
+  folder, tmp_path, capsys, monkeypatch
 ):
+  (tmp_path / folder).mkdir(parents=True)
+  file = tmp_path / folder / 'model_of_clone.py'
+  shutil.copyfile(travels.__file__, file)
+  monkeypatch.syspath_prepend(file.parent)
+  sys.modules.pop('model_of_clone', None)
   fields = {'on_nonfinite': 'warn', 'training_steps': 2}
+  fields['experiment_class'] = 'model_of_clone:Travels'
   directory = run(tmp_path / 'run', fields, root=True)
   assert cli.main(['replay', str(directory), '1', '--nan']) == 0
   out = capsys.readouterr().out
   assert 'log' in out
-  assert 'travels.py' in out
+  assert f'{file}:' in out
 
 
 class Masked(travels.Travels):

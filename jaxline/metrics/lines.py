@@ -1,7 +1,10 @@
 """Formats numbers, sizes, durations and lines of them."""
 
 from collections.abc import Mapping, Sequence
+import functools
 import math
+import re
+import sys
 from typing import Any
 
 # Scalars with a format of their own. An empty format hides the scalar.
@@ -16,6 +19,12 @@ FORMATS = {
   'tokens_per_step': '',
   'examples_per_step': '',
 }
+
+# What moves the cursor or turns the order of letters; half of a pair.
+_CONTROLS = re.compile(
+  '[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069'
+  '\ud800-\udfff]'
+)
 
 
 def shorten(value: Any) -> str:
@@ -103,3 +112,24 @@ def fit(parts: Sequence[str], width: int) -> str:
     if len(line) <= width:
       return line
   return parts[0][:width]
+
+
+def escaped(text: str, kept: str = '') -> str:
+  r"""Returns text without what controls a terminal: ESC becomes \\x1b.
+
+  Args:
+    text: such as what a file of a run says.
+    kept: characters that stay, such as newlines.
+  """
+
+  def escape(match: re.Match[str]) -> str:
+    x = match[0]
+    return x if x in kept else x.encode('unicode_escape').decode()
+
+  return _CONTROLS.sub(escape, text)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+  """Prints a line on stderr, unless this process has printed it."""
+  print(escaped(text), file=sys.stderr)

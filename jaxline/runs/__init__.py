@@ -18,8 +18,10 @@ from typing import Any
 
 from jaxline import base_config
 from jaxline import errors
+from jaxline import keys
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
+from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
 CONFIG = base_config.RECORD
@@ -50,12 +52,28 @@ class Run:
   def manifests(
     self, before: float = math.inf
   ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields step and manifest of whole checkpoints, the newest first."""
+    """Yields step and manifest of readable checkpoints, the newest first."""
     found = manager.Manifests(store_lib.at(self.path).below('checkpoints'))
     for step in reversed(found.steps('latest')):
       if step < before:
-        with contextlib.suppress(store_lib.DamagedError):
+        try:
           yield step, found.read('latest', step)
+        except (ValueError, OSError) as e:
+          lines.warn_once(f'Passed over: {e}')
+
+  @property
+  def first_step(self) -> int:
+    """The run's first step, which is not 1 if it began from another run's."""
+    number = str(self.recorded.get('restore_from')).rpartition(':')[2]
+    is_whole = number.isdecimal() and not self.recorded.get('restore_rules')
+    return int(number) + 1 if is_whole else 1
+
+  def check_step(self, step: int) -> None:
+    """Raises UsageError for a step that the run cannot have."""
+    steps = self.recorded.get('training_steps')
+    last = max(self.step, math.inf if steps is None else steps)
+    check = keys.integer(self.first_step, last)
+    check.require(f'The step of {self.path}', step)
 
   @functools.cached_property
   def manifest(self) -> dict[str, Any]:

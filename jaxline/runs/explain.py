@@ -136,6 +136,7 @@ def command(args: argparse.Namespace) -> int:
   """Runs `runs explain`; returns the exit status."""
   run = runs.read(args.run_dir)
   step = _find(run) if args.step is None else args.step
+  run.check_step(step)
   with replay_lib.opened(args.run_dir, step) as replay:
     rows = explain(replay, step, args.grads)
     number = replay.experiment.train_feed.next_number
