@@ -40,6 +40,7 @@ from jaxline import prng
 from jaxline import supervision
 from jaxline import xla
 from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
+from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
 T = TypeVar('T')
@@ -310,10 +311,10 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 RECORD = 'config.json'
 
 # Keys that are not taken from a record. A pickle and a compiled program can run
-# code, and the file is replaced; the others are about one start.
+# code, and the files are replaced; the others are about one start.
 _NOT_TAKEN = (
   *('checkpoint_allow_pickle', 'compilation_cache', 'decode.output'),
-  *('distributed', 'on_config_change'),
+  *('distributed', 'on_config_change', 'xla.pgle_save', 'xla.pgle_profile'),
 )
 
 
@@ -342,7 +343,8 @@ def recorded_config(
   """Returns the config of a run from its directory, which may have moved.
 
   Lists become tuples. The class that it names is not checked:
-  `experiments.resolve_experiment_class` does that.
+  `experiments.resolve_experiment_class` does that. Of the settings of XLA those
+  that name files or programs are left out, with a line on stderr.
 
   Raises:
     errors.UsageError: the directory is not that of a run.
@@ -353,11 +355,23 @@ def recorded_config(
   try:
     with config.ignore_type():
       _fill(config, record)
-      for name in _NOT_TAKEN:
-        if _value(config, name) != 'off':
-          config.update_from_flattened_dict({name: _DEFAULTS[name]})
-  except (KeyError, TypeError, ValueError) as e:
+      taken = {
+        k: _DEFAULTS[k] for k in _NOT_TAKEN if _value(config, k) != 'off'
+      }
+      for name in ('xla.flags', 'xla.tpu_flags'):
+        taken[name] = xla.without_places(_value(config, name))
+      before = flat(config.xla.to_dict())
+      config.update_from_flattened_dict(taken)
+      after = flat(config.xla.to_dict())
+  except (AttributeError, KeyError, TypeError, ValueError) as e:
     raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
+  left_out = [k for k, x in before.items() if k not in after or after[k] != x]
+  if left_out:
+    lines.warn_once(
+      f'{place}: config.xla has {left_out}, which may name files or programs:'
+      ' left out. To use them, set XLA_FLAGS or LIBTPU_INIT_ARGS in the shell,'
+      ' or config.xla.pgle_save or pgle_profile.'
+    )
   return config
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import os
+import re
 from typing import Any
 
 import jax
@@ -53,6 +54,11 @@ KEYS = (
       'Further flags of libtpu, for LIBTPU_INIT_ARGS.', 'program'),
 )  # fmt: skip
 
+# Parts of names of flags whose value is a file, a directory or more flags.
+_PLACE = re.compile(
+  r'(^|_)(dump|dir|directory|path|extra)(_|$)|(?<!pro)file|fromenv|_(to|from)$'
+)
+
 
 def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """Returns flag -> value for each environment variable of `config.xla`."""
@@ -74,6 +80,16 @@ def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   gpu |= {name.lstrip('-'): x for name, x in options['flags'].items()}
   tpu |= {name.lstrip('-'): x for name, x in options['tpu_flags'].items()}
   return {'XLA_FLAGS': gpu, 'LIBTPU_INIT_ARGS': tpu}
+
+
+def without_places(flags: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the flags that name no file, no program and no further flags."""
+  return {
+    name: x
+    for name, x in flags.items()
+    if not _PLACE.search(name)
+    and re.fullmatch(r'[\w-]+=[\w.,:+-]*', f'{name}={x}')
+  }
 
 
 def uses_pgle(options: Mapping[str, Any]) -> bool:

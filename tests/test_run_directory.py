@@ -24,6 +24,7 @@ from jaxline import train
 from jaxline import utils
 from jaxline.compat import experiments
 from jaxline.inputs import __main__ as inputs_main
+from jaxline.runs import __main__ as runs_main
 from jaxline.runs import replay
 from tests import processes
 
@@ -229,6 +230,30 @@ def test_a_directory_supplies_no_code(
     with pytest.raises(errors.UsageError, match='own_module'):
       jaxline.load(run)
   assert jaxline.load(run, {'experiment_class': 'own_module:E'}).count == 3
+
+
+def test_a_directory_names_no_place_to_write(tmp_path, capfd):
+  run = trained(tmp_path / 'run')
+  own = {'xla_dump_to': f'{tmp_path}/dump', 'xla_gpu_autotune_level': 2}
+  places = {'pgle_save': f'{tmp_path}/a.pb', 'pgle_profile': None}
+  recorded = base_config.get_base_config().xla.to_dict()
+  recorded |= places | {'flags': own, 'tpu_flags': {'log_dir': '/x\x1b[2J'}}
+  found = base_config.recorded_config(rewritten(run, xla=recorded))
+  assert found.xla.pgle_save is None
+  assert found.xla.flags.to_dict() == {'xla_gpu_autotune_level': 2}
+  assert found.xla.tpu_flags.to_dict() == {}
+  said = capfd.readouterr().err
+  for name in ('flags.xla_dump_to', 'tpu_flags.log_dir', 'pgle_save'):
+    assert name in said
+  assert 'autotune' not in said
+  # JAX has started, so a flag that were taken would be an error.
+  del own['xla_gpu_autotune_level']
+  rewritten(run, xla=recorded)
+  assert runs_main.main(['replay', str(run), '2']) == 0
+  config = platform.load_config(
+    [f'--jaxline_run={run}', f'--config.xla.pgle_save={tmp_path}/own.pb']
+  )
+  assert config.xla.pgle_save == f'{tmp_path}/own.pb'
 
 
 def test_the_code_of_a_project_may_lie_around_and_beside_its_runs(

@@ -39,6 +39,34 @@ def options(**changed):
   return DEFAULTS | changed
 
 
+def test_a_recorded_flag_names_no_place():
+  kept = {
+    'xla_gpu_enable_command_buffer': '',
+    '--xla_cpu_enable_fast_math': False,
+    'xla_gpu_autotune_level': 4,
+    'xla_gpu_hlo_profile': True,
+    'xla_gpu_disable_passes': 'a-b,c.d',
+    'xla_gpu_enable_pipelined_host_offloading': 'true',
+  }
+  places = {
+    'xla_dump_to': 'x',
+    '--xla_dump_to': 1,
+    'xla_gpu_cuda_data_dir': 'x',
+    'xla_gpu_kernel_cache_file': 'x',
+    'xla_gpu_target_config_filename': 'x',
+    'xla_gpu_pgle_profile_file_or_directory_path': 'x',
+    'xla_gpu_load_autotune_results_from': 'x',
+    'xla_gpu_asm_extra_flags': '-o',
+    'xla_backend_extra_options': 'a',
+    'flagfile': 'x',
+    'xla_of_tomorrow': '/x',
+    'xla_a': 'true --xla_dump_to=x',
+    'xla_b=1 --xla_dump_to': 'x',
+    'xla_c': ('x',),
+  }
+  assert xla.without_places(kept | places) == kept
+
+
 def test_the_defaults_set_nothing():
   assert xla.apply(DEFAULTS) == []  # JAX has started.
 

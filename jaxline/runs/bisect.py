@@ -131,7 +131,9 @@ def _print_code(both: Sequence[runs.Run]) -> None:
   """Prints what differs between the revisions and the changes of two runs."""
   codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
-  print(contents.git('diff', '--stat', *commits), end='')
+  # What a run says is no option of git.
+  stat = contents.git('diff', '--stat', '--end-of-options', *commits, '--')
+  print(stat, end='')
   changes = [code.get('diff', '').splitlines() for code in codes]
   for run, own, others in zip(both, changes, changes[::-1], strict=True):
     own = [x for x in own if x.startswith(('+', '-')) and x not in others]
