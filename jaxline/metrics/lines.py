@@ -115,11 +115,11 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 
 def escaped(text: str, kept: str = '') -> str:
-  r"""Returns text without what controls a terminal: ESC becomes \\x1b.
+  """Returns text whose control characters cannot reach a terminal.
 
   Args:
-    text: such as what a file of a run says.
-    kept: characters that stay, such as newlines.
+    text: any, such as text from a file of a run.
+    kept: the control characters that stay.
   """
 
   def escape(match: re.Match[str]) -> str:
@@ -129,7 +129,12 @@ def escaped(text: str, kept: str = '') -> str:
   return _CONTROLS.sub(escape, text)
 
 
+def say(text: Any, file: Any = None) -> None:
+  """Prints lines; their other control characters are escaped."""
+  print(escaped(str(text), '\n\t'), file=file, flush=True)
+
+
 @functools.cache
 def warn_once(text: str) -> None:
   """Prints a line on stderr, unless this process has printed it."""
-  print(escaped(text), file=sys.stderr)
+  say(text, sys.stderr)

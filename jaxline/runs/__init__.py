@@ -13,7 +13,6 @@ import functools
 import json
 import math
 import os
-import sys
 from typing import Any
 
 from jaxline import base_config
@@ -126,8 +125,8 @@ def read(path: str | os.PathLike[str]) -> Run:
   for step, scalars in inspection.logged(store):
     for name, value in scalars.items():
       # JSON has no NaN; as text it is one of those that float reads.
-      with contextlib.suppress(ValueError, TypeError):
-        unordered[name][step] = float(value)
+      with contextlib.suppress(ValueError, TypeError, OverflowError):
+        unordered[name][int(step)] = float(value)
   curves = {name: dict(sorted(x.items())) for name, x in unordered.items()}
   rates = curves.get('train/steps_per_sec', {})
   # A run that began from another one may have begun at its step.
@@ -154,7 +153,7 @@ def find(places: Sequence[str]) -> list[Run]:
   """
   found: dict[str, Run] = {}
   for place in places:
-    paths = list(_below(store_lib.at(place)))
+    paths = list(_below(store_lib.at(place), set()))
     if not paths:
       raise errors.UsageError(
         f'There is no run in {place}: expected a directory with a {CONFIG}, or'
@@ -162,22 +161,32 @@ def find(places: Sequence[str]) -> list[Run]:
       )
     for path in paths:
       try:
-        found[path] = read(path)
-      except errors.UsageError as e:
+        found[os.path.realpath(path)] = read(path)
+      except (ValueError, OSError) as e:
         if len(paths) == 1:
-          raise
-        print(f'Left out: {e}', file=sys.stderr)
+          raise errors.UsageError(f'{path}: {e}') from e
+        lines.warn_once(f'Left out: {path}: {e}')
+  if not found:
+    raise errors.UsageError(f'No run in {", ".join(places)} can be read.')
   return list(found.values())
 
 
-def _below(store: store_lib.Store) -> Iterator[str]:
-  """Yields the directories of runs in and below a place."""
-  names = store.names()
+def _below(store: store_lib.Store, seen: set[str]) -> Iterator[str]:
+  """Yields the directories of runs in and below a place, each one once."""
+  real = os.path.realpath(store.url)
+  if real in seen:
+    return
+  seen.add(real)
+  names: list[str] = []
+  try:
+    names = store.names()
+  except OSError as e:
+    lines.warn_once(f'Left out: {e}')
   if CONFIG in names:
     yield store.url
     return
   for name in names:
-    yield from _below(store.below(name))
+    yield from _below(store.below(name), seen)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

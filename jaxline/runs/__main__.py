@@ -148,11 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     if 'run_dir' in args:
       for line in xla.apply(base_config.recorded_config(args.run_dir).xla):
-        print(line)
+        lines.say(line)
       distributed.initialize('auto')
     return args.run(args) or 0
   except (errors.UsageError, store.DamagedError) as e:
-    print(e, file=sys.stderr)
+    lines.say(e, sys.stderr)
     return 2
 
 

@@ -14,6 +14,7 @@ from jaxline import runs
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import structure
+from jaxline.metrics import lines
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.runs import replay as replay_lib
 
@@ -31,7 +32,7 @@ def _first(
   for step in sorted(a.keys() & b.keys()):
     if names := differing(a[step], b[step]):
       shown = ', '.join(names[:_MAX_SHOWN])
-      print(f'First {what} that differs: {step}, in {shown}.')
+      lines.say(f'First {what} that differs: {step}, in {shown}.')
       return step
   return math.inf
 
@@ -93,7 +94,7 @@ def bisect(*paths: str) -> bool:
   """Prints where two runs part; returns whether they do."""
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
-    print(f'{key}: {x!r} and {y!r}')
+    lines.say(f'{key}: {x!r} and {y!r}')
   _print_code(both)
   logged = [replay_lib.logged(run) for run in both]
   kept = [dict(run.manifests()) for run in both]
@@ -105,7 +106,9 @@ def bisect(*paths: str) -> bool:
   has_other_evaluation = _first('evaluation', evaluated) < math.inf
   of_both = [x.keys() & y.keys() for x, y in (logged, kept)]
   if upper == math.inf:
-    print(f'No difference in training up to step {max({0}.union(*of_both))}.')
+    lines.say(
+      f'No difference in training up to step {max({0}.union(*of_both))}.'
+    )
     return has_other_evaluation
   # From where both have begun, or were equal.
   equal = (step + 1 for step in of_both[1] if step < upper)
@@ -118,12 +121,12 @@ def bisect(*paths: str) -> bool:
     if (step := _first('replayed step', replayed)) < math.inf:
       _look_into(paths, int(step))
     else:
-      print(
+      lines.say(
         f'By the code here, both are equal up to step {upper}. To see which one'
         ' was not as the code here computes it, replay each.'
       )
   except errors.UsageError as e:
-    print(f'The steps up to {upper} cannot be compared further: {e}')
+    lines.say(f'The steps up to {upper} cannot be compared further: {e}')
   return True
 
 
@@ -131,14 +134,15 @@ def _print_code(both: Sequence[runs.Run]) -> None:
   """Prints what differs between the revisions and the changes of two runs."""
   codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
-  # What a run says is no option of git.
+  # A recorded revision must not become an option of git.
   stat = contents.git('diff', '--stat', '--end-of-options', *commits, '--')
-  print(stat, end='')
+  if stat:
+    lines.say(stat.rstrip())
   changes = [code.get('diff', '').splitlines() for code in codes]
   for run, own, others in zip(both, changes, changes[::-1], strict=True):
     own = [x for x in own if x.startswith(('+', '-')) and x not in others]
     for line in own[:_MAX_LINES]:
-      print(f'{run.path}: {line}')
+      lines.say(f'{run.path}: {line}')
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:
@@ -146,7 +150,7 @@ def _look_into(paths: Sequence[str], step: int) -> None:
   one, other = (_inside(path, step) for path in paths)
   for kind in one:
     if differing := _differences(one[kind], other[kind]):
-      print(f'The runs part in step {step}, in the {kind}:')
+      lines.say(f'The runs part in step {step}, in the {kind}:')
       for name, what in differing[:_MAX_SHOWN]:
-        print(f'  {name or kind}: {what}')
+        lines.say(f'  {name or kind}: {what}')
       return

@@ -20,6 +20,7 @@ from jaxline import train_step
 from jaxline.checkpoint import inspection
 from jaxline.inputs import base as inputs
 from jaxline.inputs import show
+from jaxline.metrics import lines
 from jaxline.runs import replay as replay_lib
 
 # A value is a spike if it is this many median absolute deviations above the
@@ -125,7 +126,7 @@ def _find(run: runs.Run) -> int:
   for name in _JUDGED:
     curve = run.curves.get(name, {})
     for step, above in spikes(curve).items():
-      print(f'Step {step}: {name} is {curve[step]:.5g}.')
+      lines.say(f'Step {step}: {name} is {curve[step]:.5g}.')
       found[step] = max(found.get(step, 0.0), above)
   if found:
     return max(found, key=lambda step: found[step])
@@ -143,7 +144,7 @@ def command(args: argparse.Namespace) -> int:
   losses = run.curves.get('train/loss', {})
   near = [x for s, x in losses.items() if 0 < abs(s - step) <= _NEAR]
   around = f'; around it the loss is {np.nanmedian(near):.5g}' if near else ''
-  print(f'Step {step} trains on batch {number}{around}:')
+  lines.say(f'Step {step} trains on batch {number}{around}:')
   table = [('row', 'loss', 'weight', 'grad norm', 'from', 'text')]
   for number_, loss, weight, norm, where, text in rows:
     numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
@@ -153,5 +154,5 @@ def command(args: argparse.Namespace) -> int:
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
   place = replay.config.restore_from
   begin = f'on without it: --config.restore_from={place}' if place else 'anew:'
-  print(f'To train {begin} --config.skip_batches={skip}')
+  lines.say(f'To train {begin} --config.skip_batches={skip}')
   return 0

@@ -92,7 +92,7 @@ class Replay:
     rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration((until - step) / rate)}' if rate else ''
     where = f'step {step}' if step else 'the seed'
-    print(f'Replaying {path} from {where} to step {until}{about}.', flush=True)
+    lines.say(f'Replaying {path} from {where} to step {until}{about}.')
 
     def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
@@ -228,19 +228,19 @@ def _compare(
       del found[_FINGERPRINT]
     names = differing(was, found, rtol)
     for name in names:
-      print(f'step {step}: {name} was {was[name]!r} and is {found[name]!r}')
+      lines.say(f'step {step}: {name} was {was[name]!r} and is {found[name]!r}')
     num_compared = len(was.keys() & found.keys())
     total += num_compared
     num_differing += len(names)
     if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
-      print(f'step {step}: {num_equal} values are equal')
+      lines.say(f'step {step}: {num_equal} values are equal')
   if not total:
-    print(f'Nothing is logged of the steps {first} to {until}.')
+    lines.say(f'Nothing is logged of the steps {first} to {until}.')
   elif num_differing:
-    print(f'{num_differing} of {total} logged values differ.')
+    lines.say(f'{num_differing} of {total} logged values differ.')
   else:
     how = f'within {rtol:.0%}' if rtol else 'to the bit'
-    print(f'All {total} logged values are equal {how}.')
+    lines.say(f'All {total} logged values are equal {how}.')
   return not num_differing
 
 
@@ -294,7 +294,7 @@ def command(args: argparse.Namespace) -> int:
       )
   if args.nan:
     found = find_nonfinite(args.run_dir, first)
-    print(found or f'All results of step {first} are finite.')
+    lines.say(found or f'All results of step {first} are finite.')
     return 0
   before = logged(run)
   has_some = [step for step in before if first <= step <= until]
@@ -310,7 +310,7 @@ def command(args: argparse.Namespace) -> int:
     now = [jax.device_count(), jax.devices()[0].device_kind]
     if (was := replay.of.manifest.get('devices', now)) != now:
       rtol = _RTOL
-      print(
+      lines.say(
         f'The run had the devices {was}, and here are {now}: values that differ'
         f' by less than {rtol:.0%} count as equal.'
       )
