@@ -1,9 +1,11 @@
 """Every key of a run's config: its default, what is expected, what it is for.
 
 A config file starts from `base_config.get_base_config()` and sets the numbers
-of its run; `--config.KEY=VALUE` overrides one. A key that is not in the table
-is the experiment's own. A misspelled key, a value of the wrong kind and values
-that contradict each other are refused before anything is compiled.
+of its run; `--config.KEY=VALUE` overrides one. A tuple is given as
+`--config.writers='("jsonl", "mine")'` or by a repeated flag, and
+`--config.writers=()` clears it. A key that is not in the table is the
+experiment's own. A misspelled key, a value of the wrong kind and values that
+contradict each other are refused before anything is compiled.
 
 *Effect* is what a change means for a run that is resumed:
 

@@ -19,6 +19,7 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 from ml_collections import config_flags
+from ml_collections.config_flags import tuple_parser
 
 from jaxline import base_config
 from jaxline import checkpointing
@@ -296,8 +297,33 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
     ' whose config is taken. --config.key=value overrides its values.'
   )
   config_flags.DEFINE_config_file('config', None, text, values, sys_argv=argv)
-  values['config'].parser = _ConfigParser()
+  flag = values['config']
+  flag.parser = _ConfigParser()
+  parse_config = flag.parse
+
+  def parse(argument: Any) -> None:
+    parse_config(argument)  # It defines a flag for each override.
+    for name in values:
+      if name.startswith('config.') and isinstance(
+        values[name], flags.MultiFlag
+      ):
+        values[name].parser = _TupleParser(values[name])
+
+  flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
+
+
+class _TupleParser(tuple_parser.TupleParser):
+  """Parses a value of a tuple's flag; the empty one clears those before it."""
+
+  def __init__(self, flag: Any):
+    self._flag = flag
+
+  def parse(self, argument: Any) -> tuple[Any, ...]:
+    found = super().parse(argument)
+    if not found and self._flag.present:
+      self._flag.value.clear()
+    return found
 
 
 class _SettingFlag(flags.Flag):

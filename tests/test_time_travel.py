@@ -2,10 +2,14 @@
 
 import json
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
+from absl import flags
+from absl.testing import flagsaver
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -13,8 +17,10 @@ import numpy as np
 import pytest
 
 import jaxline
+from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
+from jaxline import platform
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import fingerprints
@@ -278,6 +284,55 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   # Without a step, the worst spike is explained.
   assert cli.main(['explain', str(directory)]) == 0
   assert f'--config.skip_batches={step}' in capsys.readouterr().out
+
+
+WRITERS = '--config.writers=("jsonl",)'
+
+
+def commanded(*argv):
+  """Runs a command line of `experiment.py` in this process."""
+  argv = ['experiment.py', *argv, '--config.compilation_cache=off']
+  with flagsaver.flagsaver(), mock.patch.object(sys, 'argv', argv):
+    flags.FLAGS(argv)
+    platform.main(None, [])
+
+
+# How the run started, the step, the step that the new run starts from, and the
+# batch of the step.
+@pytest.mark.parametrize(
+  ('start', 'step', 'begin', 'batch'),
+  [
+    ([], 6, 4, 6),
+    ([], 3, 0, 3),
+    (['--config.restore_from=SHARED:4'], 6, 4, 6),
+    (['--config.restore_from=SHARED:4'], 10, 8, 10),
+    (['--config.restore_from=SHARED:4', 'RULES'], 6, 4, 6),
+    (['--config.restore_from=SHARED:4', 'RULES'], 3, 0, 3),
+    (['--config.skip_batches=2-3', WRITERS], 6, 4, 8),
+  ],
+)
+def test_the_command_of_an_explanation_works(
+  shared, tmp_path, capsys, start, step, begin, batch
+):
+  rules = r"--config.restore_rules=(('state/params/(.*)', r'state/params/\1'),)"
+  place = f'{tmp_path}/a run'
+  argv = [f'--config={shared}', f'--config.checkpoint_dir={place}']
+  argv += [
+    x.replace('SHARED', str(shared)).replace('RULES', rules) for x in start
+  ]
+  commanded(*argv)
+  assert cli.main(['explain', place, str(step)]) == 0
+  command = capsys.readouterr().out.splitlines()[-1].partition(': ')[2]
+  python, program, *argv = shlex.split(command)
+  assert [python, program] == ['python', 'experiment.py']
+  commanded(*argv)
+  (new,) = tmp_path.glob('a run_without_*')
+  before, after = prints(pathlib.Path(place)), prints(new)
+  assert list(after) == list(range(begin + 1, 13))
+  same = [s for s in after if after[s] == before[s]]
+  assert same == list(range(begin + 1, step))
+  skipped = base_config.read_record(new)['skip_batches']
+  assert skipped.split(',')[-1] == str(batch)
 
 
 class Fast(travels.Travels):

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 import functools
 import math
+import shlex
 import statistics
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxline import base_config
 from jaxline import errors
 from jaxline import keys
 from jaxline import placement
@@ -31,6 +33,7 @@ _MIN_BEFORE = 8
 _JUDGED = ('train/loss', 'train/grad_norm')
 _NEAR = 1000  # Steps whose loss is typical.
 _MAX_TEXT = 70
+_FORK = ('checkpoint_dir', 'restore_from', 'restore_rules', 'skip_batches')
 
 
 class Row(NamedTuple):
@@ -150,9 +153,13 @@ def command(args: argparse.Namespace) -> int:
     numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
     table.append((str(number_), *numbers, where, text[:_MAX_TEXT]))
   inspection.print_table(table, right=(0, 1, 2, 3))
-  skipped = [*keys.parse_ranges(replay.config.skip_batches), (number, number)]
+  config, recorded = replay.config, base_config.recorded_config(run.path)
+  skipped = [*keys.parse_ranges(config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
-  place = replay.config.restore_from
-  begin = f'on without it: --config.restore_from={place}' if place else 'anew:'
-  lines.say(f'To train {begin} --config.skip_batches={skip}')
+  config.update(skip_batches=skip, checkpoint_dir=f'{run.path}_without_{skip}')
+  argv = ['python', 'experiment.py', f'--config={run.path}']
+  argv += [
+    f'--config.{x}={config[x]}' for x in _FORK if config[x] != recorded[x]
+  ]
+  lines.say(f'To train without it: {shlex.join(argv)}')
   return 0
