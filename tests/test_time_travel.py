@@ -1,5 +1,6 @@
 """Replays, explanations, bisections, skipped batches, fingerprints."""
 
+import dataclasses
 import json
 import pathlib
 import shlex
@@ -20,6 +21,7 @@ import jaxline
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
+from jaxline import metrics
 from jaxline import platform
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
@@ -473,6 +475,75 @@ def test_a_bisection_finds_what_no_scalar_shows(tmp_path, capsys, monkeypatch):
   one, other = (run(tmp_path / f'{at}', fields, at=at) for at in (-1, 5))
   assert bisect.bisect(str(one), str(other))
   assert 'step 5, in the state after' in capsys.readouterr().out
+
+
+class Hosted(travels.Travels):
+  """Changes its state, or a scalar, outside of the compiled step."""
+
+  def step(self, *, global_step, **kwargs):
+    here = int(global_step) + 1 == self.config.get('at', -1)
+    where = self.config.get('where') if here else ''
+    if where == 'before':
+      self._add()
+    scalars = super().step(global_step=global_step, **kwargs)
+    if where == 'after':
+      self._add()
+    return scalars | {'own': 1.0 + (where == 'scalar')}
+
+  def _add(self):
+    w = self.state.params['w'] + 0.25
+    params = self.state.params | {'w': w}
+    self._state = dataclasses.replace(self.state, params=params)
+
+
+@pytest.mark.parametrize(
+  ('where', 'said'),
+  [
+    (
+      'before',
+      ('the state differs', 'state/params/w: largest difference 0.25'),
+    ),
+    ('after', ('the state differs', 'state/params/w: largest difference 0.25')),
+    ('scalar', ('so are the states',)),
+  ],
+)
+def test_a_bisection_finds_what_the_host_does(
+  where, said, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(travels, 'Travels', Hosted)
+  one = run(tmp_path / 'one')
+  other = run(tmp_path / 'other', at=7, where=where)
+  assert bisect.bisect(str(one), str(other))
+  out = capsys.readouterr().out
+  assert 'First replayed step that differs: 7' in out
+  for text in ('compiled steps are equal', 'look at `step`', *said):
+    assert text in out
+
+
+class Misreporting(travels.Travels):
+  """Reports another loss in a step than the one that it trains on."""
+
+  def loss_fn(self, params, model_state, *args):
+    loss, _, new = super().loss_fn(params, model_state, *args)
+    here = model_state['step'] == self.config.get('at', -1) - 1
+    return loss, {'loss': metrics.Mean.of(jnp.where(here, loss + 1, loss))}, new
+
+
+def test_a_bisection_replays_what_is_not_logged(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(travels, 'Travels', Misreporting)
+  fields = {'log_train_data_interval': 5, 'fingerprint': False}
+  one = run(tmp_path / 'one')
+  for at, status, said in (
+    (7, 1, 'The runs part in step 7, in the loss'),
+    (-1, 0, 'No difference in training up to step 12'),
+  ):
+    other = run(tmp_path / f'other{at}', fields, at=at)
+    assert cli.main(['bisect', str(one), str(other)]) == status
+    out = capsys.readouterr().out
+    num = len(losses(other))
+    assert f'{num} logged steps and 3 kept checkpoints' in out
+    assert f'\n{12 - num} steps are compared by replays' in out
+    assert said in out
 
 
 def test_a_bisection_finds_other_data(shared, tmp_path, capsys):
