@@ -313,10 +313,10 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 RECORD = 'config.json'
 
 # Keys that are not taken from a record. A pickle and a compiled program can run
-# code, and the files are replaced; the others are about one start.
+# code, and the file is replaced; the others are about one start.
 _NOT_TAKEN = (
   *('checkpoint_allow_pickle', 'compilation_cache', 'decode.output'),
-  *('distributed', 'on_config_change', 'xla.pgle_save', 'xla.pgle_profile'),
+  *('distributed', 'on_config_change'),
 )
 
 
@@ -357,22 +357,17 @@ def recorded_config(
   try:
     with config.ignore_type():
       _fill(config, record)
-      taken = {
-        k: _DEFAULTS[k] for k in _NOT_TAKEN if _value(config, k) != 'off'
-      }
-      for name in ('xla.flags', 'xla.tpu_flags'):
-        taken[name] = xla.without_places(_value(config, name))
-      before = flat(config.xla.to_dict())
-      config.update_from_flattened_dict(taken)
-      after = flat(config.xla.to_dict())
+      for name in _NOT_TAKEN:
+        if _value(config, name) != 'off':
+          config.update_from_flattened_dict({name: _DEFAULTS[name]})
+      dropped = xla.drop_places(config.xla)
   except (AttributeError, KeyError, TypeError, ValueError) as e:
     raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
-  left_out = [k for k, x in before.items() if k not in after or after[k] != x]
-  if left_out:
+  if dropped:
     lines.warn_once(
-      f'{place}: config.xla has {left_out}, which may name files or programs:'
-      ' left out. To use them, set XLA_FLAGS or LIBTPU_INIT_ARGS in the shell,'
-      ' or config.xla.pgle_save or pgle_profile.'
+      f'{place}: of config.xla, {dropped} may name files or programs and are'
+      ' left out. Set XLA_FLAGS or LIBTPU_INIT_ARGS in the shell to use them,'
+      ' or override config.xla.pgle_save or pgle_profile.'
     )
   return config
 

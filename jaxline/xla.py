@@ -82,14 +82,21 @@ def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   return {'XLA_FLAGS': gpu, 'LIBTPU_INIT_ARGS': tpu}
 
 
-def without_places(flags: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the flags that name no file, no program and no further flags."""
-  return {
-    name: x
-    for name, x in flags.items()
-    if not _PLACE.search(name)
-    and re.fullmatch(r'[\w-]+=[\w.,:+-]*', f'{name}={x}')
-  }
+def drop_places(options: Any) -> list[str]:
+  """Removes what names a file, a program or more flags from recorded options.
+
+  Returns:
+    The names of what was removed.
+  """
+  dropped = [x for x in ('pgle_save', 'pgle_profile') if options[x]]
+  options.update(dict.fromkeys(dropped))
+  for flags in (options.flags, options.tpu_flags):
+    for name, x in [*flags.items()]:
+      is_plain = re.fullmatch(r'[\w-]+=[\w.,:+-]*', f'{name}={x}')
+      if _PLACE.search(name) or not is_plain:
+        dropped.append(name)
+        del flags[name]
+  return dropped
 
 
 def uses_pgle(options: Mapping[str, Any]) -> bool:

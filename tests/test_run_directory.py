@@ -215,10 +215,10 @@ def test_a_directory_supplies_no_code(
   for package in ('run', 'run.inner', 'inside', 'linked'):  # Of other tests.
     sys.modules.pop(package, None)
   before = list(sys.path)
+  is_found = is_on_path or cwd == '.'
+  said = 'outside of that' if is_found else 'No module named'
   for reader in READERS.values():
-    with pytest.raises(
-      (errors.UsageError, SystemExit), match='outside of that'
-    ):
+    with pytest.raises((errors.UsageError, SystemExit), match=said):
       reader(run)
   assert not (tmp_path / 'ran').exists()
   assert {*sys.path} <= {*before, str(tmp_path)}
@@ -243,7 +243,7 @@ def test_a_directory_names_no_place_to_write(tmp_path, capfd):
   assert found.xla.flags.to_dict() == {'xla_gpu_autotune_level': 2}
   assert found.xla.tpu_flags.to_dict() == {}
   said = capfd.readouterr().err
-  for name in ('flags.xla_dump_to', 'tpu_flags.log_dir', 'pgle_save'):
+  for name in ('xla_dump_to', 'log_dir', 'pgle_save'):
     assert name in said
   assert 'autotune' not in said
   # JAX has started, so a flag that were taken would be an error.

@@ -223,7 +223,7 @@ def print_table(
   rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
 ) -> None:
   """Prints rows in columns; those in `right` are aligned on the right."""
-  rows = [[*map(lines.escaped, row)] for row in rows]
+  rows = [[x.replace('\n', r'\n') for x in map(lines.escaped, r)] for r in rows]
   if not rows:
     return
   if title:

@@ -96,15 +96,17 @@ def _refuse_code_of(run: str, module: str) -> None:
     else:
       spec = importlib.util.find_spec(name)
       file = spec.origin if spec and spec.has_location else None
-    _refuse_file_of(run, name, file)
+    if file and _lies_in(file, run):
+      raise _refused(name, f'code outside of that directory, and not {file}')
 
 
-def _refuse_file_of(run: str, module: str, file: str | None) -> None:
-  """Raises UsageError if a module's file, or what it links to, is a run's."""
-  places = {os.path.abspath(file), os.path.realpath(file)} if file else ()
-  above = {folder for x in places for folder in pathlib.Path(x).parents}
-  if any(x.exists() and x.samefile(run) for x in above if os.path.isdir(run)):
-    raise _refused(module, f'code outside of that directory, and not {file}')
+def _lies_in(path: str | os.PathLike[str], run: str) -> bool:
+  """Returns whether a path, or what it links to, is a directory or below it."""
+  found = pathlib.Path(os.path.abspath(path)), pathlib.Path(path).resolve()
+  above = {folder for x in found for folder in (x, *x.parents)}
+  return os.path.isdir(run) and any(
+    x.exists() and x.samefile(run) for x in above
+  )
 
 
 def _prefer_working_directory(module: str, run: str) -> None:
@@ -118,21 +120,20 @@ def _prefer_working_directory(module: str, run: str) -> None:
     return
   path = module.replace('.', '/')
 
-  def has_module(folder: pathlib.Path) -> str:
+  def has_module(folder: pathlib.Path) -> bool:
     places = folder / f'{path}.py', folder / path / '__init__.py'
-    return next((str(x) for x in places if x.is_file()), '')
+    return any(x.is_file() for x in places)
 
   cwd = pathlib.Path.cwd()
   # Anybody may write in directories like /tmp.
   above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
-  folder = next(filter(has_module, [cwd, *above]), None)
+  trusted = (x for x in [cwd, *above] if not _lies_in(x, run))
+  folder = next(filter(has_module, trusted), None)
   if folder is None:
     return
   is_installed = lambda x: pathlib.Path(x).match('*-packages')
   end = [*map(is_installed, sys.path), True].index(True)
   if not any(has_module(pathlib.Path(x)) for x in sys.path[:end]):
-    if run:  # First: other modules would be imported from there as well.
-      _refuse_file_of(run, module, has_module(folder))
     # Permanently: worker processes and imports inside functions need it, too.
     sys.path.insert(end, str(folder))
   top = module.partition('.')[0]

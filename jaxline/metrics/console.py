@@ -98,7 +98,7 @@ class Console(contextlib.AbstractContextManager):
   def say(self, text: str) -> None:
     """Prints text above the live line. In the mode off, logs it."""
     # A model's text, and the record of a run, may control a terminal.
-    text = lines.escaped(text, '\n')
+    text = lines.escaped(text)
     if self.mode == 'off':
       logging.info('%s', text)
     if self.mode not in ('live', 'plain'):

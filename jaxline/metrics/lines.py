@@ -20,9 +20,9 @@ FORMATS = {
   'examples_per_step': '',
 }
 
-# What moves the cursor or turns the order of letters; half of a pair.
+# All but newlines and tabs: of C0 and C1, of the order of letters, surrogates.
 _CONTROLS = re.compile(
-  '[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069'
+  '[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069'
   '\ud800-\udfff]'
 )
 
@@ -114,24 +114,14 @@ def fit(parts: Sequence[str], width: int) -> str:
   return parts[0][:width]
 
 
-def escaped(text: str, kept: str = '') -> str:
-  """Returns text whose control characters cannot reach a terminal.
-
-  Args:
-    text: any, such as text from a file of a run.
-    kept: the control characters that stay.
-  """
-
-  def escape(match: re.Match[str]) -> str:
-    x = match[0]
-    return x if x in kept else x.encode('unicode_escape').decode()
-
-  return _CONTROLS.sub(escape, text)
+def escaped(text: str) -> str:
+  """Returns text whose control characters cannot reach a terminal."""
+  return _CONTROLS.sub(lambda x: x[0].encode('unicode_escape').decode(), text)
 
 
 def say(text: Any, file: Any = None) -> None:
-  """Prints lines; their other control characters are escaped."""
-  print(escaped(str(text), '\n\t'), file=file, flush=True)
+  """Prints text from the files of a run, or an error that may quote them."""
+  print(escaped(str(text)), file=file, flush=True)
 
 
 @functools.cache
