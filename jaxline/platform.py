@@ -7,6 +7,7 @@ the directory, makes the parts of the run, and calls the function of the mode.
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import functools
 import os
 import runpy
 import sys
@@ -19,7 +20,6 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 from ml_collections import config_flags
-from ml_collections.config_flags import tuple_parser
 
 from jaxline import base_config
 from jaxline import checkpointing
@@ -304,26 +304,20 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
     for name in values:
-      if name.startswith('config.') and isinstance(
-        values[name], flags.MultiFlag
-      ):
-        values[name].parser = _TupleParser(values[name])
+      one = values[name]
+      if name.startswith('config.') and isinstance(one, flags.MultiFlag):
+        own = functools.partial(_parse_tuple, one, one.parse)
+        one.parse = own  # type: ignore[method-assign]
 
   flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
 
 
-class _TupleParser(tuple_parser.TupleParser):
-  """Parses a value of a tuple's flag; the empty one clears those before it."""
-
-  def __init__(self, flag: Any):
-    self._flag = flag
-
-  def parse(self, argument: Any) -> tuple[Any, ...]:
-    found = super().parse(argument)
-    if not found and self._flag.present:
-      self._flag.value.clear()
-    return found
+def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
+  """Adds a value to a tuple's flag; an empty one clears those before it."""
+  if argument in ('()', '[]') and flag.present:
+    flag.value.clear()
+  parse(argument)
 
 
 class _SettingFlag(flags.Flag):

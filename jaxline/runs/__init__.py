@@ -70,8 +70,8 @@ class Run:
   def check_step(self, step: int) -> None:
     """Raises UsageError for a step that the run cannot have."""
     steps = self.recorded.get('training_steps')
-    last = max(self.step, math.inf if steps is None else steps)
-    check = keys.integer(self.first_step, last)
+    last = steps if isinstance(steps, int | float) else math.inf
+    check = keys.integer(self.first_step, max(self.step, last))
     check.require(f'The step of {self.path}', step)
 
   @functools.cached_property

@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import tempfile
 import traceback
 from typing import Any
@@ -40,15 +39,9 @@ from jaxline.metrics import writers
 from jaxline.storage import store as store_lib
 
 # Files whose lines do not say which operation of the model it was.
-_LIBRARIES = re.compile(
-  r'.*/(site|dist)-packages/|'
-  + '|'.join(
-    f'{re.escape(path)}{os.sep}'
-    for path in (
-      os.path.dirname(jaxline.__file__),
-      os.path.dirname(os.__file__),
-    )
-  )
+_LIBRARIES = tuple(
+  os.path.join(os.path.dirname(path), '')
+  for path in (jaxline.__file__, os.__file__, os.path.dirname(jax.__file__))
 )
 
 # Between other devices, the sums of a step are rounded otherwise.
@@ -213,17 +206,12 @@ def differing(
   return [name for name in names if not is_same(one[name], other[name])]
 
 
-def _compare(
-  replay: Replay,
-  before: Mapping[int, Mapping[str, Any]],
-  first: int,
-  until: int,
-  rtol: float,
-) -> bool:
+def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
   """Prints how steps compare to what is logged; returns if they are equal."""
+  before = logged(replay.of)
   total = num_differing = 0
   for step, found in replay.values(first, until).items():
-    was = before.get(step, {})
+    was = before[step]
     if rtol:
       del found[_FINGERPRINT]
     names = differing(was, found, rtol)
@@ -270,7 +258,7 @@ def find_nonfinite(
       # An experiment's own `step` is above the model.
       is_above = lambda f: not f.filename.endswith('/train_step.py')
       frames = [*itertools.dropwhile(is_above, frames)] or frames
-      own = [f for f in frames if not _LIBRARIES.match(f.filename)]
+      own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
       found = found or f'{e}, on no line of the model'
@@ -293,18 +281,18 @@ def command(args: argparse.Namespace) -> int:
         f'--save: {args.save} is not empty; give a new directory.'
       )
   if args.nan:
-    found = find_nonfinite(args.run_dir, first)
-    lines.say(found or f'All results of step {first} are finite.')
+    result = find_nonfinite(args.run_dir, first)
+    lines.say(result or f'All results of step {first} are finite.')
     return 0
-  before = logged(run)
-  has_some = [step for step in before if first <= step <= until]
+  steps = logged(run).keys()
   if not args.save:
-    if not has_some:
+    found = [x for x in steps if first <= x <= until]
+    if not found:
       raise errors.UsageError(
-        f'Nothing is logged of the steps {first} to {until} of {run.path},'
-        f' whose last logged step is {max(before, default=0)}.'
+        f'{run.path} has logged no step from {first} to {until}; its last logged'
+        f' step is {max(steps, default=0)}.'
       )
-    until = max(has_some)
+    until = max(found)
   with opened(args.run_dir, first, saved=args.save) as replay:
     rtol = 0.0
     now = [jax.device_count(), jax.devices()[0].device_kind]
@@ -314,4 +302,4 @@ def command(args: argparse.Namespace) -> int:
         f'The run had the devices {was}, and here are {now}: values that differ'
         f' by less than {rtol:.0%} count as equal.'
       )
-    return int(not _compare(replay, before, first, until, rtol))
+    return int(not _compare(replay, first, until, rtol))
