@@ -379,17 +379,6 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
     assert found.experiment.train_feed.next_number == 16
 
 
-def test_a_fork_around_a_batch(shared, tmp_path):
-  fork = run(
-    tmp_path / 'fork', {'restore_from': f'{shared}:4', 'skip_batches': '6'}
-  )
-  before, after = prints(shared), prints(fork)
-  assert after[5] == before[5]
-  assert after[6] != before[6]
-  with replay.opened(fork, 5) as found:
-    assert found.state.global_step == 4
-
-
 # Where runs part.
 
 
@@ -453,91 +442,73 @@ def test_a_bisection_finds_the_step_and_the_array(
   assert 'part in step 6, in the loss' in out
 
 
-class Averaging(travels.Travels):
-  """Keeps a sum that no scalar depends on."""
+class Faulty(travels.Travels):
+  """Does something else in the step `at`, where `where` says."""
 
   def init_fn(self, rng):
     params, model_state = super().init_fn(rng)
     return params, model_state | {'sum': jnp.float32(0)}
 
-  def loss_fn(self, params, model_state, *args):
-    loss, scalars, new = super().loss_fn(params, model_state, *args)
-    return loss, scalars, model_state | new
+  def is_at(self, step, where):
+    at = self.config.get('at') if self.config.get('where') == where else -1
+    return step + 1 == at
 
-  def after_update(self, before, after):
-    more = jnp.where(before.step + 1 == self.config.get('at', -1), 1.0, 0.5)
+  def loss_fn(self, params, model_state, *args):
+    loss, _, new = super().loss_fn(params, model_state, *args)
+    shown = jnp.where(self.is_at(model_state['step'], 'loss'), loss + 1, loss)
+    return loss, {'loss': metrics.Mean.of(shown)}, model_state | new
+
+  def after_update(self, before, after):  # No scalar depends on the sum.
+    more = jnp.where(self.is_at(before.step, 'sum'), 1.0, 0.5)
     return after.model_state | {'sum': before.model_state['sum'] + more}
 
-
-def test_a_bisection_finds_what_no_scalar_shows(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', Averaging)
-  fields = {'save_checkpoint_interval': 12}
-  one, other = (run(tmp_path / f'{at}', fields, at=at) for at in (-1, 5))
-  assert bisect.bisect(str(one), str(other))
-  assert 'step 5, in the state after' in capsys.readouterr().out
-
-
-class Hosted(travels.Travels):
-  """Changes its state, or a scalar, outside of the compiled step."""
-
   def step(self, *, global_step, **kwargs):
-    here = int(global_step) + 1 == self.config.get('at', -1)
-    where = self.config.get('where') if here else ''
-    if where == 'before':
-      self._add()
+    self.add(0.25 * self.is_at(global_step, 'before'))
     scalars = super().step(global_step=global_step, **kwargs)
-    if where == 'after':
-      self._add()
-    return scalars | {'own': 1.0 + (where == 'scalar')}
+    self.add(0.25 * self.is_at(global_step, 'after'))
+    return scalars | {'own': 1.0 * self.is_at(global_step, 'own')}
 
-  def _add(self):
-    w = self.state.params['w'] + 0.25
-    params = self.state.params | {'w': w}
+  def add(self, more):
+    params = self.state.params | {'w': self.state.params['w'] + float(more)}
     self._state = dataclasses.replace(self.state, params=params)
 
 
 @pytest.mark.parametrize(
   ('where', 'said'),
   [
+    ('sum', ['step 7, in the state after']),
     (
       'before',
-      ('the state differs', 'state/params/w: largest difference 0.25'),
+      ['the state differs', 'state/params/w: largest', 'look at `step`'],
     ),
-    ('after', ('the state differs', 'state/params/w: largest difference 0.25')),
-    ('scalar', ('so are the states',)),
+    (
+      'after',
+      ['the state differs', 'state/params/w: largest', 'look at `step`'],
+    ),
+    ('own', ['so are the states', 'look at `step`']),
   ],
 )
-def test_a_bisection_finds_what_the_host_does(
+def test_a_bisection_finds_what_the_logs_do_not_show(
   where, said, tmp_path, capsys, monkeypatch
 ):
-  monkeypatch.setattr(travels, 'Travels', Hosted)
+  monkeypatch.setattr(travels, 'Travels', Faulty)
   one = run(tmp_path / 'one')
   other = run(tmp_path / 'other', at=7, where=where)
   assert bisect.bisect(str(one), str(other))
   out = capsys.readouterr().out
   assert 'First replayed step that differs: 7' in out
-  for text in ('compiled steps are equal', 'look at `step`', *said):
-    assert text in out
-
-
-class Misreporting(travels.Travels):
-  """Reports another loss in a step than the one that it trains on."""
-
-  def loss_fn(self, params, model_state, *args):
-    loss, _, new = super().loss_fn(params, model_state, *args)
-    here = model_state['step'] == self.config.get('at', -1) - 1
-    return loss, {'loss': metrics.Mean.of(jnp.where(here, loss + 1, loss))}, new
+  assert all(text in out for text in said)
 
 
 def test_a_bisection_replays_what_is_not_logged(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', Misreporting)
+  monkeypatch.setattr(travels, 'Travels', Faulty)
   fields = {'log_train_data_interval': 5, 'fingerprint': False}
   one = run(tmp_path / 'one')
   for at, status, said in (
     (7, 1, 'The runs part in step 7, in the loss'),
     (-1, 0, 'No difference in training up to step 12'),
   ):
-    other = run(tmp_path / f'other{at}', fields, at=at)
+    other = run(tmp_path / f'other{at}', fields, at=at, where='loss')
     assert cli.main(['bisect', str(one), str(other)]) == status
     out = capsys.readouterr().out
     num = len(losses(other))

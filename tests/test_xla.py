@@ -49,22 +49,15 @@ def test_a_recorded_flag_names_no_place():
     'xla_gpu_disable_passes': 'a-b,c.d',
     'xla_gpu_enable_pipelined_host_offloading': 'true',
   }
-  places = {
-    'xla_dump_to': 'x',
-    '--xla_dump_to': 1,
-    'xla_gpu_cuda_data_dir': 'x',
-    'xla_gpu_kernel_cache_file': 'x',
-    'xla_gpu_target_config_filename': 'x',
-    'xla_gpu_pgle_profile_file_or_directory_path': 'x',
-    'xla_gpu_load_autotune_results_from': 'x',
-    'xla_gpu_asm_extra_flags': '-o',
-    'xla_backend_extra_options': 'a',
-    'flagfile': 'x',
-    'xla_of_tomorrow': '/x',
-    'xla_a': 'true --xla_dump_to=x',
-    'xla_b=1 --xla_dump_to': 'x',
-    'xla_c': ('x',),
-  }
+  names = (
+    'xla_dump_to --xla_dump_to xla_gpu_cuda_data_dir xla_gpu_kernel_cache_file'
+    ' xla_gpu_target_config_filename xla_gpu_load_autotune_results_from'
+    ' xla_gpu_pgle_profile_file_or_directory_path xla_gpu_asm_extra_flags'
+    ' xla_backend_extra_options flagfile'
+  )
+  places = dict.fromkeys(names.split(), 1)
+  places |= {'xla_a': '/x', 'xla_b': '1 --xla_dump_to=x', 'xla_c': ('x',)}
+  places['xla_d=1 --xla_dump_to'] = 'x'
   recorded = config_dict.ConfigDict(options(flags=kept | places))
   assert {*xla.drop_places(recorded)} == {*places}
   assert recorded.flags.to_dict() == kept

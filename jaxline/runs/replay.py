@@ -289,8 +289,8 @@ def command(args: argparse.Namespace) -> int:
     found = [x for x in steps if first <= x <= until]
     if not found:
       raise errors.UsageError(
-        f'{run.path} has logged no step from {first} to {until}; its last logged'
-        f' step is {max(steps, default=0)}.'
+        f'{run.path} has logged no step from {first} to {until}; its last'
+        f' logged step is {max(steps, default=0)}.'
       )
     until = max(found)
   with opened(args.run_dir, first, saved=args.save) as replay:
