@@ -86,7 +86,7 @@ def drop_places(options: Any) -> list[str]:
   """Removes what names a file, a program or more flags from recorded options.
 
   Returns:
-    The names of what was removed.
+    The names that were removed.
   """
   dropped = [x for x in ('pgle_save', 'pgle_profile') if options[x]]
   options.update(dict.fromkeys(dropped))

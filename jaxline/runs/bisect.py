@@ -20,7 +20,7 @@ from jaxline.runs import replay as replay_lib
 
 _MAX_SHOWN = 5  # Arrays.
 _MAX_LINES = 60  # Of code.
-_AROUND = 'state behind `step`'
+_AROUND = 'state after `step`'
 _HOSTS = "The compiled steps are equal; {}: look at `step` and the host's code."
 
 
@@ -76,7 +76,7 @@ def _named(tree: Any) -> dict[str, Any]:
   data = {
     k: jax.random.key_data(x) if arrays.is_key(x) else x
     for k, x in named.items()
-    if isinstance(x, jax.Array)  # A checkpoint has other values, too.
+    if isinstance(x, jax.Array)  # A checkpoint also has plain values.
   }
   # Also of arrays that lie on several processes.
   on_host = multihost_utils.process_allgather(data, tiled=True)
@@ -121,7 +121,7 @@ def bisect(*paths: str) -> bool:
     f'Compared up to step {last}: {len(compared)} logged steps and'
     f' {len(checkpoints)} kept checkpoints.'
   )
-  if has_parted:  # From where both have begun, or were equal.
+  if has_parted:  # Begin where both have begun, or were equal.
     equal = (step + 1 for step in checkpoints if step < upper)
     first, until = max([min(compared, default=1), *equal]), int(upper)
   else:
