@@ -133,7 +133,7 @@ def read(path: str | os.PathLike[str]) -> Run:
   before = min(rates, default=0) if recorded.get('restore_from') else 0
   seconds = 0.0
   for step, rate in rates.items():
-    seconds += (step - before) / rate if rate > 0 else 0.0
+    seconds += (step - before) / rate if rate > 1e-9 else 0.0
     before = step
   manifests = manager.Manifests(store.below('checkpoints'))
   saved = max(manifests.steps('latest'), default=0)
@@ -153,7 +153,7 @@ def find(places: Sequence[str]) -> list[Run]:
   """
   found: dict[str, Run] = {}
   for place in places:
-    paths = list(_below(store_lib.at(place), set()))
+    paths = list(_below(store_lib.at(place)))
     if not paths:
       raise errors.UsageError(
         f'There is no run in {place}: expected a directory with a {CONFIG}, or'
@@ -162,7 +162,7 @@ def find(places: Sequence[str]) -> list[Run]:
     for path in paths:
       try:
         found[os.path.realpath(path)] = read(path)
-      except (ValueError, OSError) as e:
+      except (ValueError, OSError, OverflowError) as e:
         if len(paths) == 1:
           raise errors.UsageError(f'{path}: {e}') from e
         lines.warn_once(f'Left out: {path}: {e}')
@@ -171,22 +171,23 @@ def find(places: Sequence[str]) -> list[Run]:
   return list(found.values())
 
 
-def _below(store: store_lib.Store, seen: set[str]) -> Iterator[str]:
+def _below(place: store_lib.Store) -> Iterator[str]:
   """Yields the directories of runs in and below a place, each one once."""
-  real = os.path.realpath(store.url)
-  if real in seen:
-    return
-  seen.add(real)
-  names: list[str] = []
-  try:
-    names = store.names()
-  except OSError as e:
-    lines.warn_once(f'Left out: {e}')
-  if CONFIG in names:
-    yield store.url
-    return
-  for name in names:
-    yield from _below(store.below(name), seen)
+  seen, left = set(), [place]
+  while left:
+    store = left.pop()
+    if (real := os.path.realpath(store.url)) in seen:
+      continue
+    seen.add(real)
+    try:
+      names = store.names()
+    except OSError as e:
+      lines.warn_once(f'Left out: {e}')
+      continue
+    if CONFIG in names:
+      yield store.url
+    else:
+      left += map(store.below, reversed(names))
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -156,7 +156,8 @@ def command(args: argparse.Namespace) -> int:
   config, recorded = replay.config, base_config.recorded_config(run.path)
   skipped = [*keys.parse_ranges(config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
-  config.update(skip_batches=skip, checkpoint_dir=f'{run.path}_without_{skip}')
+  config.skip_batches = skip
+  config.checkpoint_dir = f'{run.path}_without_{number}'
   argv = ['python', 'experiment.py', f'--config={run.path}']
   argv += [
     f'--config.{x}={config[x]}' for x in _FORK if config[x] != recorded[x]
