@@ -506,7 +506,7 @@ def test_a_bisection_replays_what_is_not_logged(tmp_path, capsys, monkeypatch):
   one = run(tmp_path / 'one')
   for at, status, said in (
     (7, 1, 'The runs part in step 7, in the loss'),
-    (-1, 0, 'No difference in training up to step 12'),
+    (-1, 0, 'equal up to step 11.\nNo difference in training up to step 12'),
   ):
     other = run(tmp_path / f'other{at}', fields, at=at, where='loss')
     assert cli.main(['bisect', str(one), str(other)]) == status

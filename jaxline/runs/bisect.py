@@ -134,6 +134,8 @@ def bisect(*paths: str) -> bool:
     if replayed and (step := _first('replayed step', replayed)) < math.inf:
       has_parted = True
       _look_into(paths, int(step))
+    elif replayed:
+      lines.say(f'By the code here, both are equal up to step {until}.')
     for run, *values in zip(both, logged, replayed, strict=False):
       what = f'step of {run.path} that its replay does not repeat'
       has_parted |= _first(what, values) < math.inf
