@@ -180,7 +180,7 @@ def test_what_cannot_be_read_is_named_and_hides_nothing(
   assert out.count('not ended') == 1
   assert out.replace('not ended', '').count('ended') == 1
   # One that is asked for, or nothing else, is an error.
-  for name in ('cut', 'unreadable'):
+  for name in ('no_json', 'cut', 'unreadable'):
     assert cli.main([command, f'{sweep}/{name}']) == 2
     assert f'{sweep}/{name}' in capsys.readouterr().err
 
@@ -200,14 +200,6 @@ def test_all_steps_in_memory_are_an_end(make_run):
   train = [(30, {'loss': 1.0})]
   run = runs.read(make_run('a', train=train, checkpointer='memory'))
   assert run.has_ended
-
-
-@pytest.mark.parametrize('config', ['', '[1]', '{"a": '])
-def test_a_config_that_is_none_is_refused(make_run, capsys, config):
-  folder = make_run('a')
-  (folder / 'config.json').write_text(config)
-  assert cli.main(['ls', str(folder)]) == 2
-  assert 'config.json' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
