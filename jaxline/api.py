@@ -177,8 +177,9 @@ def _load(
   config = _override(base_config.recorded_config(directory), overrides)
   config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
+    is_users = 'experiment_class' in (overrides or {})
     experiment_class = platform.resolve_experiment_class(
-      config, is_recorded='experiment_class' not in (overrides or {})
+      config, recorded_in='' if is_users else os.fspath(directory)
     )
   full = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'eval_load')

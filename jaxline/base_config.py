@@ -1,9 +1,11 @@
 """Every key of a run's config: its default, what is expected, what it is for.
 
 A config file starts from `base_config.get_base_config()` and sets the numbers
-of its run; `--config.KEY=VALUE` overrides one. A key that is not in the table
-is the experiment's own. A misspelled key, a value of the wrong kind and values
-that contradict each other are refused before anything is compiled.
+of its run; `--config.KEY=VALUE` overrides one. A tuple is given as
+`--config.writers='("jsonl", "mine")'` or by a repeated flag, and
+`--config.writers=()` clears it. A key that is not in the table is the
+experiment's own. A misspelled key, a value of the wrong kind and values that
+contradict each other are refused before anything is compiled.
 
 *Effect* is what a change means for a run that is resumed:
 
@@ -40,6 +42,7 @@ from jaxline import prng
 from jaxline import supervision
 from jaxline import xla
 from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
+from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
 T = TypeVar('T')
@@ -342,7 +345,8 @@ def recorded_config(
   """Returns the config of a run from its directory, which may have moved.
 
   Lists become tuples. The class that it names is not checked:
-  `experiments.resolve_experiment_class` does that.
+  `experiments.resolve_experiment_class` does that. Of the settings of XLA those
+  that name files or programs are left out, with a line on stderr.
 
   Raises:
     errors.UsageError: the directory is not that of a run.
@@ -356,8 +360,15 @@ def recorded_config(
       for name in _NOT_TAKEN:
         if _value(config, name) != 'off':
           config.update_from_flattened_dict({name: _DEFAULTS[name]})
-  except (KeyError, TypeError, ValueError) as e:
+      dropped = xla.drop_places(config.xla)
+  except (AttributeError, KeyError, TypeError, ValueError) as e:
     raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
+  if dropped:
+    lines.warn_once(
+      f'{place}: of config.xla, {dropped} may name files or programs and are'
+      ' left out. Set XLA_FLAGS or LIBTPU_INIT_ARGS in the shell to use them,'
+      ' or override config.xla.pgle_save or pgle_profile.'
+    )
   return config
 
 

@@ -23,6 +23,7 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import prng
 from jaxline.compat import experiments
+from jaxline.metrics import lines
 from jaxline.storage import spool
 
 
@@ -214,12 +215,12 @@ def _open_new(path: pathlib.Path) -> TextIO:
 
 def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
-  print(f'=== {prompt}')
+  lines.say(f'=== {prompt}')
   for continuation in continuations:
     values = {
       key: f'{x:.4g}' if isinstance(x, float) else x
       for key, x in continuation.items()
       if key != 'text'
     }
-    print('---', *(f'{key} {x}' for key, x in values.items()))
-    print(continuation['text'], flush=True)
+    lines.say(' '.join(['---', *(f'{k} {x}' for k, x in values.items())]))
+    lines.say(continuation['text'])

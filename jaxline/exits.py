@@ -22,6 +22,7 @@ from jax._src import distributed as jax_distributed
 
 from jaxline import disk
 from jaxline import errors
+from jaxline.metrics import lines as lines_lib
 from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
@@ -84,7 +85,7 @@ def ending() -> Iterator[None]:
     code, text = decide(own, others=False)
     if not text:
       raise
-    print(text, file=sys.stderr, flush=True)
+    lines_lib.say(text, sys.stderr)
     end = SystemExit(text)
     end.code = code
     raise end from own

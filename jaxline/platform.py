@@ -7,6 +7,7 @@ the directory, makes the parts of the run, and calls the function of the mode.
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import functools
 import os
 import runpy
 import sys
@@ -169,7 +170,7 @@ def start(
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(
-      config, is_recorded=_is_recorded(origin)
+      config, recorded_in=_recorded_in(origin)
     )
   config.checkpoint_dir = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
@@ -283,10 +284,10 @@ def _run_of(path: str) -> str:
   return path * ('://' in path or os.path.isdir(os.path.expanduser(path)))
 
 
-def _is_recorded(origin: console_lib.Origin) -> bool:
-  """Returns whether a run's directory, and not the user, names the class."""
+def _recorded_in(origin: console_lib.Origin) -> str:
+  """Returns the run's directory that names the class; '' if the user does."""
   is_users = 'experiment_class' in origin.overrides
-  return not is_users and bool(_run_of(origin.config_file))
+  return '' if is_users else _run_of(origin.config_file)
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
@@ -296,8 +297,27 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
     ' whose config is taken. --config.key=value overrides its values.'
   )
   config_flags.DEFINE_config_file('config', None, text, values, sys_argv=argv)
-  values['config'].parser = _ConfigParser()
+  flag = values['config']
+  flag.parser = _ConfigParser()
+  parse_config = flag.parse
+
+  def parse(argument: Any) -> None:
+    parse_config(argument)  # It defines a flag for each override.
+    for name in values:
+      one = values[name]
+      if name.startswith('config.') and isinstance(one, flags.MultiFlag):
+        own = functools.partial(_parse_tuple, one, one.parse)
+        one.parse = own  # type: ignore[method-assign]
+
+  flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
+
+
+def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
+  """Adds a value to a tuple's flag; an empty one clears those before it."""
+  if argument in ('()', '[]') and flag.present:
+    flag.value.clear()
+  parse(argument)
 
 
 class _SettingFlag(flags.Flag):
@@ -404,8 +424,8 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   _define_config(values, argv)
   _parse(values, argv)
   config, origin = _read_config(values)
-  if config.experiment_class and _is_recorded(origin):
-    resolve_experiment_class(config, is_recorded=True)
+  if config.experiment_class and (directory := _recorded_in(origin)):
+    resolve_experiment_class(config, recorded_in=directory)
   return config.lock()
 
 

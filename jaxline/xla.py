@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import os
+import re
 from typing import Any
 
 import jax
@@ -53,6 +54,11 @@ KEYS = (
       'Further flags of libtpu, for LIBTPU_INIT_ARGS.', 'program'),
 )  # fmt: skip
 
+# Parts of names of flags whose value is a file, a directory or more flags.
+_PLACE = re.compile(
+  r'(^|_)(dump|dir|directory|path|extra)(_|$)|(?<!pro)file|fromenv|_(to|from)$'
+)
+
 
 def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """Returns flag -> value for each environment variable of `config.xla`."""
@@ -74,6 +80,23 @@ def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   gpu |= {name.lstrip('-'): x for name, x in options['flags'].items()}
   tpu |= {name.lstrip('-'): x for name, x in options['tpu_flags'].items()}
   return {'XLA_FLAGS': gpu, 'LIBTPU_INIT_ARGS': tpu}
+
+
+def drop_places(options: Any) -> list[str]:
+  """Removes what names a file, a program or more flags from recorded options.
+
+  Returns:
+    The names that were removed.
+  """
+  dropped = [x for x in ('pgle_save', 'pgle_profile') if options[x]]
+  options.update(dict.fromkeys(dropped))
+  for flags in (options.flags, options.tpu_flags):
+    for name, x in [*flags.items()]:
+      is_plain = re.fullmatch(r'[\w-]+=[\w.,:+-]*', f'{name}={x}')
+      if _PLACE.search(name) or not is_plain:
+        dropped.append(name)
+        del flags[name]
+  return dropped
 
 
 def uses_pgle(options: Mapping[str, Any]) -> bool:

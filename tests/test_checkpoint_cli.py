@@ -99,6 +99,21 @@ def test_ls_lists_series_steps_and_metrics(call, run):
   assert row['bytes'] == sum(p.stat().st_size for p in parts)
 
 
+def test_what_a_run_says_does_not_control_the_terminal(call, run):
+  escape = '\x1b[2J\n\x9b'
+  record = {'step': 4, 'time': 1.0, 'kind': 'scalars', f'a{escape}': 1}
+  with (run / 'train/metrics.jsonl').open('a') as log:
+    log.write(f'\n{json.dumps(record)}\n')
+  path = lib.manifest_of(run, 4)
+  manifest = json.loads(path.read_text())
+  del manifest['crc']
+  manifest['code']['host'] = f'a{escape}'
+  path.write_bytes(manager.pack(manifest))
+  for command in ('ls', 'show'):
+    status, out, _ = call(command, run)
+    assert (status, r'a\x1b[2J\n\x9b' in out, '\x1b' in out) == (0, True, False)
+
+
 # show
 
 

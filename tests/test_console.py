@@ -309,7 +309,7 @@ def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
     writer.write_scalars(8, {'loss': 1.0})
     writer.write_images(8, {'x': np.zeros((2, 2), np.uint8)})
   out = capsys.readouterr().out.splitlines()
-  assert out == ['eval step 7 | sample:', '  a\ufffd[2J\ufffd', '  c\ufffd']
+  assert out == ['eval step 7 | sample:', r'  a\x1b[2J\r', r'  c\x00']
   assert len((tmp_path / 'x').read_text().splitlines()) == 4
 
 

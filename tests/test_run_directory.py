@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -23,6 +24,8 @@ from jaxline import train
 from jaxline import utils
 from jaxline.compat import experiments
 from jaxline.inputs import __main__ as inputs_main
+from jaxline.runs import __main__ as runs_main
+from jaxline.runs import replay
 from tests import processes
 
 ROOT = processes.ROOT
@@ -147,6 +150,7 @@ READERS = {
   'show': lambda run: inputs_main.input_maker(
     platform.load_config([f'--jaxline_run={run}']), 'train'
   ),
+  'replay': lambda run: replay.opened(run, 1).__enter__(),
 }
 by_reader = pytest.mark.parametrize('reader', READERS)
 
@@ -178,6 +182,92 @@ def test_a_directory_names_only_experiments(
     READERS[reader](run)
   assert called == []
   assert not (tmp_path / 'ran').exists()
+
+
+# The run is `run`; `inside` and `linked` are links into it and to it.
+@pytest.mark.parametrize(
+  ('cwd', 'file', 'name'),
+  [
+    ('.', 'run/evil.py', 'run.evil:E'),
+    ('.', 'run/__init__.py', 'run:E'),
+    ('.', 'run/__init__.py', 'run.inner.evil:E'),
+    ('.', 'run/inner/evil.py', 'inside.evil:E'),
+    ('.', 'run/evil.py', 'linked.evil:E'),
+    ('.', 'elsewhere/evil.py', 'run.link:E'),
+    ('run', 'run/evil.py', 'evil:E'),
+    ('run/inner', 'run/evil/__init__.py', 'evil:E'),
+  ],
+)
+@pytest.mark.parametrize('is_on_path', [False, True])
+def test_a_directory_supplies_no_code(
+  cwd, file, name, is_on_path, tmp_path, monkeypatch
+):
+  run = rewritten(trained(tmp_path / 'run'), experiment_class=name)
+  (run / 'inner').mkdir()
+  (tmp_path / 'inside').symlink_to(run / 'inner')
+  (tmp_path / 'linked').symlink_to(run)
+  (run / 'link.py').symlink_to(tmp_path / 'elsewhere/evil.py')
+  (tmp_path / file).parent.mkdir(exist_ok=True)
+  for path in (tmp_path / file, run / 'inner/evil.py'):
+    path.write_text(f'open({str(tmp_path / "ran")!r}, "w")')
+  monkeypatch.chdir(tmp_path / cwd)
+  monkeypatch.setattr(sys, 'path', [os.getcwd()] * is_on_path + sys.path)
+  for package in ('run', 'run.inner', 'inside', 'linked'):  # Of other tests.
+    sys.modules.pop(package, None)
+  before = list(sys.path)
+  is_found = is_on_path or cwd == '.'
+  said = 'outside of that' if is_found else 'No module named'
+  for reader in READERS.values():
+    with pytest.raises((errors.UsageError, SystemExit), match=said):
+      reader(run)
+  assert not (tmp_path / 'ran').exists()
+  assert {*sys.path} <= {*before, str(tmp_path)}
+  # Nor does it choose among the modules that were imported.
+  own = types.SimpleNamespace(E=Counts, __file__=str(tmp_path / file))
+  monkeypatch.setitem(sys.modules, 'own_module', own)
+  rewritten(run, experiment_class='own_module:E')
+  if file.startswith('run'):
+    with pytest.raises(errors.UsageError, match='own_module'):
+      jaxline.load(run)
+  assert jaxline.load(run, {'experiment_class': 'own_module:E'}).count == 3
+
+
+def test_a_directory_names_no_place_to_write(tmp_path, capfd):
+  run = trained(tmp_path / 'run')
+  own = {'xla_dump_to': f'{tmp_path}/dump', 'xla_gpu_autotune_level': 2}
+  places = {'pgle_save': f'{tmp_path}/a.pb', 'pgle_profile': None}
+  recorded = base_config.get_base_config().xla.to_dict()
+  recorded |= places | {'flags': own, 'tpu_flags': {'log_dir': '/x\x1b[2J'}}
+  found = base_config.recorded_config(rewritten(run, xla=recorded))
+  assert found.xla.pgle_save is None
+  assert found.xla.flags.to_dict() == {'xla_gpu_autotune_level': 2}
+  assert found.xla.tpu_flags.to_dict() == {}
+  said = capfd.readouterr().err
+  for name in ('xla_dump_to', 'log_dir', 'pgle_save'):
+    assert name in said
+  assert 'autotune' not in said
+  # JAX has started, so a flag that were taken would be an error.
+  del own['xla_gpu_autotune_level']
+  rewritten(run, xla=recorded)
+  assert runs_main.main(['replay', str(run), '2']) == 0
+  config = platform.load_config(
+    [f'--jaxline_run={run}', f'--config.xla.pgle_save={tmp_path}/own.pb']
+  )
+  assert config.xla.pgle_save == f'{tmp_path}/own.pb'
+
+
+def test_the_code_of_a_project_may_lie_around_and_beside_its_runs(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  (tmp_path / 'mine.py').write_text(
+    f'from {__name__} import Counts\nclass Mine(Counts): pass'
+  )
+  for cwd, run in (('.', 'runs/a'), ('runs/a', 'runs/a'), ('runs', 'b')):
+    run = trained(tmp_path / run)
+    monkeypatch.chdir(tmp_path / cwd)
+    assert jaxline.load(rewritten(run, experiment_class='mine:Mine')).count == 3
+    monkeypatch.delitem(sys.modules, 'mine')
 
 
 def test_the_caller_may_name_or_give_anything(tmp_path):
@@ -268,6 +358,22 @@ def test_a_wrong_command_line_is_refused(args, said, tmp_path, monkeypatch):
   run = str(trained(tmp_path))
   with pytest.raises(errors.UsageError, match=said.replace('RUN', run)):
     platform.load_config([x.replace('RUN', run) for x in args])
+
+
+@pytest.mark.parametrize(
+  ('given', 'found'),
+  [
+    (['()'], ()),
+    (['a', 'b'], ('a', 'b')),
+    (['a', '()'], ()),
+    (['("a", "b")', '[]', 'c'], ('c',)),
+    (['()', 'a'], ('a',)),
+  ],
+)
+def test_an_empty_tuple_clears_what_was_before(given, found, tmp_path):
+  argv = [f'--config.writers={x}' for x in given]
+  config = platform.load_config([f'--config={trained(tmp_path)}', *argv])
+  assert config.writers == found
 
 
 def test_a_damaged_config_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from jaxline import base_config
 from jaxline import runs
 from jaxline.runs import __main__ as cli
 from jaxline.runs import verdict
+from jaxline.storage import store
 
 
 @pytest.fixture
@@ -151,33 +152,54 @@ def test_a_rate_may_be_no_number(make_run):
   assert runs.read(make_run('a', train=train)).seconds == 2.0
 
 
-def test_a_run_is_listed_once(make_run, monkeypatch):
-  folder = make_run('a')
-  monkeypatch.chdir(folder.parent)
-  assert len(runs.find(['a', str(folder), '.'])) == 1
+@pytest.mark.parametrize('command', ['ls', 'compare'])
+def test_what_cannot_be_read_is_named_and_hides_nothing(
+  command, sweep, make_run, capsys, monkeypatch
+):
+  (make_run('no_json') / 'config.json').write_text('[1]')
+  cut = make_run('cut', ended=1) / 'checkpoints/ended.json'
+  cut.write_text('{"step": 3')
+  (make_run('other_format') / 'checkpoints/latest/7').mkdir(parents=True)
+  make_run('unreadable')
+  (sweep / 'loop').symlink_to('.')
+  (sweep / 'zz').symlink_to(sweep / 'a')
+  list_names = store.Disk.names
+
+  def names(self, *args):  # Root may read all folders.
+    if self.url.startswith(f'{sweep}/unreadable'):
+      raise PermissionError(13, 'Permission denied', self.url)
+    return list_names(self, *args)
+
+  monkeypatch.setattr(store.Disk, 'names', names)
+  monkeypatch.chdir(sweep)
+  assert cli.main([command, str(sweep), 'a', '.']) == 0
+  out, err = capsys.readouterr()
+  for name in ('no_json', 'cut', 'other_format', 'unreadable'):
+    assert sum(f'{sweep}/{name}' in line for line in err.splitlines()) == 1
+    assert name not in out
+  assert out.count('not ended') == 1
+  assert out.replace('not ended', '').count('ended') == 1
+  # One that is asked for, or nothing else, is an error.
+  for name in ('no_json', 'cut', 'unreadable'):
+    assert cli.main([command, f'{sweep}/{name}']) == 2
+    assert f'{sweep}/{name}' in capsys.readouterr().err
 
 
-def test_a_broken_run_does_not_hide_the_others(make_run, capsys):
-  folder = make_run('a')
-  (make_run('b') / 'config.json').write_text('[1]')
-  assert cli.main(['ls', str(folder.parent)]) == 0
-  said = capsys.readouterr()
-  assert 'Left out: ' in said.err
-  assert [line.split()[0] for line in said.out.splitlines()] == ['run', 'a']
+@pytest.mark.parametrize('command', ['ls', 'compare', 'bisect'])
+def test_text_of_a_run_does_not_control_the_terminal(command, make_run, capsys):
+  escape = '\x1b]0;x\x07\x9b2J\r\n\u202e'
+  train = [(1, {f'loss{escape}': 1.0})]
+  runs = [make_run(x, train=train, **{f'key{escape}': x}) for x in 'ab']
+  assert cli.main([command, *map(str, runs)]) == 0
+  printed = ''.join(capsys.readouterr())
+  assert r'\x1b]0;x\x07\x9b2J\r' in printed
+  assert not set(escape) - {*']0;x2J\n'} & set(printed)
 
 
 def test_all_steps_in_memory_are_an_end(make_run):
   train = [(30, {'loss': 1.0})]
   run = runs.read(make_run('a', train=train, checkpointer='memory'))
   assert run.has_ended
-
-
-@pytest.mark.parametrize('config', ['', '[1]', '{"a": '])
-def test_a_config_that_is_none_is_refused(make_run, capsys, config):
-  folder = make_run('a')
-  (folder / 'config.json').write_text(config)
-  assert cli.main(['ls', str(folder)]) == 2
-  assert 'config.json' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
 """Replays, explanations, bisections, skipped batches, fingerprints."""
 
+import dataclasses
 import json
 import pathlib
+import shlex
 import shutil
 import subprocess
+import sys
+from unittest import mock
 
+from absl import flags
+from absl.testing import flagsaver
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -12,8 +18,11 @@ import numpy as np
 import pytest
 
 import jaxline
+from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
+from jaxline import metrics
+from jaxline import platform
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import fingerprints
@@ -135,14 +144,75 @@ def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
   assert 'from step 4 to' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(('step', 'more'), [(6, 4), (3, 0), (12, 0)])
-def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more):
+# What is logged behind the steps that are asked for does not count.
+@pytest.mark.parametrize(
+  ('step', 'more', 'num'), [(6, 4, 5), (3, 0, 1), (12, 3, 1), (11, 10**9, 2)]
+)
+def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more, num):
   before = {p: p.stat().st_mtime_ns for p in shared.rglob('*')}
   argv = ['replay', str(shared), str(step), f'--steps={more}']
   assert cli.main(argv) == 0
   out = capsys.readouterr().out
-  assert f'All {3 * (more + 1)} logged values are equal' in out
+  assert f'All {3 * num} logged values are equal' in out
   assert {p: p.stat().st_mtime_ns for p in shared.rglob('*')} == before
+
+
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    (['replay', '3', '--steps=-1'], '--steps is -1'),
+    (['replay', '0'], 'is 0'),
+    (['replay', '-3', '--nan'], 'is -3'),
+    (['replay', '13'], 'is 13'),
+    (['replay', '13', '--nan'], 'is 13'),
+    (['replay', '12', '--steps=1', '--save=new'], 'is 13'),
+    (['replay', '12', '--save=new', '--nan'], 'not allowed with'),
+    (['explain', '13'], 'is 13'),
+    (['explain', '0', '--grads'], 'is 0'),
+  ],
+)
+def test_steps_that_a_run_lacks_are_refused_before_it_starts(
+  shared, args, said, capsys, monkeypatch
+):
+  monkeypatch.setattr(replay, 'opened', None)
+  try:
+    status = cli.main([args[0], str(shared), *args[1:]])
+  except SystemExit as e:
+    status = e.code
+  assert status == 2
+  assert said in capsys.readouterr().err
+
+
+def test_only_what_is_logged_is_compared(shared, tmp_path, capsys):
+  fork = run(tmp_path / 'fork', {'restore_from': f'{shared}:4'})
+  (fork / 'train/fingerprints.bin').unlink()
+  log = fork / 'train/metrics.jsonl'
+  lines = log.read_text().splitlines(keepends=True)
+  log.write_text(''.join(x for x in lines if json.loads(x)['step'] % 5 == 0))
+  assert cli.main(['replay', str(fork), '6', '--steps=6']) == 0
+  assert 'All 2 logged values are equal' in capsys.readouterr().out
+  for step, said in (('4', '[5, 12]'), ('6', 'logged step is 10')):
+    assert cli.main(['replay', str(fork), step]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('part', ['data', 'latest/8.json', 'latest'])
+def test_a_replay_passes_over_damage(shared, tmp_path, capfd, part):
+  other = shutil.copytree(shared, tmp_path / 'other')
+  if part == 'data':
+    arrays = other.glob('checkpoints/data/8-*/*params.w/**/*')
+    (damaged,) = (x for x in arrays if x.is_file() and x.suffix != '.json')
+  else:
+    damaged = other / 'checkpoints/latest/8.json'
+  damaged.write_bytes(b'x')
+  if part == 'latest':
+    (other / 'checkpoints/latest/4.json').write_bytes(b'x')
+  assert cli.main(['replay', str(other), '9', '--steps=3']) == 0
+  said = capfd.readouterr()
+  assert 'Passed over' in said.err
+  assert str(other) in said.err
+  begin = 'the seed' if part == 'latest' else 'step 4'
+  assert f'Replaying {other} from {begin}' in said.out
 
 
 def test_a_replay_that_differs_says_in_what(shared, tmp_path, capsys):
@@ -164,15 +234,23 @@ def test_a_replay_saves_the_checkpoint_of_its_step(shared, tmp_path):
   assert all(np.array_equal(got[key], want[key]) for key in want)
 
 
+# A clone may have the name of the library, and lie beside other libraries.
+@pytest.mark.parametrize('folder', ['jaxline', 'lib/python3', 'my-packages'])
 def test_a_replay_names_the_first_operation_that_is_not_finite(
-  tmp_path, capsys
+  folder, tmp_path, capsys, monkeypatch
 ):
+  (tmp_path / folder).mkdir(parents=True)
+  file = tmp_path / folder / 'model_of_clone.py'
+  shutil.copyfile(travels.__file__, file)
+  monkeypatch.syspath_prepend(file.parent)
+  sys.modules.pop('model_of_clone', None)
   fields = {'on_nonfinite': 'warn', 'training_steps': 2}
+  fields['experiment_class'] = 'model_of_clone:Travels'
   directory = run(tmp_path / 'run', fields, root=True)
   assert cli.main(['replay', str(directory), '1', '--nan']) == 0
   out = capsys.readouterr().out
   assert 'log' in out
-  assert 'travels.py' in out
+  assert f'{file}:' in out
 
 
 class Masked(travels.Travels):
@@ -208,6 +286,55 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   # Without a step, the worst spike is explained.
   assert cli.main(['explain', str(directory)]) == 0
   assert f'--config.skip_batches={step}' in capsys.readouterr().out
+
+
+WRITERS = '--config.writers=("jsonl",)'
+
+
+def commanded(*argv):
+  """Runs a command line of `experiment.py` in this process."""
+  argv = ['experiment.py', *argv, '--config.compilation_cache=off']
+  with flagsaver.flagsaver(), mock.patch.object(sys, 'argv', argv):
+    flags.FLAGS(argv)
+    platform.main(None, [])
+
+
+# How the run started, the step, the step that the new run starts from, and the
+# batch of the step.
+@pytest.mark.parametrize(
+  ('start', 'step', 'begin', 'batch'),
+  [
+    ([], 6, 4, 6),
+    ([], 3, 0, 3),
+    (['--config.restore_from=SHARED:4'], 6, 4, 6),
+    (['--config.restore_from=SHARED:4'], 10, 8, 10),
+    (['--config.restore_from=SHARED:4', 'RULES'], 6, 4, 6),
+    (['--config.restore_from=SHARED:4', 'RULES'], 3, 0, 3),
+    (['--config.skip_batches=2-3', WRITERS], 6, 4, 8),
+  ],
+)
+def test_the_command_of_an_explanation_works(
+  shared, tmp_path, capsys, start, step, begin, batch
+):
+  rules = r"--config.restore_rules=(('state/params/(.*)', r'state/params/\1'),)"
+  place = f'{tmp_path}/a run'
+  argv = [f'--config={shared}', f'--config.checkpoint_dir={place}']
+  argv += [
+    x.replace('SHARED', str(shared)).replace('RULES', rules) for x in start
+  ]
+  commanded(*argv)
+  assert cli.main(['explain', place, str(step)]) == 0
+  command = capsys.readouterr().out.splitlines()[-1].partition(': ')[2]
+  python, program, *argv = shlex.split(command)
+  assert [python, program] == ['python', 'experiment.py']
+  commanded(*argv)
+  (new,) = tmp_path.glob('a run_without_*')
+  before, after = prints(pathlib.Path(place)), prints(new)
+  assert list(after) == list(range(begin + 1, 13))
+  same = [s for s in after if after[s] == before[s]]
+  assert same == list(range(begin + 1, step))
+  skipped = base_config.read_record(new)['skip_batches']
+  assert skipped.split(',')[-1] == str(batch)
 
 
 class Fast(travels.Travels):
@@ -252,17 +379,6 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
     assert found.experiment.train_feed.next_number == 16
 
 
-def test_a_fork_around_a_batch(shared, tmp_path):
-  fork = run(
-    tmp_path / 'fork', {'restore_from': f'{shared}:4', 'skip_batches': '6'}
-  )
-  before, after = prints(shared), prints(fork)
-  assert after[5] == before[5]
-  assert after[6] != before[6]
-  with replay.opened(fork, 5) as found:
-    assert found.state.global_step == 4
-
-
 # Where runs part.
 
 
@@ -285,13 +401,16 @@ def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   file = other / 'checkpoints/latest/12.json'
   record = json.loads(file.read_text())
   del record['crc']
-  record['code'] |= {'revision': 'f' * 40, 'diff': '+ faster'}
+  # An option of git that writes.
+  revision = f'--output={tmp_path}/written'
+  record['code'] |= {'revision': revision, 'diff': '+ faster'}
   file.write_text(json.dumps(record | {'crc': manager.crc_of(record)}))
   for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
     assert cli.main(['compare', *map(str, runs)]) == 0
-    assert ('ffffffffffff' in capsys.readouterr().out) == is_shown
+    assert (revision in capsys.readouterr().out) == is_shown
     assert cli.main(['bisect', *map(str, runs)]) == 0
     assert (f'{other}: + faster' in capsys.readouterr().out) == is_shown
+  assert not (tmp_path / 'written').exists()
 
 
 def test_the_changes_of_the_code_are_recorded(tmp_path, monkeypatch):
@@ -326,28 +445,79 @@ def test_a_bisection_finds_the_step_and_the_array(
   assert 'part in step 6, in the loss' in out
 
 
-class Averaging(travels.Travels):
-  """Keeps a sum that no scalar depends on."""
+class Faulty(travels.Travels):
+  """Does something else in the step `at`, where `where` says."""
 
   def init_fn(self, rng):
     params, model_state = super().init_fn(rng)
     return params, model_state | {'sum': jnp.float32(0)}
 
-  def loss_fn(self, params, model_state, *args):
-    loss, scalars, new = super().loss_fn(params, model_state, *args)
-    return loss, scalars, model_state | new
+  def is_at(self, step, where):
+    at = self.config.get('at') if self.config.get('where') == where else -1
+    return step + 1 == at
 
-  def after_update(self, before, after):
-    more = jnp.where(before.step + 1 == self.config.get('at', -1), 1.0, 0.5)
+  def loss_fn(self, params, model_state, *args):
+    loss, _, new = super().loss_fn(params, model_state, *args)
+    shown = jnp.where(self.is_at(model_state['step'], 'loss'), loss + 1, loss)
+    return loss, {'loss': metrics.Mean.of(shown)}, model_state | new
+
+  def after_update(self, before, after):  # No scalar depends on the sum.
+    more = jnp.where(self.is_at(before.step, 'sum'), 1.0, 0.5)
     return after.model_state | {'sum': before.model_state['sum'] + more}
 
+  def step(self, *, global_step, **kwargs):
+    self.add(0.25 * self.is_at(global_step, 'before'))
+    scalars = super().step(global_step=global_step, **kwargs)
+    self.add(0.25 * self.is_at(global_step, 'after'))
+    return scalars | {'own': 1.0 * self.is_at(global_step, 'own')}
 
-def test_a_bisection_finds_what_no_scalar_shows(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', Averaging)
-  fields = {'save_checkpoint_interval': 12}
-  one, other = (run(tmp_path / f'{at}', fields, at=at) for at in (-1, 5))
+  def add(self, more):
+    params = self.state.params | {'w': self.state.params['w'] + float(more)}
+    self._state = dataclasses.replace(self.state, params=params)
+
+
+@pytest.mark.parametrize(
+  ('where', 'said'),
+  [
+    ('sum', ['step 7, in the state after']),
+    (
+      'before',
+      ['the state differs', 'state/params/w: largest', 'look at `step`'],
+    ),
+    (
+      'after',
+      ['the state differs', 'state/params/w: largest', 'look at `step`'],
+    ),
+    ('own', ['so are the states', 'look at `step`']),
+  ],
+)
+def test_a_bisection_finds_what_the_logs_do_not_show(
+  where, said, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(travels, 'Travels', Faulty)
+  one = run(tmp_path / 'one')
+  other = run(tmp_path / 'other', at=7, where=where)
   assert bisect.bisect(str(one), str(other))
-  assert 'step 5, in the state after' in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert 'First replayed step that differs: 7' in out
+  assert all(text in out for text in said)
+
+
+def test_a_bisection_replays_what_is_not_logged(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(travels, 'Travels', Faulty)
+  fields = {'log_train_data_interval': 5, 'fingerprint': False}
+  one = run(tmp_path / 'one')
+  for at, status, said in (
+    (7, 1, 'The runs part in step 7, in the loss'),
+    (-1, 0, 'equal up to step 11.\nNo difference in training up to step 12'),
+  ):
+    other = run(tmp_path / f'other{at}', fields, at=at, where='loss')
+    assert cli.main(['bisect', str(one), str(other)]) == status
+    out = capsys.readouterr().out
+    num = len(losses(other))
+    assert f'{num} logged steps and 3 kept checkpoints' in out
+    assert f'\n{12 - num} steps are compared by replays' in out
+    assert said in out
 
 
 def test_a_bisection_finds_other_data(shared, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 
+from ml_collections import config_dict
 import pytest
 
 from jaxline import base_config
@@ -37,6 +38,29 @@ def run(code, **environ):
 
 def options(**changed):
   return DEFAULTS | changed
+
+
+def test_a_recorded_flag_names_no_place():
+  kept = {
+    'xla_gpu_enable_command_buffer': '',
+    '--xla_cpu_enable_fast_math': False,
+    'xla_gpu_autotune_level': 4,
+    'xla_gpu_hlo_profile': True,
+    'xla_gpu_disable_passes': 'a-b,c.d',
+    'xla_gpu_enable_pipelined_host_offloading': 'true',
+  }
+  names = (
+    'xla_dump_to --xla_dump_to xla_gpu_cuda_data_dir xla_gpu_kernel_cache_file'
+    ' xla_gpu_target_config_filename xla_gpu_load_autotune_results_from'
+    ' xla_gpu_pgle_profile_file_or_directory_path xla_gpu_asm_extra_flags'
+    ' xla_backend_extra_options flagfile'
+  )
+  places = dict.fromkeys(names.split(), 1)
+  places |= {'xla_a': '/x', 'xla_b': '1 --xla_dump_to=x', 'xla_c': ('x',)}
+  places['xla_d=1 --xla_dump_to'] = 'x'
+  recorded = config_dict.ConfigDict(options(flags=kept | places))
+  assert {*xla.drop_places(recorded)} == {*places}
+  assert recorded.flags.to_dict() == kept
 
 
 def test_the_defaults_set_nothing():

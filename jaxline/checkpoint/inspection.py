@@ -223,18 +223,18 @@ def print_table(
   rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
 ) -> None:
   """Prints rows in columns; those in `right` are aligned on the right."""
-  rows = list(rows)
+  rows = [[x.replace('\n', r'\n') for x in map(lines.escaped, r)] for r in rows]
   if not rows:
     return
   if title:
-    print(f'\n{title}')
+    lines.say(f'\n{title}')
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   for row in rows:
     cells = (
       cell.rjust(width) if i in right else cell.ljust(width)
       for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     )
-    print(('  ' * bool(title) + '  '.join(cells)).rstrip())
+    lines.say(('  ' * bool(title) + '  '.join(cells)).rstrip())
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -300,10 +300,8 @@ def _verify(args: argparse.Namespace) -> int:
       problem = f'DAMAGED: {e}'
     num += 1
     damaged += bool(problem)
-    print(
-      f'{checkpoint.series}/{checkpoint.step}  {problem or "ok"}', flush=True
-    )
-  print(f'{num} checkpoints, {damaged} damaged')
+    lines.say(f'{checkpoint.series}/{checkpoint.step}  {problem or "ok"}')
+  lines.say(f'{num} checkpoints, {damaged} damaged')
   return 1 if damaged else 0
 
 
@@ -326,7 +324,7 @@ def _export(args: argparse.Namespace) -> int:
     with open(file.name, 'rb+') as written:  # It has replaced the file.
       os.fsync(written.fileno())
   size = _size(out.stat().st_size)
-  print(f'{len(arrays)} arrays, {size}, in {args.out}')
+  lines.say(f'{len(arrays)} arrays, {size}, in {args.out}')
   return 0
 
 
@@ -371,5 +369,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return args.run(args)
   except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
     text = ' '.join(str(e).split()) or type(e).__name__
-  print(f'jaxline.checkpoint: {text}', file=sys.stderr)
+  lines.say(f'jaxline.checkpoint: {text}', sys.stderr)
   return 2

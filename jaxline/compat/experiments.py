@@ -7,9 +7,12 @@ JAXline's clients hand over experiments that do not derive from
 
 from collections.abc import Mapping
 import functools
-import importlib
+import importlib.util
 import inspect
+import itertools
+import os
 import pathlib
+import re
 import stat
 import sys
 import types
@@ -25,29 +28,32 @@ from jaxline import experiment as experiment_lib
 
 
 def resolve_experiment_class(
-  config: config_dict.ConfigDict, *, is_recorded: bool = False
+  config: config_dict.ConfigDict, *, recorded_in: str = ''
 ) -> Any:
   """Returns the class that `config.experiment_class` names.
 
   Args:
     config: the run's.
-    is_recorded: whether the directory of a run names the class, and not the
-      user. It may be anybody's directory.
+    recorded_in: the directory of a run, which may be anybody's, if its record
+      names the class. '' if the user names it.
 
   Raises:
     errors.UsageError: it names none, or none that can be imported; or it is
-      recorded and no subclass of `AbstractExperiment`.
+      recorded, and no subclass of `AbstractExperiment` or of that directory.
   """
   name = config.experiment_class
-  module_name, separator, class_name = (name or '').partition(':')
-  if not separator:
+  module_name, _, class_name = (name or '').partition(':')
+  if not re.fullmatch(r'\w+(\.\w+)*:\w+', name or ''):
     raise errors.UsageError(
       f"config.experiment_class is {name!r}; expected 'package.module:Class',"
       " such as 'examples.lm.experiment:Experiment'. (`jaxline.load` and"
       ' `jaxline.evaluate` also take experiment_class=Class.)'
     )
-  _prefer_working_directory(module_name)
+  run = os.path.expanduser(recorded_in)
+  _prefer_working_directory(module_name, run)
   try:
+    if run:
+      _refuse_code_of(run, module_name)
     module = importlib.import_module(module_name)
   except ModuleNotFoundError as e:
     # A missing dependency of the module is not a wrong name: let it through.
@@ -62,24 +68,53 @@ def resolve_experiment_class(
       f'config.experiment_class is {name!r}: {module_name} has no'
       f' {class_name!r}.'
     )
-  if is_recorded and not (
+  if run and not (
     isinstance(found, type)
     and issubclass(found, experiment_lib.AbstractExperiment)
   ):
-    raise errors.UsageError(
-      f'config.experiment_class in the directory of the run is {name!r};'
-      ' expected a subclass of experiment.AbstractExperiment. To use it all the'
-      ' same, override experiment_class with this name.'
-    )
+    raise _refused(name, 'a subclass of experiment.AbstractExperiment')
   return found
 
 
-def _prefer_working_directory(module: str) -> None:
+def _refused(name: str, expected: str) -> errors.UsageError:
+  return errors.UsageError(
+    f'The directory of the run records the class or module {name!r}; expected'
+    f' {expected}. To use it all the same, override experiment_class with the'
+    ' recorded name.'
+  )
+
+
+def _refuse_code_of(run: str, module: str) -> None:
+  """Raises UsageError if a module, or a package of it, lies in a run.
+
+  The packages are looked at one by one, because `find_spec` imports those above
+  the one that it looks for.
+  """
+  for name in itertools.accumulate(module.split('.'), '{}.{}'.format):
+    if name in sys.modules:
+      file = getattr(sys.modules[name], '__file__', None)
+    else:
+      spec = importlib.util.find_spec(name)
+      file = spec.origin if spec and spec.has_location else None
+    if file and _lies_in(file, run):
+      raise _refused(name, f'code outside of that directory, and not {file}')
+
+
+def _lies_in(path: str | os.PathLike[str], run: str) -> bool:
+  """Returns whether a path, or what it links to, is a directory or below it."""
+  found = pathlib.Path(os.path.abspath(path)), pathlib.Path(path).resolve()
+  above = {folder for x in found for folder in (x, *x.parents)}
+  return os.path.isdir(run) and any(
+    x.exists() and x.samefile(run) for x in above
+  )
+
+
+def _prefer_working_directory(module: str, run: str) -> None:
   """Lets a module be imported from the working directory or one above it.
 
   The nearest directory that has the module precedes the installed packages,
   because dm-haiku installs a package `examples`. The directory of the program
-  and PYTHONPATH still come first.
+  and PYTHONPATH still come first. A directory of the run is not one of these.
   """
   if module in sys.modules:
     return
@@ -92,7 +127,8 @@ def _prefer_working_directory(module: str) -> None:
   cwd = pathlib.Path.cwd()
   # Anybody may write in directories like /tmp.
   above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
-  folder = next(filter(has_module, [cwd, *above]), None)
+  trusted = (x for x in [cwd, *above] if not _lies_in(x, run))
+  folder = next(filter(has_module, trusted), None)
   if folder is None:
     return
   is_installed = lambda x: pathlib.Path(x).match('*-packages')

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import sys
@@ -98,6 +97,8 @@ class Console(contextlib.AbstractContextManager):
 
   def say(self, text: str) -> None:
     """Prints text above the live line. In the mode off, logs it."""
+    # A model's text, and the record of a run, may control a terminal.
+    text = lines.escaped(text)
     if self.mode == 'off':
       logging.info('%s', text)
     if self.mode not in ('live', 'plain'):
@@ -336,9 +337,7 @@ class Console(contextlib.AbstractContextManager):
     def write_texts(step: int, texts: Mapping[str, str]) -> None:
       for name, text in texts.items():
         if name != 'config':  # config.json has the config.
-          # A model's text may contain control sequences of a terminal.
-          clean = re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
-          shown = textwrap.indent(clean.expandtabs(), '  ')
+          shown = textwrap.indent(text.expandtabs(), '  ')
           self.say(f'{log} step {step} | {name}:\n{shown}')
 
     if self.mode != 'silent':

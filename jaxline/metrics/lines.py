@@ -1,7 +1,10 @@
 """Formats numbers, sizes, durations and lines of them."""
 
 from collections.abc import Mapping, Sequence
+import functools
 import math
+import re
+import sys
 from typing import Any
 
 # Scalars with a format of their own. An empty format hides the scalar.
@@ -16,6 +19,12 @@ FORMATS = {
   'tokens_per_step': '',
   'examples_per_step': '',
 }
+
+# All but newlines and tabs: of C0 and C1, of the order of letters, surrogates.
+_CONTROLS = re.compile(
+  '[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069'
+  '\ud800-\udfff]'
+)
 
 
 def shorten(value: Any) -> str:
@@ -103,3 +112,19 @@ def fit(parts: Sequence[str], width: int) -> str:
     if len(line) <= width:
       return line
   return parts[0][:width]
+
+
+def escaped(text: str) -> str:
+  """Returns text whose control characters cannot reach a terminal."""
+  return _CONTROLS.sub(lambda x: x[0].encode('unicode_escape').decode(), text)
+
+
+def say(text: Any, file: Any = None) -> None:
+  """Prints text from the files of a run, or an error that may quote them."""
+  print(escaped(str(text)), file=file, flush=True)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+  """Prints a line on stderr, unless this process has printed it."""
+  say(text, sys.stderr)

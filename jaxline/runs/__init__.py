@@ -13,13 +13,14 @@ import functools
 import json
 import math
 import os
-import sys
 from typing import Any
 
 from jaxline import base_config
 from jaxline import errors
+from jaxline import keys
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
+from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
 CONFIG = base_config.RECORD
@@ -50,12 +51,28 @@ class Run:
   def manifests(
     self, before: float = math.inf
   ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields step and manifest of whole checkpoints, the newest first."""
+    """Yields step and manifest of readable checkpoints, the newest first."""
     found = manager.Manifests(store_lib.at(self.path).below('checkpoints'))
     for step in reversed(found.steps('latest')):
       if step < before:
-        with contextlib.suppress(store_lib.DamagedError):
+        try:
           yield step, found.read('latest', step)
+        except (ValueError, OSError) as e:
+          lines.warn_once(f'Passed over: {e}')
+
+  @property
+  def first_step(self) -> int:
+    """The run's first step, which is not 1 if it began from another run's."""
+    number = str(self.recorded.get('restore_from')).rpartition(':')[2]
+    is_whole = number.isdecimal() and not self.recorded.get('restore_rules')
+    return int(number) + 1 if is_whole else 1
+
+  def check_step(self, step: int) -> None:
+    """Raises UsageError for a step that the run cannot have."""
+    steps = self.recorded.get('training_steps')
+    last = steps if isinstance(steps, int | float) else math.inf
+    check = keys.integer(self.first_step, max(self.step, last))
+    check.require(f'The step of {self.path}', step)
 
   @functools.cached_property
   def manifest(self) -> dict[str, Any]:
@@ -108,15 +125,15 @@ def read(path: str | os.PathLike[str]) -> Run:
   for step, scalars in inspection.logged(store):
     for name, value in scalars.items():
       # JSON has no NaN; as text it is one of those that float reads.
-      with contextlib.suppress(ValueError, TypeError):
-        unordered[name][step] = float(value)
+      with contextlib.suppress(ValueError, TypeError, OverflowError):
+        unordered[name][int(step)] = float(value)
   curves = {name: dict(sorted(x.items())) for name, x in unordered.items()}
   rates = curves.get('train/steps_per_sec', {})
   # A run that began from another one may have begun at its step.
   before = min(rates, default=0) if recorded.get('restore_from') else 0
   seconds = 0.0
   for step, rate in rates.items():
-    seconds += (step - before) / rate if rate > 0 else 0.0
+    seconds += (step - before) / rate if rate > 1e-9 else 0.0
     before = step
   manifests = manager.Manifests(store.below('checkpoints'))
   saved = max(manifests.steps('latest'), default=0)
@@ -144,22 +161,33 @@ def find(places: Sequence[str]) -> list[Run]:
       )
     for path in paths:
       try:
-        found[path] = read(path)
-      except errors.UsageError as e:
+        found[os.path.realpath(path)] = read(path)
+      except (ValueError, OSError, OverflowError) as e:
         if len(paths) == 1:
-          raise
-        print(f'Left out: {e}', file=sys.stderr)
+          raise errors.UsageError(f'{path}: {e}') from e
+        lines.warn_once(f'Left out: {path}: {e}')
+  if not found:
+    raise errors.UsageError(f'No run in {", ".join(places)} can be read.')
   return list(found.values())
 
 
-def _below(store: store_lib.Store) -> Iterator[str]:
-  """Yields the directories of runs in and below a place."""
-  names = store.names()
-  if CONFIG in names:
-    yield store.url
-    return
-  for name in names:
-    yield from _below(store.below(name))
+def _below(place: store_lib.Store) -> Iterator[str]:
+  """Yields the directories of runs in and below a place, each one once."""
+  seen, left = set(), [place]
+  while left:
+    store = left.pop()
+    if (real := os.path.realpath(store.url)) in seen:
+      continue
+    seen.add(real)
+    try:
+      names = store.names()
+    except OSError as e:
+      lines.warn_once(f'Left out: {e}')
+      continue
+    if CONFIG in names:
+      yield store.url
+    else:
+      left += map(store.below, reversed(names))
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -131,8 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   arg('run_dir', metavar='RUN', help='the directory of a run')
   arg('step', metavar='STEP', type=int, help='the first step to compare')
   arg('--steps', type=int, default=0, help='how many steps to run after it')
-  arg('--save', help='a new directory for the checkpoint of the last step')
-  arg('--nan', action='store_true', help='name what made STEP not finite')
+  either = arg.__self__.add_mutually_exclusive_group().add_argument
+  either('--save', help='a new directory for the checkpoint of the last step')
+  either('--nan', action='store_true', help='name what made STEP not finite')
   what = 'the rows of the batch of a step, the worst first'
   arg = add('explain', explain.command, what, 'runs/a 7310 --grads')
   arg('run_dir', metavar='RUN', help='the directory of a run')
@@ -147,11 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     if 'run_dir' in args:
       for line in xla.apply(base_config.recorded_config(args.run_dir).xla):
-        print(line)
+        lines.say(line)
       distributed.initialize('auto')
     return args.run(args) or 0
   except (errors.UsageError, store.DamagedError) as e:
-    print(e, file=sys.stderr)
+    lines.say(e, sys.stderr)
     return 2
 
 

@@ -14,11 +14,14 @@ from jaxline import runs
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import structure
+from jaxline.metrics import lines
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.runs import replay as replay_lib
 
 _MAX_SHOWN = 5  # Arrays.
 _MAX_LINES = 60  # Of code.
+_AROUND = 'state after `step`'
+_HOSTS = "The compiled steps are equal; {}: look at `step` and the host's code."
 
 
 def _first(
@@ -31,7 +34,7 @@ def _first(
   for step in sorted(a.keys() & b.keys()):
     if names := differing(a[step], b[step]):
       shown = ', '.join(names[:_MAX_SHOWN])
-      print(f'First {what} that differs: {step}, in {shown}.')
+      lines.say(f'First {what} that differs: {step}, in {shown}.')
       return step
   return math.inf
 
@@ -61,7 +64,11 @@ def _inside(path: str, step: int) -> dict[str, Any]:
     kinds = {'state before': state, 'batch': batch, 'random key': rng}
     kinds |= {'loss': dict(scalars), 'gradients': grads, 'updates': updates}
     kinds['state after'] = new
-    return {kind: _named(x) for kind, x in kinds.items()}
+    named = {kind: _named(x) for kind, x in kinds.items()}
+    del experiment.step_scalars
+    replay.run(step)
+    named[_AROUND] = _named(experiment.snapshot_state())
+    return named
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -69,6 +76,7 @@ def _named(tree: Any) -> dict[str, Any]:
   data = {
     k: jax.random.key_data(x) if arrays.is_key(x) else x
     for k, x in named.items()
+    if isinstance(x, jax.Array)  # A checkpoint also has plain values.
   }
   # Also of arrays that lie on several processes.
   on_host = multihost_utils.process_allgather(data, tiled=True)
@@ -93,7 +101,7 @@ def bisect(*paths: str) -> bool:
   """Prints where two runs part; returns whether they do."""
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
-    print(f'{key}: {x!r} and {y!r}')
+    lines.say(f'{key}: {x!r} and {y!r}')
   _print_code(both)
   logged = [replay_lib.logged(run) for run in both]
   kept = [dict(run.manifests()) for run in both]
@@ -103,40 +111,55 @@ def bisect(*paths: str) -> bool:
   )
   evaluated = [replay_lib.logged(run, 'eval') for run in both]
   has_other_evaluation = _first('evaluation', evaluated) < math.inf
-  of_both = [x.keys() & y.keys() for x, y in (logged, kept)]
-  if upper == math.inf:
-    print(f'No difference in training up to step {max({0}.union(*of_both))}.')
-    return has_other_evaluation
-  # From where both have begun, or were equal.
-  equal = (step + 1 for step in of_both[1] if step < upper)
-  first, upper = max([min(of_both[0], default=1), *equal]), int(upper)
+  compared, checkpoints = (x.keys() & y.keys() for x, y in (logged, kept))
+  compared = {s for s in compared if logged[0][s].keys() & logged[1][s].keys()}
+  last = min(max({0, *x, *y}) for x, y in zip(logged, kept, strict=True))
+  begun = max(run.first_step for run in both)
+  missing = sorted({*range(begun, last + 1)} - compared)
+  has_parted, replayed = upper < math.inf, []
+  lines.say(
+    f'Compared up to step {last}: {len(compared)} logged steps and'
+    f' {len(checkpoints)} kept checkpoints.'
+  )
+  if has_parted:  # Begin where both have begun, or were equal.
+    equal = (step + 1 for step in checkpoints if step < upper)
+    first, until = max([min(compared, default=1), *equal]), int(upper)
+  else:
+    first, until = (missing[0], missing[-1]) if missing else (0, 0)
+    lines.say(f'{len(missing)} steps are compared by replays.')
   try:
-    replayed = []
-    for path in paths:
-      with replay_lib.opened(path, min(first, upper)) as replay:
-        replayed.append(replay.values(1, upper))
-    if (step := _first('replayed step', replayed)) < math.inf:
+    for path in paths * (until > 0):
+      with replay_lib.opened(path, min(first, until)) as replay:
+        replayed.append(replay.values(1, until))
+    if replayed and (step := _first('replayed step', replayed)) < math.inf:
+      has_parted = True
       _look_into(paths, int(step))
-    else:
-      print(
-        f'By the code here, both are equal up to step {upper}. To see which one'
-        ' was not as the code here computes it, replay each.'
-      )
+    elif replayed:
+      lines.say(f'By the code here, both are equal up to step {until}.')
+    for run, *values in zip(both, logged, replayed, strict=False):
+      what = f'step of {run.path} that its replay does not repeat'
+      has_parted |= _first(what, values) < math.inf
   except errors.UsageError as e:
-    print(f'The steps up to {upper} cannot be compared further: {e}')
-  return True
+    lines.say(f'The steps up to {until} cannot be compared further: {e}')
+  else:
+    if not has_parted:
+      lines.say(f'No difference in training up to step {last}.')
+  return has_parted or has_other_evaluation
 
 
 def _print_code(both: Sequence[runs.Run]) -> None:
   """Prints what differs between the revisions and the changes of two runs."""
   codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
-  print(contents.git('diff', '--stat', *commits), end='')
+  # A recorded revision must not become an option of git.
+  stat = contents.git('diff', '--stat', '--end-of-options', *commits, '--')
+  if stat:
+    lines.say(stat.rstrip())
   changes = [code.get('diff', '').splitlines() for code in codes]
   for run, own, others in zip(both, changes, changes[::-1], strict=True):
     own = [x for x in own if x.startswith(('+', '-')) and x not in others]
     for line in own[:_MAX_LINES]:
-      print(f'{run.path}: {line}')
+      lines.say(f'{run.path}: {line}')
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:
@@ -144,7 +167,10 @@ def _look_into(paths: Sequence[str], step: int) -> None:
   one, other = (_inside(path, step) for path in paths)
   for kind in one:
     if differing := _differences(one[kind], other[kind]):
-      print(f'The runs part in step {step}, in the {kind}:')
+      if kind == _AROUND:
+        lines.say(_HOSTS.format('the state differs before or after them'))
+      lines.say(f'The runs part in step {step}, in the {kind}:')
       for name, what in differing[:_MAX_SHOWN]:
-        print(f'  {name or kind}: {what}')
+        lines.say(f'  {name or kind}: {what}')
       return
+  lines.say(_HOSTS.format('so are the states'))

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 import functools
 import math
+import shlex
 import statistics
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxline import base_config
 from jaxline import errors
 from jaxline import keys
 from jaxline import placement
@@ -20,6 +22,7 @@ from jaxline import train_step
 from jaxline.checkpoint import inspection
 from jaxline.inputs import base as inputs
 from jaxline.inputs import show
+from jaxline.metrics import lines
 from jaxline.runs import replay as replay_lib
 
 # A value is a spike if it is this many median absolute deviations above the
@@ -30,6 +33,7 @@ _MIN_BEFORE = 8
 _JUDGED = ('train/loss', 'train/grad_norm')
 _NEAR = 1000  # Steps whose loss is typical.
 _MAX_TEXT = 70
+_FORK = ('checkpoint_dir', 'restore_from', 'restore_rules', 'skip_batches')
 
 
 class Row(NamedTuple):
@@ -125,7 +129,7 @@ def _find(run: runs.Run) -> int:
   for name in _JUDGED:
     curve = run.curves.get(name, {})
     for step, above in spikes(curve).items():
-      print(f'Step {step}: {name} is {curve[step]:.5g}.')
+      lines.say(f'Step {step}: {name} is {curve[step]:.5g}.')
       found[step] = max(found.get(step, 0.0), above)
   if found:
     return max(found, key=lambda step: found[step])
@@ -136,21 +140,27 @@ def command(args: argparse.Namespace) -> int:
   """Runs `runs explain`; returns the exit status."""
   run = runs.read(args.run_dir)
   step = _find(run) if args.step is None else args.step
+  run.check_step(step)
   with replay_lib.opened(args.run_dir, step) as replay:
     rows = explain(replay, step, args.grads)
     number = replay.experiment.train_feed.next_number
   losses = run.curves.get('train/loss', {})
   near = [x for s, x in losses.items() if 0 < abs(s - step) <= _NEAR]
   around = f'; around it the loss is {np.nanmedian(near):.5g}' if near else ''
-  print(f'Step {step} trains on batch {number}{around}:')
+  lines.say(f'Step {step} trains on batch {number}{around}:')
   table = [('row', 'loss', 'weight', 'grad norm', 'from', 'text')]
   for number_, loss, weight, norm, where, text in rows:
     numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
     table.append((str(number_), *numbers, where, text[:_MAX_TEXT]))
   inspection.print_table(table, right=(0, 1, 2, 3))
-  skipped = [*keys.parse_ranges(replay.config.skip_batches), (number, number)]
+  config, recorded = replay.config, base_config.recorded_config(run.path)
+  skipped = [*keys.parse_ranges(config.skip_batches), (number, number)]
   skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
-  place = replay.config.restore_from
-  begin = f'on without it: --config.restore_from={place}' if place else 'anew:'
-  print(f'To train {begin} --config.skip_batches={skip}')
+  config.skip_batches = skip
+  config.checkpoint_dir = f'{run.path}_without_{number}'
+  argv = ['python', 'experiment.py', f'--config={run.path}']
+  argv += [
+    f'--config.{x}={config[x]}' for x in _FORK if config[x] != recorded[x]
+  ]
+  lines.say(f'To train without it: {shlex.join(argv)}')
   return 0

@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import tempfile
 import traceback
 from typing import Any
@@ -23,9 +22,11 @@ from unittest import mock
 import jax
 import numpy as np
 
+import jaxline
 from jaxline import base_config
 from jaxline import debug
 from jaxline import errors
+from jaxline import keys
 from jaxline import platform
 from jaxline import runs
 from jaxline import sharded
@@ -38,7 +39,10 @@ from jaxline.metrics import writers
 from jaxline.storage import store as store_lib
 
 # Files whose lines do not say which operation of the model it was.
-_LIBRARIES = re.compile(r'(site|dist)-packages|/jaxline/|lib/python3')
+_LIBRARIES = tuple(
+  os.path.join(os.path.dirname(path), '')
+  for path in (jaxline.__file__, os.__file__, os.path.dirname(jax.__file__))
+)
 
 # Between other devices, the sums of a step are rounded otherwise.
 _RTOL = 0.01
@@ -81,7 +85,7 @@ class Replay:
     rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration((until - step) / rate)}' if rate else ''
     where = f'step {step}' if step else 'the seed'
-    print(f'Replaying {path} from {where} to step {until}{about}.', flush=True)
+    lines.say(f'Replaying {path} from {where} to step {until}{about}.')
 
     def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
@@ -144,27 +148,38 @@ def opened(
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
   experiment_class = experiment_class or experiments.resolve_experiment_class(
-    config, is_recorded=True
+    config, recorded_in=os.fspath(directory)
   )
-  start, _ = next(run.manifests(before), (None, None))
-  if start is not None:
-    config.restore_from, config.restore_rules = f'{run.path}:{start}', ()
-  with tempfile.TemporaryDirectory(prefix='jaxline_replay_') as folder:
-    # A fork of the run, or one that begins as the run did.
-    config.checkpoint_dir = saved or folder
-    full = platform.create_checkpointer(config, 'train')
-    with contextlib.closing(adapters.full_checkpointer(full)) as full:
-      training = train.Training(train.Run(experiment_class, config, full))
-      at = training.state.global_step = int(training.state.global_step)
-      if at >= before:
-        raise errors.UsageError(
-          f'{run.path} began at step {at}, so step {before} cannot be replayed;'
-          f' the first one is {at + 1}.'
-        )
-      yield Replay(run, config, training.experiment, training.state)
-      if saved:
-        full.save('latest')
-        full.wait_for_checkpointing_to_finish()
+  # A fork of the run, or at last one that begins as the run did.
+  forks = ((f'{run.path}:{step}', ()) for step, _ in run.manifests(before))
+  recorded = config.restore_from, config.restore_rules
+  with contextlib.ExitStack() as stack:
+    config.checkpoint_dir = saved or stack.enter_context(
+      tempfile.TemporaryDirectory(prefix='jaxline_replay_')
+    )
+    for start in itertools.chain(forks, [recorded]):
+      config.restore_from, config.restore_rules = start
+      full = platform.create_checkpointer(config, 'train')
+      full = adapters.full_checkpointer(full)
+      stack.callback(full.close)
+      try:
+        training = train.Training(train.Run(experiment_class, config, full))
+        break
+      except store_lib.DamagedError as e:
+        if start is recorded:
+          raise
+        lines.warn_once(f'Passed over: {e}')
+        full.close()
+    at = training.state.global_step = int(training.state.global_step)
+    if at >= before:
+      raise errors.UsageError(
+        f'{run.path} began at step {at}, so step {before} cannot be replayed;'
+        f' the first one is {at + 1}.'
+      )
+    yield Replay(run, config, training.experiment, training.state)
+    if saved:
+      full.save('latest')
+      full.wait_for_checkpointing_to_finish()
 
 
 def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
@@ -201,19 +216,19 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
       del found[_FINGERPRINT]
     names = differing(was, found, rtol)
     for name in names:
-      print(f'step {step}: {name} was {was[name]!r} and is {found[name]!r}')
+      lines.say(f'step {step}: {name} was {was[name]!r} and is {found[name]!r}')
     num_compared = len(was.keys() & found.keys())
     total += num_compared
     num_differing += len(names)
     if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
-      print(f'step {step}: {num_equal} values are equal')
+      lines.say(f'step {step}: {num_equal} values are equal')
   if not total:
-    print(f'Nothing is logged of the steps {first} to {until}.')
+    lines.say(f'Nothing is logged of the steps {first} to {until}.')
   elif num_differing:
-    print(f'{num_differing} of {total} logged values differ.')
+    lines.say(f'{num_differing} of {total} logged values differ.')
   else:
     how = f'within {rtol:.0%}' if rtol else 'to the bit'
-    print(f'All {total} logged values are equal {how}.')
+    lines.say(f'All {total} logged values are equal {how}.')
   return not num_differing
 
 
@@ -229,8 +244,8 @@ def find_nonfinite(
   op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', new=True)
   scalars: dict[str, Any] = {}
   found = None
-  # A mask of minus infinity is meant, and no NaN: those count first. But the
-  # line of a gradient is not known, and its cause may be an infinity before.
+  # A mask of minus infinity is meant, and no NaN: those count first. But a
+  # gradient has no line, and its cause may be an infinity before.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
       with opened(directory, step, experiment_class) as replay:
@@ -243,10 +258,10 @@ def find_nonfinite(
       # An experiment's own `step` is above the model.
       is_above = lambda f: not f.filename.endswith('/train_step.py')
       frames = [*itertools.dropwhile(is_above, frames)] or frames
-      own = [f for f in frames if not _LIBRARIES.search(f.filename)]
+      own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
       if own:
         return f'{e}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}'
-      found = found or f'{e}, in a gradient'
+      found = found or f'{e}, on no line of the model'
     else:
       if all(map(math.isfinite, scalars.values())):
         return found
@@ -255,21 +270,36 @@ def find_nonfinite(
 
 def command(args: argparse.Namespace) -> int:
   """Runs `runs replay`; returns the exit status."""
-  if args.save and store_lib.at(args.save).names():
-    raise errors.UsageError(
-      f'--save: {args.save} is not empty; give a new directory.'
-    )
+  run, first = runs.read(args.run_dir), args.step
+  keys.integer(0).require('--steps', args.steps)
+  run.check_step(first)
+  until = first + args.steps
+  if args.save:
+    run.check_step(until)
+    if store_lib.at(args.save).names():
+      raise errors.UsageError(
+        f'--save: {args.save} is not empty; give a new directory.'
+      )
   if args.nan:
-    found = find_nonfinite(args.run_dir, args.step)
-    print(found or f'All results of step {args.step} are finite.')
+    result = find_nonfinite(args.run_dir, first)
+    lines.say(result or f'All results of step {first} are finite.')
     return 0
-  with opened(args.run_dir, args.step, saved=args.save) as replay:
+  steps = logged(run).keys()
+  if not args.save:
+    found = [x for x in steps if first <= x <= until]
+    if not found:
+      raise errors.UsageError(
+        f'{run.path} has logged no step from {first} to {until}; its last'
+        f' logged step is {max(steps, default=0)}.'
+      )
+    until = max(found)
+  with opened(args.run_dir, first, saved=args.save) as replay:
     rtol = 0.0
     now = [jax.device_count(), jax.devices()[0].device_kind]
     if (was := replay.of.manifest.get('devices', now)) != now:
       rtol = _RTOL
-      print(
+      lines.say(
         f'The run had the devices {was}, and here are {now}: values that differ'
         f' by less than {rtol:.0%} count as equal.'
       )
-    return int(not _compare(replay, args.step, args.step + args.steps, rtol))
+    return int(not _compare(replay, first, until, rtol))

@@ -8,6 +8,7 @@ from scipy import special  # JAX needs it, too.
 
 from jaxline import errors
 from jaxline import runs as runs_lib
+from jaxline.metrics import lines
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
@@ -53,12 +54,14 @@ def say(sides: Sequence[Sequence[runs_lib.Run]], metric: str | None) -> bool:
   if metric == f'eval/{first.recorded.get("best_model_eval_metric")}':
     higher = first.recorded['best_model_eval_metric_higher_is_better']
   for name, x in zip(('baseline', 'candidate'), samples, strict=True):
-    print(f'{name}: mean {np.mean(x):.5g}, deviation {np.std(x, ddof=1):.2g}')
+    lines.say(
+      f'{name}: mean {np.mean(x):.5g}, deviation {np.std(x, ddof=1):.2g}'
+    )
   difference, half, confidence = welch(*samples)
   verdict = 'better' if (difference > 0) == higher else 'worse'
   if confidence < 0.95:
     verdict = 'not distinguishable at this number of seeds'
-  print(
+  lines.say(
     f'{verdict}: {metric} ({"higher" if higher else "lower"} is better) by'
     f' {difference:+.4g} \N{PLUS-MINUS SIGN} {half:.2g},'
     f' confidence {confidence:.1%}'
