@@ -4,7 +4,7 @@
 1    an error
 2    wrong usage: the command line, the config or the directory
 70   the watchdog, which ends the process itself
-75   SIGTERM
+75   SIGTERM, or another signal that ends a run
 130  Ctrl-C
 134  another process of the run was lost
 """
@@ -22,6 +22,7 @@ from jax._src import distributed as jax_distributed
 
 from jaxline import disk
 from jaxline import errors
+from jaxline.metrics import live
 from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
@@ -84,7 +85,7 @@ def ending() -> Iterator[None]:
     code, text = decide(own, others=False)
     if not text:
       raise
-    print(text, file=sys.stderr, flush=True)
+    live.put(text, sys.stderr)
     end = SystemExit(text)
     end.code = code
     raise end from own
@@ -106,10 +107,10 @@ def leave(error: BaseException) -> NoReturn:
   code, text = decide(error, others=True)
   if not (text or isinstance(error, SystemExit)):
     text = ''.join(traceback.format_exception(error))
-  print(text, file=sys.stderr)
-  logging.flush()
-  sys.stdout.flush()
-  sys.stderr.flush()
+  live.put(text, sys.stderr)
+  with contextlib.suppress(OSError, ValueError):  # It may be closed.
+    logging.flush()
+    sys.stdout.flush()
   os._exit(code)
 
 

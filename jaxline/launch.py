@@ -34,7 +34,7 @@ from jaxline import errors
 from jaxline.supervision import preemption
 
 # Passed on to the processes, unless they were ignored when this one started.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, *preemption.SIGNALS.values())
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)

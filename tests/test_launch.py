@@ -235,15 +235,15 @@ import signal, sys, time
 def hear(signum, frame):
   print('heard', signum)
   sys.exit(75)
-signal.signal(signal.SIGINT, hear)
-signal.signal(signal.SIGTERM, hear)
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+  signal.signal(signum, hear)
 print('ready')
 while True:
   time.sleep(0.05)  # Not pause, which a signal could come before.
 """
 
 
-@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('signum', [signal.SIGUSR1, signal.SIGINT])
 def test_signals_are_passed_on(signum):
   with started(*py(HEAR)) as process:
     for _ in range(2):

@@ -103,14 +103,7 @@ class Console(contextlib.AbstractContextManager):
     if self.mode not in ('live', 'plain'):
       return
     encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
-    text = f'{text}\n'.encode(encoding, 'replace').decode(encoding)
-    try:
-      print(text, end='', flush=True)  # One write: nothing gets between.
-    except (OSError, ValueError):
-      # Nobody reads the pipe any more. Python flushes it again at the exit,
-      # where the error would change the exit code.
-      with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    live.put(text.encode(encoding, 'replace').decode(encoding), sys.stdout)
 
   def begin(
     self,

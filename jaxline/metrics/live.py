@@ -85,6 +85,17 @@ class LiveLine:
           self._draw()
 
 
+def put(text: str, stream: Any) -> None:
+  """Prints a line, or nothing if the terminal or the pipe is closed."""
+  try:
+    print(f'{text}\n', end='', file=stream, flush=True)  # One write.
+  except (OSError, ValueError):
+    # Python flushes it again at the exit, where the error would change the exit
+    # code.
+    with contextlib.suppress(OSError, ValueError):
+      os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def is_terminal(stream: Any) -> bool:
   """Returns whether a stream is a terminal that can redraw a line."""
   try:
