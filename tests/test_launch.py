@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import signal
+import socket
 import sys
 import time
 
@@ -15,11 +16,11 @@ TIMEOUT_SECS = processes.TIMEOUT_SECS
 
 
 @contextlib.contextmanager
-def started(*args, count=2):
+def started(*args, count=2, **env):
   """The launcher."""
   argv = '-W', 'error', '-m', 'jaxline.launch', '--processes', count, *args
   # PYTHONUNBUFFERED, as images of containers set it, takes the streams' locks.
-  with processes.started(*argv) as process:
+  with processes.started(*argv, **env) as process:
     try:
       yield process
     finally:
@@ -84,9 +85,16 @@ print('of', jax.process_count(), 'this is', jax.process_index(), *total)
 
 
 @pytest.mark.process
-def test_processes_add_up():
-  # Another number than in the flag of XLA that the tests have.
-  code, out, err = run('--devices-per-process', 3, *py(SUM))
+@pytest.mark.parametrize('direct', ['no_proxy', 'no_grpc_proxy'])
+@pytest.mark.parametrize('is_dead', [True, False])
+def test_processes_add_up_beside_a_proxy(direct, is_dead):
+  with socket.create_server(('127.0.0.1', 0)) as silent:
+    port = 9 if is_dead else silent.getsockname()[1]
+    names = 'http_proxy', 'https_proxy', 'grpc_proxy'
+    env = dict.fromkeys(names, f'http://127.0.0.1:{port}') | {direct: 'a.b'}
+    # Another number than in the flag of XLA that the tests have.
+    args = '--devices-per-process', 3, *py(SUM)
+    code, out, err = run(*args, JAX_INITIALIZATION_TIMEOUT='60', **env)
   assert code == 0, err
   for process in range(2):
     last = f'of 2 this is {process} 6.0 6.0 6.0'

@@ -4,13 +4,6 @@ from jaxline import errors
 from jaxline.keys import COUNT, POSITIVE, RANGES, Check, Key, one_of, optional
 from jaxline.supervision import preemption
 
-
-def _check_signals(text: str) -> None:
-  names = filter(None, str.split(text, ','))
-  where = 'config.preemption_signals'
-  errors.check_names(names, preemption.SIGNALS, 'signal', where)
-
-
 KEYS = (
   Key('on_nonfinite', None, optional(one_of('warn', 'raise', 'skip', 'ignore')),
       'A step has a loss or gradients that are not finite: `raise` ends the'
@@ -26,7 +19,9 @@ KEYS = (
   Key('profile_steps', None, optional(RANGES),
       'Steps to trace for TensorBoard and Perfetto. See docs/howto.md.'),
   Key('preemption_signals', '', Check(
-        "names such as 'SIGUSR2,SIGXCPU', or ''", _check_signals, str),
+        "names such as 'SIGUSR2,SIGXCPU', or ''", lambda x: errors.check_names(
+          filter(None, str.split(x, ',')), preemption.SIGNALS, 'signal',
+          'config.preemption_signals'), str),
       'Further signals on which the run saves and ends, as it does on SIGTERM,'
       ' SIGHUP and SIGUSR1.'),
   Key('watchdog_secs', 7200.0, optional(POSITIVE),
