@@ -6,10 +6,11 @@
 is a run of four processes with two devices each, which communicate like those
 of a cluster (by gloo instead of a network of accelerators). Each process gets
 its number by the variables that `jaxline.distributed` reads. Each line that it
-prints begins with that number. Signals are passed on to all processes. When one
-fails, the others have some seconds to end and are then killed. The exit code is
-that of the process that failed first, which the last line names. A process that
-fails because it lost another one counts only if no other process fails.
+prints begins with that number. Signals are passed on to all processes, which
+get SIGTERM if this one is killed. When one fails, the others have some seconds
+to end and are then killed. The exit code is that of the process that failed
+first, which the last line names. A process that fails because it lost another
+one counts only if no other process fails.
 
 It starts nothing on other machines: docs/reference/launching.md has clusters.
 """
@@ -38,6 +39,8 @@ _SIGNALS = (signal.SIGINT, *preemption.SIGNALS.values())
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
+# Ends the groups in the last line that it has read, when this process is gone.
+_GUARD = 'while read -r line; do groups=$line; done; kill -s TERM -- $groups'
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
@@ -85,6 +88,12 @@ class _Launch:
     self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     self._live: dict[int, subprocess.Popen[bytes]] = {}
     self._readers: list[threading.Thread] = []
+    self._guard = subprocess.Popen(
+      ['sh', '-c', _GUARD],
+      stdin=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      start_new_session=True,  # No signal to this group ends it.
+    )
 
   def start(
     self, number: int, command: Sequence[str], env: Mapping[str, str]
@@ -105,6 +114,7 @@ class _Launch:
       start_new_session=True,
     )
     self._live[number] = process
+    self._tell_guard()
     for source, sink in (
       (process.stdout, sys.stdout.buffer),
       (process.stderr, sys.stderr.buffer),
@@ -163,11 +173,21 @@ class _Launch:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    self._tell_guard()
+
+  def _tell_guard(self) -> None:
+    groups = ' '.join(f'-{process.pid}' for process in self._live.values())
+    assert self._guard.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+      self._guard.stdin.write(f'{groups}\n'.encode())
+      self._guard.stdin.flush()
 
   def kill(self) -> None:
     """Kills what still runs."""
     for number in tuple(self._live):
       self._end(number)
+    with self._guard:
+      self._guard.kill()
 
 
 def _copy(number: int, source: IO[bytes], sink: IO[bytes]) -> None:

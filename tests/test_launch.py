@@ -11,6 +11,7 @@ import pytest
 
 from jaxline import launch
 from tests import processes
+from tests import remains
 
 TIMEOUT_SECS = processes.TIMEOUT_SECS
 
@@ -260,6 +261,27 @@ def test_signals_are_passed_on(signum):
     code, out, _ = end(process)
   assert code == 75
   assert sorted(out) == [f'[{i}] heard {signum:d}' for i in range(2)]
+
+
+@pytest.mark.process
+def test_the_processes_of_a_killed_launcher_save_and_end(tmp_path):
+  program = f'echo $$ > {tmp_path}/$JAX_PROCESS_ID; exec "$0" "$@"'
+  run = [
+    *(sys.executable, 'tests/programs/toy.py', 'sharded', 'direct'),
+    *('--config=tests/programs/toy_config.py', '--config.console=plain'),
+    f'--config.checkpoint_dir={tmp_path}/run',
+    '--config.training_steps=100000',
+    '--config.save_checkpoint_interval=100000',
+    '--config.experiment_kwargs.config.step_secs=0.01',
+  ]
+  with started(*sh(program), *run) as process:
+    for line in process.stdout:
+      if 'Compiled in' in line:
+        break
+    process.kill()
+    pids = [int((tmp_path / str(i)).read_text()) for i in range(2)]
+    assert are_gone(pids)
+  assert remains.newest(tmp_path / 'run')
 
 
 @pytest.mark.parametrize('args', [['--', 'true'], ['--processes', '2', '--']])
