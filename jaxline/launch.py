@@ -226,6 +226,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     ' killed (default: %(default)g)',
   )
   add('command', nargs='+', help=argparse.SUPPRESS)
+  if not hasattr(os, 'killpg'):
+    parser.error('Windows has no groups of processes. Use WSL.')
   return parser.parse_args(argv)
 
 

@@ -35,6 +35,7 @@ from jaxline.inputs import resumable
 # the order of an epoch is held in memory instead. Another limit would be
 # another order.
 _SMALL = 2**16
+_mask = getattr(signal, 'pthread_sigmask', lambda *unused: [signal.SIGINT])
 _MAX_CLOSE_SECS = 30  # How long to wait for workers to end.
 
 
@@ -303,11 +304,11 @@ def _start_workers(dataset: Any, num_workers: int) -> Any:
   # Until `_start_worker` runs in them, the workers have this thread's mask.
   handled = (x for x in signal.Signals if callable(signal.getsignal(x)))
   blocked = {signal.SIGINT, signal.SIGTERM, *handled}
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+  before = _mask(signal.SIG_BLOCK, blocked)
   try:
     iterator.start_prefetch()
   finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _mask(signal.SIG_SETMASK, before)
   return iterator
 
 
@@ -316,7 +317,7 @@ def _start_worker(index: int, count: int) -> None:
   del index, count
   # Ctrl-C and schedulers signal every process, but the parent still wants
   # batches for the step that it finishes and saves.
-  for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+  for number in _mask(signal.SIG_BLOCK, ()):
     signal.signal(number, signal.SIG_IGN)
   # The accelerator is the parent's.
   jax.config.update('jax_platforms', 'cpu')

@@ -268,4 +268,5 @@ def _in_child() -> None:
         signal.signal(signum, lambda n, unused: signal.signal(n, default))
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, 'register_at_fork'):
+  os.register_at_fork(after_in_child=_in_child)
