@@ -8,7 +8,7 @@ of a cluster (by gloo instead of a network of accelerators). Each process gets
 its number by the variables that `jaxline.distributed` reads. Each line that it
 prints begins with that number. Signals are passed on to all processes, which
 get SIGTERM if this one is killed. When one fails, the others have some seconds
-to end and are then killed. The exit code is that of the process that failed
+to end and are then killed. The exit code comes from the process that failed
 first, which the last line names. A process that fails because it lost another
 one counts only if no other process fails.
 

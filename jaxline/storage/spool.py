@@ -56,7 +56,7 @@ def upload(
 
   Args:
     run: the run's directory, of which nothing is uploaded, or its address.
-    names: relative path -> length in bytes of what is uploaded; None is all,
+    names: relative path -> length in bytes to upload; None means all of them,
       at the end of the run.
 
   Raises:

@@ -227,7 +227,7 @@ class Bucket(Store):
       if region := os.environ.get('AWS_REGION'):
         spec['aws_region'] = region
       if {'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'} <= os.environ.keys():
-        # Else it looks for profile files, and logs an error if there are none.
+        # TensorStore logs an error for each profile file that is not there.
         spec['aws_credentials'] = {'type': 'environment'}
     context = {
       f'{driver}_request_retries': _RETRIES,
