@@ -39,8 +39,11 @@ _SIGNALS = (signal.SIGINT, *preemption.SIGNALS.values())
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
-# Ends the groups in the last line that it has read, when this process is gone.
-_GUARD = 'while read -r line; do groups=$line; done; kill -s TERM -- $groups'
+# Runs a command, and sends SIGTERM to its group when standard input ends, which
+# is a pipe that only this process holds open.
+_WITH_PARENT = """exec 3<&0 < /dev/null
+{ read -r x <&3; kill -s TERM -- -$$; } &
+exec "$@" 3<&-"""
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
@@ -88,25 +91,16 @@ class _Launch:
     self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     self._live: dict[int, subprocess.Popen[bytes]] = {}
     self._readers: list[threading.Thread] = []
-    self._guard = subprocess.Popen(
-      ['sh', '-c', _GUARD],
-      stdin=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      start_new_session=True,  # No signal to this group ends it.
-    )
+    self._lifeline, self._open_end = os.pipe()
 
   def start(
     self, number: int, command: Sequence[str], env: Mapping[str, str]
   ) -> None:
-    """Starts a process.
-
-    Raises:
-      OSError: there is no such program.
-    """
+    """Starts a process; one that cannot be started ends with 126 or 127."""
     process = subprocess.Popen(
-      command,
+      ['sh', '-c', _WITH_PARENT, 'sh', *command],
       env=env,
-      stdin=subprocess.DEVNULL,
+      stdin=self._lifeline,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       # Otherwise a Ctrl-C at the terminal would arrive twice. The children of a
@@ -114,7 +108,6 @@ class _Launch:
       start_new_session=True,
     )
     self._live[number] = process
-    self._tell_guard()
     for source, sink in (
       (process.stdout, sys.stdout.buffer),
       (process.stderr, sys.stderr.buffer),
@@ -173,21 +166,11 @@ class _Launch:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    self._tell_guard()
-
-  def _tell_guard(self) -> None:
-    groups = ' '.join(f'-{process.pid}' for process in self._live.values())
-    assert self._guard.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-      self._guard.stdin.write(f'{groups}\n'.encode())
-      self._guard.stdin.flush()
 
   def kill(self) -> None:
     """Kills what still runs."""
     for number in tuple(self._live):
       self._end(number)
-    with self._guard:
-      self._guard.kill()
 
 
 def _copy(number: int, source: IO[bytes], sink: IO[bytes]) -> None:

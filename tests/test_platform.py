@@ -126,11 +126,10 @@ from jax.experimental import multihost_utils
 from ml_collections import config_flags
 for name in 'fcntl termios tty pty resource pwd grp syslog readline'.split():
   sys.modules[name] = None
-kept = 'SIGABRT SIGFPE SIGILL SIGINT SIGSEGV SIGTERM SIG_DFL SIG_IGN Signals'
-for name in {{*dir(signal)}} - {{*kept.split()}}:
-  if name.startswith(('SIG', 'pthread_', 'sigwait', 'setitimer')):
-    delattr(signal, name)
-signal.Signals = [getattr(signal, name) for name in kept.split()[:6]]
+kept = 'SIG_DFL SIG_IGN SIGABRT SIGFPE SIGILL SIGINT SIGSEGV SIGTERM'.split()
+for name in {{x for x in dir(signal) if x[:3] in ('SIG', 'pth')}} - {{*kept}}:
+  delattr(signal, name)
+signal.Signals = [getattr(signal, name) for name in kept[2:]]
 for name in 'register_at_fork fork getuid killpg getpgrp setsid'.split():
   delattr(os, name)
 import jaxline
