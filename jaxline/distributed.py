@@ -104,6 +104,10 @@ def initialize(value: Any) -> None:
   if place is None or place['num_processes'] == 1:
     return
   logging.info('Connecting to the other processes: this is %s.', place)
+  # gRPC asks the proxy of `http_proxy` for any other address.
+  host = place['coordinator'].rpartition(':')[0].strip('[]')
+  env, key = os.environ, 'no_grpc_proxy'
+  env[key] = f'{env.get(key, env.get("no_proxy", ""))},{host}'.lstrip(',')
   connected: futures.Future[None] = futures.Future()
 
   def connect() -> None:

@@ -4,7 +4,7 @@
 1    an error
 2    wrong usage: the command line, the config or the directory
 70   the watchdog, which ends the process itself
-75   SIGTERM
+75   SIGTERM, or another signal that ends a run
 130  Ctrl-C
 134  another process of the run was lost
 """
@@ -107,10 +107,10 @@ def leave(error: BaseException) -> NoReturn:
   code, text = decide(error, others=True)
   if not (text or isinstance(error, SystemExit)):
     text = ''.join(traceback.format_exception(error))
-  print(text, file=sys.stderr)
-  logging.flush()
-  sys.stdout.flush()
-  sys.stderr.flush()
+  lines_lib.say(text, sys.stderr)
+  with contextlib.suppress(OSError, ValueError):  # It may be closed.
+    logging.flush()
+    sys.stdout.flush()
   os._exit(code)
 
 

@@ -6,10 +6,11 @@
 is a run of four processes with two devices each, which communicate like those
 of a cluster (by gloo instead of a network of accelerators). Each process gets
 its number by the variables that `jaxline.distributed` reads. Each line that it
-prints begins with that number. Signals are passed on to all processes. When one
-fails, the others have some seconds to end and are then killed. The exit code is
-that of the process that failed first, which the last line names. A process that
-fails because it lost another one counts only if no other process fails.
+prints begins with that number. Signals are passed on to all processes, which
+get SIGTERM if this one is killed. When one fails, the others have some seconds
+to end and are then killed. The exit code comes from the process that failed
+first, which the last line names. A process that fails because it lost another
+one counts only if no other process fails.
 
 It starts nothing on other machines: docs/reference/launching.md has clusters.
 """
@@ -34,10 +35,15 @@ from jaxline import errors
 from jaxline.supervision import preemption
 
 # Passed on to the processes, unless they were ignored when this one started.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, *preemption.SIGNALS.values())
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
+# Runs a command, and sends SIGTERM to its group when standard input ends, which
+# is a pipe that only this process holds open.
+_WITH_PARENT = """exec 3<&0 < /dev/null
+{ read -r x <&3; kill -s TERM -- -$$; } &
+exec "$@" 3<&-"""
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
@@ -85,19 +91,16 @@ class _Launch:
     self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     self._live: dict[int, subprocess.Popen[bytes]] = {}
     self._readers: list[threading.Thread] = []
+    self._lifeline, self._open_end = os.pipe()
 
   def start(
     self, number: int, command: Sequence[str], env: Mapping[str, str]
   ) -> None:
-    """Starts a process.
-
-    Raises:
-      OSError: there is no such program.
-    """
+    """Starts a process; one that cannot be started ends with 126 or 127."""
     process = subprocess.Popen(
-      command,
+      ['sh', '-c', _WITH_PARENT, 'sh', *command],
       env=env,
-      stdin=subprocess.DEVNULL,
+      stdin=self._lifeline,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       # Otherwise a Ctrl-C at the terminal would arrive twice. The children of a
@@ -206,6 +209,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     ' killed (default: %(default)g)',
   )
   add('command', nargs='+', help=argparse.SUPPRESS)
+  if not hasattr(os, 'killpg'):
+    parser.error('Windows has no groups of processes. Use WSL.')
   return parser.parse_args(argv)
 
 

@@ -219,7 +219,7 @@ def start(
       eval_mode=name if mode.is_threaded else mode.eval_log,
       eval_checkpointer=second,
       console=console,
-      watch=preemption.begin_run(takes_steps=mode.trains),
+      watch=preemption.begin_run(mode.trains, config.preemption_signals),
     )
     stack.push(exits.leave_if_lost)
     # Only this call: an error in the parts above needs no debugger.

@@ -160,8 +160,9 @@ def _in_child() -> None:
   _backstop.release()
 
 
-os.register_at_fork(
-  before=_before_fork,
-  after_in_parent=_backstop.release,  # The next tick winds up the timer.
-  after_in_child=_in_child,
-)
+if hasattr(os, 'register_at_fork'):  # Windows does not fork.
+  os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_backstop.release,  # The next tick winds up the timer.
+    after_in_child=_in_child,
+  )

@@ -80,9 +80,15 @@ create() {
 }
 
 install() {
-  local archive=/tmp/$NAME.tar.gz copy=''
-  do_run git archive "--output=$archive" HEAD
-  tpus scp "$archive" "$NAME:$archive" --node=all --worker=all
+  local archive=jaxline.tar.gz copy=''
+  if [ -z "$DRY_RUN" ]; then
+    archive=$(mktemp)
+    # shellcheck disable=SC2064  # The name is local.
+    trap "rm -f '$archive'" EXIT
+  fi
+  do_run git archive --format=tar.gz "--output=$archive" HEAD
+  # To the home directory, where no other user can put a link.
+  tpus scp "$archive" "$NAME:jaxline.tar.gz" --node=all --worker=all
   if [ -n "$DATA" ]; then
     copy="
 mkdir -p data
@@ -92,7 +98,8 @@ gcloud storage rsync --recursive $DATA data"
   on all all "set -e
 mkdir -p ~/jaxline
 cd ~/jaxline$copy
-tar -xzf $archive
+tar -xzf ~/jaxline.tar.gz
+rm ~/jaxline.tar.gz
 python3 -m pip install --user --quiet uv
 ~/.local/bin/uv venv --quiet --allow-existing --python 3.11
 ~/.local/bin/uv pip install --quiet -e '.[tpu]'"

@@ -216,6 +216,11 @@ def test_what_is_seen_in_the_wild_is_assigned_without_tricks():
     ({'xla.pgle_runs': 3}, ["'pgle_runs'", 'config.xla', 'Did you mean']),
     ({'sharding_rules.mpl': ['data']}, ["'mpl'", "mean 'mlp'"]),
     ({'sharding_rules.mlp': ['date']}, ["'date'", "mean 'data'"]),
+    (
+      {'preemption_signals': 'SIGUSR2,SIGKILL'},
+      ["'SIGKILL' in config.preemption_signals", "'SIGHUP'"],
+    ),
+    ({'preemption_signals': 'USR2'}, ["'USR2'", "mean 'SIGUSR2'"]),
     ({'sharding': 'fsd'}, ["'fsd'", "mean 'fsdp'"]),
     ({'mesh.ici': 3}, ['config.mesh', 'ici']),
     ({'mesh.ici.model': 4}, ["'model'", 'mesh.ici']),

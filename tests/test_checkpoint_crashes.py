@@ -12,6 +12,7 @@ import functools
 import os
 import pathlib
 import shutil
+import tempfile
 import threading
 from typing import Any
 
@@ -279,3 +280,4 @@ def test_a_start_keeps_the_logs_that_are_there(
     platform.start(survivor.Survivor, config, 'eval')
   assert log().startswith(before)
   assert (len(log()) > len(before)) != fails
+  assert not [*pathlib.Path(tempfile.gettempdir()).glob('jaxline_logs_*')]

@@ -5,6 +5,7 @@ what it has claimed.
 """
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import pathlib
@@ -53,9 +54,9 @@ def test_a_claim_without_locks_warns(number, tmp_path, monkeypatch, caplog):
   def lockf(*args):
     raise OSError(number, os.strerror(number))
 
-  monkeypatch.setattr(owner.fcntl, 'lockf', lockf)
+  monkeypatch.setattr(fcntl, 'lockf', lockf)
   with owner.Claim(tmp_path, 'train') as claim:
-    assert f'has no locks ({os.strerror(number)})' in caplog.text
+    assert os.strerror(number) in caplog.text
     with pytest.raises(owner.ClaimedError):  # In one process it is known.
       owner.Claim(tmp_path, 'train')
     claim.check()
@@ -74,7 +75,7 @@ def test_a_folder_of_another_user_is_not_in_use(tmp_path, monkeypatch):
     with pytest.raises(PermissionError):
       owner.Claim(tmp_path, 'eval')
   # On some systems this is what a lock that is taken raises.
-  monkeypatch.setattr(owner.fcntl, 'lockf', refuse)
+  monkeypatch.setattr(fcntl, 'lockf', refuse)
   with pytest.raises(owner.ClaimedError):
     owner.Claim(tmp_path, 'eval')
   (tmp_path / 'file').touch()

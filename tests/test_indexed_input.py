@@ -306,7 +306,7 @@ def test_workers_serve_a_parent_that_finishes_after_signals_to_all():
     while len(children_of(process.pid)) < 2:
       assert time.monotonic() < deadline
       time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # They import, and know nothing yet.
+    os.killpg(process.pid, signal.SIGHUP)  # They import, and know nothing yet.
     pids = workers_of(process)
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)

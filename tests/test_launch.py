@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import signal
+import socket
 import sys
 import time
 
@@ -10,16 +11,17 @@ import pytest
 
 from jaxline import launch
 from tests import processes
+from tests import remains
 
 TIMEOUT_SECS = processes.TIMEOUT_SECS
 
 
 @contextlib.contextmanager
-def started(*args, count=2):
+def started(*args, count=2, **env):
   """The launcher."""
   argv = '-W', 'error', '-m', 'jaxline.launch', '--processes', count, *args
   # PYTHONUNBUFFERED, as images of containers set it, takes the streams' locks.
-  with processes.started(*argv) as process:
+  with processes.started(*argv, **env) as process:
     try:
       yield process
     finally:
@@ -84,9 +86,16 @@ print('of', jax.process_count(), 'this is', jax.process_index(), *total)
 
 
 @pytest.mark.process
-def test_processes_add_up():
-  # Another number than in the flag of XLA that the tests have.
-  code, out, err = run('--devices-per-process', 3, *py(SUM))
+@pytest.mark.parametrize('direct', ['no_proxy', 'no_grpc_proxy'])
+@pytest.mark.parametrize('is_dead', [True, False])
+def test_processes_add_up_beside_a_proxy(direct, is_dead):
+  with socket.create_server(('127.0.0.1', 0)) as silent:
+    port = 9 if is_dead else silent.getsockname()[1]
+    names = 'http_proxy', 'https_proxy', 'grpc_proxy'
+    env = dict.fromkeys(names, f'http://127.0.0.1:{port}') | {direct: 'a.b'}
+    # Another number than in the flag of XLA that the tests have.
+    args = '--devices-per-process', 3, *py(SUM)
+    code, out, err = run(*args, JAX_INITIALIZATION_TIMEOUT='60', **env)
   assert code == 0, err
   for process in range(2):
     last = f'of 2 this is {process} 6.0 6.0 6.0'
@@ -122,16 +131,6 @@ def test_lines_are_whole_and_where_they_belong():
   assert len(err) == 4 * 100
 
 
-def test_output_comes_at_once():
-  with started(*py("print('here'); import time; time.sleep(1000)")) as process:
-    assert {process.stdout.readline() for _ in range(2)} == {
-      '[0] here\n',
-      '[1] here\n',
-    }
-    process.terminate()
-    assert end(process)[0] == 143
-
-
 def test_nobody_reads_any_more():
   """As `... | head -1` does: the processes see a closed pipe, too."""
   with started(*sh('while echo line; do sleep 0.01; done')) as process:
@@ -148,6 +147,8 @@ def test_nobody_reads_any_more():
   [
     ('exit 0', 0),
     ('exit 7', 7),
+    ('exec no-such-program', 127),
+    ('kill -TERM $$', 143),
     ('kill -KILL $$', 137),
     ('kill -SEGV $$', 139),
     # The first to fail counts, and not the one that is killed for it.
@@ -235,23 +236,44 @@ import signal, sys, time
 def hear(signum, frame):
   print('heard', signum)
   sys.exit(75)
-signal.signal(signal.SIGINT, hear)
-signal.signal(signal.SIGTERM, hear)
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+  signal.signal(signum, hear)
 print('ready')
 while True:
   time.sleep(0.05)  # Not pause, which a signal could come before.
 """
 
 
-@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('signum', [signal.SIGUSR1, signal.SIGINT])
 def test_signals_are_passed_on(signum):
   with started(*py(HEAR)) as process:
-    for _ in range(2):
+    for _ in range(2):  # Output comes at once.
       assert 'ready' in process.stdout.readline()
     process.send_signal(signum)
     code, out, _ = end(process)
   assert code == 75
   assert sorted(out) == [f'[{i}] heard {signum:d}' for i in range(2)]
+
+
+@pytest.mark.process
+def test_the_processes_of_a_killed_launcher_save_and_end(tmp_path):
+  program = f'echo $$ > {tmp_path}/$JAX_PROCESS_ID; exec "$0" "$@"'
+  run = [
+    *(sys.executable, 'tests/programs/toy.py', 'sharded', 'direct'),
+    *('--config=tests/programs/toy_config.py', '--config.console=plain'),
+    f'--config.checkpoint_dir={tmp_path}/run',
+    '--config.training_steps=100000',
+    '--config.save_checkpoint_interval=100000',
+    '--config.experiment_kwargs.config.step_secs=0.01',
+  ]
+  with started(*sh(program), *run) as process:
+    for line in process.stdout:
+      if 'Compiled in' in line:
+        break
+    process.kill()
+    pids = [int((tmp_path / str(i)).read_text()) for i in range(2)]
+    assert are_gone(pids)
+  assert remains.newest(tmp_path / 'run')
 
 
 @pytest.mark.parametrize('args', [['--', 'true'], ['--processes', '2', '--']])

@@ -234,6 +234,7 @@ def test_tpu_vm_dry_run(tmp_path):
   assert said('delete')[0].startswith(f'{gcloud} delete lm ')
   install = said('install', DATA='gs://b/text')
   assert install[0].startswith('git archive')
+  assert '/tmp' not in ' '.join(install)
   copy = 'gcloud storage rsync --recursive gs://b/text data'
   assert copy in install
   for name in ('run', 'stop'):
@@ -242,6 +243,14 @@ def test_tpu_vm_dry_run(tmp_path):
       f"{gcloud} ssh lm --node=all --worker=all '--command=cd ~/jaxline"
     )
   assert not (tmp_path / 'called').exists()
+  # What is really copied has a name that nobody can know, and is removed.
+  program(tmp_path, 'gcloud', f'#!/bin/sh\necho "$@" >> {tmp_path}/called')
+  (tmp_path / 'tmp').mkdir()
+  env = on_path(tmp_path, **more, TMPDIR=f'{tmp_path}/tmp')
+  assert tpu_vm('install', env=env).returncode == 0
+  called = (tmp_path / 'called').read_text()
+  assert f' scp {tmp_path}/tmp/tmp.' in called
+  assert not [*(tmp_path / 'tmp').iterdir()]
 
 
 # A worker's Python: says what it was given, ends with the codes that a file

@@ -117,6 +117,40 @@ def succeeded(result):
   return result
 
 
+# What Windows lacks. Other packages are imported first: they have their own
+# code for it.
+WITHOUT_POSIX = f"""
+import asyncio, importlib, multiprocessing.pool, os, pkgutil, signal, sys
+import chex, grain, haiku, optax, tensorstore, tests
+from jax.experimental import multihost_utils
+from ml_collections import config_flags
+for name in 'fcntl termios tty pty resource pwd grp syslog readline'.split():
+  sys.modules[name] = None
+kept = 'SIG_DFL SIG_IGN SIGABRT SIGFPE SIGILL SIGINT SIGSEGV SIGTERM'.split()
+for name in {{x for x in dir(signal) if x[:3] in ('SIG', 'pth')}} - {{*kept}}:
+  delattr(signal, name)
+signal.Signals = [getattr(signal, name) for name in kept[2:]]
+for name in 'register_at_fork fork getuid killpg getpgrp setsid'.split():
+  delattr(os, name)
+import jaxline
+for module in pkgutil.walk_packages(jaxline.__path__, 'jaxline.'):
+  if not module.name.endswith('__main__'):
+    importlib.import_module(module.name)
+sys.path.insert(0, {str(TOY.parent)!r})
+import toy
+jaxline.platform.main(toy.Sharded, sys.argv[1:])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('checkpointer', ['memory', 'durable'])
+def test_a_system_without_posix_trains(tmp_path, checkpointer):
+  argv = toy_args(tmp_path, f'--config.checkpointer={checkpointer}')
+  done = succeeded(processes.run('-c', WITHOUT_POSIX, *argv))
+  assert 'Trained to step 6 of 6' in done.stdout
+  assert 'nothing keeps a second run from' in done.stderr
+
+
 # Modes.
 
 

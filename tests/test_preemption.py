@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 from jaxline.supervision import preemption
 from tests import processes
+from tests import remains
 
 # Nearly all of them start a process and send it signals.
 pytestmark = pytest.mark.process
@@ -110,8 +112,9 @@ def start():
 @pytest.mark.parametrize(
   ('first', 'second', 'code', 'why'),
   [
-    (signal.SIGTERM, signal.SIGTERM, 75, 'SIGTERM after step '),
     (signal.SIGTERM, signal.SIGINT, 75, 'SIGTERM after step '),
+    (signal.SIGHUP, signal.SIGHUP, 75, 'SIGHUP after step '),
+    (signal.SIGUSR1, signal.SIGTERM, 75, 'SIGUSR1 after step '),
     (signal.SIGINT, signal.SIGTERM, 130, 'Ctrl-C after step '),
   ],
 )
@@ -158,8 +161,10 @@ with preemption.Watch() as watch, watch.training():
 
 
 # With JAX's own handler of SIGTERM, which Python does not know, and without.
-@pytest.mark.parametrize('several', [False, True])
-def test_a_forked_worker_has_its_own_signals(start, several):
+@pytest.mark.parametrize(
+  ('several', 'signum'), [(False, signal.SIGHUP), (True, signal.SIGINT)]
+)
+def test_a_forked_worker_has_its_own_signals(start, several, signum):
   program = start(
     """
 import os, signal, time
@@ -188,11 +193,11 @@ with preemption.Watch() as watch:
     *[processes.free_address()] * several,
   )
   program.said('child')
-  os.killpg(program.pid, signal.SIGINT)  # As the terminal does.
+  os.killpg(program.pid, signum)  # As the terminal does.
   program.said('-15')
   code, _, err = program.end()
-  assert code == 130, err
-  assert err.count(AGAIN) == 1
+  assert code == (130 if signum == signal.SIGINT else 75), err
+  assert err.count(AGAIN) == (signum == signal.SIGINT)
 
 
 # --- elsewhere ---------------------------------------------------------------
@@ -206,7 +211,8 @@ def raises_preempted(code):
 
 
 @pytest.mark.parametrize(
-  ('signum', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+  ('signum', 'code'),
+  [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)],
 )
 def test_a_notice_during_start_up_leaves_at_once(signum, code):
   for begin in (preemption.begin_run, lambda: watch.training().__enter__()):
@@ -218,8 +224,11 @@ def test_a_notice_during_start_up_leaves_at_once(signum, code):
         begin()
 
 
+HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
 def handlers():
-  return [signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGINT)]
+  return [signal.getsignal(x) for x in HANDLED]
 
 
 def test_after_the_watch_the_handlers_are_those_from_before():
@@ -230,23 +239,45 @@ def test_after_the_watch_the_handlers_are_those_from_before():
     assert not {*taken} & {*before}
     with raises_preempted(130), watch.training():
       signal.raise_signal(signal.SIGINT)
-      assert handlers() == [taken[0], signal.SIG_DFL]
+      assert handlers() == [taken[0], signal.SIG_DFL, *taken[2:]]
   assert handlers() == before
 
 
 def test_what_is_ignored_stays_ignored():
   before = handlers()
   try:
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in HANDLED:
       signal.signal(signum, signal.SIG_IGN)
     with preemption.Watch() as watch, watch.training():
-      assert handlers() == [signal.SIG_IGN] * 2
-    assert handlers() == [signal.SIG_IGN] * 2
+      assert handlers() == [signal.SIG_IGN] * 4
+    assert handlers() == [signal.SIG_IGN] * 4
   finally:
-    for signum, handler in zip(
-      (signal.SIGTERM, signal.SIGINT), before, strict=True
-    ):
+    for signum, handler in zip(HANDLED, before, strict=True):
       signal.signal(signum, handler)
+
+
+def test_a_handler_in_c_keeps_its_signal(tmp_path):
+  with open(tmp_path / 'stacks', 'w+') as stacks:
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    try:
+      with preemption.Watch() as watch, watch.training():
+        signal.raise_signal(signal.SIGUSR1)
+        assert not watch.reached(1)
+      signal.raise_signal(signal.SIGUSR1)
+    finally:
+      faulthandler.unregister(signal.SIGUSR1)
+    stacks.seek(0)
+    assert stacks.read().count('Current thread') == 2
+
+
+def test_a_run_names_further_signals():
+  before = signal.getsignal(signal.SIGUSR2)
+  with preemption.Watch(), raises_preempted(75):
+    watch = preemption.begin_run(signals='SIGUSR2,SIGXCPU')
+    with watch.training():
+      signal.raise_signal(signal.SIGUSR2)
+      assert watch.reached(1)
+  assert signal.getsignal(signal.SIGUSR2) is before
 
 
 @pytest.mark.parametrize('place', ['before', 'constructor'])
@@ -383,8 +414,7 @@ def test_hosts_leave_after_the_same_step(start):
   hosts = start_hosts(start, 2, 'train')
   for host in hosts:
     host.said('stepping')
-  for host in hosts:  # As a launcher does; of one, test_durable_multiprocess.
-    host.kill(signal.SIGTERM)
+  hosts[1].kill(signal.SIGHUP)  # SIGTERM: test_durable_multiprocess.
   (code_a, out_a, err_a), (code_b, out_b, _) = [h.end() for h in hosts]
   assert (code_a, code_b) == (75, 75), err_a
   assert out_a == out_b
@@ -412,3 +442,32 @@ def test_evaluation_alone_hears_what_jax_would_swallow(start):
   host.kill(signal.SIGTERM)
   code, out, err = host.end()
   assert (code, out) == (75, ''), err
+
+
+# --- a terminal --------------------------------------------------------------
+
+
+# Runs a command in a terminal of its own, which it closes while that trains.
+TERMINAL = """
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+  os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+shown = b''
+while b'Compiled in' not in shown:
+  shown += os.read(terminal, 1024)
+os.close(terminal)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_run_whose_terminal_closes_is_saved(tmp_path):
+  done = processes.run(
+    *('-c', TERMINAL, 'tests/programs/toy.py', 'sharded', 'direct'),
+    '--config=tests/programs/toy_config.py',
+    f'--config.checkpoint_dir={tmp_path}',
+    '--config.training_steps=100000',
+    '--config.experiment_kwargs.config.step_secs=0.01',
+  )
+  assert done.returncode == 75, done.stderr
+  assert remains.newest(tmp_path)

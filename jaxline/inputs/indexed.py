@@ -35,9 +35,8 @@ from jaxline.inputs import resumable
 # the order of an epoch is held in memory instead. Another limit would be
 # another order.
 _SMALL = 2**16
+_mask = getattr(signal, 'pthread_sigmask', lambda *unused: [signal.SIGINT])
 _MAX_CLOSE_SECS = 30  # How long to wait for workers to end.
-# What a terminal or a scheduler sends to all processes of a job at once.
-_SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
 
 
 @functools.lru_cache(maxsize=64)  # At most 32 MB.
@@ -301,12 +300,15 @@ def _start_workers(dataset: Any, num_workers: int) -> Any:
   )
   iterator = iter(dataset)
   iterator.get_state()  # Makes what `start_prefetch` starts.
+  # What a terminal or a scheduler may send to all processes of a job at once.
   # Until `_start_worker` runs in them, the workers have this thread's mask.
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_ALL)
+  handled = (x for x in signal.Signals if callable(signal.getsignal(x)))
+  blocked = {signal.SIGINT, signal.SIGTERM, *handled}
+  before = _mask(signal.SIG_BLOCK, blocked)
   try:
     iterator.start_prefetch()
   finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _mask(signal.SIG_SETMASK, before)
   return iterator
 
 
@@ -315,7 +317,7 @@ def _start_worker(index: int, count: int) -> None:
   del index, count
   # Ctrl-C and schedulers signal every process, but the parent still wants
   # batches for the step that it finishes and saves.
-  for number in _SIGNALS_TO_ALL:
+  for number in _mask(signal.SIG_BLOCK, ()):
     signal.signal(number, signal.SIG_IGN)
   # The accelerator is the parent's.
   jax.config.update('jax_platforms', 'cpu')

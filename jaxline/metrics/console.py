@@ -97,21 +97,10 @@ class Console(contextlib.AbstractContextManager):
 
   def say(self, text: str) -> None:
     """Prints text above the live line. In the mode off, logs it."""
-    # A model's text, and the record of a run, may control a terminal.
-    text = lines.escaped(text)
     if self.mode == 'off':
-      logging.info('%s', text)
-    if self.mode not in ('live', 'plain'):
-      return
-    encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
-    text = f'{text}\n'.encode(encoding, 'replace').decode(encoding)
-    try:
-      print(text, end='', flush=True)  # One write: nothing gets between.
-    except (OSError, ValueError):
-      # Nobody reads the pipe any more. Python flushes it again at the exit,
-      # where the error would change the exit code.
-      with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      logging.info('%s', lines.escaped(text))
+    if self.mode in ('live', 'plain'):
+      lines.say(text)
 
   def begin(
     self,

@@ -1,8 +1,10 @@
 """Formats numbers, sizes, durations and lines of them."""
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import functools
 import math
+import os
 import re
 import sys
 from typing import Any
@@ -120,8 +122,22 @@ def escaped(text: str) -> str:
 
 
 def say(text: Any, file: Any = None) -> None:
-  """Prints text from the files of a run, or an error that may quote them."""
-  print(escaped(str(text)), file=file, flush=True)
+  """Prints text from the files of a run, or an error that may quote them.
+
+  Args:
+    text: what to print.
+    file: the stream; None is stdout. Nothing is printed if it is closed.
+  """
+  stream = file or sys.stdout
+  encoding = getattr(stream, 'encoding', None) or 'utf-8'
+  raw = f'{escaped(str(text))}\n'.encode(encoding, 'replace')
+  try:  # One write: nothing gets between.
+    print(raw.decode(encoding), end='', file=stream, flush=True)
+  except (OSError, ValueError):
+    # Python flushes it again at the exit, where the error would change the exit
+    # code.
+    with contextlib.suppress(OSError, ValueError):
+      os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @functools.cache

@@ -49,7 +49,8 @@ class LiveLine:
       stream.write = write
 
   def _is_hidden(self) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # A terminal of no shell.
+    # A terminal of no shell, or of Windows.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
       if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
         return True
     frames = sys._current_frames().values()

@@ -8,7 +8,6 @@ has seen it unchanged for `STALE_SECS`.
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import pathlib
@@ -202,19 +201,22 @@ def _lock_file(path: pathlib.Path) -> int | None:
   disk.make_directory(path.parent)
   fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
   try:
+    import fcntl  # Windows has none.
+
     # Not flock: a worker process forked from this one would keep it.
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError as e:
-    if e.errno in _NO_LOCKS:
+  except (OSError, ImportError) as e:
+    number = getattr(e, 'errno', errno.ENOLCK)
+    if number in _NO_LOCKS:
       logging.warning(
         '%s: the file system has no locks (%s), so nothing keeps a second run'
         ' from writing in this directory. Start no other one there.',
-        path, e.strerror,
+        path, e,
       )  # fmt: skip
       return fd
     os.close(fd)
     # POSIX has two errors for a taken lock.
-    if e.errno in (errno.EAGAIN, errno.EACCES):
+    if number in (errno.EAGAIN, errno.EACCES):
       return None
     raise
   return fd

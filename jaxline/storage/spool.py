@@ -1,13 +1,14 @@
 """The files of a run in a bucket: written on this machine, then uploaded.
 
 Objects cannot be appended to, so logs are downloaded, grow in a local directory
-and are uploaded before each manifest and at the end.
+and are uploaded before each manifest and at the end, which removes them here.
 """
 
 from collections.abc import Mapping
 import contextlib
 import os
 import pathlib
+import shutil
 import tempfile
 
 from jaxline import disk
@@ -55,14 +56,15 @@ def upload(
 
   Args:
     run: the run's directory, of which nothing is uploaded, or its address.
-    names: relative path -> length in bytes of what is uploaded; None is all.
+    names: relative path -> length in bytes to upload; None means all of them,
+      at the end of the run.
 
   Raises:
     ClaimedError: another run has taken over.
   """
   if not disk.is_address(run):
     return
-  store, top = store_lib.at(run), directory(run)
+  store, top, is_end = store_lib.at(run), directory(run), names is None
   owner.check(store)  # Else these may be the files of a run that took over.
   if names is None:
     files = (p for p in top.rglob('*') if p.is_file())
@@ -70,3 +72,5 @@ def upload(
   for name, length in names.items():
     with contextlib.suppress(FileNotFoundError), open(top / name, 'rb') as file:
       store.write(name, file.read(length))
+  if is_end:
+    shutil.rmtree(_directories.pop(os.fspath(run)), ignore_errors=True)

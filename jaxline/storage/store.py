@@ -220,12 +220,15 @@ class Bucket(Store):
     scheme, _, rest = url.partition('://')
     bucket, _, path = rest.partition('/')
     driver = _DRIVERS[scheme]
-    spec = {'driver': driver, 'bucket': bucket, 'path': f'{path}/'}
+    spec: Any = {'driver': driver, 'bucket': bucket, 'path': f'{path}/'}
     if driver == 's3':
       if endpoint := os.environ.get('AWS_ENDPOINT_URL'):
         spec['endpoint'] = endpoint
       if region := os.environ.get('AWS_REGION'):
         spec['aws_region'] = region
+      if {'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'} <= os.environ.keys():
+        # TensorStore logs an error for each profile file that is not there.
+        spec['aws_credentials'] = {'type': 'environment'}
     context = {
       f'{driver}_request_retries': _RETRIES,
       f'{driver}_request_concurrency': {'limit': self.threads},

@@ -1,6 +1,8 @@
 """Ends a run early: on a signal, a hang, or a loss that is not finite."""
 
-from jaxline.keys import COUNT, POSITIVE, RANGES, Key, one_of, optional
+from jaxline import errors
+from jaxline.keys import COUNT, POSITIVE, RANGES, Check, Key, one_of, optional
+from jaxline.supervision import preemption
 
 KEYS = (
   Key('on_nonfinite', None, optional(one_of('warn', 'raise', 'skip', 'ignore')),
@@ -16,6 +18,12 @@ KEYS = (
       ' the state.', sharded=True),
   Key('profile_steps', None, optional(RANGES),
       'Steps to trace for TensorBoard and Perfetto. See docs/howto.md.'),
+  Key('preemption_signals', '', Check(
+        "names such as 'SIGUSR2,SIGXCPU', or ''", lambda x: errors.check_names(
+          filter(None, str.split(x, ',')), preemption.SIGNALS, 'signal',
+          'config.preemption_signals'), str),
+      'Further signals on which the run saves and ends, as it does on SIGTERM,'
+      ' SIGHUP and SIGUSR1.'),
   Key('watchdog_secs', 7200.0, optional(POSITIVE),
       "The process ends, with every thread's stack in the log, after this many"
       ' seconds without a step or another sign of progress, until it has ended.'

@@ -1,4 +1,4 @@
-"""Ends a run in order on SIGTERM, Ctrl-C or a preemption notice.
+"""Ends a run in order on a signal, Ctrl-C or a preemption notice.
 
 During start-up, a notice raises `Preempted` at once. Inside `Watch.training` it
 is only noted: every host asks `reached` after each step, saves its state if it
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
+import ctypes
 import itertools
 import os
 import signal
@@ -26,6 +27,18 @@ EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
+# Faults and job control raise these, or the system or Python keeps them.
+_RESERVED = (
+  *('SIGINT', 'SIGKILL', 'SIGSTOP', 'SIGTSTP', 'SIGTTIN', 'SIGTTOU', 'SIGCONT'),
+  *('SIGCHLD', 'SIGPIPE', 'SIGXFSZ', 'SIGABRT', 'SIGBUS', 'SIGFPE', 'SIGILL'),
+  *('SIGSEGV', 'SIGSYS', 'SIGTRAP'),
+)
+# The signals that can end a run, by name.
+SIGNALS = {x.name: x for x in signal.Signals if x.name not in _RESERVED}
+_USUAL = [signal.SIGINT, signal.SIGTERM]
+# A closed terminal and Slurm's --signal send these. Windows has neither.
+_OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
+
 # Packages whose handlers a run may replace. In an event loop or a notebook, a
 # run is interrupted like a program.
 _REPLACED = ('_signal', 'asyncio', 'ipykernel', 'jaxline')
@@ -42,7 +55,7 @@ class Preempted(SystemExit):
   """Ends the process with an exit code; this is no error of the run.
 
   Attributes:
-    code: EXIT_CODE or SIGINT_EXIT_CODE; 0 for a SIGTERM when the run is over.
+    code: EXIT_CODE, which is 0 when the run is over, or SIGINT_EXIT_CODE.
     is_joint: whether all processes of the run leave after the same step.
     is_over: whether nothing of the run is left to do.
   """
@@ -55,21 +68,22 @@ class Preempted(SystemExit):
 
 
 class Watch:
-  """Handles SIGTERM and SIGINT while a run is inside of it.
+  """Handles SIGINT and the signals that end a run which is inside of it.
 
   The first signal decides the exit code. The first SIGINT restores the default
   handler, so that the second one ends the process at once, also in C code.
   Ignored signals (nohup, a shell's background jobs) stay ignored, and a
-  program's own Python handler keeps its signal. While a thread is in pdb,
-  SIGINT is for pdb.
+  program's own handler keeps its signal. While a thread is in pdb, SIGINT is
+  for pdb.
 
   Python drops what a handler raises inside `__del__` or a callback of the
   garbage collector, such as JAX's. So the notice is kept: it acts when the run
   or its training begins, or at the next `reached`.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
-  agree on the step after which they leave; a notice during start-up acts after
-  the first step. Outside of the main thread a watch only has JAX's notice.
+  agree on the step after which they leave; the other signals send it. A notice
+  during start-up acts after the first step. Outside of the main thread a watch
+  only has JAX's notice.
   """
 
   def __init__(self) -> None:
@@ -80,12 +94,12 @@ class Watch:
     self._defers = False
     self._step: int | None = None
     self._old_handlers: dict[int, Any] = {}
+    self._signals = [*_USUAL, *_OTHERS]
 
   def __enter__(self) -> Watch:
     global _active
     if threading.current_thread() is threading.main_thread():
       _active = self
-      self._take(signal.SIGINT)
     self._share(True)
     return self
 
@@ -108,14 +122,13 @@ class Watch:
     last `reached` is raised on leaving on a single host, and ignored if several
     hosts would have to agree.
     """
-    for signum in (signal.SIGINT, signal.SIGTERM):
-      handler = signal.getsignal(signum)
-      if self is _active and _is_programs(handler):
+    for signum in self._signals:
+      if self is _active and _is_programs(signum):
         logging.warning(
           '%s has a handler of the program itself, %r: it does not save the'
           ' run.',
-          signal.Signals(signum).name,
-          handler,
+          signum.name,
+          signal.getsignal(signum),
         )
     self._act()
     # Hosts that cannot agree on a step do not wait for one: the host with the
@@ -147,7 +160,8 @@ class Watch:
   def leave(self) -> NoReturn:
     """Raises Preempted with the exit code of the notice."""
     when = '' if self._step is None else f' after step {self._step}'
-    end = Preempted(EXIT_CODE, f'Preempted by SIGTERM{when}.')
+    name = signal.Signals(self._notice or signal.SIGTERM).name
+    end = Preempted(EXIT_CODE, f'Preempted by {name}{when}.')
     if self._notice == signal.SIGINT:
       end = Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
     end.is_joint = self._is_shared
@@ -163,7 +177,7 @@ class Watch:
       self.leave()
 
   def _share(self, takes_steps: bool) -> None:
-    """Leaves SIGTERM to JAX if that lets the hosts agree, else takes it."""
+    """Takes the signals; leaves SIGTERM to JAX if that lets the hosts agree."""
     # Not imported for this, which would take a second.
     jax = sys.modules.get('jax')
     self._is_shared = self._defers = (
@@ -172,19 +186,20 @@ class Watch:
       and jax.distributed.is_initialized()
       and jax.config.jax_enable_preemption_service
     )
-    if self is _active:
-      self._take(signal.SIGTERM)
+    for signum in self._signals if self is _active else ():
+      # Again if JAX has replaced it, which Python does not know.
+      if signum == signal.SIGTERM or signum not in self._old_handlers:
+        self._take(signum)
 
   def _take(self, signum: int) -> None:
     """Handles a signal that no handler of the program handles."""
     handler = signal.getsignal(signum)
     # None is a handler that was not made in Python and cannot be restored.
-    if handler in (signal.SIG_IGN, None) or _is_programs(handler):
+    if handler in (signal.SIG_IGN, None) or _is_programs(signum):
       return
     if handler != self._on_signal:
       self._old_handlers[signum] = handler
-    # Again if JAX has replaced it, which Python does not know.
-    if signum == signal.SIGINT or not self._is_shared:
+    if signum != signal.SIGTERM or not self._is_shared:
       signal.signal(signum, self._on_signal)
 
   def _on_signal(self, signum: int, frame: types.FrameType | None) -> None:
@@ -206,7 +221,7 @@ class Watch:
       self._act()
 
 
-def begin_run(takes_steps: bool = True) -> Watch:
+def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
   """Ends the start-up of the active watch: there may be something to save.
 
   Call it after `jax.distributed` is initialised, if it will be.
@@ -214,6 +229,7 @@ def begin_run(takes_steps: bool = True) -> Watch:
   Args:
     takes_steps: False for evaluation alone, which never asks `reached`. JAX
       would then swallow every SIGTERM, so the watch takes it from JAX for good.
+    signals: the names of further signals that end the run.
 
   Returns:
     The watch; a new one, which handles no signals, if none is active.
@@ -222,13 +238,20 @@ def begin_run(takes_steps: bool = True) -> Watch:
     Preempted: a notice came before, and its exception was swallowed.
   """
   watch = _active or Watch()
+  watch._signals += [SIGNALS[name] for name in filter(None, signals.split(','))]
   watch._share(takes_steps)
   watch._act()
   return watch
 
 
-def _is_programs(handler: Any) -> bool:
-  """Returns whether a handler belongs to the program that runs us."""
+def _is_programs(signum: int) -> bool:
+  """Returns whether the program that runs us handles a signal."""
+  handler = signal.getsignal(signum)
+  if handler == signal.SIG_DFL and signum not in _USUAL:
+    # Python does not know handlers in C, such as faulthandler's.
+    action = ctypes.create_string_buffer(1024)  # The address comes first.
+    ctypes.CDLL(None).sigaction(signum, None, action)
+    return any(action[: ctypes.sizeof(ctypes.c_void_p)])
   function = getattr(handler, 'func', handler)  # asyncio's is a partial.
   module = getattr(function, '__module__', None) or ''
   return callable(handler) and module.split('.')[0] not in _REPLACED
@@ -238,11 +261,12 @@ def _in_child() -> None:
   """Gives a forked worker the default handlers, in place of the run's."""
   default = signal.SIG_DFL
   for signum in _active._old_handlers if _active else ():
-    if not _is_programs(signal.getsignal(signum)):
+    if not _is_programs(signum):
       signal.signal(signum, default)
-      if signum == signal.SIGINT:
+      if signum != signal.SIGTERM:
         # The parent needs its workers while it saves: ignore the first one.
         signal.signal(signum, lambda n, unused: signal.signal(n, default))
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, 'register_at_fork'):
+  os.register_at_fork(after_in_child=_in_child)

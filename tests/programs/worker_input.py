@@ -31,8 +31,8 @@ def main():
   """Reads until it is told to finish, or killed."""
   stop = []
   if sys.argv[1] == 'finish':
-    signal.signal(signal.SIGINT, lambda *_: stop.append(1))
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      signal.signal(number, lambda *_: stop.append(1))
   source = Slow(batch_size=4, num_workers=2)
   print('starting', flush=True)
   next(source)
