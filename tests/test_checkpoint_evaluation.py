@@ -1,9 +1,13 @@
 """Tests of evaluation beside training, the best, notes, and failed saves."""
 
+import contextlib
 import errno
+import functools
+import itertools
 import math
 import os
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxline import errors
+from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
@@ -149,10 +154,10 @@ def test_the_best_of_the_per_device_style(open_run, tmp_path, monkeypatch):
   live._b0 = 4  # `evaluate` may change an attribute.
   write = manager.Manifests.write
 
-  def late(self, series, manifest):
+  def late(self, series, manifest, check):
     # Its data is not named yet.
     training._manifests.collect(training._store.names('data'))
-    write(self, series, manifest)
+    write(self, series, manifest, check)
 
   monkeypatch.setattr(manager.Manifests, 'write', late)
   lib.save_best(evaluation, live, 3, 0.5)
@@ -203,9 +208,100 @@ def test_what_training_has_removed_replaces_no_best(copied, open_run):
   lib.save_best(evaluation, live, 3, 0.5)
   lib.restore(evaluation, live, 5, key=None)
   shutil.rmtree(lib.data_of(copied))  # As if no beat came through for 120 s.
-  with pytest.raises(store_lib.DamagedError, match='latest/5'):
+  with pytest.raises(store_lib.DamagedError, match='best/5'):
     lib.save_best(evaluation, live, 5, 0.7)
   assert evaluation.steps('best') == [3]
+
+
+@contextlib.contextmanager
+def suspended(at: int, meanwhile):
+  """Calls a function before the nth operation on a store, from 0.
+
+  Yields a list, which is empty afterwards if there are fewer operations.
+  """
+  seen, lock = itertools.count(), threading.Lock()
+  reached = []
+
+  def wrap(original):
+    def method(*args, **more):
+      with lock:
+        is_due = not reached and next(seen) == at
+        if is_due:
+          reached.append(original.__name__)
+      if is_due:
+        meanwhile()
+      return original(*args, **more)
+
+    return method
+
+  with pytest.MonkeyPatch.context() as patch:
+    for kind in (store_lib.Disk, store_lib.Bucket):
+      for name in store_lib.Store.__abstractmethods__ | {'versioned', 'sync'}:
+        patch.setattr(kind, name, wrap(getattr(kind, name)))
+    yield reached
+
+
+@pytest.mark.parametrize('url', ['disk', 'gs'], indirect=True)
+@pytest.mark.parametrize('who', ['evaluation', 'training'])
+@pytest.mark.parametrize('is_pure', [True, False])
+def test_who_is_suspended_at_any_operation_loses_no_best(
+  is_pure, who, url, open_run, clock
+):
+  """Its mark becomes stale, and what it marks is retired and collected."""
+  outcomes, at, reached = [], -1, [True]
+  while reached:
+    at += 1
+    run, evaluation = f'{url}/{at}', None
+    training = open_run(directory=run, max_checkpoints_to_keep=1)
+    evaluation = open_run('eval', run, max_best_checkpoints_to_keep=1)
+
+    def weights(step):
+      live = lib.weights(step)
+      live.EVALUATION_IS_PURE = is_pure
+      return live
+
+    def evaluate(step, training=training, evaluation=evaluation):
+      lib.save(training, weights(step), step)
+      lib.restore(evaluation, live := weights(step))
+      return functools.partial(
+        lib.save_best, evaluation, live, step, float(step)
+      )
+
+    def train(training=training):
+      lib.save(training, weights(7), 7)
+      clock.now += owner.STALE_SECS
+      training._manifests.collect(training._store.names('data'))
+
+    evaluate(3)()
+    save = evaluate(5)
+    training._manifests.collect(training._store.names('data'))
+
+    def save_best():
+      try:
+        save()
+        outcomes.append('saved')
+      except store_lib.DamagedError as e:
+        assert 'best/5' in str(e) or 'latest/5' in str(e)
+        outcomes.append('lost')
+
+    first, second = save_best, train
+    if who == 'training':
+      first, second = train, save_best
+    with suspended(at, second) as reached:
+      first()
+    if not reached and who == 'training':
+      continue
+    training._manifests.collect(training._store.names('data'))
+    evaluation.close()
+    training._manifests.collect(training._store.names('data'))
+    best = 5 if outcomes[-1] == 'saved' else 3
+    assert evaluation.steps('best') == [best], (at, reached, outcomes)
+    found = inspection.find(f'{run}/checkpoints/best')
+    arrays.verify(found.data, found.described)
+    doomed = training._store.names('doomed')
+    assert not any(training._store.names(f'doomed/{x}') for x in doomed)
+  # Training does not know data that it has not written.
+  assert ('lost' in outcomes) == (is_pure or who == 'evaluation')
 
 
 def test_the_best_of_another_training_of_this_process(open_run):
@@ -336,7 +432,7 @@ def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   monkeypatch.setattr(owner, '_dead', {owner._NONCE})
   newer, live = open_run(directory=url), lib.weights()
   assert lib.restore(newer, live).global_step == 3
-  with pytest.raises(owner.ClaimedError, match='taken over'):
+  with pytest.raises(owner.LostClaimError, match='taken over'):
     lib.save(older, lib.weights(9), 5)
   assert newer.steps('latest') == [3]
   lib.save(newer, lib.weights(2), 5)

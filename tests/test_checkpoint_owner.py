@@ -120,7 +120,7 @@ def test_a_lock_that_is_removed_is_lost(removed, is_made_anew, tmp_path):
       lock = run / 'checkpoints' / 'claims' / 'train.lock'
       lock.parent.mkdir(parents=True)
       lock.touch()
-    with pytest.raises(owner.ClaimedError):
+    with pytest.raises(owner.LostClaimError):
       claim.check()
 
 
@@ -157,7 +157,7 @@ def test_who_gives_no_sign_of_life_loses_the_claim(
   assert 0 <= clock.now - start - owner.STALE_SECS <= owner._LOOK_SECS
   assert len(signs) >= owner.STALE_SECS / owner._LOOK_SECS
   for _ in range(2):
-    with pytest.raises(owner.ClaimedError, match='taken over'):
+    with pytest.raises(owner.LostClaimError, match='taken over'):
       older.check()
     newer.check()
   older.release()
@@ -176,7 +176,7 @@ def test_a_claim_that_was_taken_and_given_back_is_lost(url, clock, another):
   another()
   owner.Claim(url, 'train').release()
   assert store_lib.at(url).names('checkpoints/claims') == []
-  with pytest.raises(owner.ClaimedError, match='taken over'):
+  with pytest.raises(owner.LostClaimError, match='taken over'):
     older.check()
   older.release()
 

@@ -223,8 +223,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       """Writes the manifest, in process 0."""
       if content is None:
         manifest = self._latest(step)
-        # A mark that could not be renewed for a while has kept nothing.
-        if not self._store.names(f'data/{manifest.get("data")}'):
+        if not manifest:
           raise store_lib.DamagedError(
             f'{self._store}/latest/{step} is damaged or was removed, and so'
             ' cannot be the best.'
@@ -242,14 +241,15 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
         }
       claim = self._claims[series]
       assert claim is not None
-      claim.check()
       if series == 'best':
+        # Written anew: that of a suspended process has kept nothing.
+        self._keep_data([manifest['data']])
         entries = manifest['entries'] | added['entries']
         # Keep timestamps increasing even if the clock went back.
         times = self._manifests.times('best').values()
         when = max([time.time(), *(t + 1 for t in times)])
         manifest = manifest | added | {'entries': entries, 'time': when}
-      self._manifests.write(series, manifest)
+      self._manifests.write(series, manifest, claim.check)
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 
     distributed.decide((described, process, lengths), publish, error)
@@ -365,7 +365,8 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def _clean(self) -> None:
     """Removes what killed processes have left, on the writing thread."""
     contents.code()  # Now: the user may edit it before the first save.
-    self._manifests.collect(self._store.names('data'))
+    left = (*self._store.names('data'), *self._store.names('doomed'))
+    self._manifests.collect(left)
 
   def mark_ended(self, step: int, why: str = '') -> None:
     if jax.process_index() == 0 and not self.reads_only:

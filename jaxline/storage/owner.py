@@ -36,6 +36,10 @@ class ClaimedError(errors.UsageError):
   """Another process writes to the same directory."""
 
 
+class LostClaimError(RuntimeError):
+  """This process has lost the right to write, while its run went on."""
+
+
 class Ages:
   """Measures how long this process has seen values unchanged."""
 
@@ -160,7 +164,7 @@ class Claim:
     self.release()
 
   def check(self) -> None:
-    """Raises ClaimedError if the right is lost: another run may have it."""
+    """Raises LostClaimError if the right is lost: another may have it."""
     is_held = True
     if self._beat is not None:
       is_held = self._beat.write()
@@ -171,7 +175,7 @@ class Claim:
       except store_lib.MISSING:
         is_held = False
     if not is_held:
-      raise ClaimedError(
+      raise LostClaimError(
         f'{self._name}: another run has taken over, or the directory was'
         ' removed while this run wrote there. Nothing was saved.'
       )

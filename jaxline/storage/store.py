@@ -110,9 +110,16 @@ class Store(abc.ABC):
       DamagedError: the value is not there, or has another size.
     """
 
-  def size(self, key: str) -> int | None:
-    """Returns the size of a value, if it is known without a read."""
-    return None
+  @abc.abstractmethod
+  def check(self, key: str, size: int, asks: bool = False) -> None:
+    """Raises DamagedError unless a value is there and has a size.
+
+    A bucket only looks if `asks`: it takes a request, which reads a byte.
+    """
+
+  def versioned(self, key: str) -> tuple[bytes | None, Any]:
+    """Returns a value, and its version for `write`."""
+    return self.read(key), None
 
   @abc.abstractmethod
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
@@ -171,10 +178,11 @@ class Disk(Store):
     except MISSING as e:
       raise DamagedError(f'{key} is missing') from e
 
-  def size(self, key: str) -> int | None:
+  def check(self, key: str, size: int, asks: bool = False) -> None:
+    found = None
     with contextlib.suppress(*MISSING):
-      return self._path(key).stat().st_size
-    return None
+      found = self._path(key).stat().st_size
+    check_size(key, found, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
@@ -269,9 +277,9 @@ class Bucket(Store):
   def names(self, folder: str = '') -> list[str]:
     return sorted({key.partition('/')[0] for key in self._keys(folder)})
 
-  def _read(self, key: str) -> Any:
+  def _read(self, key: str, **more: Any) -> Any:
     with self._os_errors(key):
-      return self._kv.read(key).result()
+      return self._kv.read(key, **more).result()
 
   def read(self, key: str) -> bytes | None:
     return self.versioned(key)[0]
@@ -287,6 +295,18 @@ class Bucket(Store):
     size = len(found.value) if found.state == 'value' else None
     check_size(key, size, len(buffer))
     buffer[:] = found.value
+
+  def check(self, key: str, size: int, asks: bool = False) -> None:
+    if not asks:
+      return
+    try:  # TensorStore lists no sizes.
+      found = self._read(key, byte_range=slice(size - 1, None))
+    except OSError as e:
+      if not str(e.strerror).startswith('OUT_OF_RANGE'):
+        raise
+      raise DamagedError(f'{key} has less than {size} bytes') from e
+    is_there = found.state == 'value'
+    check_size(key, size - 1 + len(found.value) if is_there else None, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     if expected is NEW:
