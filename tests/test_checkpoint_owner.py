@@ -171,6 +171,29 @@ def test_who_gives_no_sign_of_life_loses_the_claim(
 
 
 @BUCKETS
+def test_the_object_that_is_named_ends_all_waits(url, clock, another, caplog):
+  older = [owner.Claim(url, x) for x in ('train', 'eval', 'latest', 'best')]
+  another()
+  start, store = clock.now, store_lib.at(url)
+
+  def delete_what_is_named():
+    (line,) = (x for x in caplog.messages if 'delete this object' in x)
+    store.delete(line.partition(': ')[0].removeprefix(f'{url}/'))
+
+  clock.at_sleep = delete_what_is_named
+  # In another order: an evaluation may be the first that goes on.
+  newer = [owner.Claim(url, x) for x in ('best', 'train', 'latest', 'eval')]
+  assert clock.now - start == owner._LOOK_SECS
+  for claim in older:
+    with pytest.raises(owner.LostClaimError, match='taken over'):
+      claim.check()
+  for claim in newer[::-1]:
+    claim.check()
+    claim.release()
+  assert store.names('checkpoints/claims') == []
+
+
+@BUCKETS
 def test_a_claim_that_was_taken_and_given_back_is_lost(url, clock, another):
   older = owner.Claim(url, 'train')
   another()

@@ -165,7 +165,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       done.wait()
     with contextlib.suppress(OSError):  # The next start collects the rest.
       self._keep_data(())
-    for claim in filter(None, self._claims.values()):
+    for claim in filter(None, [*self._claims.values()][::-1]):
       claim.release()
     self._claims.clear()
 

@@ -1,9 +1,10 @@
 """Claims on a run's directory: which process may write there.
 
 On a disk a claim is a lock of the operating system, which ends with the
-process. In a bucket it is an object that its owner rewrites every `BEAT_SECS`.
-Clocks of two machines are never compared: an object is stale if this process
-has seen it unchanged for `STALE_SECS`.
+process. In a bucket it is an object. A process rewrites that of its first claim
+on a run every `BEAT_SECS`, and its other objects name the first: they count as
+long as that does. Clocks of two machines are never compared: an object is stale
+if this process has seen it unchanged for `STALE_SECS`.
 """
 
 import contextlib
@@ -82,7 +83,7 @@ class Beat:
     with self._lock:
       self._value = value or self._value
       self._rewrite()
-    if self._thread.ident is None:
+    if self._thread.ident is None and 'first' not in self._value:
       self._thread.start()
     return not self.is_lost
 
@@ -138,13 +139,17 @@ class Claim:
     self._process = os.getpid()
     self._fd: int | None = None
     self._beat: Beat | None = None
+    self._first = self  # The claim of this process that shows that it lives.
     with _claiming:
       # Look before opening the file: closing it would release the lock that
       # this process has.
       has = _claimed.get(self._name)
       if has is None or has._process != os.getpid():
         if isinstance(store, store_lib.Bucket):
-          self._beat = _take_object(store, f'claims/{what}')
+          firsts = (x._first for x in _own(store) if x._beat)
+          self._first = next(firsts, self)
+          first = self._first._name.removeprefix(f'{store}/')
+          self._beat = _take_object(store, f'claims/{what}', first)
         else:
           self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
       if self._beat is None and self._fd is None:
@@ -167,7 +172,8 @@ class Claim:
     """Raises LostClaimError if the right is lost: another may have it."""
     is_held = True
     if self._beat is not None:
-      is_held = self._beat.write()
+      beats = (self._beat, self._first._beat)
+      is_held = all(beat is not None and beat.write() for beat in beats)
     elif self._fd is not None:
       try:
         found = os.stat(f'{self._name}.lock')
@@ -196,9 +202,14 @@ class Claim:
 
 def check(run: store_lib.Store) -> None:
   """Checks this process's claims on a run: see `Claim.check`."""
-  for name, claim in list(_claimed.items()):
-    if name.startswith(f'{run}/checkpoints/claims/'):
-      claim.check()
+  for claim in _own(run.below('checkpoints')):
+    claim.check()
+
+
+def _own(store: store_lib.Store) -> list[Claim]:
+  """Returns this process's claims in a store."""
+  claims = list(_claimed.items())
+  return [x for name, x in claims if name.startswith(f'{store}/claims/')]
 
 
 def _lock_file(path: pathlib.Path) -> int | None:
@@ -228,32 +239,43 @@ _NONCE = secrets.token_hex(8)  # Of this process.
 _dead: set[str] = set()  # Nonces of processes that were found dead.
 
 
-def _take_object(store: store_lib.Bucket, key: str) -> Beat | None:
-  """Returns the beat of an object, or None if another process rewrites it.
+def _take_object(
+  store: store_lib.Bucket, key: str, first: str
+) -> Beat | None:
+  """Returns the beat of an object, or None if another process has it.
 
-  It waits until the object of a killed process is stale.
+  It waits until the first object of a killed process is stale.
+
+  Args:
+    store: where the objects are.
+    key: the object's.
+    first: that of the first object of this process, which may be the same.
   """
-  ages, first = Ages(), None
+  ages, before = Ages(), None
   while True:
     raw, version = store.versioned(key)
     if raw is None:
       break
-    nonce = json.loads(raw)['nonce']
-    if nonce in _dead or ages.is_old(key, raw):
+    held = json.loads(raw)
+    nonce, at = held['nonce'], held.get('first', key)
+    sign = raw if at == key else store.read(at)
+    is_there = sign is not None and json.loads(sign)['nonce'] == nonce
+    if nonce in _dead or not is_there or ages.is_old(at, sign):
       _dead.add(nonce)
       break
-    if raw != (first := first or raw):
+    if before is None:
+      logging.warning(
+        '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
+        ' for a sign of life. (If it has ended, delete this object.)',
+        store, at, STALE_SECS,
+      )  # fmt: skip
+    if sign != (before := before or sign):
       return None
-    logging.log_first_n(
-      logging.WARNING,
-      '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
-      ' for a sign of life. (If it has ended, delete this object.)',
-      1, store, key, STALE_SECS,
-    )  # fmt: skip
     watchdog.give_sign_of_life()  # It may end a run sooner than that.
     time.sleep(_LOOK_SECS)
   beat = Beat(store, key, version)
-  if not beat.write(nonce=_NONCE):
+  named = {} if key == first else {'first': first}
+  if not beat.write(nonce=_NONCE, **named):
     return None
   # Without the right to list, GCS lists nothing and TensorStore says nothing.
   if not store.names('claims'):
