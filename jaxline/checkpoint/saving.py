@@ -11,6 +11,7 @@ Notes are small files beside the checkpoints; each is replaced whole:
     checkpoints/begun.json           the step from which it goes on
     checkpoints/ended.json           the step at which training has ended, why
     checkpoints/evaluated/MODE.json  evaluations, see `checkpointing.Evaluation`
+    checkpoints/code/HASH.diff       uncommitted changes of the code
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -237,7 +238,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
           'arrays': described,
           'processes': [process for _, process, _ in all_of],
           'logs': _merged(lengths for _, _, lengths in all_of),
-          'code': contents.code(),
+          'code': self._code(),
         }
       claim = self._claims[series]
       assert claim is not None
@@ -364,9 +365,19 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
 
   def _clean(self) -> None:
     """Removes what killed processes have left, on the writing thread."""
-    contents.code()  # Now: the user may edit it before the first save.
+    self._code()  # Now: the user may edit it before the first save.
     left = (*self._store.names('data'), *self._store.names('doomed'))
     self._manifests.collect(left)
+
+  def _code(self) -> dict[str, str]:
+    """Returns the manifest's field; writes uncommitted changes once a run."""
+    about, changes = contents.code()
+    name = f'{about["changed"]}.diff'
+    if changes and self._config.record_git_diff:
+      if name not in self._store.names('code'):
+        # For the user alone: a changed file may have a password.
+        self._store.write(f'code/{name}', changes.encode(), None, 0o600)
+    return about
 
   def mark_ended(self, step: int, why: str = '') -> None:
     if jax.process_index() == 0 and not self.reads_only:

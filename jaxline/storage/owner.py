@@ -239,9 +239,7 @@ _NONCE = secrets.token_hex(8)  # Of this process.
 _dead: set[str] = set()  # Nonces of processes that were found dead.
 
 
-def _take_object(
-  store: store_lib.Bucket, key: str, first: str
-) -> Beat | None:
+def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
   """Returns the beat of an object, or None if another process has it.
 
   It waits until the first object of a killed process is stale.

@@ -122,7 +122,9 @@ class Store(abc.ABC):
     return self.read(key), None
 
   @abc.abstractmethod
-  def write(self, key: str, value: Any, expected: Any = None) -> Any:
+  def write(
+    self, key: str, value: Any, expected: Any = None, mode: int = 0o666
+  ) -> Any:
     """Writes bytes that can be read whole, also after a power loss, or not.
 
     Args:
@@ -130,6 +132,7 @@ class Store(abc.ABC):
       value: the bytes, or a memoryview of them.
       expected: the version that may be replaced, such as NEW; None is any. A
         disk does not compare it: whoever writes there has a lock.
+      mode: on a disk, of the file: see `disk.replacing`.
 
     Returns:
       In a bucket the new version; None if another than the expected was there.
@@ -184,10 +187,12 @@ class Disk(Store):
       found = self._path(key).stat().st_size
     check_size(key, found, size)
 
-  def write(self, key: str, value: Any, expected: Any = None) -> Any:
+  def write(
+    self, key: str, value: Any, expected: Any = None, mode: int = 0o666
+  ) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
-    with disk.replacing(path) as f:
+    with disk.replacing(path, mode=mode) as f:
       f.write(value)
     return True
 
@@ -308,7 +313,9 @@ class Bucket(Store):
     is_there = found.state == 'value'
     check_size(key, size - 1 + len(found.value) if is_there else None, size)
 
-  def write(self, key: str, value: Any, expected: Any = None) -> Any:
+  def write(
+    self, key: str, value: Any, expected: Any = None, mode: int = 0o666
+  ) -> Any:
     if expected is NEW:
       found = self._read(key)
       if found.state == 'value':
