@@ -7,7 +7,11 @@ import itertools
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -254,60 +258,115 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
   """Its mark becomes stale, and what it marks is retired and collected."""
   # A process has claims of its own; here one beat would wait for the other's.
   monkeypatch.setattr(owner, 'check', lambda run: None)
-  outcomes, at, reached = [], -1, [True]
-  while reached:
-    at += 1
-    run, evaluation = f'{url}/{at}', None
+
+  def weights(step):
+    live = lib.weights(step)
+    live.EVALUATION_IS_PURE = is_pure
+    return live
+
+  def suspend(at: int) -> str:
+    """Returns what became of the new best; '' if nobody was suspended."""
+    run, outcome = f'{url}/{at}', ''
     training = open_run(directory=run, max_checkpoints_to_keep=1)
     evaluation = open_run('eval', run, max_best_checkpoints_to_keep=1)
+    collect = lambda: training._manifests.collect(training._store.names('data'))
 
-    def weights(step):
-      live = lib.weights(step)
-      live.EVALUATION_IS_PURE = is_pure
-      return live
-
-    def evaluate(step, training=training, evaluation=evaluation):
+    def evaluate(step):
       lib.save(training, weights(step), step)
-      lib.restore(evaluation, live := weights(step))
-      return functools.partial(
-        lib.save_best, evaluation, live, step, float(step)
-      )
+      lib.restore(evaluation, weights(step))
 
-    def train(training=training):
+    def train():
       lib.save(training, weights(7), 7)
       clock.now += owner.STALE_SECS
-      training._manifests.collect(training._store.names('data'))
-
-    evaluate(3)()
-    save = evaluate(5)
-    training._manifests.collect(training._store.names('data'))
+      collect()
 
     def save_best():
-      try:
-        save()
-        outcomes.append('saved')
-      except store_lib.DamagedError as e:
-        assert 'best/5' in str(e) or 'latest/5' in str(e)
-        outcomes.append('lost')
+      nonlocal outcome
+      outcome = 'lost'
+      with contextlib.suppress(store_lib.DamagedError):
+        lib.save_best(evaluation, weights(5), 5, 5.0)
+        outcome = 'saved'
 
-    first, second = save_best, train
-    if who == 'training':
-      first, second = train, save_best
-    with suspended(at, second) as reached:
-      first()
-    if not reached and who == 'training':
-      continue
-    training._manifests.collect(training._store.names('data'))
+    evaluate(3)
+    lib.save_best(evaluation, weights(3), 3, 3.0)
+    evaluate(5)
+    collect()  # It sees the mark.
+    both = (save_best, train)[:: 1 if who == 'evaluation' else -1]
+    with suspended(at, both[1]) as reached:
+      both[0]()
+    if not reached:
+      return ''
+    collect()
     evaluation.close()
-    training._manifests.collect(training._store.names('data'))
-    best = 5 if outcomes[-1] == 'saved' else 3
-    assert evaluation.steps('best') == [best], (at, reached, outcomes)
+    collect()
+    best = 5 if outcome == 'saved' else 3
+    assert evaluation.steps('best') == [best], (at, reached, outcome)
     found = inspection.find(f'{run}/checkpoints/best')
     arrays.verify(found.data, found.described)
     doomed = training._store.names('doomed')
     assert not any(training._store.names(f'doomed/{x}') for x in doomed)
+    return outcome
+
+  outcomes = {*iter(map(suspend, itertools.count()).__next__, '')}
   # Training does not know data that it has not written.
   assert ('lost' in outcomes) == (is_pure or who == 'evaluation')
+  assert 'saved' in outcomes
+
+
+_EVALUATION = """
+import os, signal, sys
+from jaxline.checkpoint import durable
+from jaxline.storage import store
+from tests import checkpoints as lib
+run, when = sys.argv[1:]
+config = lib.make_config(run, max_best_checkpoints_to_keep=1)
+evaluation = durable.DurableCheckpointer(config, 'eval')
+evaluation.restrict(follows=True)
+write = store.Disk.write
+
+def stopped(self, key, *args):
+  stops = lambda at: key == 'best/5.json' and when == at
+  if stops('before'):
+    os.kill(os.getpid(), signal.SIGSTOP)
+  write(self, key, *args)
+  if stops('after'):
+    os.kill(os.getpid(), signal.SIGSTOP)
+  return True
+
+store.Disk.write = stopped
+for step in (3, 5):
+  live = lib.weights(step)
+  live.EVALUATION_IS_PURE = True
+  lib.restore(evaluation, live, step)
+  lib.save_best(evaluation, live, step, float(step))
+evaluation.close()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(('when', 'best'), [('before', 3), ('after', 5)])
+def test_a_process_that_is_stopped_loses_no_best(
+  when, best, open_run, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(owner, 'STALE_SECS', 1.0)
+  training, run = open_run(), tmp_path / 'run'
+  lib.save(training, lib.weights(), 3, 5, 7)
+  data = [lib.data_of(run, step).name for step in (3, 5)]
+  command = [sys.executable, '-c', _EVALUATION, str(run), when]
+  with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+    assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+    training._manifests.retire('latest', [3, 5])
+    while training._store.names('readers'):
+      training._manifests.collect(data)
+      time.sleep(0.2)
+    training._manifests.collect(data)
+    child.send_signal(signal.SIGCONT)
+    log = child.communicate()[1]
+  assert (child.returncode == 0) == (when == 'after'), log
+  assert ('best/5.json was not saved' in log) == (when == 'before')
+  assert training.steps('best') == [best]
+  found = inspection.find(f'{run}/checkpoints/best')
+  arrays.verify(found.data, found.described)
 
 
 def test_the_best_of_another_training_of_this_process(open_run):

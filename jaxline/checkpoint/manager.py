@@ -180,7 +180,7 @@ class Manifests:
     except store_lib.DamagedError as e:
       raise store_lib.DamagedError(
         f'{self.store}/{key} was not saved, and the older ones stay: its data,'
-        f' {data}, was damaged or removed ({str(e):.200}). Start again.'
+        f' {data}, was damaged or removed ({e!s:.200}). Start again.'
       ) from e
 
   def times(self, series: str) -> dict[int, float]:

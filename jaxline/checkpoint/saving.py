@@ -373,10 +373,10 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     """Returns the manifest's field; writes uncommitted changes once a run."""
     about, changes = contents.code()
     name = f'{about["changed"]}.diff'
-    if changes and self._config.record_git_diff:
-      if name not in self._store.names('code'):
-        # For the user alone: a changed file may have a password.
-        self._store.write(f'code/{name}', changes.encode(), None, 0o600)
+    is_wanted = changes and self._config.record_git_diff
+    if is_wanted and name not in self._store.names('code'):
+      # For the user alone: a changed file may have a password.
+      self._store.write(f'code/{name}', changes.encode(), None, 0o600)
     return about
 
   def mark_ended(self, step: int, why: str = '') -> None:

@@ -38,7 +38,7 @@ class ClaimedError(errors.UsageError):
 
 
 class LostClaimError(RuntimeError):
-  """This process has lost the right to write, while its run went on."""
+  """A run that goes on has lost the right to write."""
 
 
 class Ages:
