@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import itertools
 import math
 import os
@@ -204,17 +203,6 @@ def test_the_last_best_counts_of_whichever_step_it_is(
   state = lib.restore(open_run('eval_2'), lib.weights(), series='best', **BEST)
   assert (state.global_step, state.best_eval_metric_value) == (2, 3.0)
   assert inspection.find(tmp_path / 'run/checkpoints/best').step == 2
-
-
-def test_what_training_has_removed_replaces_no_best(copied, open_run):
-  evaluation, live = open_run('eval'), lib.Sharded('eval')
-  lib.restore(evaluation, live, 3, key=None)
-  lib.save_best(evaluation, live, 3, 0.5)
-  lib.restore(evaluation, live, 5, key=None)
-  shutil.rmtree(lib.data_of(copied))  # As if no beat came through for 120 s.
-  with pytest.raises(store_lib.DamagedError, match='best/5'):
-    lib.save_best(evaluation, live, 5, 0.7)
-  assert evaluation.steps('best') == [3]
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@
 To retire a checkpoint is to delete its manifest. Data that neither a manifest
 nor a reader's mark names is collected.
 
-Any process may be suspended between any two of its operations, for longer than
-its marks count. So whoever deletes data first dooms it, and then looks again
-for what names it; whoever names data first writes the manifest, and then looks
-whether the data is doomed. One of the two sees the other.
+A process may be suspended for longer than its marks count. So who deletes data
+first dooms it, then looks again for what names it; who names data first writes
+the manifest, then looks whether the data is doomed. One sees the other.
 """
 
 from collections.abc import Callable, Iterable
@@ -129,13 +128,12 @@ class Manifests:
   ) -> None:
     """Writes a manifest, by which the checkpoint exists.
 
-    It is taken back if this process was suspended meanwhile, and another one
-    has its right to write or has collected the data of `best`. Nobody collects
-    that of `latest`. Parts are not read: the data may be larger than what one
-    process can read, and is verified at each restore.
+    It is taken back if another process has got the right to write meanwhile, or
+    the data of `best` has gone: nobody collects that of `latest`. Parts are not
+    read, which would take one process too long; each restore verifies them.
 
     Args:
-      series: the series.
+      series: 'latest' or 'best'.
       manifest: the manifest.
       check: raises an error if the right to write is lost.
 

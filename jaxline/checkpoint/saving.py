@@ -372,11 +372,10 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def _code(self) -> dict[str, str]:
     """Returns the manifest's field; writes uncommitted changes once a run."""
     about, changes = contents.code()
-    name = f'{about["changed"]}.diff'
-    is_wanted = changes and self._config.record_git_diff
-    if is_wanted and name not in self._store.names('code'):
-      # For the user alone: a changed file may have a password.
-      self._store.write(f'code/{name}', changes.encode(), None, 0o600)
+    store, name = self._store.below('code'), f'{about["changed"]}.diff'
+    store.mode = 0o600  # A changed file may have a password.
+    if changes and self._config.record_git_diff and name not in store.names():
+      store.write(name, changes.encode())
     return about
 
   def mark_ended(self, step: int, why: str = '') -> None:

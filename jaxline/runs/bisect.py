@@ -146,13 +146,12 @@ def _changes(run: runs.Run) -> list[str]:
   if 'diff' in code:  # Where it was earlier.
     return code['diff'].splitlines()
   store = store_lib.at(run.path).below('checkpoints/code')
-  if (name := f'{code.get("changed")}.diff') not in store.names():
-    return []
-  try:
-    return (store.read(name) or b'').decode(errors='replace').splitlines()
-  except OSError as e:
-    print(f'{store}/{name} cannot be read, and is not compared: {e.strerror}')
-    return []
+  for name in {f'{code.get("changed")}.diff'}.intersection(store.names()):
+    try:
+      return (store.read(name) or b'').decode(errors='replace').splitlines()
+    except OSError as e:  # It is another user's.
+      print(f'{store}/{name} is not compared: {e.strerror}')
+  return []
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:

@@ -202,13 +202,13 @@ class Claim:
 
 def check(run: store_lib.Store) -> None:
   """Checks this process's claims on a run: see `Claim.check`."""
-  for claim in _own(run.below('checkpoints')):
+  for claim in _own(f'{run}/checkpoints'):
     claim.check()
 
 
-def _own(store: store_lib.Store) -> list[Claim]:
+def _own(store: Any) -> list[Claim]:
   """Returns this process's claims in a store."""
-  claims = list(_claimed.items())
+  claims = [*_claimed.items()]
   return [x for name, x in claims if name.startswith(f'{store}/claims/')]
 
 
@@ -242,12 +242,8 @@ _dead: set[str] = set()  # Nonces of processes that were found dead.
 def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
   """Returns the beat of an object, or None if another process has it.
 
-  It waits until the first object of a killed process is stale.
-
-  Args:
-    store: where the objects are.
-    key: the object's.
-    first: that of the first object of this process, which may be the same.
+  It waits until the first object of a killed process is stale. `first` is the
+  key of the first object of this process, and may be `key`.
   """
   ages, before = Ages(), None
   while True:

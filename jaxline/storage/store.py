@@ -79,10 +79,12 @@ class Store(abc.ABC):
     url: the directory, or the address.
     threads: how many reads or writes at once are fastest.
     poll_secs: how long to wait between two listings.
+    mode: on a disk, of what `write` makes: see `disk.replacing`.
   """
 
   threads = 16  # In a bucket each may have a copy of a part.
   poll_secs = 0.0
+  mode = 0o666
 
   def __init__(self, url: str):
     self.url = url
@@ -114,7 +116,7 @@ class Store(abc.ABC):
   def check(self, key: str, size: int, asks: bool = False) -> None:
     """Raises DamagedError unless a value is there and has a size.
 
-    A bucket only looks if `asks`: it takes a request, which reads a byte.
+    In a bucket this takes a request, which is made only if it `asks`.
     """
 
   def versioned(self, key: str) -> tuple[bytes | None, Any]:
@@ -122,9 +124,7 @@ class Store(abc.ABC):
     return self.read(key), None
 
   @abc.abstractmethod
-  def write(
-    self, key: str, value: Any, expected: Any = None, mode: int = 0o666
-  ) -> Any:
+  def write(self, key: str, value: Any, expected: Any = None) -> Any:
     """Writes bytes that can be read whole, also after a power loss, or not.
 
     Args:
@@ -132,7 +132,6 @@ class Store(abc.ABC):
       value: the bytes, or a memoryview of them.
       expected: the version that may be replaced, such as NEW; None is any. A
         disk does not compare it: whoever writes there has a lock.
-      mode: on a disk, of the file: see `disk.replacing`.
 
     Returns:
       In a bucket the new version; None if another than the expected was there.
@@ -187,12 +186,10 @@ class Disk(Store):
       found = self._path(key).stat().st_size
     check_size(key, found, size)
 
-  def write(
-    self, key: str, value: Any, expected: Any = None, mode: int = 0o666
-  ) -> Any:
+  def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
-    with disk.replacing(path, mode=mode) as f:
+    with disk.replacing(path, mode=self.mode) as f:
       f.write(value)
     return True
 
@@ -313,9 +310,7 @@ class Bucket(Store):
     is_there = found.state == 'value'
     check_size(key, size - 1 + len(found.value) if is_there else None, size)
 
-  def write(
-    self, key: str, value: Any, expected: Any = None, mode: int = 0o666
-  ) -> Any:
+  def write(self, key: str, value: Any, expected: Any = None) -> Any:
     if expected is NEW:
       found = self._read(key)
       if found.state == 'value':
