@@ -5,7 +5,6 @@ import errno
 import itertools
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys

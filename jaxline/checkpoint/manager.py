@@ -9,9 +9,9 @@
 To retire a checkpoint is to delete its manifest. Data that neither a manifest
 nor a reader's mark names is collected.
 
-A process may be suspended for longer than its marks count. So who deletes data
-first dooms it, then looks again for what names it; who names data first writes
-the manifest, then looks whether the data is doomed. One sees the other.
+A process may be suspended for longer than its marks count. So a process that
+deletes data first dooms it, then looks again for names of it; one that names
+data first writes the manifest, then looks for a doom. One sees the other.
 """
 
 from collections.abc import Callable, Iterable
@@ -128,9 +128,9 @@ class Manifests:
   ) -> None:
     """Writes a manifest, by which the checkpoint exists.
 
-    It is taken back if another process has got the right to write meanwhile, or
-    the data of `best` has gone: nobody collects that of `latest`. Parts are not
-    read, which would take one process too long; each restore verifies them.
+    It is taken back if this process loses the right to write, or if the data of
+    `best` is lost: no process collects the data of `latest`. Parts are not read,
+    which would take one process too long; each restore verifies them.
 
     Args:
       series: 'latest' or 'best'.

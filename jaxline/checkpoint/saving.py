@@ -243,7 +243,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       claim = self._claims[series]
       assert claim is not None
       if series == 'best':
-        # Written anew: that of a suspended process has kept nothing.
+        # The mark of a suspended process has kept nothing.
         self._keep_data([manifest['data']])
         entries = manifest['entries'] | added['entries']
         # Keep timestamps increasing even if the clock went back.

@@ -89,7 +89,7 @@ class JsonlWriter(FileBackend):
     pandas' `astype(float)` read.
   - Images are recorded by their shape, [B, H, W, C].
   - `resume` cuts the file to the length that the checkpoint recorded.
-  - Each record begins a line, also behind half a line.
+  - Each record begins a line. Half a line before it stays alone.
   """
 
   def _end_record(self) -> None:

@@ -1,10 +1,10 @@
 """Claims on a run's directory: which process may write there.
 
 On a disk a claim is a lock of the operating system, which ends with the
-process. In a bucket it is an object. A process rewrites that of its first claim
-on a run every `BEAT_SECS`, and its other objects name the first: they count as
-long as that does. Clocks of two machines are never compared: an object is stale
-if this process has seen it unchanged for `STALE_SECS`.
+process. In a bucket it is an object. A process rewrites its first object in a
+run every `BEAT_SECS`; its other objects name the first, and count as long as
+the first does. Clocks of two machines are never compared: an object is stale if
+this process has seen it unchanged for `STALE_SECS`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class ClaimedError(errors.UsageError):
 
 
 class LostClaimError(RuntimeError):
-  """A run that goes on has lost the right to write."""
+  """A run has lost its right to write, after it has begun."""
 
 
 class Ages:
