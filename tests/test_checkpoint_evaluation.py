@@ -148,20 +148,12 @@ def test_the_best_names_the_same_data(copied, open_run, tmp_path):
   lib.assert_same(trained.snapshot_state(), want.snapshot_state())
 
 
-def test_the_best_of_the_per_device_style(open_run, tmp_path, monkeypatch):
+def test_the_best_of_the_per_device_style(open_run, tmp_path):
   training, run = open_run(), tmp_path / 'run'
   lib.save(training, lib.weights(3), 3)
   evaluation, live = open_run('eval'), lib.weights()
   lib.restore(evaluation, live)
   live._b0 = 4  # `evaluate` may change an attribute.
-  write = manager.Manifests.write
-
-  def late(self, series, manifest, check):
-    # Its data is not named yet.
-    training._manifests.collect(training._store.names('data'))
-    write(self, series, manifest, check)
-
-  monkeypatch.setattr(manager.Manifests, 'write', late)
   lib.save_best(evaluation, live, 3, 0.5)
   names = {lib.data_of(run, 3, series).name for series in ('latest', 'best')}
   assert set(data(run)) == names

@@ -175,7 +175,7 @@ def git(*args: str) -> str:
 
 @functools.cache
 def code() -> tuple[dict[str, str], str]:
-  """Returns the manifest's field about the code, and the uncommitted changes."""
+  """Returns the manifest's field about the code; and uncommitted changes."""
   diff = git('diff', 'HEAD')
   about = {
     'host': platform.node(),

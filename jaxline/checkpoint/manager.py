@@ -124,13 +124,13 @@ class Manifests:
     self,
     series: str,
     manifest: dict[str, Any],
-    check: Callable[[], None] = lambda: None,
+    check: Callable[..., None] = lambda **_: None,
   ) -> None:
     """Writes a manifest, by which the checkpoint exists.
 
     It is taken back if this process loses the right to write, or if the data of
-    `best` is lost: no process collects the data of `latest`. Parts are not read,
-    which would take one process too long; each restore verifies them.
+    `best` is lost. (No process collects the data of `latest`.) Parts are not
+    read, which would take one process too long; each restore verifies them.
 
     Args:
       series: 'latest' or 'best'.
@@ -156,7 +156,7 @@ class Manifests:
         ' directory. Nothing was saved.'
       )
     try:
-      check()
+      check(renews=False)
       if series == 'best':
         self._check_data(key, manifest)
     except Exception:

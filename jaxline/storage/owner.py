@@ -87,6 +87,12 @@ class Beat:
       self._thread.start()
     return not self.is_lost
 
+  def is_ours(self) -> bool:
+    """Returns whether the object has this process's value; writes nothing."""
+    found = json.loads(self._store.read(self._key) or b'{}')
+    self.is_lost |= not self._value.items() <= found.items()
+    return not self.is_lost
+
   def _rewrite(self) -> None:
     if self.is_lost:
       return
@@ -168,12 +174,18 @@ class Claim:
   def __exit__(self, *unused: Any) -> None:
     self.release()
 
-  def check(self) -> None:
-    """Raises LostClaimError if the right is lost: another may have it."""
-    is_held = True
+  def check(self, *, renews: bool = True) -> None:
+    """Raises LostClaimError if the right is lost: another may have it.
+
+    Args:
+      renews: whether to rewrite the first object in a bucket. GCS slows down
+        who writes an object more than once a second.
+    """
+    is_held, first = True, self._first._beat
     if self._beat is not None:
-      beats = (self._beat, self._first._beat)
-      is_held = all(beat is not None and beat.write() for beat in beats)
+      is_held = self._beat.is_ours() and first is not None and first.is_ours()
+      if first is not None and is_held and renews:
+        is_held = first.write()
     elif self._fd is not None:
       try:
         found = os.stat(f'{self._name}.lock')
@@ -203,7 +215,7 @@ class Claim:
 def check(run: store_lib.Store) -> None:
   """Checks this process's claims on a run: see `Claim.check`."""
   for claim in _own(f'{run}/checkpoints'):
-    claim.check()
+    claim.check(renews=claim._first is claim)
 
 
 def _own(store: Any) -> list[Claim]:
