@@ -235,8 +235,8 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
   is_pure, who, url, open_run, clock, monkeypatch
 ):
   """Its mark becomes stale, and what it marks is retired and collected."""
-  # A process has claims of its own; here one beat would wait for the other's.
-  monkeypatch.setattr(owner, 'check', lambda run: None)
+  # Two processes share no claims; here the one would wait for the other's beat.
+  monkeypatch.setattr(owner, '_own', lambda store: [])
 
   def weights(step):
     live = lib.weights(step)
