@@ -308,6 +308,9 @@ KEYS = (
   Key('checkpoint_allow_pickle', False, BOOLEAN,
       'True pickles what is neither array, JSON nor structure, and unpickles it'
       ' at restore, which runs any code in the file: only for your own files.'),
+  Key('record_git_diff', True, BOOLEAN,
+      'Write the uncommitted changes of the code into `checkpoints/code`, once,'
+      ' for the user alone to read. `runs bisect` compares them.'),
   Key('restore_from', None, optional(text("'DIR' or 'DIR:STEP'", is_path=True)),
       'Begin from a checkpoint of another run, if this run has none of its own.'
       ' Without rules all of it is restored: weights, optimizer, step, random'

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 import contextlib
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -51,12 +52,15 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+def replacing(
+  path: pathlib.Path, *, sync: bool = True, mode: int = 0o666
+) -> Iterator[BinaryIO]:
   """Opens a temporary file, and renames it once it is complete and synced.
 
   Args:
     path: the file to replace. It keeps its old content if the block raises.
     sync: whether to wait for the disk; else a power failure may cut the file.
+    mode: who may read it, from its creation on; less what the umask takes.
 
   Raises:
     OSError: the file cannot be written; says how much room there is.
@@ -64,7 +68,8 @@ def replacing(path: pathlib.Path, *, sync: bool = True) -> Iterator[BinaryIO]:
   # Two threads, or machines, may write the same file.
   partial = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{PARTIAL}')
   try:
-    with open(partial, 'wb') as file:
+    opener = functools.partial(os.open, mode=mode)
+    with open(partial, 'wb', opener=opener) as file:
       yield file
       if sync:
         file.flush()

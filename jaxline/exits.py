@@ -23,6 +23,7 @@ from jax._src import distributed as jax_distributed
 from jaxline import disk
 from jaxline import errors
 from jaxline.metrics import lines as lines_lib
+from jaxline.storage import owner
 from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
@@ -51,7 +52,10 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
     case errors.UsageError():
       return 2, ' '.join(lines)
     case (
-      store.DamagedError() | nonfinite.NonfiniteError() | disk.FullDiskError()
+      store.DamagedError()
+      | owner.LostClaimError()
+      | nonfinite.NonfiniteError()
+      | disk.FullDiskError()
     ):
       return 1, ' '.join(lines)
     case _ if others and errors.is_lost_process(error):

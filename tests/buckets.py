@@ -108,8 +108,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if method == 'DELETE':
       del gcs.objects[key]
       return 204, b'', {}
-    headers = {'x-goog-generation': generation}
-    return 200, gcs.objects[key], headers
+    headers, found = {'x-goog-generation': generation}, gcs.objects[key]
+    if wanted := self.headers['Range']:
+      low, _, high = wanted.removeprefix('bytes=').partition('-')
+      part = found[int(low) : int(high or len(found)) + 1]
+      place = f'bytes {low}-{int(low) + len(part) - 1}/{len(found)}'
+      if int(low) >= len(found):
+        return 416, b'', {}
+      return 206, part, {**headers, 'Content-Range': place}
+    return 200, found, headers
 
   def log_message(self, *unused):
     pass

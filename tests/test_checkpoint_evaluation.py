@@ -1,9 +1,15 @@
 """Tests of evaluation beside training, the best, notes, and failed saves."""
 
+import contextlib
 import errno
+import itertools
 import math
 import os
-import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +17,7 @@ import numpy as np
 import pytest
 
 from jaxline import errors
+from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
@@ -141,20 +148,12 @@ def test_the_best_names_the_same_data(copied, open_run, tmp_path):
   lib.assert_same(trained.snapshot_state(), want.snapshot_state())
 
 
-def test_the_best_of_the_per_device_style(open_run, tmp_path, monkeypatch):
+def test_the_best_of_the_per_device_style(open_run, tmp_path):
   training, run = open_run(), tmp_path / 'run'
   lib.save(training, lib.weights(3), 3)
   evaluation, live = open_run('eval'), lib.weights()
   lib.restore(evaluation, live)
   live._b0 = 4  # `evaluate` may change an attribute.
-  write = manager.Manifests.write
-
-  def late(self, series, manifest):
-    # Its data is not named yet.
-    training._manifests.collect(training._store.names('data'))
-    write(self, series, manifest)
-
-  monkeypatch.setattr(manager.Manifests, 'write', late)
   lib.save_best(evaluation, live, 3, 0.5)
   names = {lib.data_of(run, 3, series).name for series in ('latest', 'best')}
   assert set(data(run)) == names
@@ -197,15 +196,156 @@ def test_the_last_best_counts_of_whichever_step_it_is(
   assert inspection.find(tmp_path / 'run/checkpoints/best').step == 2
 
 
-def test_what_training_has_removed_replaces_no_best(copied, open_run):
-  evaluation, live = open_run('eval'), lib.Sharded('eval')
-  lib.restore(evaluation, live, 3, key=None)
-  lib.save_best(evaluation, live, 3, 0.5)
-  lib.restore(evaluation, live, 5, key=None)
-  shutil.rmtree(lib.data_of(copied))  # As if no beat came through for 120 s.
-  with pytest.raises(store_lib.DamagedError, match='latest/5'):
-    lib.save_best(evaluation, live, 5, 0.7)
-  assert evaluation.steps('best') == [3]
+@contextlib.contextmanager
+def suspended(at: int, meanwhile):
+  """Calls a function before the nth operation on a store, from 0.
+
+  Yields a list, which is empty afterwards if there are fewer operations.
+  """
+  seen, lock = itertools.count(), threading.Lock()
+  reached = []
+
+  def wrap(original):
+    def method(*args, **more):
+      with lock:
+        is_due = not reached and next(seen) == at
+        if is_due:
+          reached.append(original.__name__)
+      if is_due:
+        meanwhile()
+      return original(*args, **more)
+
+    return method
+
+  with pytest.MonkeyPatch.context() as patch:
+    for kind in (store_lib.Disk, store_lib.Bucket):
+      for name in store_lib.Store.__abstractmethods__ | {'versioned', 'sync'}:
+        patch.setattr(kind, name, wrap(getattr(kind, name)))
+    yield reached
+
+
+@pytest.mark.parametrize(
+  'url',
+  ['disk', pytest.param('gs', marks=pytest.mark.process)],
+  indirect=True,
+)
+@pytest.mark.parametrize('who', ['evaluation', 'training'])
+@pytest.mark.parametrize('is_pure', [True, False])
+def test_who_is_suspended_at_any_operation_loses_no_best(
+  is_pure, who, url, open_run, clock, monkeypatch
+):
+  """Its mark becomes stale, and what it marks is retired and collected."""
+  # Two processes share no claims; here the one would wait for the other's beat.
+  monkeypatch.setattr(owner, '_own', lambda store: [])
+
+  def weights(step):
+    live = lib.weights(step)
+    live.EVALUATION_IS_PURE = is_pure
+    return live
+
+  def suspend(at: int) -> str:
+    """Returns what became of the new best; '' if nobody was suspended."""
+    run, outcome = f'{url}/{at}', ''
+    training = open_run(directory=run, max_checkpoints_to_keep=1)
+    evaluation = open_run('eval', run, max_best_checkpoints_to_keep=1)
+    collect = lambda: training._manifests.collect(training._store.names('data'))
+
+    def evaluate(step):
+      lib.save(training, weights(step), step)
+      lib.restore(evaluation, weights(step))
+
+    def train():
+      lib.save(training, weights(7), 7)
+      clock.now += owner.STALE_SECS
+      collect()
+
+    def save_best():
+      nonlocal outcome
+      outcome = 'lost'
+      with contextlib.suppress(store_lib.DamagedError):
+        lib.save_best(evaluation, weights(5), 5, 5.0)
+        outcome = 'saved'
+
+    evaluate(3)
+    lib.save_best(evaluation, weights(3), 3, 3.0)
+    evaluate(5)
+    collect()  # It sees the mark.
+    both = (save_best, train)[:: 1 if who == 'evaluation' else -1]
+    with suspended(at, both[1]) as reached:
+      both[0]()
+    if not reached:
+      return ''
+    collect()
+    evaluation.close()
+    collect()
+    best = 5 if outcome == 'saved' else 3
+    assert evaluation.steps('best') == [best], (at, reached, outcome)
+    found = inspection.find(f'{run}/checkpoints/best')
+    arrays.verify(found.data, found.described)
+    doomed = training._store.names('doomed')
+    assert not any(training._store.names(f'doomed/{x}') for x in doomed)
+    return outcome
+
+  outcomes = {*iter(map(suspend, itertools.count()).__next__, '')}
+  # Training does not know data that it has not written.
+  assert ('lost' in outcomes) == (is_pure or who == 'evaluation')
+  assert 'saved' in outcomes
+
+
+_EVALUATION = """
+import os, signal, sys
+from jaxline.checkpoint import durable
+from jaxline.storage import store
+from tests import checkpoints as lib
+run, when = sys.argv[1:]
+config = lib.make_config(run, max_best_checkpoints_to_keep=1)
+evaluation = durable.DurableCheckpointer(config, 'eval')
+evaluation.restrict(follows=True)
+write = store.Disk.write
+
+def stopped(self, key, *args):
+  stops = lambda at: key == 'best/5.json' and when == at
+  if stops('before'):
+    os.kill(os.getpid(), signal.SIGSTOP)
+  write(self, key, *args)
+  if stops('after'):
+    os.kill(os.getpid(), signal.SIGSTOP)
+  return True
+
+store.Disk.write = stopped
+for step in (3, 5):
+  live = lib.weights(step)
+  live.EVALUATION_IS_PURE = True
+  lib.restore(evaluation, live, step)
+  lib.save_best(evaluation, live, step, float(step))
+evaluation.close()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(('when', 'best'), [('before', 3), ('after', 5)])
+def test_a_process_that_is_stopped_loses_no_best(
+  when, best, open_run, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(owner, 'STALE_SECS', 1.0)
+  training, run = open_run(), tmp_path / 'run'
+  lib.save(training, lib.weights(), 3, 5, 7)
+  data = [lib.data_of(run, step).name for step in (3, 5)]
+  command = [sys.executable, '-c', _EVALUATION, str(run), when]
+  with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+    assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+    training._manifests.retire('latest', [3, 5])
+    while training._store.names('readers'):
+      training._manifests.collect(data)
+      time.sleep(0.2)
+    training._manifests.collect(data)
+    child.send_signal(signal.SIGCONT)
+    log = child.communicate()[1]
+  assert (child.returncode == 0) == (when == 'after'), log
+  assert ('best/5.json was not saved' in log) == (when == 'before')
+  assert training.steps('best') == [best]
+  found = inspection.find(f'{run}/checkpoints/best')
+  arrays.verify(found.data, found.described)
 
 
 def test_the_best_of_another_training_of_this_process(open_run):
@@ -336,7 +476,7 @@ def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   monkeypatch.setattr(owner, '_dead', {owner._NONCE})
   newer, live = open_run(directory=url), lib.weights()
   assert lib.restore(newer, live).global_step == 3
-  with pytest.raises(owner.ClaimedError, match='taken over'):
+  with pytest.raises(owner.LostClaimError, match='taken over'):
     lib.save(older, lib.weights(9), 5)
   assert newer.steps('latest') == [3]
   lib.save(newer, lib.weights(2), 5)

@@ -86,7 +86,7 @@ def test_a_step_is_created_once(url):
   one, other = (manager.Manifests(store_lib.at(url)) for _ in range(2))
   write(one, 'latest', 5)
   before = one.store.read('latest/5.json')
-  with pytest.raises(owner.ClaimedError, match=r'latest/5\.json'):
+  with pytest.raises(owner.LostClaimError, match=r'latest/5\.json'):
     write(other, 'latest', 5, data='5-cd')
   assert one.store.read('latest/5.json') == before
   one.retire('latest', [5])

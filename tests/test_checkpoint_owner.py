@@ -121,7 +121,7 @@ def test_a_lock_that_is_removed_is_lost(removed, is_made_anew, tmp_path):
       lock = run / 'checkpoints' / 'claims' / 'train.lock'
       lock.parent.mkdir(parents=True)
       lock.touch()
-    with pytest.raises(owner.ClaimedError):
+    with pytest.raises(owner.LostClaimError):
       claim.check()
 
 
@@ -158,7 +158,7 @@ def test_who_gives_no_sign_of_life_loses_the_claim(
   assert 0 <= clock.now - start - owner.STALE_SECS <= owner._LOOK_SECS
   assert len(signs) >= owner.STALE_SECS / owner._LOOK_SECS
   for _ in range(2):
-    with pytest.raises(owner.ClaimedError, match='taken over'):
+    with pytest.raises(owner.LostClaimError, match='taken over'):
       older.check()
     newer.check()
   older.release()
@@ -172,14 +172,27 @@ def test_who_gives_no_sign_of_life_loses_the_claim(
 
 
 @BUCKETS
-def test_a_claim_that_was_taken_and_given_back_is_lost(url, clock, another):
-  older = owner.Claim(url, 'train')
+def test_the_object_that_is_named_ends_all_waits(url, clock, another, caplog):
+  older = [owner.Claim(url, x) for x in ('train', 'eval', 'latest', 'best')]
   another()
-  owner.Claim(url, 'train').release()
-  assert store_lib.at(url).names('checkpoints/claims') == []
-  with pytest.raises(owner.ClaimedError, match='taken over'):
-    older.check()
-  older.release()
+  start, store = clock.now, store_lib.at(url)
+
+  def delete_what_is_named():
+    (line,) = (x for x in caplog.messages if 'delete this object' in x)
+    store.delete(line.partition(': ')[0].removeprefix(f'{url}/'))
+
+  clock.at_sleep = delete_what_is_named
+  # In another order: an evaluation may be the first that goes on.
+  newer = [owner.Claim(url, x) for x in ('best', 'train', 'latest', 'eval')]
+  assert clock.now - start == owner._LOOK_SECS
+  for claim in newer[::-1]:
+    claim.check()
+    claim.release()
+  assert store.names('checkpoints/claims') == []
+  for claim in older:  # Also what was taken and given back is lost.
+    with pytest.raises(owner.LostClaimError, match='taken over'):
+      claim.check()
+    claim.release()
 
 
 @BUCKETS

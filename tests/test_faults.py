@@ -560,14 +560,21 @@ def test_a_disk_that_cannot_be_written(small_disk, start):
 
 
 @pytest.mark.process
-def test_the_directory_vanishes(tmp_path, start):
+@pytest.mark.parametrize(
+  ('gone', 'said'),
+  [
+    ('', "No such file or directory: '{}/"),
+    ('checkpoints/claims', '{}/checkpoints/claims/latest: another run has'),
+  ],
+)
+def test_the_directory_vanishes(gone, said, tmp_path, start):
   run_dir = tmp_path / 'run'
   run = start(run_dir, faults={'step_secs': 0.02})
   assert run.wait_for_checkpoint('latest', 6)
-  while run_dir.exists():
-    shutil.rmtree(run_dir, ignore_errors=True)
+  while (run_dir / gone).exists():
+    shutil.rmtree(run_dir / gone, ignore_errors=True)
   assert run.end() == 1, run.log[-8000:]
-  assert f"No such file or directory: '{run_dir}/" in run.log
+  assert said.format(run_dir) in run.log
 
 
 # The program.

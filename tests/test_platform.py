@@ -28,6 +28,7 @@ from jaxline import watchdog
 from jaxline.aot import ahead
 from jaxline.checkpoint import memory
 from jaxline.metrics import writers
+from jaxline.storage import owner
 from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
@@ -272,6 +273,7 @@ LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
   [
     (errors.UsageError('No such file'), 2, 2),
     (store.DamagedError('No such file'), 1, 1),
+    (owner.LostClaimError('No such file'), 1, 1),
     (nonfinite.NonfiniteError('No such file'), 1, 1),
     (full('No such file'), 1, 1),
     (preemption.Preempted(75, 'No such file'), 75, 75),

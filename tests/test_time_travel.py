@@ -1,7 +1,9 @@
 """Replays, explanations, bisections, skipped batches, fingerprints."""
 
 import dataclasses
+import functools
 import json
+import os
 import pathlib
 import shlex
 import shutil
@@ -31,6 +33,8 @@ from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
 from jaxline.supervision import recompute
+from tests import checkpoints
+from tests import remains
 from tests.experiments import travels
 
 
@@ -396,14 +400,22 @@ def test_another_evaluation_is_no_difference_in_training(
   assert 'No difference in training up to step 12' in out
 
 
-def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
+@pytest.mark.parametrize('is_old', [False, True])
+def test_a_comparison_shows_revisions_that_differ(
+  is_old, shared, tmp_path, capsys
+):
   other = shutil.copytree(shared, tmp_path / 'other')
   file = other / 'checkpoints/latest/12.json'
   record = json.loads(file.read_text())
   del record['crc']
   # An option of git that writes.
   revision = f'--output={tmp_path}/written'
-  record['code'] |= {'revision': revision, 'diff': '+ faster'}
+  record['code'] |= {'revision': revision, 'changed': 'ab'}
+  if is_old:  # Then each manifest had the changes.
+    record['code']['diff'] = '+ faster'
+  else:
+    (other / 'checkpoints/code').mkdir(exist_ok=True)
+    (other / 'checkpoints/code/ab.diff').write_text('+ faster')
   file.write_text(json.dumps(record | {'crc': manager.crc_of(record)}))
   for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
     assert cli.main(['compare', *map(str, runs)]) == 0
@@ -413,7 +425,9 @@ def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   assert not (tmp_path / 'written').exists()
 
 
-def test_the_changes_of_the_code_are_recorded(tmp_path, monkeypatch):
+def test_changes_of_the_code_are_recorded_for_the_user_alone(
+  tmp_path, monkeypatch, open_run
+):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'model.py').write_text('before\n')
   for command in (
@@ -423,9 +437,33 @@ def test_the_changes_of_the_code_are_recorded(tmp_path, monkeypatch):
   ):
     subprocess.run(['git', *command.split()], check=True)
   (tmp_path / 'model.py').write_text('after\n')
-  code = contents.code.__wrapped__()
-  assert code['revision']
-  assert '-before\n+after\n' in code['diff']
+  os_open, modes = os.open, {}
+
+  def opened(path, flags, mode=0o777, **more):
+    fd = os_open(path, flags, mode, **more)
+    modes[str(path)] = os.fstat(fd).st_mode & 0o777
+    return fd
+
+  monkeypatch.setattr(os, 'open', opened)
+  for first, text in ((1, 'after'), (3, 'again')):  # Two starts of two saves.
+    (tmp_path / 'model.py').write_text(f'{text}\n')
+    anew = functools.cache(contents.code.__wrapped__)
+    monkeypatch.setattr(contents, 'code', anew)
+    for name, is_on in (('run', True), ('off', False)):
+      training = open_run(directory=tmp_path / name, record_git_diff=is_on)
+      checkpoints.save(training, checkpoints.weights(), first, first + 1)
+      training.close()
+  written = {p for p in modes if '/code/' in p and p.endswith('.partial')}
+  assert len(written) == 2  # Once for each content.
+  assert {modes[p] for p in written} == {0o600}
+  for step, text in enumerate(('after', 'after', 'again', 'again'), 1):
+    code = remains.record(tmp_path / 'run', step)['code']
+    file = tmp_path / f'run/checkpoints/code/{code["changed"]}.diff'
+    assert f'-before\n+{text}\n' in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert code['revision']
+    assert 'before' not in str(code)
+  assert not (tmp_path / 'off/checkpoints/code').exists()
 
 
 @pytest.mark.parametrize('has_prints', [True, False])

@@ -33,6 +33,7 @@ import pytest
 from jaxline import async_lib
 from jaxline import devices
 from jaxline.metrics import base
+from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values
@@ -468,6 +469,27 @@ def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
   after = {x: x.read_bytes() for x in tmp_path.iterdir()}
   del after[pathlib.Path(new.path)]
   assert after == before
+
+
+@pytest.mark.parametrize('is_resumed', [False, True])
+@pytest.mark.parametrize('cut', range(1, 12))
+def test_a_record_behind_one_that_was_cut_is_whole(cut, is_resumed, tmp_path):
+  record = [base.Record('fingerprints', 0, 0.0, {7: cut, 8: 5})]
+  lines, prints = tmp_path / 'm.jsonl', tmp_path / 'prints'
+  for start in (0, 1):
+    own = [writers.JsonlWriter(lines), fingerprints.FingerprintWriter(prints)]
+    for backend, written in zip(own, (_record(start), record), strict=True):
+      if start and is_resumed:  # Longer than what a failing disk has kept.
+        backend.resume(0, {backend.path: 1000})
+      backend.write(written)
+      assert backend.flush() == {backend.path: os.path.getsize(backend.path)}
+      backend.close()
+      if not start:
+        os.truncate(backend.path, os.path.getsize(backend.path) - cut)
+  assert json.loads(lines.read_text().splitlines()[-1])['a'] == 1
+  assert lines.read_bytes().count(b'\n') == 2
+  assert fingerprints.read(prints.read_bytes()) == {7: cut, 8: 5}
+  assert prints.stat().st_size % 8 == 0
 
 
 # --- JSONL. ---

@@ -254,7 +254,8 @@ class _Reading:
   ):
     """Starts to read the parts that this process needs."""
     for part in itertools.islice(about['parts'], 1):  # All have one size.
-      _check_size(store, about, part)
+      # Before memory is taken.
+      _check_size(store, about, part, asks=False)
     self._about, self._target = about, target
     sharding = getattr(target, 'sharding', None)
     self._sharding = None if is_key(target) else sharding
@@ -372,19 +373,19 @@ def read(
 
 
 def _check_size(
-  store: store_lib.Store, about: Mapping[str, Any], part: str
+  store: store_lib.Store, about: Mapping[str, Any], part: str, asks: bool
 ) -> None:
-  """Compares a part with its description before memory is taken."""
+  """Compares a part with its description: see `Store.check`."""
   size = math.prod(about['chunk']) * jnp.dtype(about['dtype']).itemsize
-  found = store.size(key := f'{about["file"]}/{part}')
-  if found is not None:  # A bucket does not say.
-    store_lib.check_size(key, found, size)
+  store.check(f'{about["file"]}/{part}', size, asks)
 
 
 def verify(
-  store: store_lib.Store, described: Mapping[str, Mapping[str, Any]]
+  store: store_lib.Store,
+  described: Mapping[str, Mapping[str, Any]],
+  reads: bool = True,
 ) -> None:
-  """Reads and verifies all parts.
+  """Verifies all parts: reads them, or only looks at their sizes.
 
   Raises:
     DamagedError: parts are not as they were written; names them.
@@ -393,8 +394,9 @@ def verify(
 
   def damage(task: tuple[Mapping[str, Any], str]) -> str:
     try:
-      _check_size(store, *task)
-      _read_part(store, *task)
+      _check_size(store, *task, asks=not reads)
+      if reads:
+        _read_part(store, *task)
     except store_lib.DamagedError as e:
       return str(e)
     return ''

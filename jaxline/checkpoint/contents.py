@@ -174,16 +174,16 @@ def git(*args: str) -> str:
 
 
 @functools.cache
-def code() -> dict[str, str]:
-  """Returns the revision of the working directory, its changes, XLA's flags."""
-  changed = git('diff', 'HEAD')
-  return {
+def code() -> tuple[dict[str, str], str]:
+  """Returns the manifest's field about the code; and uncommitted changes."""
+  diff = git('diff', 'HEAD')
+  about = {
     'host': platform.node(),
     'revision': git('rev-parse', 'HEAD').strip(),
-    'changed': hashlib.sha256(changed.encode()).hexdigest() if changed else '',
-    'diff': changed[:_MAX_DIFF],
+    'changed': hashlib.sha256(diff.encode()).hexdigest() if diff else '',
     'XLA_FLAGS': os.environ.get('XLA_FLAGS', ''),
   }
+  return about, diff[:_MAX_DIFF]
 
 
 # Reading.

@@ -299,6 +299,9 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           found = self._checkpoint(series, at)
         self._check_config(found)
         with found.reading():
+          # Only its value is read, which counts if the weights are there.
+          if state.get('experiment_module') is None:
+            arrays.verify(found.data, found.described, reads=False)
           return found, self._read(found, state, module)
 
       try:

@@ -4,12 +4,17 @@
     checkpoints/best/3000.json       names the same data
     checkpoints/readers/NAME.json    what a reader needs
     checkpoints/data/4000-7f3a/      arrays, written before the manifest
+    checkpoints/doomed/4000-7f3a/    a process is about to delete the arrays
 
 To retire a checkpoint is to delete its manifest. Data that neither a manifest
 nor a reader's mark names is collected.
+
+A process may be suspended for longer than its marks count. So a process that
+deletes data first dooms it, then looks again for names of it; one that names
+data first writes the manifest, then looks for a doom. One sees the other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import contextlib
 import json
 import re
@@ -115,22 +120,66 @@ class Manifests:
       raise store_lib.RefusedError(f'{name} is refused: {problem}.')
     return found
 
-  def write(self, series: str, manifest: dict[str, Any]) -> None:
+  def write(
+    self,
+    series: str,
+    manifest: dict[str, Any],
+    check: Callable[..., None] = lambda **_: None,
+  ) -> None:
     """Writes a manifest, by which the checkpoint exists.
 
+    It is taken back if this process loses the right to write, or if the data of
+    `best` is lost. (No process collects the data of `latest`.) Parts are not
+    read, which would take one process too long; each restore verifies them.
+
+    Args:
+      series: 'latest' or 'best'.
+      manifest: the manifest.
+      check: raises an error if the right to write is lost.
+
     Raises:
-      UsageError: another process has made a checkpoint of that step.
+      LostClaimError: another process has made a checkpoint of that step.
+      DamagedError: the data is not whole, or is being deleted.
     """
     step = manifest['step']
-    expected = store_lib.NEW if series == 'latest' else None
     key = f'{series}/{step}.json'
+    before, version = self.store.versioned(key)
+    expected = store_lib.NEW if series == 'latest' else version
     with contextlib.suppress(ValueError):  # It may replace another one.
       self._doomed.add(self.read(series, step)['data'])
+    if series == 'best':
+      self._check_data(key, manifest)
+    check()
     if self.store.write(key, pack(manifest), expected) is None:
-      raise owner.ClaimedError(
+      raise owner.LostClaimError(
         f'{self.store}/{key} is there already: another run writes in this'
         ' directory. Nothing was saved.'
       )
+    try:
+      check(renews=False)
+      if series == 'best':
+        self._check_data(key, manifest)
+    except Exception:
+      if before is None:
+        self.store.delete(key)
+      else:
+        self.store.write(key, before)
+      raise
+
+  def _check_data(self, key: str, manifest: dict[str, Any]) -> None:
+    """Raises DamagedError unless data is whole, and nobody deletes it."""
+    data = manifest['data']
+    try:
+      # In this order: doomed data is deleted first, then its doom.
+      if self.store.names(f'doomed/{data}'):
+        raise store_lib.DamagedError('it is being deleted')
+      place = self.store.below(f'data/{data}')
+      arrays.verify(place, manifest['arrays'], reads=False)
+    except store_lib.DamagedError as e:
+      raise store_lib.DamagedError(
+        f'{self.store}/{key} was not saved, and the older ones stay: its data,'
+        f' {data}, was damaged or removed ({e!s:.200}). Start again.'
+      ) from e
 
   def times(self, series: str) -> dict[int, float]:
     """Returns the time of each save whose manifest is readable."""
@@ -156,10 +205,8 @@ class Manifests:
   def collect(self, data: Iterable[str] = ()) -> None:
     """Deletes the data of retired manifests, and `data`, if nothing names it.
 
-    The order matters. The data was listed first: a writer marks its data before
-    it writes. Marks are read before `best`: an evaluation drops its mark when
-    `best` names the data. If a mark, or a manifest of one of these steps, is
-    not readable, nothing is deleted.
+    The data was listed first: a writer marks its data before it writes. The
+    first look finds what is no longer needed; the second one counts.
 
     Args:
       data: names of more data to consider.
@@ -167,6 +214,26 @@ class Manifests:
     self._doomed |= {*filter(_DATA.fullmatch, data)}
     if not self._doomed:
       return
+    nonce = secrets.token_hex(4)
+    free, marked = self._look()
+    for name in free:
+      self.store.write(f'doomed/{name}/{nonce}', b'')
+    if free:
+      still_free, marked = self._look()
+      for name in free - still_free:
+        self.store.delete(f'doomed/{name}/{nonce}')
+      for name in free & still_free:
+        self.store.delete_folder(f'data/{name}')
+        self.store.delete_folder(f'doomed/{name}')
+    self._doomed &= marked
+
+  def _look(self) -> tuple[set[str], set[str]]:
+    """Returns which of the doomed data nothing names, and which are marked.
+
+    Marks are read before `best`: an evaluation drops its mark when `best` names
+    the data. If a mark, or a manifest of one of these steps, is not readable,
+    all counts as marked.
+    """
     marked: set[str] = set()
     for name in self.store.names('readers'):
       key = f'readers/{name}'
@@ -178,13 +245,13 @@ class Manifests:
       try:
         marked |= {*json.loads(raw)['data']}
       except (ValueError, LookupError, TypeError):
-        return
+        return set(), {*self._doomed}
     named: set[str] = set()
     doomed_steps = {int(name.partition('-')[0]) for name in self._doomed}
     steps = {series: self.steps(series) for series in ('best', 'latest')}
     # GCS lists nothing, without an error, where it refuses to list.
     if not any(steps.values()):
-      return
+      return set(), {*self._doomed}
     for series, found in steps.items():
       for step in doomed_steps.intersection(found):
         try:
@@ -194,10 +261,8 @@ class Manifests:
           continue
         except ValueError as e:
           logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
-          return
-    for name in self._doomed - marked - named:
-      self.store.delete_folder(f'data/{name}')
-    self._doomed &= marked
+          return set(), {*self._doomed}
+    return self._doomed - marked - named, marked
 
 
 def new_data(step: int) -> str:

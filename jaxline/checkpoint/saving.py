@@ -11,6 +11,7 @@ Notes are small files beside the checkpoints; each is replaced whole:
     checkpoints/begun.json           the step from which it goes on
     checkpoints/ended.json           the step at which training has ended, why
     checkpoints/evaluated/MODE.json  evaluations, see `checkpointing.Evaluation`
+    checkpoints/code/HASH.diff       uncommitted changes of the code
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -165,7 +166,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       done.wait()
     with contextlib.suppress(OSError):  # The next start collects the rest.
       self._keep_data(())
-    for claim in filter(None, self._claims.values()):
+    for claim in filter(None, [*self._claims.values()][::-1]):
       claim.release()
     self._claims.clear()
 
@@ -223,8 +224,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       """Writes the manifest, in process 0."""
       if content is None:
         manifest = self._latest(step)
-        # A mark that could not be renewed for a while has kept nothing.
-        if not self._store.names(f'data/{manifest.get("data")}'):
+        if not manifest:
           raise store_lib.DamagedError(
             f'{self._store}/latest/{step} is damaged or was removed, and so'
             ' cannot be the best.'
@@ -238,18 +238,19 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
           'arrays': described,
           'processes': [process for _, process, _ in all_of],
           'logs': _merged(lengths for _, _, lengths in all_of),
-          'code': contents.code(),
+          'code': self._code(),
         }
       claim = self._claims[series]
       assert claim is not None
-      claim.check()
       if series == 'best':
+        # The mark of a suspended process has kept nothing.
+        self._keep_data([manifest['data']])
         entries = manifest['entries'] | added['entries']
         # Keep timestamps increasing even if the clock went back.
         times = self._manifests.times('best').values()
         when = max([time.time(), *(t + 1 for t in times)])
         manifest = manifest | added | {'entries': entries, 'time': when}
-      self._manifests.write(series, manifest)
+      self._manifests.write(series, manifest, claim.check)
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 
     distributed.decide((described, process, lengths), publish, error)
@@ -364,8 +365,18 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
 
   def _clean(self) -> None:
     """Removes what killed processes have left, on the writing thread."""
-    contents.code()  # Now: the user may edit it before the first save.
-    self._manifests.collect(self._store.names('data'))
+    self._code()  # Now: the user may edit it before the first save.
+    left = (*self._store.names('data'), *self._store.names('doomed'))
+    self._manifests.collect(left)
+
+  def _code(self) -> dict[str, str]:
+    """Returns the manifest's field; writes uncommitted changes once a run."""
+    about, changes = contents.code()
+    store, name = self._store.below('code'), f'{about["changed"]}.diff'
+    store.mode = 0o600  # A changed file may have a password.
+    if changes and self._config.record_git_diff and name not in store.names():
+      store.write(name, changes.encode())
+    return about
 
   def mark_ended(self, step: int, why: str = '') -> None:
     if jax.process_index() == 0 and not self.reads_only:

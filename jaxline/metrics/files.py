@@ -31,7 +31,7 @@ class FileBackend(base.Backend):
     self.path = os.path.abspath(path)
     directory = pathlib.Path(self.path).parent
     disk.make_directory(directory)
-    self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115
+    self._file = open(self.path, 'a+b', buffering=0)  # noqa: SIM115
     disk.sync_directory(directory)
 
   @abc.abstractmethod
@@ -39,7 +39,11 @@ class FileBackend(base.Backend):
     """Returns the bytes of a record in the file."""
 
   def write(self, records: list[base.Record]) -> None:
+    self._end_record()
     self._append(b''.join(map(self.encode, records)))
+
+  def _end_record(self) -> None:
+    """Ends a last record that was cut, so that the next one is not lost."""
 
   def _logs(self) -> list[str]:
     """Returns the paths of the log files that this library wrote here."""
@@ -85,7 +89,14 @@ class JsonlWriter(FileBackend):
     pandas' `astype(float)` read.
   - Images are recorded by their shape, [B, H, W, C].
   - `resume` cuts the file to the length that the checkpoint recorded.
+  - Each record begins a line. Half a line before it stays alone.
   """
+
+  def _end_record(self) -> None:
+    fd = self._file.fileno()
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b'\n':
+      self._append(b'\n')
 
   def encode(self, record: base.Record) -> bytes:
     kind, step, time, values = record

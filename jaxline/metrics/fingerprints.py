@@ -8,6 +8,7 @@ has two little-endian uint32 for each step: its number and its fingerprint.
 
 from collections.abc import Callable, Mapping
 import functools
+import os
 import re
 from typing import Any
 
@@ -36,6 +37,10 @@ class FingerprintWriter(files.FileBackend):
 
   def encode(self, record: base.Record) -> bytes:
     return np.array([*record.values.items()], _DTYPE).tobytes()
+
+  def _end_record(self) -> None:
+    if extra := (size := os.path.getsize(self.path)) % 8:
+      os.truncate(self.path, size - extra)
 
 
 def read(raw: bytes | None) -> dict[int, int]:

@@ -35,7 +35,8 @@ _OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 class TensorBoardWriter(files.FileBackend):
   """Writes a new event file in a directory that may have older ones.
 
-  Scalars are stored as float32, as TensorBoard has it. A batch of images is one
+  So no record follows one that was cut, which would hide it. Scalars are
+  stored as float32, as TensorBoard has it. A batch of images is one
   tag with B samples. Texts are shown verbatim (not as Markdown).
 
   `resume` cuts the older event files to the lengths that the checkpoint

@@ -17,6 +17,7 @@ from jaxline.checkpoint import structure
 from jaxline.metrics import lines
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.runs import replay as replay_lib
+from jaxline.storage import store as store_lib
 
 _MAX_SHOWN = 5  # Arrays.
 _MAX_LINES = 60  # Of code.
@@ -155,11 +156,25 @@ def _print_code(both: Sequence[runs.Run]) -> None:
   stat = contents.git('diff', '--stat', '--end-of-options', *commits, '--')
   if stat:
     lines.say(stat.rstrip())
-  changes = [code.get('diff', '').splitlines() for code in codes]
+  changes = [*map(_changes, both)]
   for run, own, others in zip(both, changes, changes[::-1], strict=True):
     own = [x for x in own if x.startswith(('+', '-')) and x not in others]
     for line in own[:_MAX_LINES]:
       lines.say(f'{run.path}: {line}')
+
+
+def _changes(run: runs.Run) -> list[str]:
+  """Returns the lines of the uncommitted changes of a run's code."""
+  code = run.manifest.get('code', {})
+  if 'diff' in code:  # Where it was earlier.
+    return code['diff'].splitlines()
+  store = store_lib.at(run.path).below('checkpoints/code')
+  for name in {f'{code.get("changed")}.diff'}.intersection(store.names()):
+    try:
+      return (store.read(name) or b'').decode(errors='replace').splitlines()
+    except OSError as e:  # It is another user's.
+      lines.say(f'{store}/{name} is not compared: {e.strerror}')
+  return []
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:

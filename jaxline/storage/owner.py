@@ -1,9 +1,10 @@
 """Claims on a run's directory: which process may write there.
 
 On a disk a claim is a lock of the operating system, which ends with the
-process. In a bucket it is an object that its owner rewrites every `BEAT_SECS`.
-Clocks of two machines are never compared: an object is stale if this process
-has seen it unchanged for `STALE_SECS`.
+process. In a bucket it is an object. A process rewrites its first object in a
+run every `BEAT_SECS`; its other objects name the first, and count as long as
+the first does. Clocks of two machines are never compared: an object is stale if
+this process has seen it unchanged for `STALE_SECS`.
 """
 
 import contextlib
@@ -33,6 +34,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 class ClaimedError(errors.UsageError):
   """Another process writes to the same directory."""
+
+
+class LostClaimError(RuntimeError):
+  """A run has lost its right to write, after it has begun."""
 
 
 class Ages:
@@ -77,8 +82,14 @@ class Beat:
     with self._lock:
       self._value = value or self._value
       self._rewrite()
-    if self._thread.ident is None:
+    if self._thread.ident is None and 'first' not in self._value:
       self._thread.start()
+    return not self.is_lost
+
+  def is_ours(self) -> bool:
+    """Returns whether the object has this process's value; writes nothing."""
+    found = json.loads(self._store.read(self._key) or b'{}')
+    self.is_lost |= not self._value.items() <= found.items()
     return not self.is_lost
 
   def _rewrite(self) -> None:
@@ -133,13 +144,17 @@ class Claim:
     self._process = os.getpid()
     self._fd: int | None = None
     self._beat: Beat | None = None
+    self._first = self  # The claim of this process that shows that it lives.
     with _claiming:
       # Look before opening the file: closing it would release the lock that
       # this process has.
       has = _claimed.get(self._name)
       if has is None or has._process != os.getpid():
         if isinstance(store, store_lib.Bucket):
-          self._beat = _take_object(store, f'claims/{what}')
+          firsts = (x._first for x in _own(store) if x._beat)
+          self._first = next(firsts, self)
+          first = self._first._name.removeprefix(f'{store}/')
+          self._beat = _take_object(store, f'claims/{what}', first)
         else:
           self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
       if self._beat is None and self._fd is None:
@@ -158,11 +173,18 @@ class Claim:
   def __exit__(self, *unused: Any) -> None:
     self.release()
 
-  def check(self) -> None:
-    """Raises ClaimedError if the right is lost: another run may have it."""
-    is_held = True
+  def check(self, *, renews: bool = True) -> None:
+    """Raises LostClaimError if the right is lost: another may have it.
+
+    Args:
+      renews: whether to rewrite the first object in a bucket. GCS slows down
+        who writes an object more than once a second.
+    """
+    is_held, first = True, self._first._beat
     if self._beat is not None:
-      is_held = self._beat.write()
+      is_held = self._beat.is_ours() and first is not None and first.is_ours()
+      if first is not None and is_held and renews:
+        is_held = first.write()
     elif self._fd is not None:
       try:
         found = os.stat(f'{self._name}.lock')
@@ -170,7 +192,7 @@ class Claim:
       except store_lib.MISSING:
         is_held = False
     if not is_held:
-      raise ClaimedError(
+      raise LostClaimError(
         f'{self._name}: another run has taken over, or the directory was'
         ' removed while this run wrote there. Nothing was saved.'
       )
@@ -191,9 +213,14 @@ class Claim:
 
 def check(run: store_lib.Store) -> None:
   """Checks this process's claims on a run: see `Claim.check`."""
-  for name, claim in list(_claimed.items()):
-    if name.startswith(f'{run}/checkpoints/claims/'):
-      claim.check()
+  for claim in _own(f'{run}/checkpoints'):
+    claim.check(renews=claim._first is claim)
+
+
+def _own(store: Any) -> list[Claim]:
+  """Returns this process's claims in a store."""
+  claims = [*_claimed.items()]
+  return [x for name, x in claims if name.startswith(f'{store}/claims/')]
 
 
 def _lock_file(path: pathlib.Path) -> int | None:
@@ -226,32 +253,37 @@ _NONCE = secrets.token_hex(8)  # Of this process.
 _dead: set[str] = set()  # Nonces of processes that were found dead.
 
 
-def _take_object(store: store_lib.Bucket, key: str) -> Beat | None:
-  """Returns the beat of an object, or None if another process rewrites it.
+def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
+  """Returns the beat of an object, or None if another process has it.
 
-  It waits until the object of a killed process is stale.
+  It waits until the first object of a killed process is stale. `first` is the
+  key of the first object of this process, and may be `key`.
   """
-  ages, first = Ages(), None
+  ages, before = Ages(), None
   while True:
     raw, version = store.versioned(key)
     if raw is None:
       break
-    nonce = json.loads(raw)['nonce']
-    if nonce in _dead or ages.is_old(key, raw):
+    held = json.loads(raw)
+    nonce, at = held['nonce'], held.get('first', key)
+    sign = raw if at == key else store.read(at)
+    is_there = sign is not None and json.loads(sign)['nonce'] == nonce
+    if nonce in _dead or not is_there or ages.is_old(at, sign):
       _dead.add(nonce)
       break
-    if raw != (first := first or raw):
+    if before is None:
+      logging.warning(
+        '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
+        ' for a sign of life. (If it has ended, delete this object.)',
+        store, at, STALE_SECS,
+      )  # fmt: skip
+    if sign != (before := before or sign):
       return None
-    logging.log_first_n(
-      logging.WARNING,
-      '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
-      ' for a sign of life. (If it has ended, delete this object.)',
-      1, store, key, STALE_SECS,
-    )  # fmt: skip
     watchdog.give_sign_of_life()  # It may end a run sooner than that.
     time.sleep(_LOOK_SECS)
   beat = Beat(store, key, version)
-  if not beat.write(nonce=_NONCE):
+  named = {} if key == first else {'first': first}
+  if not beat.write(nonce=_NONCE, **named):
     return None
   # Without the right to list, GCS lists nothing and TensorStore says nothing.
   if not store.names('claims'):

@@ -79,10 +79,12 @@ class Store(abc.ABC):
     url: the directory, or the address.
     threads: how many reads or writes at once are fastest.
     poll_secs: how long to wait between two listings.
+    mode: on a disk, of what `write` makes: see `disk.replacing`.
   """
 
   threads = 16  # In a bucket each may have a copy of a part.
   poll_secs = 0.0
+  mode = 0o666
 
   def __init__(self, url: str):
     self.url = url
@@ -110,9 +112,16 @@ class Store(abc.ABC):
       DamagedError: the value is not there, or has another size.
     """
 
-  def size(self, key: str) -> int | None:
-    """Returns the size of a value, if it is known without a read."""
-    return None
+  @abc.abstractmethod
+  def check(self, key: str, size: int, asks: bool = False) -> None:
+    """Raises DamagedError unless a value is there and has a size.
+
+    In a bucket this takes a request, which is made only if it `asks`.
+    """
+
+  def versioned(self, key: str) -> tuple[bytes | None, Any]:
+    """Returns a value, and its version for `write`."""
+    return self.read(key), None
 
   @abc.abstractmethod
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
@@ -171,15 +180,16 @@ class Disk(Store):
     except MISSING as e:
       raise DamagedError(f'{key} is missing') from e
 
-  def size(self, key: str) -> int | None:
+  def check(self, key: str, size: int, asks: bool = False) -> None:
+    found = None
     with contextlib.suppress(*MISSING):
-      return self._path(key).stat().st_size
-    return None
+      found = self._path(key).stat().st_size
+    check_size(key, found, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
-    with disk.replacing(path) as f:
+    with disk.replacing(path, mode=self.mode) as f:
       f.write(value)
     return True
 
@@ -272,9 +282,9 @@ class Bucket(Store):
   def names(self, folder: str = '') -> list[str]:
     return sorted({key.partition('/')[0] for key in self._keys(folder)})
 
-  def _read(self, key: str) -> Any:
+  def _read(self, key: str, **more: Any) -> Any:
     with self._os_errors(key):
-      return self._kv.read(key).result()
+      return self._kv.read(key, **more).result()
 
   def read(self, key: str) -> bytes | None:
     return self.versioned(key)[0]
@@ -290,6 +300,18 @@ class Bucket(Store):
     size = len(found.value) if found.state == 'value' else None
     check_size(key, size, len(buffer))
     buffer[:] = found.value
+
+  def check(self, key: str, size: int, asks: bool = False) -> None:
+    if not asks:
+      return
+    try:  # TensorStore lists no sizes.
+      found = self._read(key, byte_range=slice(size - 1, None))
+    except OSError as e:
+      if not str(e.strerror).startswith('OUT_OF_RANGE'):
+        raise
+      raise DamagedError(f'{key} has less than {size} bytes') from e
+    is_there = found.state == 'value'
+    check_size(key, size - 1 + len(found.value) if is_there else None, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     if expected is NEW:
