@@ -6,9 +6,13 @@ finds all its names here; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
 
 # ruff: noqa: F401
 
+from collections.abc import Iterator
+import contextlib
+
 from absl import logging
 import jax
 
+from jaxline import debug
 from jaxline import lazy
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
@@ -21,7 +25,6 @@ from jaxline.debug import debugger_fallback
 from jaxline.debug import disable_pmap_jit
 from jaxline.debug import evaluate_should_return_dict
 from jaxline.debug import kwargs_only
-from jaxline.debug import log_activity
 from jaxline.devices import bcast_local_devices
 from jaxline.devices import double_buffer
 from jaxline.devices import double_buffer_on_gpu
@@ -37,3 +40,24 @@ from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device
 
 lazy.complete(__name__)
+
+
+@contextlib.contextmanager
+def log_activity(activity_name: str) -> Iterator[None]:
+  """Logs the start and the end of a program's code, and its error in full.
+
+  The library's own activities log no traceback: their error ends the process,
+  which prints it.
+
+  Args:
+    activity_name: the name that the log shows.
+
+  Yields:
+    Nothing.
+  """
+  with debug.log_activity(activity_name):
+    try:
+      yield
+    except BaseException:
+      logging.exception('[jaxline] %s failed with error.', activity_name)
+      raise
