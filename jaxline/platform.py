@@ -56,6 +56,27 @@ lazy.complete(__name__)
 # Modes.
 
 
+# Programs rebind them, as they do in JAXline.
+_TRAIN, _EVALUATE = train.train, train.evaluate
+_CHECKPOINTER = memory.InMemoryCheckpointer
+
+
+def _train(run: train.Run) -> Any:
+  if train.train is _TRAIN:
+    return run.train()
+  # A program has rebound it, and may call the function that it was.
+  return train.train(
+    run.experiment_class, run.config, run.checkpointer, run.writer
+  )
+
+
+def _evaluate(run: train.Run) -> None:
+  if train.evaluate is _EVALUATE:
+    return run.evaluate()
+  parts = run.checkpointer, run.eval_writer, run.eval_mode
+  return train.evaluate(run.experiment_class, run.config, *parts)
+
+
 def _decode(run: train.Run) -> None:
   decode.decode(run.experiment_class, run.config, run.checkpointer)
 
@@ -87,8 +108,8 @@ class Mode:
 
 
 MODES = {
-  'train': Mode(train.Run.train, trains=True),
-  'eval': Mode(train.Run.evaluate, eval_log='eval', follows=True),
+  'train': Mode(_train, trains=True),
+  'eval': Mode(_evaluate, eval_log='eval', follows=True),
   'train_and_eval': Mode(
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
@@ -107,6 +128,8 @@ def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> checkpointing.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
+  if memory.InMemoryCheckpointer is not _CHECKPOINTER:
+    return memory.InMemoryCheckpointer(config, mode)
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
@@ -120,7 +143,7 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   Process 0 writes; the others only with `config.log_all_hosts`.
   """
   if jax.process_index() == 0 or config.log_all_hosts:
-    return writers.RunWriter(config, mode)
+    return TensorBoardLogger(config, mode)
   return writers.MetricWriter()
 
 
@@ -140,7 +163,7 @@ def start(
   config: config_dict.ConfigDict,
   name: str,
   checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
-  writer_factory: Callable[..., Any] = create_writer,
+  writer_factory: Callable[..., Any] | None = None,
   origin: console_lib.Origin | None = None,
 ) -> tuple[str, Any]:
   """Runs a mode after the processes have connected.
@@ -203,7 +226,7 @@ def start(
       first.check_config(experiment_class)
     made = {}
     for log in logs:
-      made[log] = writer_factory(config, log)
+      made[log] = (writer_factory or create_writer)(config, log)
       closing.enter_context(adapters.full_writer(made[log]))
     actions = []
     if mode.trains and config.xla.pgle_save and jax.process_index() == 0:
@@ -353,7 +376,7 @@ def main(
   argv: Sequence[str],
   checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
   *,
-  writer_factory: Callable[..., Any] = create_writer,
+  writer_factory: Callable[..., Any] | None = None,
 ) -> None:
   """Runs an experiment as the command line says.
 
@@ -363,7 +386,8 @@ def main(
     argv: the command line without the program's name. Parsed here, unless
       absl has parsed it already (`app.run(functools.partial(main, Class))`).
     checkpointer_factory: makes the checkpointer of a config and a mode.
-    writer_factory: makes the writer of a config and a log, 'train' or 'eval'.
+    writer_factory: makes the writer of a config and a log, 'train' or 'eval';
+      None means `create_writer`.
   """
 
   def parse(argv: list[str]) -> list[str]:

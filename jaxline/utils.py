@@ -39,7 +39,21 @@ from jaxline.prng import DistributedRNGMode
 from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device
 
-lazy.complete(__name__)
+lazy.complete(
+  __name__,
+  # JAXline calls these through this module.
+  shared=(
+    'CheckpointNT',
+    'InMemoryCheckpointer',
+    'bcast_local_devices',
+    'double_buffer',
+    'evaluate_should_return_dict',
+    'get_first',
+    'host_id_devices_for_rng',
+    'rendezvous',
+    'specialize_rng_host_device',
+  ),
+)
 
 
 @contextlib.contextmanager

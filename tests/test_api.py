@@ -159,6 +159,35 @@ def test_attributes():
   } <= set(dir(utils))  # fmt: skip
 
 
+# What JAXline's modules import or keep for themselves, besides TensorFlow,
+# wrapt and what calls functions that JAX no longer has.
+INCIDENTAL = {
+  base_config: 'config_dict',
+  experiment: """abc functools time Dict List Mapping Optional logging jax jnp
+    utils config_dict np""",
+  platform: """futures os Any Mapping flags logging chex jax base_config train
+    utils config_dict config_flags np _CONFIG _JAXLINE_MODE _JAXLINE_TPU_DRIVER
+    _JAXLINE_ENSURE_TPU""",
+  train: """functools inspect time Optional flags logging chex jax jnp utils
+    FLAGS _log_outputs _initialize_experiment""",
+  utils: """collections futures contextlib enum functools pdb queue sys
+    threading Any Callable Dict Generator Iterable Mapping Optional Sequence
+    TypeVar flags logging chex jax jnp config_dict Protocol _JAXLINE_POST_MORTEM
+    _JAXLINE_DISABLE_PMAP_JIT _get_function_name T F""",
+}
+
+
+@pytest.mark.parametrize('module', INCIDENTAL, ids=lambda x: x.__name__)
+def test_incidental_names(module):
+  missing = [x for x in INCIDENTAL[module].split() if not hasattr(module, x)]
+  assert not missing
+  assert utils.jnp is jnp
+  assert train.utils is utils
+  with flagsaver.flagsaver(jaxline_mode='eval'):
+    assert platform._JAXLINE_MODE.value == 'eval'
+  assert platform._CONFIG.value is train.FLAGS.config
+
+
 # JAXline's own keys; docs/reference/config.md has ours.
 
 DEFAULTS = {

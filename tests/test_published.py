@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 from absl.testing import flagsaver
 import jax
@@ -70,6 +71,35 @@ def steps_of(fn, *args, **kwargs):
 def main(cls, config, mode='train'):
   with flagsaver.flagsaver(config=config, jaxline_mode=mode):
     platform.main(cls, [])
+
+
+@pytest.mark.parametrize(
+  ('owner', 'name'),
+  [
+    *((base_config, x) for x in ('get_base_config', 'validate_config',
+                                 'validate_keys', 'check_constraints')),
+    *((platform, x) for x in ('create_writer', 'TensorBoardLogger')),
+    *((train, x) for x in ('train', 'evaluate')),
+    *((utils, x) for x in (
+      'bcast_local_devices', 'evaluate_should_return_dict', 'get_first',
+      'host_id_devices_for_rng', 'rendezvous', 'specialize_rng_host_device',
+      'InMemoryCheckpointer', 'CheckpointNT')),
+  ],
+)  # fmt: skip
+def test_a_rebound_name_is_called(owner, name, tmp_path):
+  """JAXline looks these up when it calls them."""
+  config = make_config(
+    tmp_path, checkpointer='memory', training_steps=2, one_off_evaluate=True
+  )
+  utils.GLOBAL_CHECKPOINT_DICT = {}
+  with mock.patch.object(owner, name, wraps=getattr(owner, name)) as called:
+    for mode in ('train', 'eval'):
+      main(Teacher, config, mode)
+  assert called.called
+  calls = len(called.mock_calls)
+  assert Teacher.steps[-2:] == [0, 1]
+  main(Teacher, config, 'eval')
+  assert len(called.mock_calls) == calls
 
 
 @pytest.mark.parametrize('empties', [False, True])

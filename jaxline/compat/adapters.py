@@ -10,6 +10,10 @@ import inspect
 import types
 from typing import Any
 
+from absl import logging
+import jax
+import numpy as np
+
 from jaxline import checkpointing
 from jaxline.metrics import periodic
 from jaxline.metrics import values
@@ -110,3 +114,9 @@ def full_action(action: Callable[..., Any]) -> periodic.Action:
   if isinstance(action, periodic.Action):
     return action
   return _ForeignAction(action)
+
+
+def log_outputs(step: int, scalar_values: Any) -> None:
+  """Logs the scalars of a step, as `train._log_outputs` does in JAXline."""
+  scalars = jax.tree.map(lambda x: np.asarray(x).tolist(), scalar_values)
+  logging.info('global_step: %d, %s', step, scalars)
