@@ -747,6 +747,7 @@ def test_a_run_in_a_pipe(tmp_path):
   assert 'training loop starting...' in again.stderr
   assert 'Training with config:' in again.stderr
   ended = run(tmp_path, '--config.training_steps=5').stdout
+  assert ' step 5 of 5, resumed, nothing left to train\n' in ended
   assert '\nTrained to step 5 of 5 (100%) in ' in ended
   assert 'Compiling' not in ended
 
