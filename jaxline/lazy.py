@@ -1,17 +1,13 @@
 """Names that modules of JAXline have because they import or define them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 import importlib
 import sys
 import types
 from typing import Any
 
-_MODULES = 'abc chex collections enum functools inspect pdb queue sys threading'
-_TYPES = 'Any Callable Dict Generator Iterable List Mapping Optional Protocol'
 # A name -> the module, or module:attribute, for which it stands.
 _NAMES = {
-  **{name: name for name in [*_MODULES.split(), 'wrapt']},
-  **{x: f'typing:{x}' for x in [*_TYPES.split(), 'Sequence', 'TypeVar']},
   'FLAGS': 'absl.flags:FLAGS',
   'F': 'jaxline.debug:F',
   'T': 'jaxline.async_lib:T',
@@ -25,6 +21,12 @@ _NAMES = {
   'tf': 'tensorflow',
   'utils': 'jaxline.utils',
 }
+_SAME = """chex collections contextlib enum functools inspect pdb queue sys
+  threading wrapt"""
+_TYPES = """Any Callable Dict Generator Iterable List Mapping Optional Protocol
+  Sequence TypeVar"""
+_NAMES |= {name: name for name in _SAME.split()}
+_NAMES |= {name: f'typing:{name}' for name in _TYPES.split()}
 
 
 def _find(address: str) -> Any:
@@ -34,27 +36,26 @@ def _find(address: str) -> Any:
 
 
 class _Shared(types.ModuleType):
-  """A module that passes the rebinding of a name on to the module it is from.
-
-  The library calls the function there, where JAXline calls it here.
-  """
+  """A module that rebinds a name in another module as well."""
 
   def __setattr__(self, name: str, value: Any) -> None:
     super().__setattr__(name, value)
-    if home := self.__dict__['_homes'].get(name):
-      setattr(home, name, value)
+    for home, names in self.__dict__['_shared'].items():
+      if name in names.split():
+        setattr(sys.modules[home], name, value)
 
 
-def complete(module: str, shared: Sequence[str] = ()) -> None:
+def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
   """Lets one of JAXline's modules have the names that it has in JAXline.
 
-  Programs write `experiment.utils` and `train.FLAGS`, patch `utils.chex`, and
-  rebind functions. A name is imported at its first use: `utils` imports those
-  modules itself, and chex takes as long as jax.
+  Programs write `experiment.utils` and `train.FLAGS`, and patch `utils.chex`. A
+  name is imported at its first use: `utils` imports those modules itself, and
+  the import of chex takes as long as that of jax.
 
   Args:
     module: the module, such as 'jaxline.train'.
-    shared: names of functions that the library calls in other modules.
+    shared: module -> names that the library uses there, which a program rebinds
+      here.
   """
 
   def find(name: str) -> Any:
@@ -68,8 +69,6 @@ def complete(module: str, shared: Sequence[str] = ()) -> None:
       text = f'module {module!r} has no attribute {name!r}'
       raise AttributeError(text) from e
 
-  completed = sys.modules[module]
-  homes = {x: sys.modules[getattr(completed, x).__module__] for x in shared}
   # Not by a definition in the module, after which mypy would take any name.
-  vars(completed).update(__getattr__=find, _homes=homes)
-  completed.__class__ = _Shared
+  vars(sys.modules[module]).update(__getattr__=find, _shared=shared or {})
+  sys.modules[module].__class__ = _Shared

@@ -49,6 +49,7 @@ from jaxline.supervision import profiling
 
 TensorBoardLogger = writers.RunWriter  # JAXline's name.
 resolve_experiment_class = experiments.resolve_experiment_class
+_CHECKPOINTER = memory.InMemoryCheckpointer  # Programs may rebind that one.
 
 lazy.complete(__name__)
 
@@ -56,25 +57,17 @@ lazy.complete(__name__)
 # Modes.
 
 
-# Programs rebind them, as they do in JAXline.
-_TRAIN, _EVALUATE = train.train, train.evaluate
-_CHECKPOINTER = memory.InMemoryCheckpointer
+def _function(name: str, *parts: str) -> Callable[[train.Run], Any]:
+  """Returns what calls a function of `train`, which programs may rebind."""
+  own = getattr(train, name)
 
+  def call(run: train.Run) -> Any:
+    if (function := getattr(train, name)) is own:
+      return getattr(run, name)()
+    more = [getattr(run, part) for part in parts]
+    return function(run.experiment_class, run.config, run.checkpointer, *more)
 
-def _train(run: train.Run) -> Any:
-  if train.train is _TRAIN:
-    return run.train()
-  # A program has rebound it, and may call the function that it was.
-  return train.train(
-    run.experiment_class, run.config, run.checkpointer, run.writer
-  )
-
-
-def _evaluate(run: train.Run) -> None:
-  if train.evaluate is _EVALUATE:
-    return run.evaluate()
-  parts = run.checkpointer, run.eval_writer, run.eval_mode
-  return train.evaluate(run.experiment_class, run.config, *parts)
+  return call
 
 
 def _decode(run: train.Run) -> None:
@@ -108,8 +101,12 @@ class Mode:
 
 
 MODES = {
-  'train': Mode(_train, trains=True),
-  'eval': Mode(_evaluate, eval_log='eval', follows=True),
+  'train': Mode(_function('train', 'writer'), trains=True),
+  'eval': Mode(
+    _function('evaluate', 'eval_writer', 'eval_mode'),
+    eval_log='eval',
+    follows=True,
+  ),
   'train_and_eval': Mode(
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),

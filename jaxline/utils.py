@@ -6,8 +6,7 @@ finds all its names here; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
 
 # ruff: noqa: F401
 
-from collections.abc import Iterator
-import contextlib
+import functools
 
 from absl import logging
 import jax
@@ -39,39 +38,17 @@ from jaxline.prng import DistributedRNGMode
 from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device
 
+# The errors of the library's own activities end the process, which prints them.
+log_activity = functools.partial(debug.log_activity, logs_error=True)
+
 lazy.complete(
   __name__,
-  # JAXline calls these through this module.
-  shared=(
-    'CheckpointNT',
-    'InMemoryCheckpointer',
-    'bcast_local_devices',
-    'double_buffer',
-    'evaluate_should_return_dict',
-    'get_first',
-    'host_id_devices_for_rng',
-    'rendezvous',
-    'specialize_rng_host_device',
-  ),
+  # JAXline uses these through this module, and programs rebind them on it.
+  shared={
+    'jaxline.checkpoint.memory': """CheckpointNT GLOBAL_CHECKPOINT_DICT
+      InMemoryCheckpointer""",
+    'jaxline.debug': 'evaluate_should_return_dict',
+    'jaxline.devices': 'bcast_local_devices double_buffer get_first rendezvous',
+    'jaxline.prng': 'host_id_devices_for_rng specialize_rng_host_device',
+  },
 )
-
-
-@contextlib.contextmanager
-def log_activity(activity_name: str) -> Iterator[None]:
-  """Logs the start and the end of a program's code, and its error in full.
-
-  The library's own activities log no traceback: their error ends the process,
-  which prints it.
-
-  Args:
-    activity_name: the name that the log shows.
-
-  Yields:
-    Nothing.
-  """
-  with debug.log_activity(activity_name):
-    try:
-      yield
-    except BaseException:
-      logging.exception('[jaxline] %s failed with error.', activity_name)
-      raise

@@ -112,6 +112,7 @@ def heads(contract):
 OUR_ARGUMENTS = (
   'category',
   'depth_of',
+  'logs_error',
   'on_stall',
   'records_config',
   'run_config',

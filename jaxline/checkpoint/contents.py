@@ -402,7 +402,7 @@ class Checkpoint:
       self.nodes = {}
       for name, value in _live(self._module).items():
         with contextlib.suppress(TypeError):  # A save refuses it.
-          structure.encode(value, name, {}, nodes=self.nodes)
+          _encode({name: value}, {}, self.allow_pickle, nodes=self.nodes)
     return self.nodes
 
   def _below(self, entry: str) -> list[str]:

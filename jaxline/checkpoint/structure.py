@@ -91,10 +91,10 @@ def encode(
   def each(xs: Iterable[Any]) -> list[Any]:
     return [walk(y, str(i)) for i, y in enumerate(xs)]
 
-  def walk(y: Any, key: str, arrays: dict[str, Any] = arrays) -> Any:
-    return encode(
-      y, f'{name}/{key}', arrays, allow_pickle=allow_pickle, nodes=nodes
-    )
+  options: Any = {'allow_pickle': allow_pickle, 'nodes': nodes}
+
+  def walk(y: Any, key: str) -> Any:
+    return encode(y, f'{name}/{key}', arrays, **options)
 
   def put(x: Any) -> str:
     unique = _unique(name, arrays)
@@ -133,16 +133,15 @@ def encode(
     parts = [walk(y, key) for key, (_, y) in zip(keys, children, strict=True)]
     aux = jax.tree_util.flatten_one_level_with_keys(x)[1]
     if is_found and aux is not x:
-      more = dict(arrays)
+      taken = len(arrays)
       try:
-        body = [address, parts, walk(aux, 'aux', more)]
+        return {'node': [address, parts, walk(aux, 'aux')]}
       except Exception:  # To unflatten a PyTreeDef may raise anything.
-        if nodes is None or allow_pickle:
+        if nodes is None:
           raise
-      else:
-        arrays.update(more)
-        return {'node': body}
-    if nodes is not None and not allow_pickle:
+        for key in [*arrays][taken:]:
+          del arrays[key]
+    if nodes is not None:
       unique = _unique(name, nodes)
       nodes[unique] = one_level, [address, keys]
       return {'live': [unique, [address, keys], parts]}
@@ -194,13 +193,8 @@ def decode(
   """
   if structure is None or isinstance(structure, bool | int | float | str):
     return structure
-  walk = functools.partial(
-    decode,
-    arrays=arrays,
-    allow_pickle=allow_pickle,
-    on_host=on_host,
-    nodes=nodes,
-  )
+  options: Any = {'allow_pickle': allow_pickle, 'on_host': on_host}
+  walk: Any = functools.partial(decode, arrays=arrays, nodes=nodes, **options)
   if isinstance(structure, list):
     return [walk(x) for x in structure]
   try:
