@@ -50,7 +50,7 @@ def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
 
   Programs write `experiment.utils` and `train.FLAGS`, and patch `utils.chex`. A
   name is imported at its first use: `utils` imports those modules itself, and
-  the import of chex takes as long as that of jax.
+  chex takes as long to import as jax.
 
   Args:
     module: the module, such as 'jaxline.train'.

@@ -58,7 +58,7 @@ lazy.complete(__name__)
 
 
 def _function(name: str, *parts: str) -> Callable[[train.Run], Any]:
-  """Returns what calls a function of `train`, which programs may rebind."""
+  """Returns a caller of a function of `train`, which programs may rebind."""
   own = getattr(train, name)
 
   def call(run: train.Run) -> Any:

@@ -273,19 +273,6 @@ def test_optax_state(name):
     assert x.tobytes() == np.asarray(y).tobytes()
 
 
-def test_equinox_modules():
-  keys = jax.random.split(jax.random.key(0))
-  # Callable themselves, but they hold arrays and plain values alone.
-  net = equinox.nn.Sequential(
-    [equinox.nn.Linear(2, 3, key=key) for key in keys[:1]]
-    + [equinox.nn.LayerNorm(3)]
-  )
-  again = trip(net, 'net')
-  assert jax.tree.structure(again) == jax.tree.structure(net)
-  np.testing.assert_array_equal(again(jnp.ones(2)), net(jnp.ones(2)))
-  assert 'net/layers/0/weight' in encode(net, 'net')[1]
-
-
 class Tagged:
   """Children by name; the rest, which no file can hold, is static."""
 
@@ -365,7 +352,9 @@ _NODES = {
   'empty': lambda x: [Tagged({}, relu), collections.defaultdict(list)],
   'dataclass': lambda x: _Data((_Pair(x, 1), _Data(x))),
   'flax': lambda x: FlaxState({'w': x}, relu),
-  'equinox': lambda x: Net([x, Net(x, jnp.tanh)], relu),
+  'equinox': lambda x: equinox.nn.Sequential(
+    [Net(x, relu), equinox.nn.Linear(1, 3, key=jax.random.key(int(x[0])))]
+  ),
   'partial': lambda x: jax.tree_util.Partial(relu, x, key=x),
   'default': lambda x: collections.defaultdict(list, b=x, a=[x]),
   'ordered': lambda x: collections.OrderedDict(b=Same(x), a=x),
@@ -390,6 +379,8 @@ def test_registered_containers(name, own, open_run, tmp_path, capsys):
   lib.save(saver, saved := made(1))
   nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
   live = made(0)
+  if name in ('haiku', 'optimizer'):
+    live._a0 = None  # They need no live value, which an evaluation may lack.
   lib.restore(open_run('eval'), live)
   for entry in 'ab':
     _assert_equal(live.held()[entry], saved.held()[entry])
@@ -427,15 +418,6 @@ def test_other_live_containers_are_refused(saved, live, match, open_run):
   lib.save(open_run(), lib.PerDevice({}, {'b': {'x': saved}}))
   with pytest.raises(errors.UsageError, match=match):
     lib.restore(open_run('eval'), lib.PerDevice({}, {'b': {'x': live}}))
-
-
-def test_haiku_needs_no_live_container(open_run):
-  """An experiment that only evaluates may not make its parameters."""
-  params = _NODES['optimizer'](jnp.arange(3.0))
-  lib.save(open_run(), lib.PerDevice({}, {'b': params}))
-  live = lib.PerDevice({}, {'b': None})
-  lib.restore(open_run('eval'), live)
-  _assert_equal(live.held()['b'], params)
 
 
 def _refused():
