@@ -100,18 +100,19 @@ class Mode:
   is_threaded: bool = False
 
 
+_TRAIN = _function('train', 'writer')
+_EVALUATE = _function('evaluate', 'eval_writer', 'eval_mode')
 MODES = {
-  'train': Mode(_function('train', 'writer'), trains=True),
-  'eval': Mode(
-    _function('evaluate', 'eval_writer', 'eval_mode'),
-    eval_log='eval',
-    follows=True,
-  ),
+  'train': Mode(_TRAIN, trains=True),
+  'eval': Mode(_EVALUATE, eval_log='eval', follows=True),
   'train_and_eval': Mode(
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
   'train_eval_multithreaded': Mode(
-    threads.train_and_eval, trains=True, eval_log='eval', is_threaded=True
+    lambda run: threads.train_and_eval(run, _TRAIN, _EVALUATE),
+    trains=True,
+    eval_log='eval',
+    is_threaded=True,
   ),
   'decode': Mode(_decode, follows=True),
   'compile': Mode(_compile),

@@ -88,18 +88,20 @@ def main(cls, config, mode='train'):
 )  # fmt: skip
 def test_a_rebound_name_is_called(owner, name, tmp_path):
   """JAXline looks these up when it calls them."""
-  config = make_config(
-    tmp_path, checkpointer='memory', training_steps=2, one_off_evaluate=True
-  )
-  utils.GLOBAL_CHECKPOINT_DICT = {}
+  config = make_config(tmp_path, training_steps=2, checkpointer='memory')
+  once = config_dict.ConfigDict(config)
+  once.one_off_evaluate = True
+  counts = [0]
   with mock.patch.object(owner, name, wraps=getattr(owner, name)) as called:
-    for mode in ('train', 'eval'):
-      main(Teacher, config, mode)
-  assert called.called
-  calls = len(called.mock_calls)
+    for mode in ('train_eval_multithreaded', 'train', 'eval'):
+      if mode == 'train':
+        utils.GLOBAL_CHECKPOINT_DICT = {}
+      main(Teacher, once if mode == 'eval' else config, mode)
+      counts.append(called.call_count)
+  assert 0 < counts[1] < counts[-1]
   assert Teacher.steps[-2:] == [0, 1]
-  main(Teacher, config, 'eval')
-  assert len(called.mock_calls) == calls
+  main(Teacher, once, 'eval')
+  assert called.call_count == counts[-1]
 
 
 @pytest.mark.parametrize('empties', [False, True])
