@@ -454,12 +454,10 @@ def _refused():
     'stale': (stale, "attributes beside its fields: ['later']"),
     'extra': (extra, "attributes beside its fields: ['note']"),
     'dict_data': (DictData(a=1), 'DictData'),
-    # Functions within.
+    # Functions within, where no live value is at hand.
     'optimizer': (optax.sgd(0.1), "/optimizer/init', a builtins.function"),
     'partial': (jax.tree_util.Partial(jnp.add, 1), "/partial/aux', a "),
-    'default': (collections.defaultdict(list), "/aux/0', a builtins.type"),
     'lambda': (equinox.nn.Lambda(jnp.tanh), "/lambda/fn', a "),
-    'flax': (FlaxState(1, jax.nn.relu), '/flax/aux/'),
     'key': ({len: 1}, "/keys/<built-in function len>', a "),
     'field': (Plain(jnp.abs, 1), "/field/a', a "),
   }
