@@ -57,19 +57,6 @@ lazy.complete(__name__)
 # Modes.
 
 
-def _function(name: str, *parts: str) -> Callable[[train.Run], Any]:
-  """Returns a caller of a function of `train`, which programs may rebind."""
-  own = getattr(train, name)
-
-  def call(run: train.Run) -> Any:
-    if (function := getattr(train, name)) is own:
-      return getattr(run, name)()
-    more = [getattr(run, part) for part in parts]
-    return function(run.experiment_class, run.config, run.checkpointer, *more)
-
-  return call
-
-
 def _decode(run: train.Run) -> None:
   decode.decode(run.experiment_class, run.config, run.checkpointer)
 
@@ -100,8 +87,8 @@ class Mode:
   is_threaded: bool = False
 
 
-_TRAIN = _function('train', 'writer')
-_EVALUATE = _function('evaluate', 'eval_writer', 'eval_mode')
+_TRAIN = adapters.rebindable(train, 'train', 'writer')
+_EVALUATE = adapters.rebindable(train, 'evaluate', 'eval_writer', 'eval_mode')
 MODES = {
   'train': Mode(_TRAIN, trains=True),
   'eval': Mode(_EVALUATE, eval_log='eval', follows=True),
