@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
+import contextlib
 import functools
+import itertools
 import queue
 import threading
 import time
@@ -39,6 +41,9 @@ _PAUSE_SECS = 0.002
 # How many calls may wait before the caller waits as well.
 MAX_QUEUED = 1000
 _executors: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
+_readers: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+# How long the second call of `make_async` waits for the first, in seconds.
+_FAIL_SECS = 0.1
 
 
 class SerialExecutor:
@@ -192,7 +197,10 @@ def _register_at_exit() -> None:
 
 
 def _end_all() -> None:
-  """Runs what is queued, then ends all executors."""
+  """Closes what reads ahead, runs what is queued, then ends all executors."""
+  for reader in list(_readers):
+    with contextlib.suppress(ValueError):  # Another thread is in it.
+      reader.close()
   # A forked process inherits executors without their threads.
   executors = [e for e in list(_executors) if e._thread.is_alive()]
   # What one of them runs may queue more on another. Ten times ends also where
@@ -229,7 +237,9 @@ def make_async(
 
   Calls return at once, run in order and never overlap. When one fails, the
   calls after it do not run but raise its error, with the traceback from the
-  background thread. A decorated method has one thread for all instances.
+  background thread. As in JAXline, the second call already raises an error that
+  the first call makes at once: it waits up to 0.1 s for the end of the first. A
+  decorated method has one thread for all instances.
 
   Args:
     thread_name_prefix: start of the thread's name.
@@ -241,10 +251,17 @@ def make_async(
 
   def decorator(fn: Callable[..., T]) -> Callable[..., futures.Future[T]]:
     executor = SerialExecutor(thread_name_prefix or function_name(fn))
+    numbers, first_ended = itertools.count(), threading.Event()
 
     @functools.wraps(fn)
     def submit(*args: Any, **kwargs: Any) -> futures.Future[T]:
-      return executor.submit(fn, *args, **kwargs)
+      number = next(numbers)
+      if number == 1:
+        first_ended.wait(_FAIL_SECS)
+      future = executor.submit(fn, *args, **kwargs)
+      if number == 0:
+        future.add_done_callback(lambda _: first_ended.set())
+      return future
 
     return submit
 
@@ -263,8 +280,8 @@ def py_prefetch(
   """Reads an iterable ahead on a thread of its own.
 
   The thread starts with the first element asked for. Closing the generator,
-  or dropping the last reference to it, stops the thread and closes the
-  iterable's iterator.
+  dropping the last reference to it, or the end of the process stops the thread
+  and closes the iterable's iterator.
 
   Args:
     iterable_function: called once, on the thread, and returns the iterable.
@@ -362,4 +379,8 @@ def py_prefetch(
         thread.join(_JOIN_SECONDS)
       _log_all(name, errors)
 
-  return read()
+  reader = read()
+  # At the end of the process Python would close it without its modules.
+  _readers.add(reader)
+  _register_at_exit()
+  return reader

@@ -74,7 +74,7 @@ def kwargs_only(f: F) -> F:
 
 @contextlib.contextmanager
 def log_activity(
-  activity_name: str, *, category: str | None = None
+  activity_name: str, *, category: str | None = None, logs_error: bool = False
 ) -> Iterator[None]:
   """Logs the start and the end of the code inside, and its error.
 
@@ -84,6 +84,7 @@ def log_activity(
     activity_name: its name in the log.
     category: what `goodput` counts its time as; None is that of the code
       around it.
+    logs_error: whether the log shows the error's traceback.
 
   Yields:
     Nothing.
@@ -95,7 +96,10 @@ def log_activity(
     with measured:
       yield
   except BaseException as e:
-    logging.info('[jaxline] %s ended by %s.', activity_name, type(e).__name__)
+    if logs_error:
+      logging.exception('[jaxline] %s failed with error.', activity_name)
+    else:
+      logging.info('[jaxline] %s ended by %s.', activity_name, type(e).__name__)
     raise
   else:
     logging.info('[jaxline] %s finished.', activity_name)

@@ -1,29 +1,74 @@
-"""Names that modules of JAXline have because they import them."""
+"""Names that modules of JAXline have because they import or define them."""
 
+from collections.abc import Mapping
 import importlib
 import sys
+import types
 from typing import Any
 
+# A name -> the module, or module:attribute, for which it stands.
+_NAMES = {
+  'FLAGS': 'absl.flags:FLAGS',
+  'F': 'jaxline.debug:F',
+  'T': 'jaxline.async_lib:T',
+  '_get_function_name': 'jaxline.async_lib:function_name',
+  '_log_outputs': 'jaxline.compat.adapters:log_outputs',
+  'config_dict': 'ml_collections.config_dict',
+  'flags': 'absl.flags',
+  'futures': 'concurrent.futures',
+  'jnp': 'jax.numpy',
+  'np': 'numpy',
+  'tf': 'tensorflow',
+  'utils': 'jaxline.utils',
+}
+_SAME = """chex collections contextlib enum functools inspect pdb queue sys
+  threading wrapt"""
+_TYPES = """Any Callable Dict Generator Iterable List Mapping Optional Protocol
+  Sequence TypeVar"""
+_NAMES |= {name: name for name in _SAME.split()}
+_NAMES |= {name: f'typing:{name}' for name in _TYPES.split()}
 
-def complete(module: str) -> None:
+
+def _find(address: str) -> Any:
+  module, _, attribute = address.partition(':')
+  found = importlib.import_module(module)
+  return getattr(found, attribute) if attribute else found
+
+
+class _Shared(types.ModuleType):
+  """A module that rebinds a name in another module as well."""
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    super().__setattr__(name, value)
+    for home, names in self.__dict__['_shared'].items():
+      if name in names.split():
+        setattr(sys.modules[home], name, value)
+
+
+def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
   """Lets one of JAXline's modules have the names that it has in JAXline.
 
-  Programs write `experiment.utils` and `train.FLAGS`, and patch `utils.chex`.
-  `utils` imports those modules itself, so it is imported at its first use; so
-  is chex, whose import takes as long as that of jax.
+  Programs write `experiment.utils` and `train.FLAGS`, and patch `utils.chex`. A
+  name is imported at its first use: `utils` imports those modules itself, and
+  chex takes as long to import as jax.
 
   Args:
     module: the module, such as 'jaxline.train'.
+    shared: module -> names that the library uses there, which a program rebinds
+      here.
   """
 
   def find(name: str) -> Any:
-    if name == 'utils':
-      return importlib.import_module('jaxline.utils')
-    if (module, name) == ('jaxline.utils', 'chex'):
-      return importlib.import_module('chex')
-    if (module, name) == ('jaxline.train', 'FLAGS'):
-      return getattr(importlib.import_module('absl.flags'), name)
-    raise AttributeError(f'module {module!r} has no attribute {name!r}')
+    values = _find('absl.flags:FLAGS')
+    flag = name.removeprefix('_').lower()
+    if name == f'_{flag.upper()}' and flag in values:  # `_CONFIG`, for one.
+      return _find('absl.flags:FlagHolder')(values, values[flag])
+    try:
+      return _find(_NAMES[name])
+    except (KeyError, ImportError) as e:
+      text = f'module {module!r} has no attribute {name!r}'
+      raise AttributeError(text) from e
 
   # Not by a definition in the module, after which mypy would take any name.
-  vars(sys.modules[module])['__getattr__'] = find
+  vars(sys.modules[module]).update(__getattr__=find, _shared=shared or {})
+  sys.modules[module].__class__ = _Shared

@@ -50,6 +50,7 @@ from jaxline.supervision import profiling
 
 TensorBoardLogger = writers.RunWriter  # JAXline's name.
 resolve_experiment_class = experiments.resolve_experiment_class
+_CHECKPOINTER = memory.InMemoryCheckpointer  # Programs may rebind that one.
 
 lazy.complete(__name__)
 
@@ -87,14 +88,19 @@ class Mode:
   is_threaded: bool = False
 
 
+_TRAIN = adapters.rebindable(train, 'train', 'writer')
+_EVALUATE = adapters.rebindable(train, 'evaluate', 'eval_writer', 'eval_mode')
 MODES = {
-  'train': Mode(train.Run.train, trains=True),
-  'eval': Mode(train.Run.evaluate, eval_log='eval', follows=True),
+  'train': Mode(_TRAIN, trains=True),
+  'eval': Mode(_EVALUATE, eval_log='eval', follows=True),
   'train_and_eval': Mode(
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
   'train_eval_multithreaded': Mode(
-    threads.train_and_eval, trains=True, eval_log='eval', is_threaded=True
+    lambda run: threads.train_and_eval(run, _TRAIN, _EVALUATE),
+    trains=True,
+    eval_log='eval',
+    is_threaded=True,
   ),
   'decode': Mode(_decode, follows=True),
   'compile': Mode(_compile),
@@ -108,6 +114,8 @@ def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> checkpointing.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
+  if memory.InMemoryCheckpointer is not _CHECKPOINTER:
+    return memory.InMemoryCheckpointer(config, mode)
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
@@ -121,7 +129,7 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   Process 0 writes; the others only with `config.log_all_hosts`.
   """
   if jax.process_index() == 0 or config.log_all_hosts:
-    return writers.RunWriter(config, mode)
+    return TensorBoardLogger(config, mode)
   return writers.MetricWriter()
 
 
@@ -141,7 +149,7 @@ def start(
   config: config_dict.ConfigDict,
   name: str,
   checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
-  writer_factory: Callable[..., Any] = create_writer,
+  writer_factory: Callable[..., Any] | None = None,
   origin: console_lib.Origin | None = None,
 ) -> tuple[str, Any]:
   """Runs a mode after the processes have connected.
@@ -204,7 +212,7 @@ def start(
       first.check_config(experiment_class)
     made = {}
     for log in logs:
-      made[log] = writer_factory(config, log)
+      made[log] = (writer_factory or create_writer)(config, log)
       closing.enter_context(adapters.full_writer(made[log]))
     actions = []
     if mode.trains and config.xla.pgle_save and jax.process_index() == 0:
@@ -373,7 +381,7 @@ def main(
   argv: Sequence[str],
   checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
   *,
-  writer_factory: Callable[..., Any] = create_writer,
+  writer_factory: Callable[..., Any] | None = None,
 ) -> None:
   """Runs an experiment as the command line says.
 
@@ -383,7 +391,8 @@ def main(
     argv: the command line without the program's name. Parsed here, unless
       absl has parsed it already (`app.run(functools.partial(main, Class))`).
     checkpointer_factory: makes the checkpointer of a config and a mode.
-    writer_factory: makes the writer of a config and a log, 'train' or 'eval'.
+    writer_factory: makes the writer of a config and a log, 'train' or 'eval';
+      None means `create_writer`.
   """
 
   def parse(argv: list[str]) -> list[str]:

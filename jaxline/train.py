@@ -81,7 +81,9 @@ class Run:
   eval_mode: str = 'eval'
   eval_checkpointer: Any = None
   console: Any = None
-  watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
+  watch: preemption.Watch = dataclasses.field(
+    default_factory=preemption.active_watch
+  )
   trained: threading.Event | None = None
   log: writers.MetricWriter = dataclasses.field(init=False)
   eval_log: writers.MetricWriter = dataclasses.field(init=False)

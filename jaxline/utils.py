@@ -6,9 +6,12 @@ finds all its names here; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
 
 # ruff: noqa: F401
 
+import functools
+
 from absl import logging
 import jax
 
+from jaxline import debug
 from jaxline import lazy
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
@@ -21,7 +24,6 @@ from jaxline.debug import debugger_fallback
 from jaxline.debug import disable_pmap_jit
 from jaxline.debug import evaluate_should_return_dict
 from jaxline.debug import kwargs_only
-from jaxline.debug import log_activity
 from jaxline.devices import bcast_local_devices
 from jaxline.devices import double_buffer
 from jaxline.devices import double_buffer_on_gpu
@@ -36,4 +38,17 @@ from jaxline.prng import DistributedRNGMode
 from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device
 
-lazy.complete(__name__)
+# The errors of the library's own activities end the process, which prints them.
+log_activity = functools.partial(debug.log_activity, logs_error=True)
+
+lazy.complete(
+  __name__,
+  # JAXline uses these through this module, and programs rebind them on it.
+  shared={
+    'jaxline.checkpoint.memory': """CheckpointNT GLOBAL_CHECKPOINT_DICT
+      InMemoryCheckpointer""",
+    'jaxline.debug': 'evaluate_should_return_dict',
+    'jaxline.devices': 'bcast_local_devices double_buffer get_first rendezvous',
+    'jaxline.prng': 'host_id_devices_for_rng specialize_rng_host_device',
+  },
+)

@@ -80,6 +80,22 @@ def test_make_async_raises_an_error_at_each_later_call():
   assert runs == [0]
 
 
+def test_the_second_call_raises_the_error_of_the_first():
+  for _ in range(200):
+    runs = []
+
+    @async_lib.make_async()
+    def fail(runs):
+      runs.append(None)
+      raise ValueError('bad')
+
+    fail(runs)
+    for _ in range(2):
+      with pytest.raises(ValueError, match='bad'):
+        fail(runs)
+    assert runs == [None]
+
+
 # --- SerialExecutor ----------------------------------------------------------
 
 
@@ -305,3 +321,43 @@ def test_py_prefetch_leaves_behind_an_iterable_that_blocks(monkeypatch):
   may_go.set()
   thread.join(TIMEOUT)
   assert not thread.is_alive()
+
+
+_LEFT = """
+  import itertools
+  import sys
+  import threading
+
+  import jax
+  import numpy as np
+
+  from jaxline import utils
+
+  def read(made=itertools.count):
+    generator = utils.py_prefetch(made)
+    next(generator)
+    return generator
+
+  class Cycle:
+    def __init__(self):
+      self.itself, self.generator = self, read()
+
+  plain, cycle, mapped = read(), Cycle(), map(str, read())
+  unread = utils.py_prefetch(itertools.count)
+  sys.modules['of_a_module'] = read()
+  batch = np.ones([jax.local_device_count()])
+  batches = utils.double_buffer(read(lambda: itertools.repeat(batch)))
+  next(batches)
+  endless = threading.Thread(target=lambda: [*read()], daemon=True)
+  endless.start()
+  try:
+    for _ in read():
+      sys.exit(3)
+  finally:
+    print('end')
+"""
+
+
+def test_the_end_of_the_process_ends_what_reads_ahead():
+  done = processes.run('-c', textwrap.dedent(_LEFT))
+  assert (done.stdout, done.stderr, done.returncode) == ('end\n', '', 3)

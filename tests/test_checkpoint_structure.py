@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import equinox
 from flax import struct as flax_struct
+import haiku as hk
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
@@ -23,8 +24,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxline import errors
+from jaxline import utils
+from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 from jaxline.storage import store as store_lib
+from tests import checkpoints as lib
 
 HERE = __name__
 
@@ -268,17 +273,151 @@ def test_optax_state(name):
     assert x.tobytes() == np.asarray(y).tobytes()
 
 
-def test_equinox_modules():
-  keys = jax.random.split(jax.random.key(0))
-  # Callable themselves, but they hold arrays and plain values alone.
-  net = equinox.nn.Sequential(
-    [equinox.nn.Linear(2, 3, key=key) for key in keys[:1]]
-    + [equinox.nn.LayerNorm(3)]
+class Tagged:
+  """Children by name; the rest, which no file can hold, is static."""
+
+  def __init__(self, children, static=None):
+    self.children, self.static = children, static
+
+
+jax.tree_util.register_pytree_with_keys(
+  Tagged,
+  lambda x: (
+    [(jax.tree_util.GetAttrKey(k), y) for k, y in x.children.items()],
+    (tuple(x.children), x.static),
+  ),
+  lambda aux, children: Tagged(
+    dict(zip(aux[0], children, strict=True)), aux[1]
+  ),
+)
+
+
+@jax.tree_util.register_pytree_node_class
+class Same:
+  """Found by its name; the auxiliary data is itself no data."""
+
+  def __init__(self, x):
+    self.x = x
+
+  def tree_flatten(self):
+    return (self.x,), (Opaque, relu)
+
+  @classmethod
+  def tree_unflatten(cls, aux, children):
+    assert aux == (Opaque, relu)
+    return cls(*children)
+
+
+relu = jax.nn.relu
+
+
+class Net(equinox.Module):
+  w: Any
+  activation: Any = equinox.field(static=True)
+
+
+def _local():
+  """Returns classes that cannot be found by their names."""
+
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass
+  class Data:
+    w: Any
+
+  class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+  return Data, Pair
+
+
+_Data, _Pair = _local()
+
+
+def _dict_of(x):
+  return {'linear': {'w': x, 'b': x[:1]}, 'empty': {}, 'none': None}
+
+
+# Registered containers, made of an array.
+_NODES = {
+  'haiku': lambda x: hk.data_structures.to_immutable_dict(_dict_of(x)),
+  'optimizer': lambda x: optax.adam(optax.constant_schedule(0.1)).init(
+    hk.data_structures.to_immutable_dict(_dict_of(x))
+  ),
+  'haiku of nodes': lambda x: hk.data_structures.to_immutable_dict(
+    {'a': {'w': Tagged({'x': x}, relu), 'o': collections.OrderedDict(b=x)}}
+  ),
+  'keys': lambda x: Tagged({'a': x, 'b': [x, None]}, Opaque),
+  'node': lambda x: Same({'w': Same(x)}),
+  'empty': lambda x: [Tagged({}, relu), collections.defaultdict(list)],
+  'dataclass': lambda x: _Data((_Pair(x, 1), _Data(x))),
+  'flax': lambda x: FlaxState({'w': x}, relu),
+  'equinox': lambda x: equinox.nn.Sequential(
+    [Net(x, relu), equinox.nn.Linear(1, 3, key=jax.random.key(int(x[0])))]
+  ),
+  'partial': lambda x: jax.tree_util.Partial(relu, x, key=x),
+  'default': lambda x: collections.defaultdict(list, b=x, a=[x]),
+  'ordered': lambda x: collections.OrderedDict(b=Same(x), a=x),
+  'static': lambda x: {'w': x, 'static': Static(3)},
+}
+
+
+def _assert_equal(got, want):
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  lib.assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize('own', [False, True])
+@pytest.mark.parametrize('name', _NODES)
+def test_registered_containers(name, own, open_run, tmp_path, capsys):
+  def made(n):
+    x = jnp.arange(n, n + 3.0)
+    whole = [_NODES[name](x), Tagged({'text': 'a', 'number': n}, relu)]
+    return lib.PerDevice({'a': _NODES[name](x)}, {'b': whole})
+
+  saver = open_run(train_checkpoint_all_hosts=own)
+  lib.save(saver, saved := made(1))
+  nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
+  live = made(0)
+  if name in ('haiku', 'optimizer'):
+    live._a0 = None  # They need no live value, which an evaluation may lack.
+  lib.restore(open_run('eval'), live)
+  for entry in 'ab':
+    _assert_equal(live.held()[entry], saved.held()[entry])
+  published = nest.to_dict()['experiment_module']
+  _assert_equal(*jax.device_get([published['b'], saved.held()['b']]))
+  assert not inspection.main(['show', str(tmp_path / 'run')])
+  shown = capsys.readouterr().out
+  assert all(f' {x} ' in shown for x in structure.named_leaves(live._a0, 'a'))
+  rules = [('a(.*)', r'a\1'), ('b.*', None)]
+  fork = open_run(
+    directory=tmp_path / 'fork',
+    restore_from=str(tmp_path / 'run'),
+    restore_rules=rules,
   )
-  again = trip(net, 'net')
-  assert jax.tree.structure(again) == jax.tree.structure(net)
-  np.testing.assert_array_equal(again(jnp.ones(2)), net(jnp.ones(2)))
-  assert 'net/layers/0/weight' in encode(net, 'net')[1]
+  if name not in ('empty', 'optimizer') and not own:
+    lib.restore(fork, live := made(0))
+    _assert_equal(live.held()['a'], saved.held()['a'])
+    _assert_equal(live.held()['b'], made(0).held()['b'])
+
+
+@pytest.mark.parametrize(
+  ('saved', 'live', 'match'),
+  [
+    (Tagged({'a': 1}, relu), None, "'b/x'.*no such node"),
+    (
+      Tagged({'a': 1}, relu),
+      Tagged({'c': 1}, relu),
+      r"'b/x'.*\['a'\].*\['c'\]",
+    ),
+    (Tagged({'a': 1}, relu), Same(1), "'b/x'.*Tagged.*Same"),
+    ([Same(1), Same(2)], [Same(1)], "'b/x/1'.*no such node"),
+  ],
+)
+def test_other_live_containers_are_refused(saved, live, match, open_run):
+  lib.save(open_run(), lib.PerDevice({}, {'b': {'x': saved}}))
+  with pytest.raises(errors.UsageError, match=match):
+    lib.restore(open_run('eval'), lib.PerDevice({}, {'b': {'x': live}}))
 
 
 def _refused():
@@ -315,12 +454,10 @@ def _refused():
     'stale': (stale, "attributes beside its fields: ['later']"),
     'extra': (extra, "attributes beside its fields: ['note']"),
     'dict_data': (DictData(a=1), 'DictData'),
-    # Functions within.
+    # Functions within, where no live value is at hand.
     'optimizer': (optax.sgd(0.1), "/optimizer/init', a builtins.function"),
     'partial': (jax.tree_util.Partial(jnp.add, 1), "/partial/aux', a "),
-    'default': (collections.defaultdict(list), "/aux/0', a builtins.type"),
     'lambda': (equinox.nn.Lambda(jnp.tanh), "/lambda/fn', a "),
-    'flax': (FlaxState(1, jax.nn.relu), '/flax/aux/'),
     'key': ({len: 1}, "/keys/<built-in function len>', a "),
     'field': (Plain(jnp.abs, 1), "/field/a', a "),
   }
@@ -389,6 +526,9 @@ _BOMB = base64.b64encode(pickle.dumps(Bomb())).decode()
     ('namedtuple', [_POINT, {'x': 1, 'y': 2, 'z': 3}]),
     ('dataclass', [f'{HERE}:Frozen', {'a': 1, '__class__': 2}]),
     ('node', [f'{HERE}:Registered', [1, 2, 3], None]),
+    ('live', ['v', [f'{HERE}:Same', ['0']], [1]]),
+    ('live', [['v'], None, []]),
+    ('treedef', {'node': ['os:system', [], None]}),
     ('bytes', 'xyz'),
     ('dict', [[[1], 2]]),
     ('key', ['v', 'unknown']),

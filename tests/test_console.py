@@ -723,6 +723,8 @@ def test_a_run_in_a_pipe(tmp_path):
   # It prints the last step, although no interval ends there.
   assert re.search(r'^step 5 of 5 \(100%\) \| loss ', second, re.MULTILINE)
   assert 'training loop starting...' in again.stderr
+  ended = run(tmp_path, '--config.training_steps=5').stdout
+  assert ' step 5 of 5, resumed, nothing left to train\n' in ended
 
 
 @pytest.mark.process

@@ -19,6 +19,7 @@ import pytest
 
 from jaxline import debug
 from jaxline import platform  # noqa: F401  It defines the flags.
+from jaxline import utils
 from tests import processes
 
 P = jax.sharding.PartitionSpec
@@ -59,6 +60,21 @@ def test_kwargs_only_refuses_positional_arguments():
   assert f(a=1) == (1, 2)
   with pytest.raises(TypeError):
     f(1)
+
+
+@pytest.mark.parametrize('patched', ['absl.logging', 'jaxline.utils.logging'])
+def test_an_activity_is_logged_with_its_error(patched):
+  with (
+    mock.patch(f'{patched}.info') as info,
+    mock.patch(f'{patched}.exception') as exception,
+  ):
+    with utils.log_activity('a'):
+      exception.assert_not_called()
+    with pytest.raises(ValueError, match='bad'), utils.log_activity('b'):
+      raise ValueError('bad')
+  info.assert_any_call('[jaxline] %s starting...', 'a')
+  info.assert_any_call('[jaxline] %s finished.', 'a')
+  exception.assert_called_once_with('[jaxline] %s failed with error.', 'b')
 
 
 # --- post mortem -------------------------------------------------------------

@@ -5,6 +5,7 @@ distribution_shift_framework and of emergent_in_context_learning.
 """
 
 import textwrap
+from unittest import mock
 
 from absl.testing import flagsaver
 import jax
@@ -65,6 +66,37 @@ def steps_of(fn, *args, **kwargs):
 def main(cls, config, mode='train'):
   with flagsaver.flagsaver(config=config, jaxline_mode=mode):
     platform.main(cls, [])
+
+
+@pytest.mark.parametrize(
+  ('owner', 'name'),
+  [
+    *((base_config, x) for x in ('get_base_config', 'validate_config',
+                                 'validate_keys', 'check_constraints')),
+    *((platform, x) for x in ('create_writer', 'TensorBoardLogger')),
+    *((train, x) for x in ('train', 'evaluate')),
+    *((utils, x) for x in (
+      'bcast_local_devices', 'evaluate_should_return_dict', 'get_first',
+      'host_id_devices_for_rng', 'rendezvous', 'specialize_rng_host_device',
+      'InMemoryCheckpointer', 'CheckpointNT')),
+  ],
+)  # fmt: skip
+def test_a_rebound_name_is_called(owner, name, tmp_path):
+  """JAXline looks these up when it calls them."""
+  config = make_config(tmp_path, training_steps=2, checkpointer='memory')
+  once = config_dict.ConfigDict(config)
+  once.one_off_evaluate = True
+  counts = [0]
+  with mock.patch.object(owner, name, wraps=getattr(owner, name)) as called:
+    for mode in ('train_eval_multithreaded', 'train', 'eval'):
+      if mode == 'train':
+        utils.GLOBAL_CHECKPOINT_DICT = {}
+      main(Teacher, once if mode == 'eval' else config, mode)
+      counts.append(called.call_count)
+  assert 0 < counts[1] < counts[-1]
+  assert Teacher.steps[-2:] == [0, 1]
+  main(Teacher, once, 'eval')
+  assert called.call_count == counts[-1]
 
 
 @pytest.mark.parametrize('empties', [False, True])

@@ -45,11 +45,13 @@ class Content:
     arrays: by name; what this process writes of them.
     manifest: the fields of the manifest that are known before the write.
     process: the entries that this process saves for itself.
+    nodes: see `structure.encode`.
   """
 
   arrays: dict[str, arrays_lib.HostArray]
   manifest: dict[str, Any]
   process: dict[str, Any]
+  nodes: dict[str, Any]
 
 
 def content(
@@ -77,6 +79,7 @@ def content(
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   entries = _encode(entries, arrays, allow_pickle, 'run/')
   saved, per_process = {}, {}
+  nodes: dict[str, Any] = {}
   by_leaves = module.snapshot_template()
   own = set(module.PER_PROCESS_ENTRIES)
   if all_hosts:
@@ -87,10 +90,10 @@ def content(
       saved[name] = {'leaves': True}
     elif name in own:
       small: dict[str, Any] = {}
-      about = _encode({name: value}, small, allow_pickle)[name]
+      about = _encode({name: value}, small, allow_pickle, nodes=nodes)[name]
       per_process[name] = {'structure': about, 'arrays': _to_json(small)}
     else:
-      about = _encode({name: value}, arrays, allow_pickle)[name]
+      about = _encode({name: value}, arrays, allow_pickle, nodes=nodes)[name]
       saved[name] = {'structure': about}
   manifest = {
     'format': manager.FORMAT,
@@ -102,7 +105,7 @@ def content(
     'entries': entries,
     'module': saved,
   }
-  return Content(arrays_lib.to_host(arrays), manifest, per_process)
+  return Content(arrays_lib.to_host(arrays), manifest, per_process, nodes)
 
 
 def check_storable(state: Any, module: Any) -> None:
@@ -117,9 +120,15 @@ def check_storable(state: Any, module: Any) -> None:
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   _encode(entries, {}, False, 'run/')
   if not module.overrides('snapshot_state'):
-    names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
-    for attribute, name in names.items():
-      _encode({name: getattr(module, attribute, None)}, {}, False)
+    _encode(_live(module), {}, False, nodes={})
+
+
+def _live(module: Any) -> dict[str, Any]:
+  """Returns the live values that a checkpoint describes, by name."""
+  if module.overrides('snapshot_state'):
+    return dict(module.snapshot_state())
+  names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
+  return {name: getattr(module, x, None) for x, name in names.items()}
 
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
@@ -136,13 +145,14 @@ def _encode(
   arrays: dict[str, Any],
   allow_pickle: bool,
   prefix: str = '',
+  nodes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
   """Returns the structures of values by name, and adds their arrays."""
   described = {}
   for key, value in values.items():
     own: dict[str, Any] = {}
     described[key] = structure.encode(
-      value, f'{prefix}{key}', own, allow_pickle=allow_pickle
+      value, f'{prefix}{key}', own, allow_pickle=allow_pickle, nodes=nodes
     )
     if double := sorted(own.keys() & arrays.keys()):
       raise ValueError(
@@ -196,6 +206,7 @@ class Checkpoint:
     manifests: the run's.
     series, step: its place in the run.
     allow_pickle: whether to unpickle.
+    nodes: see `structure.encode`; None until they are needed.
   """
 
   def __init__(
@@ -208,6 +219,8 @@ class Checkpoint:
     """Reads nothing yet."""
     self.manifests, self.series, self.step = manifests, series, step
     self.allow_pickle = allow_pickle
+    self.nodes: dict[str, Any] | None = None
+    self._module: Any = None
     self._record: dict[str, Any] | None = None
 
   @property
@@ -274,6 +287,7 @@ class Checkpoint:
     """
     trees = module.snapshot_template()
     wants = module.wants_restored
+    self._module = module
     saved = {
       entry: about
       for entry, about in self.record['module'].items()
@@ -380,9 +394,16 @@ class Checkpoint:
     return dict(arrays_lib.read(self.data, described, targets))
 
   def _decode(self, described: Any, arrays: Any, **more: Any) -> Any:
-    return structure.decode(
-      described, arrays, allow_pickle=self.allow_pickle, **more
-    )
+    more |= {'allow_pickle': self.allow_pickle, 'nodes': self._nodes}
+    return structure.decode(described, arrays, **more)
+
+  def _nodes(self) -> dict[str, Any]:
+    if self.nodes is None:
+      self.nodes = {}
+      for name, value in _live(self._module).items():
+        with contextlib.suppress(TypeError):  # A save refuses it.
+          _encode({name: value}, {}, self.allow_pickle, nodes=self.nodes)
+    return self.nodes
 
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""

@@ -139,7 +139,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       self.saved_step = own['step']
       self.lengths = self._local(own['logs'])
     if live is not None and not self.follows:
-      published = self._published(ckpt_series, own['step'], module)
+      nodes = found.nodes or {}
+      published = self._published(ckpt_series, own['step'], module, nodes)
       memory.publish(ckpt_series, published)
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
-import sys
 import threading
 from typing import Any, NamedTuple
 
@@ -114,14 +113,8 @@ class CheckpointNT(NamedTuple):
 
 # All checkpoints of the process by series, so that a training and an
 # evaluation thread share them. Experiments written against JAXline read, write
-# and rebind this name on `jaxline.utils`: `_checkpoints` looks it up there.
+# and rebind this name on `jaxline.utils`, which then rebinds it here.
 GLOBAL_CHECKPOINT_DICT: dict[str, CheckpointNT] = {}
-
-
-def _checkpoints() -> dict[str, CheckpointNT]:
-  # Nobody can have rebound the name where that module was not imported.
-  utils = sys.modules.get('jaxline.utils')
-  return getattr(utils, 'GLOBAL_CHECKPOINT_DICT', GLOBAL_CHECKPOINT_DICT)
 
 
 class _ModuleState(checkpointing.ExperimentState):
@@ -174,14 +167,14 @@ def publish(ckpt_series: str, snapshot: Published, keep: int = 1) -> None:
   """Makes a snapshot the newest of a series; keeps that many."""
   series = add_series(ckpt_series)
   history = [*series.history, snapshot][-keep:]
-  _checkpoints()[ckpt_series] = series._replace(history=history)
+  GLOBAL_CHECKPOINT_DICT[ckpt_series] = series._replace(history=history)
 
 
 def add_series(ckpt_series: str) -> CheckpointNT:
   """Returns a series of the dictionary; adds it where it is not there."""
   # In one step: training and evaluation threads may both be the first.
   new = CheckpointNT(threading.local(), [])
-  return _checkpoints().setdefault(ckpt_series, new)
+  return GLOBAL_CHECKPOINT_DICT.setdefault(ckpt_series, new)
 
 
 def seed(ckpt_series: str) -> SnapshotNT | None:
@@ -195,7 +188,7 @@ def forget_published() -> None:
 
   Snapshots that the program has put in since then stay.
   """
-  checkpoints = _checkpoints()
+  checkpoints = GLOBAL_CHECKPOINT_DICT
   for name, series in list(checkpoints.items()):
     newest_first = reversed(series.history)
     newer = itertools.takewhile(
@@ -400,7 +393,7 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
       s for s in _history(ckpt_series) if step is None or step_of(s) == step
     ]
     if not history:
-      saved = sorted(name for name in _checkpoints() if _history(name))
+      saved = sorted(name for name in GLOBAL_CHECKPOINT_DICT if _history(name))
       raise ValueError(
         f'The series {ckpt_series!r} has no checkpoint'
         + (' to restore' if step is None else f' of step {step}')
@@ -434,5 +427,5 @@ def _newest(ckpt_series: str) -> SnapshotNT | Published | None:
 
 def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
   """Returns the snapshots of a series, oldest first."""
-  series = _checkpoints().get(ckpt_series)
+  series = GLOBAL_CHECKPOINT_DICT.get(ckpt_series)
   return list(series.history) if series else []

@@ -134,7 +134,8 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     # Queue the flush now, so that it covers this step and not later ones.
     logs = self.logs if ckpt_series == 'latest' else ()
     flushes = [log.flush_async() for log in logs]
-    published = self._published(ckpt_series, step, module)
+    nodes = content.nodes if content else {}
+    published = self._published(ckpt_series, step, module, nodes)
     if ckpt_series == 'latest':
       self._held_step = step
     self._saving = self._writer.submit(
@@ -300,13 +301,16 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
       return self._manifests.read('latest', step)
     return {}
 
-  def _published(self, series: str, step: int, module: Any) -> memory.Published:
+  def _published(
+    self, series: str, step: int, module: Any, nodes: dict[str, Any]
+  ) -> memory.Published:
     """Returns a checkpoint for programs written against JAXline.
 
     Args:
       series: the series.
       step: of the checkpoint, which may not be written yet.
       module: the experiment; not kept, because it holds the live arrays.
+      nodes: see `structure.encode`.
     """
     template = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -318,6 +322,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     # It waits for no other process: a signal handler may call it.
     def read() -> Any:
       saved = contents.Checkpoint(manifests, series, step, allow_pickle)
+      saved.nodes = nodes
       everything = types.SimpleNamespace(
         CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
         snapshot_template=lambda: template,

@@ -14,7 +14,7 @@ An object that occurs twice is stored, and restored, as two.
 """
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import inspect
@@ -61,7 +61,12 @@ def is_array(x: Any) -> bool:
 
 
 def encode(
-  x: Any, name: str, arrays: dict[str, Any], *, allow_pickle: bool = False
+  x: Any,
+  name: str,
+  arrays: dict[str, Any],
+  *,
+  allow_pickle: bool = False,
+  nodes: dict[str, Any] | None = None,
 ) -> Any:
   """Describes a value.
 
@@ -70,6 +75,9 @@ def encode(
     name: its name, the prefix of the names of its arrays.
     arrays: receives its arrays, uncopied; PRNG keys as their uint32 data.
     allow_pickle: whether to pickle what has no description.
+    nodes: receives, by name, the nodes of which only the children have one: the
+      class or the auxiliary data of a pytree can be anything. `decode` takes
+      these from a live value. None refuses such nodes.
 
   Returns:
     The description; JSON gives it back unchanged.
@@ -83,8 +91,10 @@ def encode(
   def each(xs: Iterable[Any]) -> list[Any]:
     return [walk(y, str(i)) for i, y in enumerate(xs)]
 
+  options: Any = {'allow_pickle': allow_pickle, 'nodes': nodes}
+
   def walk(y: Any, key: str) -> Any:
-    return encode(y, f'{name}/{key}', arrays, allow_pickle=allow_pickle)
+    return encode(y, f'{name}/{key}', arrays, **options)
 
   def put(x: Any) -> str:
     unique = _unique(name, arrays)
@@ -111,16 +121,34 @@ def encode(
     return {'jax': put(x)}
   if is_array(x) and cls is not jax.ShapeDtypeStruct:
     return {'numpy' if cls is np.ndarray else 'scalar': put(x)}
+  if cls is jax.tree_util.PyTreeDef:
+    return {'treedef': walk(x.unflatten(range(x.num_leaves)), 'tree')}
   kind, address = _kind(cls), f'{cls.__module__}:{cls.__qualname__}'
-  if kind is not None and _find(address) is not cls:
-    why = ' (its class cannot be found by its name)'
-  elif kind == 'node':
-    children, aux = jax.tree_util.flatten_one_level_with_keys(x)
-    if aux is not x:
-      parts = [walk(child, name_of((key,))) for key, child in children]
-      return {'node': [address, parts, walk(aux, 'aux')]}
+  is_found = _find(address) is cls
+  if kind == 'node' or (kind == 'namedtuple' and not is_found):
+    children, one_level = jax.tree_util.tree_flatten_with_path(
+      x, is_leaf=lambda y: y is not x
+    )
+    keys = [name_of(path) for path, _ in children]
+    parts = [walk(y, key) for key, (_, y) in zip(keys, children, strict=True)]
+    aux = jax.tree_util.flatten_one_level_with_keys(x)[1]
+    if is_found and aux is not x:
+      taken = len(arrays)
+      try:
+        return {'node': [address, parts, walk(aux, 'aux')]}
+      except Exception:  # To unflatten a PyTreeDef may raise anything.
+        if nodes is None:
+          raise
+        for key in [*arrays][taken:]:
+          del arrays[key]
+    if nodes is not None:
+      unique = _unique(name, nodes)
+      nodes[unique] = one_level, [address, keys]
+      return {'live': [unique, [address, keys], parts]}
     why = ' (it is registered as static)'
-  elif kind is not None:
+  if kind is not None and not is_found:
+    why = ' (its class cannot be found by its name)'
+  elif kind in ('namedtuple', 'dataclass'):
     fields = _field_names(cls)
     if extra := [key for key in _vars_of(x) if key not in fields]:
       why = f' (it has attributes beside its fields: {extra})'
@@ -143,6 +171,7 @@ def decode(
   *,
   allow_pickle: bool = False,
   on_host: bool = False,
+  nodes: Callable[[], Mapping[str, Any]] = dict,
 ) -> Any:
   """Rebuilds a value from its description.
 
@@ -153,17 +182,19 @@ def decode(
     allow_pickle: whether to unpickle, which may run any code.
     on_host: whether an array that was a jax.Array may stay as it is given here;
       otherwise it becomes one again, on the default device.
+    nodes: returns what `encode` of the live value gives. Called only if the
+      value has such nodes.
 
   Raises:
     store_lib.RefusedError: the description is malformed, lacks an array, holds
       a pickled value that may not be unpickled, or names a class that is not
-      imported or is not of the kind that the tag says.
+      imported or is not of the kind that the tag says; or the live value lacks
+      a node, or has another one in its place.
   """
   if structure is None or isinstance(structure, bool | int | float | str):
     return structure
-  walk = functools.partial(
-    decode, arrays=arrays, allow_pickle=allow_pickle, on_host=on_host
-  )
+  options: Any = {'allow_pickle': allow_pickle, 'on_host': on_host}
+  walk: Any = functools.partial(decode, arrays=arrays, nodes=nodes, **options)
   if isinstance(structure, list):
     return [walk(x) for x in structure]
   try:
@@ -196,6 +227,18 @@ def decode(
         )
       case 'namedtuple' | 'dataclass' | 'node':
         return _instance(tag, body, walk)
+      case 'treedef':
+        return jax.tree.structure(walk(body))
+      case 'live':
+        name, kind, parts = body
+        one_level, live = nodes().get(name, (None, 'no such node'))
+        if live != kind:
+          raise store_lib.RefusedError(
+            f'The checkpoint holds {name!r}, a node {kind} whose static data'
+            f' is not in the file; the experiment has {live} there. Give it the'
+            " same structure in the experiment's constructor"
+          )
+        return one_level.unflatten(walk(parts))
     raise ValueError('no such tag')
   except (store_lib.RefusedError, MemoryError, RecursionError):
     raise

@@ -10,6 +10,10 @@ import inspect
 import types
 from typing import Any
 
+from absl import logging
+import jax
+import numpy as np
+
 from jaxline import checkpointing
 from jaxline.metrics import periodic
 from jaxline.metrics import values
@@ -110,3 +114,26 @@ def full_action(action: Callable[..., Any]) -> periodic.Action:
   if isinstance(action, periodic.Action):
     return action
   return _ForeignAction(action)
+
+
+def rebindable(module: Any, name: str, *parts: str) -> Callable[[Any], Any]:
+  """Returns a function of a run that calls its method of a name.
+
+  If a program has rebound the function of that name in the module, that one is
+  called with JAXline's arguments, the last of which are `parts` of the run.
+  """
+  own = getattr(module, name)
+
+  def call(run: Any) -> Any:
+    if (function := getattr(module, name)) is own:
+      return getattr(run, name)()
+    more = [getattr(run, part) for part in parts]
+    return function(run.experiment_class, run.config, run.checkpointer, *more)
+
+  return call
+
+
+def log_outputs(step: int, scalar_values: Any) -> None:
+  """Logs the scalars of a step, as `train._log_outputs` does in JAXline."""
+  scalars = jax.tree.map(lambda x: np.asarray(x).tolist(), scalar_values)
+  logging.info('global_step: %d, %s', step, scalars)

@@ -1,5 +1,6 @@
 """JAXline's mode `train_eval_multithreaded`: two threads share the devices."""
 
+from collections.abc import Callable
 import dataclasses
 import threading
 from typing import Any
@@ -14,7 +15,9 @@ from jaxline.supervision import preemption
 _GRACE_SECS = 5.0
 
 
-def train_and_eval(run: Any) -> None:
+def train_and_eval(
+  run: Any, train: Callable[[Any], Any], evaluate: Callable[[Any], Any]
+) -> None:
   """Trains, and evaluates the checkpoints in a second thread meanwhile.
 
   An exception of either thread ends both.
@@ -22,6 +25,8 @@ def train_and_eval(run: Any) -> None:
   Args:
     run: a `train.Run` with an `eval_checkpointer`, which reads what the
       checkpointer of the training writes. One in memory serves both.
+    train: trains a `train.Run`.
+    evaluate: evaluates its checkpoints.
 
   Raises:
     ValueError: the run has no `eval_checkpointer`.
@@ -53,9 +58,9 @@ def train_and_eval(run: Any) -> None:
     trained=trained,
   )
 
-  def evaluate() -> None:
+  def follow() -> None:
     try:
-      debug.debugger_fallback(evaluation.evaluate)()
+      debug.debugger_fallback(evaluate)(evaluation)
     except BaseException as e:
       if not isinstance(e, errors.UsageError):
         e.add_note('[jaxline] raised in the eval thread.')
@@ -66,10 +71,10 @@ def train_and_eval(run: Any) -> None:
       failed.append(e)
 
   # A daemon: deep in a compilation it must not outlive the training's error.
-  thread = threading.Thread(target=evaluate, name='eval', daemon=True)
+  thread = threading.Thread(target=follow, name='eval', daemon=True)
   thread.start()
   try:
-    training.train()
+    train(training)
   except BaseException:
     trained.set()
     thread.join(_GRACE_SECS)

@@ -117,6 +117,10 @@ class Console(contextlib.AbstractContextManager):
     if state is not None:
       step = int(state.global_step)
       source = 'resumed' if step else 'a fresh run'
+      if step and (
+        self.stopped or not experiment.should_run_step(step, config)
+      ):
+        source = 'resumed, nothing left to train'
       if config.restore_from and self._saved is None:
         source = f'from {config.restore_from}'
       of = f' of {config.training_steps}' if config.training_steps else ''

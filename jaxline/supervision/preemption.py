@@ -221,6 +221,11 @@ class Watch:
       self._act()
 
 
+def active_watch() -> Watch:
+  """Returns the active watch; a new one, without signals, if there is none."""
+  return _active or Watch()
+
+
 def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
   """Ends the start-up of the active watch: there may be something to save.
 
@@ -237,7 +242,7 @@ def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
   Raises:
     Preempted: a notice came before, and its exception was swallowed.
   """
-  watch = _active or Watch()
+  watch = active_watch()
   watch._signals += [SIGNALS[name] for name in filter(None, signals.split(','))]
   watch._share(takes_steps)
   watch._act()
