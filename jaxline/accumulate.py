@@ -60,8 +60,8 @@ def gradients(
       if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
       scaled = x * weight.astype(x.dtype)
-      # The mean of a microbatch of weight 0 is NaN.
-      return jnp.where(weight > 0, scaled, jnp.zeros_like(x))
+      # It keeps the bits: else the product is fused with the sum.
+      return jnp.where(weight != 0, scaled, jnp.zeros_like(x))
 
     loss, grads = jax.tree.map(weighted, (loss, grads))
     model_state = train_state.strongly_typed(model_state)
@@ -83,6 +83,7 @@ def gradients(
   )
   carry, _ = jax.lax.scan(accumulate, carry, microbatches)
   (weight, loss, grads, metrics), model_state = carry
+  weight = jnp.where(weight == 0, jnp.inf, weight)
   loss, grads = jax.tree.map(
     lambda x: x / weight.astype(x.dtype), (loss, grads)
   )
