@@ -49,8 +49,8 @@ def gradients(
 ) -> Gradients:
   """Returns the loss, the metrics, the new model state and the gradients.
 
-  In `params`, None stands for a frozen weight. A batch whose weights sum to 0
-  has the loss, the metrics and the gradients 0.
+  In `params`, None stands for a frozen weight. If the weights of the batch sum
+  to 0, the loss and the gradients are 0, and the metrics mean nothing.
   """
   overwritten: dict[str, Any] = {}
   if isinstance(model_state, Mapping) and OVERWRITE in model_state:
@@ -60,12 +60,11 @@ def gradients(
   weights, batch = batch[WEIGHTS], copy.copy(batch)
   is_empty = weights.sum(dtype=jnp.float32) == 0
   batch[WEIGHTS] = jnp.where(is_empty, jnp.ones_like(weights), weights)
-  zero = lambda x: jnp.where(is_empty, jnp.zeros_like(x), x)
 
   def compute_loss(params: Any, overwritten: Any) -> tuple[jax.Array, Any]:
     old = {**model_state, **overwritten} if overwritten else model_state
     loss, metrics, new = loss_fn(params, old, batch, rng, True)
-    return zero(loss), (jax.tree.map(zero, metrics), new)
+    return jnp.where(is_empty, 0, loss), (metrics, new)
 
   (loss, (metrics, new)), (grads, overwritten) = jax.value_and_grad(
     compute_loss, argnums=(0, 1), has_aux=True
