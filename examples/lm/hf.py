@@ -497,7 +497,7 @@ def _check(tensors: Tensors, shapes: Any, config: model.ModelConfig) -> None:
     if found.get(k) != expected.get(k)
   ]:
     raise errors.UsageError(
-      f'Tensors are not those of config.json: {wrong[:4]}. Does it belong to'
+      f'Tensors do not fit config.json: {wrong[:4]}. Does it belong to'
       ' these files?'
     )
 
