@@ -194,19 +194,19 @@ def loss_fn(config: Any, length: int) -> Callable[[Any, jax.Array], jax.Array]:
 def optimizer(config: Any) -> optax.GradientTransformation:
   """Returns the optimizer of examples/lm."""
   peak, steps = config.learning_rate, config.training_steps
-  warmup = int(config.warmup_fraction * steps)
+  warmup = max(1, int(config.warmup_fraction * steps))
   end = peak * config.final_learning_rate
   schedule = optax.join_schedules(
     [
       optax.linear_schedule(0.0, peak, warmup),
-      optax.linear_schedule(peak, end, steps - warmup),
+      optax.linear_schedule(peak, end, max(1, steps - warmup)),
     ],
     [warmup],
   )
   return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
     optax.adamw(
-      schedule,
+      lambda step: schedule(step + 1),
       b1=config.b1,
       b2=config.b2,
       weight_decay=config.weight_decay,

@@ -26,6 +26,7 @@ from configs import lm as lm_config
 from examples.lm import experiment as lm_experiment
 from jaxline import placement
 from jaxline.inputs import base
+from jaxline.metrics import scalars
 
 # What each size changes of configs/lm.py.
 SIZES: dict[str, dict[str, Any]] = {
@@ -66,6 +67,12 @@ def make_experiment(
   )
 
 
+def _loss(out: Any) -> float:
+  """Returns the loss of what a step returns: scalars or the loss itself."""
+  packed = isinstance(out, scalars.Packed)
+  return float(scalars.Scalars(out)['loss'] if packed else out)
+
+
 class Side:
   """A training step with its state, to be timed.
 
@@ -77,11 +84,11 @@ class Side:
     self._step = step
     self._state = state
     self._batches = batches
-    self.losses = [float(self._train(batch)) for batch in batches]
+    self.losses = [_loss(self._train(batch)) for batch in batches]
 
-  def _train(self, batch: Any) -> jax.Array:
+  def _train(self, batch: Any) -> Any:
     self._state, out = self._step(self._state, *batch)
-    return out['loss'] if isinstance(out, dict) else out
+    return out
 
   def time(self, steps: int, tokens: int) -> harness.Sample:
     """Returns tokens a second."""

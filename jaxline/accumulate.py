@@ -1,6 +1,7 @@
 """Gradient accumulation: computes the gradients of a batch in microbatches."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -24,16 +25,19 @@ def gradients(
   """Returns what `train_step.gradients` does, computed in microbatches.
 
   The microbatches' gradients are averaged by their `weights`, which gives the
-  gradient of the whole batch if the loss is the mean by these weights.
+  gradient of the whole batch if the loss is the mean by these weights. What has
+  weight 0 in all has the loss, the gradients and the metrics 0.
 
   `loss_fn` gets `rng` itself for a whole batch, and `fold_in(rng, i)` for
   microbatch i. `place_grads` constrains the sharding of the gradients.
   """
   if num_microbatches == 1:
-    *output, grads = train_step.gradients(
+    loss, metrics, model_state, grads = train_step.gradients(
       loss_fn, params, model_state, batch, rng
     )
-    return (*output, place_grads(grads))
+    is_empty = batch[train_step.WEIGHTS].sum(dtype=jnp.float32) == 0
+    metrics = jax.tree.map(lambda x: jnp.where(is_empty, 0, x), metrics)
+    return loss, metrics, model_state, place_grads(grads)
   rows = len(batch[train_step.WEIGHTS])
   if partitioner := partitioning.active():
     placement.check_rows(rows, partitioner, num_microbatches)
@@ -60,8 +64,8 @@ def gradients(
       if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
       scaled = x * weight.astype(x.dtype)
-      # The mean of a microbatch of weight 0 is NaN.
-      return jnp.where(weight > 0, scaled, jnp.zeros_like(x))
+      # It keeps the bits: else the product is fused with the sum.
+      return jnp.where(weight != 0, scaled, jnp.zeros_like(x))
 
     loss, grads = jax.tree.map(weighted, (loss, grads))
     model_state = train_state.strongly_typed(model_state)
@@ -71,6 +75,9 @@ def gradients(
     sums, model_state = carry
     more, model_state = compute(model_state, *microbatch)
     weight, loss, grads, metrics = jax.tree.map(jnp.add, sums, more)
+    # A select before the sum would change its bits.
+    keep = functools.partial(jnp.where, more[0] == 0)
+    metrics = jax.tree.map(keep, sums[-1], metrics)
     return ((weight, loss, place_grads(grads), metrics), model_state), None
 
   microbatches = jax.tree.map(split, batch), jnp.arange(num_microbatches)
@@ -83,6 +90,7 @@ def gradients(
   )
   carry, _ = jax.lax.scan(accumulate, carry, microbatches)
   (weight, loss, grads, metrics), model_state = carry
+  weight = jnp.where(weight == 0, jnp.inf, weight)
   loss, grads = jax.tree.map(
     lambda x: x / weight.astype(x.dtype), (loss, grads)
   )

@@ -262,7 +262,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if self.on_nonfinite == 'ignore':
       return after, scalars
     after, counts = step_lib.guard_step(
-      self.on_nonfinite, state, after, loss, grads
+      self.on_nonfinite, state, after, loss, grads, metrics
     )
     if taken := sorted(scalars.keys() & {*counts, step_lib.SKIPPED_STEPS}):
       raise ValueError(f'The step adds {taken} itself: choose other names.')

@@ -5,6 +5,7 @@ select if finite.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -48,16 +49,22 @@ def gradients(
 ) -> Gradients:
   """Returns the loss, the metrics, the new model state and the gradients.
 
-  In `params`, None stands for a frozen weight.
+  In `params`, None stands for a frozen weight. If the weights of the batch sum
+  to 0, the loss and the gradients are 0, and the metrics mean nothing.
   """
   overwritten: dict[str, Any] = {}
   if isinstance(model_state, Mapping) and OVERWRITE in model_state:
     overwritten = {OVERWRITE: model_state[OVERWRITE]}
 
+  # A loss that divides by the weights itself would be 0/0.
+  weights, batch = batch[WEIGHTS], copy.copy(batch)
+  is_empty = weights.sum(dtype=jnp.float32) == 0
+  batch[WEIGHTS] = jnp.where(is_empty, jnp.ones_like(weights), weights)
+
   def compute_loss(params: Any, overwritten: Any) -> tuple[jax.Array, Any]:
     old = {**model_state, **overwritten} if overwritten else model_state
     loss, metrics, new = loss_fn(params, old, batch, rng, True)
-    return loss, (metrics, new)
+    return jnp.where(is_empty, 0, loss), (metrics, new)
 
   (loss, (metrics, new)), (grads, overwritten) = jax.value_and_grad(
     compute_loss, argnums=(0, 1), has_aux=True
@@ -110,6 +117,7 @@ def guard_step(
   after: TrainState,
   loss: jax.Array,
   grads: Any,
+  metrics: metrics_lib.Metrics,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Selects the state after a step by whether its numbers are finite.
 
@@ -120,11 +128,13 @@ def guard_step(
     after: the state after it.
     loss: the loss of the step.
     grads: its gradients.
+    metrics: the metrics of the step.
 
   Returns:
     The state, and scalars. `nonfinite`, int32, is 1 if the loss or the global
-    norm of the gradients is not finite, else 0. With 'skip' it is the number of
-    such steps in a row, and `skipped_steps` their number in all.
+    norm of the gradients is not finite; -1 if both are 0 and a metric has
+    weight 0; else 0. With 'skip' it is the number of steps in a row that were
+    not finite, and `skipped_steps` their number in all.
   """
   # The square of a float16 is infinite from 256 on.
   wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x
@@ -134,8 +144,10 @@ def guard_step(
     norm = optax.tree.norm(jax.tree.map(wide, grads))
   is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
   nonfinite = (~is_finite).astype(jnp.int32)
+  is_empty = jnp.array([x.weight == 0 for x in metrics.values()]).any()
+  empty = (is_empty & (loss == 0) & (norm == 0)).astype(jnp.int32)
   if on_nonfinite != 'skip':
-    return after, {guard.NONFINITE: nonfinite}
+    return after, {guard.NONFINITE: nonfinite - empty}
   in_a_row = nonfinite * (before.skipped[0] + 1)
   in_all = before.skipped[1] + nonfinite
   # A select is fused into the optimizer's own pass over the arrays; a branch
@@ -146,7 +158,7 @@ def guard_step(
     after,
   )
   state = dataclasses.replace(state, skipped=jnp.stack([in_a_row, in_all]))
-  return state, {guard.NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
+  return state, {guard.NONFINITE: in_a_row - empty, SKIPPED_STEPS: in_all}
 
 
 def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
@@ -202,5 +214,5 @@ def mean_metrics(
     place = np.array([set_number, i], np.uint32)
     metrics = compiled_eval_step(state, batch, rng, place)
   sums = add_metrics()
-  with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
-    return {name: float(x) for name, x in metrics_lib.compute(sums).items()}
+  means = metrics_lib.compute(sums).items()  # A 0 would be the best loss.
+  return {k: float(x) if sums[k].weight else np.nan for k, x in means}

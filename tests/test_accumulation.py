@@ -126,6 +126,8 @@ WEIGHTS = [
   tokens(),
   np.arange(ROWS, dtype=np.int32),
   np.arange(ROWS) > 4,
+  # The first of two parts weighs -2.
+  np.float32([-1, 1, -1, 3, 0, 1, 0, 2]),
 ]
 
 
@@ -144,8 +146,10 @@ def test_parts_are_the_whole(parts, weights):
     np.testing.assert_allclose(
       scalars['grads']['w'], grad, rtol=2e-5, atol=2e-6
     )
-    # It was cut: the mean of the numbers of the parts' first rows.
-    assert scalars['first'] == np.mean(np.arange(parts))
+    # It was cut: the mean of the numbers of the parts' first rows. A part of
+    # weight 0 has no metrics.
+    weighing = [i for i in range(parts) if weights[i::parts].sum()]
+    np.testing.assert_allclose(scalars['first'], np.mean(weighing), rtol=1e-6)
     assert int(experiment.state.model_state['calls']) == (step + 1) * parts
     if step == 0:  # The first of momentum: the update is by the gradient.
       np.testing.assert_allclose(
@@ -155,11 +159,28 @@ def test_parts_are_the_whole(parts, weights):
   assert len(experiment.state.params['w'].addressable_shards) == 2
 
 
-def test_a_batch_without_weight_is_as_without_parts():
-  experiment = make(4, [batch(np.zeros(ROWS, np.float32))])
+class Divides(Linear):
+  """Divides by the weights itself."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    _, values, new = super().loss_fn(
+      params, model_state, batch, rng, is_training
+    )
+    loss = values['loss']
+    return loss.total / batch.weights.sum(), values, new
+
+
+@pytest.mark.parametrize('weights', [[0] * ROWS, [1, -1] + [0] * (ROWS - 2)])
+@pytest.mark.parametrize('parts', [1, 4])
+@pytest.mark.parametrize('cls', [Linear, Divides])
+def test_a_batch_of_weight_0_has_the_loss_and_gradient_0(cls, parts, weights):
+  experiment = make(parts, [batch(np.float32(weights))], cls=cls)
   (scalars,) = train(experiment)
-  assert np.isnan(scalars['loss'])
-  assert scalars['nonfinite'] == 1
+  assert scalars['loss'] == scalars['grad_norm'] == 0
+  assert scalars['nonfinite'] == -1
+  # An evaluation has no mean: 0 would be the best one.
+  means = experiment.evaluate(global_step=1, rng=KEY, writer=None)
+  assert np.isnan(means['loss'])
 
 
 def test_a_part_that_is_not_finite_is_the_whole_step_s():

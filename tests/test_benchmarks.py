@@ -93,8 +93,8 @@ def test_each_row_of_the_recipe_is_a_config_of_its_own(name):
   assert (values(overrides) == values([])) == (name == 'the recipe')
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.process
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize('name', benchmarks.PROGRAMS)
 def test_a_trial(name, tmp_path):
   command = [sys.executable, '-m', 'benchmarks', '--quick', '--only', name]

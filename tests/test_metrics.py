@@ -29,6 +29,7 @@ FOUR = [1, 2, 3, 6]
     (jnp.array([1.0, NAN, 3.0, INF]), [1, 0, 3, 0], 10, 4),
     (jnp.array([1.0, NAN]), [1, 1], NAN, 2),
     (jnp.ones([3]), [0, 0, 0], 0, 0),
+    (jnp.array(FOUR), [1, 0, 1, -2], -8, 0),
   ],
 )
 def test_a_mean_is_its_sums_in_float32(values, weights, total, weight):
@@ -36,8 +37,7 @@ def test_a_mean_is_its_sums_in_float32(values, weights, total, weight):
   assert mean.total.dtype == mean.weight.dtype == jnp.float32
   np.testing.assert_equal(float(mean.total), total)
   assert float(mean.weight) == weight
-  expected = total / weight if weight else NAN
-  np.testing.assert_equal(float(mean.compute()), expected)
+  np.testing.assert_equal(float(mean.compute()), total / (weight or INF))
 
 
 def test_gradient_is_zero_at_weight_zero_though_the_value_be_nan():

@@ -295,6 +295,29 @@ def test_the_run_of_skipped_steps_survives_a_resume():
     train(other, 4, 'skip', most=3)
 
 
+@pytest.mark.parametrize('mode', ['raise', 'warn', 'skip'])
+def test_steps_without_weight_are_counted_and_warned_of_once(mode, caplog):
+  class Weightless(Faulty):
+    def train_input(self):
+      for i, rows in enumerate(super().train_input()):
+        yield rows | {'weights': np.full(len(rows['y']), i % 2, np.float32)}
+
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      _, values, new = super().loss_fn(
+        params, model_state, batch, rng, is_training
+      )
+      mean = metrics.Mean.of(params['b'].sum() - 1.0, batch['weights'].sum())
+      return mean.compute(), {**values, 'loss': mean}, new
+
+  rows = train(make({}, Weightless), 6, mode)
+  assert [row['loss'] == 0 for row in rows] == [1, 0, 1, 0, 1, 0]
+  # A step is judged at the next one.
+  counts = [row.get('zero_weight_steps') for row in rows]
+  assert counts == [None, 1, 1, 2, 2, 3]
+  assert [x for x in caplog.messages if 'step 1 has a weight' in x]
+  assert sum('has a weight' in x for x in caplog.messages) == 1
+
+
 def test_the_modes_agree_where_all_is_well():
   losses = []
   for mode in ('ignore', 'raise', 'skip'):

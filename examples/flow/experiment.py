@@ -137,8 +137,9 @@ class Experiment(sharded.ShardedExperiment):
 
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns Adam, whose rate falls as a cosine."""
+    # The first step has the peak, and the last one the end.
     cosine = optax.cosine_decay_schedule(
-      self.config.learning_rate, self.config.training_steps
+      self.config.learning_rate, max(1, self.config.training_steps - 1)
     )
     # Optax mixes the step with floats: under strict promotion it must be one.
     return optax.adam(lambda step: cosine(jnp.asarray(step, jnp.float32)))

@@ -96,17 +96,19 @@ def create_optimizer(
   config: Config,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Returns SGD with momentum and L2, and its schedule step -> rate."""
+  warmup = max(1, int(config.warmup_fraction * config.training_steps))
   warmup_cosine = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=config.peak_learning_rate,
-    warmup_steps=int(config.warmup_fraction * config.training_steps),
-    decay_steps=max(1, config.training_steps),
+    warmup_steps=warmup,
+    decay_steps=max(warmup + 1, config.training_steps),
   )
 
   def schedule(step: Any) -> jax.Array:
     # A float, because Optax's cosine compares it with one, and an int with a
     # float is an error where strict promotion is on.
-    return warmup_cosine(jnp.asarray(step, jnp.float32))
+    # The first step has a rate above 0, and the last one the final rate.
+    return warmup_cosine(jnp.asarray(step, jnp.float32) + 1)
 
   optimizer = optax.chain(
     optax.add_decayed_weights(config.l2, mask=decays),

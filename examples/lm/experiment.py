@@ -63,7 +63,8 @@ class Config:
     seed: of the order of the data.
     training_steps: where the learning rate reaches its end.
     learning_rate: at its peak.
-    warmup_fraction: part of the run over which it rises from 0.
+    warmup_fraction: part of the run over which it rises; the first step has
+      the peak divided by the steps of the warm-up.
     decay: how it falls from the peak to its end: 'linear' or 'cosine'.
     final_learning_rate: at the end, as a fraction of the peak.
     b1: decay of Adam's first moment.
@@ -142,11 +143,15 @@ class Config:
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
-  """Linear warm-up, then a decay to `final_learning_rate` of the peak."""
+  """Linear warm-up, then a decay to `final_learning_rate` of the peak.
+
+  Of a warm-up of w steps, the first has the rate peak / w. The last step of the
+  run has the final rate.
+  """
   peak, final = config.learning_rate, config.final_learning_rate
   # A fraction, so that a trial of nine steps has a schedule as well.
-  warmup = int(config.warmup_fraction * config.training_steps)
-  steps = config.training_steps - warmup
+  warmup = max(1, int(config.warmup_fraction * config.training_steps))
+  steps = max(1, config.training_steps - warmup)
   if config.decay == 'linear':
     decay = optax.linear_schedule(peak, peak * final, steps)
   else:
@@ -155,7 +160,7 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     [optax.linear_schedule(0.0, peak, warmup), decay], [warmup]
   )
   # Optax mixes the step with floats: under strict promotion it must be one.
-  return lambda step: schedule(jnp.asarray(step, jnp.float32))
+  return lambda step: schedule(jnp.asarray(step, jnp.float32) + 1)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:

@@ -378,13 +378,21 @@ def test_learning_rate(config, decay, quarter):
   schedule = experiment.learning_rate_schedule(
     experiment.base_config.read(experiment.Config, kwargs)
   )
-  assert float(schedule(0)) == 0
-  assert float(schedule(50)) == pytest.approx(1.5e-3)
-  assert float(schedule(100)) == pytest.approx(3e-3)
+  assert float(schedule(0)) == pytest.approx(3e-5)
+  assert float(schedule(49)) == pytest.approx(1.5e-3)
+  assert float(schedule(99)) == pytest.approx(3e-3)
   # What goes is the part above the end's.
-  assert float(schedule(1100)) == pytest.approx(3e-3 * (0.9 * quarter + 0.1))
-  assert float(schedule(2100)) == pytest.approx(3e-3 * 0.55)
-  assert float(schedule(4100)) == pytest.approx(3e-4)
+  assert float(schedule(1099)) == pytest.approx(3e-3 * (0.9 * quarter + 0.1))
+  assert float(schedule(2099)) == pytest.approx(3e-3 * 0.55)
+  assert float(schedule(4099)) == pytest.approx(3e-4)
+  # Without a warm-up, and of one step.
+  for steps, last in ((9, 3e-4), (1, 3e-3)):
+    kwargs.update(training_steps=steps, warmup_fraction=0.0)
+    schedule = experiment.learning_rate_schedule(
+      experiment.base_config.read(experiment.Config, kwargs)
+    )
+    assert float(schedule(0)) == pytest.approx(3e-3)
+    assert float(schedule(steps - 1)) == pytest.approx(last)
 
 
 def test_a_skipped_step_does_not_move_the_logged_learning_rate(

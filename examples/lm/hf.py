@@ -18,6 +18,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 import shutil
 import sys
 from typing import Any
@@ -94,6 +95,30 @@ _OFF = (
   'quantization_config',
   'use_bidirectional_attention',
 )
+# Keys that `_facts` or `_run_config` reads, besides those above.
+_READ = """
+  model_type head_dim hidden_act hidden_activation eos_token_id layer_types
+  max_window_layers query_pre_attn_scalar rope_local_base_freq rope_parameters
+  rope_scaling rope_theta sliding_window sliding_window_pattern
+  _sliding_window_pattern use_sliding_window
+"""
+# Keys that do not change the logits: where a model is from, how it was trained,
+# and how other programs store it, run it and draw from its distribution.
+_NO_EFFECT = """
+  _attn_implementation _name_or_path architectures attention_dropout
+  attn_implementation begin_suppress_tokens bos_token_id cache_implementation
+  diversity_penalty do_sample dtype early_stopping finetuning_task
+  forced_bos_token_id forced_eos_token_id hidden_dropout id2label
+  initializer_range is_llama_config label2id length_penalty max_length
+  min_length no_repeat_ngram_size num_beam_groups num_beams
+  num_return_sequences pad_token_id prefix pretraining_tp problem_type
+  repetition_penalty return_dict sep_token_id sliding_window_size
+  suppress_tokens task_specific_params temperature tokenizer_class top_k top_p
+  torch_dtype transformers.js_config transformers_version typical_p
+  unsloth_fixed unsloth_version use_cache
+"""
+# Any other key is refused, unless its value is empty or this one.
+_NEUTRAL = {'partial_rotary_factor': 1.0}
 _DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': jnp.bfloat16}
 _MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
 # The table of names. In each row: our weight; its axes (N: layers); the axes of
@@ -147,7 +172,11 @@ def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
     'hidden_act': activation or ('gelu_pytorch_tanh' if is_gemma else 'silu'),
   }
 
-  period = hf.get('sliding_window_pattern') or {'gemma2': 2}.get(family, 6)
+  period = (
+    hf.get('sliding_window_pattern')
+    or hf.get('_sliding_window_pattern')
+    or {'gemma2': 2}.get(family, 6)
+  )
 
   def slides(i: int) -> bool:
     if is_gemma:
@@ -188,14 +217,37 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
   What they do not give back when they are written is refused.
   """
+  if not isinstance(hf, dict):
+    raise errors.UsageError(
+      f'config.json is a {type(hf).__name__}; expected an object. Copy it'
+      ' again.'
+    )
   family = str(hf.get('model_type'))
   errors.check_names([family], _FAMILIES, 'model_type', 'config.json')
+  known = {*_KEYS.values(), *_CAPS.values(), *_OFF}
+  known |= {*_READ.split(), *_NO_EFFECT.split()}
+  empty = (None, False, '', [], {})
+  if unknown := [
+    f'{key}={x!r:.80}'
+    for key, x in hf.items()
+    if key not in known
+    and x != _NEUTRAL.get(key, hf)
+    and not any(x == y and type(x) is type(y) for y in empty)
+  ]:
+    raise errors.UsageError(
+      f'config.json of a {family} has {", ".join(unknown)}, which examples/lm'
+      ' does not know. Remove a key that does not change the logits.'
+    )
   try:
     facts = _facts(hf)
     full, local = facts['rope_parameters']
     scaling = [float(full[key]) for key in _ROPES.get(full['rope_type'], ())]
   except KeyError as e:
     raise errors.UsageError(f'config.json of a {family} lacks {e}.') from e
+  except (TypeError, AttributeError, ValueError, ArithmeticError) as e:
+    raise errors.UsageError(
+      f'config.json of a {family} cannot be read: {e}. Copy it again.'
+    ) from e
   has_local = family == 'gemma3_text'
   options = _canonical(
     {name: facts[key] for name, key in (_KEYS | _CAPS).items()}
@@ -369,7 +421,8 @@ def _tensors(
 
 def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
   """Returns the tensors of a folder's files by name; none is read yet."""
-  tensors = {}
+  tensors: dict[str, np.ndarray] = {}
+  places: dict[str, str] = {}
   for file in sorted(path.glob('model*.safetensors')):
     try:
       data = np.memmap(file, np.uint8, 'r')
@@ -380,13 +433,47 @@ def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
       for name, entry in header.items():
         start, stop = entry['data_offsets']
         x = data[begin + start : begin + stop].view(_DTYPES[entry['dtype']])
-        tensors[name] = x.reshape(entry['shape'])
+        if name in tensors:
+          raise ValueError(f'{name} is in {places[name]} too')
+        tensors[name], places[name] = x.reshape(entry['shape']), file.name
     except (ValueError, TypeError, LookupError, AttributeError) as e:
       raise errors.UsageError(
         f'{file} cannot be read: {e!r}; expected a whole safetensors file with'
         f' the types {list(_DTYPES)}. Copy or convert it.'
       ) from e
+  index = path / 'model.safetensors.index.json'
+  try:
+    listed = json.loads(index.read_bytes())['weight_map']
+    wrong = sorted({*listed.items()} ^ {*places.items()})[:4]
+  except FileNotFoundError:
+    return tensors
+  except (ValueError, TypeError, LookupError, AttributeError) as e:
+    raise errors.UsageError(
+      f'{index} cannot be read: {e!r}. Copy it again, or remove it.'
+    ) from e
+  if wrong and tensors:
+    raise errors.UsageError(
+      f'{index} and the files do not agree on {wrong}. Copy the folder again.'
+    )
   return tensors
+
+
+def _is_spare(name: str, tensors: Tensors, config: model.ModelConfig) -> bool:
+  """Returns whether a tensor repeats what the model has without it.
+
+  It is the output layer of a tied model, or a buffer of old Llamas.
+  """
+  embedding, size = tensors.get('model.embed_tokens.weight'), config.head_dim
+  if name == 'lm_head.weight' and config.tie_embeddings:
+    return embedding is not None and np.array_equal(tensors[name], embedding)
+  if not re.fullmatch(
+    r'model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq', name
+  ):
+    return False
+  expected = config.rotary_base ** -(np.arange(0, size, 2) / size)
+  found = tensors[name].astype(np.float32)
+  # Half precision has 8 bits.
+  return found.shape == expected.shape and np.allclose(found, expected, 1e-2, 0)
 
 
 def _check(tensors: Tensors, shapes: Any, config: model.ModelConfig) -> None:
@@ -394,17 +481,24 @@ def _check(tensors: Tensors, shapes: Any, config: model.ModelConfig) -> None:
   nothing = np.float32(0)  # Broadcast, it takes no memory.
   weights = {k: np.broadcast_to(nothing, x.shape) for k, x in shapes.items()}
   expected = {k: x.shape for k, x in _tensors(weights, config)}
-  # Buffers of old Llamas; an output layer that is not used.
-  spare = 'inv_freq', 'lm_head.weight' if config.tie_embeddings else 'inv_freq'
-  found = {k: x.shape for k, x in tensors.items() if not k.endswith(spare)}
+  found = {
+    k: x.shape
+    for k, x in tensors.items()
+    if k in expected or not _is_spare(k, tensors, config)
+  }
+  if (name := 'lm_head.weight') in found and config.tie_embeddings:
+    raise errors.UsageError(
+      f'{name} differs from model.embed_tokens.weight, and config.json has'
+      ' tie_word_embeddings=True. Set it to false if the output layer counts.'
+    )
   if wrong := [
     f'{k} {found.get(k)} (expected: {expected.get(k)})'
     for k in expected | found
     if found.get(k) != expected.get(k)
   ]:
     raise errors.UsageError(
-      f'Shapes of tensors are not those of config.json: {wrong[:4]}. Does it'
-      ' belong to these files?'
+      f'Tensors do not fit config.json: {wrong[:4]}. Does it belong to'
+      ' these files?'
     )
 
 
@@ -422,11 +516,16 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
       f'{source} lacks {"model*.safetensors" if name else " and ".join(names)};'
       ' download the whole folder of the model.'
     )
-  tokenization.load_tokenizer(source / name)  # Before the run is there.
   config.checkpoint_dir = str(run)
+  config.experiment_kwargs.config.tokenizer = str((source / name).absolute())
+  distributed.initialize(config.distributed)
+  # All that may be refused is read before the run is there.
+  cls = platform.resolve_experiment_class(config)
+  step_rng, init_rng = prng.run_keys(config)
+  experiment = experiments.construct(cls, 'decode', init_rng, config)
+  state = _read_state(tensors, experiment, init_rng)
   tokenizer = run.absolute() / name
   config.experiment_kwargs.config.tokenizer = str(tokenizer)
-  distributed.initialize(config.distributed)
   config = platform.resolve_config(config)
   checkpointer = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'train')
@@ -438,10 +537,6 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
       run.mkdir(parents=True, exist_ok=True)
       shutil.copyfile(source / name, tokenizer)
     distributed.of_chief(None)  # The others read it too.
-    cls = platform.resolve_experiment_class(config)
-    step_rng, init_rng = prng.run_keys(config)
-    experiment = experiments.construct(cls, 'decode', init_rng, config)
-    state = _read_state(tensors, experiment, init_rng)
     experiment.restore_from_snapshot(checkpointing.Fresh(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
     checkpointing.new_state(checkpointer, experiment, step_rng)

@@ -206,10 +206,15 @@ def test_half_precision_is_read_as_such_and_written_in_several_files(
     np.testing.assert_array_equal(x, stored[key].astype(np.float32))
 
 
-def add_tensor(name, folder):
+def add_tensor(name, folder, value=None):
   path = folder / 'model-00003-of-00003.safetensors'
-  extra = {name: np.zeros(3, np.float32)}
+  extra = {name: np.zeros(3, np.float32) if value is None else value}
   safetensors.save_file(safetensors.load_file(path) | extra, path)
+  index = folder / 'model.safetensors.index.json'
+  if index.exists():
+    values = json.loads(index.read_text())
+    values['weight_map'][name] = path.name
+    index.write_text(json.dumps(values))
 
 
 def cut(folder):
@@ -223,11 +228,27 @@ def integers(folder):
   safetensors.save_file({k: x.astype(np.int8) for k, x in found.items()}, path)
 
 
+INDEX = 'model.safetensors.index.json'
+INV_FREQ = 'model.layers.0.self_attn.rotary_emb.inv_freq'
 REFUSALS = {
   'bert': lambda x: edit(x, model_type='bert'),
   'yarn': lambda x: edit(x, rope_parameters={'rope_type': 'yarn'}),
   'partial_rotary_factor': lambda x: edit(
     x, rope_parameters={'rope_type': 'default', 'partial_rotary_factor': 0.5}
+  ),
+  'partial_rotary_factor=0.5': lambda x: edit(x, partial_rotary_factor=0.5),
+  'logit_scale=0': lambda x: edit(x, logit_scale=0),
+  'auto_map': lambda x: edit(x, auto_map={'AutoModel': 'own.Model'}),
+  'is a list': lambda x: (x / 'config.json').write_text('[1]'),
+  'cannot be read': lambda x: edit(x, rope_parameters=[1]),
+  'tie_word_embeddings': lambda x: edit(x, tie_word_embeddings=True),
+  'rotary_emb.inv_freq': functools.partial(add_tensor, INV_FREQ),
+  'model.embed_tokens.weight is in': functools.partial(
+    add_tensor, 'model.embed_tokens.weight'
+  ),
+  'weight_map': lambda x: (x / INDEX).write_text('{}'),
+  'do not agree': lambda x: (x / INDEX).write_text(
+    json.dumps({'weight_map': {'gone.weight': 'model-00001-of-00003'}})
   ),
   'relu': lambda x: edit(x, hidden_act='relu'),
   'attention_bias': lambda x: edit(x, attention_bias=True),
@@ -235,7 +256,7 @@ REFUSALS = {
   'lm_head.weight': lambda x: edit(x, vocab_size=65),
   'extra.weight': functools.partial(add_tensor, 'extra.weight'),
   'model-00001-of-00003.safetensors': cut,
-  'model.norm.weight': lambda x: next(x.glob('*2-of*')).unlink(),
+  'model-00002-of-00003': lambda x: next(x.glob('*2-of*')).unlink(),
   'I8': integers,
   'tokenizer.json': lambda x: (x / 'tokenizer.json').unlink(),
 }
@@ -248,15 +269,19 @@ def test_refusals_name_what_is_wrong(name, tmp_path):
   with pytest.raises(errors.UsageError) as raised:
     hf.import_model(folder, tmp_path / 'run')
   assert name in str(raised.value)
-  assert not list(tmp_path.glob('run/checkpoints/latest/*'))
+  assert not (tmp_path / 'run').exists()
 
 
-def test_what_need_not_be_read_is_passed_over(tmp_path, monkeypatch):
-  # A tied model with an output layer, a buffer of old Llamas, random weights.
+def test_what_repeats_the_model_is_passed_over(tmp_path, monkeypatch):
+  # A tied model with its output layer, a buffer of old Llamas, random weights.
   monkeypatch.setattr('jaxline.train_state.Layout.make', None)
   folder = copied('llama', tmp_path / 'source')
-  edit(folder, tie_word_embeddings=True)
-  add_tensor('model.layers.0.self_attn.rotary_emb.inv_freq', folder)
+  edit(folder, tie_word_embeddings=True, partial_rotary_factor=1.0)
+  table = tensors_in(folder)['model.embed_tokens.weight']
+  add_tensor('lm_head.weight', folder, table)
+  size = options_of('llama')['head_size']
+  inv_freq = np.float32(1e4 ** (-np.arange(0, size, 2) / size))
+  add_tensor(INV_FREQ, folder, inv_freq)
   hf.import_model(folder, tmp_path / 'run')
 
 

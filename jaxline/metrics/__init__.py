@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxline.keys import BOOLEAN, POSITIVE, Check, Key, number, one_of, optional
 
@@ -104,8 +105,9 @@ class Mean:
     return Mean(self.total + other.total, self.weight + other.weight)
 
   def compute(self) -> jax.Array:
-    """Returns the mean; NaN of nothing."""
-    return self.total / self.weight
+    """Returns the mean; of weight 0 it is 0, with the gradient 0."""
+    xp = jnp if isinstance(self.weight, jax.Array) else np
+    return self.total / xp.where(self.weight == 0, xp.inf, self.weight)
 
 
 Metrics = Mapping[str, Mean]

@@ -90,7 +90,7 @@ def explain(
   for i, (loss, weight, norm) in enumerate(numbers.T.tolist()[:num_rows]):
     text = ' | '.join(repr(text[i]) for text in texts.values())
     rows.append(Row(i, loss, weight, norm, where[i] if where else '', text))
-  # The mean loss of a row of weight 0 is NaN, which means nothing.
+  # The loss of a row of weight 0 means nothing, and may be NaN.
   badness = lambda r: r.loss if math.isfinite(r.loss) else math.inf
   return sorted(rows, key=lambda r: (r.weight > 0, badness(r)), reverse=True)
 

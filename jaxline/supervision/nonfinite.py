@@ -21,7 +21,8 @@ _JUDGED = re.compile('loss|grad', re.IGNORECASE)
 
 # The scalar by which a step may judge itself, int32: 0 if the loss and the
 # gradients were finite; else 1, or with 'skip' the number of consecutive steps
-# that were not. A sharded step returns it.
+# that were not; -1 if nothing in its batch has a weight. A sharded step returns
+# it.
 NONFINITE = 'nonfinite'
 
 
@@ -40,6 +41,9 @@ class Guard(periodic.Action):
 
   A step is judged `steps_late` steps later, when the loop has to wait for its
   end anyway. Call `wait` before saving.
+
+  It adds the scalar `zero_weight_steps`, once a step's NONFINITE was -1: the
+  number of such steps among those judged since this start.
   """
 
   def __init__(
@@ -65,6 +69,7 @@ class Guard(periodic.Action):
     self._class_name = type(experiment).__name__
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
+    self._num_empty = 0
     self._steps_late = steps_late
     self._steps: collections.deque[tuple[int, Any, Any]] = collections.deque()
 
@@ -79,7 +84,7 @@ class Guard(periodic.Action):
     """
     if self._mode == 'ignore':
       return
-    scalars = {} if scalar_outputs is None else scalar_outputs
+    scalars: Any = {} if scalar_outputs is None else scalar_outputs
     flag = scalars_lib.find(scalars, NONFINITE) if self._has_flag else None
     if flag is None and self._needs_flag:
       raise errors.UsageError(
@@ -95,6 +100,8 @@ class Guard(periodic.Action):
     self._steps.append((step, kept, flag))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
+    if self._num_empty:
+      scalars_lib.others_of(scalars)['zero_weight_steps'] = self._num_empty
 
   def without_flag(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the scalars to log, of those that a step returned."""
@@ -114,7 +121,13 @@ class Guard(periodic.Action):
     in_a_row, names = 1, scalars
     if flag is not None:
       array, index = flag
-      in_a_row = int(np.asarray(array)[index])  # Packed: a count's bits.
+      # Packed: the bits of an int32.
+      in_a_row = int(np.asarray(array)[index].astype(np.int32))
+      self._num_empty += in_a_row < 0
+      if in_a_row < 0 and self._num_empty == 1:
+        text = 'Nothing in the batch of step %d has a weight: its loss and'
+        text += ' gradients are 0. zero_weight_steps counts such steps.'
+        logging.warning(text, step)
       if in_a_row < self._max_in_a_row:
         return
       # The message may name any scalar, the judged ones first.
