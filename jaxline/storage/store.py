@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import contextlib
 import copy
 import errno
+import json
 import os
 import pathlib
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 from jaxline import disk
 from jaxline import errors
+from jaxline import keys
 
 _DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # Of requests that fail by a 503, a timeout or a lost connection; TensorStore
@@ -60,6 +62,25 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
     f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
     ' s3://BUCKET/PATH.'
   )
+
+
+def checked(name: str, value: Any, check: keys.Check) -> Any:
+  """Returns the content of a JSON file of a run.
+
+  Args:
+    name: the file.
+    value: its bytes, or its value.
+    check: what the value must be.
+
+  Raises:
+    RefusedError: it is something else; names the file.
+  """
+  try:
+    value = json.loads(value) if isinstance(value, bytes) else value
+    check.require('it', value)
+  except Exception as e:  # Any JSON may be there.
+    raise RefusedError(f'{name} is refused: {str(e).rstrip(".")}.') from e
+  return value
 
 
 def check_size(key: str, found: int | None, written: int) -> None:
