@@ -142,7 +142,8 @@ class Claim:
         if isinstance(store, store_lib.Bucket):
           self._beat = _take_object(store, f'claims/{what}')
         else:
-          self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
+          claims = store_lib.Disk(store.url).folder('claims')
+          self._fd = _lock_file(claims / f'{what}.lock')
       if self._beat is None and self._fd is None:
         key = 'another config.checkpoint_dir'
         if what == 'best':  # One evaluation alone may keep it.
@@ -166,7 +167,7 @@ class Claim:
       is_held = self._beat.write()
     elif self._fd is not None:
       try:
-        found = os.stat(f'{self._name}.lock')
+        found = os.lstat(f'{self._name}.lock')
         is_held = os.path.samestat(found, os.fstat(self._fd))
       except store_lib.MISSING:
         is_held = False
@@ -200,7 +201,7 @@ def check(run: store_lib.Store) -> None:
 def _lock_file(path: pathlib.Path) -> int | None:
   """Locks a file and returns its descriptor; None if it is locked."""
   disk.make_directory(path.parent)
-  fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+  fd = disk.open_regular(str(path), os.O_RDWR | os.O_CREAT)
   try:
     # Not flock: a worker process forked from this one would keep it.
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import shutil
+import stat
 from typing import Any
 
 from jaxline import disk
@@ -25,6 +26,8 @@ _DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # doubles its delay from a second up to 32. An address that does not exist would
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
+# Folders of a run that people put on a larger disk.
+_LINKS = 'checkpoints', 'train', 'eval'
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -168,25 +171,54 @@ class Store(abc.ABC):
 class Disk(Store):
   """Files below a directory."""
 
+  def below(self, folder: str) -> 'Disk':
+    if '/' in folder:
+      return Disk(str(self.folder(folder)))
+    # It may be a link: a run, or `checkpoints` in it.
+    return Disk(f'{self.url}/{folder}')
+
+  def folder(self, key: str) -> pathlib.Path:
+    """Returns the path of a folder, which may not be there yet.
+
+    Raises:
+      disk.ForeignFileError: it is no folder, or a link leads to it.
+    """
+    path = self._path(f'{key}/_').parent
+    disk.check_kind(path, stat.S_IFDIR, links=key in _LINKS)
+    return path
+
   def _path(self, key: str) -> pathlib.Path:
-    return pathlib.Path(self.url, key)
+    """Returns the path of a key; refuses links on the way there."""
+    path = pathlib.Path(self.url)
+    *folders, name = key.split('/')
+    for i, folder in enumerate(folders):
+      path /= folder
+      if path.is_symlink() and (i or folder not in _LINKS):
+        disk.check_kind(path, stat.S_IFDIR)
+    return path / name
 
   def names(self, folder: str = '') -> list[str]:
     try:
-      names = sorted(os.listdir(self._path(folder)))
+      names = sorted(os.listdir(self.folder(folder) if folder else self.url))
     except MISSING:
       return []
     return [name for name in names if not name.endswith(disk.PARTIAL)]
 
   def read(self, key: str) -> bytes | None:
     try:
-      return self._path(key).read_bytes()
+      with open(self._path(key), 'rb', opener=disk.open_regular) as f:
+        size, most = os.fstat(f.fileno()).st_size, 1 << 32
+        if key.endswith('.json'):
+          most = 1 << 28
+        if size > most:
+          raise RefusedError(f'{self}/{key} has {size} bytes; expected {most}.')
+        return f.read()
     except MISSING:
       return None
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
-      with open(self._path(key), 'rb') as f:
+      with open(self._path(key), 'rb', opener=disk.open_regular) as f:
         check_size(key, os.fstat(f.fileno()).st_size, len(buffer))
         check_size(key, f.readinto(buffer), len(buffer))
     except MISSING as e:
@@ -194,12 +226,13 @@ class Disk(Store):
 
   def size(self, key: str) -> int | None:
     with contextlib.suppress(*MISSING):
-      return self._path(key).stat().st_size
+      return self._path(key).lstat().st_size
     return None
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
+    disk.check_kind(path)
     with disk.replacing(path) as f:
       f.write(value)
     return True
@@ -216,7 +249,7 @@ class Disk(Store):
       raise disk.failed_write(e, path) from None
 
   def sync(self, folder: str) -> None:
-    top = self._path(folder)
+    top = self.folder(folder)
     for inner, _, _ in os.walk(top, topdown=False):
       disk.sync_directory(pathlib.Path(inner))
     disk.sync_directory(top.parent)
@@ -226,7 +259,7 @@ class Disk(Store):
       self._path(key).unlink()
 
   def delete_folder(self, folder: str) -> None:
-    shutil.rmtree(self._path(folder), ignore_errors=True)
+    shutil.rmtree(self.folder(folder), ignore_errors=True)
 
 
 class Bucket(Store):
