@@ -243,6 +243,8 @@ class Checkpoint:
     try:
       yield
     except store_lib.RefusedError as e:
+      if self.name in str(e):  # Of the manifest.
+        raise
       raise store_lib.RefusedError(f'{self.name} is refused: {e}.') from e
     except store_lib.DamagedError as e:
       if self.step in self.manifests.steps(self.series):
