@@ -308,8 +308,8 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 # The config that a run has recorded in its directory.
 RECORD = 'config.json'
-# Its values are not checked: those of today may be others. (No config is as
-# deep as what Python cannot walk through.)
+# An older run may have values that are not valid today. A deeper config would
+# exceed Python's limit of recursion.
 RECORDED = keys.record(
   lambda config: all(key.count('.') < 100 for key in flat(config)),
   experiment_kwargs=optional(mapping('a dict of arguments')),

@@ -50,7 +50,7 @@ class ForeignFolderError(ForeignFileError, IsADirectoryError):
 def check_kind(
   path: str | os.PathLike[str], kind: int = stat.S_IFREG, *, links: bool = False
 ) -> None:
-  """Refuses what is at a path, unless it is of a kind; nothing may be there.
+  """Refuses a path where something of a different kind is.
 
   Args:
     path: the path.
@@ -58,7 +58,7 @@ def check_kind(
     links: whether a link to one will do.
 
   Raises:
-    ForeignFileError: says what is there.
+    ForeignFileError: a link, a FIFO or the like is there.
   """
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
     found = stat.S_IFMT(os.lstat(path).st_mode)

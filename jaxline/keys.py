@@ -104,11 +104,11 @@ def mapping(expected: str) -> Check:
 def record(
   fits: Callable[[Any], Any] = lambda x: True, /, **checks: Check
 ) -> Check:
-  """Accepts a dict with these fields, and others; None is as good as absent.
+  """Accepts a dict with these fields, and others; None means an absent field.
 
   Args:
     fits: compares the fields, each of which is valid, as `Check.accepts`.
-    **checks: what each field must be.
+    **checks: the check of each field.
   """
 
   def accepts(x: Any) -> Any:

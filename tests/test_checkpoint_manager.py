@@ -72,17 +72,6 @@ def test_every_bit_of_a_manifest_is_guarded(manifests):
     manifests.read('latest', 5)
 
 
-@pytest.mark.parametrize(
-  'values', [{'format': 3}, {'format': None}, {'step': 6}, {'data': '6-ab'}]
-)
-def test_another_manifest_is_refused(values, manifests):
-  changed = manager.pack(manifest(5) | values)
-  manifests.store.write('latest/5.json', changed)
-  with pytest.raises(store_lib.RefusedError, match=r'latest/5\.json') as e:
-    manifests.read('latest', 5)
-  assert '\n' not in str(e.value)
-
-
 @pytest.mark.parametrize('url', ['gs'], indirect=True)
 def test_a_step_is_created_once(url):
   one, other = (manager.Manifests(store_lib.at(url)) for _ in range(2))

@@ -138,7 +138,7 @@ def _described(live: Any, x: Any, i: int, name: str) -> dict[str, Any]:
 
 
 def file_end(name: str) -> str:
-  """Returns what follows the number in the name of an array's folder."""
+  """Returns the end of the name of an array's folder, after the number."""
   tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
   return f'.{tail}' if tail else ''
 
@@ -425,10 +425,10 @@ def read(
 
 
 def check_stored(store: store_lib.Store, about: Mapping[str, Any]) -> None:
-  """Compares a description with what is stored, before memory is taken.
+  """Compares a description with the stored array, before memory is taken.
 
   Raises:
-    DamagedError: the array is stored with another shape or type.
+    DamagedError: the stored array has a different shape or type.
   """
   # A reader can do without it, but it is not of another array.
   if store.read(key := f'{about["file"]}/{_META}') not in (None, _zarr(about)):

@@ -243,7 +243,7 @@ class Checkpoint:
     try:
       yield
     except store_lib.RefusedError as e:
-      if self.name in str(e):  # Of the manifest.
+      if self.name in str(e):  # The manifest is refused.
         raise
       raise store_lib.RefusedError(f'{self.name} is refused: {e}.') from e
     except store_lib.DamagedError as e:

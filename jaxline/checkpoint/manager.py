@@ -154,7 +154,7 @@ def end(store: store_lib.Store) -> dict[str, Any]:
     store: RUN/checkpoints.
 
   Raises:
-    RefusedError: it is no such note.
+    RefusedError: the file has something else.
   """
   raw = store.read(ENDED)
   return {} if raw is None else store_lib.checked(f'{store}/{ENDED}', raw, _END)
@@ -197,7 +197,7 @@ class Manifests:
     Raises:
       GoneError: the series has no manifest of that step.
       DamagedError: it is not as it was written.
-      RefusedError: it is no manifest of that step that a save writes.
+      RefusedError: a save would not have written it for that step.
     """
     name = f'{self.store}/{series}/{step}.json'
     raw = self.store.read(f'{series}/{step}.json')

@@ -21,6 +21,7 @@ from absl import logging
 
 from jaxline import disk
 from jaxline import errors
+from jaxline import keys
 from jaxline import watchdog
 from jaxline.storage import store as store_lib
 
@@ -222,6 +223,7 @@ def _lock_file(path: pathlib.Path) -> int | None:
 
 
 _NONCE = secrets.token_hex(8)  # Of this process.
+_OBJECT = keys.record(nonce=keys.text('a nonce'))
 _dead: set[str] = set()  # Nonces of processes that were found dead.
 
 
@@ -235,7 +237,7 @@ def _take_object(store: store_lib.Bucket, key: str) -> Beat | None:
     raw, version = store.versioned(key)
     if raw is None:
       break
-    nonce = json.loads(raw)['nonce']
+    nonce = store_lib.checked(f'{store}/{key}', raw, _OBJECT)['nonce']
     if nonce in _dead or ages.is_old(key, raw):
       _dead.add(nonce)
       break

@@ -72,8 +72,8 @@ def checked(name: str, value: Any, check: keys.Check) -> Any:
 
   Args:
     name: the file.
-    value: its bytes, or its value.
-    check: what the value must be.
+    value: the bytes of the file, or the value of the JSON.
+    check: accepts a valid value.
 
   Raises:
     RefusedError: it is something else; names the file.
@@ -181,7 +181,7 @@ class Disk(Store):
     """Returns the path of a folder, which may not be there yet.
 
     Raises:
-      disk.ForeignFileError: it is no folder, or a link leads to it.
+      disk.ForeignFileError: a link, or something else, is there.
     """
     path = self._path(f'{key}/_').parent
     disk.check_kind(path, stat.S_IFDIR, links=key in _LINKS)
