@@ -262,6 +262,7 @@ def test_what_people_put_on_a_larger_disk_may_be_a_link(
     (real / name).rename(tmp_path / name)
     (real / name).symlink_to(tmp_path / name)
   (tmp_path / 'run').symlink_to(real)
+  (real / 'code').symlink_to(made)  # The user's own.
   for use in USES.values():
     use(open_run, tmp_path / 'run')
   assert (tmp_path / 'checkpoints' / 'latest' / '6.json').exists()

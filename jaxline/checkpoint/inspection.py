@@ -190,7 +190,12 @@ def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   that is no record, such as half a last line, is skipped.
   """
   for folder in run.names():
-    raw = run.read(f'{folder}/metrics.jsonl')
+    try:
+      raw = run.read(f'{folder}/metrics.jsonl')
+    except disk.ForeignFileError:
+      if folder in store_lib.LINKS:
+        raise
+      continue  # The user may have put a link to other things there.
     for record in map(files.read_record, (raw or b'').splitlines()):
       if record.get('kind') == 'scalars':
         names = [name for name in record if name not in files.KEYS]

@@ -27,7 +27,7 @@ _DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
 # Folders of a run that people put on a larger disk.
-_LINKS = 'checkpoints', 'train', 'eval'
+LINKS = 'checkpoints', 'train', 'eval'
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -184,7 +184,7 @@ class Disk(Store):
       disk.ForeignFileError: a link, or something else, is there.
     """
     path = self._path(f'{key}/_').parent
-    disk.check_kind(path, stat.S_IFDIR, links=key in _LINKS)
+    disk.check_kind(path, stat.S_IFDIR, links=key in LINKS)
     return path
 
   def _path(self, key: str) -> pathlib.Path:
@@ -193,7 +193,7 @@ class Disk(Store):
     *folders, name = key.split('/')
     for i, folder in enumerate(folders):
       path /= folder
-      if path.is_symlink() and (i or folder not in _LINKS):
+      if path.is_symlink() and (i or folder not in LINKS):
         disk.check_kind(path, stat.S_IFDIR)
     return path / name
 
