@@ -311,6 +311,12 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 # The config that a run has recorded in its directory.
 RECORD = 'config.json'
+# An older run may have values that are not valid today. A deeper config would
+# exceed Python's limit of recursion.
+RECORDED = keys.record(
+  lambda config: all(key.count('.') < 100 for key in flat(config)),
+  experiment_kwargs=optional(mapping('a dict of arguments')),
+)
 
 # Keys that are not taken from a record. A pickle and a compiled program can run
 # code, and the file is replaced; the others are about one start.
@@ -330,13 +336,11 @@ def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
     raw = store_lib.at(directory, 'checkpoint_dir').read(RECORD)
     if raw is None:
       raise ValueError('there is no such file')
-    if isinstance(record := json.loads(raw), dict):
-      return record
-    raise ValueError('no JSON object')
   except (OSError, ValueError) as e:
     raise errors.UsageError(
       f'{directory} is no directory of a run: {RECORD}: {e}'
     ) from e
+  return store_lib.checked(f'{directory}/{RECORD}', raw, RECORDED)
 
 
 def recorded_config(

@@ -187,7 +187,8 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   """
   output, prompts = config.decode.output, config.decode.prompts
   directory = spool.directory(config.checkpoint_dir)
-  path = pathlib.Path(output or directory / 'decode' / f'step_{step}.jsonl')
+  folder = spool.local(directory, 'decode')
+  path = pathlib.Path(output or folder / f'step_{step}.jsonl')
   if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
     raise errors.UsageError(
       f'config.decode.output is {output!r}, the file of the'

@@ -1,4 +1,4 @@
-"""Files that are replaced in one rename, and the errors of a full disk."""
+"""Files of a run: regular ones only, replaced in one rename; a full disk."""
 
 from collections.abc import Iterator
 import contextlib
@@ -9,6 +9,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import stat
 from typing import Any, BinaryIO
 
 from jaxline import errors
@@ -26,6 +27,58 @@ class FullDiskError(OSError):
       f'{self.strerror}: {self.filename}. Make room, then start the same'
       ' command again.'
     )
+
+
+_KINDS = {
+  stat.S_IFREG: 'a regular file',
+  stat.S_IFDIR: 'a directory',
+  stat.S_IFLNK: 'a link',
+  stat.S_IFIFO: 'a FIFO',
+  stat.S_IFSOCK: 'a socket',
+}
+# Should the file be replaced after it was looked at. Windows has neither.
+_FLAGS = getattr(os, 'O_NOFOLLOW', 0) | getattr(os, 'O_NONBLOCK', 0)
+
+
+class ForeignFileError(errors.UsageError, OSError):
+  """A run's directory has something that no run makes, such as a link."""
+
+
+class ForeignFolderError(ForeignFileError, IsADirectoryError):
+  """A run's directory has a directory in place of a file."""
+
+
+def check_kind(
+  path: str | os.PathLike[str], kind: int = stat.S_IFREG, *, links: bool = False
+) -> None:
+  """Refuses a path where something of a different kind is.
+
+  Args:
+    path: the path.
+    kind: S_IFREG or S_IFDIR.
+    links: whether a link to one will do.
+
+  Raises:
+    ForeignFileError: a link, a FIFO or the like is there.
+  """
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    found = stat.S_IFMT(os.lstat(path).st_mode)
+    if found != kind and not (links and os.path.isdir(path)):
+      is_folder = found == stat.S_IFDIR
+      raise (ForeignFolderError if is_folder else ForeignFileError)(
+        f'{os.fspath(path)} is {_KINDS.get(found, "a device")}; expected'
+        f' {_KINDS[kind]} of a run. Remove it, or give another directory.'
+      )
+
+
+def open_regular(path: str, flags: int) -> int:
+  """Opens a file of a run: the `opener` of `open`.
+
+  Raises:
+    ForeignFileError: something else is there, such as a link or a FIFO.
+  """
+  check_kind(path)
+  return os.open(path, flags | _FLAGS, 0o666)
 
 
 def is_address(place: str | os.PathLike[str]) -> bool:
@@ -69,7 +122,7 @@ def replacing(
   partial = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{PARTIAL}')
   try:
     opener = functools.partial(os.open, mode=mode)
-    with open(partial, 'wb', opener=opener) as file:
+    with open(partial, 'xb', opener=opener) as file:
       yield file
       if sync:
         file.flush()
@@ -88,6 +141,7 @@ def replacing(
 def make_directory(path: pathlib.Path) -> None:
   """Makes a directory, and those above it, which a power loss leaves there."""
   if not path.is_dir():
+    check_kind(path, stat.S_IFDIR)
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
     sync_directory(path.parent)

@@ -16,6 +16,7 @@ from ml_collections import config_dict
 from jaxline import errors
 
 MAPPINGS = (Mapping, config_dict.ConfigDict)
+ANY = '(?s).*'  # A regular expression.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Check:
 
   def require(self, name: str, value: Any) -> None:
     """Raises a UsageError if the value of this name is invalid."""
-    given = f'{name} is {value!r}'
+    given = f'{name} is {value!r:.200}'
     try:
       if self.accepts(value) is not False:
         return
@@ -62,9 +63,7 @@ def one_of(*valid: str) -> Check:
   return Check(f'one of {valid}', lambda x: x in valid, str)
 
 
-def text(
-  expected: str, pattern: str = '(?s).*', *, is_path: bool = False
-) -> Check:
+def text(expected: str, pattern: str = ANY, *, is_path: bool = False) -> Check:
   """Accepts text that matches a regular expression."""
 
   def accepts(x: Any) -> bool:
@@ -100,6 +99,42 @@ integer = functools.partial(number, kind=int)
 def mapping(expected: str) -> Check:
   """Accepts a dict."""
   return Check(expected, lambda x: isinstance(x, MAPPINGS))
+
+
+def record(
+  fits: Callable[[Any], Any] = lambda x: True, /, **checks: Check
+) -> Check:
+  """Accepts a dict with these fields, and others; None means an absent field.
+
+  Args:
+    fits: compares the fields, each of which is valid, as `Check.accepts`.
+    **checks: the check of each field.
+  """
+
+  def accepts(x: Any) -> Any:
+    if not isinstance(x, dict):
+      return False
+    for name, check in checks.items():
+      check.require(name, x.get(name))
+    return fits(x)
+
+  return Check(f'a dict of {", ".join(checks)} that fit', accepts)
+
+
+def each(check: Check, kind: Any = dict, names: str = ANY) -> Check:
+  """Accepts a dict, or a list, of valid values; names match a pattern."""
+  named = text(f'one that matches {names}', names)
+
+  def accepts(x: Any) -> bool:
+    if not isinstance(x, kind):
+      return False
+    for name, value in x.items() if kind is dict else enumerate(x):
+      if kind is dict:
+        named.require('a name', name)
+      check.require(f'{name!r:.200}', value)
+    return True
+
+  return Check(f'a {kind.__name__} of {check.expected}', accepts)
 
 
 BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)

@@ -63,7 +63,10 @@ def bits(
 def evaluated(run_dir: os.PathLike[str], mode: str = 'eval') -> list[Any]:
   """Returns step, metric, value and data of each noted evaluation."""
   raw = store.at(run_dir).read(f'checkpoints/evaluated/{mode}.json')
-  return [x[:4] for x in manager.unpack(mode, raw)['evaluated']] if raw else []
+  if not raw:
+    return []
+  note = manager.unpack(mode, raw, manager.EVALUATED)
+  return [x[:4] for x in note['evaluated']]
 
 
 def curve(run_dir: os.PathLike[str], mode: str) -> list[dict[str, Any]]:

@@ -31,7 +31,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def write(store, live):
   """Writes arrays, and returns their description as it is in a manifest."""
   described = json.loads(json.dumps(arrays.write(store, arrays.to_host(live))))
-  assert arrays.malformed(described) is None
+  for about in described.values():
+    arrays.DESCRIBED.require('it', about)
   arrays.verify(store, described)
   return described
 

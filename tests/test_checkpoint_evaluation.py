@@ -413,7 +413,8 @@ def test_the_end_is_noted_and_taken_back(open_run, tmp_path):
   training.mark_begun(7)
   assert evaluation.ended() is None
   (tmp_path / 'run' / 'checkpoints' / 'ended.json').write_text('{"st')
-  assert evaluation.ended() is None
+  with pytest.raises(store_lib.RefusedError, match=r'ended\.json'):
+    evaluation.ended()
 
 
 # Saves that fail.

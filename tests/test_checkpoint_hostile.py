@@ -1,21 +1,30 @@
-"""Manifests that somebody edited: nothing is run, and no name leads out.
+"""Runs that somebody edited: nothing is run, and no name leads out.
 
-Each attack changes a manifest and writes a checksum that fits.
+Each edit of a manifest has a checksum that fits.
 """
 
 import base64
+import contextlib
+import copy
 import json
 import os
+import pathlib
 import pickle
+import shutil
+import socket
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from jaxline import errors
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
+from jaxline.metrics import writers
+from jaxline.runs import __main__ as runs_main
 from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
@@ -28,88 +37,259 @@ class Bomb:
 
 
 _BOMB = base64.b64encode(pickle.dumps(Bomb())).decode()
-
-
-def array(**values):
-  return lambda manifest: manifest['arrays']['w'].update(values)
-
-
-def note(structure):
-  return lambda manifest: manifest['processes'][0]['n'].update(
-    structure=structure
-  )
-
-
-def small(**values):
-  about = {'shape': [2], 'dtype': 'int8', 'base64': 'AAA='} | values
-
-  def change(manifest):
-    note({'numpy': 'n'})(manifest)
-    manifest['processes'][0]['n']['arrays'] = {'n': about}
-
-  return change
-
-
+_DEEP = json.loads('[' * 600 + ']' * 600)
+_ARRAY = 'arrays', 'w'
+_SMALL = 'processes', 0, 'n'
+_REMOVED = object()
+# Several fields at once, which fit each other.
 ATTACKS = {
-  # Only who restores these needs them.
-  'pickle': note({'pickle': ['n', _BOMB]}),
-  'function': note({'node': ['os:system', ['exit 3'], None]}),
-  'import': note({'dataclass': ['this:s', {}]}),
-  'huge number of bytes': small(shape=[2**60]),
-  'pointers': small(shape=[1], dtype='object', base64='AAAAAAAAAAA='),
-  'data outside': lambda manifest: manifest.update(data='../../../outside'),
-  'absolute data': lambda manifest: manifest.update(data='/etc'),
-  'array outside': array(file='../../../outside'),
-  'absolute array': array(file='/etc'),
-  'array in another': array(file='0001.w/..'),
-  'part outside': array(parts={'../../../outside': 0}),
-  'another part': array(parts={'c.1': 0}),
-  'no part': array(parts={}),
-  'huge array': array(shape=[2**40]),
-  'huge part': array(shape=[2**40], chunk=[2**40]),
-  'many parts': array(shape=[2**40], chunk=[1]),
-  'negative': array(shape=[-3], chunk=[-3]),
-  'another rank': array(shape=[3, 1]),
-  'another type': array(dtype='float64'),
-  'Python objects': array(dtype='object'),
-}
+  'pickle': {(*_SMALL, 'structure'): {'pickle': ['n', _BOMB]}},
+  'function': {(*_SMALL, 'structure'): {'node': ['os:system', ['exit 3'], 0]}},
+  'import': {(*_SMALL, 'structure'): {'dataclass': ['this:s', {}]}},
+  'uninitialised': {(*_ARRAY, 'chunk'): [0], (*_ARRAY, 'parts'): {}},
+  'huge part': {(*_ARRAY, 'shape'): [2**40], (*_ARRAY, 'chunk'): [2**40]},
+  'another rank': {(*_ARRAY, 'shape'): [1, 3], (*_ARRAY, 'chunk'): [1, 3],
+                   (*_ARRAY, 'parts', 'c.0.0'): 0},
+  'another type': {(*_ARRAY, 'dtype'): 'int32'},
+  'another part': {(*_ARRAY, 'parts'): {'c.1': 0}},
+  'part outside': {(*_ARRAY, 'parts'): {'../../../outside': 0}},
+  'array in another': {(*_ARRAY, 'file'): '0001.w/..'},
+  'another array': {(*_ARRAY, 'file'): '0000.run.train_step_rng'},
+  'data outside': {('data',): '../../../outside'},
+  'another step': {('step',): 6},
+  'pointers': {(*_SMALL, 'structure'): {'numpy': 'n'}, (*_SMALL, 'arrays'): {
+    'n': {'shape': [1], 'dtype': 'object', 'base64': 'AAAAAAAAAAA='}}},
+  'huge number': {(*_SMALL, 'structure'): {'numpy': 'n'}, (*_SMALL, 'arrays'): {
+    'n': {'shape': [2**60], 'dtype': 'int8', 'base64': ''}}},
+}  # fmt: skip
+VALUES = (
+  *(_REMOVED, None, True, -1, 1, 10**30, 1.5, float('nan'), float('inf'), ''),
+  *('x', '../../x', [], {}, [1], {'a': 1}, _DEEP),
+)
 
 
-@pytest.mark.parametrize('name', ATTACKS)
-def test_an_edited_manifest_is_refused(
-  name, open_run, tmp_path, capsys, monkeypatch
+def _edits(value, path=()):
+  """Yields an edit of each field below a value."""
+  for new in (*VALUES, [value], {'a': value}) if path else ():
+    yield {path: new}
+  # The values of the config are its user's.
+  if isinstance(value, dict | list) and path != ('config',):
+    for key in value if isinstance(value, dict) else range(len(value)):
+      yield from _edits(value[key], (*path, key))
+
+
+def _edited(value, edit):
+  value = copy.deepcopy(value)
+  for (*path, name), new in edit.items():
+    inner = value
+    for key in path:
+      inner = inner[key]
+    if new is _REMOVED:
+      del inner[name]
+    else:
+      inner[name] = new
+  return value
+
+
+@pytest.mark.parametrize('style', ['sharded', 'per device'])
+def test_an_edited_manifest_is_refused_or_changes_nothing(
+  style, open_run, tmp_path, capsys, monkeypatch
 ):
   run, values = tmp_path / 'run', {'train_checkpoint_all_hosts': True}
-  training = open_run(**values)
-  lib.save(training, lib.weights(1))
-  training.close()
-  path = lib.manifest_of(run)
+  is_sharded = style == 'sharded'
+  make = lib.Sharded if is_sharded else lambda: lib.weights(1)
+  held = (
+    (lambda x: jax.tree.leaves(x.state)) if is_sharded else type(make()).held
+  )
+  training, live = open_run(**values), make()
+  lib.save(training, live)
+  want, path = held(live), lib.manifest_of(run)
   manifest = json.loads(path.read_text())
   del manifest['crc']
-  ATTACKS[name](manifest)
-  path.write_bytes(manager.pack(manifest))
+  # Some of hundreds; the numbers are odd, so that each value occurs.
+  edits = [*_edits(manifest)][:: 47 if is_sharded else 9]
+  edits += [] if is_sharded else ATTACKS.values()
+  named = refused = 0
   empty, sizes = np.empty, []
 
   def spy(shape, *args, **kwargs):
     sizes.append(np.prod(shape, dtype=float))
     return empty(shape, *args, **kwargs)
 
-  monkeypatch.setattr(arrays.np, 'empty', spy)
-  for mode, directory, more in (
-    ('train', run, {}),
-    ('eval', run, {}),
-    ('train', tmp_path / 'new', {'restore_from': str(run)}),
-  ):
-    live = lib.weights(7)
-    before = live.held()
-    with pytest.raises((errors.UsageError, store_lib.DamagedError)):
-      lib.restore(open_run(mode, directory, **values, **more), live)
-    lib.assert_same(live.held(), before)
-  assert max(sizes, default=0) < 10_000
-  out = tmp_path / 'out.safetensors'
-  is_exported = list(ATTACKS).index(name) < 5
-  status = inspection.main(['export', str(run), str(out), '--select=w'])
-  assert (status, out.exists()) == ((0, True) if is_exported else (2, False))
-  assert capsys.readouterr().err.count('\n') == (not is_exported)
-  assert path.exists()
+  for edit in edits:
+    path.write_bytes(manager.pack(_edited(manifest, edit)))
+    with monkeypatch.context() as patch:
+      patch.setattr(arrays.np, 'empty', spy)
+      try:
+        lib.restore(training, live)
+      except (errors.UsageError, store_lib.DamagedError) as e:
+        named += '/latest/5' in str(e)
+        refused += 1
+        live = make()  # Its state may be dropped.
+      else:
+        # What a user's own values are, nobody can know.
+        if 'structure' in str(edit):
+          live = make()
+        lib.assert_same(held(live), want, str(edit))
+    for command in ('ls', 'show', 'verify'):
+      status = inspection.main([command, str(run)])
+      assert status in (0, 1, 2)
+  assert named == refused > len(edits) // 2
+  assert max(sizes) < 10_000
   assert 'this' not in sys.modules
+  capsys.readouterr()
+
+
+# Something else than a file, or a folder, in a run.
+
+
+def _evaluate(open_run, run):
+  evaluation = open_run('eval', run)
+  lib.fill(evaluation, lib.weights(7), -1)
+  evaluation.follow('latest')(())
+  evaluation.ended()
+  evaluation.mark_evaluated(5, 1.0, {})
+  evaluation.close()
+
+
+def _train(open_run, run):
+  config = lib.make_config(run, fingerprint=True)
+  with (
+    contextlib.closing(open_run('train', run)) as training,
+    writers.RunWriter(config, 'train') as log,
+  ):
+    lib.restore(training, lib.weights(7))
+    training.mark_begun(5)
+    log.resume(5, training.lengths)
+    log.write_scalars(6, {'loss': 1.0})
+    training.logs = [log]
+    lib.save(training, lib.weights(2), 6)
+
+
+def _run(main, command):
+  def use(open_run, run):
+    if main([command, os.fspath(run)]):
+      raise OSError
+
+  return use
+
+
+USES = {
+  'evaluate': _evaluate,
+  'ls': _run(inspection.main, 'ls'),
+  'verify': _run(inspection.main, 'verify'),
+  'runs ls': _run(runs_main.main, 'ls'),
+  'train': _train,
+}
+KINDS = {
+  'link': lambda path, outside: path.symlink_to(outside / 'file'),
+  'device': lambda path, outside: path.symlink_to('/dev/zero'),
+  'dangling': lambda path, outside: path.symlink_to(outside / 'new'),
+  'FIFO': lambda path, outside: os.mkfifo(path),
+  'socket': lambda path, outside: _socket(path),
+  'folder': lambda path, outside: path.mkdir(),
+  'linked folder': lambda path, outside: path.symlink_to(outside / 'folder'),
+}
+
+
+def _socket(path):
+  with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as s:
+    s.bind(path.name)
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+  """A run of which each file is there, and the names of all of them."""
+  run = tmp_path_factory.mktemp('made') / 'run'
+  config = lib.make_config(run, fingerprint=True)
+  training = durable.DurableCheckpointer(config, 'train')
+  with writers.RunWriter(config, 'train') as log:
+    training.mark_begun(0)
+    log.write_scalars(1, {'loss': 1.0})
+    training.logs = [log]
+    lib.save(training, lib.weights(1))
+    lib.save_best(training, lib.weights(1), 5, 1.0)
+    training.mark_evaluated(5, 1.0, {})
+    training.mark_ended(5)
+  training.close()
+  (run / 'checkpoints' / 'readers').mkdir()
+  (run / 'checkpoints' / 'readers' / 'eval-1.json').write_text('{"data": []}')
+  return run
+
+
+# Writers that were opened before the one that is refused.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('kind', KINDS)
+def test_only_files_and_folders_of_a_run_are_used(
+  kind, made, open_run, tmp_path, capsys
+):
+  wrong = []
+  for number, found in enumerate(made.rglob('*')):
+    name = str(found.relative_to(made))
+    # These may be links, and no file is a folder in place of a folder.
+    if name in ('checkpoints', 'train') and 'link' in kind:
+      continue
+    if kind == 'folder' and found.is_dir():
+      continue
+    outside = tmp_path / f'outside_{number}'
+    shutil.copytree(made, outside / 'folder')
+    (outside / 'file').write_bytes(b'x' * 10_000)
+    before = lib.tree_of(outside)
+    for use, function in USES.items():
+      run = tmp_path / f'{number} {use}'
+      path = shutil.copytree(made, run) / name
+      shutil.rmtree(path) if found.is_dir() else path.unlink()
+      KINDS[kind](path, outside)
+      said = ''
+      with contextlib.suppress(store_lib.DamagedError):
+        try:
+          function(open_run, run)
+        except (errors.UsageError, OSError) as e:
+          said = f'{e} {capsys.readouterr()}'
+      if said and not any(x in said for x in (path.stem, 'is missing')):
+        wrong.append((name, use, said))
+      if lib.tree_of(outside) != before:
+        wrong.append((name, use, 'wrote outside'))
+      shutil.rmtree(run)
+  assert not wrong
+
+
+def test_what_people_put_on_a_larger_disk_may_be_a_link(
+  made, open_run, tmp_path
+):
+  real = shutil.copytree(made, tmp_path / 'real')
+  for name in ('checkpoints', 'train'):
+    (real / name).rename(tmp_path / name)
+    (real / name).symlink_to(tmp_path / name)
+  (tmp_path / 'run').symlink_to(real)
+  (real / 'code').symlink_to(made)  # The user's own.
+  for use in USES.values():
+    use(open_run, tmp_path / 'run')
+  assert (tmp_path / 'checkpoints' / 'latest' / '6.json').exists()
+
+
+# The other files.
+
+
+@pytest.mark.parametrize('name', [
+  'config.json', 'checkpoints/ended.json', 'checkpoints/evaluated/eval.json',
+  'checkpoints/readers/eval-1.json', 'checkpoints/begun.json',
+])  # fmt: skip
+def test_other_edited_files_are_named(name, made, open_run, tmp_path, capsys):
+  value = json.loads((made / name).read_text())
+  is_packed = value.pop('crc', None) is not None
+  if name == 'config.json':  # Any value of another key is its user's.
+    value = {'experiment_kwargs': {}}
+  for edit in _edits(value):
+    run = shutil.copytree(made, tmp_path / 'run')
+    edited = _edited(value, edit)
+    raw = manager.pack(edited) if is_packed else json.dumps(edited).encode()
+    (run / name).write_bytes(raw)
+    said = ''
+    for use in USES.values():
+      try:
+        use(open_run, run)
+      except (errors.UsageError, OSError) as e:
+        said = f'{e} {capsys.readouterr()}'
+    assert not said or pathlib.Path(name).name in said
+    shutil.rmtree(run)

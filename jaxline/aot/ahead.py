@@ -48,7 +48,7 @@ def compile_experiment(
   Returns:
     Whether the run fits, as far as is known.
   """
-  directory = spool.directory(config.checkpoint_dir) / 'compile'
+  directory = spool.local(config.checkpoint_dir, 'compile')
   directory.mkdir(parents=True, exist_ok=True)
   report = make_report(experiment_class, config)
   if jax.process_index() == 0:

@@ -7,12 +7,12 @@ describes each array by its shape, its type, the shape of its parts and the
 CRC-32C of each part. A part is read once, and verified while it is read.
 """
 
+import base64
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import itertools
-import json
 import math
 import re
 from typing import Any
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline import keys
 from jaxline.checkpoint import metadata
 from jaxline.storage import store as store_lib
 
@@ -169,8 +170,8 @@ def write(
     array.about['parts'][part] = crc32c.crc32c(raw)
 
   def write_meta(about: dict[str, Any]) -> None:
-    meta = memoryview(json.dumps(metadata.zarr(about)).encode())
-    store.write_part(f'{about["file"]}/zarr.json', meta)
+    key = f'{about["file"]}/{metadata.ZARR}'
+    store.write_part(key, memoryview(metadata.zarr(about)))
 
   with futures.ThreadPoolExecutor(store.threads) as pool:
     tasks = [(a, *x) for a in arrays.values() for x in _parts_of(a)]
@@ -179,9 +180,10 @@ def write(
     pending = [pool.submit(write_part, task) for task in tasks]
     if jax.process_index() == 0:
       pending += [pool.submit(write_meta, a.about) for a in arrays.values()]
-      index = metadata.orbax({n: a.about for n, a in arrays.items()})
-      raw = memoryview(json.dumps(index).encode())
-      pending.append(pool.submit(store.write_part, metadata.ORBAX, raw))
+      tree = metadata.orbax({n: a.about for n, a in arrays.items()})
+      pending.append(
+        pool.submit(store.write_part, metadata.ORBAX, memoryview(tree))
+      )
     try:
       for future in pending:
         future.result()
@@ -217,25 +219,49 @@ def _bytes(x: np.ndarray) -> memoryview:
 # Reading.
 
 
-def malformed(described: Mapping[str, Any]) -> str | None:
-  """Returns the name of an array whose description this module did not write.
+def _is_written(about: dict[str, Any]) -> bool:
+  """Returns whether a description is one that this module writes."""
+  shape, chunk, parts = about['shape'], about['chunk'], about['parts']
+  if len(shape) != len(chunk) or any(
+    n % c if c else n for n, c in zip(shape, chunk, strict=True)
+  ):
+    return False
+  grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=True)]
+  np.broadcast_to(np.empty([], jnp.dtype(about['dtype'])), shape)
+  if 'key' in about:
+    data = jax.eval_shape(jax.random.key_data, _key_of(about))
+    if (about['dtype'], shape[-data.ndim :]) != (data.dtype, [*data.shape]):
+      return False
+  return len(parts) == math.prod(grid) and set(parts) == {
+    *map(_part, itertools.product(*map(range, grid)))
+  }
 
-  It names a file elsewhere, or has not the parts of its shape.
-  """
-  for name, about in described.items():
-    shape, chunk = about['shape'], about['chunk']
-    grid = [n // max(1, c) for n, c in zip(shape, chunk, strict=False)]
-    if (
-      len(shape) != len(chunk)
-      or not metadata.FOLDER.fullmatch(about['file'])
-      or not _TYPES.fullmatch(about['dtype'])
-      or any(c and n % c for n, c in zip(shape, chunk, strict=True))
-      or len(about['parts']) != math.prod(grid)
-      or set(about['parts'])
-      != {*map(_part, itertools.product(*map(range, grid)))}
-    ):
-      return name
-  return None
+
+def _has_bytes(about: dict[str, Any]) -> bool:
+  """Returns whether a small array has the bytes of its shape."""
+  return len(base64.b64decode(about['base64'])) == num_bytes(about)
+
+
+def _is_type(name: Any) -> bool:
+  return bool(_TYPES.fullmatch(name)) and jnp.dtype(name).name == name
+
+
+_SHAPE = keys.each(keys.integer(0), list)
+_TYPE = keys.Check('a type of Zarr', _is_type)
+# Descriptions in a manifest: of an array, and of one that is in it (see
+# `contents`).
+DESCRIBED = keys.record(
+  _is_written,
+  file=keys.text('the name of a folder', metadata.FOLDER.pattern),
+  shape=_SHAPE,
+  chunk=_SHAPE,
+  dtype=_TYPE,
+  parts=keys.each(keys.integer(0), names=r'c(\.\d+)*'),
+  key=keys.optional(keys.text('an implementation of keys')),
+)
+SMALL = keys.record(
+  _has_bytes, shape=_SHAPE, dtype=_TYPE, base64=keys.text('base64')
+)
 
 
 class _Reading:
@@ -253,9 +279,6 @@ class _Reading:
     target: Any,
   ):
     """Starts to read the parts that this process needs."""
-    for part in itertools.islice(about['parts'], 1):  # All have one size.
-      # Before memory is taken.
-      _check_size(store, about, part, asks=False)
     self._about, self._target = about, target
     sharding = getattr(target, 'sharding', None)
     self._sharding = None if is_key(target) else sharding
@@ -356,10 +379,15 @@ def read(
   left, on_their_way = collections.deque(targets), 0
   started: dict[str, _Reading] = {}
   with futures.ThreadPoolExecutor(store.threads) as pool:
+    checks = {
+      name: pool.submit(check_stored, store, described[name])
+      for name in targets
+    }
     try:
       for name in targets:
         while left and (left[0] == name or on_their_way < _READ_BYTES):
           soon = left.popleft()
+          checks.pop(soon).result()
           reading = _Reading(store, pool, described[soon], targets[soon])
           started[soon] = reading
           on_their_way += reading.size
@@ -372,12 +400,25 @@ def read(
       pool.shutdown(cancel_futures=True)
 
 
+def check_stored(store: store_lib.Store, about: Mapping[str, Any]) -> None:
+  """Compares a description with the stored array, before memory is taken.
+
+  Raises:
+    DamagedError: the stored array has a different shape or type.
+  """
+  # A reader can do without it, but it is not of another array.
+  meta = store.read(key := f'{about["file"]}/{metadata.ZARR}')
+  if meta not in (None, metadata.zarr(about)):
+    raise store_lib.DamagedError(f'{key} does not describe the array')
+  for part in itertools.islice(about['parts'], 1):  # All have one size.
+    _check_size(store, about, part)
+
+
 def _check_size(
-  store: store_lib.Store, about: Mapping[str, Any], part: str, asks: bool
+  store: store_lib.Store, about: Mapping[str, Any], part: str
 ) -> None:
-  """Compares a part with its description: see `Store.check`."""
   size = math.prod(about['chunk']) * jnp.dtype(about['dtype']).itemsize
-  store.check(f'{about["file"]}/{part}', size, asks)
+  store.check(f'{about["file"]}/{part}', size)
 
 
 def verify(
@@ -392,19 +433,22 @@ def verify(
     OSError: a part cannot be read.
   """
 
-  def damage(task: tuple[Mapping[str, Any], str]) -> str:
+  def damage(check: Any, *task: Any) -> str:
     try:
-      _check_size(store, *task, asks=not reads)
-      if reads:
-        _read_part(store, *task)
+      check(store, *task)
     except store_lib.DamagedError as e:
       return str(e)
     return ''
 
-  tasks = [(about, p) for about in described.values() for p in about['parts']]
+  whole = described.values()
+  check = _read_part if reads else _check_size
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    found = [*filter(None, pool.map(damage, tasks))]
-  if found:
+    found = [*pool.map(lambda about: damage(check_stored, about), whole)]
+    # Only of arrays whose parts have the size that is stored.
+    sound = [x for x, error in zip(whole, found, strict=True) if not error]
+    tasks = [(about, part) for about in sound for part in about['parts']]
+    found += pool.map(lambda task: damage(check, *task), tasks)
+  if found := [*filter(None, found)]:
     raise store_lib.DamagedError('; '.join(found))
 
 
@@ -424,10 +468,14 @@ def num_bytes(about: Mapping[str, Any]) -> int:
 def saved_shape(about: Mapping[str, Any]) -> str:
   """Returns type and shape of a described array, as text."""
   if 'key' in about:
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=about['key']))
     # The last axis is the key's own.
-    return f'{key.dtype}{about["shape"][:-1]}'
+    return f'{_key_of(about).dtype}{about["shape"][:-1]}'
   return f'{about["dtype"]}{about["shape"]}'
+
+
+def _key_of(about: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+  """Returns the type of the random keys of a described array."""
+  return jax.eval_shape(lambda: jax.random.key(0, impl=about['key']))
 
 
 def is_key(x: Any) -> bool:

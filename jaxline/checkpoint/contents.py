@@ -256,6 +256,8 @@ class Checkpoint:
     try:
       yield
     except store_lib.RefusedError as e:
+      if self.name in str(e):  # The manifest is refused.
+        raise
       raise store_lib.RefusedError(f'{self.name} is refused: {e}.') from e
     except store_lib.DamagedError as e:
       if self.step in self.manifests.steps(self.series):
@@ -276,7 +278,7 @@ class Checkpoint:
       )
     names = [n for key in keys for n in self._below(f'run/{key}')]
     arrays = dict(self.read(dict.fromkeys(names)))
-    arrays |= _from_json(self.record.get('small', {}))
+    arrays |= _from_json(self.record['small'])
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: Any) -> dict[str, Any]:
@@ -395,7 +397,10 @@ class Checkpoint:
 
   def _decode(self, described: Any, arrays: Any, **more: Any) -> Any:
     more |= {'allow_pickle': self.allow_pickle, 'nodes': self._nodes}
-    return structure.decode(described, arrays, **more)
+    try:
+      return structure.decode(described, arrays, **more)
+    except RecursionError as e:
+      raise store_lib.RefusedError('its values are too deep') from e
 
   def _nodes(self) -> dict[str, Any]:
     if self.nodes is None:
@@ -470,19 +475,12 @@ def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Converts the JSON of `_to_json` back to arrays.
-
-  Raises:
-    RefusedError: the bytes do not fit the shape, or are pointers to objects.
-  """
+  """Converts the JSON of `_to_json` back to arrays."""
   arrays = {}
   for name, about in described.items():
     data = bytearray(base64.b64decode(about['base64']))
-    try:
-      flat = np.frombuffer(data, jnp.dtype(about['dtype']))
-      arrays[name] = flat.reshape(about['shape'])
-    except ValueError as e:
-      raise store_lib.RefusedError(f'{name}: {e}') from e
+    flat = np.frombuffer(data, jnp.dtype(about['dtype']))
+    arrays[name] = flat.reshape(about['shape'])
   return arrays
 
 

@@ -29,6 +29,8 @@ from jaxline.compat import experiments
 from jaxline.storage import store as store_lib
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
+# What restoring raises for values that an experiment cannot have.
+_MISFITS = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 _T = TypeVar('_T')
 
 
@@ -114,7 +116,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     unused = ''
     if begins and seed is not None:
       source, entries = _SEED, memory.entries_of(seed, ckpt_series, state)
-      entries = {key: _placed(key, entries, state) for key in entries}
+      entries = {key: _placed(key, entries, state, source) for key in entries}
       if self._forks(ckpt_series):
         unused = f'config.restore_from = {self._config.restore_from!r}'
     elif begins and self._forks(ckpt_series):
@@ -125,7 +127,15 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       found, entries = self._read_own(ckpt_series, step, state, module)
       own, source = found.record, found.name
       unused = '' if seed is None else _SEED
-    memory.fill(state, entries)
+    try:
+      memory.fill(state, entries)
+    except errors.UsageError:
+      raise
+    except _MISFITS as e:
+      logging.info('The error in full:', exc_info=True)
+      raise store_lib.RefusedError(
+        f'{source} is refused: {type(e).__name__}: {e}'
+      ) from e
     what = 'Restored' if own else f'Began the series {ckpt_series!r} from'
     logging.info('%s %s.', what, source)
     if unused:
@@ -337,7 +347,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
   ) -> dict[str, Any]:
     """Returns a checkpoint's values of the entries of the live state."""
     entries = found.entries([k for k in state if k != 'experiment_module'])
-    entries = {key: _placed(key, entries, state) for key in entries}
+    entries = {key: _placed(key, entries, state, found.name) for key in entries}
     if state.get('experiment_module') is not None:
       entries['experiment_module'] = found.snapshot(module)
     return entries
@@ -384,7 +394,7 @@ def _together(read: Callable[[], _T]) -> _T:
   return result
 
 
-def _placed(name: str, entries: dict[str, Any], state: Any) -> Any:
+def _placed(name: str, entries: dict[str, Any], state: Any, of: str) -> Any:
   """Returns a restored entry on the devices of the live one.
 
   The step keys of the per-device style are equal rows, one for each local
@@ -405,7 +415,7 @@ def _placed(name: str, entries: dict[str, Any], state: Any) -> Any:
     value = jnp.broadcast_to(value[:1], live.shape)
   elif got != (live.dtype, live.shape):
     raise contents.MismatchError(
-      f'{name}: the checkpoint has {got[0]}{list(got[1])}, expected'
+      f'{of}: {name}: the checkpoint has {got[0]}{list(got[1])}, expected'
       f' {live.dtype}{list(live.shape)}; nothing was restored.'
     )
   return jax.device_put(value, live.sharding)

@@ -180,8 +180,7 @@ def list_run(where: Place) -> list[dict[str, Any]]:
 
 def ended(run: store_lib.Store) -> int | None:
   """Returns the step at which a run's training has ended, or None."""
-  raw = run.read('checkpoints/ended.json')
-  return None if raw is None else int(json.loads(raw)['step'])
+  return manager.end(run.below('checkpoints')).get('step')
 
 
 def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -191,7 +190,12 @@ def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   that is no record, such as half a last line, is skipped.
   """
   for folder in run.names():
-    raw = run.read(f'{folder}/metrics.jsonl')
+    try:
+      raw = run.read(f'{folder}/metrics.jsonl')
+    except disk.ForeignFileError:
+      if folder in store_lib.LINKS:
+        raise
+      continue  # The user may have put a link to other things there.
     for record in map(files.read_record, (raw or b'').splitlines()):
       if record.get('kind') == 'scalars':
         names = [name for name in record if name not in files.KEYS]
@@ -203,7 +207,7 @@ def made_with(record: Mapping[str, Any]) -> dict[str, str]:
   return {
     'devices': ' '.join(map(str, record['devices'])),
     **{f'version of {k}': str(x) for k, x in record['versions'].items()},
-    **{f'code: {k}': x for k, x in record['code'].items() if k != 'diff'},
+    **{f'code: {k}': str(x) for k, x in record['code'].items() if k != 'diff'},
   }
 
 

@@ -14,7 +14,7 @@ deletes data first dooms it, then looks again for names of it; one that names
 data first writes the manifest, then looks for a doom. One sees the other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import json
 import re
@@ -24,12 +24,16 @@ import zlib
 
 from absl import logging
 
+from jaxline import base_config
+from jaxline import keys
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import metadata
 from jaxline.storage import owner
 from jaxline.storage import store as store_lib
 
 # Of the manifest and all that it names. Another one is refused.
 FORMAT = 2
+ENDED = 'ended.json'
 _STEP = '0|[1-9][0-9]*'  # One name for each number.
 _DATA = re.compile(f'({_STEP})-[0-9a-f]+')
 
@@ -39,22 +43,126 @@ def pack(value: Any) -> bytes:
   return json.dumps({**value, 'crc': crc_of(value)}).encode() + b'\n'
 
 
-def unpack(name: str, raw: bytes) -> dict[str, Any]:
+def unpack(name: str, raw: bytes, check: keys.Check) -> dict[str, Any]:
   """Inverts `pack`.
 
   Raises:
     DamagedError: the bytes are not as they were written.
+    RefusedError: their checksum is right, and the check does not accept them.
   """
-  with contextlib.suppress(Exception):  # Any JSON may be there.
+  try:
     value = json.loads(raw)
-    if value.pop('crc') == crc_of(value):
-      return value
-  raise store_lib.DamagedError(f'{name} is not as it was written')
+    is_whole = value.pop('crc') == crc_of(value)
+  except Exception:  # Any JSON may be there.
+    is_whole = False
+  if not is_whole:
+    raise store_lib.DamagedError(f'{name} is not as it was written')
+  return store_lib.checked(name, value, check)
 
 
 def crc_of(value: Any) -> int:
   """Returns the CRC-32 of the JSON of a value."""
   return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _texts(x: Any) -> Iterator[str]:
+  """Yields all texts in a JSON value, such as the names of its arrays."""
+  if isinstance(x, str):
+    yield x
+  elif isinstance(x, list | dict):
+    for y in x.values() if isinstance(x, dict) else x:
+      yield from _texts(y)
+
+
+def _is_of_one_step(manifest: dict[str, Any]) -> bool:
+  """Returns whether the fields of a manifest belong together."""
+  step, module = manifest['step'], manifest['module']
+  values = [manifest['entries'], *module.values()]
+  used = {*_texts(values)}
+  trees = tuple(f'{x}/' for x, about in module.items() if 'leaves' in about)
+  for name, about in manifest['arrays'].items():
+    is_used = name in used or f'{name}/'.startswith(trees)
+    if not is_used or not metadata.is_folder_of(about['file'], name):
+      raise ValueError(f'the array {name!r} is in {about["file"]!r}')
+  # `collect` looks for the names of data in manifests of the same step.
+  of = [manifest['entries']['global_step'], int(manifest['data'].split('-')[0])]
+  if of != [step, step]:
+    raise ValueError(f'its entries and data are of {of}, not of step {step}')
+  return bool(manifest['processes'])
+
+
+# The lengths of logs, by paths that lead nowhere else.
+_LENGTHS = keys.each(keys.integer(0), names=r'(?!/)(?!(.*/)?\.\.(/|$)).+')
+NUMBER = keys.Check('a number', lambda x: isinstance(x, int | float))
+_PLAIN = keys.optional(keys.Check('plain', lambda x: isinstance(x, int | str)))
+_OWN = keys.record(
+  lambda own: 'structure' in own and {*own['arrays']} <= {*_texts(own)},
+  arrays=keys.each(arrays.SMALL),
+)
+# What a manifest may be without.
+_MISSING: Any = {'small': {}, 'code': {}, 'versions': {}, 'devices': []}
+_MANIFEST = keys.record(
+  _is_of_one_step,
+  format=keys.Check(
+    f'{FORMAT}; use the jaxline that wrote it', lambda x: x == FORMAT
+  ),
+  step=keys.integer(0),
+  time=keys.number(0, below=2e11),  # Up to the year 8000.
+  data=keys.text('the name of data', _DATA.pattern),
+  arrays=keys.each(arrays.DESCRIBED),
+  entries=keys.record(
+    global_step=keys.integer(0),
+    best_eval_metric_value=keys.optional(NUMBER),
+  ),
+  module=keys.each(
+    keys.Check(
+      "{'leaves': True} or {'structure': ...}",
+      lambda x: x == {'leaves': True} or [*x] == ['structure'],
+    )
+  ),
+  processes=keys.each(keys.each(_OWN), list),
+  logs=_LENGTHS,
+  config=base_config.RECORDED,
+  small=keys.optional(keys.each(arrays.SMALL)),
+  code=keys.optional(keys.each(_PLAIN)),
+  versions=keys.optional(keys.each(_PLAIN)),
+  devices=keys.optional(keys.each(_PLAIN, list)),
+)
+_MARK = keys.record(data=keys.each(keys.text('the name of data'), list))
+_END = keys.record(
+  step=keys.integer(0), why=keys.optional(keys.text('a reason'))
+)
+_EVALUATION = (
+  keys.integer(0),
+  keys.text('the name of a metric'),
+  keys.optional(NUMBER),
+  keys.text('the name of data'),
+  _LENGTHS,
+)
+
+
+def _is_evaluation(row: Any) -> bool:
+  checks = zip(_EVALUATION, row, strict=False)  # The last ones have defaults.
+  is_row = isinstance(row, list) and 1 <= len(row) <= len(_EVALUATION)
+  return is_row and all(check.accepts(x) is not False for check, x in checks)
+
+
+EVALUATED = keys.record(
+  evaluated=keys.each(keys.Check('evaluations', _is_evaluation), list)
+)
+
+
+def end(store: store_lib.Store) -> dict[str, Any]:
+  """Returns the note of the end of a run's training, or {} before the end.
+
+  Args:
+    store: RUN/checkpoints.
+
+  Raises:
+    RefusedError: the file has something else.
+  """
+  raw = store.read(ENDED)
+  return {} if raw is None else store_lib.checked(f'{store}/{ENDED}', raw, _END)
 
 
 class Manifests:
@@ -94,7 +202,7 @@ class Manifests:
     Raises:
       GoneError: the series has no manifest of that step.
       DamagedError: it is not as it was written.
-      RefusedError: it has another format or step, or a name that leads away.
+      RefusedError: a save would not have written it for that step.
     """
     name = f'{self.store}/{series}/{step}.json'
     raw = self.store.read(f'{series}/{step}.json')
@@ -102,23 +210,10 @@ class Manifests:
       raise store_lib.GoneError(
         f'{name} was removed: the run keeps only the newest. Try again.'
       )
-    found = unpack(name, raw)
-    problem = ''
-    if (of := found.get('format')) != FORMAT:
-      problem = f'it has format {of}; use the jaxline that wrote it'
-    # `collect` looks for the names of data in manifests of the same step.
-    elif (
-      found['step'] != step
-      or not (data := _DATA.fullmatch(found['data']))
-      or int(data[1]) != step
-    ):
-      problem = f'it is of step {found["step"]}, its data is {found["data"]!r}'
-    elif (array := arrays.malformed(found['arrays'])) is not None:
-      about = str(found['arrays'][array])[:200]
-      problem = f'it describes the array {array!r} as {about}'
-    if problem:
-      raise store_lib.RefusedError(f'{name} is refused: {problem}.')
-    return found
+    found = unpack(name, raw, _MANIFEST)
+    if found['step'] != step:
+      raise store_lib.RefusedError(f'{name} is of step {found["step"]}.')
+    return _MISSING | {k: x for k, x in found.items() if x is not None}
 
   def write(
     self,
@@ -243,9 +338,11 @@ class Manifests:
         self.store.delete(key)
         continue
       try:
-        marked |= {*json.loads(raw)['data']}
-      except (ValueError, LookupError, TypeError):
+        mark = store_lib.checked(f'{self.store}/{key}', raw, _MARK)
+      except store_lib.RefusedError as e:
+        logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
         return set(), {*self._doomed}
+      marked |= {*mark['data']}
     named: set[str] = set()
     doomed_steps = {int(name.partition('-')[0]) for name in self._doomed}
     steps = {series: self.steps(series) for series in ('best', 'latest')}

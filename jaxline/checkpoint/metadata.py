@@ -6,14 +6,16 @@ Zarr and TensorStore read `zarr.json` in the folder of each array, Orbax reads
 
 from collections.abc import Collection, Mapping
 import itertools
+import json
 import re
 from typing import Any
 
 import jax.numpy as jnp
 
-ORBAX = '_METADATA'
-FOLDER = re.compile(r'[A-Za-z0-9][A-Za-z0-9_.~-]*')
-_LONGEST = 200  # Characters; file systems have 255 bytes.
+ORBAX, ZARR = '_METADATA', 'zarr.json'
+# Without a number; file systems have names of at most 255 bytes.
+_PLAIN = re.compile(r'[A-Za-z][A-Za-z0-9_.~-]{0,199}')
+FOLDER = re.compile(rf'\d{{4,}}(\.[A-Za-z0-9_.-]+)?|{_PLAIN.pattern}')
 
 
 def folders(names: Collection[str]) -> dict[str, str]:
@@ -29,26 +31,38 @@ def folders(names: Collection[str]) -> dict[str, str]:
   found, taken = {}, set[str]()
   for i, name in enumerate(names):
     folder = _orbax_folder(name)
-    # Some file systems take `W` for `w`.
-    if name in inner or folder[:1].isdigit() or folder.lower() in taken:
-      folder = ''
-    if not FOLDER.fullmatch(folder) or len(folder) > _LONGEST:
-      tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
-      folder = f'{i:04d}.{tail}'.rstrip('.')
+    if (
+      name in inner
+      or not _PLAIN.fullmatch(folder)
+      or folder.lower() in taken  # Some file systems take `W` for `w`.
+    ):
+      folder = f'{i:04d}{_end(name)}'
     taken.add(folder.lower())
     found[name] = folder
   return found
+
+
+def is_folder_of(folder: str, name: str) -> bool:
+  """Returns whether a folder may be that of an array."""
+  numbered = folder[:1].isdigit() and folder.lstrip('0123456789') == _end(name)
+  return numbered or folder == _orbax_folder(name)
 
 
 def _orbax_folder(name: str) -> str:
   return name.replace('/', '.')
 
 
-def zarr(about: Mapping[str, Any]) -> dict[str, Any]:
+def _end(name: str) -> str:
+  """Returns what follows the number in the name of a folder."""
+  end = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
+  return f'.{end}'.rstrip('.')
+
+
+def zarr(about: Mapping[str, Any]) -> bytes:
   """Returns the metadata of Zarr 3 for a described array."""
   dtype = jnp.dtype(about['dtype'])
   fill = False if dtype.kind == 'b' else [0, 0] if dtype.kind == 'c' else 0
-  return {
+  meta = {
     'zarr_format': 3,
     'node_type': 'array',
     'shape': about['shape'],
@@ -64,9 +78,10 @@ def zarr(about: Mapping[str, Any]) -> dict[str, Any]:
     'fill_value': fill,
     'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}],
   }
+  return json.dumps(meta).encode()
 
 
-def orbax(described: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def orbax(described: Mapping[str, Mapping[str, Any]]) -> bytes:
   """Returns what Orbax reads first: the place of each array in a tree."""
   tree = {}
   for name, about in described.items():
@@ -81,10 +96,11 @@ def orbax(described: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         'write_shape': about['shape'],
       },
     }
-  return {
+  index = {
     'tree_metadata': tree,
     'use_ocdbt': False,
     'use_zarr3': True,
     'store_array_data_equal_to_fill_value': True,
     'custom_metadata': None,
   }
+  return json.dumps(index).encode()

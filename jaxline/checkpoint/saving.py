@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import functools
-import json
 import os
 import secrets
 import threading
@@ -45,7 +44,7 @@ from jaxline.storage import owner
 from jaxline.storage import spool
 from jaxline.storage import store as store_lib
 
-BEGUN, _ENDED = 'begun.json', 'ended.json'
+BEGUN = 'begun.json'
 
 # A training and an evaluation thread may change the same note.
 _noting = threading.Lock()
@@ -360,7 +359,7 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     # Another content at each start.
     begun = {'step': step, 'nonce': secrets.token_hex(8)}
     self._store.write(BEGUN, disk.to_json(begun))
-    self._store.delete(_ENDED)
+    self._store.delete(manager.ENDED)
     with _noting:
       for name in self._store.names('evaluated'):
         noted = self._read_note(name)
@@ -386,30 +385,25 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
   def mark_ended(self, step: int, why: str = '') -> None:
     if jax.process_index() == 0 and not self.reads_only:
       # An evaluation beside it may have given a reason.
-      note = {'step': int(step), 'why': why or self._end().get('why', '')}
-      self._store.write(_ENDED, disk.to_json(note))
+      why = why or manager.end(self._store).get('why', '')
+      note = {'step': int(step), 'why': why}
+      self._store.write(manager.ENDED, disk.to_json(note))
 
   def stop_if_noted(self, step: int) -> None:
     end, rows = {}, []
     if jax.process_index() == 0:
-      end = self._end()
+      end = manager.end(self._store)
       if checkpointing.early_stop(self._config)[1]:
         rows = [x[:3] for x in self._own_notes() if x.step <= step]
     end, rows = distributed.of_chief((end, rows))
     if end.get('why') and end['step'] <= step:
-      place = f'{self._store}/{_ENDED}'
+      place = f'{self._store}/{manager.ENDED}'
       raise errors.StopTraining(end['why'], f'remove {place}')
     until = [checkpointing.Evaluation(*row) for row in rows]
     checkpointing.stop_without_gain(self._config, until)
 
   def ended(self) -> int | None:
-    return distributed.of_chief(self._end().get('step'))
-
-  def _end(self) -> Any:
-    """Returns the note of the end, or {} if it is absent or unreadable."""
-    with contextlib.suppress(ValueError, OSError):
-      return json.loads(self._store.read(_ENDED) or '{}')
-    return {}
+    return distributed.of_chief(manager.end(self._store).get('step'))
 
   def evaluated(self) -> list[checkpointing.Evaluation]:
     """Returns what `mark_evaluated` noted in this mode on the first host."""
@@ -455,14 +449,14 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     if (raw := self._store.read(f'evaluated/{name}')) is None:
       return []
     try:
-      rows = manager.unpack(name, raw)['evaluated']
-      return [checkpointing.Evaluation(*row) for row in rows]
-    except (store_lib.DamagedError, LookupError, TypeError) as e:
+      place = f'{self._store}/evaluated/{name}'
+      rows = manager.unpack(place, raw, manager.EVALUATED)['evaluated']
+    except ValueError as e:
       raise store_lib.RefusedError(
-        f'{self._store}/evaluated/{name} is not as it was written. Remove it to'
-        ' evaluate the checkpoints that are kept again; their records in the'
-        ' log of evaluation are replaced.'
+        f'{e}. Remove it to evaluate the checkpoints that are kept again; their'
+        ' records in the log of evaluation are replaced.'
       ) from e
+    return [checkpointing.Evaluation(*row) for row in rows]
 
   def _write_note(
     self, name: str, noted: list[checkpointing.Evaluation]

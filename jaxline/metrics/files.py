@@ -31,7 +31,9 @@ class FileBackend(base.Backend):
     self.path = os.path.abspath(path)
     directory = pathlib.Path(self.path).parent
     disk.make_directory(directory)
-    self._file = open(self.path, 'a+b', buffering=0)  # noqa: SIM115
+    self._file = open(  # noqa: SIM115
+      self.path, 'a+b', buffering=0, opener=disk.open_regular
+    )
     disk.sync_directory(directory)
 
   @abc.abstractmethod
@@ -62,7 +64,7 @@ class FileBackend(base.Backend):
 
   def flush(self) -> dict[str, int]:
     os.fsync(self._file.fileno())
-    return {path: os.path.getsize(path) for path in self._logs()}
+    return {path: os.lstat(path).st_size for path in self._logs()}
 
   def close(self) -> None:
     with self._file:
@@ -71,8 +73,8 @@ class FileBackend(base.Backend):
 
 def _cut(path: str, length: int) -> None:
   """Cuts a file that is longer than a length in bytes; waits for the disk."""
-  if os.path.getsize(path) > length:
-    with open(path, 'r+b') as file:
+  if os.lstat(path).st_size > length:
+    with open(path, 'r+b', opener=disk.open_regular) as file:
       file.truncate(length)
       os.fsync(file.fileno())
 

@@ -187,7 +187,7 @@ def _below(place: store_lib.Store) -> Iterator[str]:
     if CONFIG in names:
       yield store.url
     else:
-      left += map(store.below, reversed(names))
+      left += [store.below(x, links=True) for x in reversed(names)]
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -52,7 +52,8 @@ def say(sides: Sequence[Sequence[runs_lib.Run]], metric: str | None) -> bool:
     samples.append(sample)
   higher = 'loss' not in metric
   if metric == f'eval/{first.recorded.get("best_model_eval_metric")}':
-    higher = first.recorded['best_model_eval_metric_higher_is_better']
+    key = 'best_model_eval_metric_higher_is_better'
+    higher = first.recorded.get(key, True)
   for name, x in zip(('baseline', 'candidate'), samples, strict=True):
     lines.say(
       f'{name}: mean {np.mean(x):.5g}, deviation {np.std(x, ddof=1):.2g}'

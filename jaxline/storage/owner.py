@@ -21,6 +21,7 @@ from absl import logging
 
 from jaxline import disk
 from jaxline import errors
+from jaxline import keys
 from jaxline import watchdog
 from jaxline.storage import store as store_lib
 
@@ -156,7 +157,8 @@ class Claim:
           first = self._first._name.removeprefix(f'{store}/')
           self._beat = _take_object(store, f'claims/{what}', first)
         else:
-          self._fd = _lock_file(pathlib.Path(f'{self._name}.lock'))
+          claims = store_lib.Disk(store.url).folder('claims')
+          self._fd = _lock_file(claims / f'{what}.lock')
       if self._beat is None and self._fd is None:
         key = 'another config.checkpoint_dir'
         if what == 'best':  # One evaluation alone may keep it.
@@ -187,7 +189,7 @@ class Claim:
         is_held = first.write()
     elif self._fd is not None:
       try:
-        found = os.stat(f'{self._name}.lock')
+        found = os.lstat(f'{self._name}.lock')
         is_held = os.path.samestat(found, os.fstat(self._fd))
       except store_lib.MISSING:
         is_held = False
@@ -226,7 +228,7 @@ def _own(store: Any) -> list[Claim]:
 def _lock_file(path: pathlib.Path) -> int | None:
   """Locks a file and returns its descriptor; None if it is locked."""
   disk.make_directory(path.parent)
-  fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+  fd = disk.open_regular(str(path), os.O_RDWR | os.O_CREAT)
   try:
     import fcntl  # Windows has none.
 
@@ -250,6 +252,7 @@ def _lock_file(path: pathlib.Path) -> int | None:
 
 
 _NONCE = secrets.token_hex(8)  # Of this process.
+_OBJECT = keys.record(nonce=keys.text('a nonce'))
 _dead: set[str] = set()  # Nonces of processes that were found dead.
 
 
@@ -264,10 +267,12 @@ def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
     raw, version = store.versioned(key)
     if raw is None:
       break
-    held = json.loads(raw)
+    held = store_lib.checked(f'{store}/{key}', raw, _OBJECT)
     nonce, at = held['nonce'], held.get('first', key)
     sign = raw if at == key else store.read(at)
-    is_there = sign is not None and json.loads(sign)['nonce'] == nonce
+    is_there = sign is not None and (
+      store_lib.checked(f'{store}/{at}', sign, _OBJECT)['nonce'] == nonce
+    )
     if nonce in _dead or not is_there or ages.is_old(at, sign):
       _dead.add(nonce)
       break

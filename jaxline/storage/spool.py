@@ -32,6 +32,15 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
   return _directories[place]
 
 
+def local(run: str | os.PathLike[str], folder: str) -> pathlib.Path:
+  """Returns where this process writes a folder of a run.
+
+  Raises:
+    disk.ForeignFileError: see `Disk.folder`.
+  """
+  return store_lib.Disk(str(directory(run))).folder(folder)
+
+
 def fetch(run: str, folder: str) -> pathlib.Path:
   """Returns the local directory of a log, with the files that it has so far.
 
@@ -39,7 +48,7 @@ def fetch(run: str, folder: str) -> pathlib.Path:
     run: the run's directory, or its address, from which they are downloaded.
     folder: path of the log in it.
   """
-  path = directory(run) / folder
+  path = local(run, folder)
   if disk.is_address(run):
     store = store_lib.at(run)
     path.mkdir(parents=True, exist_ok=True)

@@ -10,19 +10,24 @@ from collections.abc import Iterable, Iterator
 import contextlib
 import copy
 import errno
+import json
 import os
 import pathlib
 import shutil
+import stat
 from typing import Any
 
 from jaxline import disk
 from jaxline import errors
+from jaxline import keys
 
 _DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # Of requests that fail by a 503, a timeout or a lost connection; TensorStore
 # doubles its delay from a second up to 32. An address that does not exist would
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
+# Folders of a run that people put on a larger disk.
+LINKS = 'checkpoints', 'train', 'eval'
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -62,6 +67,25 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   )
 
 
+def checked(name: str, value: Any, check: keys.Check) -> Any:
+  """Returns the content of a JSON file of a run.
+
+  Args:
+    name: the file.
+    value: the bytes of the file, or the value of the JSON.
+    check: accepts a valid value.
+
+  Raises:
+    RefusedError: it is something else; names the file.
+  """
+  try:
+    value = json.loads(value) if isinstance(value, bytes) else value
+    check.require('it', value)
+  except Exception as e:  # Any JSON may be there.
+    raise RefusedError(f'{name} is refused: {str(e).rstrip(".")}.') from e
+  return value
+
+
 def check_size(key: str, found: int | None, written: int) -> None:
   """Raises DamagedError unless a value has the size that was written."""
   if found is None:
@@ -92,9 +116,9 @@ class Store(abc.ABC):
   def __str__(self) -> str:
     return self.url
 
-  def below(self, folder: str) -> 'Store':
-    """Returns the store of a folder."""
-    return type(self)(f'{self.url}/{folder}')
+  @abc.abstractmethod
+  def below(self, folder: str, *, links: bool = False) -> 'Store':
+    """Returns the store of a folder; `links` is whether it may be a link."""
 
   @abc.abstractmethod
   def names(self, folder: str = '') -> list[str]:
@@ -113,11 +137,8 @@ class Store(abc.ABC):
     """
 
   @abc.abstractmethod
-  def check(self, key: str, size: int, asks: bool = False) -> None:
-    """Raises DamagedError unless a value is there and has a size.
-
-    In a bucket this takes a request, which is made only if it `asks`.
-    """
+  def check(self, key: str, size: int) -> None:
+    """Raises DamagedError unless a value is there and has a size."""
 
   def versioned(self, key: str) -> tuple[bytes | None, Any]:
     """Returns a value, and its version for `write`."""
@@ -156,39 +177,66 @@ class Store(abc.ABC):
 class Disk(Store):
   """Files below a directory."""
 
+  def below(self, folder: str, *, links: bool = False) -> 'Disk':
+    return Disk(f'{self.url}/{folder}' if links else str(self.folder(folder)))
+
+  def folder(self, key: str) -> pathlib.Path:
+    """Returns the path of a folder, which may not be there yet.
+
+    Raises:
+      disk.ForeignFileError: a link, or something else, is there.
+    """
+    path = self._path(f'{key}/_').parent
+    disk.check_kind(path, stat.S_IFDIR, links=key in LINKS)
+    return path
+
   def _path(self, key: str) -> pathlib.Path:
-    return pathlib.Path(self.url, key)
+    """Returns the path of a key; refuses links on the way there."""
+    path = pathlib.Path(self.url)
+    *folders, name = key.split('/')
+    for i, folder in enumerate(folders):
+      path /= folder
+      if path.is_symlink() and (i or folder not in LINKS):
+        disk.check_kind(path, stat.S_IFDIR)
+    return path / name
 
   def names(self, folder: str = '') -> list[str]:
     try:
-      names = sorted(os.listdir(self._path(folder)))
+      names = sorted(os.listdir(self.folder(folder) if folder else self.url))
     except MISSING:
       return []
     return [name for name in names if not name.endswith(disk.PARTIAL)]
 
   def read(self, key: str) -> bytes | None:
     try:
-      return self._path(key).read_bytes()
+      with open(self._path(key), 'rb', opener=disk.open_regular) as f:
+        size, most = os.fstat(f.fileno()).st_size, 1 << 32
+        if key.endswith('.json'):
+          most = 1 << 28
+        if size > most:
+          raise RefusedError(f'{self}/{key} has {size} bytes; expected {most}.')
+        return f.read()
     except MISSING:
       return None
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
-      with open(self._path(key), 'rb') as f:
+      with open(self._path(key), 'rb', opener=disk.open_regular) as f:
         check_size(key, os.fstat(f.fileno()).st_size, len(buffer))
         check_size(key, f.readinto(buffer), len(buffer))
     except MISSING as e:
       raise DamagedError(f'{key} is missing') from e
 
-  def check(self, key: str, size: int, asks: bool = False) -> None:
+  def check(self, key: str, size: int) -> None:
     found = None
     with contextlib.suppress(*MISSING):
-      found = self._path(key).stat().st_size
+      found = self._path(key).lstat().st_size
     check_size(key, found, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
     path = self._path(key)
     disk.make_directory(path.parent)
+    disk.check_kind(path)
     with disk.replacing(path, mode=self.mode) as f:
       f.write(value)
     return True
@@ -205,7 +253,7 @@ class Disk(Store):
       raise disk.failed_write(e, path) from None
 
   def sync(self, folder: str) -> None:
-    top = self._path(folder)
+    top = self.folder(folder)
     for inner, _, _ in os.walk(top, topdown=False):
       disk.sync_directory(pathlib.Path(inner))
     disk.sync_directory(top.parent)
@@ -215,7 +263,7 @@ class Disk(Store):
       self._path(key).unlink()
 
   def delete_folder(self, folder: str) -> None:
-    shutil.rmtree(self._path(folder), ignore_errors=True)
+    shutil.rmtree(self.folder(folder), ignore_errors=True)
 
 
 class Bucket(Store):
@@ -249,7 +297,7 @@ class Bucket(Store):
     except ValueError as e:
       raise errors.UsageError(f'{url}: {str(e).partition(" [")[0]}') from e
 
-  def below(self, folder: str) -> 'Bucket':
+  def below(self, folder: str, *, links: bool = False) -> 'Bucket':
     # The same connection: each one that opens looks for credentials anew.
     below = copy.copy(self)
     below.url = f'{self.url}/{folder}'
@@ -301,9 +349,7 @@ class Bucket(Store):
     check_size(key, size, len(buffer))
     buffer[:] = found.value
 
-  def check(self, key: str, size: int, asks: bool = False) -> None:
-    if not asks:
-      return
+  def check(self, key: str, size: int) -> None:
     try:  # TensorStore lists no sizes.
       found = self._read(key, byte_range=slice(size - 1, None))
     except OSError as e:

@@ -57,9 +57,11 @@ class Profiler(periodic.Action):
       self._stop(None)
 
   def _start(self, step: int, last: int) -> None:
-    directory = self._run_directory / 'train'
+    folder = 'train'
     if process := jax.process_index():
-      directory /= f'host_{process}'
+      folder += f'/host_{process}'
+    spool.local(self._run_directory, f'{folder}/plugins/profile')
+    directory = self._run_directory / folder
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
     options = jax.profiler.ProfileOptions()
     options.session_id = name
