@@ -1,9 +1,10 @@
 """Every key of a run's config: its default, what is expected, what it is for.
 
 A config file starts from `base_config.get_base_config()` and sets the numbers
-of its run; `--config.KEY=VALUE` overrides one. A key that is not in the table
-is the experiment's own. A misspelled key, a value of the wrong kind and values
-that contradict each other are refused before anything is compiled.
+of its run; `--config.KEY=VALUE` overrides one, and `--config.KEY=None` makes it
+None. A key that is not in the table is the experiment's own. A misspelled key,
+a value of the wrong kind and values that contradict each other are refused
+before anything is compiled.
 
 *Effect* is what a change means for a run that is resumed:
 
@@ -105,7 +106,7 @@ KEYS: tuple[Key, ...] = (
       mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs,
       checkpointing, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
-_DEFAULTS = {key.name: key.default for key in KEYS}
+DEFAULTS = {key.name: key.default for key in KEYS}
 
 
 def get_base_config() -> config_dict.ConfigDict:
@@ -162,7 +163,7 @@ def _value(config: Any, name: str) -> Any:
   """Returns the value of a key: its default where the config lacks it."""
   for part in name.split('.'):
     if not isinstance(config, keys.MAPPINGS) or part not in config:
-      return _DEFAULTS[name]
+      return DEFAULTS[name]
     config = config[part]
   return config
 
@@ -355,7 +356,7 @@ def recorded_config(
       _fill(config, record)
       for name in _NOT_TAKEN:
         if _value(config, name) != 'off':
-          config.update_from_flattened_dict({name: _DEFAULTS[name]})
+          config.update_from_flattened_dict({name: DEFAULTS[name]})
   except (KeyError, TypeError, ValueError) as e:
     raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
   return config
@@ -368,10 +369,18 @@ def _fill(target: Any, values: Mapping[str, Any]) -> None:
       if not isinstance(target.get(key), config_dict.ConfigDict):
         target[key] = config_dict.ConfigDict()
       _fill(target[key], value)
-    elif value is None and key not in target:
-      target[key] = config_dict.placeholder(object)
     else:
       target[key] = _as_tuples(value)
+  open_nones(target)
+
+
+def open_nones(config: config_dict.ConfigDict) -> None:
+  """Lets a flag replace each None of a config by a value of any type."""
+  for key, value in config.items():
+    if isinstance(value, config_dict.ConfigDict):
+      open_nones(value)
+    elif config.get_type(key) is type(None):
+      config[key] = config_dict.placeholder(object)
 
 
 def _as_tuples(value: Any) -> Any:
@@ -402,9 +411,22 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     errors.UsageError: a key is unknown or missing, or `cls` refuses a value.
   """
   values, nested = dict(config), _nested(cls)
+  kinds = typing.get_type_hints(cls)
   errors.check_names(values, nested, 'key', cls.__name__)
   for key, value in values.items():
-    if nested[key] and isinstance(value, keys.MAPPINGS):
+    kind = kinds[key]
+    is_none = isinstance(value, str | tuple) and value in ('None', (None,))
+    if is_none and type(None) in typing.get_args(kind):
+      values[key] = None  # A flag sets these in place of a text or a tuple.
+    elif (
+      value is None
+      and kind in (int, float, bool, str, tuple)
+      and getattr(cls, key, kind) is not None  # The default.
+    ):
+      raise errors.UsageError(
+        f'{cls.__name__}: {key} is None; expected {kind.__name__}.'
+      )
+    elif nested[key] and isinstance(value, keys.MAPPINGS):
       values[key] = read(nested[key], value)
     elif isinstance(value, config_dict.ConfigDict):
       values[key] = value.to_dict()

@@ -270,7 +270,9 @@ class _ConfigParser(flags.ArgumentParser):
         ' a run'
       )
     try:
-      return runpy.run_path(file)['get_config'](*option).lock()
+      config = runpy.run_path(file)['get_config'](*option)
+      base_config.open_nones(config)
+      return config.lock()
     except errors.UsageError:
       raise
     except Exception as e:  # absl and `_parse` would take some for wrong flags.
@@ -296,8 +298,32 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
     ' whose config is taken. --config.key=value overrides its values.'
   )
   config_flags.DEFINE_config_file('config', None, text, values, sys_argv=argv)
-  values['config'].parser = _ConfigParser()
+  flag = values['config']
+  flag.parser = _ConfigParser()
+  parse_config = flag.parse
+
+  def parse(argument: Any) -> None:
+    parse_config(argument)  # It defines a flag for each override.
+    for name in values:
+      key = name.removeprefix('config.')
+      if key == name or isinstance(values[name], flags.MultiFlag):
+        continue
+      # The text may be a value of the experiment's own keys, as in JAXline.
+      if key in base_config.DEFAULTS or not isinstance(values[name].value, str):
+        values[name].parser = _OrNone(values[name].parser)
+
+  flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
+
+
+class _OrNone(flags.ArgumentParser):
+  """Parses the text None as None, and other text as another parser does."""
+
+  def __init__(self, parser: flags.ArgumentParser):
+    self._parser = parser
+
+  def parse(self, argument: Any) -> Any:
+    return None if argument == 'None' else self._parser.parse(argument)
 
 
 class _SettingFlag(flags.Flag):
