@@ -27,6 +27,7 @@ from jaxline import runs
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
@@ -253,7 +254,8 @@ def evaluate(
     directory, overrides, step, series, experiment_class, 'eval'
   )
   rng = jax.random.PRNGKey(config.random_seed)
-  inputs = experiment.evaluate_inputs(config, rng)(global_step)
+  full = experiments.full_experiment(experiment)
+  inputs = full.evaluate_inputs(config, rng)(global_step)
   scalars = experiment.evaluate(
     global_step=inputs[0], rng=inputs[1], writer=writers.MetricWriter()
   )

@@ -149,7 +149,9 @@ def make_config(**overrides):
 
 def experiment_of(**attributes):
   """Returns an object that is enough of an experiment for both blocks."""
-  return experiments.full_experiment(types.SimpleNamespace(**attributes))
+  return experiments.full_experiment(
+    types.SimpleNamespace(**attributes), **attributes
+  )
 
 
 def begun(
@@ -588,7 +590,7 @@ EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
 FIT = "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR'"
 MORE_FIT = ", 'training_steps': 12, 'on_config_change': 'continue'})"
-LOOK = "jaxline.evaluate('DIR', experiment_class=_Completed)"
+LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
 
 
 @pytest.mark.parametrize(

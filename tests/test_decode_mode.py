@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEST = 2
 
 
-class Mute(experiment.AbstractExperiment):
+class Mute(experiment.FullExperiment):
   """Counts its steps; the second is its best."""
 
   NON_BROADCAST_CHECKPOINT_ATTRS = {'weight': 'weight'}

@@ -21,6 +21,7 @@ import jaxline
 from jaxline import checkpointing
 from jaxline import devices
 from jaxline import errors
+from jaxline import experiment
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import rules as rules_lib
@@ -119,7 +120,8 @@ def check_storable(state: Any, module: Any) -> None:
   if not module.overrides('snapshot_state'):
     names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
     for attribute, name in names.items():
-      _encode({name: getattr(module, attribute, None)}, {}, False)
+      value = getattr(experiment.live(module), attribute, None)
+      _encode({name: value}, {}, False)
 
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
@@ -299,7 +301,8 @@ class Checkpoint:
     # The experiment puts these onto its devices itself.
     placed = set(module.CHECKPOINT_ATTRS.values())
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      if devices.layout(getattr(module, attribute, None)) is not None:
+      value = getattr(experiment.live(module), attribute, None)
+      if devices.layout(value) is not None:
         placed.add(entry)
     snapshot = checkpointing.Fresh(self._per_process(wants))
     for entry, about in saved.items():
