@@ -83,7 +83,8 @@ def fit(
     raise errors.UsageError(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
-  config = _override(config, overrides)
+  may_be_own = not experiments.is_full(experiment_class)
+  config = _override(config, overrides, may_be_own=may_be_own)
   memory.forget_published()  # Each call is a run of its own.
   try:
     with preemption.Watch():
@@ -107,7 +108,10 @@ def fit(
 
 
 def _override(
-  config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
+  config: config_dict.ConfigDict,
+  overrides: Mapping[str, Any] | None,
+  *,
+  may_be_own: bool,
 ) -> config_dict.ConfigDict:
   """Returns a validated copy of a config, with other values by dotted key."""
   # With its references to other keys, and the values themselves.
@@ -124,7 +128,7 @@ def _override(
       given[key] = value.item()
   config.update_from_flattened_dict(given)
   config = config.copy_and_resolve_references()
-  base_config.validate_config(config)
+  base_config.check_config(config, may_be_own=may_be_own)
   return config
 
 
@@ -175,12 +179,17 @@ def _load(
   mode: str,
 ) -> tuple[Any, int, config_dict.ConfigDict]:
   """Returns an experiment, its step and the config of its run."""
-  config = _override(base_config.recorded_config(directory), overrides)
+  config = _override(
+    base_config.recorded_config(directory), overrides, may_be_own=True
+  )
   config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
     experiment_class = platform.resolve_experiment_class(
       config, is_recorded='experiment_class' not in (overrides or {})
     )
+  if experiments.is_full(experiment_class):
+    base_config.validate_config(config)
+  config = base_config.complete_config(config)
   full = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'eval_load')
   )

@@ -107,15 +107,66 @@ KEYS: tuple[Key, ...] = (
       checkpointing, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
+# Those that JAXline has too. A program of it may use the others for itself.
+_JAXLINES = frozenset(
+  (
+    *('experiment_kwargs', 'training_steps', 'interval_type', 'log_async'),
+    *('save_checkpoint_interval', 'log_tensors_interval', 'log_all_hosts'),
+    *('log_train_data_interval', 'log_all_train_data', 'logging_interval_type'),
+    *('periodic_action_growth_ratios', 'checkpoint_interval_type'),
+    *('save_initial_train_checkpoint', 'eval_initial_weights'),
+    *('one_off_evaluate', 'max_checkpoints_to_keep', 'random_seed'),
+    *('random_mode_train', 'random_mode_eval', 'legacy_random_seed_behavior'),
+    *('best_model_eval_metric', 'best_model_eval_metric_higher_is_better'),
+    *('train_checkpoint_all_hosts', 'best_checkpoint_all_hosts'),
+  )
+)
+_OTHERS = {part for name in DEFAULTS for part in name.split('.')} - _JAXLINES
+
+
+class _BaseConfig(config_dict.ConfigDict):
+  """Takes a value of any type for a key that JAXline does not have."""
+
+  def __setitem__(self, key: str, value: Any) -> None:
+    try:
+      if key in _OTHERS and key in self and isinstance(value, bool):
+        raise TypeError  # It would become 1.0 where a number is expected.
+      super().__setitem__(key, value)
+    except TypeError:
+      if key not in _OTHERS:
+        raise
+      with self.unlocked(), self.ignore_type():
+        if not isinstance(value, os.PathLike):  # A flag has the value's type.
+          del self[key]
+        super().__setitem__(key, value)
+
+
+class _LibrarysView(config_dict.ConfigDict):
+  """The config of a program, in which keys that are its own read as defaults.
+
+  Its fields, which are recorded and copied, are those of the program.
+  """
+
+  def __getitem__(self, key: str) -> Any:
+    value = super().__getitem__(key)
+    if key not in _OTHERS:
+      return value
+    if _problem({key: value}, key):
+      return get_base_config()[key]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def get_base_config() -> config_dict.ConfigDict:
   """Returns the config that every run starts from, with all its defaults."""
-  config = config_dict.ConfigDict()
+  config = _BaseConfig()
   for key in KEYS:
-    value = key.default
-    if key.check.kind is object or (value is None and key.check.kind):
-      value = config_dict.FieldReference(value, field_type=key.check.kind)
+    value, check = key.default, key.check
+    if value == {} and key.name in _OTHERS:
+      value = _BaseConfig()
+    elif check.kind and (
+      value is None or check.is_path or check.kind is object
+    ):
+      value = config_dict.FieldReference(value, field_type=check.kind)
     config.update_from_flattened_dict({key.name: value})
   return config
 
@@ -213,40 +264,89 @@ def check_constraints(config: Mapping[str, Any]) -> None:
 
 
 def validate_config(config: config_dict.ConfigDict) -> None:
+  """Does `check_config` for a config with no key of a program's own."""
+  check_config(config, may_be_own=False)
+
+
+def check_config(config: config_dict.ConfigDict, *, may_be_own: bool) -> None:
   """Checks a whole config: its keys, each value, then contradictions.
+
+  Args:
+    config: the config.
+    may_be_own: whether another value of a key that JAXline does not have is
+      the program's own; it is then read as the default.
 
   Raises:
     errors.UsageError: the first thing that is wrong, by name.
   """
-  required, defaults = get_base_config(), get_base_config()
-  # A key that it leaves out has its default.
-  required.mesh = required.early_stop = {}
-  validate_keys(required, config)
-  for key in KEYS:
-    key.check.require(f'config.{key.name}', _value(config, key.name))
-  for name in ('decode', 'early_stop', 'xla'):  # They have no other keys.
-    errors.check_names(config[name], defaults[name], 'key', f'config.{name}')
-  check_constraints(config)
+  defaults = get_base_config()
+  defaults.mesh = {}  # A key that it leaves out has its default.
+  for name in _SECTIONS:  # Only misspelled keys here; `_problem` is for others.
+    if isinstance(own := _value(config, name), keys.MAPPINGS):
+      validate_keys(defaults[name], {**defaults[name], **own})
+    defaults[name] = {}
+  validate_keys(defaults, config)
+  for name in defaults:
+    is_free = may_be_own and name not in _JAXLINES
+    if not is_free and (problem := _problem(config, name)):
+      raise problem
+  check_constraints(complete_config(config))
+
+
+# Those whose keys are all in the table.
+_SECTIONS = ('decode', 'early_stop', 'xla')
+
+
+def _problem(config: Any, name: str) -> errors.UsageError | None:
+  """Returns what is wrong with a key and those below it, or None."""
+  try:
+    for key in KEYS:
+      if f'{key.name}.'.startswith(f'{name}.'):
+        key.check.require(f'config.{key.name}', _value(config, key.name))
+    if name in _SECTIONS and name in config:
+      defaults = get_base_config()[name]
+      errors.check_names(config[name], defaults, 'key', f'config.{name}')
+      if name != 'early_stop':  # As for `mesh`.
+        validate_keys(defaults, config[name])
+  except errors.UsageError as e:
+    return e
+  return None
+
+
+def own_keys(config: Any) -> dict[str, errors.UsageError]:
+  """Maps each key that is a program's own to what our check says of it."""
+  names = [x for x in get_base_config() if x not in _JAXLINES]
+  found = {name: _problem(config, name) for name in names}
+  return {name: problem for name, problem in found.items() if problem}
 
 
 def complete_config(config: Any) -> Any:
   """Returns a config with all base keys: itself, or a copy with the defaults.
 
   A copy of a config without `on_nonfinite` ignores losses that are not finite.
+  In the copy, a key that is a program's own reads as the default.
   """
   defaults = get_base_config()
-  if all(key in config for key in defaults):
-    return config
-  defaults.on_nonfinite = 'ignore'
-  return config_dict.ConfigDict({**defaults, **config})
+  if not all(key in config for key in defaults):
+    defaults.on_nonfinite = 'ignore'
+    config = config_dict.ConfigDict({**defaults, **config})
+  has_paths = any(isinstance(config[key], os.PathLike) for key in defaults)
+  return _LibrarysView(config) if has_paths or own_keys(config) else config
+
+
+def programs_view(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns a config as the program reads it."""
+  is_view = isinstance(config, _LibrarysView)
+  return config_dict.ConfigDict(config) if is_view else config
 
 
 def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   """Returns a copy of a run's config in which `~` is the home directory."""
   config = config.copy_and_resolve_references()
-  with config.unlocked():
+  with config.unlocked(), config.ignore_type():
     for key in KEYS:
-      if key.check.is_path and (path := _value(config, key.name)):
+      path = key.check.is_path and _value(config, key.name)
+      if path and isinstance(path, str | os.PathLike):
         path = os.path.expanduser(path)
         config.update_from_flattened_dict({key.name: path})
   return config

@@ -248,7 +248,7 @@ class Evaluation:
 
   def is_of_last_step(self) -> bool:
     """Returns whether the step evaluated last is the last of training."""
-    should_run_step = self.experiment.should_run_step
+    should_run_step = self.full.should_run_step
     return self.last is not None and not should_run_step(
       self.last, self._run.config
     )

@@ -130,7 +130,7 @@ class AbstractExperiment(abc.ABC):
         `action(time, global_step, scalars)`.
       writer: handed to `step`.
     """
-    config = base_config.complete_config(config)
+    own_config, config = config, base_config.complete_config(config)
     actions = tuple(periodic_actions)
     step_inputs = (
       self.step_inputs(config)
@@ -140,7 +140,7 @@ class AbstractExperiment(abc.ABC):
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
     with debug.log_activity('training loop', category='steps'):
-      while self.should_run_step(step := state.global_step, config):
+      while self.should_run_step(step := state.global_step, own_config):
         with _trace(step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)

@@ -107,6 +107,7 @@ def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> checkpointing.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
+  config = base_config.complete_config(config)
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
@@ -120,7 +121,7 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   Process 0 writes; the others only with `config.log_all_hosts`.
   """
   if jax.process_index() == 0 or config.log_all_hosts:
-    return writers.RunWriter(config, mode)
+    return writers.RunWriter(base_config.complete_config(config), mode)
   return writers.MetricWriter()
 
 
@@ -130,7 +131,8 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   If the config has no directory, this makes one that only this user can read.
   """
   config = base_config.expand_paths(config)
-  given = config.checkpoint_dir or tempfile.mkdtemp(prefix='jaxline_')
+  given = base_config.complete_config(config).checkpoint_dir
+  given = given or tempfile.mkdtemp(prefix='jaxline_')
   config.checkpoint_dir = store_lib.at(given).url
   return config.lock()
 
@@ -174,6 +176,9 @@ def start(
   config.checkpoint_dir = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
   )
+  if experiments.is_full(experiment_class):
+    base_config.validate_config(config)
+  own_config, config = config, base_config.complete_config(config)
   logs = [log for log in ('train' * mode.trains, mode.eval_log) if log]
   with goodput.run(), contextlib.ExitStack() as stack:
     if logs:  # First, so that it closes last: closing the others may hang.
@@ -187,7 +192,7 @@ def start(
     closing = stack.enter_context(contextlib.ExitStack())
 
     def checkpointer(role: str, follows: bool) -> Any:
-      full = adapters.full_checkpointer(checkpointer_factory(config, role))
+      full = adapters.full_checkpointer(checkpointer_factory(own_config, role))
       # A user's own factory need not set these.
       full.restrict(follows=follows, reads_only=not logs)
       stack.callback(full.close)
@@ -203,14 +208,14 @@ def start(
       first.check_config(experiment_class)
     made = {}
     for log in logs:
-      made[log] = writer_factory(config, log)
+      made[log] = writer_factory(own_config, log)
       closing.enter_context(adapters.full_writer(made[log]))
     actions = []
     if mode.trains and config.xla.pgle_save and jax.process_index() == 0:
       actions = [profiling.PgleProfiler(config)]
     run = train.Run(
       experiment_class,
-      config,
+      own_config,
       first,
       made.get('train'),
       made.get(mode.eval_log),
@@ -406,7 +411,8 @@ def main(
     name = flags.FLAGS.jaxline_mode
     with exits.ending(), log_filter.quiet_log():
       config, origin = _read_config(flags.FLAGS)
-      _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
+      ours = base_config.complete_config(config)
+      _start_jax(ours, is_alone=name == 'compile' and bool(ours.topology))
       watchdog.covers_exit = True
       start(experiment_class, config, name, *factories, origin)
 
@@ -430,6 +436,7 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   _define_config(values, argv)
   _parse(values, argv)
   config, origin = _read_config(values)
+  base_config.validate_config(config)
   if config.experiment_class and _is_recorded(origin):
     resolve_experiment_class(config, is_recorded=True)
   return config.lock()
@@ -462,7 +469,8 @@ def _read_config(
       'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
       ' and not both.'
     )
-  base_config.validate_config(values.config)
+  # `start` knows whose class it is.
+  base_config.check_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
 

@@ -88,6 +88,13 @@ class Run:
   stop: errors.StopTraining | None = dataclasses.field(init=False, default=None)
 
   def __post_init__(self) -> None:
+    if own := base_config.own_keys(self.config):
+      logging.warning(
+        "The program's own, so that the library uses its defaults: config.%s."
+        ' %s',
+        ', config.'.join(own),
+        next(iter(own.values())),
+      )
     self.config = base_config.complete_config(self.config)
     if self.checkpointer is None:
       self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
@@ -106,7 +113,7 @@ class Run:
     try:
       training.run()
     except preemption.Preempted as e:
-      if not self.stop and experiment.should_run_step(
+      if not self.stop and training.full.should_run_step(
         state.global_step, self.config
       ):
         raise
@@ -409,7 +416,7 @@ class Training:
             run.console.training(),
             oom.explained(self.experiment, config),
           ):
-            self.experiment.train_loop(config, state, hooks, run.log)
+            self.full.train_loop(config, state, hooks, run.log)
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()

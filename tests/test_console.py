@@ -149,6 +149,8 @@ def make_config(**overrides):
 
 def experiment_of(**attributes):
   """Returns an object that is enough of an experiment for both blocks."""
+  steps = lambda step, config: step < (config.training_steps or math.inf)
+  attributes = {'should_run_step': steps} | attributes
   return experiments.full_experiment(
     types.SimpleNamespace(**attributes), **attributes
   )

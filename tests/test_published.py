@@ -260,3 +260,54 @@ def test_a_program_may_use_every_name_that_the_library_adds(
   if form == 'attribute':
     assert {last[name] for name in ADDED} == {7 + 4}
   assert {*seen} == {'own'}
+
+
+OWN = {
+  'checkpoint_dir': 3,
+  'decode': 'greedy',
+  'distributed': True,
+  'early_stop': True,
+  'eval_interval': (1, 2),
+  'eval_steps': 100,
+  'max_seconds': '9',
+  'mesh': '2x4',
+  'profile_steps': 10,
+  'sharding': 'spatial',
+  'watchdog_secs': None,
+  'writers': 'wandb',
+  'xla': 'O3',
+}
+
+
+@pytest.mark.parametrize('how', ['main', 'fit', 'train'])
+def test_a_program_may_use_the_keys_of_this_library_for_itself(
+  how, tmp_path, monkeypatch, caplog
+):
+  monkeypatch.setattr(platform.tempfile, 'tempdir', str(tmp_path))
+  seen = []
+
+  class Program(Teacher):
+    def should_run_step(self, global_step, config):
+      seen.append({name: config[name] for name in OWN})
+      return super().should_run_step(global_step, config)
+
+  config = make_config('')
+  for name, value in OWN.items():
+    setattr(config, name, value)
+  config.lock()
+  if how == 'main':
+    assert steps_of(main, Program, config, 'train_and_eval') == [0]
+  elif how == 'fit':
+    assert steps_of(jaxline.fit, Program, config) == [0]
+  else:
+    writer = platform.create_writer(make_config(tmp_path), 'train')
+    ckpt = utils.InMemoryCheckpointer(config, 'train')
+    assert steps_of(train.train, Program, config, ckpt, writer) == [0]
+    writer.close()
+  for values in seen:
+    assert values.pop('checkpoint_dir') == 3 or how != 'train'
+    assert values == {k: x for k, x in OWN.items() if k != 'checkpoint_dir'}
+  valid = 'watchdog_secs', 'checkpoint_dir'
+  said = [x for x in caplog.messages if 'eval_steps' in x and 'own' in x]
+  assert len(said) == 1
+  assert all(f'config.{name}' in said[0] for name in {*OWN} - set(valid))

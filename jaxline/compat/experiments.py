@@ -39,7 +39,7 @@ def resolve_experiment_class(
     errors.UsageError: it names none, or none that can be imported; or it is
       recorded and no subclass of `AbstractExperiment`.
   """
-  name = config.experiment_class
+  name = base_config.complete_config(config).experiment_class
   module_name, separator, class_name = (name or '').partition(':')
   if not separator:
     raise errors.UsageError(
@@ -124,6 +124,13 @@ class _Completed:
   @property  # type: ignore[misc]
   def __class__(self) -> Any:
     return type(self._jaxline_live)
+
+  def should_run_step(self, step: int, config: Any) -> bool:
+    config = base_config.programs_view(config)
+    return self._jaxline_live.should_run_step(step, config)
+
+  def train_loop(self, config: Any, *args: Any) -> None:
+    self._jaxline_live.train_loop(base_config.programs_view(config), *args)
 
   def __getattr__(self, name: str) -> Any:
     defaults = self.__dict__['_defaults']
@@ -264,7 +271,7 @@ def construct(
   if full.run_config is not None:
     return experiment
   defaults = base_config.recorded(base_config.get_base_config())
-  values = base_config.recorded(config)
+  values = base_config.recorded(config_dict.ConfigDict({**config}))
   for key in base_config.KEYS:
     if key.sharded and (value := values[key.name]) != defaults[key.name]:
       raise errors.UsageError(
