@@ -27,6 +27,7 @@ from jaxline import runs
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
@@ -82,7 +83,8 @@ def fit(
     raise errors.UsageError(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
-  config = _override(config, overrides)
+  may_be_own = not experiments.is_full(experiment_class)
+  config = _override(config, overrides, may_be_own=may_be_own)
   memory.forget_published()  # Each call is a run of its own.
   try:
     with preemption.Watch():
@@ -106,7 +108,10 @@ def fit(
 
 
 def _override(
-  config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
+  config: config_dict.ConfigDict,
+  overrides: Mapping[str, Any] | None,
+  *,
+  may_be_own: bool,
 ) -> config_dict.ConfigDict:
   """Returns a validated copy of a config, with other values by dotted key."""
   # With its references to other keys, and the values themselves.
@@ -123,7 +128,7 @@ def _override(
       given[key] = value.item()
   config.update_from_flattened_dict(given)
   config = config.copy_and_resolve_references()
-  base_config.validate_config(config)
+  base_config.check_config(config, may_be_own=may_be_own)
   return config
 
 
@@ -174,13 +179,18 @@ def _load(
   mode: str,
 ) -> tuple[Any, int, config_dict.ConfigDict]:
   """Returns an experiment, its step and the config of its run."""
-  config = _override(base_config.recorded_config(directory), overrides)
+  config = _override(
+    base_config.recorded_config(directory), overrides, may_be_own=True
+  )
   config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
     is_users = 'experiment_class' in (overrides or {})
     experiment_class = platform.resolve_experiment_class(
       config, recorded_in='' if is_users else os.fspath(directory)
     )
+  if experiments.is_full(experiment_class):
+    base_config.validate_config(config)
+  config = base_config.complete_config(config)
   full = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'eval_load')
   )
@@ -254,7 +264,8 @@ def evaluate(
     directory, overrides, step, series, experiment_class, 'eval'
   )
   rng = jax.random.PRNGKey(config.random_seed)
-  inputs = experiment.evaluate_inputs(config, rng)(global_step)
+  full = experiments.full_experiment(experiment)
+  inputs = full.evaluate_inputs(config, rng)(global_step)
   scalars = experiment.evaluate(
     global_step=inputs[0], rng=inputs[1], writer=writers.MetricWriter()
   )

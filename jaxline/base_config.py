@@ -1,11 +1,11 @@
 """Every key of a run's config: its default, what is expected, what it is for.
 
 A config file starts from `base_config.get_base_config()` and sets the numbers
-of its run; `--config.KEY=VALUE` overrides one. A tuple is given as
-`--config.writers='("jsonl", "mine")'` or by a repeated flag, and
-`--config.writers=()` clears it. A key that is not in the table is the
-experiment's own. A misspelled key, a value of the wrong kind and values that
-contradict each other are refused before anything is compiled.
+of its run; `--config.KEY=VALUE` overrides one, and `--config.KEY=None` makes it
+None. A tuple is given as `--config.writers='("jsonl", "mine")'` or by repeating
+the flag, and `--config.writers=()` clears it. A key that is not in the table is
+the experiment's own. A misspelled key, a value of the wrong kind and values
+that contradict each other are refused before anything is compiled.
 
 *Effect* is what a change means for a run that is resumed:
 
@@ -108,16 +108,67 @@ KEYS: tuple[Key, ...] = (
       mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs,
       checkpointing, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
-_DEFAULTS = {key.name: key.default for key in KEYS}
+DEFAULTS = {key.name: key.default for key in KEYS}
+# Those that JAXline has too. A program of it may use the others for itself.
+_JAXLINES = frozenset(
+  (
+    *('experiment_kwargs', 'training_steps', 'interval_type', 'log_async'),
+    *('save_checkpoint_interval', 'log_tensors_interval', 'log_all_hosts'),
+    *('log_train_data_interval', 'log_all_train_data', 'logging_interval_type'),
+    *('periodic_action_growth_ratios', 'checkpoint_interval_type'),
+    *('save_initial_train_checkpoint', 'eval_initial_weights'),
+    *('one_off_evaluate', 'max_checkpoints_to_keep', 'random_seed'),
+    *('random_mode_train', 'random_mode_eval', 'legacy_random_seed_behavior'),
+    *('best_model_eval_metric', 'best_model_eval_metric_higher_is_better'),
+    *('train_checkpoint_all_hosts', 'best_checkpoint_all_hosts'),
+  )
+)
+_OTHERS = {part for name in DEFAULTS for part in name.split('.')} - _JAXLINES
+
+
+class _BaseConfig(config_dict.ConfigDict):
+  """Takes a value of any type for a key that JAXline does not have."""
+
+  def __setitem__(self, key: str, value: Any) -> None:
+    try:
+      if key in _OTHERS and key in self and isinstance(value, bool):
+        raise TypeError  # It would become 1.0 where a number is expected.
+      super().__setitem__(key, value)
+    except TypeError:
+      if key not in _OTHERS:
+        raise
+      with self.unlocked(), self.ignore_type():
+        if not isinstance(value, os.PathLike):  # A flag has the value's type.
+          del self[key]
+        super().__setitem__(key, value)
+
+
+class _LibrarysView(config_dict.ConfigDict):
+  """The config of a program, in which keys that are its own read as defaults.
+
+  Its fields, which are recorded and copied, are those of the program.
+  """
+
+  def __getitem__(self, key: str) -> Any:
+    value = super().__getitem__(key)
+    if key not in _OTHERS:
+      return value
+    if _problem({key: value}, key):
+      return get_base_config()[key]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def get_base_config() -> config_dict.ConfigDict:
   """Returns the config that every run starts from, with all its defaults."""
-  config = config_dict.ConfigDict()
+  config = _BaseConfig()
   for key in KEYS:
-    value = key.default
-    if key.check.kind is object or (value is None and key.check.kind):
-      value = config_dict.FieldReference(value, field_type=key.check.kind)
+    value, check = key.default, key.check
+    if value == {} and key.name in _OTHERS:
+      value = _BaseConfig()
+    elif check.kind and (
+      value is None or check.is_path or check.kind is object
+    ):
+      value = config_dict.FieldReference(value, field_type=check.kind)
     config.update_from_flattened_dict({key.name: value})
   return config
 
@@ -165,7 +216,7 @@ def _value(config: Any, name: str) -> Any:
   """Returns the value of a key: its default where the config lacks it."""
   for part in name.split('.'):
     if not isinstance(config, keys.MAPPINGS) or part not in config:
-      return _DEFAULTS[name]
+      return DEFAULTS[name]
     config = config[part]
   return config
 
@@ -215,40 +266,89 @@ def check_constraints(config: Mapping[str, Any]) -> None:
 
 
 def validate_config(config: config_dict.ConfigDict) -> None:
+  """Does `check_config` for a config with no key of a program's own."""
+  check_config(config, may_be_own=False)
+
+
+def check_config(config: config_dict.ConfigDict, *, may_be_own: bool) -> None:
   """Checks a whole config: its keys, each value, then contradictions.
+
+  Args:
+    config: the config.
+    may_be_own: whether another value of a key that JAXline does not have is
+      the program's own; it is then read as the default.
 
   Raises:
     errors.UsageError: the first thing that is wrong, by name.
   """
-  required, defaults = get_base_config(), get_base_config()
-  # A key that it leaves out has its default.
-  required.mesh = required.early_stop = {}
-  validate_keys(required, config)
-  for key in KEYS:
-    key.check.require(f'config.{key.name}', _value(config, key.name))
-  for name in ('decode', 'early_stop', 'xla'):  # They have no other keys.
-    errors.check_names(config[name], defaults[name], 'key', f'config.{name}')
-  check_constraints(config)
+  defaults = get_base_config()
+  defaults.mesh = {}  # A key that it leaves out has its default.
+  for name in _SECTIONS:  # Only misspelled keys here; `_problem` is for others.
+    if isinstance(own := _value(config, name), keys.MAPPINGS):
+      validate_keys(defaults[name], {**defaults[name], **own})
+    defaults[name] = {}
+  validate_keys(defaults, config)
+  for name in defaults:
+    is_free = may_be_own and name not in _JAXLINES
+    if not is_free and (problem := _problem(config, name)):
+      raise problem
+  check_constraints(complete_config(config))
+
+
+# Those whose keys are all in the table.
+_SECTIONS = ('decode', 'early_stop', 'xla')
+
+
+def _problem(config: Any, name: str) -> errors.UsageError | None:
+  """Returns what is wrong with a key and those below it, or None."""
+  try:
+    for key in KEYS:
+      if f'{key.name}.'.startswith(f'{name}.'):
+        key.check.require(f'config.{key.name}', _value(config, key.name))
+    if name in _SECTIONS and name in config:
+      defaults = get_base_config()[name]
+      errors.check_names(config[name], defaults, 'key', f'config.{name}')
+      if name != 'early_stop':  # As for `mesh`.
+        validate_keys(defaults, config[name])
+  except errors.UsageError as e:
+    return e
+  return None
+
+
+def own_keys(config: Any) -> dict[str, errors.UsageError]:
+  """Maps each key that is a program's own to what our check says of it."""
+  names = [x for x in get_base_config() if x not in _JAXLINES]
+  found = {name: _problem(config, name) for name in names}
+  return {name: problem for name, problem in found.items() if problem}
 
 
 def complete_config(config: Any) -> Any:
   """Returns a config with all base keys: itself, or a copy with the defaults.
 
   A copy of a config without `on_nonfinite` ignores losses that are not finite.
+  In the copy, a key that is a program's own reads as the default.
   """
   defaults = get_base_config()
-  if all(key in config for key in defaults):
-    return config
-  defaults.on_nonfinite = 'ignore'
-  return config_dict.ConfigDict({**defaults, **config})
+  if not all(key in config for key in defaults):
+    defaults.on_nonfinite = 'ignore'
+    config = config_dict.ConfigDict({**defaults, **config})
+  has_paths = any(isinstance(config[key], os.PathLike) for key in defaults)
+  return _LibrarysView(config) if has_paths or own_keys(config) else config
+
+
+def programs_view(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns a config as the program reads it."""
+  is_view = isinstance(config, _LibrarysView)
+  return config_dict.ConfigDict(config) if is_view else config
 
 
 def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   """Returns a copy of a run's config in which `~` is the home directory."""
   config = config.copy_and_resolve_references()
-  with config.unlocked():
+  with config.unlocked(), config.ignore_type():
     for key in KEYS:
-      if key.check.is_path and (path := _value(config, key.name)):
+      path = key.check.is_path and _value(config, key.name)
+      if path and isinstance(path, str | os.PathLike):
         path = os.path.expanduser(path)
         config.update_from_flattened_dict({key.name: path})
   return config
@@ -363,7 +463,7 @@ def recorded_config(
       _fill(config, record)
       for name in _NOT_TAKEN:
         if _value(config, name) != 'off':
-          config.update_from_flattened_dict({name: _DEFAULTS[name]})
+          config.update_from_flattened_dict({name: DEFAULTS[name]})
       dropped = xla.drop_places(config.xla)
   except (AttributeError, KeyError, TypeError, ValueError) as e:
     raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
@@ -383,10 +483,18 @@ def _fill(target: Any, values: Mapping[str, Any]) -> None:
       if not isinstance(target.get(key), config_dict.ConfigDict):
         target[key] = config_dict.ConfigDict()
       _fill(target[key], value)
-    elif value is None and key not in target:
-      target[key] = config_dict.placeholder(object)
     else:
       target[key] = _as_tuples(value)
+  open_nones(target)
+
+
+def open_nones(config: config_dict.ConfigDict) -> None:
+  """Lets a flag replace each None of a config by a value of any type."""
+  for key, value in config.items():
+    if isinstance(value, config_dict.ConfigDict):
+      open_nones(value)
+    elif config.get_type(key) is type(None):
+      config[key] = config_dict.placeholder(object)
 
 
 def _as_tuples(value: Any) -> Any:
@@ -417,9 +525,22 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     errors.UsageError: a key is unknown or missing, or `cls` refuses a value.
   """
   values, nested = dict(config), _nested(cls)
+  kinds = typing.get_type_hints(cls)
   errors.check_names(values, nested, 'key', cls.__name__)
   for key, value in values.items():
-    if nested[key] and isinstance(value, keys.MAPPINGS):
+    kind = kinds[key]
+    is_none = isinstance(value, str | tuple) and value in ('None', (None,))
+    if is_none and type(None) in typing.get_args(kind):
+      values[key] = None  # A flag sets these in place of a text or a tuple.
+    elif (
+      value is None
+      and kind in (int, float, bool, str, tuple)
+      and getattr(cls, key, kind) is not None  # The default.
+    ):
+      raise errors.UsageError(
+        f'{cls.__name__}: {key} is None; expected {kind.__name__}.'
+      )
+    elif nested[key] and isinstance(value, keys.MAPPINGS):
       values[key] = read(nested[key], value)
     elif isinstance(value, config_dict.ConfigDict):
       values[key] = value.to_dict()

@@ -151,6 +151,7 @@ def decode(
     options.step,
     'config.decode.',
   )
+  full = experiments.full_experiment(experiment)
   with contextlib.ExitStack() as stack:
     if is_chief:
       file = stack.enter_context(_open(config, step))
@@ -163,7 +164,7 @@ def decode(
       # As many as before: programs are compiled for a number of rows.
       rows = max(rows, len(prompts))
       prompts += prompts[-1:] * (rows - len(prompts))
-      continued = experiment.decode(prompts, jax.random.fold_in(rng, number))
+      continued = full.decode(prompts, jax.random.fold_in(rng, number))
       if len(continued) != rows:
         raise ValueError(
           f'{type(experiment).__name__}.decode got {rows} prompts and returned'

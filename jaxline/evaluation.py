@@ -37,7 +37,7 @@ def evaluate(run: Any) -> None:
   evaluation = Evaluation(run)
   logging.info('Evaluating with config:\n%s', config)
   if run.trained is None:  # Else the training beside it prints the start.
-    run.console.begin(config, evaluation.experiment)
+    run.console.begin(config, evaluation.full)
   state = checkpointing.new_state(checkpointer, evaluation.experiment)
   with run.stoppable():
     if steps is None:
@@ -145,6 +145,7 @@ class Evaluation:
 
   Attributes:
     experiment: the experiment.
+    full: the same, with all attributes of a `FullExperiment`.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
     noted: the evaluations that early stopping compares.
@@ -166,7 +167,8 @@ class Evaluation:
     self.done = {x.step for x in self.noted}
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
-    self._inputs = self.experiment.evaluate_inputs(config, rng)
+    self.full = experiments.full_experiment(self.experiment)
+    self._inputs = self.full.evaluate_inputs(config, rng)
     self._log = run.eval_mode if run.trained is None else 'eval'
     run.console.show(run.eval_log, self._log)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
@@ -193,7 +195,7 @@ class Evaluation:
     if is_of_run:  # Already now: `evaluate` may raise StopTraining.
       self.done.add(step)
     global_step, rng = self._inputs(step)
-    self.experiment.num_evaluated = sum(s < step for s in self.done)
+    self.full.num_evaluated = sum(s < step for s in self.done)
     with (
       debug.log_activity(f'evaluation of step {step}', category='evaluation'),
       oom.explained(self.experiment, run.config),
@@ -246,7 +248,7 @@ class Evaluation:
 
   def is_of_last_step(self) -> bool:
     """Returns whether the step evaluated last is the last of training."""
-    should_run_step = self.experiment.should_run_step
+    should_run_step = self.full.should_run_step
     return self.last is not None and not should_run_step(
       self.last, self._run.config
     )

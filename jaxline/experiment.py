@@ -46,51 +46,10 @@ class AbstractExperiment(abc.ABC):
       device's row is stored, and broadcast to all local devices on restore.
     NON_BROADCAST_CHECKPOINT_ATTRS: the same for all other values; they are
       stored whole.
-    PER_PROCESS_ENTRIES: names in the checkpoint of values that differ between
-      processes: each process saves its own. Process 0 saves the other values;
-      an array over several hosts is saved by all of them.
-    CHANGEABLE_ON_RESUME: paths in the config, such as
-      'experiment_kwargs.config.eval_batches', of keys that do not affect
-      training steps. A run may be resumed with other values of these keys and
-      of the keys below them. A change of any other key in `experiment_kwargs`
-      makes it another run.
-    NEVER_BY_RULES: names of arrays that `config.restore_rules` never replace.
-    CONFIG_CLASS: the dataclass that `base_config.read` makes of
-      `experiment_kwargs.config`, or None. A checkpoint from before a field was
-      added counts as made with the field's default.
-    EVALUATION_IS_PURE: whether `evaluate` and `on_new_best_model` leave the
-      values above as they are. Then a checkpoint of `best` names the data of
-      `latest` instead of copying it, and one of them is kept by default.
-    FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
-      the loss and the gradients were finite, else 1, or with
-      `config.on_nonfinite = 'skip'` the number of such steps in a row.
-    on_nonfinite: what the loop does after a step that is not finite if
-      `config.on_nonfinite` is None.
-    run_config: the config of the run, if the experiment reads its keys of
-      sharded steps; else None.
-    num_evaluated: the number of earlier steps that were evaluated, in this
-      process or before the run was resumed; set before each `evaluate`.
-    data_summary: what the data is, in a line for the terminal.
-    last_batch: the batch of the last step on the devices; None if unknown.
-    traced_batch: the shapes of the batch for which one program of the step was
-      compiled last; None if the step is no such program.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
   NON_BROADCAST_CHECKPOINT_ATTRS: dict[str, str] = {}
-  PER_PROCESS_ENTRIES: tuple[str, ...] = ()
-  CHANGEABLE_ON_RESUME: tuple[str, ...] = ()
-  NEVER_BY_RULES: tuple[str, ...] = ()
-  CONFIG_CLASS: type | None = None
-  EVALUATION_IS_PURE: bool = False
-  FLAGS_NONFINITE: bool = False
-  # JAXline continues after a NaN, and its experiments may log one on purpose.
-  on_nonfinite: str = 'warn'
-  run_config: Any = None
-  num_evaluated: int = 0
-  data_summary: str = ''
-  last_batch: Any = None
-  traced_batch: Any = None
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):
@@ -101,60 +60,9 @@ class AbstractExperiment(abc.ABC):
       init_rng: the key to initialise weights from.
     """
 
-  @classmethod
-  def eval_init_rng(cls, config: config_dict.ConfigDict) -> jax.Array:
-    """Returns the key that an experiment outside of training initialises from.
-
-    As in JAXline, it is not the one of training, which is split from it.
-    """
-    return jax.random.PRNGKey(config.random_seed)
-
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
     """Returns a copy of the key for each local device, [local devices, ...]."""
     return devices.bcast_local_devices(rng)
-
-  def overrides(self, method: str) -> bool:
-    """Returns whether this has its own method instead of the default."""
-    found = getattr(getattr(self, method), '__func__', None)
-    return found is not getattr(AbstractExperiment, method)
-
-  def summary(self) -> dict[str, str]:
-    """Returns name -> text of lines that the terminal shows at the start."""
-    names = self.CHECKPOINT_ATTRS.items()
-    found = [k for k, name in names if 'param' in f'{k} {name}']
-    leaves = jax.tree.leaves([getattr(self, k, None) for k in found])
-    # Without the axis of devices.
-    weights = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
-    return {'Parameters': lines.weights(weights), 'Data': self.data_summary}
-
-  def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
-    """Returns the function that makes the arguments of each step.
-
-    `config.random_mode_train` says which hosts and devices get the same keys.
-    """
-    config = base_config.complete_config(config)
-    return prng.DeviceStepKeys(config.random_mode_train)
-
-  def evaluate_inputs(
-    self, config: config_dict.ConfigDict, rng: jax.Array
-  ) -> Callable[[int], tuple[Any, Any]]:
-    """Returns a function that maps a step to the arguments of `evaluate`.
-
-    `config.random_mode_eval` says which hosts and devices get the same keys,
-    which are those of `rng` each time.
-    """
-    config = base_config.complete_config(config)
-    host_id = prng.host_id_devices_for_rng(config.random_mode_eval)
-    keys = jax.pmap(
-      lambda key, host: prng.specialize_rng_host_device(
-        key, host, axis_name='i', mode=config.random_mode_eval
-      ),
-      axis_name='i',
-    )(devices.bcast_local_devices(rng), host_id)
-    return lambda global_step: (
-      devices.bcast_local_devices(jax.numpy.asarray(global_step)),
-      keys,
-    )
 
   @abc.abstractmethod
   def step(
@@ -198,29 +106,6 @@ class AbstractExperiment(abc.ABC):
       StopTraining: ends the run; this evaluation is not logged.
     """
 
-  def decode(
-    self, prompts: Sequence[str], rng: jax.Array
-  ) -> list[list[dict[str, Any]]]:
-    """Continues prompts; used by `--jaxline_mode=decode` only.
-
-    The experiment was constructed with the mode 'decode', and its weights are
-    restored. It should not open training data, which may be missing.
-
-    Args:
-      prompts: the same number at each call. The last prompts of a file are
-        padded with others, whose continuations are ignored.
-      rng: one key, a different one at each call.
-
-    Returns:
-      For each prompt its continuations: dicts of JSON values with the entry
-      'text' and others such as 'score'. All processes get the same prompts and
-      must return the same continuations.
-
-    Raises:
-      NotImplementedError: the experiment cannot continue prompts.
-    """
-    raise NotImplementedError(f'{type(self).__name__} has no `decode`.')
-
   def should_run_step(
     self, global_step: int, config: config_dict.ConfigDict
   ) -> bool:
@@ -245,13 +130,17 @@ class AbstractExperiment(abc.ABC):
         `action(time, global_step, scalars)`.
       writer: handed to `step`.
     """
-    config = base_config.complete_config(config)
+    own_config, config = config, base_config.complete_config(config)
     actions = tuple(periodic_actions)
-    step_inputs = self.step_inputs(config)
+    step_inputs = (
+      self.step_inputs(config)
+      if isinstance(self, FullExperiment)
+      else prng.DeviceStepKeys(config.random_mode_train)
+    )
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
     with debug.log_activity('training loop', category='steps'):
-      while self.should_run_step(step := state.global_step, config):
+      while self.should_run_step(step := state.global_step, own_config):
         with _trace(step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)
@@ -293,37 +182,6 @@ class AbstractExperiment(abc.ABC):
       snapshot[name] = getattr(self, attribute)
     return snapshot
 
-  def snapshot_template(self) -> dict[str, Any]:
-    """Returns the shapes and shardings of entries that are stored as arrays.
-
-    A durable checkpoint stores such an entry without its tree structure, checks
-    all its arrays against the template before it restores any, and reads them
-    directly onto their devices. Other entries are stored with their structure.
-
-    Returns:
-      Name in the checkpoint -> tree of jax.ShapeDtypeStruct with shardings.
-    """
-    return {}
-
-  def wants_restored(self, name: str) -> bool:
-    """Returns whether a restore reads an entry or an array.
-
-    By default all entries of the attributes are read, or all entries if a class
-    has its own `snapshot_state`.
-
-    Args:
-      name: of an entry, or of an array in it, such as 'state/params/w'. An
-        array that is not read arrives as a jax.ShapeDtypeStruct. An entry of
-        which nothing is read is absent.
-    """
-    names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
-    return self.overrides('snapshot_state') or any(
-      f'{name}/'.startswith(f'{entry}/') for entry in names.values()
-    )
-
-  def make_room(self) -> None:  # noqa: B027
-    """Frees the state that a restore replaces, once its shapes are checked."""
-
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores what `snapshot_state` returned.
 
@@ -353,7 +211,174 @@ class AbstractExperiment(abc.ABC):
       value = devices.put(snapshot_state[name], layouts[attribute])
       setattr(self, attribute, value)
 
-  def share_state(self, trained: 'AbstractExperiment') -> None:
+  def on_new_best_model(self, best_state: Any) -> None:
+    """Called before each save of the series `best`.
+
+    Args:
+      best_state: the state about to be saved; entries may be added.
+    """
+    del best_state
+
+
+class FullExperiment(AbstractExperiment):
+  """An experiment with all that the library can ask of one.
+
+  `sharded.ShardedExperiment` derives from it, and an experiment of the
+  per-device style that sets one of these names must too. A program of JAXline
+  may use the same names for anything: of other classes the library reads those
+  of `AbstractExperiment` only (see `compat.experiments.full_experiment`).
+
+  Attributes:
+    PER_PROCESS_ENTRIES: names in the checkpoint of values that differ between
+      processes: each process saves its own. Process 0 saves the other values;
+      an array over several hosts is saved by all of them.
+    CHANGEABLE_ON_RESUME: paths in the config, such as
+      'experiment_kwargs.config.eval_batches', of keys that do not affect
+      training steps. A run may be resumed with other values of these keys and
+      of the keys below them. A change of any other key in `experiment_kwargs`
+      makes it another run.
+    NEVER_BY_RULES: names of arrays that `config.restore_rules` never replace.
+    CONFIG_CLASS: the dataclass that `base_config.read` makes of
+      `experiment_kwargs.config`, or None. A checkpoint from before a field was
+      added counts as made with the field's default.
+    EVALUATION_IS_PURE: whether `evaluate` and `on_new_best_model` leave the
+      values above as they are. Then a checkpoint of `best` names the data of
+      `latest` instead of copying it, and one of them is kept by default.
+    FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
+      the loss and the gradients were finite, else 1, or with
+      `config.on_nonfinite = 'skip'` the number of such steps in a row.
+    on_nonfinite: what the loop does after a step that is not finite if
+      `config.on_nonfinite` is None.
+    run_config: the config of the run, if the experiment reads its keys of
+      sharded steps; else None.
+    num_evaluated: the number of earlier steps that were evaluated, in this
+      process or before the run was resumed; set before each `evaluate`.
+    data_summary: what the data is, in a line for the terminal.
+    last_batch: the batch of the last step on the devices; None if unknown.
+    traced_batch: the shapes of the batch for which one program of the step was
+      compiled last; None if the step is no such program.
+  """
+
+  PER_PROCESS_ENTRIES: tuple[str, ...] = ()
+  CHANGEABLE_ON_RESUME: tuple[str, ...] = ()
+  NEVER_BY_RULES: tuple[str, ...] = ()
+  CONFIG_CLASS: type | None = None
+  EVALUATION_IS_PURE: bool = False
+  FLAGS_NONFINITE: bool = False
+  # JAXline continues after a NaN, and its experiments may log one on purpose.
+  on_nonfinite: str = 'warn'
+  run_config: Any = None
+  num_evaluated: int = 0
+  data_summary: str = ''
+  last_batch: Any = None
+  traced_batch: Any = None
+
+  @classmethod
+  def eval_init_rng(cls, config: config_dict.ConfigDict) -> jax.Array:
+    """Returns the key that an experiment outside of training initialises from.
+
+    As in JAXline, it is not the one of training, which is split from it.
+    """
+    return jax.random.PRNGKey(config.random_seed)
+
+  def overrides(self, method: str) -> bool:
+    """Returns whether this has its own method instead of the default."""
+    found = getattr(getattr(self, method), '__func__', None)
+    return found is not getattr(FullExperiment, method)
+
+  def summary(self) -> dict[str, str]:
+    """Returns name -> text of lines that the terminal shows at the start."""
+    names = self.CHECKPOINT_ATTRS.items()
+    found = [k for k, name in names if 'param' in f'{k} {name}']
+    leaves = jax.tree.leaves([getattr(live(self), k, None) for k in found])
+    # Without the axis of devices.
+    weights = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
+    return {'Parameters': lines.weights(weights), 'Data': self.data_summary}
+
+  def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
+    """Returns the function that makes the arguments of each step.
+
+    `config.random_mode_train` says which hosts and devices get the same keys.
+    """
+    config = base_config.complete_config(config)
+    return prng.DeviceStepKeys(config.random_mode_train)
+
+  def evaluate_inputs(
+    self, config: config_dict.ConfigDict, rng: jax.Array
+  ) -> Callable[[int], tuple[Any, Any]]:
+    """Returns a function that maps a step to the arguments of `evaluate`.
+
+    `config.random_mode_eval` says which hosts and devices get the same keys,
+    which are those of `rng` each time.
+    """
+    config = base_config.complete_config(config)
+    host_id = prng.host_id_devices_for_rng(config.random_mode_eval)
+    keys = jax.pmap(
+      lambda key, host: prng.specialize_rng_host_device(
+        key, host, axis_name='i', mode=config.random_mode_eval
+      ),
+      axis_name='i',
+    )(devices.bcast_local_devices(rng), host_id)
+    return lambda global_step: (
+      devices.bcast_local_devices(jax.numpy.asarray(global_step)),
+      keys,
+    )
+
+  def decode(
+    self, prompts: Sequence[str], rng: jax.Array
+  ) -> list[list[dict[str, Any]]]:
+    """Continues prompts; used by `--jaxline_mode=decode` only.
+
+    The experiment was constructed with the mode 'decode', and its weights are
+    restored. It should not open training data, which may be missing.
+
+    Args:
+      prompts: the same number at each call. The last prompts of a file are
+        padded with others, whose continuations are ignored.
+      rng: one key, a different one at each call.
+
+    Returns:
+      For each prompt its continuations: dicts of JSON values with the entry
+      'text' and others such as 'score'. All processes get the same prompts and
+      must return the same continuations.
+
+    Raises:
+      NotImplementedError: the experiment cannot continue prompts.
+    """
+    raise NotImplementedError(f'{self.__class__.__name__} has no `decode`.')
+
+  def snapshot_template(self) -> dict[str, Any]:
+    """Returns the shapes and shardings of entries that are stored as arrays.
+
+    A durable checkpoint stores such an entry without its tree structure, checks
+    all its arrays against the template before it restores any, and reads them
+    directly onto their devices. Other entries are stored with their structure.
+
+    Returns:
+      Name in the checkpoint -> tree of jax.ShapeDtypeStruct with shardings.
+    """
+    return {}
+
+  def wants_restored(self, name: str) -> bool:
+    """Returns whether a restore reads an entry or an array.
+
+    By default all entries of the attributes are read, or all entries if a class
+    has its own `snapshot_state`.
+
+    Args:
+      name: of an entry, or of an array in it, such as 'state/params/w'. An
+        array that is not read arrives as a jax.ShapeDtypeStruct. An entry of
+        which nothing is read is absent.
+    """
+    names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
+    return self.overrides('snapshot_state') or any(
+      f'{name}/'.startswith(f'{entry}/') for entry in names.values()
+    )
+
+  def make_room(self) -> None:
+    """Frees the state that a restore replaces, once its shapes are checked."""
+
+  def share_state(self, trained: AbstractExperiment) -> None:
     """Takes over the live state of an experiment in training without copies.
 
     `train_and_eval` calls this on its evaluating experiment before each
@@ -368,15 +393,12 @@ class AbstractExperiment(abc.ABC):
     for attribute in (
       self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     ):
-      setattr(self, attribute, getattr(trained, attribute))
+      setattr(live(self), attribute, getattr(trained, attribute))
 
-  def on_new_best_model(self, best_state: Any) -> None:
-    """Called before each save of the series `best`.
 
-    Args:
-      best_state: the state about to be saved; entries may be added.
-    """
-    del best_state
+def live(experiment: Any) -> Any:
+  """Returns the program's own object of a completed experiment."""
+  return vars(experiment).get('_jaxline_live', experiment)
 
 
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:

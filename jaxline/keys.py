@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import os
 import re
 from typing import Any, Literal
 
@@ -64,9 +65,11 @@ def one_of(*valid: str) -> Check:
 
 
 def text(expected: str, pattern: str = ANY, *, is_path: bool = False) -> Check:
-  """Accepts text that matches a regular expression."""
+  """Accepts text that matches a regular expression, or a path as text."""
 
   def accepts(x: Any) -> bool:
+    if is_path and isinstance(x, os.PathLike):
+      x = os.fspath(x)
     return isinstance(x, str) and bool(re.fullmatch(pattern, x))
 
   return Check(expected, accepts, str, is_path)
@@ -160,7 +163,9 @@ def parse_ranges(text: str) -> list[tuple[int, int]]:
 
 
 _RANGES = "ranges such as '10-15,1000', or ''"
-RANGES = Check(_RANGES, lambda x: parse_ranges(str(x)), str)
+RANGES = Check(
+  _RANGES, lambda x: isinstance(x, str) and parse_ranges(x) is not None, str
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,6 +114,7 @@ def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> checkpointing.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
+  config = base_config.complete_config(config)
   if memory.InMemoryCheckpointer is not _CHECKPOINTER:
     return memory.InMemoryCheckpointer(config, mode)
   if config.checkpointer == 'memory':
@@ -129,7 +130,7 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   Process 0 writes; the others only with `config.log_all_hosts`.
   """
   if jax.process_index() == 0 or config.log_all_hosts:
-    return TensorBoardLogger(config, mode)
+    return TensorBoardLogger(base_config.complete_config(config), mode)
   return writers.MetricWriter()
 
 
@@ -139,7 +140,8 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   If the config has no directory, this makes one that only this user can read.
   """
   config = base_config.expand_paths(config)
-  given = config.checkpoint_dir or tempfile.mkdtemp(prefix='jaxline_')
+  given = base_config.complete_config(config).checkpoint_dir
+  given = given or tempfile.mkdtemp(prefix='jaxline_')
   config.checkpoint_dir = store_lib.at(given).url
   return config.lock()
 
@@ -183,6 +185,9 @@ def start(
   config.checkpoint_dir = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
   )
+  if experiments.is_full(experiment_class):
+    base_config.validate_config(config)
+  own_config, config = config, base_config.complete_config(config)
   logs = [log for log in ('train' * mode.trains, mode.eval_log) if log]
   with goodput.run(), contextlib.ExitStack() as stack:
     if logs:  # First, so that it closes last: closing the others may hang.
@@ -196,7 +201,7 @@ def start(
     closing = stack.enter_context(contextlib.ExitStack())
 
     def checkpointer(role: str, follows: bool) -> Any:
-      full = adapters.full_checkpointer(checkpointer_factory(config, role))
+      full = adapters.full_checkpointer(checkpointer_factory(own_config, role))
       # A user's own factory need not set these.
       full.restrict(follows=follows, reads_only=not logs)
       stack.callback(full.close)
@@ -212,14 +217,14 @@ def start(
       first.check_config(experiment_class)
     made = {}
     for log in logs:
-      made[log] = (writer_factory or create_writer)(config, log)
+      made[log] = (writer_factory or create_writer)(own_config, log)
       closing.enter_context(adapters.full_writer(made[log]))
     actions = []
     if mode.trains and config.xla.pgle_save and jax.process_index() == 0:
       actions = [profiling.PgleProfiler(config)]
     run = train.Run(
       experiment_class,
-      config,
+      own_config,
       first,
       made.get('train'),
       made.get(mode.eval_log),
@@ -279,7 +284,9 @@ class _ConfigParser(flags.ArgumentParser):
         ' a run'
       )
     try:
-      return runpy.run_path(file)['get_config'](*option).lock()
+      config = runpy.run_path(file)['get_config'](*option)
+      base_config.open_nones(config)
+      return config.lock()
     except errors.UsageError:
       raise
     except Exception as e:  # absl and `_parse` would take some for wrong flags.
@@ -312,10 +319,15 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
     for name in values:
-      one = values[name]
-      if name.startswith('config.') and isinstance(one, flags.MultiFlag):
+      one, key = values[name], name.removeprefix('config.')
+      if key == name:
+        continue
+      if isinstance(one, flags.MultiFlag):
         own = functools.partial(_parse_tuple, one, one.parse)
         one.parse = own  # type: ignore[method-assign]
+      # The text may be a value of the experiment's own keys, as in JAXline.
+      elif key in base_config.DEFAULTS or not isinstance(one.value, str):
+        one.parser = _OrNone(one.parser)
 
   flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
@@ -326,6 +338,16 @@ def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
   if argument in ('()', '[]') and flag.present:
     flag.value.clear()
   parse(argument)
+
+
+class _OrNone(flags.ArgumentParser):
+  """Parses the text None as None, and other text as another parser does."""
+
+  def __init__(self, parser: flags.ArgumentParser):
+    self._parser = parser
+
+  def parse(self, argument: Any) -> Any:
+    return None if argument == 'None' else self._parser.parse(argument)
 
 
 class _SettingFlag(flags.Flag):
@@ -409,7 +431,8 @@ def main(
     name = flags.FLAGS.jaxline_mode
     with exits.ending(), log_filter.quiet_log():
       config, origin = _read_config(flags.FLAGS)
-      _start_jax(config, is_alone=name == 'compile' and bool(config.topology))
+      ours = base_config.complete_config(config)
+      _start_jax(ours, is_alone=name == 'compile' and bool(ours.topology))
       watchdog.covers_exit = True
       start(experiment_class, config, name, *factories, origin)
 
@@ -433,6 +456,7 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   _define_config(values, argv)
   _parse(values, argv)
   config, origin = _read_config(values)
+  base_config.validate_config(config)
   if config.experiment_class and (directory := _recorded_in(origin)):
     resolve_experiment_class(config, recorded_in=directory)
   return config.lock()
@@ -465,7 +489,8 @@ def _read_config(
       'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
       ' and not both.'
     )
-  base_config.validate_config(values.config)
+  # `start` knows whose class it is.
+  base_config.check_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
 

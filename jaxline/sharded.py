@@ -49,7 +49,7 @@ average_weights = train_state.average_weights
 trainable = train_state.trainable
 
 
-class ShardedExperiment(experiment.AbstractExperiment):
+class ShardedExperiment(experiment.FullExperiment):
   """An experiment of pure functions, run as one program over a mesh.
 
   A subclass overrides the five abstract methods. `init_fn` and `loss_fn` must

@@ -90,6 +90,13 @@ class Run:
   stop: errors.StopTraining | None = dataclasses.field(init=False, default=None)
 
   def __post_init__(self) -> None:
+    if own := base_config.own_keys(self.config):
+      logging.warning(
+        "The program's own, so that the library uses its defaults: config.%s."
+        ' %s',
+        ', config.'.join(own),
+        next(iter(own.values())),
+      )
     self.config = base_config.complete_config(self.config)
     if self.checkpointer is None:
       self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
@@ -108,7 +115,7 @@ class Run:
     try:
       training.run()
     except preemption.Preempted as e:
-      if not self.stop and experiment.should_run_step(
+      if not self.stop and training.full.should_run_step(
         state.global_step, self.config
       ):
         raise
@@ -127,7 +134,7 @@ class Run:
     """Trains, pausing every `eval_interval`, and at the end, to evaluate.
 
     One thread: two experiments, constructed with the modes 'train' and 'eval',
-    share the live state without copies (see `AbstractExperiment.share_state`).
+    share the live state without copies (see `FullExperiment.share_state`).
     """
     config, checkpointer = self.config, self.checkpointer
     training = Training(self)
@@ -148,7 +155,7 @@ class Run:
         return
       began = time.time()
       training.guard.wait()  # A state that is not finite must not be the best.
-      evaluator.experiment.share_state(training.experiment)
+      evaluator.full.share_state(training.experiment)
       evaluator(state)
       for hook in training.hooks:
         hook.skip_time(time.time() - began)
@@ -277,6 +284,7 @@ class Training:
 
   Attributes:
     experiment: the experiment.
+    full: the same, with all attributes of a `FullExperiment`.
     state: the live state of `latest`, restored.
     guard: judges whether losses and gradients are finite.
     agreement: of the processes, on what they do at intervals of seconds.
@@ -296,6 +304,7 @@ class Training:
       self.experiment: Any = experiments.construct(
         run.experiment_class, 'train', init_rng, config
       )
+    self.full = experiments.full_experiment(self.experiment)
     # Only now: an error that the config causes should not scroll away.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
@@ -312,12 +321,12 @@ class Training:
       self._budget.check(step, distributed.of_chief)
     last = None if checkpointer.is_new() else step
     run.resume_log(run.log, last, checkpointer.lengths)
-    run.console.begin(config, self.experiment, self.state, checkpointer)
+    run.console.begin(config, self.full, self.state, checkpointer)
     # The step saved last, which is not saved again.
     self._saved_step = checkpointer.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
     self.guard = nonfinite.Guard(
-      self.experiment,
+      self.full,
       config.on_nonfinite,
       config.max_nonfinite_steps,
       # The loop waits for that step anyway, right after the hooks.
@@ -329,7 +338,7 @@ class Training:
   def _make_hooks(self) -> list[periodic.Action]:
     """Returns what is done after each step, in this order."""
     run, config, log = self._run, self._run.config, self._run.log
-    add_rates = rates.Rates(self.experiment)
+    add_rates = rates.Rates(self.full)
 
     def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
       return add_rates(self.guard.without_flag(scalars))
@@ -363,7 +372,7 @@ class Training:
     # Another process may have the file, and all compute it together.
     is_kept = log.takes('fingerprints') or jax.process_count() > 1
     if config.fingerprint and is_kept:
-      hooks.append(fingerprints.Hook(log, self.experiment))
+      hooks.append(fingerprints.Hook(log, self.full))
     # After the logs: the checkpoint waits for what was logged before it.
     if (config.save_checkpoint_interval or 0) > 0:
       hooks.append(
@@ -409,7 +418,7 @@ class Training:
             run.console.training(),
             oom.explained(self.experiment, config),
           ):
-            self.experiment.train_loop(config, state, hooks, run.log)
+            self.full.train_loop(config, state, hooks, run.log)
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 import types
 
 from ml_collections import config_dict
@@ -191,6 +192,44 @@ def test_what_is_seen_in_the_wild_is_assigned_without_tricks():
   config.periodic_action_growth_ratios = config.interval_type = None
   config.checkpoint_dir = '/tmp/run'
   base_config.validate_config(config.lock())
+
+
+OTHERS = [x for x in base_config.get_base_config() if x in base_config._OTHERS]
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_a_program_of_jaxline_may_use_a_key_for_itself(name):
+  given = (True, 7, 1.5, '2x4', (3, 'a'), {'a': 1}, pathlib.Path('/x'), None)
+  for value in given:
+    config = base_config.get_base_config().lock()
+    config[name] = value
+    config.lock()
+    base_config.check_config(config, may_be_own=True)
+    view = base_config.complete_config(config)
+    base_config.validate_config(view)
+    assert config.to_dict()[name] == value
+    assert base_config.recorded(view) == base_config.recorded(config)
+    default = base_config.get_base_config()[name]
+    if name in base_config.own_keys(config):
+      assert repr(view[name]) == repr(default)
+      refused(config, name)
+    else:
+      base_config.validate_config(config)
+      kept = '/x' if isinstance(value, pathlib.Path) else value
+      assert dict(view.items())[name] == kept
+
+
+def test_the_keys_of_jaxline_are_typed_and_misspelled_ones_are_refused():
+  config = base_config.get_base_config()
+  assert len(base_config._JAXLINES) == len({*config} - {*OTHERS}) == 24
+  with pytest.raises(TypeError):
+    config.training_steps = '5'
+  config = with_value('random_seed', '5')
+  with pytest.raises(errors.UsageError, match='random_seed'):
+    base_config.check_config(config, may_be_own=True)
+  config = with_value('early_stop.patienec', 2)
+  with pytest.raises(errors.UsageError, match="mean 'patience'"):
+    base_config.check_config(config, may_be_own=True)
 
 
 # Values that contradict each other, and misspelled names.

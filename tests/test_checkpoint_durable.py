@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxline import experiment
 from jaxline import utils
 from jaxline.checkpoint import contents
 from jaxline.storage import store as store_lib
@@ -431,8 +432,10 @@ class Bare:
     self.held = snapshot_state
 
 
-class Declaring(Bare):
+class Declaring(Bare, experiment.FullExperiment):
   """Declares some of the rest."""
+
+  step = evaluate = None
 
   CHECKPOINT_ATTRS = {'_w': 'w'}
   PER_PROCESS_ENTRIES = ('n',)

@@ -30,7 +30,7 @@ def no_checkpoints(monkeypatch):
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
 
 
-class Toy(experiment.AbstractExperiment):
+class Toy(experiment.FullExperiment):
   """Weights on the devices, notes of any kind on the host."""
 
   CHECKPOINT_ATTRS = {'_params': 'params'}

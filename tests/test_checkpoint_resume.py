@@ -19,6 +19,7 @@ import optax
 import pytest
 
 from jaxline import base_config
+from jaxline import experiment
 from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
@@ -60,7 +61,7 @@ class Settings:
   best: Decoding = dataclasses.field(default_factory=lambda: Decoding('beam'))
 
 
-class Declares(lib.PerDevice):
+class Declares(lib.PerDevice, experiment.FullExperiment):
   """Says what may change, and what its config is read into."""
 
   CONFIG_CLASS = Settings

@@ -149,7 +149,11 @@ def make_config(**overrides):
 
 def experiment_of(**attributes):
   """Returns an object that is enough of an experiment for both blocks."""
-  return experiments.full_experiment(types.SimpleNamespace(**attributes))
+  steps = lambda step, config: step < (config.training_steps or math.inf)
+  attributes = {'should_run_step': steps} | attributes
+  return experiments.full_experiment(
+    types.SimpleNamespace(**attributes), **attributes
+  )
 
 
 def begun(
@@ -583,7 +587,7 @@ EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
 FIT = "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR'"
 MORE_FIT = ", 'training_steps': 12, 'on_config_change': 'continue'})"
-LOOK = "jaxline.evaluate('DIR', experiment_class=_Completed)"
+LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests import processes
 BEST = 2
 
 
-class Mute(experiment.AbstractExperiment):
+class Mute(experiment.FullExperiment):
   """Counts its steps; the second is its best."""
 
   NON_BROADCAST_CHECKPOINT_ATTRS = {'weight': 'weight'}

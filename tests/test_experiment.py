@@ -14,7 +14,7 @@ from jaxline import experiment
 from jaxline import prng
 
 
-class Both(experiment.AbstractExperiment):
+class Both(experiment.FullExperiment):
   """One attribute of each kind."""
 
   CHECKPOINT_ATTRS = {'_params': 'params'}

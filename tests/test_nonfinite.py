@@ -28,7 +28,7 @@ def a_guard(mode='raise', experiment=None):
 
 
 def a_stand_in(**attributes):
-  return experiments.full_experiment(types.SimpleNamespace(**attributes))
+  return experiments.full_experiment(None, **attributes)
 
 
 def drive(guard, rows):

@@ -1,5 +1,6 @@
 """The command line, end to end: every mode and every way to fail."""
 
+import dataclasses
 import errno
 import json
 import logging
@@ -560,6 +561,47 @@ def test_overrides_on_the_command_line(override, key, expected):
   for part in key.split('.'):
     value = value[part]
   assert value == expected
+
+
+@pytest.mark.parametrize('key', base_config.KEYS, ids=lambda key: key.name)
+def test_none_on_the_command_line_is_none(key):
+  argv = [f'--config={CONFIG}', f'--config.{key.name}=None']
+  try:
+    key.check.require(key.name, None)
+  except errors.UsageError:
+    with pytest.raises(errors.UsageError) as caught:
+      platform.load_config(argv)
+    assert f'config.{key.name}' in str(caught.value)
+    assert 'None' in str(caught.value)
+  else:
+    value = platform.load_config(argv)
+    for part in key.name.split('.'):
+      value = value[part]
+    assert value is None
+
+
+def test_none_on_the_command_line_is_none_for_an_experiments_own_keys(tmp_path):
+  values = {'a': 'x', 'b': 0.5, 'c': 3, 'd': True, 'e': (1,), 'f': None}
+  file = tmp_path / 'config.py'
+  file.write_text(f"""
+from jaxline import base_config
+def get_config():
+  config = base_config.get_base_config()
+  config.experiment_kwargs.config = {values}
+  return config
+""")
+  made = lambda kind: dataclasses.make_dataclass(
+    'Own', [(key, kind(x)) for key, x in values.items()]
+  )
+  argv = [f'--config={file}', *(of_kwargs(key, None) for key in values)]
+  own = platform.load_config(argv).experiment_kwargs.config
+  read = base_config.read(made(lambda x: type(x) | None), own)
+  assert dataclasses.astuple(read) == (None,) * len(values)
+  # A key that may not be None is refused; it may also be any text.
+  for key in 'bcd':
+    own = platform.load_config([f'--config={file}', of_kwargs(key, None)])
+    with pytest.raises(errors.UsageError, match=f'Own: {key} is None'):
+      base_config.read(made(type), own.experiment_kwargs.config)
 
 
 @pytest.mark.process

@@ -4,6 +4,7 @@ Written in the shapes of emergent_communication_at_scale, of
 distribution_shift_framework and of emergent_in_context_learning.
 """
 
+import json
 import textwrap
 from unittest import mock
 
@@ -20,6 +21,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
+from jaxline.checkpoint import memory
 from tests import processes
 from tests import remains
 
@@ -216,3 +218,117 @@ def test_a_run_of_another_process_is_refused(tmp_path):
   code, lines, error = run(2, 1)
   assert (code, lines) == (2, [])
   assert 'experiment_kwargs.config.rate' in error
+
+
+# What the library adds to JAXline's interface, and the constructor's argument.
+ADDED = [x for x in vars(experiment.FullExperiment) if not x.startswith('_')]
+NOT_ASKED_FOR = property(lambda self: pytest.fail('The library reads it.'))
+FORMS = {
+  'constant': lambda name: name,
+  'method': lambda name: lambda self, *args: pytest.fail(name),
+  'class method': lambda name: classmethod(lambda *args: pytest.fail(name)),
+  'property': lambda name: NOT_ASKED_FOR,
+}
+
+
+@pytest.mark.parametrize('form', [*FORMS, 'attribute'])
+def test_a_program_may_use_every_name_that_the_library_adds(
+  form, tmp_path, monkeypatch
+):
+  assert {'summary', 'step_inputs', 'num_evaluated', 'run_config'} < {*ADDED}
+  seen = []
+
+  class Program(Teacher):
+    # In the checkpoint too.
+    NON_BROADCAST_CHECKPOINT_ATTRS = (
+      dict(zip(ADDED, ADDED, strict=True)) if form == 'attribute' else {}
+    )
+
+    def __init__(self, mode, init_rng, config, run_config='own'):
+      super().__init__(mode, init_rng, config)
+      seen.append(run_config)
+      if form == 'attribute':
+        vars(self).update((name, np.full([2], 7)) for name in ADDED)
+
+    def step(self, global_step, **unused):
+      if form == 'attribute':
+        for name in ADDED:
+          vars(self)[name] = vars(self)[name] + 1
+      return super().step(global_step, None)
+
+    def evaluate(self, global_step, **unused):
+      found = super().evaluate(global_step, None)
+      if form == 'attribute':
+        found |= {name: vars(self)[name][0] for name in ADDED}
+      return found
+
+  if form in FORMS:
+    for name in ADDED:
+      setattr(Program, name, FORMS[form](name))
+  for steps in (2, 4):  # The second time, it is resumed.
+    config = make_config(tmp_path, training_steps=steps, on_nonfinite='warn')
+    assert steps_of(main, Program, config, 'train_and_eval') == [
+      steps - 2,
+      steps - 1,
+    ]
+    # As in another process.
+    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+    monkeypatch.setattr(memory, '_begun', {})
+  steps_of(main, Program, config, 'eval')
+  log = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
+  last = json.loads(log[-1])
+  assert last['step'] == last['w'] == 4
+  if form == 'attribute':
+    assert {last[name] for name in ADDED} == {7 + 4}
+  assert {*seen} == {'own'}
+
+
+OWN = {
+  'checkpoint_dir': 3,
+  'decode': 'greedy',
+  'distributed': True,
+  'early_stop': True,
+  'eval_interval': (1, 2),
+  'eval_steps': 100,
+  'max_seconds': '9',
+  'mesh': '2x4',
+  'profile_steps': 10,
+  'sharding': 'spatial',
+  'watchdog_secs': None,
+  'writers': 'wandb',
+  'xla': 'O3',
+}
+
+
+@pytest.mark.parametrize('how', ['main', 'fit', 'train'])
+def test_a_program_may_use_the_keys_of_this_library_for_itself(
+  how, tmp_path, monkeypatch, caplog
+):
+  monkeypatch.setattr(platform.tempfile, 'tempdir', str(tmp_path))
+  seen = []
+
+  class Program(Teacher):
+    def should_run_step(self, global_step, config):
+      seen.append({name: config[name] for name in OWN})
+      return super().should_run_step(global_step, config)
+
+  config = make_config('')
+  for name, value in OWN.items():
+    setattr(config, name, value)
+  config.lock()
+  if how == 'main':
+    assert steps_of(main, Program, config, 'train_and_eval') == [0]
+  elif how == 'fit':
+    assert steps_of(jaxline.fit, Program, config) == [0]
+  else:
+    writer = platform.create_writer(make_config(tmp_path), 'train')
+    ckpt = utils.InMemoryCheckpointer(config, 'train')
+    assert steps_of(train.train, Program, config, ckpt, writer) == [0]
+    writer.close()
+  for values in seen:
+    assert values.pop('checkpoint_dir') == 3 or how != 'train'
+    assert values == {k: x for k, x in OWN.items() if k != 'checkpoint_dir'}
+  valid = 'watchdog_secs', 'checkpoint_dir'
+  said = [x for x in caplog.messages if 'eval_steps' in x and 'own' in x]
+  assert len(said) == 1
+  assert all(f'config.{name}' in said[0] for name in {*OWN} - set(valid))

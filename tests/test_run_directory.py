@@ -46,7 +46,7 @@ class Pickled:
     return cls()
 
 
-class Counts(experiment.AbstractExperiment):
+class Counts(experiment.FullExperiment):
   """Counts its steps."""
 
   NON_BROADCAST_CHECKPOINT_ATTRS = {'count': 'count', 'kept': 'kept'}

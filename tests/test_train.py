@@ -58,7 +58,7 @@ class Log:
     self.evals = []
 
 
-class Toy(experiment.AbstractExperiment):
+class Toy(experiment.FullExperiment):
   """Counts its steps in its only weight."""
 
   CHECKPOINT_ATTRS = {'_w': 'w'}

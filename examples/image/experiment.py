@@ -200,7 +200,7 @@ def evaluate_batch(
   return jax.lax.psum(sums, _AXIS), prediction_B
 
 
-class Experiment(experiment.AbstractExperiment):
+class Experiment(experiment.FullExperiment):
   """The digits' experiment."""
 
   CHECKPOINT_ATTRS = {

@@ -458,7 +458,7 @@ def test_an_experiment_without_text_does_not_decode(monkeypatch):
     base_experiment.BaseExperiment.prompting,
   )
   made = make(tiny('LmCloudSpmd2BLimitSteps', data='stdlib'))
-  assert made.decode.__qualname__ == 'AbstractExperiment.decode'
+  assert made.decode.__qualname__ == 'FullExperiment.decode'
   with pytest.raises(NotImplementedError, match='has no `decode`'):
     made.decode(['text'], jax.random.key(0))
 

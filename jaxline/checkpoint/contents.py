@@ -21,6 +21,7 @@ import jaxline
 from jaxline import checkpointing
 from jaxline import devices
 from jaxline import errors
+from jaxline import experiment
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import rules as rules_lib
@@ -128,7 +129,8 @@ def _live(module: Any) -> dict[str, Any]:
   if module.overrides('snapshot_state'):
     return dict(module.snapshot_state())
   names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
-  return {name: getattr(module, x, None) for x, name in names.items()}
+  own = experiment.live(module)
+  return {name: getattr(own, x, None) for x, name in names.items()}
 
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
@@ -315,7 +317,8 @@ class Checkpoint:
     # The experiment puts these onto its devices itself.
     placed = set(module.CHECKPOINT_ATTRS.values())
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      if devices.layout(getattr(module, attribute, None)) is not None:
+      value = getattr(experiment.live(module), attribute, None)
+      if devices.layout(value) is not None:
         placed.add(entry)
     snapshot = checkpointing.Fresh(self._per_process(wants))
     for entry, about in saved.items():

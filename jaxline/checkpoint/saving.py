@@ -322,14 +322,15 @@ class SavingCheckpointer(checkpointing.FullCheckpointer):
     def read() -> Any:
       saved = contents.Checkpoint(manifests, series, step, allow_pickle)
       saved.nodes = nodes
-      everything = types.SimpleNamespace(
-        CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
+      entries = {entry: entry for entry in saved.record['module']}
+      everything = experiments.full_experiment(
+        types.SimpleNamespace(CHECKPOINT_ATTRS=entries),
         snapshot_template=lambda: template,
         wants_restored=lambda name: True,
       )
       with saved.reading():
         entries = saved.entries(saved.record['entries'])
-        snapshot = saved.snapshot(experiments.full_experiment(everything))
+        snapshot = saved.snapshot(everything)
       nest = entries | {'experiment_module': snapshot}
       return memory.nest_of(nest, attributes)
 

@@ -2,7 +2,8 @@
 
 JAXline's clients hand over experiments that do not derive from
 `AbstractExperiment`, or whose constructors take fewer arguments. After
-`construct` or `full_experiment`, an experiment has all attributes.
+`construct`, an experiment has all attributes of that class. `full_experiment`
+has those of `FullExperiment` too.
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ def resolve_experiment_class(
     errors.UsageError: it names none, or none that can be imported; or it is
       recorded, and no subclass of `AbstractExperiment` or of that directory.
   """
-  name = config.experiment_class
+  name = base_config.complete_config(config).experiment_class
   module_name, _, class_name = (name or '').partition(':')
   if not re.fullmatch(r'\w+(\.\w+)*:\w+', name or ''):
     raise errors.UsageError(
@@ -146,16 +147,40 @@ def _prefer_working_directory(module: str, run: str) -> None:
 
 
 class _Completed:
-  """Adds the defaults of `AbstractExperiment` to an object without them."""
+  """Adds the defaults of `FullExperiment` to an object of another class.
 
-  def __init__(self, live: Any):
-    self._live, self._missing = live, _missing(live)
+  What the object has by one of those names is the program's own.
+  """
+
+  def __init__(self, live: Any, **own: Any):
+    vars(self).update(own, _jaxline_live=live)
+    self._defaults = _missing(live) | _ADDED
+
+  # For messages, which name the class.
+  @property  # type: ignore[misc]
+  def __class__(self) -> Any:
+    return type(self._jaxline_live)
+
+  def should_run_step(self, step: int, config: Any) -> bool:
+    config = base_config.programs_view(config)
+    return self._jaxline_live.should_run_step(step, config)
+
+  def train_loop(self, config: Any, *args: Any) -> None:
+    self._jaxline_live.train_loop(base_config.programs_view(config), *args)
 
   def __getattr__(self, name: str) -> Any:
-    missing = self.__dict__['_missing']
-    if name not in missing:
-      return getattr(self._live, name)
-    return _bound(missing[name], self)  # Kept, it would be a cycle of weights.
+    defaults = self.__dict__['_defaults']
+    if name not in defaults:
+      return getattr(self._jaxline_live, name)
+    return _bound(defaults[name], self)  # Kept, it would be a cycle of weights.
+
+
+# The defaults of the names that JAXline does not have.
+_ADDED = {
+  name: x
+  for name, x in vars(experiment_lib.FullExperiment).items()
+  if not name.startswith('_')
+}
 
 
 def _missing(live: Any) -> dict[str, Any]:
@@ -177,20 +202,20 @@ def _bound(default: Any, owner: Any) -> Any:
   return default.__get__(owner) if has_self else default
 
 
-def full_experiment(experiment: Any) -> Any:
-  """Returns an experiment that has all attributes of `AbstractExperiment`.
+def full_experiment(experiment: Any, **own: Any) -> Any:
+  """Returns an experiment that has all attributes of `FullExperiment`.
 
   Args:
     experiment: any object that a program saves; it is not changed. None stands
       for no experiment.
+    **own: attributes of the result, instead of the defaults.
   """
-  if isinstance(experiment, experiment_lib.AbstractExperiment):
+  if isinstance(experiment, experiment_lib.FullExperiment):
     return experiment
   if experiment is None:
-    experiment = types.SimpleNamespace(
-      snapshot_state=dict, wants_restored=lambda name: False
-    )
-  return _Completed(experiment)
+    experiment = types.SimpleNamespace(snapshot_state=dict)
+    own = {'wants_restored': lambda name: False} | own
+  return _Completed(experiment, **own)
 
 
 def class_of(constructor: Any) -> type | None:
@@ -200,16 +225,22 @@ def class_of(constructor: Any) -> type | None:
   return constructor if isinstance(constructor, type) else None
 
 
-def declared(constructor: Any) -> type[experiment_lib.AbstractExperiment]:
+def declared(constructor: Any) -> type[experiment_lib.FullExperiment]:
   """Returns the class whose attributes are known before it is constructed.
 
   Args:
-    constructor: as for `class_of`. For another one than of an
-      `AbstractExperiment`, the result has the defaults.
+    constructor: as for `class_of`. For another one than of a `FullExperiment`,
+      the result has the defaults.
   """
   found = class_of(constructor)
-  base_class = experiment_lib.AbstractExperiment
+  base_class = experiment_lib.FullExperiment
   return found if found and issubclass(found, base_class) else base_class
+
+
+def is_full(constructor: Any) -> bool:
+  """Returns whether it makes a `FullExperiment`, as far as is known."""
+  found = class_of(constructor)
+  return found is None or issubclass(found, experiment_lib.FullExperiment)
 
 
 def initialize_experiment(
@@ -224,15 +255,18 @@ def initialize_experiment(
 
   Args:
     experiment_class: a class or a partial of one. Its constructor gets
-      `init_rng`, which JAXline's first experiments lack, and `run_config` if it
-      names them: a `**kwargs` may be passed on to a constructor that does not.
+      `init_rng`, which JAXline's first experiments lack, and that of a
+      `FullExperiment` gets `run_config`, if it names them: a `**kwargs` may be
+      passed on to a constructor that does not.
     mode: the experiment's mode.
     rng: the key to initialise weights from.
     experiment_kwargs: the other arguments.
     run_config: the config of the run.
   """
   parameters = inspect.signature(experiment_class).parameters
-  offered = {'init_rng': rng, 'run_config': run_config}
+  offered: dict[str, Any] = {'init_rng': rng}
+  if is_full(experiment_class):
+    offered['run_config'] = run_config
   given = {
     name: x
     for name, x in offered.items()
@@ -267,12 +301,13 @@ def construct(
     # On the object itself, which the loops and their caller know.
     for name, default in _missing(experiment).items():
       setattr(experiment, name, _bound(default, experiment))
+  full = full_experiment(experiment)
   if config.on_nonfinite:
-    experiment.on_nonfinite = config.on_nonfinite
-  if experiment.run_config is not None:
+    full.on_nonfinite = config.on_nonfinite
+  if full.run_config is not None:
     return experiment
   defaults = base_config.recorded(base_config.get_base_config())
-  values = base_config.recorded(config)
+  values = base_config.recorded(config_dict.ConfigDict({**config}))
   for key in base_config.KEYS:
     if key.sharded and (value := values[key.name]) != defaults[key.name]:
       raise errors.UsageError(

@@ -125,7 +125,7 @@ class Console(contextlib.AbstractContextManager):
         source = f'from {config.restore_from}'
       of = f' of {config.training_steps}' if config.training_steps else ''
       start = f'step {step}{of}, {source}'
-    kind, directory = type(experiment), _relative(config.checkpoint_dir)
+    kind, directory = experiment.__class__, _relative(config.checkpoint_dir)
     has_events = directory and 'tensorboard' in config.writers
     events = f'tensorboard --logdir {shlex.quote(directory)}'
     overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
@@ -203,7 +203,7 @@ class Console(contextlib.AbstractContextManager):
     label, mode = 'Evaluate', 'eval --config.one_off_evaluate'
     if not command:
       changes = {'checkpoint_dir': directory, **changes}
-      name = type(self._experiment).__name__
+      name = self._experiment.__class__.__name__
       argument = '' if config.experiment_class else f', experiment_class={name}'
       go_on = f'jaxline.fit(..., overrides={changes})'
       look = f'jaxline.evaluate({directory!r}{argument})'

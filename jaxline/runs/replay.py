@@ -107,7 +107,8 @@ class Replay:
     def keep(step: int, scalars: Mapping[str, Any]) -> None:
       if step >= first:
         values = writers.to_scalars(fingerprints.unclocked(scalars)).items()
-        bits = fingerprints.of_step(scalars, self.experiment.last_batch)
+        full = experiments.full_experiment(self.experiment)
+        bits = fingerprints.of_step(scalars, full.last_batch)
         state = fingerprints.of_step({}, self.experiment.snapshot_state())
         found[step] = {f'train/{name}': x for name, x in values}
         found[step] |= {_FINGERPRINT: int(bits), 'state': int(state)}

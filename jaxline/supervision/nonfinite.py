@@ -66,7 +66,7 @@ class Guard(periodic.Action):
     self._needs_flag = self._mode == 'skip' or (
       self._has_flag and self._mode != 'warn'
     )
-    self._class_name = type(experiment).__name__
+    self._class_name = experiment.__class__.__name__
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
     self._num_empty = 0
