@@ -32,11 +32,13 @@ def gradients(
   microbatch i. `place_grads` constrains the sharding of the gradients.
   """
   if num_microbatches == 1:
+    empty = train_step.is_empty(batch)
     loss, metrics, model_state, grads = train_step.gradients(
-      loss_fn, params, model_state, batch, rng
+      loss_fn, params, model_state, batch, rng, empty
     )
-    is_empty = batch[train_step.WEIGHTS].sum(dtype=jnp.float32) == 0
-    metrics = jax.tree.map(lambda x: jnp.where(is_empty, 0, x), metrics)
+    metrics = jax.tree.map(
+      lambda x: jax.lax.select(empty, jnp.zeros_like(x), x), metrics
+    )
     return loss, metrics, model_state, place_grads(grads)
   rows = len(batch[train_step.WEIGHTS])
   if partitioner := partitioning.active():
@@ -54,10 +56,10 @@ def gradients(
   ) -> tuple[Any, Any]:
     """Returns sums over a microbatch, and the next model state."""
     key = jax.random.fold_in(rng, i)
-    loss, metrics, model_state, grads = train_step.gradients(
-      loss_fn, params, model_state, microbatch, key
-    )
     weight = microbatch[train_step.WEIGHTS].sum(dtype=jnp.float32)
+    loss, metrics, model_state, grads = train_step.gradients(
+      loss_fn, params, model_state, microbatch, key, weight == 0
+    )
 
     def weighted(x: jax.Array) -> jax.Array:
       # Narrow types cannot hold the weight of many tokens.

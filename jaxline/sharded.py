@@ -261,8 +261,9 @@ class ShardedExperiment(experiment.FullExperiment):
     )
     if self.on_nonfinite == 'ignore':
       return after, scalars
+    empty = step_lib.is_empty(batch)
     after, counts = step_lib.guard_step(
-      self.on_nonfinite, state, after, loss, grads, metrics
+      self.on_nonfinite, state, after, loss, grads, empty
     )
     if taken := sorted(scalars.keys() & {*counts, step_lib.SKIPPED_STEPS}):
       raise ValueError(f'The step adds {taken} itself: choose other names.')

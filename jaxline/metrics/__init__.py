@@ -106,8 +106,11 @@ class Mean:
 
   def compute(self) -> jax.Array:
     """Returns the mean; of weight 0 it is 0, with the gradient 0."""
-    xp = jnp if isinstance(self.weight, jax.Array) else np
-    return self.total / xp.where(self.weight == 0, xp.inf, self.weight)
+    is_empty = self.weight == 0
+    if not isinstance(is_empty, jax.Array):  # On the host.
+      return self.total / np.where(is_empty, np.inf, self.weight)
+    inf = jnp.full_like(self.weight, jnp.inf)
+    return self.total / jax.lax.select(is_empty, inf, self.weight)
 
 
 Metrics = Mapping[str, Mean]
