@@ -100,7 +100,7 @@ def rows(x: Any) -> Any:
   return devices.bcast_local_devices(x)
 
 
-class PerDevice(experiment.AbstractExperiment):
+class PerDevice(experiment.FullExperiment):
   """Holds what it is told to, in JAXline's style."""
 
   def __init__(self, attrs: dict[str, Any], whole: dict[str, Any]):
