@@ -119,7 +119,7 @@ _NO_EFFECT = """
 """
 # Any other key is refused, unless its value is empty or this one.
 _NEUTRAL = {'partial_rotary_factor': 1.0}
-_DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': jnp.bfloat16}
+_DTYPES = 'F32', 'F16', 'BF16'
 _MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
 # The table of names. In each row: our weight; its axes (N: layers); the axes of
 # the tensor (HK: H and K as one); the tensor's name; what * in that name stands
@@ -419,34 +419,52 @@ def _tensors(
     yield from rows[path].write(x)
 
 
-def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns the tensors of a folder's files by name; none is read yet."""
-  tensors: dict[str, np.ndarray] = {}
+class _Files(Mapping[str, np.ndarray]):
+  """The tensors of files by name; one is read when it is asked for."""
+
+  def __init__(self, places: Mapping[str, Any]):
+    self._places = places  # Name -> the open file.
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    return self._places[name].get_tensor(name)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._places)
+
+  def __len__(self) -> int:
+    return len(self._places)
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """Returns the shape of a tensor, which is not read."""
+    return tuple(self._places[name].get_slice(name).get_shape())
+
+
+def _open(path: pathlib.Path) -> _Files:
+  """Opens the files of a folder."""
+  import safetensors
+
+  tensors: dict[str, Any] = {}
   places: dict[str, str] = {}
   for file in sorted(path.glob('model*.safetensors')):
     try:
-      data = np.memmap(file, np.uint8, 'r')
-      # 8 bytes are the length of a header in JSON; its offsets begin behind it.
-      begin = 8 + int(data[:8].view('<u8')[0])
-      header = json.loads(bytes(data[8 : min(begin, 10**8)]))
-      header.pop('__metadata__', None)
-      for name, entry in header.items():
-        start, stop = entry['data_offsets']
-        x = data[begin + start : begin + stop].view(_DTYPES[entry['dtype']])
+      opened = safetensors.safe_open(file, 'np')
+      for name in opened.keys():  # noqa: SIM118  It is no mapping.
         if name in tensors:
           raise ValueError(f'{name} is in {places[name]} too')
-        tensors[name], places[name] = x.reshape(entry['shape']), file.name
-    except (ValueError, TypeError, LookupError, AttributeError) as e:
+        if (kind := opened.get_slice(name).get_dtype()) not in _DTYPES:
+          raise ValueError(f'{name} is of type {kind}')
+        tensors[name], places[name] = opened, file.name
+    except (ValueError, safetensors.SafetensorError) as e:
       raise errors.UsageError(
         f'{file} cannot be read: {e!r}; expected a whole safetensors file with'
-        f' the types {list(_DTYPES)}. Copy or convert it.'
+        f' the types {_DTYPES}. Copy or convert it.'
       ) from e
   index = path / 'model.safetensors.index.json'
   try:
     listed = json.loads(index.read_bytes())['weight_map']
     wrong = sorted({*listed.items()} ^ {*places.items()})[:4]
   except FileNotFoundError:
-    return tensors
+    return _Files(tensors)
   except (ValueError, TypeError, LookupError, AttributeError) as e:
     raise errors.UsageError(
       f'{index} cannot be read: {e!r}. Copy it again, or remove it.'
@@ -455,7 +473,7 @@ def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
     raise errors.UsageError(
       f'{index} and the files do not agree on {wrong}. Copy the folder again.'
     )
-  return tensors
+  return _Files(tensors)
 
 
 def _is_spare(name: str, tensors: Tensors, config: model.ModelConfig) -> bool:
@@ -463,8 +481,9 @@ def _is_spare(name: str, tensors: Tensors, config: model.ModelConfig) -> bool:
 
   It is the output layer of a tied model, or a buffer of old Llamas.
   """
-  embedding, size = tensors.get('model.embed_tokens.weight'), config.head_dim
+  size = config.head_dim
   if name == 'lm_head.weight' and config.tie_embeddings:
+    embedding = tensors.get('model.embed_tokens.weight')
     return embedding is not None and np.array_equal(tensors[name], embedding)
   if not re.fullmatch(
     r'model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq', name
@@ -476,14 +495,14 @@ def _is_spare(name: str, tensors: Tensors, config: model.ModelConfig) -> bool:
   return found.shape == expected.shape and np.allclose(found, expected, 1e-2, 0)
 
 
-def _check(tensors: Tensors, shapes: Any, config: model.ModelConfig) -> None:
+def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
   """Refuses tensors that are missing, left over, or not as expected."""
   nothing = np.float32(0)  # Broadcast, it takes no memory.
   weights = {k: np.broadcast_to(nothing, x.shape) for k, x in shapes.items()}
   expected = {k: x.shape for k, x in _tensors(weights, config)}
   found = {
-    k: x.shape
-    for k, x in tensors.items()
+    k: tensors.shape(k)
+    for k in tensors
     if k in expected or not _is_spare(k, tensors, config)
   }
   if (name := 'lm_head.weight') in found and config.tie_embeddings:
@@ -552,7 +571,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
 
 
 def _read_state(
-  tensors: Tensors, experiment: Any, rng: jax.Array
+  tensors: _Files, experiment: Any, rng: jax.Array
 ) -> sharded.TrainState:
   """Returns the state of step 0; each process reads its part of the weights."""
   abstract, config = experiment.abstract_state(), experiment.config.model
