@@ -128,7 +128,7 @@ def _override(
       given[key] = value.item()
   config.update_from_flattened_dict(given)
   config = config.copy_and_resolve_references()
-  base_config.check_config(config, may_be_own=may_be_own)
+  base_config.validate_config(config, may_be_own=may_be_own)
   return config
 
 

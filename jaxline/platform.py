@@ -490,7 +490,7 @@ def _read_config(
       ' and not both.'
     )
   # `start` knows whose class it is.
-  base_config.check_config(values.config, may_be_own=True)
+  base_config.validate_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
 
