@@ -218,35 +218,29 @@ def _value(config: Any, name: str) -> Any:
   return config
 
 
-def _rules_have_no_checkpoint(rules: Any, source: Any) -> Any:
-  """The rules need a checkpoint. Set restore_from to the run that has it."""
-  return rules and not source
-
-
-def _memory_is_not_enough(checkpointer: str, *others: Any) -> Any:
-  """The others read checkpoints on disk. Set checkpointer = 'durable'."""
-  return checkpointer == 'memory' and any(x is not None for x in others)
-
-
-def _early_stop_has_no_metric(patience: Any, own: Any, best: Any) -> Any:
-  """Early stopping compares a metric. Set early_stop.metric."""
-  return patience is not None and not (own or best)
-
-
-def _pgle_twice(*ways: Any) -> Any:
-  """Set one: the first is for one run, the others are for two in a row."""
-  return sum(map(bool, ways)) > 1
-
-
-# Maps each function to the keys whose values it judges, in their order.
-_CONTRADICTIONS: dict[Callable[..., Any], str] = {
-  _rules_have_no_checkpoint: 'restore_rules restore_from',
-  _memory_is_not_enough: 'checkpointer restore_from eval_steps'
-  ' early_stop.patience',
-  _early_stop_has_no_metric: 'early_stop.patience early_stop.metric'
-  ' best_model_eval_metric',
-  _pgle_twice: 'xla.pgle_profiling_runs xla.pgle_save xla.pgle_profile',
-}
+# Names of keys, whether their values contradict each other, and what to do.
+_CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+  (
+    'restore_rules restore_from',
+    lambda rules, source: rules and not source,
+    'The rules need a checkpoint. Set restore_from to the run that has it.',
+  ),
+  (
+    'checkpointer restore_from eval_steps early_stop.patience',
+    lambda kind, *others: kind == 'memory' and {*others} != {None},
+    "The others read checkpoints on disk. Set checkpointer = 'durable'.",
+  ),
+  (
+    'early_stop.patience early_stop.metric best_model_eval_metric',
+    lambda patience, own, best: patience is not None and not (own or best),
+    'Early stopping compares a metric. Set early_stop.metric.',
+  ),
+  (
+    'xla.pgle_profiling_runs xla.pgle_save xla.pgle_profile',
+    lambda *ways: sum(map(bool, ways)) > 1,
+    'Set one: the first is for one run, the others are for two in a row.',
+  ),
+)
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:
@@ -255,11 +249,11 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   Raises:
     errors.UsageError: naming the keys, their values and what to change.
   """
-  for contradict, names in _CONTRADICTIONS.items():
+  for names, contradict, advice in _CONTRADICTIONS:
     values = {name: _value(config, name) for name in names.split()}
     if contradict(*values.values()):
       given = ', '.join(f'config.{k} is {x!r}' for k, x in values.items())
-      raise errors.UsageError(f'{given}. {contradict.__doc__}')
+      raise errors.UsageError(f'{given}. {advice}')
 
 
 def validate_config(
