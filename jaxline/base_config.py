@@ -270,7 +270,7 @@ def validate_config(
     errors.UsageError: the first thing that is wrong, by name.
   """
   defaults = get_base_config()
-  # Only misspelled keys of a section here; `_problem` says what it lacks.
+  # Of a section only misspelled keys here; `_problem` looks for missing ones.
   given = {**config}
   for name in _SECTIONS:
     if isinstance(own := given.get(name), keys.MAPPINGS):

@@ -1,6 +1,7 @@
 """Rows of the table of config keys, and checks of values.
 
 Each subsystem has the rows of its own keys as `KEYS`; `base_config` joins them.
+`read` builds an experiment's own config.
 """
 
 from collections.abc import Callable, Mapping

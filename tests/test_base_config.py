@@ -29,11 +29,6 @@ def refused(config, *words):
     assert word in str(caught.value), caught.value
 
 
-def test_the_base_config_is_valid():
-  base_config.validate_config(base_config.get_base_config())
-  base_config.validate_config(base_config.get_base_config().lock())
-
-
 def test_the_page_of_the_keys_is_what_the_table_says():
   done = processes.run('-W', 'error', '-m', 'jaxline.base_config')
   name = 'docs/reference/config.md'
