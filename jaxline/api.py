@@ -83,8 +83,7 @@ def fit(
     raise errors.UsageError(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
-  may_be_own = not experiments.is_full(experiment_class)
-  config = _override(config, overrides, may_be_own=may_be_own)
+  config = _override(config, overrides)
   memory.forget_published()  # Each call is a run of its own.
   try:
     with preemption.Watch():
@@ -108,10 +107,7 @@ def fit(
 
 
 def _override(
-  config: config_dict.ConfigDict,
-  overrides: Mapping[str, Any] | None,
-  *,
-  may_be_own: bool,
+  config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
 ) -> config_dict.ConfigDict:
   """Returns a validated copy of a config, with other values by dotted key."""
   # With its references to other keys, and the values themselves.
@@ -128,7 +124,7 @@ def _override(
       given[key] = value.item()
   config.update_from_flattened_dict(given)
   config = config.copy_and_resolve_references()
-  base_config.check_config(config, may_be_own=may_be_own)
+  base_config.validate_config(config, may_be_own=True)
   return config
 
 
@@ -179,9 +175,7 @@ def _load(
   mode: str,
 ) -> tuple[Any, int, config_dict.ConfigDict]:
   """Returns an experiment, its step and the config of its run."""
-  config = _override(
-    base_config.recorded_config(directory), overrides, may_be_own=True
-  )
+  config = _override(base_config.recorded_config(directory), overrides)
   config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
     is_users = 'experiment_class' in (overrides or {})

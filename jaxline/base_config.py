@@ -20,12 +20,10 @@ prints docs/reference/config.md.
 """
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import json
 import os
 import re
-import typing
-from typing import Any, TypeVar
+from typing import Any
 
 from ml_collections import config_dict
 
@@ -45,7 +43,9 @@ from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
 from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
-T = TypeVar('T')
+# For experiments.
+read = keys.read
+with_defaults = keys.with_defaults
 
 _FILE = optional(text('the name of a file', is_path=True))
 KEYS: tuple[Key, ...] = (
@@ -109,21 +109,18 @@ KEYS: tuple[Key, ...] = (
       checkpointing, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
-# Those that JAXline has too. A program of it may use the others for itself.
-_JAXLINES = frozenset(
-  (
-    *('experiment_kwargs', 'training_steps', 'interval_type', 'log_async'),
-    *('save_checkpoint_interval', 'log_tensors_interval', 'log_all_hosts'),
-    *('log_train_data_interval', 'log_all_train_data', 'logging_interval_type'),
-    *('periodic_action_growth_ratios', 'checkpoint_interval_type'),
-    *('save_initial_train_checkpoint', 'eval_initial_weights'),
-    *('one_off_evaluate', 'max_checkpoints_to_keep', 'random_seed'),
-    *('random_mode_train', 'random_mode_eval', 'legacy_random_seed_behavior'),
-    *('best_model_eval_metric', 'best_model_eval_metric_higher_is_better'),
-    *('train_checkpoint_all_hosts', 'best_checkpoint_all_hosts'),
-  )
-)
-_OTHERS = {part for name in DEFAULTS for part in name.split('.')} - _JAXLINES
+# Those that JAXline has too; a program of it may use the others for itself.
+_JAXLINES = """experiment_kwargs training_steps interval_type log_async
+  save_checkpoint_interval log_tensors_interval log_all_hosts
+  log_train_data_interval log_all_train_data logging_interval_type
+  periodic_action_growth_ratios checkpoint_interval_type
+  save_initial_train_checkpoint eval_initial_weights one_off_evaluate
+  max_checkpoints_to_keep random_seed random_mode_train random_mode_eval
+  legacy_random_seed_behavior best_model_eval_metric
+  best_model_eval_metric_higher_is_better train_checkpoint_all_hosts
+  best_checkpoint_all_hosts"""
+_OTHERS = {part for name in DEFAULTS for part in name.split('.')}
+_OTHERS -= {*_JAXLINES.split()}
 
 
 class _BaseConfig(config_dict.ConfigDict):
@@ -221,35 +218,29 @@ def _value(config: Any, name: str) -> Any:
   return config
 
 
-def _rules_have_no_checkpoint(rules: Any, source: Any) -> Any:
-  """The rules need a checkpoint. Set restore_from to the run that has it."""
-  return rules and not source
-
-
-def _memory_is_not_enough(checkpointer: str, *others: Any) -> Any:
-  """The others read checkpoints on disk. Set checkpointer = 'durable'."""
-  return checkpointer == 'memory' and any(x is not None for x in others)
-
-
-def _early_stop_has_no_metric(patience: Any, own: Any, best: Any) -> Any:
-  """Early stopping compares a metric. Set early_stop.metric."""
-  return patience is not None and not (own or best)
-
-
-def _pgle_twice(*ways: Any) -> Any:
-  """Set one: the first is for one run, the others are for two in a row."""
-  return sum(map(bool, ways)) > 1
-
-
-# Maps each function to the keys whose values it judges, in their order.
-_CONTRADICTIONS: dict[Callable[..., Any], str] = {
-  _rules_have_no_checkpoint: 'restore_rules restore_from',
-  _memory_is_not_enough: 'checkpointer restore_from eval_steps'
-  ' early_stop.patience',
-  _early_stop_has_no_metric: 'early_stop.patience early_stop.metric'
-  ' best_model_eval_metric',
-  _pgle_twice: 'xla.pgle_profiling_runs xla.pgle_save xla.pgle_profile',
-}
+# Names of keys, whether their values contradict each other, and what to do.
+_CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+  (
+    'restore_rules restore_from',
+    lambda rules, source: rules and not source,
+    'The rules need a checkpoint. Set restore_from to the run that has it.',
+  ),
+  (
+    'checkpointer restore_from eval_steps early_stop.patience',
+    lambda kind, *others: kind == 'memory' and {*others} != {None},
+    "The others read checkpoints on disk. Set checkpointer = 'durable'.",
+  ),
+  (
+    'early_stop.patience early_stop.metric best_model_eval_metric',
+    lambda patience, own, best: patience is not None and not (own or best),
+    'Early stopping compares a metric. Set early_stop.metric.',
+  ),
+  (
+    'xla.pgle_profiling_runs xla.pgle_save xla.pgle_profile',
+    lambda *ways: sum(map(bool, ways)) > 1,
+    'Set one: the first is for one run, the others are for two in a row.',
+  ),
+)
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:
@@ -258,19 +249,16 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   Raises:
     errors.UsageError: naming the keys, their values and what to change.
   """
-  for contradict, names in _CONTRADICTIONS.items():
+  for names, contradict, advice in _CONTRADICTIONS:
     values = {name: _value(config, name) for name in names.split()}
     if contradict(*values.values()):
       given = ', '.join(f'config.{k} is {x!r}' for k, x in values.items())
-      raise errors.UsageError(f'{given}. {contradict.__doc__}')
+      raise errors.UsageError(f'{given}. {advice}')
 
 
-def validate_config(config: config_dict.ConfigDict) -> None:
-  """Does `check_config` for a config with no key of a program's own."""
-  check_config(config, may_be_own=False)
-
-
-def check_config(config: config_dict.ConfigDict, *, may_be_own: bool) -> None:
+def validate_config(
+  config: config_dict.ConfigDict, *, may_be_own: bool = False
+) -> None:
   """Checks a whole config: its keys, each value, then contradictions.
 
   Args:
@@ -282,14 +270,14 @@ def check_config(config: config_dict.ConfigDict, *, may_be_own: bool) -> None:
     errors.UsageError: the first thing that is wrong, by name.
   """
   defaults = get_base_config()
-  defaults.mesh = {}  # A key that it leaves out has its default.
-  for name in _SECTIONS:  # Only misspelled keys here; `_problem` is for others.
-    if isinstance(own := _value(config, name), keys.MAPPINGS):
-      validate_keys(defaults[name], {**defaults[name], **own})
-    defaults[name] = {}
-  validate_keys(defaults, config)
+  # Of a section only misspelled keys here; `_problem` looks for missing ones.
+  given = {**config}
+  for name in _SECTIONS:
+    if isinstance(own := given.get(name), keys.MAPPINGS):
+      given[name] = {**defaults[name], **own}
+  validate_keys({**defaults, 'mesh': {}}, given)
   for name in defaults:
-    is_free = may_be_own and name not in _JAXLINES
+    is_free = may_be_own and name in _OTHERS
     if not is_free and (problem := _problem(config, name)):
       raise problem
   check_constraints(complete_config(config))
@@ -317,8 +305,7 @@ def _problem(config: Any, name: str) -> errors.UsageError | None:
 
 def own_keys(config: Any) -> dict[str, errors.UsageError]:
   """Maps each key that is a program's own to what our check says of it."""
-  names = [x for x in get_base_config() if x not in _JAXLINES]
-  found = {name: _problem(config, name) for name in names}
+  found = {x: _problem(config, x) for x in get_base_config() if x in _OTHERS}
   return {name: problem for name, problem in found.items() if problem}
 
 
@@ -499,76 +486,6 @@ def open_nones(config: config_dict.ConfigDict) -> None:
 
 def _as_tuples(value: Any) -> Any:
   return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-# An experiment's own config.
-
-
-def _nested(cls: Any) -> dict[str, Any]:
-  """Maps each field to the dataclass `C` of its type, `C` or `C | None`."""
-  found = {}
-  for name, kind in typing.get_type_hints(cls).items():
-    parts = typing.get_args(kind)
-    kinds = parts if type(None) in parts else (kind,)
-    found[name] = next(filter(dataclasses.is_dataclass, kinds), None)
-  return found
-
-
-def read(cls: type[T], config: Mapping[str, Any]) -> T:
-  """Builds an experiment's own config.
-
-  Args:
-    cls: a dataclass; each field is a key, nested where its type is a dataclass.
-    config: the values, for instance `config.experiment_kwargs.config`.
-
-  Raises:
-    errors.UsageError: a key is unknown or missing, or `cls` refuses a value.
-  """
-  values, nested = dict(config), _nested(cls)
-  kinds = typing.get_type_hints(cls)
-  errors.check_names(values, nested, 'key', cls.__name__)
-  for key, value in values.items():
-    kind = kinds[key]
-    is_none = isinstance(value, str | tuple) and value in ('None', (None,))
-    if is_none and type(None) in typing.get_args(kind):
-      values[key] = None  # A flag sets these in place of a text or a tuple.
-    elif (
-      value is None
-      and kind in (int, float, bool, str, tuple)
-      and getattr(cls, key, kind) is not None  # The default.
-    ):
-      raise errors.UsageError(
-        f'{cls.__name__}: {key} is None; expected {kind.__name__}.'
-      )
-    elif nested[key] and isinstance(value, keys.MAPPINGS):
-      values[key] = read(nested[key], value)
-    elif isinstance(value, config_dict.ConfigDict):
-      values[key] = value.to_dict()
-  try:
-    return cls(**values)
-  except (TypeError, ValueError) as e:
-    raise errors.UsageError(f'{cls.__name__}: {e}') from e
-
-
-def with_defaults(cls: Any, config: Any) -> Any:
-  """Adds the defaults of missing fields to an experiment's own config.
-
-  The default of a new field must be what runs did before it was added. `cls` is
-  as for `read`, or None. Its own `with_defaults(record)`, if it has one, may
-  leave out keys whose change makes no other run.
-  """
-  if cls is None or not isinstance(config, Mapping):
-    return config
-  filled = dict(getattr(cls, 'with_defaults', dict)(config))
-  nested = _nested(cls)
-  for f in dataclasses.fields(cls):
-    if f.name in filled:
-      filled[f.name] = with_defaults(nested[f.name], filled[f.name])
-    elif f.default is not dataclasses.MISSING:
-      filled[f.name] = f.default
-    elif f.default_factory is not dataclasses.MISSING:
-      filled[f.name] = f.default_factory()
-  return filled
 
 
 if __name__ == '__main__':

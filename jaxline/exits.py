@@ -28,6 +28,8 @@ from jaxline.storage import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 
+_JAXS_REMARK = 'JAX has removed its internal frames'
+
 
 def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
   """Returns the exit code for an error, and the text to print.
@@ -38,7 +40,9 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
     error: what ended the run.
     others: whether the run has other processes.
   """
-  lines = [str(error), *getattr(error, '__notes__', ())]
+  # JAX adds a remark on its own frames, which are not printed.
+  notes = getattr(error, '__notes__', ())
+  lines = [str(error), *(x for x in notes if _JAXS_REMARK not in x)]
   match error:
     case preemption.Preempted(code=int(code)):
       return code, '\n'.join(f'[jaxline] {x}' for x in lines)

@@ -1,6 +1,7 @@
 """Rows of the table of config keys, and checks of values.
 
 Each subsystem has the rows of its own keys as `KEYS`; `base_config` joins them.
+`read` builds an experiment's own config.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,11 +11,14 @@ import math
 import numbers
 import os
 import re
-from typing import Any, Literal
+import typing
+from typing import Any, Literal, TypeVar
 
 from ml_collections import config_dict
 
 from jaxline import errors
+
+T = TypeVar('T')
 
 MAPPINGS = (Mapping, config_dict.ConfigDict)
 ANY = '(?s).*'  # A regular expression.
@@ -203,3 +207,73 @@ def check_attributes(config: Any, /, **checks: Check) -> None:
   """
   for name, check in checks.items():
     check.require(name, getattr(config, name))
+
+
+# An experiment's own config.
+
+
+def _nested(cls: Any) -> dict[str, Any]:
+  """Maps each field to the dataclass `C` of its type, `C` or `C | None`."""
+  found = {}
+  for name, kind in typing.get_type_hints(cls).items():
+    parts = typing.get_args(kind)
+    kinds = parts if type(None) in parts else (kind,)
+    found[name] = next(filter(dataclasses.is_dataclass, kinds), None)
+  return found
+
+
+def read(cls: type[T], config: Mapping[str, Any]) -> T:
+  """Builds an experiment's own config.
+
+  Args:
+    cls: a dataclass; each field is a key, nested where its type is a dataclass.
+    config: the values, for instance `config.experiment_kwargs.config`.
+
+  Raises:
+    errors.UsageError: a key is unknown or missing, or `cls` refuses a value.
+  """
+  values, nested = dict(config), _nested(cls)
+  kinds = typing.get_type_hints(cls)
+  errors.check_names(values, nested, 'key', cls.__name__)
+  for key, value in values.items():
+    kind = kinds[key]
+    is_none = isinstance(value, str | tuple) and value in ('None', (None,))
+    if is_none and type(None) in typing.get_args(kind):
+      values[key] = None  # A flag sets these in place of a text or a tuple.
+    elif (
+      value is None
+      and kind in (int, float, bool, str, tuple)
+      and getattr(cls, key, kind) is not None  # The default.
+    ):
+      raise errors.UsageError(
+        f'{cls.__name__}: {key} is None; expected {kind.__name__}.'
+      )
+    elif nested[key] and isinstance(value, MAPPINGS):
+      values[key] = read(nested[key], value)
+    elif isinstance(value, config_dict.ConfigDict):
+      values[key] = value.to_dict()
+  try:
+    return cls(**values)
+  except (TypeError, ValueError) as e:
+    raise errors.UsageError(f'{cls.__name__}: {e}') from e
+
+
+def with_defaults(cls: Any, config: Any) -> Any:
+  """Adds the defaults of missing fields to an experiment's own config.
+
+  The default of a new field must be what runs did before it was added. `cls` is
+  as for `read`, or None. Its own `with_defaults(record)`, if it has one, may
+  leave out keys whose change makes no other run.
+  """
+  if cls is None or not isinstance(config, Mapping):
+    return config
+  filled = dict(getattr(cls, 'with_defaults', dict)(config))
+  nested = _nested(cls)
+  for f in dataclasses.fields(cls):
+    if f.name in filled:
+      filled[f.name] = with_defaults(nested[f.name], filled[f.name])
+    elif f.default is not dataclasses.MISSING:
+      filled[f.name] = f.default
+    elif f.default_factory is not dataclasses.MISSING:
+      filled[f.name] = f.default_factory()
+  return filled

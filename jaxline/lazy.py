@@ -12,6 +12,7 @@ _NAMES = {
   'F': 'jaxline.debug:F',
   'T': 'jaxline.async_lib:T',
   '_get_function_name': 'jaxline.async_lib:function_name',
+  '_initialize_experiment': 'jaxline.compat.experiments:initialize_experiment',
   '_log_outputs': 'jaxline.compat.adapters:log_outputs',
   'config_dict': 'ml_collections.config_dict',
   'flags': 'absl.flags',

@@ -78,14 +78,12 @@ class Mode:
     trains: whether it saves checkpoints and writes the log `train`.
     eval_log: the name of its log of evaluation; '' if it does not evaluate.
     follows: whether it takes the weights that another run saves.
-    is_threaded: whether a second thread evaluates the checkpoints.
   """
 
   run: Callable[[train.Run], Any]
   trains: bool = False
   eval_log: str = ''
   follows: bool = False
-  is_threaded: bool = False
 
 
 _TRAIN = adapters.rebindable(train, 'train', 'writer')
@@ -100,14 +98,10 @@ MODES = {
     lambda run: threads.train_and_eval(run, _TRAIN, _EVALUATE),
     trains=True,
     eval_log='eval',
-    is_threaded=True,
   ),
   'decode': Mode(_decode, follows=True),
   'compile': Mode(_compile),
 }
-
-
-# A run.
 
 
 def create_checkpointer(
@@ -158,7 +152,7 @@ def start(
 
   Args:
     experiment_class: as for `main`, like both factories.
-    config: the run's, validated.
+    config: the run's.
     name: the mode's.
     checkpointer_factory: see `main`.
     writer_factory: see `main`.
@@ -167,26 +161,27 @@ def start(
   Returns:
     The run's directory, and what the function of the mode returns.
   """
+  origin = origin or console_lib.Origin()
   if name.startswith('eval'):
     mode = dataclasses.replace(MODES['eval'], eval_log=name)
   else:
     errors.check_names([name], MODES, 'mode', '--jaxline_mode')
     mode = MODES[name]
-  if mode.is_threaded and jax.process_count() > 1:
+  is_threaded = name == 'train_eval_multithreaded'
+  if is_threaded and jax.process_count() > 1:
     raise errors.UsageError(
       f'--jaxline_mode={name} runs in one process only. Use train_and_eval.'
     )
-  origin = origin or console_lib.Origin()
-  config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(
       config, recorded_in=_recorded_in(origin)
     )
+  if experiments.is_full(experiment_class):
+    base_config.validate_config(config)
+  config = resolve_config(config)
   config.checkpoint_dir = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
   )
-  if experiments.is_full(experiment_class):
-    base_config.validate_config(config)
   own_config, config = config, base_config.complete_config(config)
   logs = [log for log in ('train' * mode.trains, mode.eval_log) if log]
   with goodput.run(), contextlib.ExitStack() as stack:
@@ -195,8 +190,7 @@ def start(
     stack.enter_context(compilation_cache.of_run(config))
     # The console prints the summary after the other parts have closed.
     console = stack.enter_context(console_lib.Console.make(config, origin))
-    if not _claim(logs, config, stack):
-      logs = []
+    logs = _claim(logs, config, stack)
     # Logs close after the checkpointers, so that a last save is still logged.
     closing = stack.enter_context(contextlib.ExitStack())
 
@@ -208,7 +202,7 @@ def start(
       return full
 
     first, second = None, None
-    if mode.is_threaded:
+    if is_threaded:
       first, second = checkpointer('train', False), checkpointer('eval', True)
     elif mode.trains or mode.follows:
       first = checkpointer(name, mode.follows)
@@ -219,9 +213,8 @@ def start(
     for log in logs:
       made[log] = (writer_factory or create_writer)(own_config, log)
       closing.enter_context(adapters.full_writer(made[log]))
-    actions = []
-    if mode.trains and config.xla.pgle_save and jax.process_index() == 0:
-      actions = [profiling.PgleProfiler(config)]
+    profiles = mode.trains and config.xla.pgle_save and not jax.process_index()
+    actions = [profiling.PgleProfiler(config)] if profiles else []
     run = train.Run(
       experiment_class,
       own_config,
@@ -229,7 +222,7 @@ def start(
       made.get('train'),
       made.get(mode.eval_log),
       actions,
-      eval_mode=name if mode.is_threaded else mode.eval_log,
+      eval_mode=name if is_threaded else mode.eval_log,
       eval_checkpointer=second,
       console=console,
       watch=preemption.begin_run(mode.trains, config.preemption_signals),
@@ -241,14 +234,10 @@ def start(
 
 def _claim(
   logs: list[str], config: config_dict.ConfigDict, stack: contextlib.ExitStack
-) -> bool:
+) -> list[str]:
   """Claims the logs of a run, so that no other process writes them.
 
-  Returns:
-    Whether they can be written; an evaluation only needs to read.
-
-  Raises:
-    UsageError: another run writes them, or a training cannot.
+  Returns those that can be written; an evaluation only needs to read.
   """
   problem, is_refused = '', False
   if jax.process_index() == 0:
@@ -265,7 +254,7 @@ def _claim(
     logging.warning('%s. Only the console shows this evaluation.', problem)
   elif logs:
     stack.callback(spool.upload, config.checkpoint_dir)
-  return not problem
+  return [] if problem else logs
 
 
 # Flags.
@@ -318,10 +307,8 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
 
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
-    for name in values:
-      one, key = values[name], name.removeprefix('config.')
-      if key == name:
-        continue
+    overrides = [name for name in values if name.startswith('config.')]
+    for one, key in ((values[x], x.removeprefix('config.')) for x in overrides):
       if isinstance(one, flags.MultiFlag):
         own = functools.partial(_parse_tuple, one, one.parse)
         one.parse = own  # type: ignore[method-assign]
@@ -490,7 +477,7 @@ def _read_config(
       ' and not both.'
     )
   # `start` knows whose class it is.
-  base_config.check_config(values.config, may_be_own=True)
+  base_config.validate_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
 

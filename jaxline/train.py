@@ -204,8 +204,7 @@ class Run:
 
     A collective checkpointer needs all processes in any case.
     """
-    is_chief = jax.process_index() == 0
-    return self.checkpointer.collective or all_hosts or is_chief
+    return self.checkpointer.collective or all_hosts or jax.process_index() == 0
 
   def resume_log(
     self,
@@ -240,14 +239,13 @@ class Run:
       self.stop = self.stop or e.with_traceback(None)
       self.console.stopped = str(self.stop)
 
-  def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
+  def check(self, step: int, finish: Callable[[], None] = lambda: None) -> None:
     """Raises Preempted, after `finish()`, if a signal ends the run."""
     # The evaluation beside a training must not hide that the training hangs.
     if self.trained is None:
       watchdog.give_sign_of_life()
     if self.watch.reached(step):
-      if finish is not None:
-        finish()
+      finish()
       self.watch.leave()
 
   def mark_ended(self, step: int) -> None:
@@ -274,9 +272,6 @@ class _Together(periodic.Every):
       return is_due
     agreed = self._agreement.is_due(self._name, step, is_due)
     return agreed or step == self._end_step
-
-
-_initialize_experiment = experiments.initialize_experiment  # Forks call it.
 
 
 class Training:

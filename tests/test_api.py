@@ -108,6 +108,7 @@ OUR_ARGUMENTS = (
   'category',
   'depth_of',
   'logs_error',
+  'may_be_own',
   'on_stall',
   'records_config',
   'run_config',

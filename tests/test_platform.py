@@ -265,6 +265,14 @@ def during_an_import(error):
   return outer
 
 
+def while_traced(error):
+  """Returns an error with what JAX adds to it."""
+  with pytest.raises(type(error)) as caught:
+    jax.jit(lambda: (_ for _ in ()).throw(error))()
+  assert caught.value.__notes__
+  return caught.value
+
+
 LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
 
 
@@ -273,6 +281,7 @@ LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
   ('error', 'code', 'among_others'),
   [
     (errors.UsageError('No such file'), 2, 2),
+    (while_traced(errors.UsageError('No such file')), 2, 2),
     (store.DamagedError('No such file'), 1, 1),
     (owner.LostClaimError('No such file'), 1, 1),
     (nonfinite.NonfiniteError('No such file'), 1, 1),
@@ -614,8 +623,12 @@ def test_help_shows_the_program_and_our_flags():
   assert sorted(shown) == sorted(flag.name for flag in ours)
 
 
-@pytest.mark.parametrize('style', ['sharded', 'per_device'])
-def test_disable_pmap_jit_shows_values(toy_here, tmp_path, style):
+# Numbers; in a pmap the values of all local devices at once, as in JAXline.
+@pytest.mark.parametrize(
+  ('style', 'shown'),
+  [('sharded', r'\d\.\d'), ('per_device', r'batched=float32\[\d+,4\]')],
+)
+def test_disable_pmap_jit_shows_values(toy_here, tmp_path, style, shown):
   losses = []
   for is_off in (False, True):
     path = tmp_path / str(is_off)
@@ -624,9 +637,9 @@ def test_disable_pmap_jit_shows_values(toy_here, tmp_path, style):
     result = succeeded(toy_here(path, *args, style=style))
     losses.append(records(path, 'train')[2])
     seen = re.findall(r'loss_fn sees (.*)', result.stdout)
-    # Op by op the function runs at each step, and sees numbers.
-    has_numbers = [bool(re.search(r'\d\.\d', line)) for line in seen]
-    assert has_numbers == [is_off] * len(seen), seen
+    # Op by op the function runs at each step.
+    are_values = [bool(re.search(shown, line)) for line in seen]
+    assert are_values == [is_off] * len(seen), seen
     assert len(seen) >= 1 + is_off
   assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
