@@ -155,13 +155,10 @@ def _is_shared(path: pathlib.Path | None) -> bool:
 
 
 def _remove_damaged(path: pathlib.Path, since: float) -> None:
-  """Removes the entries that JAX cannot read.
+  """Removes entries that JAX cannot read: of those used after a time, in s.
 
-  Args:
-    path: the directory of the cache.
-    since: looks at the entries that were used after this time, in seconds since
-      1970, and at those without a time, which a killed process has left. JAX
-      would fail to remove the oldest entries because of one of these.
+  It also looks at entries without a time, which a killed process has left. JAX
+  would fail to remove the oldest entries because of one of these.
   """
   with contextlib.suppress(OSError, filelock.Timeout):
     # JAX holds this lock while it reads or writes.

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import glob
@@ -29,7 +29,9 @@ from jaxline.inputs import indexed
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GrainInput(indexed.IndexedInput):
-  """Records that Grain can read, each a dict of arrays, as batches of them.
+  """Records that Grain can read, as batches: dicts of arrays [b, ...].
+
+  A record is a dict, of any depth, of arrays whose shapes all records share.
 
   Attributes:
     dataset: a `grain.MapDataset`, finite, neither filtered nor batched; or
@@ -41,8 +43,6 @@ class GrainInput(indexed.IndexedInput):
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
       depends on the seed, the record and the epoch alone.
-    collate: makes the batch, a dict of arrays [b, ...], of a list of b records;
-      None stacks arrays of equal shapes, in dicts of any depth.
     data_name: identifies the data: a state that was saved with another name is
       refused. Files are also identified by names, sizes and numbers of records;
       other datasets without a name only by their number of records.
@@ -51,7 +51,6 @@ class GrainInput(indexed.IndexedInput):
   dataset: Any = None
   files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
   transformations: Sequence[Any] = ()
-  collate: Callable[[list[Any]], dict[str, Any]] | None = None
   data_name: str = ''
 
   def __post_init__(self) -> None:
@@ -63,7 +62,6 @@ class GrainInput(indexed.IndexedInput):
     self._records: Any = self.dataset
     if self.files:
       self._open(_find_files(self.files))
-    self._collate = self.collate or _stack
     self._is_map_dataset = isinstance(self._records, grain.MapDataset)
     self._length = len(self._records)
     if self._length == sys.maxsize:
@@ -87,7 +85,7 @@ class GrainInput(indexed.IndexedInput):
     if self.transformations:
       numbered = zip(elements, epochs.tolist(), numbers, strict=True)
       elements = [self._transform(*x) for x in numbered]
-    return self._collate(elements)
+    return _stack(elements)
 
   def _transform(self, element: Any, epoch: int, record: int) -> Any:
     for stage, t in enumerate(self.transformations):

@@ -109,11 +109,7 @@ class IterableInput(base.BaseInput):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _SkippingInput(resumable.ResumableInput):
-  """The batches of a `tf.data.Dataset`, counted.
-
-  Attributes:
-    dataset: the dataset. A resumed run reads it up to the position again.
-  """
+  """The batches of a `tf.data.Dataset`; a resumed run reads them again."""
 
   dataset: Any
   batch_size: int | None = None  # type: ignore[assignment]

@@ -86,11 +86,11 @@ class SyntheticInput(indexed.IndexedInput):
         numbers = indexed.record_generator(self.seed(), 0, epoch, record)
         for values in batch.values():
           shape = values.shape[1:]
-          values[row] = (
-            numbers.standard_normal(shape, np.float32)
-            if _is_float(values.dtype)
-            else numbers.integers(self.vocab_size, size=shape)
-          )
+          # JAX knows that bfloat16 is a float.
+          if jax.numpy.issubdtype(values.dtype, np.floating):
+            values[row] = numbers.standard_normal(shape, np.float32)
+          else:
+            values[row] = numbers.integers(self.vocab_size, size=shape)
     if self.length is None:
       return batch
     tokens = batch['ids']
@@ -103,7 +103,3 @@ class SyntheticInput(indexed.IndexedInput):
       'segment_ids': np.ones((rows, length), np.int32),
       'segment_pos': np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
     }
-
-
-def _is_float(dtype: np.dtype) -> bool:
-  return jax.numpy.issubdtype(dtype, np.floating)  # It knows bfloat16.

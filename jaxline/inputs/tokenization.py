@@ -98,13 +98,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class _FileTokenizer(Tokenizer):
-  """A tokenizer of a file.
-
-  Args:
-    data: the contents of the file.
-    source: its path, for messages.
-    token: the name of the document token; None finds one.
-  """
+  """A tokenizer of a file; messages name its path, `source`."""
 
   KIND: ClassVar[str]
 
