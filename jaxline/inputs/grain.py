@@ -68,11 +68,9 @@ class GrainInput(indexed.IndexedInput):
       raise ValueError(f'{self.name}.dataset has no end: omit .repeat().')
 
   def num_records(self) -> int:
-    """Returns how many records the dataset has."""
     return self._length
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns the records with these numbers, transformed and stacked."""
     numbers = records.tolist()
     if self._is_map_dataset:
       # Grain's own numbering over epochs: its random nodes differ in each.
@@ -97,7 +95,6 @@ class GrainInput(indexed.IndexedInput):
     return element
 
   def describe_record(self, record: int, epoch: int) -> str:
-    """Returns the file and the place in it, where there are files."""
     if not self.files:
       return super().describe_record(record, epoch)
     i = bisect.bisect_right(self._ends, record)
@@ -105,7 +102,6 @@ class GrainInput(indexed.IndexedInput):
     return f'{self._paths[i]}, record {number}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns the name of the data, and a hash of the files."""
     files = self._hash if self.files else ''
     return {'data_name': self.data_name, 'files': files}
 

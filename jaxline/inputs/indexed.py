@@ -144,7 +144,6 @@ class IndexedInput(resumable.ResumableInput):
   # The contract of `BaseInput`.
 
   def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields this host's batches from a position on; see `ResumableInput`."""
     rows = self.get_global_batch_size()
     end = sys.maxsize - rows if self.repeat else self._size
     positions = range(position, end, rows)
@@ -234,7 +233,6 @@ class IndexedInput(resumable.ResumableInput):
     return f'{len(records)} records that can be read one by one: {first}, ...'
 
   def identity(self) -> dict[str, Any]:
-    """Returns the values on which the global order depends."""
     return {
       'num_records': self.num_records(),
       'repeat': self.repeat,
@@ -244,7 +242,6 @@ class IndexedInput(resumable.ResumableInput):
     }
 
   def where(self) -> str:
-    """Returns the first record of the next batch."""
     if not (positions := self.positions_at(self._at)).size:
       return 'the rows that fill up the end of the epoch'
     position = int(positions[0])
@@ -255,7 +252,6 @@ class IndexedInput(resumable.ResumableInput):
     )
 
   def where_rows(self) -> list[str]:
-    """Returns the record of each row of the next batch."""
     return [*map(self.describe_at, self.positions_at(self._at).tolist())]
 
   def describe_at(self, position: int) -> str:
@@ -264,7 +260,6 @@ class IndexedInput(resumable.ResumableInput):
     return self.describe_record(int(record), position // self._size)
 
   def close(self) -> None:
-    """Ends threads and workers."""
     super().close()
     reader, self._reader = self._reader, None
     if not hasattr(reader, 'close'):

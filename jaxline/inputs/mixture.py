@@ -91,7 +91,6 @@ class MixtureInput(indexed.IndexedInput):
     return sys.maxsize
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns the rows at some positions, arrays [b, ...]."""
     del epochs
     chosen = [self._choose(k) for k in records.tolist()]
     of, at = np.array(chosen, np.int64).reshape(-1, 2).T
@@ -127,12 +126,10 @@ class MixtureInput(indexed.IndexedInput):
     return jax.tree.map(lambda x: np.asarray(x)[:0], dict(row))
 
   def describe_record(self, record: int, epoch: int) -> str:
-    """Returns the child, and where its record comes from."""
     i, position = self._choose(record)
     return f'{list(self.inputs)[i]}: {self._children[i].describe_at(position)}'
 
   def identity(self) -> dict[str, Any]:
-    """Returns the proportions, and what the children's orders depend on."""
     children = {
       f'{name}.{key}': value
       for name, child in self.inputs.items()
@@ -142,7 +139,6 @@ class MixtureInput(indexed.IndexedInput):
     return {'weights': shares, **children}
 
   def close(self) -> None:
-    """Closes the children too."""
     super().close()
     for child in self.inputs.values():
       child.close()

@@ -61,11 +61,9 @@ class SyntheticInput(indexed.IndexedInput):
     }
 
   def num_records(self) -> int:
-    """Returns the records of an epoch."""
     return self.size
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the records depend on."""
     return {
       'kind': self.kind,
       'vocab_size': self.vocab_size,
@@ -75,7 +73,6 @@ class SyntheticInput(indexed.IndexedInput):
     }
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns the records [b, ...]."""
     batch = {
       key: np.ones((len(records), *shape), dtype)
       for key, (shape, dtype) in self._spec.items()

@@ -141,7 +141,6 @@ class EpochInput(resumable.ResumableInput):
   def read_from(
     self, position: dict[str, int]
   ) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """Yields this host's batches from a position on; see `ResumableInput`."""
     is_global = self.ANY_NUMBER_OF_HOSTS
     rows = self.get_global_batch_size() if is_global else self.batch_size
     # Whether other hosts may have more or fewer records.
@@ -227,11 +226,9 @@ class EpochInput(resumable.ResumableInput):
     return choose(next(rows), slice(0))
 
   def identity(self) -> dict[str, Any]:
-    """Returns what fixes the order."""
     return {**super().identity(), 'seed': self.seed(), 'repeat': self.repeat}
 
   def where(self) -> str:
-    """Returns the first record of the next batch."""
     return f'epoch {self._at["epoch"]} from record {self._at["record"]} on'
 
 
@@ -259,7 +256,6 @@ class TfDataInput(EpochInput):
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = True
 
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns the dataset of the function, shuffled."""
     host = {'host_index': host_index, 'num_hosts': self.num_infeed_hosts}
     host = {} if self.ANY_NUMBER_OF_HOSTS else host
     dataset = self.dataset(seed=seed, **host)
@@ -268,7 +264,6 @@ class TfDataInput(EpochInput):
     return dataset.shuffle(self.shuffle_buffer_size, seed=seed)
 
   def identity(self) -> dict[str, Any]:
-    """Returns what fixes the order."""
     return {
       **super().identity(),
       'shuffle_buffer_size': self.shuffle_buffer_size,

@@ -62,7 +62,7 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the tokens of each text, as `encode` does, in parallel."""
+    """Returns the tokens of each text, int32 [length], in parallel."""
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of tokens, [length].
@@ -90,7 +90,6 @@ class ByteTokenizer(Tokenizer):
   identity = 'bytes'
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the bytes of each text, int32 [length]."""
     return [np.frombuffer(_bytes(t), np.uint8).astype(np.int32) for t in texts]
 
   def _decode(self, ids: list[int]) -> str:
@@ -158,7 +157,6 @@ class SentencePieceTokenizer(_FileTokenizer):
     return {name(i): i for i in control}, [name(i) for i in ends if i >= 0]
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the tokens of each text, int32 [length]."""
     ids = self._library.encode([_str(t) for t in texts], out_type=int)
     return [np.array(x, np.int32) for x in ids]
 
@@ -188,7 +186,6 @@ class HuggingFaceTokenizer(_FileTokenizer):
     return {x.content: i for i, x in added if x.special}, WELL_KNOWN_TOKENS
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the tokens of each text, int32 [length]."""
     encodings = self._library.encode_batch_fast(
       [_str(t) for t in texts], add_special_tokens=False
     )
