@@ -1,7 +1,5 @@
 """Moving values between the host and the devices of this host."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Generator, Iterable
 from typing import Any, TypeVar

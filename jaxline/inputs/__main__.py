@@ -107,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _shard(text: str) -> base.Shard:
   """Parses '1/4'."""
-  index, count = map(int, text.split('/'))
-  return base.Shard(index, count)
+  return base.Shard(*map(int, text.split('/')))
 
 
 def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -7,8 +7,6 @@
 `grain.IterDataset`, a stream, see `iterable.IterableInput`.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Mapping, Sequence
 from concurrent import futures

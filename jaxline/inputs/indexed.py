@@ -9,8 +9,6 @@ were given: it fits any number of hosts, any batch size and any workers.
 Shapes: b rows, N records of an epoch.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Iterator
 import dataclasses

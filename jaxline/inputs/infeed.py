@@ -5,13 +5,11 @@ waits for them. Each batch comes with the mark behind it (see `BaseInput.mark`),
 since the source has been read further by then.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Generator, Iterable, Iterator
 import itertools
 import time
-from typing import Any
+from typing import Any, Self
 
 from absl import logging
 import jax
@@ -74,7 +72,7 @@ class Infeed:
       stall_secs=stall_secs,
     )
 
-  def __iter__(self) -> Infeed:
+  def __iter__(self) -> Self:
     return self
 
   def __next__(self) -> Any:

@@ -4,8 +4,6 @@
 gives batches is a `base.BaseInput`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Inputs that can start to read at any position."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Iterator
 import copy

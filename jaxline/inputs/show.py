@@ -14,8 +14,6 @@ without the argument `shard`, that of a single host. A `batch` is one that
 are not counted.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib

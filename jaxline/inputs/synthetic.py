@@ -3,8 +3,6 @@
 Shapes: b rows, L tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, Literal, get_args

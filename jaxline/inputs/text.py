@@ -29,8 +29,6 @@ Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
 row, b rows to read.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 import dataclasses

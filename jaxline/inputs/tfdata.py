@@ -29,8 +29,6 @@ random numbers or call Python run sequentially. `tf.random.stateless_*` and
 TensorFlow is imported when the first input is made, and never touches a GPU.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib

@@ -14,8 +14,6 @@ renamed into place once it is complete, also where several processes make it.
 Shapes: N tokens of a split, D documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
