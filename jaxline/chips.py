@@ -180,7 +180,7 @@ def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
 
   options: dict[str, Any] = {}
   if topology.chip.name == 'v4':
-    # Else libtpu makes two devices of a chip, whose cores are one in reality.
+    # libtpu makes two devices of a chip by default; a real one has one.
     options['chip_config_name'] = 'megacore'
   if num_slices > 1:
     options['num_slices'] = num_slices

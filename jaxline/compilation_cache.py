@@ -51,9 +51,6 @@ def of_run(config: Any) -> Iterator[None]:
   A directory that the user has given to JAX itself (JAX_COMPILATION_CACHE_DIR,
   `jax_compilation_cache_dir`) stays, and so does a cache that is switched off
   there. All processes of a run must call it together.
-
-  Args:
-    config: the run's, complete and validated.
   """
   path = _path(config)
   if jax.process_count() > 1 and not _is_shared(path):

@@ -34,7 +34,7 @@ class _Feed:
   is_training: ClassVar[bool]
   method: Callable[..., Any]
   partitioner: partitioning.Partitioner
-  config: Any  # Of the run: `skip_batches` and the keys of the infeed.
+  config: Any  # It has `skip_batches` and the keys of the infeed.
 
   def _open_all(self) -> dict[str, inputs.BaseInput]:
     """Returns name -> input of the method; '' names an only one."""

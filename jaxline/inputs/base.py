@@ -375,9 +375,6 @@ class BaseInput:
   def set_state(self, state: Any) -> None:
     """Continues where `get_state` was called, in this or another process.
 
-    Args:
-      state: the value that it returned.
-
     Raises:
       ValueError: the state belongs to another input, other data or another
         order, or to other hosts if the input depends on them.

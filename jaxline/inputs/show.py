@@ -125,8 +125,8 @@ class _Host:
   """What one host has read; `totals` are the sums of `counts`.
 
   By batch, `rows` has the hash of each row that has a weight, and `states` the
-  state behind it, if it is saved. `records` has the `_RECORDS` of each row, if
-  records have numbers.
+  state after the batch, if it is saved. `records` has the `_RECORDS` of each
+  row, if records have numbers.
   """
 
   source: Any
@@ -279,9 +279,9 @@ def _check_position(hosts: Sequence[_Host], open_input: _OpenInput) -> _Result:
 def _continue(
   source: base.BaseInput, hosts: Sequence[_Host], start: int
 ) -> str:
-  """Returns what is wrong if an input continues from a state of hosts, or ''.
+  """Returns '' if an input continues as the hosts have read, else the error.
 
-  For several hosts, it reads the rows of all as one host.
+  For several hosts, the input reads the rows of all as one host.
   """
   try:
     source.set_state(hosts[0].states[start - 1])

@@ -83,10 +83,7 @@ def build(
 ) -> Any:
   """Returns `make(seed)`; operations without a seed use this one.
 
-  Args:
-    seed: becomes TensorFlow's global seed.
-    make: builds a dataset.
-    op_determinism: whether to turn TensorFlow's on; it stays on.
+  The seed becomes TensorFlow's global one, and its op determinism stays on.
   """
   with _building:
     import_tensorflow().random.set_seed(seed)
@@ -323,14 +320,10 @@ def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
 
 
 def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
-  """Returns tensors as a batch of arrays, for an input.
+  """Returns mappings, lists and tuples of tensors as a batch of an input.
 
   Strings are left out where devices would get them: in training and with
   several hosts.
-
-  Args:
-    source: the input.
-    given: mappings, lists and tuples of tensors.
   """
   keep_strings = not source.is_training and source.num_infeed_hosts == 1
 
