@@ -33,11 +33,9 @@ def flops(jaxpr: Any) -> float:
 def forward_flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products in the forward pass of a traced gradient.
 
-  Left out are recomputation, all outside of `jax.grad`, and gradients that the
-  differentiated function takes itself.
-
-  Args:
-    jaxpr: that of a function that calls `jax.grad` or `jax.value_and_grad`.
+  Left out are recomputation, all outside of `jax.grad` (or
+  `jax.value_and_grad`), and gradients that the differentiated function takes
+  itself.
   """
   return _jaxpr_flops(jaxpr, _OUTSIDE)
 

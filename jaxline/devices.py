@@ -145,8 +145,8 @@ def layout(value: Any) -> dict[str, Any] | None:
 def put(value: Any, layout: dict[str, Any] | None) -> Any:
   """Puts the arrays of a tree where those of the same path and shape were.
 
-  The structure of the tree may differ from that of `layout`. Without a layout
-  the tree stays as it is. Numpy arrays without a place go to the first device.
+  The tree may have changed its structure. Without a layout it stays as it is.
+  Numpy arrays without a place go to the default device.
   """
   if layout is None:
     return value

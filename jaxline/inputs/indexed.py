@@ -343,13 +343,9 @@ def _picklable(error: Exception) -> Exception:
 def record_generator(
   seed: int, stage: int, epoch: int, record: int
 ) -> np.random.Generator:
-  """Returns the random numbers of a record, whoever reads it.
+  """Returns the random numbers of a record, whoever reads it in an epoch.
 
-  Args:
-    seed: any integer.
-    stage: what they are for, at least 0.
-    epoch: in which the record is read.
-    record: its number.
+  `stage` is the number of their use, at least 0.
   """
   bits = np.random.Philox(
     key=np.array([seed % 2**64, 2**63 + stage], np.uint64),

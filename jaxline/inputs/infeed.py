@@ -113,14 +113,8 @@ def read_ahead(
 ) -> Generator[Any, None, None]:
   """Reads batches ahead on a thread, which `close` of the result ends.
 
-  Args:
-    source: what messages name.
-    batches: its batches; those of an evaluation stay on the host.
-    who: what waits for the batches, in messages.
-    thread_name: of the thread.
-    buffer_size: how many may be in memory, at least 2.
-    depth_of: of the first, how many instead; see `async_lib.py_prefetch`.
-    stall_secs: as for `Infeed`.
+  Messages name `source`, which gives the batches, and `who` waits for them. The
+  other arguments are those of `async_lib.py_prefetch`.
   """
 
   def warn() -> None:

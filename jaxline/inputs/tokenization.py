@@ -55,8 +55,7 @@ class Tokenizer(abc.ABC):
   def encode(self, text: Text) -> np.ndarray:
     """Returns the tokens of a text alone, int32 [length].
 
-    Args:
-      text: tokenizers of text read bytes that are not UTF-8 as U+FFFD.
+    Tokenizers of text read bytes that are not UTF-8 as U+FFFD.
     """
     return self.encode_batch([text])[0]
 
