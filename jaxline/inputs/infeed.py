@@ -114,7 +114,7 @@ def read_ahead(
   """Reads batches ahead on a thread, which `close` of the result ends.
 
   Messages name `source`, which gives the batches, and `who` waits for them. The
-  other arguments are those of `async_lib.py_prefetch`.
+  other arguments go to `async_lib.py_prefetch`.
   """
 
   def warn() -> None:
