@@ -46,28 +46,17 @@ class Chip:
     return self.ici_links * self.ici_link_bandwidth
 
 
-def _chip(
-  name: str,
-  kinds: str | tuple[str, ...],
-  tflops: float,
-  memory: float,
-  bandwidth: float,
-  links: int = 0,
-  link: float = 0.0,
-  dcn: float = 0.0,
-) -> Chip:
+def _chip(name: str, kinds: str | tuple[str, ...], *numbers: float) -> Chip:
   """Makes a chip of numbers in TFLOP/s, of GiB (TPU) or GB, and of GB/s."""
   kinds = (kinds,) if isinstance(kinds, str) else kinds
   unit = 2.0**30 if kinds[0].startswith('TPU') else 1e9
-  return Chip(
-    name,
-    kinds,
-    tflops * 1e12,
-    memory * unit,
-    bandwidth * 1e9,
-    links,
-    link * 1e9,
-    dcn * 1e9,
+  flops, memory, bandwidth, links, link, dcn = (*numbers, 0, 0, 0)[:6]
+  chip = Chip(name, kinds, flops * 1e12, memory * unit, bandwidth * 1e9)
+  return dataclasses.replace(
+    chip,
+    ici_links=int(links),
+    ici_link_bandwidth=link * 1e9,
+    dcn_bandwidth=dcn * 1e9,
   )
 
 
@@ -113,10 +102,6 @@ _CHIPS = (
   _chip('RTX-A6000', 'NVIDIA RTX A6000', 154.8, 48, 768),
 )
 # fmt: on
-
-# libtpu's default splits a v4 chip into two devices; on real machines its two
-# cores are one.
-_MEGACORE = ('v4',)
 
 _ENVIRONMENT = {
   # Otherwise libtpu asks a metadata server, which only Cloud machines have, ...
@@ -194,7 +179,8 @@ def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
   from jax.experimental import topologies
 
   options: dict[str, Any] = {}
-  if topology.chip.name in _MEGACORE:
+  if topology.chip.name == 'v4':
+    # libtpu makes two devices of a chip by default; a real one has one.
     options['chip_config_name'] = 'megacore'
   if num_slices > 1:
     options['num_slices'] = num_slices

@@ -51,9 +51,6 @@ def of_run(config: Any) -> Iterator[None]:
   A directory that the user has given to JAX itself (JAX_COMPILATION_CACHE_DIR,
   `jax_compilation_cache_dir`) stays, and so does a cache that is switched off
   there. All processes of a run must call it together.
-
-  Args:
-    config: the run's, complete and validated.
   """
   path = _path(config)
   if jax.process_count() > 1 and not _is_shared(path):
@@ -155,13 +152,10 @@ def _is_shared(path: pathlib.Path | None) -> bool:
 
 
 def _remove_damaged(path: pathlib.Path, since: float) -> None:
-  """Removes the entries that JAX cannot read.
+  """Removes entries that JAX cannot read: of those used after a time, in s.
 
-  Args:
-    path: the directory of the cache.
-    since: looks at the entries that were used after this time, in seconds since
-      1970, and at those without a time, which a killed process has left. JAX
-      would fail to remove the oldest entries because of one of these.
+  It also looks at entries without a time, which a killed process has left. JAX
+  would fail to remove the oldest entries because of one of these.
   """
   with contextlib.suppress(OSError, filelock.Timeout):
     # JAX holds this lock while it reads or writes.

@@ -19,16 +19,13 @@ PRODUCTS_IN_TRAINING = 3
 
 
 def flops(jaxpr: Any) -> float:
-  """Returns the FLOPs of a program's matrix products and convolutions.
+  """Returns the FLOPs of the products and convolutions of a program's jaxpr.
 
   A multiplication and an addition are two. The whole program counts, over all
   devices, a pipeline without its bubble (`partly_idle`). Of a `cond` the most
   expensive branch counts. A `while` counts once, with a warning if it has
   products. cuDNN's attention counts fully, although a causal kernel skips about
   half; splash attention counts without the blocks that it skips.
-
-  Args:
-    jaxpr: the program's, by `jax.make_jaxpr`.
   """
   return _jaxpr_flops(jaxpr, _ALL)
 
@@ -36,11 +33,9 @@ def flops(jaxpr: Any) -> float:
 def forward_flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products in the forward pass of a traced gradient.
 
-  Left out are recomputation, all outside of `jax.grad`, and gradients that the
-  differentiated function takes itself.
-
-  Args:
-    jaxpr: that of a function that calls `jax.grad` or `jax.value_and_grad`.
+  Left out are recomputation, all outside of `jax.grad` (or
+  `jax.value_and_grad`), and gradients that the differentiated function takes
+  itself.
   """
   return _jaxpr_flops(jaxpr, _OUTSIDE)
 

@@ -1,7 +1,5 @@
 """Moving values between the host and the devices of this host."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
@@ -131,14 +129,10 @@ def rendezvous() -> None:
 
 
 def layout(value: Any) -> dict[str, Any] | None:
-  """Returns where the arrays of a tree lie, for `put`.
+  """Returns where the arrays of a tree lie: path -> (shape, sharding).
 
-  Args:
-    value: a tree.
-
-  Returns:
-    Path -> (shape, sharding); None unless all leaves are jax.Arrays, since
-    other values, such as a buffer, may change their shape during a run.
+  It is None unless all leaves are jax.Arrays: the shape of anything else may
+  change during a run.
   """
   leaves = jax.tree_util.tree_leaves_with_path(value)
   if not leaves or not all(isinstance(x, jax.Array) for _, x in leaves):
@@ -151,12 +145,8 @@ def layout(value: Any) -> dict[str, Any] | None:
 def put(value: Any, layout: dict[str, Any] | None) -> Any:
   """Puts the arrays of a tree where those of the same path and shape were.
 
-  Args:
-    value: a tree; of another structure too.
-    layout: the result of `layout`; None returns the tree as it is.
-
-  Returns:
-    The tree. Numpy arrays without a place are put on the default device.
+  The tree may have changed its structure. Without a layout it stays as it is.
+  Numpy arrays without a place go to the default device.
   """
   if layout is None:
     return value
@@ -173,13 +163,9 @@ def put(value: Any, layout: dict[str, Any] | None) -> Any:
 def freeze(x: Any) -> Any:
   """Returns a copy of a leaf that no later step can change.
 
-  Args:
-    x: anything.
-
-  Returns:
-    A host copy of an array, except: a typed key stays one, and of an array of
-    several hosts this host's part is copied on its devices. Anything else is
-    returned as it is.
+  It is a host copy of an array, except: a typed key stays one, and of an array
+  of several hosts this host's part is copied on its devices. Anything else is
+  returned as it is.
   """
   if isinstance(x, jax.Array):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -15,8 +15,6 @@ Slurm, Open MPI, Kubernetes, Cloud TPU. Without either, this is one process.
 On the CPU the processes communicate by gloo, which is JAX's default.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Mapping
 from concurrent import futures

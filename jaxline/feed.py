@@ -29,18 +29,12 @@ Batch = dict[str, Any]
 
 @dataclasses.dataclass(eq=False)
 class _Feed:
-  """Opens what one of the two input methods of an experiment returns.
-
-  Attributes:
-    method: `train_input` or `eval_input`.
-    partitioner: the mesh, and the rows of this process.
-    config: the run's config, for `skip_batches` and the keys of the infeed.
-  """
+  """Opens what `train_input` or `eval_input` of an experiment returns."""
 
   is_training: ClassVar[bool]
   method: Callable[..., Any]
   partitioner: partitioning.Partitioner
-  config: Any
+  config: Any  # It has `skip_batches` and the keys of the infeed.
 
   def _open_all(self) -> dict[str, inputs.BaseInput]:
     """Returns name -> input of the method; '' names an only one."""

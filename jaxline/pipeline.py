@@ -30,21 +30,10 @@ from jaxline import partitioning
 
 X = TypeVar('X')
 
-_COPIES = frozenset(
-  {
-    'broadcast_in_dim',
-    'convert_element_type',
-    'copy',
-    'dynamic_slice',
-    'gather',
-    'name',
-    'reshape',
-    'sharding_constraint',
-    'slice',
-    'squeeze',
-    'transpose',
-  }
-)
+_COPIES = {
+  'broadcast_in_dim', 'convert_element_type', 'copy', 'dynamic_slice', 'gather',
+  'name', 'reshape', 'sharding_constraint', 'slice', 'squeeze', 'transpose',
+}  # fmt: skip
 
 
 def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:

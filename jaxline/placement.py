@@ -71,10 +71,7 @@ def check_rows(
 ) -> None:
   """Raises MeshError if the rows of a global batch do not divide.
 
-  Args:
-    total: the number of rows.
-    partitioner: has the mesh.
-    num_parts: `config.gradient_accumulation_steps`.
+  `num_parts` is `config.gradient_accumulation_steps`.
   """
   shards = partitioner.batch_shards * num_parts
   if remainder := total % shards:

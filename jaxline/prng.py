@@ -1,7 +1,5 @@
 """Random keys: of a run, of a named stream, per host and per device."""
 
-from __future__ import annotations
-
 import collections
 import enum
 import functools

@@ -132,14 +132,9 @@ def guard_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Selects the state after a step by whether its numbers are finite.
 
-  Args:
-    on_nonfinite: 'skip' returns the state before a step that is not finite,
-      with new counts. The other modes return `after`.
-    before: the state before the step.
-    after: the state after it.
-    loss: the loss of the step.
-    grads: its gradients.
-    empty: whether the weights of its batch sum to 0.
+  `on_nonfinite = 'skip'` returns the state before a step that is not finite,
+  with new counts. The other modes return `after`. `empty` is whether the
+  weights of the batch sum to 0.
 
   Returns:
     The state, and scalars. `nonfinite`, int32, is 1 if the loss or the global

@@ -76,12 +76,6 @@ def test_bcast_puts_a_copy_on_each_device(value, dtype):
     np.testing.assert_array_equal(shard[0], np.asarray(value))
 
 
-def test_bcast_of_a_tree():
-  got = devices.bcast_local_devices({'a': (1, None), 'b': []})
-  assert (got['a'][1], got['b']) == (None, [])
-  np.testing.assert_array_equal(got['a'][0], [1, 1])
-
-
 def test_bcast_shares_no_memory_with_its_argument():
   # Memory that JAX would take as it is: aligned, on the CPU.
   raw = np.zeros(4 * 64 + 64, np.uint8)

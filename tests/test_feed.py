@@ -6,7 +6,6 @@ import gc
 import itertools
 import re
 import threading
-import time
 import weakref
 
 import jax
@@ -203,17 +202,6 @@ def test_an_evaluation_reads_ahead_and_closes_its_input():
   assert closed
   assert read_on == {'eval_infeed'}
   assert 'eval_infeed' not in {t.name for t in threading.enumerate()}
-
-
-def test_an_evaluation_that_stalls_is_told_of(caplog):
-  caplog.set_level('WARNING')
-
-  def slow():
-    time.sleep(0.7)
-    yield {'x': np.ones([2, 1], np.float32)}
-
-  evaluate(make(slow, feed.EvalFeed, infeed_stall_secs=0.2))
-  assert 'The evaluation' in caplog.text
 
 
 # Both.

@@ -100,11 +100,12 @@ def make_report(
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
       compiled = [_compile(step, experiment, target, notes) for step in steps]
     state, batch, *_ = steps[0].args
+    presets = {rules: name for name, rules in partitioning.PRESETS.items()}
     return report_lib.Report(
       experiment=type(experiment).__name__,
       target=target,
       mesh=partitioner.axis_sizes,
-      sharding=_preset(partitioner.rules),
+      sharding=presets.get(partitioner.rules, 'by its own rules'),
       batch_rows=len(jax.tree.leaves(batch)[0]),
       parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
       state_bytes=_bytes(state),
@@ -154,11 +155,6 @@ def _target(
     num_devices=len(devices),
     chip=chip,
   )
-
-
-def _preset(rules: partitioning.Rules) -> str:
-  presets = partitioning.PRESETS.items()
-  return next((n for n, p in presets if p == rules), 'by its own rules')
 
 
 def _build(

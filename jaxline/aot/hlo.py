@@ -243,15 +243,7 @@ _MAX_ROUNDS = 1 << 16
 
 
 def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
-  """Evaluates scalar integers and comparisons of them.
-
-  Args:
-    i: the instruction.
-    parameters: values of the parameters of its computation.
-
-  Returns:
-    An integer or bool; of a tuple, the list of its values; None if unknown.
-  """
+  """Returns an integer or bool; of a tuple, a list of them; None if unknown."""
   if len(i.shapes) == 1 and i.shapes[0].dims:
     return None
   if i.opcode == 'constant':

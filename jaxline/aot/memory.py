@@ -73,11 +73,8 @@ def buffers(assignment: str, module: hlo.Module) -> list[Buffer]:
   """Returns the buffers of a program in the chip's main memory, largest first.
 
   Temporaries share memory at different times: the largest that do not overlap
-  are listed, which is mostly what fills the memory at the worst moment.
-
-  Args:
-    assignment: XLA's `buffer-assignment.txt`.
-    module: the program, for their names.
+  are listed, which is mostly what fills the memory at the worst moment. The
+  program `module` has their names.
   """
   instructions = {
     name: instruction

@@ -74,10 +74,7 @@ def roofline(
 ) -> Roofline | None:
   """Returns how long a step takes at least; None if the chip is not known.
 
-  Args:
-    target: the chips.
-    measures: of the compiled program.
-    model_flops: of the model, all chips together.
+  `model_flops` counts all chips together.
   """
   chip = target.chip
   if chip is None:

@@ -29,14 +29,9 @@ def input_maker(
 ) -> Callable[..., Any]:
   """Returns a function that makes an experiment's input, as a run does.
 
-  Args:
-    config: the run's.
-    split: 'train' or 'eval'.
-    eval_set: which of several evaluation sets; None is the first.
-
-  Returns:
-    A function of a shard, or of nothing if the experiment's method is. It makes
-    the experiment on a mesh of placeholders, but no weights.
+  It takes a shard if the experiment's method does. It makes the experiment on a
+  mesh of placeholders, but no weights. Without `eval_set`, the input of the
+  split 'eval' is the first evaluation set.
   """
   experiment_class = platform.resolve_experiment_class(config)
   method = f'{split}_input'
@@ -107,8 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _shard(text: str) -> base.Shard:
   """Parses '1/4'."""
-  index, count = map(int, text.split('/'))
-  return base.Shard(index, count)
+  return base.Shard(*map(int, text.split('/')))
 
 
 def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:

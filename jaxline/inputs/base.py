@@ -22,8 +22,6 @@ The contract is that of Pax's documents, section 'Data inputs'
 (https://github.com/google/paxml).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 import copy
 import dataclasses
@@ -149,25 +147,24 @@ class BaseInput:
 
   def _check_fields(self) -> None:
     self._check_batch_size()
-    n = self.eval_loop_num_batches
-    if n != -1 and n is not None:
+    n, seed = self.eval_loop_num_batches, self.input_random_seed
+    if not (is_epoch := n in (None, -1)):
       self.check_integer('eval_loop_num_batches')
     if self.is_training and self.reset_for_eval:
       self.refuse('reset_for_eval', 'False in training, which is never reset')
-    if self.reset_for_eval and n not in (None, -1, 1):
+    if self.reset_for_eval and not is_epoch and n != 1:
       self.refuse(
         'eval_loop_num_batches',
         'None with reset_for_eval=True, which evaluates on one epoch. Give the'
         ' input less data, or set reset_for_eval=False and repeat=True for the'
         ' next batches each time',
       )
-    if not self.is_training and not self.reset_for_eval and n in (None, -1):
+    if is_epoch and not self.is_training and not self.reset_for_eval:
       self.refuse(
         'eval_loop_num_batches',
         'a number with reset_for_eval=False: an evaluation would have no end.'
         ' Or set reset_for_eval=True to evaluate on one epoch',
       )
-    seed = self.input_random_seed
     if self.is_training and seed is not None and not self.saves_position:
       self.refuse(
         'input_random_seed',
@@ -377,9 +374,6 @@ class BaseInput:
 
   def set_state(self, state: Any) -> None:
     """Continues where `get_state` was called, in this or another process.
-
-    Args:
-      state: the value that it returned.
 
     Raises:
       ValueError: the state belongs to another input, other data or another

@@ -1,7 +1,5 @@
 """The batch of an input: its type, its rows, its padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 import hashlib
 import itertools

@@ -7,10 +7,8 @@
 `grain.IterDataset`, a stream, see `iterable.IterableInput`.
 """
 
-from __future__ import annotations
-
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import glob
@@ -29,7 +27,9 @@ from jaxline.inputs import indexed
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GrainInput(indexed.IndexedInput):
-  """Records that Grain can read, each a dict of arrays, as batches of them.
+  """Records that Grain can read, as batches: dicts of arrays [b, ...].
+
+  A record is a dict, of any depth, of arrays whose shapes all records share.
 
   Attributes:
     dataset: a `grain.MapDataset`, finite, neither filtered nor batched; or
@@ -41,8 +41,6 @@ class GrainInput(indexed.IndexedInput):
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
       depends on the seed, the record and the epoch alone.
-    collate: makes the batch, a dict of arrays [b, ...], of a list of b records;
-      None stacks arrays of equal shapes, in dicts of any depth.
     data_name: identifies the data: a state that was saved with another name is
       refused. Files are also identified by names, sizes and numbers of records;
       other datasets without a name only by their number of records.
@@ -51,7 +49,6 @@ class GrainInput(indexed.IndexedInput):
   dataset: Any = None
   files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
   transformations: Sequence[Any] = ()
-  collate: Callable[[list[Any]], dict[str, Any]] | None = None
   data_name: str = ''
 
   def __post_init__(self) -> None:
@@ -63,18 +60,15 @@ class GrainInput(indexed.IndexedInput):
     self._records: Any = self.dataset
     if self.files:
       self._open(_find_files(self.files))
-    self._collate = self.collate or _stack
     self._is_map_dataset = isinstance(self._records, grain.MapDataset)
     self._length = len(self._records)
     if self._length == sys.maxsize:
       raise ValueError(f'{self.name}.dataset has no end: omit .repeat().')
 
   def num_records(self) -> int:
-    """Returns how many records the dataset has."""
     return self._length
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns the records with these numbers, transformed and stacked."""
     numbers = records.tolist()
     if self._is_map_dataset:
       # Grain's own numbering over epochs: its random nodes differ in each.
@@ -87,7 +81,7 @@ class GrainInput(indexed.IndexedInput):
     if self.transformations:
       numbered = zip(elements, epochs.tolist(), numbers, strict=True)
       elements = [self._transform(*x) for x in numbered]
-    return self._collate(elements)
+    return _stack(elements)
 
   def _transform(self, element: Any, epoch: int, record: int) -> Any:
     for stage, t in enumerate(self.transformations):
@@ -99,7 +93,6 @@ class GrainInput(indexed.IndexedInput):
     return element
 
   def describe_record(self, record: int, epoch: int) -> str:
-    """Returns the file and the place in it, where there are files."""
     if not self.files:
       return super().describe_record(record, epoch)
     i = bisect.bisect_right(self._ends, record)
@@ -107,7 +100,6 @@ class GrainInput(indexed.IndexedInput):
     return f'{self._paths[i]}, record {number}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns the name of the data, and a hash of the files."""
     files = self._hash if self.files else ''
     return {'data_name': self.data_name, 'files': files}
 

@@ -9,8 +9,6 @@ were given: it fits any number of hosts, any batch size and any workers.
 Shapes: b rows, N records of an epoch.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Iterator
 import dataclasses
@@ -144,7 +142,6 @@ class IndexedInput(resumable.ResumableInput):
   # The contract of `BaseInput`.
 
   def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields this host's batches from a position on; see `ResumableInput`."""
     rows = self.get_global_batch_size()
     end = sys.maxsize - rows if self.repeat else self._size
     positions = range(position, end, rows)
@@ -234,7 +231,6 @@ class IndexedInput(resumable.ResumableInput):
     return f'{len(records)} records that can be read one by one: {first}, ...'
 
   def identity(self) -> dict[str, Any]:
-    """Returns the values on which the global order depends."""
     return {
       'num_records': self.num_records(),
       'repeat': self.repeat,
@@ -244,7 +240,6 @@ class IndexedInput(resumable.ResumableInput):
     }
 
   def where(self) -> str:
-    """Returns the first record of the next batch."""
     if not (positions := self.positions_at(self._at)).size:
       return 'the rows that fill up the end of the epoch'
     position = int(positions[0])
@@ -255,7 +250,6 @@ class IndexedInput(resumable.ResumableInput):
     )
 
   def where_rows(self) -> list[str]:
-    """Returns the record of each row of the next batch."""
     return [*map(self.describe_at, self.positions_at(self._at).tolist())]
 
   def describe_at(self, position: int) -> str:
@@ -264,7 +258,6 @@ class IndexedInput(resumable.ResumableInput):
     return self.describe_record(int(record), position // self._size)
 
   def close(self) -> None:
-    """Ends threads and workers."""
     super().close()
     reader, self._reader = self._reader, None
     if not hasattr(reader, 'close'):
@@ -350,13 +343,9 @@ def _picklable(error: Exception) -> Exception:
 def record_generator(
   seed: int, stage: int, epoch: int, record: int
 ) -> np.random.Generator:
-  """Returns the random numbers of a record, whoever reads it.
+  """Returns the random numbers of a record, whoever reads it in an epoch.
 
-  Args:
-    seed: any integer.
-    stage: what they are for, at least 0.
-    epoch: in which the record is read.
-    record: its number.
+  `stage` is the number of their use, at least 0.
   """
   bits = np.random.Philox(
     key=np.array([seed % 2**64, 2**63 + stage], np.uint64),

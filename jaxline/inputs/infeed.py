@@ -5,13 +5,11 @@ waits for them. Each batch comes with the mark behind it (see `BaseInput.mark`),
 since the source has been read further by then.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Generator, Iterable, Iterator
 import itertools
 import time
-from typing import Any
+from typing import Any, Self
 
 from absl import logging
 import jax
@@ -74,7 +72,7 @@ class Infeed:
       stall_secs=stall_secs,
     )
 
-  def __iter__(self) -> Infeed:
+  def __iter__(self) -> Self:
     return self
 
   def __next__(self) -> Any:
@@ -115,14 +113,8 @@ def read_ahead(
 ) -> Generator[Any, None, None]:
   """Reads batches ahead on a thread, which `close` of the result ends.
 
-  Args:
-    source: what messages name.
-    batches: its batches; those of an evaluation stay on the host.
-    who: what waits for the batches, in messages.
-    thread_name: of the thread.
-    buffer_size: how many may be in memory, at least 2.
-    depth_of: of the first, how many instead; see `async_lib.py_prefetch`.
-    stall_secs: as for `Infeed`.
+  Messages name `source`, which gives the batches, and `who` waits for them. The
+  other arguments go to `async_lib.py_prefetch`.
   """
 
   def warn() -> None:

@@ -4,8 +4,6 @@
 gives batches is a `base.BaseInput`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import copy
 import dataclasses
@@ -65,27 +63,22 @@ class IterableInput(base.BaseInput):
     return self._iterator
 
   def get_next(self) -> dict[str, Any]:
-    """Returns the next batch of the iterator."""
     return next(self._open())
 
   def reset(self) -> None:
-    """Calls the function again."""
     super().reset()
     self._iterator = None
 
   @property
   def saves_position(self) -> bool:
-    """Whether the iterator has `get_state` and `set_state`."""
     return self.input_checkpointing_enabled and all(
       hasattr(self._open(), method) for method in ('get_state', 'set_state')
     )
 
   def position(self) -> Any:
-    """Returns the state of the iterator."""
     return self._open().get_state()
 
   def state_of(self, mark: Any) -> Any:
-    """Returns the state of the iterator, and the host that it belongs to."""
     return {
       'host': self.infeed_host_index,
       'hosts': self.num_infeed_hosts,
@@ -109,11 +102,7 @@ class IterableInput(base.BaseInput):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _SkippingInput(resumable.ResumableInput):
-  """The batches of a `tf.data.Dataset`, counted.
-
-  Attributes:
-    dataset: the dataset. A resumed run reads it up to the position again.
-  """
+  """The batches of a `tf.data.Dataset`; a resumed run reads them again."""
 
   dataset: Any
   batch_size: int | None = None  # type: ignore[assignment]
@@ -122,7 +111,6 @@ class _SkippingInput(resumable.ResumableInput):
     """Accepts None: the dataset has the batch size."""
 
   def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields its batches as arrays."""
     batches = self.dataset.skip(position).as_numpy_iterator()
     yield from zip(batches, itertools.count(position + 1), strict=False)
 

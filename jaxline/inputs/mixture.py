@@ -3,8 +3,6 @@
 Shapes: b rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 import dataclasses
 import fractions
@@ -41,6 +39,7 @@ class MixtureInput(indexed.IndexedInput):
 
   inputs: Mapping[str, base.BaseInput]
   weights: Mapping[str, float]
+  shuffle: bool | None = False
 
   def __post_init__(self) -> None:
     # The schedule does not depend on the order of the dict.
@@ -49,13 +48,11 @@ class MixtureInput(indexed.IndexedInput):
     if self.infeed_host_index is None and self.num_infeed_hosts is None:
       self.infeed_host_index = self._children[0].infeed_host_index
       self.num_infeed_hosts = self._children[0].num_infeed_hosts
-    if self.shuffle or self.input_random_seed is not None:
-      raise errors.UsageError(
-        f'{self.name or type(self).__name__} has shuffle={self.shuffle} and'
-        f' input_random_seed={self.input_random_seed}; set them of its inputs.'
-      )
-    self.shuffle = False
     super().__post_init__()
+    if self.shuffle:
+      self.refuse('shuffle', 'False: its inputs are shuffled')
+    if self.input_random_seed is not None:
+      self.refuse('input_random_seed', 'None: its inputs have seeds')
     if not self.repeat:
       self.refuse(
         'repeat',
@@ -91,7 +88,6 @@ class MixtureInput(indexed.IndexedInput):
     return sys.maxsize
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns the rows at some positions, arrays [b, ...]."""
     del epochs
     chosen = [self._choose(k) for k in records.tolist()]
     of, at = np.array(chosen, np.int64).reshape(-1, 2).T
@@ -127,12 +123,10 @@ class MixtureInput(indexed.IndexedInput):
     return jax.tree.map(lambda x: np.asarray(x)[:0], dict(row))
 
   def describe_record(self, record: int, epoch: int) -> str:
-    """Returns the child, and where its record comes from."""
     i, position = self._choose(record)
     return f'{list(self.inputs)[i]}: {self._children[i].describe_at(position)}'
 
   def identity(self) -> dict[str, Any]:
-    """Returns the proportions, and what the children's orders depend on."""
     children = {
       f'{name}.{key}': value
       for name, child in self.inputs.items()
@@ -142,7 +136,6 @@ class MixtureInput(indexed.IndexedInput):
     return {'weights': shares, **children}
 
   def close(self) -> None:
-    """Closes the children too."""
     super().close()
     for child in self.inputs.values():
       child.close()

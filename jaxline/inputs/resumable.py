@@ -1,14 +1,11 @@
 """Inputs that can start to read at any position."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Iterator
 import copy
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxline import errors
 from jaxline.inputs import base
 
 
@@ -28,10 +25,7 @@ class ResumableInput(base.BaseInput, abc.ABC):
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.repeat and self.reset_for_eval:
-      raise errors.UsageError(
-        f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'
-        ' never end. Set repeat=False.'
-      )
+      self.refuse('repeat', 'False with reset_for_eval=True: one epoch')
     if self.repeat is None:
       self.repeat = not self.reset_for_eval
     self._at: Any = self.FIRST
@@ -45,7 +39,6 @@ class ResumableInput(base.BaseInput, abc.ABC):
     """
 
   def get_next(self) -> dict[str, Any]:
-    """Returns the next batch, arrays [b, ...]."""
     try:
       if self._iterator is None:
         self._iterator = self.read_from(copy.deepcopy(self._at))
@@ -60,20 +53,16 @@ class ResumableInput(base.BaseInput, abc.ABC):
       raise
 
   def reset(self) -> None:
-    """Goes back to the first batch."""
     super().reset()
     self.set_position(self.FIRST)
 
   def position(self) -> Any:
-    """Returns where the next batch begins."""
     return self._at
 
   def set_position(self, position: Any) -> None:
-    """Reads on from where `position` was called."""
     self.close()
     self._at = position
 
   def close(self) -> None:
-    """Ends the threads and workers that read ahead."""
     # Not `close()`, which refuses while another thread reads.
     self._iterator = None

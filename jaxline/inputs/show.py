@@ -14,8 +14,6 @@ without the argument `shard`, that of a single host. A `batch` is one that
 are not counted.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
@@ -124,17 +122,11 @@ def takes_shard(make_input: Callable[..., Any]) -> bool:
 
 @dataclasses.dataclass
 class _Host:
-  """What one host has read.
+  """What one host has read; `totals` are the sums of `counts`.
 
-  Attributes:
-    source: its input.
-    one_epoch: whether it reads one epoch only.
-    ended: whether there are no more batches.
-    rows: by batch, the hash of each row that has a weight.
-    records: `_RECORDS` of each row; empty if records have no numbers.
-    states: by batch, the state behind it; empty if it is not saved.
-    digest: of all batches.
-    totals: the sums of `counts`.
+  By batch, `rows` has the hash of each row that has a weight, and `states` the
+  state after the batch, if it is saved. `records` has the `_RECORDS` of each
+  row, if records have numbers.
   """
 
   source: Any
@@ -287,15 +279,9 @@ def _check_position(hosts: Sequence[_Host], open_input: _OpenInput) -> _Result:
 def _continue(
   source: base.BaseInput, hosts: Sequence[_Host], start: int
 ) -> str:
-  """Compares an input that continues from a state with what hosts have read.
+  """Returns '' if an input continues as the hosts have read, else the error.
 
-  Args:
-    source: the input. For several hosts, it reads the rows of all as one host.
-    hosts: what they have read.
-    start: after how many batches to continue.
-
-  Returns:
-    What is wrong, or ''.
+  For several hosts, the input reads the rows of all as one host.
   """
   try:
     source.set_state(hosts[0].states[start - 1])

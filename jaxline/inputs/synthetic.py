@@ -3,8 +3,6 @@
 Shapes: b rows, L tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, Literal, get_args
@@ -61,11 +59,9 @@ class SyntheticInput(indexed.IndexedInput):
     }
 
   def num_records(self) -> int:
-    """Returns the records of an epoch."""
     return self.size
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the records depend on."""
     return {
       'kind': self.kind,
       'vocab_size': self.vocab_size,
@@ -75,7 +71,6 @@ class SyntheticInput(indexed.IndexedInput):
     }
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns the records [b, ...]."""
     batch = {
       key: np.ones((len(records), *shape), dtype)
       for key, (shape, dtype) in self._spec.items()
@@ -86,11 +81,11 @@ class SyntheticInput(indexed.IndexedInput):
         numbers = indexed.record_generator(self.seed(), 0, epoch, record)
         for values in batch.values():
           shape = values.shape[1:]
-          values[row] = (
-            numbers.standard_normal(shape, np.float32)
-            if _is_float(values.dtype)
-            else numbers.integers(self.vocab_size, size=shape)
-          )
+          # JAX knows that bfloat16 is a float.
+          if jax.numpy.issubdtype(values.dtype, np.floating):
+            values[row] = numbers.standard_normal(shape, np.float32)
+          else:
+            values[row] = numbers.integers(self.vocab_size, size=shape)
     if self.length is None:
       return batch
     tokens = batch['ids']
@@ -103,7 +98,3 @@ class SyntheticInput(indexed.IndexedInput):
       'segment_ids': np.ones((rows, length), np.int32),
       'segment_pos': np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
     }
-
-
-def _is_float(dtype: np.dtype) -> bool:
-  return jax.numpy.issubdtype(dtype, np.floating)  # It knows bfloat16.

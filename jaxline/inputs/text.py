@@ -29,8 +29,6 @@ Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
 row, b rows to read.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 import dataclasses
@@ -102,10 +100,7 @@ def load_corpus(
     raise errors.UsageError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1.'
     )
-  if documents not in token_cache.KINDS:
-    raise errors.UsageError(
-      f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
-    )
+  errors.check_names([documents], token_cache.KINDS, 'kind', 'documents')
   loaded = tokenization.load_tokenizer(tokenizer)
   return token_cache.load(
     _find(files), loaded, documents, float(eval_fraction), cache_dir
@@ -263,7 +258,6 @@ class TextInput(indexed.IndexedInput):
     return starts, np.minimum(stops - starts - 1, self.length)[:, None]
 
   def describe_record(self, record: int, epoch: int) -> str:
-    """Returns which document a row begins in, and how far in its text."""
     starts = self._documents.starts
     (start,), _ = self._spans(np.array([record]), np.array([epoch]))
     # NumPy's search would copy this column of a map.
@@ -272,7 +266,6 @@ class TextInput(indexed.IndexedInput):
     return f'{self._documents.names[document]}, from token {place} on'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the rows depend on."""
     return {
       'corpus_sha256': self._documents.sha256,
       'tokenizer': self._documents.tokenizer.identity,
@@ -284,7 +277,6 @@ class TextInput(indexed.IndexedInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids; see `BaseInput.ids_to_strings`."""
     del key
     decode = self._documents.tokenizer.decode
     rows = zip(np.asarray(ids), lengths, strict=True)

@@ -29,8 +29,6 @@ random numbers or call Python run sequentially. `tf.random.stateless_*` and
 TensorFlow is imported when the first input is made, and never touches a GPU.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
@@ -85,10 +83,7 @@ def build(
 ) -> Any:
   """Returns `make(seed)`; operations without a seed use this one.
 
-  Args:
-    seed: becomes TensorFlow's global seed.
-    make: builds a dataset.
-    op_determinism: whether to turn TensorFlow's on; it stays on.
+  The seed becomes TensorFlow's global one, and its op determinism stays on.
   """
   with _building:
     import_tensorflow().random.set_seed(seed)
@@ -141,7 +136,6 @@ class EpochInput(resumable.ResumableInput):
   def read_from(
     self, position: dict[str, int]
   ) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """Yields this host's batches from a position on; see `ResumableInput`."""
     is_global = self.ANY_NUMBER_OF_HOSTS
     rows = self.get_global_batch_size() if is_global else self.batch_size
     # Whether other hosts may have more or fewer records.
@@ -227,11 +221,9 @@ class EpochInput(resumable.ResumableInput):
     return choose(next(rows), slice(0))
 
   def identity(self) -> dict[str, Any]:
-    """Returns what fixes the order."""
     return {**super().identity(), 'seed': self.seed(), 'repeat': self.repeat}
 
   def where(self) -> str:
-    """Returns the first record of the next batch."""
     return f'epoch {self._at["epoch"]} from record {self._at["record"]} on'
 
 
@@ -259,7 +251,6 @@ class TfDataInput(EpochInput):
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = True
 
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns the dataset of the function, shuffled."""
     host = {'host_index': host_index, 'num_hosts': self.num_infeed_hosts}
     host = {} if self.ANY_NUMBER_OF_HOSTS else host
     dataset = self.dataset(seed=seed, **host)
@@ -268,7 +259,6 @@ class TfDataInput(EpochInput):
     return dataset.shuffle(self.shuffle_buffer_size, seed=seed)
 
   def identity(self) -> dict[str, Any]:
-    """Returns what fixes the order."""
     return {
       **super().identity(),
       'shuffle_buffer_size': self.shuffle_buffer_size,
@@ -330,14 +320,10 @@ def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
 
 
 def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
-  """Returns tensors as a batch of arrays, for an input.
+  """Returns mappings, lists and tuples of tensors as a batch of an input.
 
   Strings are left out where devices would get them: in training and with
   several hosts.
-
-  Args:
-    source: the input.
-    given: mappings, lists and tuples of tensors.
   """
   keep_strings = not source.is_training and source.num_infeed_hosts == 1
 

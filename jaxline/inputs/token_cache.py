@@ -14,8 +14,6 @@ renamed into place once it is complete, also where several processes make it.
 Shapes: N tokens of a split, D documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
@@ -136,12 +134,6 @@ class Corpus:
     )
 
 
-def default_cache_dir() -> str:
-  """Returns the folder below the user's cache."""
-  base = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  return os.path.join(base, 'jaxline', 'tokens')
-
-
 def stable_hash(key: str) -> int:
   """Returns 64 bits that are the same in every process and version."""
   digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
@@ -163,7 +155,8 @@ def load(
     path = os.path.realpath(path)
     request.append([name, path, text_only, status.st_size, *times])
   key = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:40]
-  folder = pathlib.Path(cache_dir or default_cache_dir()).expanduser()
+  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens').expanduser()
   file = folder.absolute() / f'{key}.tokens'
   if not file.exists():
     logging.info('Tokenizing %d files for %s.', len(sources), folder)

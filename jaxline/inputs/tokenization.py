@@ -55,14 +55,13 @@ class Tokenizer(abc.ABC):
   def encode(self, text: Text) -> np.ndarray:
     """Returns the tokens of a text alone, int32 [length].
 
-    Args:
-      text: tokenizers of text read bytes that are not UTF-8 as U+FFFD.
+    Tokenizers of text read bytes that are not UTF-8 as U+FFFD.
     """
     return self.encode_batch([text])[0]
 
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the tokens of each text, as `encode` does, in parallel."""
+    """Returns the tokens of each text, int32 [length], in parallel."""
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of tokens, [length].
@@ -90,7 +89,6 @@ class ByteTokenizer(Tokenizer):
   identity = 'bytes'
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the bytes of each text, int32 [length]."""
     return [np.frombuffer(_bytes(t), np.uint8).astype(np.int32) for t in texts]
 
   def _decode(self, ids: list[int]) -> str:
@@ -98,13 +96,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class _FileTokenizer(Tokenizer):
-  """A tokenizer of a file.
-
-  Args:
-    data: the contents of the file.
-    source: its path, for messages.
-    token: the name of the document token; None finds one.
-  """
+  """A tokenizer of a file; messages name its path, `source`."""
 
   KIND: ClassVar[str]
 
@@ -164,7 +156,6 @@ class SentencePieceTokenizer(_FileTokenizer):
     return {name(i): i for i in control}, [name(i) for i in ends if i >= 0]
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the tokens of each text, int32 [length]."""
     ids = self._library.encode([_str(t) for t in texts], out_type=int)
     return [np.array(x, np.int32) for x in ids]
 
@@ -194,7 +185,6 @@ class HuggingFaceTokenizer(_FileTokenizer):
     return {x.content: i for i, x in added if x.special}, WELL_KNOWN_TOKENS
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the tokens of each text, int32 [length]."""
     encodings = self._library.encode_batch_fast(
       [_str(t) for t in texts], add_special_tokens=False
     )
