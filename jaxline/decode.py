@@ -23,6 +23,7 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import prng
 from jaxline.compat import experiments
+from jaxline.metrics import files
 from jaxline.metrics import lines
 from jaxline.storage import spool
 
@@ -77,31 +78,23 @@ def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
     line = line.rstrip('\r\n')
     if not line.strip():
       continue
-    record: Any = {'prompt': line}
+    record: dict[str, Any] = {'prompt': line}
     if path.endswith('.jsonl'):
-      try:
-        record = json.loads(line)
-      except json.JSONDecodeError as e:
-        record = e
-      if not isinstance(record, dict) or not isinstance(
-        record.get('prompt'), str
-      ):
-        raise errors.UsageError(
-          f'{path}:{number} is {line[:80]!r}; expected JSON, such as'
-          ' {"prompt": "Once"}.'
-        )
+      record = files.read_record(line, 'prompt', str)
+    if not record:
+      raise errors.UsageError(
+        f'{path}:{number} is {line[:80]!r}; expected JSON, such as'
+        ' {"prompt": "Once"}.'
+      )
     yield record
 
 
 def _typed() -> Iterator[str]:
   """Asks for lines at the terminal, until Ctrl-D."""
-  while True:
-    try:
-      line = input('prompt> ')
-    except EOFError:
-      print()
-      return
-    yield line
+  with contextlib.suppress(EOFError):
+    while True:
+      yield input('prompt> ')
+  print()
 
 
 def _source(

@@ -147,20 +147,16 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     if added:
       os.environ[variable] = ' '.join([before, *added]).strip()
       lines.append(f'{variable}: {" ".join(added)}')
-  settings: dict[str, Any] = {}
-  if options['pgle_profiling_runs']:
-    settings = {
-      'jax_enable_pgle': True,
-      'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
-      # Otherwise the cache key of a program with custom partitioning contains
-      # a pointer and differs in each run.
-      'jax_remove_custom_partitioning_ptr_from_cache_key': True,
-    }
-    if options['pgle_aggregation_percentile'] is not None:
-      settings['jax_pgle_aggregation_percentile'] = options[
-        'pgle_aggregation_percentile'
-      ]
-  for name, value in settings.items():
-    jax.config.update(name, value)
-    lines.append(f'JAX: {name}={value}')
+  settings = {
+    'jax_enable_pgle': True,
+    'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
+    # Otherwise the cache key of a program with custom partitioning contains a
+    # pointer and differs in each run.
+    'jax_remove_custom_partitioning_ptr_from_cache_key': True,
+    'jax_pgle_aggregation_percentile': options['pgle_aggregation_percentile'],
+  }
+  for name, value in settings.items() if options['pgle_profiling_runs'] else ():
+    if value is not None:
+      jax.config.update(name, value)
+      lines.append(f'JAX: {name}={value}')
   return lines
