@@ -295,11 +295,7 @@ def _metric(
   scalars: Mapping[str, Any],
   checkpointer: checkpointing.FullCheckpointer,
 ) -> float:
-  """Returns a metric; process 0's, if the processes save together.
-
-  Raises:
-    UsageError: there is no number of that name, which `config.<key>` asks for.
-  """
+  """Returns the metric of `config.<key>`; process 0's, if all save together."""
   values = writers.to_scalars(scalars)
   valid, what = sorted(values), 'scalar of evaluate'
   errors.check_names([metric], valid, what, f'config.{key}')

@@ -98,10 +98,6 @@ def _checksum(data: bytes) -> bytes:
   return struct.pack('<I', record_writer.masked_crc32c(data))
 
 
-def _scalar(name: str, value: float) -> Any:
-  return _Value(tag=name, simple_value=value)
-
-
 def _strings(
   name: str, plugin: str, strings: list[bytes], shape: list[int]
 ) -> Any:
@@ -126,7 +122,11 @@ def _text(name: str, text: str) -> Any:
   return _strings(name, 'text', [block.encode()], [])
 
 
-_VALUES: Any = {'scalars': _scalar, 'images': _images, 'texts': _text}
+_VALUES: Any = {
+  'scalars': lambda name, x: _Value(tag=name, simple_value=x),
+  'images': _images,
+  'texts': _text,
+}
 
 
 def _to_png(image: np.ndarray) -> bytes:

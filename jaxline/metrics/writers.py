@@ -177,11 +177,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         self.executor.run(functools.partial(backend.write, chosen))
 
   def _behind(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Queues calls behind all records so far, and before all later ones.
-
-    Returns:
-      A function that waits for the calls and returns the last one's result.
-    """
+    """As `wait_async`: behind all records so far, before all later ones."""
     with self._lock:
       self._items = collections.deque()
       return self.executor.wait_async(*calls)
