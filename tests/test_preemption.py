@@ -231,18 +231,6 @@ def handlers():
   return [signal.getsignal(x) for x in HANDLED]
 
 
-def test_after_the_watch_the_handlers_are_those_from_before():
-  before = handlers()
-  with preemption.Watch() as watch:
-    preemption.begin_run()
-    taken = handlers()
-    assert not {*taken} & {*before}
-    with raises_preempted(130), watch.training():
-      signal.raise_signal(signal.SIGINT)
-      assert handlers() == [taken[0], signal.SIG_DFL, *taken[2:]]
-  assert handlers() == before
-
-
 def test_what_is_ignored_stays_ignored():
   before = handlers()
   try:
@@ -271,13 +259,13 @@ def test_a_handler_in_c_keeps_its_signal(tmp_path):
 
 
 def test_a_run_names_further_signals():
-  before = signal.getsignal(signal.SIGUSR2)
+  before = [*handlers(), signal.getsignal(signal.SIGUSR2)]
   with preemption.Watch(), raises_preempted(75):
     watch = preemption.begin_run(signals='SIGUSR2,SIGXCPU')
     with watch.training():
       signal.raise_signal(signal.SIGUSR2)
       assert watch.reached(1)
-  assert signal.getsignal(signal.SIGUSR2) is before
+  assert [*handlers(), signal.getsignal(signal.SIGUSR2)] == before
 
 
 @pytest.mark.parametrize('place', ['before', 'constructor'])
@@ -318,15 +306,18 @@ with preemption.Watch() as watch:
 
 
 @pytest.mark.parametrize('loop', ['asyncio', 'ipykernel'])
-def test_a_run_replaces_the_handler_of_an_event_loop(loop):
+def test_a_run_takes_the_handlers_and_gives_them_back(loop):
   async def main():
     if loop == 'ipykernel':  # Sets one while a cell runs.
       cell = lambda *unused: None
       cell.__module__ = 'ipykernel.ipkernel'
       signal.signal(signal.SIGINT, cell)
     before = handlers()
-    with raises_preempted(130), preemption.Watch() as watch, watch.training():
+    with preemption.Watch() as watch, raises_preempted(130), watch.training():
+      taken = handlers()
+      assert not {*taken} & {*before}
       signal.raise_signal(signal.SIGINT)
+      assert handlers() == [taken[0], signal.SIG_DFL, *taken[2:]]
       assert watch.reached(1)
       watch.leave()
     assert handlers() == before

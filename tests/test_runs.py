@@ -98,25 +98,22 @@ def test_ls_has_a_line_for_each_run(sweep, capsys):
 
 def test_compare_has_a_column_for_each_run(sweep, capsys):
   assert cli.main(['compare', str(sweep / 'a'), str(sweep / 'b')]) == 0
-  rows = table(capsys.readouterr().out)
-  assert rows == {
+  rows = {
     'a': ['b'],
     'random_seed': ['1', '2'],
     'state': ['ended', 'not ended'],
     'step': ['30 of 30', '20 of 30'],
     'time': ['1:55', '1:45'],
+  }
+  assert table(capsys.readouterr().out) == rows | {
     'best eval/loss': ['1.25', '2.5'],
     'last eval/loss': ['1.75', '2.5'],
     'last train/loss': ['1', '2'],
   }
-
-
-def test_a_metric_can_be_chosen(sweep, capsys):
   argv = ['compare', str(sweep), '--metrics=train/steps_per_sec']
   assert cli.main(argv) == 0
-  rows = table(capsys.readouterr().out)
-  assert rows['last train/steps_per_sec'] == ['1', '0.1']
-  assert 'last train/loss' not in rows
+  rows |= {'last train/steps_per_sec': ['1', '0.1']}
+  assert table(capsys.readouterr().out) == rows
 
 
 @pytest.mark.parametrize(
@@ -136,20 +133,28 @@ def test_a_log_may_be_cut_short(make_run, text, steps):
   assert run.step == max(steps, default=0)
 
 
-def test_a_nan_is_no_best_value(make_run):
-  evals = [(10, {'loss': 2.0}), (20, {'loss': 'NaN'})]
-  run = runs.read(make_run('a', evals=evals, best_model_eval_metric='loss'))
-  assert run.best == {'eval/loss': 2.0}
-
-
-def test_the_time_of_a_run_that_began_from_another_one(make_run):
-  train = [(s, {'steps_per_sec': x}) for s, x in ((4010, 2.0), (4020, 10.0))]
-  assert runs.read(make_run('a', train=train, restore_from='b')).seconds == 1.0
-
-
-def test_a_rate_may_be_no_number(make_run):
-  train = [(s, {'steps_per_sec': x}) for s, x in ((1, 'NaN'), (2, 0.5))]
-  assert runs.read(make_run('a', train=train)).seconds == 2.0
+@pytest.mark.parametrize(
+  ('name', 'values', 'config', 'field', 'expected'),
+  [
+    (
+      *('loss', {10: 2.0, 20: 'NaN'}, {'best_model_eval_metric': 'loss'}),
+      *('best', {'eval/loss': 2.0}),
+    ),
+    # It began from another run.
+    (
+      *('steps_per_sec', {4010: 2.0, 4020: 10.0}, {'restore_from': 'b'}),
+      *('seconds', 1.0),
+    ),
+    ('steps_per_sec', {1: 'NaN', 2: 0.5}, {}, 'seconds', 2.0),
+    # With checkpoints in memory there is no note of the end.
+    ('loss', {30: 1.0}, {'checkpointer': 'memory'}, 'has_ended', True),
+    ('loss', {29: 1.0}, {'checkpointer': 'memory'}, 'has_ended', False),
+  ],
+)
+def test_what_is_read_of_a_run(make_run, name, values, config, field, expected):
+  logged = [(step, {name: x}) for step, x in values.items()]
+  run = runs.read(make_run('a', train=logged, evals=logged, **config))
+  assert getattr(run, field) == expected
 
 
 @pytest.mark.parametrize('command', ['ls', 'compare'])
@@ -194,12 +199,6 @@ def test_text_of_a_run_does_not_control_the_terminal(command, make_run, capsys):
   printed = ''.join(capsys.readouterr())
   assert r'\x1b]0;x\x07\x9b2J\r' in printed
   assert not set(escape) - {*']0;x2J\n'} & set(printed)
-
-
-def test_all_steps_in_memory_are_an_end(make_run):
-  train = [(30, {'loss': 1.0})]
-  run = runs.read(make_run('a', train=train, checkpointer='memory'))
-  assert run.has_ended
 
 
 @pytest.mark.parametrize(

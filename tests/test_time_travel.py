@@ -519,13 +519,9 @@ class Faulty(travels.Travels):
   ('where', 'said'),
   [
     ('sum', ['step 7, in the state after']),
-    (
-      'before',
-      ['the state differs', 'state/params/w: largest', 'look at `step`'],
-    ),
-    (
-      'after',
-      ['the state differs', 'state/params/w: largest', 'look at `step`'],
+    *(
+      (x, ['the state differs', 'state/params/w: largest', 'look at `step`'])
+      for x in ('before', 'after')
     ),
     ('own', ['so are the states', 'look at `step`']),
   ],
