@@ -58,11 +58,7 @@ class SerialExecutor:
   """
 
   def __init__(self, name: str = ''):
-    """Starts the thread.
-
-    Args:
-      name: name of the thread, and of this executor in the log.
-    """
+    """Starts the thread; `name` is also that of this executor in the log."""
     self._name = name
     self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
       queue.SimpleQueue()

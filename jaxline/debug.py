@@ -88,9 +88,6 @@ def log_activity(
     category: what `goodput` counts its time as; None is that of the code
       around it.
     logs_error: whether the log shows the error's traceback.
-
-  Yields:
-    Nothing.
   """
   logging.info('[jaxline] %s starting...', activity_name)
   measured = goodput.measure(category) if category else contextlib.nullcontext()
@@ -115,16 +112,12 @@ def evaluate_should_return_dict(f: F) -> F:
 
   @functools.wraps(f)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
-    scalars = f(*args, **kwargs)
-    if scalars is None:
-      logging.log_first_n(
-        logging.WARNING,
-        '`evaluate` returned None, which is deprecated: return the dict of '
-        'scalars to write, {} if there are none.',
-        1,
-      )
-      return {}
-    return scalars
+    if (scalars := f(*args, **kwargs)) is not None:
+      return scalars
+    text = '`evaluate` returned None, which is deprecated: return the dict of'
+    text += ' scalars to write, {} if there are none.'
+    logging.log_first_n(logging.WARNING, text, 1)
+    return {}
 
   return wrapped  # type: ignore[return-value]
 

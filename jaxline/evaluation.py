@@ -183,12 +183,10 @@ class Evaluation:
         run.console.log_best(metric, value)
 
   def __call__(self, state: Any, is_of_run: bool = True) -> None:
-    """Evaluates the experiment's weights, and writes its scalars.
+    """Evaluates the weights at the step of `latest`, and writes the scalars.
 
-    Args:
-      state: the live state of `latest`.
-      is_of_run: whether training has had these weights at this step. Only then
-        may they be the best, and the step is noted as evaluated.
+    `is_of_run` says whether training has had these weights at this step. Only
+    then may they be the best, and the step is noted as evaluated.
     """
     run, step = self._run, int(state.global_step)
     run.console.evaluating(step)

@@ -23,8 +23,6 @@ import jax
 from jaxline import errors
 from jaxline.keys import BOOLEAN, COUNT, Key, integer, mapping, optional, text
 
-_PGLE_KEYS = ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
-
 _PROFILE = optional(
   # XLA ignores a file without this suffix.
   text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
@@ -101,7 +99,8 @@ def drop_places(options: Any) -> list[str]:
 
 def uses_pgle(options: Mapping[str, Any]) -> bool:
   """Returns whether `config.xla` asks for PGLE, automatic or manual."""
-  return any(options[key] for key in _PGLE_KEYS)
+  kinds = 'pgle_profiling_runs', 'pgle_save', 'pgle_profile'
+  return any(options[key] for key in kinds)
 
 
 def apply(options: Mapping[str, Any]) -> list[str]:
@@ -109,9 +108,6 @@ def apply(options: Mapping[str, Any]) -> list[str]:
 
   The flags are appended to XLA_FLAGS and LIBTPU_INIT_ARGS. Of two values for
   one flag XLA takes the last.
-
-  Args:
-    options: the section of the config, validated.
 
   Returns:
     Lines for the user that say what was set; none if nothing was.

@@ -130,11 +130,8 @@ class MetricWriter(contextlib.AbstractContextManager):
   ) -> None:
     """Queues a record of values that the caller does not change.
 
-    Args:
-      kind: one of `base.KINDS`, or another that a backend knows.
-      global_step: the step they belong to.
-      values: by name.
-      finish: maps the converted values to those to write; runs on the thread.
+    `kind` is one of `base.KINDS`, or another that a backend knows. `finish`
+    maps the converted values to those to write; it runs on the thread.
     """
     if not self.takes(kind):
       return
