@@ -61,7 +61,7 @@ class Program:
   """A Python program that tells where it is."""
 
   def __init__(self, process):
-    self.process, self.pid = process, process.pid
+    self.process, self.kill = process, process.send_signal
 
   def said(self, words):
     """Waits until the program has said these words."""
@@ -71,17 +71,12 @@ class Program:
     pytest.fail(f'It never said {words!r}: {self.process.stderr.read()}')
 
   def complained(self, words):
-    for line in self.process.stderr:
-      if words in line:
-        return
-    pytest.fail(f'stderr never had {words!r}.')
+    found = any(words in line for line in self.process.stderr)
+    assert found, f'stderr never had {words!r}.'
 
   def tell(self):
     self.process.stdin.write('\n')
     self.process.stdin.flush()
-
-  def kill(self, signum):
-    os.kill(self.pid, signum)
 
   def end(self):
     """Returns the exit code, and the rest of stdout and stderr."""
@@ -193,7 +188,7 @@ with preemption.Watch() as watch:
     *[processes.free_address()] * several,
   )
   program.said('child')
-  os.killpg(program.pid, signum)  # As the terminal does.
+  os.killpg(program.process.pid, signum)  # As the terminal does.
   program.said('-15')
   code, _, err = program.end()
   assert code == (130 if signum == signal.SIGINT else 75), err

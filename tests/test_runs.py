@@ -7,7 +7,6 @@ import pytest
 from jaxline import base_config
 from jaxline import runs
 from jaxline.runs import __main__ as cli
-from jaxline.runs import verdict
 from jaxline.storage import store
 
 
@@ -218,20 +217,6 @@ def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
   assert error.count('\n') == 1
 
 
-@pytest.mark.parametrize(
-  ('a', 'b', 'difference', 'half', 'confidence'),
-  [  # By tables of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
-    ([0, 1, 2], [3, 4, 5], 3, 2.776 * (2 / 3) ** 0.5, 0.97869),
-    ([1, 2], [3, 2], 1, 4.303 * 0.5**0.5, 0.5**0.5),
-    ([1, 1], [1, 1], 0, 0, 0),
-    ([2, 2], [1, 1], -1, 0, 1),
-  ],
-)
-def test_welch(a, b, difference, half, confidence):
-  found = verdict.welch(a, b)
-  assert found == pytest.approx((difference, half, confidence), abs=1e-3)
-
-
 @pytest.fixture
 def make_side(make_run, tmp_path):
   """Returns what writes the runs of a side, one for each value; its name."""
@@ -247,19 +232,24 @@ def make_side(make_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('values', 'metric', 'word', 'code'),
-  [
-    ([5, 6, 7], None, 'better', 0),
-    ([-5, -6, -7], None, 'worse', 1),
-    ([1, 2, 4], None, 'not distinguishable', 1),
-    ([-5, -6, -7], 'eval/loss', 'better', 0),
+  ('base', 'values', 'metric', 'word', 'numbers', 'code'),
+  [  # By the table of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
+    ([1, 2, 3], [4, 5, 6], 'x', 'better', '+3 ± 2.3, confidence 97.9%', 0),
+    ([1, 2, 3], [-5, -6, -7], 'x', 'worse', '-8 ± 2.3, confidence 99.9%', 1),
+    ([1, 2], [3, 2], 'x', 'not dist', '+1 ± 3, confidence 70.7%', 1),
+    ([1, 1], [1, 1], 'x', 'not dist', '+0 ± 0, confidence 0.0%', 1),
+    ([2, 2], [1, 1], 'loss', 'better', '-1 ± 0, confidence 100.0%', 0),
   ],
 )
-def test_a_verdict_over_seeds(make_side, capsys, values, metric, word, code):
-  sides = make_side('a', [1, 2, 3]), make_side('b', values)
-  argv = ['--metrics', metric] if metric else []
+def test_a_verdict_over_seeds(
+  make_side, capsys, base, values, metric, word, numbers, code
+):
+  sides = make_side('a', base), make_side('b', values)
+  argv = ['--metrics=eval/loss'] if metric == 'loss' else []
   assert cli.main(['compare', '--seeds', *sides, *argv]) == code
-  assert capsys.readouterr().out.splitlines()[-1].startswith(word)
+  said = capsys.readouterr().out.splitlines()[-1]
+  assert said.startswith(word)
+  assert said.endswith(f' by {numbers}')
 
 
 @pytest.mark.parametrize(
