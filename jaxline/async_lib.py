@@ -58,7 +58,7 @@ class SerialExecutor:
   """
 
   def __init__(self, name: str = ''):
-    """Starts the thread; `name` is also that of this executor in the log."""
+    """Starts the thread; the log shows its name for this executor."""
     self._name = name
     self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
       queue.SimpleQueue()

@@ -39,7 +39,7 @@ def restored_experiment(
 ) -> tuple[experiment_lib.AbstractExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  The step None is the newest of `series`, 'latest' or 'best'. Errors put
+  Without a step it takes the newest of `series`, 'latest' or 'best'. Errors put
   `prefix` before the names of the two.
 
   Raises:

@@ -185,7 +185,7 @@ class Evaluation:
   def __call__(self, state: Any, is_of_run: bool = True) -> None:
     """Evaluates the weights at the step of `latest`, and writes the scalars.
 
-    `is_of_run` says whether training has had these weights at this step. Only
+    `is_of_run` is whether training has had these weights at this step. Only
     then may they be the best, and the step is noted as evaluated.
     """
     run, step = self._run, int(state.global_step)

@@ -32,8 +32,8 @@ from jaxline.supervision import preemption
 def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
   """Returns the exit code for an error, and the text to print.
 
-  The text is empty if Python's traceback is what the user needs. `others` says
-  whether the run has other processes.
+  The text is empty if the user needs Python's traceback. `others` is whether
+  the run has other processes.
   """
   lines = [str(error), *getattr(error, '__notes__', ())]
   match error:

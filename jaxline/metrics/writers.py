@@ -65,11 +65,9 @@ class MetricWriter(contextlib.AbstractContextManager):
   _conversions = values_lib.CONVERSIONS
 
   def __init__(self, *backends: base.Backend | base.Writer) -> None:
-    """Starts the thread.
+    """Starts the thread, which alone calls the backends, in this order.
 
-    Args:
-      *backends: called by the thread alone, in this order, and closed with this
-        writer. Without any, everything is discarded.
+    They are closed with this writer. Without any, everything is discarded.
     """
     self._backends: list[base.Backend] = []
     for backend in backends:
@@ -174,7 +172,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         self.executor.run(functools.partial(backend.write, chosen))
 
   def _behind(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """As `wait_async`: behind all records so far, before all later ones."""
+    """Calls `wait_async` behind all records so far, before all later ones."""
     with self._lock:
       self._items = collections.deque()
       return self.executor.wait_async(*calls)

@@ -20,7 +20,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
   difference = float(np.mean(b) - np.mean(a))
   if not np.ptp(a) and not np.ptp(b):  # The results of each side are equal.
     return difference, 0.0, float(difference != 0)
-  from scipy import stats  # The import takes as long as that of JAX.
+  from scipy import stats  # It takes as long to import as jax.
 
   test = stats.ttest_ind(b, a, equal_var=False)
   low, high = test.confidence_interval()
