@@ -47,13 +47,10 @@ class TensorBoardWriter(files.FileBackend):
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-    """Opens a new event file in a directory.
+    """Opens a new event file in a directory, which it makes if need be.
 
     TensorBoard reads the files in the order of their names, of their times.
-
-    Args:
-      log_dir: the directory; it is made where it does not exist. Give each mode
-        (train, eval) a directory of its own: to TensorBoard it is one curve.
+    Give each mode (train, eval) its directory: to TensorBoard it is one curve.
     """
     log_dir = os.fspath(log_dir)
     # The suffix distinguishes writers opened within the same second.
