@@ -58,11 +58,7 @@ class SerialExecutor:
   """
 
   def __init__(self, name: str = ''):
-    """Starts the thread.
-
-    Args:
-      name: name of the thread, and of this executor in the log.
-    """
+    """Starts the thread; the log shows its name for this executor."""
     self._name = name
     self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
       queue.SimpleQueue()
@@ -239,14 +235,8 @@ def make_async(
   calls after it do not run but raise its error, with the traceback from the
   background thread. As in JAXline, the second call already raises an error that
   the first call makes at once: it waits up to 0.1 s for the end of the first. A
-  decorated method has one thread for all instances.
-
-  Args:
-    thread_name_prefix: start of the thread's name.
-
-  Returns:
-    A decorator for a function or method; what it decorates returns a
-    `concurrent.futures.Future` of the result.
+  decorated method has one thread for all instances. A call of a decorated
+  function or method returns a `concurrent.futures.Future` of the result.
   """
 
   def decorator(fn: Callable[..., T]) -> Callable[..., futures.Future[T]]:

@@ -61,6 +61,9 @@ class Settings:
 
 settings = Settings()
 
+# One debugger at a time: two would share one terminal.
+_debugger_lock = threading.Lock()
+
 
 def kwargs_only(f: F) -> F:
   """Makes a function refuse positional arguments."""
@@ -85,9 +88,6 @@ def log_activity(
     category: what `goodput` counts its time as; None is that of the code
       around it.
     logs_error: whether the log shows the error's traceback.
-
-  Yields:
-    Nothing.
   """
   logging.info('[jaxline] %s starting...', activity_name)
   measured = goodput.measure(category) if category else contextlib.nullcontext()
@@ -112,16 +112,12 @@ def evaluate_should_return_dict(f: F) -> F:
 
   @functools.wraps(f)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
-    scalars = f(*args, **kwargs)
-    if scalars is None:
-      logging.log_first_n(
-        logging.WARNING,
-        '`evaluate` returned None, which is deprecated: return the dict of '
-        'scalars to write, {} if there are none.',
-        1,
-      )
-      return {}
-    return scalars
+    if (scalars := f(*args, **kwargs)) is not None:
+      return scalars
+    text = '`evaluate` returned None, which is deprecated: return the dict of'
+    text += ' scalars to write, {} if there are none.'
+    logging.log_first_n(logging.WARNING, text, 1)
+    return {}
 
   return wrapped  # type: ignore[return-value]
 
@@ -134,26 +130,22 @@ def debugger_fallback(f: F) -> F:
   where stdin ends. SystemExit and KeyboardInterrupt do not start pdb. The
   function raises its error after that.
   """
-  return _post_mortem()(f)
 
+  @functools.wraps(f)
+  def wrapped(*args: Any, **kwargs: Any) -> Any:
+    try:
+      return f(*args, **kwargs)
+    except Exception as error:
+      if settings.post_mortem:
+        with _debugger_lock:
+          if '_jaxline_seen_by_pdb' not in error.__dict__:
+            error.__dict__['_jaxline_seen_by_pdb'] = True
+            # pdb raises if stdin is closed: the run's own error counts.
+            with contextlib.suppress(Exception):
+              pdb.post_mortem(error.__traceback__)
+      raise
 
-# One debugger at a time: two would share one terminal.
-_debugger_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _post_mortem() -> Iterator[None]:
-  try:
-    yield
-  except Exception as error:
-    if settings.post_mortem:
-      with _debugger_lock:
-        if '_jaxline_seen_by_pdb' not in error.__dict__:
-          error.__dict__['_jaxline_seen_by_pdb'] = True
-          # pdb raises if stdin is closed: the run's own error counts.
-          with contextlib.suppress(Exception):
-            pdb.post_mortem(error.__traceback__)
-    raise
+  return wrapped  # type: ignore[return-value]
 
 
 def disable_pmap_jit(fn: F) -> F:
@@ -167,57 +159,51 @@ def disable_pmap_jit(fn: F) -> F:
   return _op_by_op()(fn)
 
 
+_lock = threading.Lock()
+_num_inside = 0
+_patches = contextlib.ExitStack()
+
+
 @contextlib.contextmanager
 def _op_by_op() -> Iterator[None]:
+  """Turns pmap and jit off in all threads, while anyone is inside."""
+  global _num_inside
   if not settings.disable_pmap_jit:
     yield
     return
   import chex  # It takes as long to import as jax, and runs rarely need it.
 
-  with _op_by_op_mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
-    yield
+  with _lock:
+    _num_inside += 1
+    if _num_inside == 1:  # A second patch might outlive the first.
+      _patch()
+  try:
+    with chex.fake_pmap_and_jit(enable_pmap_patching=False):
+      yield
+  finally:
+    with _lock:
+      _num_inside -= 1
+      if not _num_inside:
+        _patches.close()
 
 
-class _OpByOp:
-  """Turns pmap and jit off in all threads, while anyone is inside."""
+def _patch() -> None:
+  import chex
 
-  def __init__(self) -> None:
-    self._lock = threading.Lock()
-    self._num_inside = 0
-    self._stack = contextlib.ExitStack()
-
-  def __enter__(self) -> None:
-    import chex
-
-    with self._lock:
-      self._num_inside += 1
-      if self._num_inside > 1:  # A second patch might outlive the first.
-        return
-      logging.warning(
-        'pmap and jit are off: every operation runs by itself, which is slow.'
-      )
-      # `jax.disable_jit`, and so chex's switch for jit, is for one thread.
-      was_off = jax.config.values['jax_disable_jit']
-      jax.config.update('jax_disable_jit', True)
-      self._stack.callback(jax.config.update, 'jax_disable_jit', was_off)
-      self._stack.enter_context(chex.fake_pmap())
-      # It would trace its function.
-      for name in ('checkpoint', 'remat'):
-        fake = mock.patch.object(jax, name, lambda fun, **unused: fun)
-        self._stack.enter_context(fake)
-      # There is no public way to wait for each operation. Without it, hundreds
-      # are in flight, which can deadlock several CPU devices.
-      run = core.EvalTrace.process_primitive
-      wait = lambda *args: jax.block_until_ready(run(*args))
-      self._stack.enter_context(
-        mock.patch.object(core.EvalTrace, 'process_primitive', wait)
-      )
-
-  def __exit__(self, *unused_args: Any) -> None:
-    with self._lock:
-      self._num_inside -= 1
-      if not self._num_inside:
-        self._stack.close()
-
-
-_op_by_op_mode = _OpByOp()
+  logging.warning(
+    'pmap and jit are off: every operation runs by itself, which is slow.'
+  )
+  # `jax.disable_jit`, and so chex's switch for jit, is for one thread.
+  was_off = jax.config.values['jax_disable_jit']
+  jax.config.update('jax_disable_jit', True)
+  _patches.callback(jax.config.update, 'jax_disable_jit', was_off)
+  _patches.enter_context(chex.fake_pmap())
+  for name in ('checkpoint', 'remat'):  # It would trace its function.
+    fake = mock.patch.object(jax, name, lambda fun, **unused: fun)
+    _patches.enter_context(fake)
+  # There is no public way to wait for each operation. Without it, hundreds are
+  # in flight, which can deadlock several CPU devices.
+  run = core.EvalTrace.process_primitive
+  wait = lambda *args: jax.block_until_ready(run(*args))
+  waiting = mock.patch.object(core.EvalTrace, 'process_primitive', wait)
+  _patches.enter_context(waiting)

@@ -23,6 +23,7 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import prng
 from jaxline.compat import experiments
+from jaxline.metrics import files
 from jaxline.metrics import lines
 from jaxline.storage import spool
 
@@ -38,14 +39,8 @@ def restored_experiment(
 ) -> tuple[experiment_lib.AbstractExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  Args:
-    experiment_class: constructs the experiment: a class or a partial of one.
-    mode: the experiment's.
-    config: the run's.
-    checkpointer: the run's.
-    series: 'latest' or 'best'.
-    step: None is the newest.
-    prefix: what errors put before `series` and `step`, such as 'config.'.
+  Without a step it takes the newest of `series`, 'latest' or 'best'. Errors put
+  `prefix` before the names of the two.
 
   Raises:
     UsageError: there is no checkpoint, or none of the step.
@@ -77,31 +72,23 @@ def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
     line = line.rstrip('\r\n')
     if not line.strip():
       continue
-    record: Any = {'prompt': line}
+    record: dict[str, Any] = {'prompt': line}
     if path.endswith('.jsonl'):
-      try:
-        record = json.loads(line)
-      except json.JSONDecodeError as e:
-        record = e
-      if not isinstance(record, dict) or not isinstance(
-        record.get('prompt'), str
-      ):
-        raise errors.UsageError(
-          f'{path}:{number} is {line[:80]!r}; expected JSON, such as'
-          ' {"prompt": "Once"}.'
-        )
+      record = files.read_record(line, 'prompt', str)
+    if not record:
+      raise errors.UsageError(
+        f'{path}:{number} is {line[:80]!r}; expected JSON, such as'
+        ' {"prompt": "Once"}.'
+      )
     yield record
 
 
 def _typed() -> Iterator[str]:
   """Asks for lines at the terminal, until Ctrl-D."""
-  while True:
-    try:
-      line = input('prompt> ')
-    except EOFError:
-      print()
-      return
-    yield line
+  with contextlib.suppress(EOFError):
+    while True:
+      yield input('prompt> ')
+  print()
 
 
 def _source(
@@ -127,11 +114,6 @@ def decode(
   """Continues the prompts of `config.decode`, until there are no more.
 
   With several processes the first one reads, prints and writes.
-
-  Args:
-    experiment_class: constructs the experiment: a class or a partial of one.
-    config: the run's config, validated.
-    checkpointer: has the checkpoint.
 
   Raises:
     UsageError: there is no checkpoint, or the prompts cannot be read.
@@ -219,10 +201,7 @@ def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
   lines.say(f'=== {prompt}')
   for continuation in continuations:
-    values = {
-      key: f'{x:.4g}' if isinstance(x, float) else x
-      for key, x in continuation.items()
-      if key != 'text'
-    }
-    lines.say(' '.join(['---', *(f'{k} {x}' for k, x in values.items())]))
+    others = {k: x for k, x in continuation.items() if k != 'text'}
+    texts = (f'{k} {lines.shorten(x)}' for k, x in others.items())
+    lines.say(' '.join(['---', *texts]))
     lines.say(continuation['text'])

@@ -183,12 +183,10 @@ class Evaluation:
         run.console.log_best(metric, value)
 
   def __call__(self, state: Any, is_of_run: bool = True) -> None:
-    """Evaluates the experiment's weights, and writes its scalars.
+    """Evaluates the weights at the step of `latest`, and writes the scalars.
 
-    Args:
-      state: the live state of `latest`.
-      is_of_run: whether training has had these weights at this step. Only then
-        may they be the best, and the step is noted as evaluated.
+    `is_of_run` is whether training has had these weights at this step. Only
+    then may they be the best, and the step is noted as evaluated.
     """
     run, step = self._run, int(state.global_step)
     run.console.evaluating(step)
@@ -295,11 +293,7 @@ def _metric(
   scalars: Mapping[str, Any],
   checkpointer: checkpointing.FullCheckpointer,
 ) -> float:
-  """Returns a metric; process 0's, if the processes save together.
-
-  Raises:
-    UsageError: there is no number of that name, which `config.<key>` asks for.
-  """
+  """Returns the metric of `config.<key>`; process 0's, if all save together."""
   values = writers.to_scalars(scalars)
   valid, what = sorted(values), 'scalar of evaluate'
   errors.check_names([metric], valid, what, f'config.{key}')

@@ -52,11 +52,7 @@ _printing = threading.Lock()
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the program; returns the exit code.
-
-  Args:
-    argv: the command line without the program's name.
-  """
+  """Runs a command line, without the program's name; returns the exit code."""
   args = _parse(argv)
   with socket.create_server(('127.0.0.1', 0)) as server:
     address = f'127.0.0.1:{server.getsockname()[1]}'

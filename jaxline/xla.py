@@ -23,8 +23,6 @@ import jax
 from jaxline import errors
 from jaxline.keys import BOOLEAN, COUNT, Key, integer, mapping, optional, text
 
-_PGLE_KEYS = ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
-
 _PROFILE = optional(
   # XLA ignores a file without this suffix.
   text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
@@ -101,7 +99,8 @@ def drop_places(options: Any) -> list[str]:
 
 def uses_pgle(options: Mapping[str, Any]) -> bool:
   """Returns whether `config.xla` asks for PGLE, automatic or manual."""
-  return any(options[key] for key in _PGLE_KEYS)
+  kinds = 'pgle_profiling_runs', 'pgle_save', 'pgle_profile'
+  return any(options[key] for key in kinds)
 
 
 def apply(options: Mapping[str, Any]) -> list[str]:
@@ -109,9 +108,6 @@ def apply(options: Mapping[str, Any]) -> list[str]:
 
   The flags are appended to XLA_FLAGS and LIBTPU_INIT_ARGS. Of two values for
   one flag XLA takes the last.
-
-  Args:
-    options: the section of the config, validated.
 
   Returns:
     Lines for the user that say what was set; none if nothing was.
@@ -147,20 +143,16 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     if added:
       os.environ[variable] = ' '.join([before, *added]).strip()
       lines.append(f'{variable}: {" ".join(added)}')
-  settings: dict[str, Any] = {}
-  if options['pgle_profiling_runs']:
-    settings = {
-      'jax_enable_pgle': True,
-      'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
-      # Otherwise the cache key of a program with custom partitioning contains
-      # a pointer and differs in each run.
-      'jax_remove_custom_partitioning_ptr_from_cache_key': True,
-    }
-    if options['pgle_aggregation_percentile'] is not None:
-      settings['jax_pgle_aggregation_percentile'] = options[
-        'pgle_aggregation_percentile'
-      ]
-  for name, value in settings.items():
-    jax.config.update(name, value)
-    lines.append(f'JAX: {name}={value}')
+  settings = {
+    'jax_enable_pgle': True,
+    'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
+    # Otherwise the cache key of a program with custom partitioning contains a
+    # pointer and differs in each run.
+    'jax_remove_custom_partitioning_ptr_from_cache_key': True,
+    'jax_pgle_aggregation_percentile': options['pgle_aggregation_percentile'],
+  }
+  for name, value in settings.items() if options['pgle_profiling_runs'] else ():
+    if value is not None:
+      jax.config.update(name, value)
+      lines.append(f'JAX: {name}={value}')
   return lines

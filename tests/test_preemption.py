@@ -61,7 +61,7 @@ class Program:
   """A Python program that tells where it is."""
 
   def __init__(self, process):
-    self.process, self.pid = process, process.pid
+    self.process, self.kill = process, process.send_signal
 
   def said(self, words):
     """Waits until the program has said these words."""
@@ -71,17 +71,12 @@ class Program:
     pytest.fail(f'It never said {words!r}: {self.process.stderr.read()}')
 
   def complained(self, words):
-    for line in self.process.stderr:
-      if words in line:
-        return
-    pytest.fail(f'stderr never had {words!r}.')
+    found = any(words in line for line in self.process.stderr)
+    assert found, f'stderr never had {words!r}.'
 
   def tell(self):
     self.process.stdin.write('\n')
     self.process.stdin.flush()
-
-  def kill(self, signum):
-    os.kill(self.pid, signum)
 
   def end(self):
     """Returns the exit code, and the rest of stdout and stderr."""
@@ -193,7 +188,7 @@ with preemption.Watch() as watch:
     *[processes.free_address()] * several,
   )
   program.said('child')
-  os.killpg(program.pid, signum)  # As the terminal does.
+  os.killpg(program.process.pid, signum)  # As the terminal does.
   program.said('-15')
   code, _, err = program.end()
   assert code == (130 if signum == signal.SIGINT else 75), err
@@ -231,18 +226,6 @@ def handlers():
   return [signal.getsignal(x) for x in HANDLED]
 
 
-def test_after_the_watch_the_handlers_are_those_from_before():
-  before = handlers()
-  with preemption.Watch() as watch:
-    preemption.begin_run()
-    taken = handlers()
-    assert not {*taken} & {*before}
-    with raises_preempted(130), watch.training():
-      signal.raise_signal(signal.SIGINT)
-      assert handlers() == [taken[0], signal.SIG_DFL, *taken[2:]]
-  assert handlers() == before
-
-
 def test_what_is_ignored_stays_ignored():
   before = handlers()
   try:
@@ -271,13 +254,13 @@ def test_a_handler_in_c_keeps_its_signal(tmp_path):
 
 
 def test_a_run_names_further_signals():
-  before = signal.getsignal(signal.SIGUSR2)
+  before = [*handlers(), signal.getsignal(signal.SIGUSR2)]
   with preemption.Watch(), raises_preempted(75):
     watch = preemption.begin_run(signals='SIGUSR2,SIGXCPU')
     with watch.training():
       signal.raise_signal(signal.SIGUSR2)
       assert watch.reached(1)
-  assert signal.getsignal(signal.SIGUSR2) is before
+  assert [*handlers(), signal.getsignal(signal.SIGUSR2)] == before
 
 
 @pytest.mark.parametrize('place', ['before', 'constructor'])
@@ -318,15 +301,18 @@ with preemption.Watch() as watch:
 
 
 @pytest.mark.parametrize('loop', ['asyncio', 'ipykernel'])
-def test_a_run_replaces_the_handler_of_an_event_loop(loop):
+def test_a_run_takes_the_handlers_and_gives_them_back(loop):
   async def main():
     if loop == 'ipykernel':  # Sets one while a cell runs.
       cell = lambda *unused: None
       cell.__module__ = 'ipykernel.ipkernel'
       signal.signal(signal.SIGINT, cell)
     before = handlers()
-    with raises_preempted(130), preemption.Watch() as watch, watch.training():
+    with preemption.Watch() as watch, raises_preempted(130), watch.training():
+      taken = handlers()
+      assert not {*taken} & {*before}
       signal.raise_signal(signal.SIGINT)
+      assert handlers() == [taken[0], signal.SIG_DFL, *taken[2:]]
       assert watch.reached(1)
       watch.leave()
     assert handlers() == before

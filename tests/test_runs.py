@@ -7,7 +7,6 @@ import pytest
 from jaxline import base_config
 from jaxline import runs
 from jaxline.runs import __main__ as cli
-from jaxline.runs import verdict
 from jaxline.storage import store
 
 
@@ -98,25 +97,22 @@ def test_ls_has_a_line_for_each_run(sweep, capsys):
 
 def test_compare_has_a_column_for_each_run(sweep, capsys):
   assert cli.main(['compare', str(sweep / 'a'), str(sweep / 'b')]) == 0
-  rows = table(capsys.readouterr().out)
-  assert rows == {
+  rows = {
     'a': ['b'],
     'random_seed': ['1', '2'],
     'state': ['ended', 'not ended'],
     'step': ['30 of 30', '20 of 30'],
     'time': ['1:55', '1:45'],
+  }
+  assert table(capsys.readouterr().out) == rows | {
     'best eval/loss': ['1.25', '2.5'],
     'last eval/loss': ['1.75', '2.5'],
     'last train/loss': ['1', '2'],
   }
-
-
-def test_a_metric_can_be_chosen(sweep, capsys):
   argv = ['compare', str(sweep), '--metrics=train/steps_per_sec']
   assert cli.main(argv) == 0
-  rows = table(capsys.readouterr().out)
-  assert rows['last train/steps_per_sec'] == ['1', '0.1']
-  assert 'last train/loss' not in rows
+  rows |= {'last train/steps_per_sec': ['1', '0.1']}
+  assert table(capsys.readouterr().out) == rows
 
 
 @pytest.mark.parametrize(
@@ -136,20 +132,28 @@ def test_a_log_may_be_cut_short(make_run, text, steps):
   assert run.step == max(steps, default=0)
 
 
-def test_a_nan_is_no_best_value(make_run):
-  evals = [(10, {'loss': 2.0}), (20, {'loss': 'NaN'})]
-  run = runs.read(make_run('a', evals=evals, best_model_eval_metric='loss'))
-  assert run.best == {'eval/loss': 2.0}
-
-
-def test_the_time_of_a_run_that_began_from_another_one(make_run):
-  train = [(s, {'steps_per_sec': x}) for s, x in ((4010, 2.0), (4020, 10.0))]
-  assert runs.read(make_run('a', train=train, restore_from='b')).seconds == 1.0
-
-
-def test_a_rate_may_be_no_number(make_run):
-  train = [(s, {'steps_per_sec': x}) for s, x in ((1, 'NaN'), (2, 0.5))]
-  assert runs.read(make_run('a', train=train)).seconds == 2.0
+@pytest.mark.parametrize(
+  ('name', 'values', 'config', 'field', 'expected'),
+  [
+    (
+      *('loss', {10: 2.0, 20: 'NaN'}, {'best_model_eval_metric': 'loss'}),
+      *('best', {'eval/loss': 2.0}),
+    ),
+    # It began from another run.
+    (
+      *('steps_per_sec', {4010: 2.0, 4020: 10.0}, {'restore_from': 'b'}),
+      *('seconds', 1.0),
+    ),
+    ('steps_per_sec', {1: 'NaN', 2: 0.5}, {}, 'seconds', 2.0),
+    # With checkpoints in memory there is no note of the end.
+    ('loss', {30: 1.0}, {'checkpointer': 'memory'}, 'has_ended', True),
+    ('loss', {29: 1.0}, {'checkpointer': 'memory'}, 'has_ended', False),
+  ],
+)
+def test_what_is_read_of_a_run(make_run, name, values, config, field, expected):
+  logged = [(step, {name: x}) for step, x in values.items()]
+  run = runs.read(make_run('a', train=logged, evals=logged, **config))
+  assert getattr(run, field) == expected
 
 
 @pytest.mark.parametrize('command', ['ls', 'compare'])
@@ -196,12 +200,6 @@ def test_text_of_a_run_does_not_control_the_terminal(command, make_run, capsys):
   assert not set(escape) - {*']0;x2J\n'} & set(printed)
 
 
-def test_all_steps_in_memory_are_an_end(make_run):
-  train = [(30, {'loss': 1.0})]
-  run = runs.read(make_run('a', train=train, checkpointer='memory'))
-  assert run.has_ended
-
-
 @pytest.mark.parametrize(
   ('argv', 'said'),
   [
@@ -219,20 +217,6 @@ def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
   assert error.count('\n') == 1
 
 
-@pytest.mark.parametrize(
-  ('a', 'b', 'difference', 'half', 'confidence'),
-  [  # By tables of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
-    ([0, 1, 2], [3, 4, 5], 3, 2.776 * (2 / 3) ** 0.5, 0.97869),
-    ([1, 2], [3, 2], 1, 4.303 * 0.5**0.5, 0.5**0.5),
-    ([1, 1], [1, 1], 0, 0, 0),
-    ([2, 2], [1, 1], -1, 0, 1),
-  ],
-)
-def test_welch(a, b, difference, half, confidence):
-  found = verdict.welch(a, b)
-  assert found == pytest.approx((difference, half, confidence), abs=1e-3)
-
-
 @pytest.fixture
 def make_side(make_run, tmp_path):
   """Returns what writes the runs of a side, one for each value; its name."""
@@ -248,19 +232,24 @@ def make_side(make_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('values', 'metric', 'word', 'code'),
-  [
-    ([5, 6, 7], None, 'better', 0),
-    ([-5, -6, -7], None, 'worse', 1),
-    ([1, 2, 4], None, 'not distinguishable', 1),
-    ([-5, -6, -7], 'eval/loss', 'better', 0),
+  ('base', 'values', 'metric', 'word', 'numbers', 'code'),
+  [  # By the table of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
+    ([1, 2, 3], [4, 5, 6], 'x', 'better', '+3 ± 2.3, confidence 97.9%', 0),
+    ([1, 2, 3], [-5, -6, -7], 'x', 'worse', '-8 ± 2.3, confidence 99.9%', 1),
+    ([1, 2], [3, 2], 'x', 'not dist', '+1 ± 3, confidence 70.7%', 1),
+    ([1, 1], [1, 1], 'x', 'not dist', '+0 ± 0, confidence 0.0%', 1),
+    ([2, 2], [1, 1], 'loss', 'better', '-1 ± 0, confidence 100.0%', 0),
   ],
 )
-def test_a_verdict_over_seeds(make_side, capsys, values, metric, word, code):
-  sides = make_side('a', [1, 2, 3]), make_side('b', values)
-  argv = ['--metrics', metric] if metric else []
+def test_a_verdict_over_seeds(
+  make_side, capsys, base, values, metric, word, numbers, code
+):
+  sides = make_side('a', base), make_side('b', values)
+  argv = ['--metrics=eval/loss'] if metric == 'loss' else []
   assert cli.main(['compare', '--seeds', *sides, *argv]) == code
-  assert capsys.readouterr().out.splitlines()[-1].startswith(word)
+  said = capsys.readouterr().out.splitlines()[-1]
+  assert said.startswith(word)
+  assert said.endswith(f' by {numbers}')
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,7 @@ def test_a_copy_and_more_entries_leave_it_packed(packed):
   assert fetched['loss'].dtype == np.float32
   del more['tiny']
   assert 'tiny' not in more
-
-
-def test_a_value_that_replaces_a_number_counts_alone(packed):
+  # A value that replaces a number counts alone.
   more = packed | {'loss': None, 'tiny': {'kl': 2.0}}
   shown = values.to_scalars(more)
   assert {'loss', 'tiny'}.isdisjoint(shown)

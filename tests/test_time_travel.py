@@ -121,15 +121,16 @@ class OfDevices(experiment.AbstractExperiment):
     return {}
 
 
-def test_scalars_may_lie_on_different_devices(tmp_path):
+def test_scalars_may_lie_on_different_devices(tmp_path, monkeypatch):
+  monkeypatch.setattr(travels, 'Travels', OfDevices)
   config = travels.get_config(tmp_path)
   config.experiment_kwargs = {}
-  jaxline.fit(OfDevices, config, mode='train')
+  jaxline.fit(None, config, mode='train')
   assert len(prints(tmp_path)) == 12
   config.skip_batches = '3'
   with pytest.raises(errors.UsageError, match='skip_batches'):
-    jaxline.fit(OfDevices, config, mode='train')
-  with replay.opened(tmp_path, 11, OfDevices) as found:
+    jaxline.fit(None, config, mode='train')
+  with replay.opened(tmp_path, 11) as found:
     with pytest.raises(errors.UsageError, match='OfDevices'):
       explain.explain(found, 11)
     assert found.state.global_step == 8  # Refused before it was replayed.
@@ -266,10 +267,9 @@ class Masked(travels.Travels):
     return loss + 0 * jnp.exp(mask).sum(), *rest
 
 
-def test_a_replay_finds_nothing_in_a_finite_step(tmp_path):
-  config = travels.get_config(tmp_path)
-  jaxline.fit(Masked, config, mode='train')
-  assert replay.find_nonfinite(tmp_path, 6, Masked) is None
+def test_a_replay_finds_nothing_in_a_finite_step(tmp_path, monkeypatch):
+  monkeypatch.setattr(travels, 'Travels', Masked)
+  assert replay.find_nonfinite(run(tmp_path), 6) is None
 
 
 # Explanations.
@@ -346,8 +346,9 @@ class Fast(travels.Travels):
     return jnp.arange(travels.ROWS, dtype=jnp.float32)
 
 
-def test_an_experiment_may_compute_the_losses_of_all_rows(shared):
-  with replay.opened(shared, 6, Fast) as found:
+def test_an_experiment_may_compute_the_losses_of_all_rows(shared, monkeypatch):
+  monkeypatch.setattr(travels, 'Travels', Fast)
+  with replay.opened(shared, 6) as found:
     rows = explain.explain(found, 6)
   assert [(r.number, r.loss) for r in rows] == [(i, i) for i in (3, 2, 1, 0)]
 
@@ -518,13 +519,9 @@ class Faulty(travels.Travels):
   ('where', 'said'),
   [
     ('sum', ['step 7, in the state after']),
-    (
-      'before',
-      ['the state differs', 'state/params/w: largest', 'look at `step`'],
-    ),
-    (
-      'after',
-      ['the state differs', 'state/params/w: largest', 'look at `step`'],
+    *(
+      (x, ['the state differs', 'state/params/w: largest', 'look at `step`'])
+      for x in ('before', 'after')
     ),
     ('own', ['so are the states', 'look at `step`']),
   ],

@@ -11,8 +11,6 @@ import os
 import pathlib
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -38,6 +36,7 @@ from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values
 from jaxline.metrics import writers
+from tests import processes
 
 with warnings.catch_warnings():
   # The reader only; what we write with stays under warnings as errors.
@@ -764,13 +763,7 @@ raise SystemExit('the end')
 def test_the_end_of_the_program_writes_what_is_queued(tmp_path):
   path = tmp_path / 'm.jsonl'
   # JAX and Python 3.12 warn of the fork.
-  done = subprocess.run(
-    [sys.executable, '-Wignore', '-c', _PROGRAM, path],
-    cwd=pathlib.Path(__file__).parents[1],
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  done = processes.run('-Wignore', '-c', _PROGRAM, path)
   assert (done.returncode, done.stderr.strip()) == (1, 'the end')
   points = [(r['step'], r['a']) for r in _lines(path)]
   assert points == [(n, float(n)) for n in range(100)]

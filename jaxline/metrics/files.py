@@ -114,15 +114,15 @@ class JsonlWriter(FileBackend):
 KEYS = frozenset({'step', 'time', 'kind'})
 
 
-def read_record(line: bytes) -> dict[str, Any]:
-  """Returns a line's record; {} if the line is no record with a step."""
+def read_record(
+  line: str | bytes, key: str = 'step', kind: type = int
+) -> dict[str, Any]:
+  """Returns a line's record; {} if it is none with a value of a type."""
   try:
     record = json.loads(line)
-  except (ValueError, RecursionError):
+    return record if isinstance(record[key], kind) else {}
+  except (ValueError, RecursionError, LookupError, TypeError):
     return {}
-  if not isinstance(record, dict) or not isinstance(record.get('step'), int):
-    return {}
-  return record
 
 
 def _json_value(x: Any) -> Any:

@@ -73,9 +73,7 @@ def describe(
 ) -> list[str]:
   """Returns the scalars of the last of some steps as texts, or their means.
 
-  Args:
-    recent: the scalars of each step.
-    earlier: those of the steps before, for the trend of the loss.
+  The trend of the loss is that since the `earlier` steps.
   """
   texts = []
   for name in sorted(recent[-1], key=rank):
@@ -124,9 +122,7 @@ def escaped(text: str) -> str:
 def say(text: Any, file: Any = None) -> None:
   """Prints text from the files of a run, or an error that may quote them.
 
-  Args:
-    text: what to print.
-    file: the stream; None is stdout. Nothing is printed if it is closed.
+  The stream None is stdout. Nothing is printed if it is closed.
   """
   stream = file or sys.stdout
   encoding = getattr(stream, 'encoding', None) or 'utf-8'

@@ -116,10 +116,7 @@ class PeriodicAction(Action):
   ) -> None:
     """Calls the function if it is due, or raises the error of an earlier call.
 
-    Args:
-      t: the time in seconds.
-      step: the number of steps done.
-      scalar_outputs: the step's scalars, on the devices or the host; copied.
+    `t` is in seconds. The scalars, on the devices or the host, are copied.
     """
     if self._executor is not None:
       self._executor.raise_error()

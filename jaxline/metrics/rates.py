@@ -74,11 +74,8 @@ class Rates:
 def model_flops(experiment: Any, batch: Any) -> float:
   """Returns the FLOPs that the model needs for a training step, in all.
 
-  Counting them in the step that JAX has traced takes milliseconds.
-
-  Args:
-    experiment: a `ShardedExperiment`.
-    batch: the shapes of the batch that the step was traced for.
+  Counting them in the step of a `ShardedExperiment`, which JAX has traced for
+  the shapes of `batch`, takes milliseconds.
   """
   args = experiment.abstract_state(), batch, experiment.abstract_rng()
   traced = experiment.compiled_train_step.trace(*args)

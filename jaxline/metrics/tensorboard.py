@@ -47,13 +47,10 @@ class TensorBoardWriter(files.FileBackend):
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-    """Opens a new event file in a directory.
+    """Opens a new event file in a directory, which it makes if need be.
 
     TensorBoard reads the files in the order of their names, of their times.
-
-    Args:
-      log_dir: the directory; it is made where it does not exist. Give each mode
-        (train, eval) a directory of its own: to TensorBoard it is one curve.
+    Give each mode (train, eval) its directory: to TensorBoard it is one curve.
     """
     log_dir = os.fspath(log_dir)
     # The suffix distinguishes writers opened within the same second.
@@ -98,10 +95,6 @@ def _checksum(data: bytes) -> bytes:
   return struct.pack('<I', record_writer.masked_crc32c(data))
 
 
-def _scalar(name: str, value: float) -> Any:
-  return _Value(tag=name, simple_value=value)
-
-
 def _strings(
   name: str, plugin: str, strings: list[bytes], shape: list[int]
 ) -> Any:
@@ -126,7 +119,11 @@ def _text(name: str, text: str) -> Any:
   return _strings(name, 'text', [block.encode()], [])
 
 
-_VALUES: Any = {'scalars': _scalar, 'images': _images, 'texts': _text}
+_VALUES: Any = {
+  'scalars': lambda name, x: _Value(tag=name, simple_value=x),
+  'images': _images,
+  'texts': _text,
+}
 
 
 def _to_png(image: np.ndarray) -> bytes:

@@ -20,9 +20,8 @@ _warned: set[str] = set()
 def to_step(global_step: Any) -> int:
   """Returns the step as an int; waits for a device array to be computed.
 
-  Args:
-    global_step: an int, or an array of any shape whose elements are all the
-      step, such as one copy per local device ([num_local_devices]).
+  The elements of an array of any shape are all the step: one for each local
+  device, say.
   """
   if isinstance(global_step, jax.Array):
     # One shard is enough, and on several hosts it is all that there is.

@@ -65,11 +65,9 @@ class MetricWriter(contextlib.AbstractContextManager):
   _conversions = values_lib.CONVERSIONS
 
   def __init__(self, *backends: base.Backend | base.Writer) -> None:
-    """Starts the thread.
+    """Starts the thread, which alone calls the backends, in this order.
 
-    Args:
-      *backends: called by the thread alone, in this order, and closed with this
-        writer. Without any, everything is discarded.
+    They are closed with this writer. Without any, everything is discarded.
     """
     self._backends: list[base.Backend] = []
     for backend in backends:
@@ -130,11 +128,8 @@ class MetricWriter(contextlib.AbstractContextManager):
   ) -> None:
     """Queues a record of values that the caller does not change.
 
-    Args:
-      kind: one of `base.KINDS`, or another that a backend knows.
-      global_step: the step they belong to.
-      values: by name.
-      finish: maps the converted values to those to write; runs on the thread.
+    `kind` is one of `base.KINDS`, or another that a backend knows. `finish`
+    maps the converted values to those to write; it runs on the thread.
     """
     if not self.takes(kind):
       return
@@ -177,11 +172,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         self.executor.run(functools.partial(backend.write, chosen))
 
   def _behind(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Queues calls behind all records so far, and before all later ones.
-
-    Returns:
-      A function that waits for the calls and returns the last one's result.
-    """
+    """Calls `wait_async` behind all records so far, before all later ones."""
     with self._lock:
       self._items = collections.deque()
       return self.executor.wait_async(*calls)

@@ -111,10 +111,7 @@ class Run:
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-  """Reads a run.
-
-  Args:
-    path: its directory or address.
+  """Reads a run from its directory or address.
 
   Raises:
     errors.UsageError: the config cannot be read.

@@ -131,7 +131,6 @@ class Replay:
 def opened(
   directory: str | os.PathLike[str],
   before: int,
-  experiment_class: Any = None,
   saved: str | None = None,
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
@@ -139,7 +138,6 @@ def opened(
   Args:
     directory: the run's, or its address.
     before: the checkpoint's step is less than this.
-    experiment_class: None is the class that the config names.
     saved: a new directory, which gets a checkpoint of the last step.
 
   Raises:
@@ -148,7 +146,7 @@ def opened(
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
-  experiment_class = experiment_class or experiments.resolve_experiment_class(
+  experiment_class = experiments.resolve_experiment_class(
     config, recorded_in=os.fspath(directory)
   )
   # A fork of the run, or at last one that begins as the run did.
@@ -233,9 +231,7 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
   return not num_differing
 
 
-def find_nonfinite(
-  directory: str, step: int, experiment_class: Any = None
-) -> str | None:
+def find_nonfinite(directory: str, step: int) -> str | None:
   """Runs a step op by op, and finds its first NaN or infinity.
 
   Returns:
@@ -249,7 +245,7 @@ def find_nonfinite(
   # gradient has no line, and its cause may be an infinity before.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
-      with opened(directory, step, experiment_class) as replay:
+      with opened(directory, step) as replay:
         replay.run(step - 1)
         with op_by_op, switch(True):
           run = debug.disable_pmap_jit(replay.run)

@@ -53,19 +53,11 @@ class Guard(periodic.Action):
     max_nonfinite_steps: int,
     steps_late: int = 1,
   ):
-    """Makes the guard of a training.
-
-    Args:
-      experiment: the experiment in training.
-      on_nonfinite: see `config.on_nonfinite`.
-      max_nonfinite_steps: see `config.max_nonfinite_steps`.
-      steps_late: how many steps may be in flight when one is judged.
-    """
+    """Takes two keys of the config; `steps_late` steps may be in flight."""
     self._mode = on_nonfinite or experiment.on_nonfinite
     self._has_flag = experiment.FLAGS_NONFINITE
-    self._needs_flag = self._mode == 'skip' or (
-      self._has_flag and self._mode != 'warn'
-    )
+    flagging = ('skip', 'raise') if self._has_flag else ('skip',)
+    self._needs_flag = self._mode in flagging
     self._class_name = experiment.__class__.__name__
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()

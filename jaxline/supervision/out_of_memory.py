@@ -16,9 +16,7 @@ _NUM_LISTED = 12
 def explained(experiment: Any, config: Any) -> Iterator[None]:
   """Adds a note with the largest arrays and three remedies to such an error.
 
-  Args:
-    experiment: its attributes name arrays; None before it is constructed.
-    config: the run's, complete.
+  Attributes of the experiment name arrays; it is None before it is constructed.
   """
   try:
     yield

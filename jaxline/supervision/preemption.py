@@ -144,11 +144,7 @@ class Watch:
   def reached(self, step: int) -> bool:
     """Returns whether to save and leave now; takes microseconds.
 
-    Args:
-      step: the last step, for the message.
-
-    Returns:
-      The same on all hosts, if each asks once after each step.
+    It is the same on all hosts, if each asks once after each step.
     """
     self._step = step
     if not self._is_shared:

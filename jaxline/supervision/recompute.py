@@ -16,12 +16,8 @@ class RecomputeError(ArithmeticError):
 def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   """Computes a step twice, compares, and returns its results.
 
-  This waits for both, and needs memory for one more state.
-
-  Args:
-    step: the compiled step `(state, *args) -> results`; it donates its state.
-    state: the state before the step.
-    *args: the other arguments.
+  This waits for both, and needs memory for one more state. The compiled step
+  `(state, *args) -> results` donates its state.
 
   Raises:
     RecomputeError: the results differ in a bit; names arrays and devices.
