@@ -39,23 +39,3 @@ def test_the_two_alternate(parts):
     for name, state in experiment.state.opt_state.inner_states.items()
   }
   assert counts == {'discriminator': 3, 'generator': 3}
-
-
-def test_a_skipped_step_keeps_the_turns(monkeypatch):
-  class Broken(gan.Input):
-    def __next__(self):
-      is_broken = self.state['next'] == 2
-      batch = super().__next__()
-      return {'x': batch['x'] * np.float32('nan' if is_broken else 1)}
-
-  monkeypatch.setattr(gan, 'Input', Broken)
-  experiment = make()
-  networks = [
-    trained_by_a_step(experiment, on_nonfinite='skip') for _ in range(5)
-  ]
-  d, g = ['discriminator'], ['generator']
-  # The discriminator's turn is made up for.
-  assert networks == [d, g, [], d, g]
-  state = experiment.state
-  turns = [x.inner_state.step for x in state.opt_state.inner_states.values()]
-  assert [state.model_state['turn'], *turns] == [4, 4, 4]

@@ -1157,24 +1157,17 @@ class Process:
 
   def curve(self, mode='eval'):
     """Returns each line's step and number of evaluations before it."""
-    return [(r['step'], r['before']) for r in self._records(mode, 'scalars')]
+    found = remains.curve(self.run_dir, mode)
+    return [(r['step'], r['before']) for r in found]
 
   def texts(self, mode='eval'):
-    return [(r['step'], 'config' in r) for r in self._records(mode, 'texts')]
+    lines = (self.run_dir / mode / 'metrics.jsonl').read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [(r['step'], 'config' in r) for r in found if r['kind'] == 'texts']
 
   def shown(self, mode='eval'):
     """Returns the curve of TensorBoard's files, whatever they say is void."""
-    from tensorboard.backend.event_processing import event_accumulator
-
-    events = event_accumulator.EventAccumulator(
-      str(self.run_dir / mode), purge_orphaned_data=False
-    ).Reload()
-    return [(e.step, e.value) for e in events.Scalars('before')]
-
-  def _records(self, mode, kind):
-    lines = (self.run_dir / mode / 'metrics.jsonl').read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [r for r in found if r['kind'] == kind]
+    return remains.tensorboard(self.run_dir, mode, False)['before']
 
 
 @pytest.mark.parametrize('kind', ['steps', 'secs'])
