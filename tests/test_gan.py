@@ -39,37 +39,3 @@ def test_the_two_alternate(parts):
     for name, state in experiment.state.opt_state.inner_states.items()
   }
   assert counts == {'discriminator': 3, 'generator': 3}
-
-
-def test_it_learns_the_moments():
-  experiment = make()
-  regression.train_steps(experiment, 1200)
-  generator = jax.device_get(experiment.state.params['generator'])
-  np.testing.assert_allclose(generator['b'], gan.MEAN, atol=0.2)
-  covariance = generator['w'].T @ generator['w']
-  np.testing.assert_allclose(np.diag(covariance) ** 0.5, gan.STD, atol=0.2)
-  assert abs(covariance[0, 1]) < 0.2
-  # It can tell them apart as badly as a coin.
-  losses = regression.evaluate(experiment)
-  assert losses['generator_loss'] == pytest.approx(np.log(2), abs=0.1)
-  assert losses['discriminator_loss'] == pytest.approx(2 * np.log(2), abs=0.1)
-
-
-def test_a_skipped_step_keeps_the_turns(monkeypatch):
-  class Broken(gan.Input):
-    def __next__(self):
-      is_broken = self.state['next'] == 2
-      batch = super().__next__()
-      return {'x': batch['x'] * np.float32('nan' if is_broken else 1)}
-
-  monkeypatch.setattr(gan, 'Input', Broken)
-  experiment = make()
-  networks = [
-    trained_by_a_step(experiment, on_nonfinite='skip') for _ in range(5)
-  ]
-  d, g = ['discriminator'], ['generator']
-  # The discriminator's turn is made up for.
-  assert networks == [d, g, [], d, g]
-  state = experiment.state
-  turns = [x.inner_state.step for x in state.opt_state.inner_states.values()]
-  assert [state.model_state['turn'], *turns] == [4, 4, 4]

@@ -256,11 +256,11 @@ def test_an_experiment_needs_no_base_class():
       evaluated.append(float(self._w[0]))
       return {'score': self._w[0]}
 
-  for steps in (3, 5):
+  for steps in (3, 3, 5):  # One that has ended is evaluated once more.
     config = make_config(steps, eval_interval=2)
     checkpointer = utils.InMemoryCheckpointer(config, 'train')
     train.Run(Bare, config, checkpointer).train_and_eval()
-  assert evaluated == [2, 3, 4, 5]
+  assert evaluated == [2, 3, 3, 4, 5]
 
 
 def evaluate_once(cls, config):
@@ -469,37 +469,31 @@ def test_writer_gets_scalars_at_the_interval_and_the_last_step(values, steps):
   assert isinstance(writer.records[-1][1]['steps_per_sec'], float)
 
 
-def test_rates_are_made_of_what_is_counted_per_step():
+@pytest.mark.parametrize('log_async', [True, False])
+def test_rates_are_made_of_what_is_counted_per_step(log_async, caplog):
+  """What is no number is no error; the line of the log has none of it."""
   writer = Writes()
   counted = {
+    'word': 'x',
+    'lr': 0.5,
     'tokens_per_step': np.array(10, np.int32),
     'examples_per_step': None,
     'seconds_per_step': 0.5,
   }
   cls = functools.partial(Plain, scalars=counted)
-  run(cls, make_config(2, log_train_data_interval=1), writer=writer)
+  config = make_config(
+    2, log_train_data_interval=1, log_tensors_interval=1, log_async=log_async
+  )
+  with caplog.at_level('INFO', 'absl'):
+    run(cls, config, writer=writer)
   for _, scalars in writer.records:
     assert scalars['tokens_per_sec'] == 10.0 * scalars['steps_per_sec']
     assert counted.items() <= scalars.items()
     assert not {'examples_per_sec', 'seconds_per_sec'} & set(scalars)
-
-
-@pytest.mark.parametrize('log_async', [True, False])
-def test_scalars_that_are_no_numbers_are_no_error(log_async, caplog):
-  scalars = {'nothing': None, 'word': 'x', 'vector': np.ones(3), 'lr': 0.5}
-  cls = functools.partial(Plain, scalars=scalars)
-  config = make_config(
-    1, log_train_data_interval=1, log_tensors_interval=1, log_async=log_async
-  )
-  writer = Writes()
-  with caplog.at_level('INFO', 'absl'):
-    run(cls, config, writer=writer)
-  # The writer gets all of it; `writers` tests what becomes of that.
-  assert writer.records[0][1]['word'] == 'x'
-  (line,) = (x for x in caplog.records if 'step 1 of 1' in x.getMessage())
+  (line,) = (x for x in caplog.records if 'step 1 of 2' in x.getMessage())
   assert (line.thread == threading.main_thread().ident) is not log_async
   assert 'lr 0.5' in line.getMessage()
-  for name in ('nothing', 'word', 'vector'):
+  for name in ('word', 'examples_per_step'):
     assert name not in line.getMessage()
 
 
@@ -571,20 +565,6 @@ def test_no_interval_type_and_a_locked_config():
   train.evaluate(Plain, config, checkpointer, None, 'eval')
   assert len(log.steps) == 2
   assert config.to_json() == before
-
-
-def test_an_overridden_loop_is_used():
-  class Own(Plain):
-    def train_loop(self, config, state, periodic_actions, writer=None):
-      state.global_step = 11
-      for action in periodic_actions:
-        action(time.time(), 11, {'loss': 0.25})
-
-  writer = Writes()
-  config = make_config(11, log_train_data_interval=5)
-  _, checkpointer = run(Own, config, writer=writer)
-  assert checkpointer.saves() == [11]
-  assert writer.records[0][1]['loss'] == 0.25
 
 
 def test_all_hosts_meet_after_the_last_save():
@@ -884,10 +864,15 @@ NAN = math.nan
   ],
 )
 def test_best_is_saved_where_strictly_better(higher, scores, best_at):
+  class Adds(Plain):
+    def on_new_best_model(self, best_state):
+      best_state.note = best_state.best_eval_metric_value
+
   steps = [10 * (i + 1) for i in range(len(scores) - 1)] + [100]
   _, checkpointer = evaluate(
     steps,
     dict(zip(steps, scores, strict=True)),
+    cls=Adds,
     best_model_eval_metric='score',
     best_model_eval_metric_higher_is_better=higher,
   )
@@ -898,6 +883,7 @@ def test_best_is_saved_where_strictly_better(higher, scores, best_at):
   for _, state in checkpointer.saved:
     assert state['train_step_rng'] == f'key {state["global_step"]}'
     assert state['best_model_eval_metric'] == 'score'
+    assert state['note'] == state['best_eval_metric_value']
     assert isinstance(state['experiment_module'], Plain)
 
 
@@ -937,20 +923,6 @@ def test_the_best_value_survives_a_restart():
   nest = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
   assert nest['best_eval_metric_value'] == 1.5
   assert nest['best_model_eval_metric'] == 'accuracy'
-
-
-def test_on_new_best_model_may_add_to_what_is_saved():
-  class Adds(Plain):
-    def on_new_best_model(self, best_state):
-      best_state.note = f'best {best_state.best_eval_metric_value}'
-
-  _, checkpointer = evaluate(
-    [10, 100], cls=Adds, best_model_eval_metric='score'
-  )
-  assert [s['note'] for _, s in checkpointer.saved] == [
-    'best 10.0',
-    'best 100.0',
-  ]
 
 
 # Training and evaluation in one thread.
@@ -1043,73 +1015,13 @@ def test_only_the_first_host_writes_and_saves_unless_all_do(key, monkeypatch):
   )
 
 
-def test_a_finished_run_is_evaluated_once_more_and_goes_on():
-  config = make_config(3, eval_interval=2)
-  _, checkpointer = run_both(Plain, config)
+def test_a_step_is_judged_before_it_is_evaluated():
   log = Log()
-  partial = functools.partial(Plain, log=log)
-  train.Run(partial, config, checkpointer, None, None).train_and_eval()
-  assert log.evals == [(3, 3.0)]
-  config.training_steps = 5
-  log.evals.clear()
-  train.Run(partial, config, checkpointer, None, None).train_and_eval()
-  assert log.evals == [(4, 4.0), (5, 5.0)]
-
-
-def test_a_step_is_judged_before_it_is_evaluated(monkeypatch):
-  order = []
-
-  class Noting(Plain):
-    def evaluate(self, *, global_step, **unused):
-      order.append(f'evaluated {global_step}')
-      return {}
-
-  monkeypatch.setattr(nonfinite.Guard, 'wait', lambda _: order.append('judged'))
-  run_both(Noting, make_config(2, eval_interval=2))
-  assert order[: order.index('evaluated 2') + 1] == ['judged', 'evaluated 2']
-
-
-def durable_run(tmp_path, log, steps=2, **values):
-  """Trains and evaluates with durable checkpoints; returns what was kept."""
-  values = {'eval_interval': 1, 'save_checkpoint_interval': 1} | values
-  config = make_config(
-    steps, checkpoint_dir=str(tmp_path), best_model_eval_metric='score',
-    **values,
-  )  # fmt: skip
-  checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-  try:
-    train.Run(
-      functools.partial(Plain, log=log), config, checkpointer, None, None
-    ).train_and_eval()
-  finally:
-    checkpointer.close()
-  state = checkpointer.get_experiment_state('best')
-  return checkpointer, state.best_eval_metric_value
-
-
-@pytest.mark.parametrize('kind', ['steps', 'secs'])
-def test_what_was_not_noted_is_evaluated_again(kind, tmp_path):
-  checkpointer, best = durable_run(tmp_path, Log())
-  assert [x.step for x in checkpointer.evaluated()] == [1, 2]
-  checkpointer.mark_begun(1)  # As if it was killed before the note.
-  assert [x.step for x in checkpointer.evaluated()] == [1]
-  log = Log()
-  again = durable_run(tmp_path, log, eval_interval_type=kind)
-  assert log.evals == [(2, 2.0)]
-  assert again[1] == best == 2.0
-  log = Log()
-  durable_run(tmp_path, log, eval_interval_type=kind)
+  cls = functools.partial(Plain, log=log, scalars={'loss': NAN})
+  config = make_config(1, eval_interval=1, on_nonfinite='raise')
+  with pytest.raises(nonfinite.NonfiniteError):
+    train.Run(cls, config).train_and_eval()
   assert log.evals == []
-
-
-def test_a_damaged_best_one_does_not_keep_a_run_from_going_on(tmp_path):
-  one = {'max_best_checkpoints_to_keep': 1}
-  durable_run(tmp_path, Log(), **one)
-  (tmp_path / 'checkpoints' / 'best' / '2.json').write_text('{')
-  for steps in (3, 4):
-    checkpointer, best = durable_run(tmp_path, Log(), steps, **one)
-    assert best == steps
-    assert checkpointer.steps('best') == [steps]
 
 
 def test_a_checkpoint_saved_between_look_and_restore_is_evaluated_once():
@@ -1120,16 +1032,9 @@ def test_a_checkpoint_saved_between_look_and_restore_is_evaluated_once():
       self.newest = max(2, self.newest)
       super().restore(ckpt_series)
 
-  log = Log()
   writer = Writes()
   checkpointer = Late([1, 2, 3])
-  train.evaluate(
-    functools.partial(Plain, log=log),
-    make_config(3),
-    checkpointer,
-    writer,
-    'eval',
-  )
+  train.evaluate(Plain, make_config(3), checkpointer, writer, 'eval')
   assert [step for step, _ in writer.records] == [2, 3]
   assert checkpointer.is_safe
 
@@ -1163,26 +1068,6 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
   config = make_config(4, eval_interval=2)
   train.Run(Own, config, Recorder(config), None, None).train_and_eval()
   assert seen == [2.0, 4.0]
-
-
-# What is not finite.
-
-
-def test_a_per_device_run_goes_on(caplog):
-  """JAXline's clients log a NaN on purpose, as those of kfac-jax do."""
-
-  class Explodes(Plain):
-    def step(self, *, global_step, rng, writer):
-      scalars = super().step(global_step=global_step, rng=rng, writer=writer)
-      is_bad = global_step >= 2
-      return scalars | {'new_loss': NAN} | ({'loss': NAN} if is_bad else {})
-
-  log, _ = run(Explodes, make_config(4))
-  assert len(log.steps) == 4
-  said = [x for x in caplog.messages if 'not finite' in x]
-  assert len(said) == 2
-  assert 'step 1 are not finite: new_loss = nan. ' in said[0]
-  assert 'step 3 are not finite: loss = nan. ' in said[1]
 
 
 @pytest.mark.parametrize(('chief', 'is_best'), [(NAN, False), (1.0, True)])
@@ -1268,24 +1153,39 @@ class Process:
 
   def curve(self, mode='eval'):
     """Returns each line's step and number of evaluations before it."""
-    return [(r['step'], r['before']) for r in self._records(mode, 'scalars')]
+    found = remains.curve(self.run_dir, mode)
+    return [(r['step'], r['before']) for r in found]
 
   def texts(self, mode='eval'):
-    return [(r['step'], 'config' in r) for r in self._records(mode, 'texts')]
+    lines = (self.run_dir / mode / 'metrics.jsonl').read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [(r['step'], 'config' in r) for r in found if r['kind'] == 'texts']
 
   def shown(self, mode='eval'):
     """Returns the curve of TensorBoard's files, whatever they say is void."""
-    from tensorboard.backend.event_processing import event_accumulator
+    return remains.tensorboard(self.run_dir, mode, False)['before']
 
-    events = event_accumulator.EventAccumulator(
-      str(self.run_dir / mode), purge_orphaned_data=False
-    ).Reload()
-    return [(e.step, e.value) for e in events.Scalars('before')]
 
-  def _records(self, mode, kind):
-    lines = (self.run_dir / mode / 'metrics.jsonl').read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [r for r in found if r['kind'] == kind]
+@pytest.mark.parametrize('kind', ['steps', 'secs'])
+def test_what_was_not_noted_is_evaluated_again(kind, tmp_path):
+  process = Process(tmp_path, eval_interval_type=kind)
+  noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
+  process.run(1)
+  before = noted.read_bytes()
+  process.run(2)
+  noted.write_bytes(before)  # As if it was killed before the note.
+  assert [process.run(2), process.run(2)] == [[2], []]
+
+
+def test_a_damaged_best_one_does_not_keep_a_run_from_going_on(tmp_path):
+  process = Process(
+    tmp_path, best_model_eval_metric='before', max_best_checkpoints_to_keep=1
+  )
+  process.run(2)
+  (tmp_path / 'checkpoints' / 'best' / '2.json').write_text('{')
+  for steps in (3, 4):
+    process.run(steps)
+    assert remains.steps(tmp_path, 'best') == [steps]
 
 
 def test_checkpoints_behind_the_last_step_are_evaluated_too(tmp_path):
