@@ -57,8 +57,9 @@ def gradients(
     """Returns sums over a microbatch, and the next model state."""
     key = jax.random.fold_in(rng, i)
     weight = microbatch[train_step.WEIGHTS].sum(dtype=jnp.float32)
+    empty = train_step.is_empty(microbatch)
     loss, metrics, model_state, grads = train_step.gradients(
-      loss_fn, params, model_state, microbatch, key, weight == 0
+      loss_fn, params, model_state, microbatch, key, empty
     )
 
     def weighted(x: jax.Array) -> jax.Array:

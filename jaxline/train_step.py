@@ -45,8 +45,8 @@ SKIPPED_STEPS = 'skipped_steps'
 
 
 def is_empty(batch: Batch) -> jax.Array:
-  """Returns whether the weights of a batch sum to 0."""
-  return batch[WEIGHTS].sum(dtype=jnp.float32) == 0
+  """Returns whether nothing in a batch has a weight."""
+  return ~(batch[WEIGHTS] != 0).any()
 
 
 def gradients(
@@ -133,8 +133,8 @@ def guard_step(
   """Selects the state after a step by whether its numbers are finite.
 
   `on_nonfinite = 'skip'` returns the state before a step that is not finite,
-  with new counts. The other modes return `after`. `empty` is whether the
-  weights of the batch sum to 0.
+  with new counts. The other modes return `after`. `empty` is whether
+  nothing in the batch has a weight.
 
   Returns:
     The state, and scalars. `nonfinite`, int32, is 1 if the loss or the global

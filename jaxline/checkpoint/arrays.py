@@ -256,7 +256,7 @@ DESCRIBED = keys.record(
   shape=_SHAPE,
   chunk=_SHAPE,
   dtype=_TYPE,
-  parts=keys.each(keys.integer(0), names=r'c(\.\d+)*'),
+  parts=keys.each(keys.integer(0, below=2**32), names=r'c(\.\d+)*'),
   key=keys.optional(keys.text('an implementation of keys')),
 )
 SMALL = keys.record(

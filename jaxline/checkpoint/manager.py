@@ -92,8 +92,14 @@ def _is_of_one_step(manifest: dict[str, Any]) -> bool:
 
 
 # The lengths of logs, by paths that lead nowhere else.
-_LENGTHS = keys.each(keys.integer(0), names=r'(?!/)(?!(.*/)?\.\.(/|$)).+')
-NUMBER = keys.Check('a number', lambda x: isinstance(x, int | float))
+_LENGTHS = keys.each(
+  keys.integer(0, below=2**63),
+  names=r'(?!/)(?!(.*/)?\.\.(/|$))[^\x00-\x1f]{1,1000}',
+)
+NUMBER = keys.Check(
+  'a number',
+  lambda x: isinstance(x, float) or (isinstance(x, int) and abs(x) < 2**63),
+)
 _PLAIN = keys.optional(keys.Check('plain', lambda x: isinstance(x, int | str)))
 _OWN = keys.record(
   lambda own: 'structure' in own and {*own['arrays']} <= {*_texts(own)},
@@ -106,7 +112,7 @@ _MANIFEST = keys.record(
   format=keys.Check(
     f'{FORMAT}; use the jaxline that wrote it', lambda x: x == FORMAT
   ),
-  step=keys.integer(0),
+  step=keys.integer(0, below=2**63),
   time=keys.number(0, below=2e11),  # Up to the year 8000.
   data=keys.text('the name of data', _DATA.pattern),
   arrays=keys.each(arrays.DESCRIBED),
@@ -223,8 +229,8 @@ class Manifests:
   ) -> None:
     """Writes a manifest, by which the checkpoint exists.
 
-    It is taken back if this process loses the right to write, or if the data of
-    `best` is lost. (No process collects the data of `latest`.) Parts are not
+    That of `best` is taken back if this process loses the right to write, or if
+    its data is lost. (No process collects the data of `latest`.) Parts are not
     read, which would take one process too long; each restore verifies them.
 
     Args:
@@ -255,9 +261,10 @@ class Manifests:
       if series == 'best':
         self._check_data(key, manifest)
     except Exception:
-      if before is None:
+      # A process that has taken over may train on from `latest`.
+      if series == 'best' and before is None:
         self.store.delete(key)
-      else:
+      elif series == 'best':
         self.store.write(key, before)
       raise
 

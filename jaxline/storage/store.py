@@ -26,6 +26,7 @@ _DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # doubles its delay from a second up to 32. An address that does not exist would
 # be tried for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
+_MOST_BYTES = 1 << 32
 # Folders of a run that people put on a larger disk.
 LINKS = 'checkpoints', 'train', 'eval'
 NEW = object()  # The version of a value that is not there.
@@ -210,14 +211,17 @@ class Disk(Store):
   def read(self, key: str) -> bytes | None:
     try:
       with open(self._path(key), 'rb', opener=disk.open_regular) as f:
-        size, most = os.fstat(f.fileno()).st_size, 1 << 32
-        if key.endswith('.json'):
-          most = 1 << 28
-        if size > most:
-          raise RefusedError(f'{self}/{key} has {size} bytes; expected {most}.')
+        self._check_most(key, os.fstat(f.fileno()).st_size)
         return f.read()
     except MISSING:
       return None
+
+  def _check_most(self, key: str, size: int) -> None:
+    """Refuses a file that is too large to be read whole."""
+    if size > _MOST_BYTES:
+      raise RefusedError(
+        f'{self}/{key} has {size} bytes; expected at most {_MOST_BYTES}.'
+      )
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
@@ -234,6 +238,7 @@ class Disk(Store):
     check_size(key, found, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
+    self._check_most(key, len(value))  # Else nobody could read it.
     path = self._path(key)
     disk.make_directory(path.parent)
     disk.check_kind(path)
