@@ -46,7 +46,7 @@ SKIPPED_STEPS = 'skipped_steps'
 
 def is_empty(batch: Batch) -> jax.Array:
   """Returns whether nothing in a batch has a weight."""
-  return ~(batch[WEIGHTS] != 0).any()
+  return ~batch[WEIGHTS].astype(bool).any()
 
 
 def gradients(
