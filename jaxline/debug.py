@@ -18,7 +18,7 @@ line runs. The values in user code are then:
 So `breakpoint()`, `print(x)` and `if x > 0:` work in a loss of the sharded
 style. In the per-device style, leave `jax.pmap` out for a look. A pmap that was
 made before, such as one of a module, is run by JAX's interpreter of shard_map:
-very slowly. With several processes, collectives of a pmap are those of one.
+very slowly. A collective of a pmap sees the devices of its process alone.
 """
 
 from __future__ import annotations

@@ -448,7 +448,7 @@ def _open(path: pathlib.Path) -> _Files:
   for file in sorted(path.glob('model*.safetensors')):
     try:
       opened = safetensors.safe_open(file, 'np')
-      for name in opened.keys():  # noqa: SIM118  It is no mapping.
+      for name in opened.keys():  # noqa: SIM118  safe_open cannot be iterated.
         if name in tensors:
           raise ValueError(f'{name} is in {places[name]} too')
         if (kind := opened.get_slice(name).get_dtype()) not in _DTYPES:

@@ -229,9 +229,9 @@ class Manifests:
   ) -> None:
     """Writes a manifest, by which the checkpoint exists.
 
-    That of `best` is taken back if this process loses the right to write, or if
-    its data is lost. (No process collects the data of `latest`.) Parts are not
-    read, which would take one process too long; each restore verifies them.
+    A manifest of `best` is taken back if this process loses the right to write,
+    or if the data is lost. (No process collects the data of `latest`.) Each
+    restore verifies the parts; to read them here would take too long.
 
     Args:
       series: 'latest' or 'best'.

@@ -1,7 +1,7 @@
-"""What other programs read of a checkpoint: folders and their metadata.
+"""Names the folders of arrays, and describes the arrays to other programs.
 
-Zarr and TensorStore read `zarr.json` in the folder of each array, Orbax reads
-`_METADATA` beside the folders.
+Zarr and TensorStore read `zarr.json` in the folder of each array. Orbax reads
+`_METADATA`, which has a place in a tree for each array.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,13 +13,13 @@ from typing import Any
 import jax.numpy as jnp
 
 ORBAX, ZARR = '_METADATA', 'zarr.json'
-# Without a number; file systems have names of at most 255 bytes.
+# It begins with no number. File systems take names of up to 255 bytes.
 _PLAIN = re.compile(r'[A-Za-z][A-Za-z0-9_.~-]{0,199}')
 FOLDER = re.compile(rf'\d{{4,}}(\.[A-Za-z0-9_.-]+)?|{_PLAIN.pattern}')
 
 
 def folders(names: Collection[str]) -> dict[str, str]:
-  """Maps the name of each array to that of its folder.
+  """Maps the name of each array to the name of its folder.
 
   For Orbax the folder of `a/b` is `a.b`. Where there can be no such folder, or
   no such place in a tree, the name begins with a number.
@@ -43,7 +43,7 @@ def folders(names: Collection[str]) -> dict[str, str]:
 
 
 def is_folder_of(folder: str, name: str) -> bool:
-  """Returns whether a folder may be that of an array."""
+  """Returns whether a folder may hold an array of this name."""
   numbered = folder[:1].isdigit() and folder.lstrip('0123456789') == _end(name)
   return numbered or folder == _orbax_folder(name)
 
@@ -53,7 +53,7 @@ def _orbax_folder(name: str) -> str:
 
 
 def _end(name: str) -> str:
-  """Returns what follows the number in the name of a folder."""
+  """Returns the end of the name of a folder, behind its number."""
   end = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
   return f'.{end}'.rstrip('.')
 

@@ -115,7 +115,7 @@ class GrainInput(indexed.IndexedInput):
     self._ends = list(itertools.accumulate(counts))
     facts = [list(map(os.path.basename, paths)), sizes, counts]
     self._hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    # With its number of records, a file is not opened before it is read.
+    # Given their numbers of records, the source opens files at the first read.
     ranges = [f'{x}[0:{n}]' for x, n in zip(paths, counts, strict=True)]
     self._records = sources.ArrayRecordDataSource(
       ranges, {'max_parallelism': '0'}

@@ -2,8 +2,8 @@
 
 An event file is a sequence of records: length, checksum, data, checksum. The
 data is an `Event` of tensorflow/core/util/event.proto, which tensorboardX has.
-Its `SummaryWriter` is not used: `flush` returns before its queue is written. It
-neither cuts a file nor says how long one is.
+Its `SummaryWriter` is not used: it cannot cut a file to a length, and its
+`flush` returns before its queue is written.
 """
 
 from collections.abc import Mapping

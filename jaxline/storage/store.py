@@ -238,7 +238,7 @@ class Disk(Store):
     check_size(key, found, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
-    self._check_most(key, len(value))  # Else nobody could read it.
+    self._check_most(key, len(value))  # `read` would refuse it.
     path = self._path(key)
     disk.make_directory(path.parent)
     disk.check_kind(path)
