@@ -34,7 +34,7 @@ from unittest import mock
 
 from absl import logging
 import jax
-from jax._src import core
+from jax._src import core  # Only it can wait for each operation.
 
 from jaxline import goodput
 from jaxline import watchdog

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 import jax
-from jax._src import clusters
+from jax._src import clusters  # Of these, JAX has no public names.
 from jax._src import distributed as jax_distributed
 from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
@@ -80,6 +80,13 @@ KEYS = (
       " the launcher's variables; without either, this is one process. `off`:"
       ' this is one process. See docs/reference/launching.md.'),
 )  # fmt: skip
+
+
+def has_others() -> bool:
+  """Returns whether this process is connected to others of the run."""
+  # `jax.process_count` would start the devices, which takes all processes.
+  count = jax_distributed.global_state.num_processes
+  return jax.distributed.is_initialized() and (count or 1) > 1
 
 
 def initialize(value: Any) -> None:

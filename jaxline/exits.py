@@ -17,10 +17,9 @@ import traceback
 from typing import Any, NoReturn
 
 from absl import logging
-import jax
-from jax._src import distributed as jax_distributed
 
 from jaxline import disk
+from jaxline import distributed
 from jaxline import errors
 from jaxline.metrics import lines as lines_lib
 from jaxline.storage import owner
@@ -85,7 +84,7 @@ def ending() -> Iterator[None]:
     while isinstance(cause, ImportError):
       cause = cause.__cause__ or cause.__context__
     own = cause if isinstance(cause, preemption.Preempted) else error
-    if has_others() and not getattr(own, 'is_joint', False):
+    if distributed.has_others() and not getattr(own, 'is_joint', False):
       leave(own)
     code, text = decide(own, others=False)
     if not text:
@@ -94,13 +93,6 @@ def ending() -> Iterator[None]:
     end = SystemExit(text)
     end.code = code
     raise end from own
-
-
-def has_others() -> bool:
-  """Returns whether this process is connected to others of the run."""
-  # `jax.process_count` would start the devices, which takes all processes.
-  count = jax_distributed.global_state.num_processes
-  return jax.distributed.is_initialized() and (count or 1) > 1
 
 
 def leave(error: BaseException) -> NoReturn:
@@ -124,5 +116,5 @@ def leave_if_lost(kind: Any, error: BaseException | None, tb: Any) -> None:
 
   Push it onto a `contextlib.ExitStack`, whose other callbacks would hang.
   """
-  if error and errors.is_lost_process(error) and has_others():
+  if error and errors.is_lost_process(error) and distributed.has_others():
     leave(error)

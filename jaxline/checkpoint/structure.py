@@ -23,7 +23,7 @@ import sys
 from typing import Any
 
 import jax
-from jax._src import tree_util
+from jax._src import tree_util  # The registry of nodes has no public name.
 import numpy as np
 
 from jaxline.checkpoint import arrays as arrays_lib
