@@ -96,7 +96,8 @@ def test_each_row_of_the_recipe_is_a_config_of_its_own(name):
 @pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize('name', benchmarks.PROGRAMS)
-def test_a_trial(name, tmp_path):
+def test_a_trial(name, tmp_path, monkeypatch):
+  monkeypatch.delenv('XLA_FLAGS')  # The devices of a user, not of the tests.
   command = [sys.executable, '-m', 'benchmarks', '--quick', '--only', name]
   subprocess.run([*command, '--out', tmp_path], cwd=ROOT, check=True)
   (file,) = tmp_path.glob('*.json')

@@ -131,6 +131,7 @@ class Replay:
 def opened(
   directory: str | os.PathLike[str],
   before: int,
+  experiment_class: Any = None,
   saved: str | None = None,
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
@@ -138,6 +139,7 @@ def opened(
   Args:
     directory: the run's, or its address.
     before: the checkpoint's step is less than this.
+    experiment_class: None is the class that the config names.
     saved: a new directory, which gets a checkpoint of the last step.
 
   Raises:
@@ -146,7 +148,7 @@ def opened(
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
   config.checkpointer = 'durable'
-  experiment_class = experiments.resolve_experiment_class(
+  experiment_class = experiment_class or experiments.resolve_experiment_class(
     config, recorded_in=os.fspath(directory)
   )
   # A fork of the run, or at last one that begins as the run did.
