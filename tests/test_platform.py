@@ -244,7 +244,7 @@ def outcome(error, others):
   with (
     mock.patch.object(os, '_exit', left),
     mock.patch.object(jax.distributed, 'is_initialized', return_value=True),
-    mock.patch.object(exits.jax_distributed, 'global_state', state),
+    mock.patch.object(exits.distributed.jax_distributed, 'global_state', state),
     pytest.raises(BaseException) as caught,
     exits.ending(),
   ):
