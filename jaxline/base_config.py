@@ -143,7 +143,7 @@ class _BaseConfig(config_dict.ConfigDict):
 class _LibrarysView(config_dict.ConfigDict):
   """The config of a program, in which keys that are its own read as defaults.
 
-  Its fields, which are recorded and copied, are those of the program.
+  Its fields hold the values of the program, which are recorded and copied.
   """
 
   def __getitem__(self, key: str) -> Any:
@@ -270,7 +270,7 @@ def validate_config(
     errors.UsageError: the first thing that is wrong, by name.
   """
   defaults = get_base_config()
-  # Of a section only misspelled keys here; `_problem` looks for missing ones.
+  # This finds misspelled keys of a section; `_problem` finds missing ones.
   given = {**config}
   for name in _SECTIONS:
     if isinstance(own := given.get(name), keys.MAPPINGS):
@@ -288,7 +288,7 @@ _SECTIONS = ('decode', 'early_stop', 'xla')
 
 
 def _problem(config: Any, name: str) -> errors.UsageError | None:
-  """Returns what is wrong with a key and those below it, or None."""
+  """Returns the error of a key or of a key below it, or None."""
   try:
     for key in KEYS:
       if f'{key.name}.'.startswith(f'{name}.'):
@@ -296,7 +296,7 @@ def _problem(config: Any, name: str) -> errors.UsageError | None:
     if name in _SECTIONS and name in config:
       defaults = get_base_config()[name]
       errors.check_names(config[name], defaults, 'key', f'config.{name}')
-      if name != 'early_stop':  # As for `mesh`.
+      if name != 'early_stop':  # A part of it may be given, as of `mesh`.
         validate_keys(defaults, config[name])
   except errors.UsageError as e:
     return e
@@ -304,7 +304,7 @@ def _problem(config: Any, name: str) -> errors.UsageError | None:
 
 
 def own_keys(config: Any) -> dict[str, errors.UsageError]:
-  """Maps each key that is a program's own to what our check says of it."""
+  """Maps each key that is a program's own to the error of our check."""
   found = {x: _problem(config, x) for x in get_base_config() if x in _OTHERS}
   return {name: problem for name, problem in found.items() if problem}
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 import jax
-from jax._src import clusters  # Of these, JAX has no public names.
+from jax._src import clusters  # JAX has no public names for these.
 from jax._src import distributed as jax_distributed
 from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils

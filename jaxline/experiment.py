@@ -291,7 +291,7 @@ class FullExperiment(AbstractExperiment):
     names = self.CHECKPOINT_ATTRS.items()
     found = [k for k, name in names if 'param' in f'{k} {name}']
     leaves = jax.tree.leaves([getattr(live(self), k, None) for k in found])
-    # Without the axis of devices.
+    # The first axis counts the devices.
     weights = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
     return {'Parameters': lines.weights(weights), 'Data': self.data_summary}
 

@@ -3,7 +3,7 @@
 JAXline's clients hand over experiments that do not derive from
 `AbstractExperiment`, or whose constructors take fewer arguments. After
 `construct`, an experiment has all attributes of that class. `full_experiment`
-has those of `FullExperiment` too.
+adds the attributes of `FullExperiment`.
 """
 
 from collections.abc import Mapping
