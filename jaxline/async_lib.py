@@ -17,6 +17,7 @@ import weakref
 
 from absl import logging
 
+from jaxline import errors
 from jaxline import watchdog
 
 T = TypeVar('T')
@@ -31,10 +32,12 @@ def function_name(fn: Callable[..., Any]) -> str:
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
-def _log_all(name: str, errors: list[BaseException]) -> None:
+def _log_all(name: str, unraised: list[BaseException]) -> None:
   """Logs the errors of a thread that were never raised."""
-  for error in errors:
-    logging.error('Error in background thread %s.', name, exc_info=error)
+  for error in unraised:
+    # All threads meet the loss of a process; the main one explains it.
+    trace = None if errors.is_lost_process(error) else error
+    logging.error('Error in thread %s: %r', name, error, exc_info=trace)
 
 
 _PAUSE_SECS = 0.002
@@ -311,7 +314,7 @@ def py_prefetch(
     # How many elements are used before the thread is told.
     burst = [1]
     closed = threading.Event()
-    errors: list[BaseException] = []
+    unraised: list[BaseException] = []
     end = object()
 
     # The thread sees the six values above and not this generator, which would
@@ -337,7 +340,7 @@ def py_prefetch(
           if hasattr(iterator, 'close'):
             iterator.close()
       except BaseException as e:
-        errors.append(e)
+        unraised.append(e)
       ready.put(end)
 
     thread = threading.Thread(target=produce, name=name, daemon=True)
@@ -359,15 +362,15 @@ def py_prefetch(
           used = 0
         yield item
         del item  # Or it would stay in memory while the next one is awaited.
-      if errors:
-        raise errors.pop()
+      if unraised:
+        raise unraised.pop()
     finally:
       closed.set()
       room.put(1)  # For the thread that waits for it.
       # The garbage collector can close a generator on any thread.
       if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
-      _log_all(name, errors)
+      _log_all(name, unraised)
 
   reader = read()
   # At the end of the process Python would close it without its modules.
