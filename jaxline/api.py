@@ -188,7 +188,7 @@ def _load(
   full = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'eval_load')
   )
-  full.restrict(reads_only=True)
+  full.directory.reads_only = True
   with contextlib.closing(full):
     restored = decode.restored_experiment(
       experiment_class, mode, config, full, series, step

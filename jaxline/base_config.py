@@ -27,7 +27,6 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from jaxline import checkpointing
 from jaxline import compilation_cache
 from jaxline import distributed
 from jaxline import errors
@@ -37,10 +36,12 @@ from jaxline import mesh
 from jaxline import metrics
 from jaxline import partitioning
 from jaxline import prng
+from jaxline import storage
 from jaxline import supervision
 from jaxline import xla
 from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
 from jaxline.metrics import lines
+from jaxline.storage import directory as directory_lib
 from jaxline.storage import store as store_lib
 
 # For experiments.
@@ -106,7 +107,7 @@ KEYS: tuple[Key, ...] = (
       'The step of the checkpoint. None is the newest.'),
   *(key for owner in (
       mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs,
-      checkpointing, supervision, prng) for key in owner.KEYS),
+      storage, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
 # Those that JAXline has too; a program of it may use the others for itself.
@@ -397,7 +398,7 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 
 # The config that a run has recorded in its directory.
-RECORD = 'config.json'
+RECORD = directory_lib.RECORD
 # An older run may have values that are not valid today. A deeper config would
 # exceed Python's limit of recursion.
 RECORDED = keys.record(

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 import jax
 from ml_collections import config_dict
 
-from jaxline import checkpointing
 from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import prng
+from jaxline.checkpoint import protocol
 from jaxline.compat import experiments
 from jaxline.metrics import files
 from jaxline.metrics import lines
@@ -32,7 +32,7 @@ def restored_experiment(
   experiment_class: Any,
   mode: str,
   config: config_dict.ConfigDict,
-  checkpointer: checkpointing.FullCheckpointer,
+  checkpointer: protocol.FullCheckpointer,
   series: str,
   step: int | None,
   prefix: str = '',
@@ -60,7 +60,7 @@ def restored_experiment(
   init_rng = experiments.declared(experiment_class).eval_init_rng(config)
   with debug.log_activity('experiment init'):
     experiment = experiments.construct(experiment_class, mode, init_rng, config)
-  state = checkpointing.new_state(checkpointer, experiment, series=series)
+  state = protocol.new_state(checkpointer, experiment, series=series)
   with debug.log_activity('checkpoint restore'):
     checkpointer.restore(series, step=step)
   return experiment, int(state.global_step)
@@ -109,7 +109,7 @@ def _source(
 def decode(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  checkpointer: checkpointing.FullCheckpointer,
+  checkpointer: protocol.FullCheckpointer,
 ) -> None:
   """Continues the prompts of `config.decode`, until there are no more.
 

@@ -22,7 +22,6 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import decode
@@ -36,6 +35,7 @@ from jaxline import watchdog
 from jaxline import xla
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.compat import threads
@@ -106,16 +106,14 @@ MODES = {
 
 def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
-) -> checkpointing.Checkpointer:
+) -> protocol.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
   config = base_config.complete_config(config)
   if memory.InMemoryCheckpointer is not _CHECKPOINTER:
     return memory.InMemoryCheckpointer(config, mode)
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
-  checkpointer = durable.DurableCheckpointer(config, mode)
-  checkpointer.restrict(follows=not mode.startswith('train'))
-  return checkpointer
+  return durable.DurableCheckpointer(config, mode)
 
 
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
@@ -144,7 +142,7 @@ def start(
   experiment_class: Any,
   config: config_dict.ConfigDict,
   name: str,
-  checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
+  checkpointer_factory: protocol.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[..., Any] | None = None,
   origin: console_lib.Origin | None = None,
 ) -> tuple[str, Any]:
@@ -194,21 +192,21 @@ def start(
     # Logs close after the checkpointers, so that a last save is still logged.
     closing = stack.enter_context(contextlib.ExitStack())
 
-    def checkpointer(role: str, follows: bool) -> Any:
+    def checkpointer(role: str) -> Any:
       full = adapters.full_checkpointer(checkpointer_factory(own_config, role))
-      # A user's own factory need not set these.
-      full.restrict(follows=follows, reads_only=not logs)
+      full.directory.reads_only = not logs
       stack.callback(full.close)
       return full
 
     first, second = None, None
     if is_threaded:
-      first, second = checkpointer('train', False), checkpointer('eval', True)
+      first, second = checkpointer('train'), checkpointer('eval')
     elif mode.trains or mode.follows:
-      first = checkpointer(name, mode.follows)
+      first = checkpointer(name)
     if first:
-      first.check_shared()
-      first.check_config(experiment_class)
+      first.directory.check_shared()
+      if isinstance(first, durable.DurableCheckpointer):
+        first.check_config(experiment_class)
     made = {}
     for log in logs:
       made[log] = (writer_factory or create_writer)(own_config, log)
@@ -388,7 +386,7 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
 def main(
   experiment_class: Any,
   argv: Sequence[str],
-  checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
+  checkpointer_factory: protocol.CheckpointerFactory = create_checkpointer,
   *,
   writer_factory: Callable[..., Any] | None = None,
 ) -> None:

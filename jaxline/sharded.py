@@ -23,7 +23,6 @@ import optax
 
 from jaxline import accumulate
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import errors
 from jaxline import experiment
 from jaxline import feed
@@ -33,6 +32,7 @@ from jaxline import placement
 from jaxline import prng
 from jaxline import train_state
 from jaxline import train_step as step_lib
+from jaxline.checkpoint import protocol
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
@@ -487,7 +487,7 @@ class ShardedExperiment(experiment.FullExperiment):
     placed = placement.put(
       dataclasses.replace(saved, **without),
       dataclasses.replace(self.layout.shardings, **without),
-      may_keep=isinstance(snapshot_state, checkpointing.Fresh),
+      may_keep=isinstance(snapshot_state, protocol.Fresh),
     )
     self._state = dataclasses.replace(placed, **on_host)
     self._is_dropped = False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 import time
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import async_lib
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import debug
 from jaxline import devices
 from jaxline import distributed
@@ -30,6 +31,7 @@ from jaxline import lazy
 from jaxline import prng
 from jaxline import watchdog
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
@@ -37,6 +39,7 @@ from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
+from jaxline.storage import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom
@@ -139,13 +142,13 @@ class Run:
     config, checkpointer = self.config, self.checkpointer
     training = Training(self)
     state = training.state
-    evaluator = evaluation.Evaluation(self, until=state.global_step)
+    evaluator = self._evaluation(until=state.global_step)
     # Evaluations from the restored step on run again, and their records go. The
     # evaluation of that step is kept if it is noted as complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
-    elif state.global_step and not checkpointer.is_new():
-      last, lengths = state.global_step - 1, checkpointer.lengths
+    elif state.global_step and not protocol.is_new(checkpointer):
+      last, lengths = state.global_step - 1, checkpointer.directory.lengths
     else:
       last, lengths = None, {}
     self.resume_log(self.eval_log, last, lengths)
@@ -159,7 +162,7 @@ class Run:
       evaluator(state)
       for hook in training.hooks:
         hook.skip_time(time.time() - began)
-      checkpointing.stop_without_gain(config, evaluator.noted)
+      notes.stop_without_gain(config, evaluator.noted)
 
     interval_type = config.eval_interval_type or config.interval_type
     interval = config.eval_interval
@@ -182,7 +185,7 @@ class Run:
           hook(time.time(), state.global_step, None)
         elif state.global_step:
           evaluate_now()
-      is_first = state.global_step == 0 or checkpointer.is_new()
+      is_first = state.global_step == 0 or protocol.is_new(checkpointer)
       if config.eval_initial_weights and is_first:
         evaluate_now()
     training.run()
@@ -195,7 +198,63 @@ class Run:
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
     """Evaluates checkpoints: see the function `evaluate`."""
-    evaluation.evaluate(self)
+    config, checkpointer = self.config, self.checkpointer
+    directory = checkpointer.directory
+    directory.follows = True
+    steps = evaluation.listed_steps(config, checkpointer)
+    evaluator = self._evaluation()
+    logging.info('Evaluating with config:\n%s', config)
+    if self.trained is None:  # Else the training beside it prints the start.
+      self.console.begin(config, evaluator.full)
+    state = protocol.new_state(checkpointer, evaluator.experiment)
+
+    def training_is_over() -> bool:
+      if self.trained is not None:
+        return self.trained.is_set()
+      # The note of the end is missing if training was killed before it wrote
+      # it, or has begun again: then the last step counts as the end.
+      return directory.ended() is not None or evaluator.is_of_last_step()
+
+    with self.stoppable():
+      if steps is None:
+        lengths = evaluator.noted[-1].lengths if evaluator.noted else {}
+        self.resume_log(self.eval_log, evaluator.last, lengths)
+        _, run_rng = prng.run_keys(config)
+        starts_as_run = np.array_equal(self._eval_init_rng(), run_rng)
+        evaluator.follow(state, training_is_over, self.check, starts_as_run)
+      elif not steps:
+        evaluator(state, is_of_run=False)
+      for step in steps or ():
+        evaluation.restore(checkpointer, step)
+        evaluator(state)
+        evaluator.wait()
+    if self.stop and steps is None:
+      # A training in another process reads this note at a save, and stops.
+      self.mark_ended(state.global_step)
+
+  def _eval_init_rng(self) -> jax.Array:
+    declared = experiments.declared(self.experiment_class)
+    return declared.eval_init_rng(self.config)
+
+  def _evaluation(self, until: float = math.inf) -> evaluation.Evaluation:
+    """Constructs the experiment that is evaluated."""
+    with debug.log_activity('experiment init', category='start'):
+      experiment = experiments.construct(
+        self.experiment_class,
+        self.eval_mode,
+        self._eval_init_rng(),
+        self.config,
+      )
+    return evaluation.Evaluation(
+      experiment,
+      self.config,
+      self.checkpointer,
+      self.eval_log,
+      self.console,
+      self.eval_mode if self.trained is None else 'eval',
+      keeps_best=self.saves_here(self.config.best_checkpoint_all_hosts),
+      until=until,
+    )
 
   # What the loops share.
 
@@ -219,13 +278,7 @@ class Run:
       last: the last step that does not run again; None if all steps do.
       lengths: path -> the length to which each file is cut.
     """
-    # Without a resume, the files have the log of an earlier training: keep it.
-    if self.checkpointer.is_resumable and not self.checkpointer.has_moved:
-      with debug.log_activity('resuming the logs'):
-        log.resume(-1 if last is None else last, lengths)
-    # `flush` names the log's files; a writer without files was not cut.
-    is_empty = last is None or (not lengths and bool(log.flush()))
-    if is_empty or not self.checkpointer.is_resumable:
+    if self.checkpointer.directory.resume_log(log, last, lengths):
       recorded = base_config.recorded(self.config)
       text = json.dumps(recorded, indent=2, sort_keys=True)
       log.write_texts(0, {'config': text})
@@ -252,7 +305,7 @@ class Run:
     """Notes that training has ended, and the experiment's reason if any."""
     # Early stopping decides anew at the next start, perhaps by another config.
     why = str(self.stop) if self.stop and not self.stop.is_noted else ''
-    self.checkpointer.mark_ended(step, why)
+    self.checkpointer.directory.end(step, why)
 
 
 class _Together(periodic.Every):
@@ -290,6 +343,7 @@ class Training:
     """Constructs the experiment, and restores its newest checkpoint."""
     self._run = run
     config, checkpointer = run.config, run.checkpointer
+    directory = checkpointer.directory
     checkpointer.begin_training(run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
@@ -303,7 +357,7 @@ class Training:
     # Only now: an error that the config causes should not scroll away.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
-    self.state = checkpointing.new_state(checkpointer, self.experiment, rng)
+    self.state = protocol.new_state(checkpointer, self.experiment, rng)
     self.agreement = distributed.Agreement()
     self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
@@ -311,14 +365,14 @@ class Training:
       evaluation.restore(checkpointer)
     step = int(self.state.global_step)
     with run.stoppable():
-      checkpointer.stop_if_noted(step)
-      checkpointer.mark_begun(step)
+      directory.stop_if_noted(step)
+      checkpointer.begin(step)
       self._budget.check(step, distributed.of_chief)
-    last = None if checkpointer.is_new() else step
-    run.resume_log(run.log, last, checkpointer.lengths)
-    run.console.begin(config, self.full, self.state, checkpointer)
+    last = None if protocol.is_new(checkpointer) else step
+    run.resume_log(run.log, last, directory.lengths)
+    run.console.begin(config, self.full, self.state, directory)
     # The step saved last, which is not saved again.
-    self._saved_step = checkpointer.saved_step
+    self._saved_step = directory.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
     self.guard = nonfinite.Guard(
       self.full,
@@ -328,7 +382,7 @@ class Training:
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     self.hooks = self._make_hooks()
-    checkpointer.logs = [*self.hooks, run.log, run.eval_log]
+    directory.logs = [*self.hooks, run.log, run.eval_log]
 
   def _make_hooks(self) -> list[periodic.Action]:
     """Returns what is done after each step, in this order."""
@@ -402,7 +456,7 @@ class Training:
         # `restore_from`.
         for_eval = config.restore_from and config.eval_initial_weights
         is_asked = for_eval or config.save_initial_train_checkpoint
-        if is_asked and run.checkpointer.is_new():
+        if is_asked and protocol.is_new(run.checkpointer):
           with debug.log_activity('first checkpoint'):
             self.save()
         for hook in hooks:
@@ -430,15 +484,16 @@ class Training:
     finally:
       # They refer to `self`: the cycle would keep the weights.
       self.hooks.clear()
-      run.checkpointer.logs = ()
+      run.checkpointer.directory.logs = ()
 
   def _leave(self, t: float, step: int, scalars: Any) -> None:
     """The last hook: ends the run if something asks to."""
     self._run.log.executor.raise_error()  # Such as of a full disk.
-    self._run.checkpointer.raise_error()
+    directory = self._run.checkpointer.directory
+    directory.raise_error()
     # A separate evaluation ends training by a note, which a save reads.
     if step == self._saved_step:
-      self._run.checkpointer.stop_if_noted(step)
+      directory.stop_if_noted(step)
     is_due = self.agreement.is_due
     self._budget.check(step, lambda x: is_due('max_seconds', step, x))
     self._run.check(step, self._finish)
@@ -462,7 +517,7 @@ class Training:
 def train(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  checkpointer: checkpointing.Checkpointer,
+  checkpointer: protocol.Checkpointer,
   writer: writers.Writer | None,
   periodic_actions: Sequence[periodic.PeriodicAction] = (),
 ) -> None:
@@ -480,7 +535,7 @@ def train(
 def evaluate(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  checkpointer: checkpointing.Checkpointer,
+  checkpointer: protocol.Checkpointer,
   writer: writers.Writer | None,
   jaxline_mode: str | None = None,
 ) -> None:

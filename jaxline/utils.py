@@ -19,7 +19,7 @@ from jaxline.checkpoint.memory import GLOBAL_CHECKPOINT_DICT
 from jaxline.checkpoint.memory import CheckpointNT
 from jaxline.checkpoint.memory import InMemoryCheckpointer
 from jaxline.checkpoint.memory import SnapshotNT
-from jaxline.checkpointing import Checkpointer
+from jaxline.checkpoint.protocol import Checkpointer
 from jaxline.debug import debugger_fallback
 from jaxline.debug import disable_pmap_jit
 from jaxline.debug import evaluate_should_return_dict

@@ -210,6 +210,12 @@ def make_config(directory: Any, **values: Any) -> config_dict.ConfigDict:
   return config
 
 
+def note(checkpointer, step, value, lengths):
+  """Notes an evaluation, and waits until it is noted."""
+  checkpointer.directory.note_evaluation(step, value, lambda: lengths)
+  checkpointer.wait_for_checkpointing_to_finish()
+
+
 @pytest.fixture
 def open_run(tmp_path):
   """Makes checkpointers of a run in `tmp_path`; closes them at the end."""
@@ -218,7 +224,6 @@ def open_run(tmp_path):
   def make(mode='train', directory=tmp_path / 'run', **values):
     config = make_config(directory, **values)
     made.append(durable.DurableCheckpointer(config, mode))
-    made[-1].restrict(follows=mode.startswith('eval'))
     return made[-1]
 
   yield make
@@ -269,7 +274,9 @@ def fill(checkpointer, live, step=0, series='latest', key='same', **more):
 def at_flush(checkpointer, wait):
   """Lets checkpoints of `latest` call a function before they are written."""
   flush = lambda: wait() and None
-  checkpointer.logs = [types.SimpleNamespace(flush_async=lambda: flush)]
+  checkpointer.directory.logs = [
+    types.SimpleNamespace(flush_async=lambda: flush)
+  ]
 
 
 def save(checkpointer, live, *steps, **more):

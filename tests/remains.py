@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
+from jaxline.storage import notes
 from jaxline.storage import store
 
 # Ends of the names of what depends on the clock.
@@ -65,7 +66,7 @@ def evaluated(run_dir: os.PathLike[str], mode: str = 'eval') -> list[Any]:
   raw = store.at(run_dir).read(f'checkpoints/evaluated/{mode}.json')
   if not raw:
     return []
-  note = manager.unpack(mode, raw, manager.EVALUATED)
+  note = notes.unpack(mode, raw, notes.EVALUATED)
   return [x[:4] for x in note['evaluated']]
 
 

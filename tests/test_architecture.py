@@ -23,8 +23,8 @@ STEPS = """
 errors
 counting goodput lazy watchdog
 async_lib chips debug disk keys
-checkpointing devices distributed mesh storage
-partitioning prng
+devices distributed mesh
+partitioning prng storage
 inputs metrics placement
 supervision xla
 compilation_cache feed pipeline

@@ -189,12 +189,12 @@ def test_what_can_only_be_pickled_is_refused_before_the_first_step(
   checkpointer = open_run()
   lib.fill(checkpointer, live)
   with pytest.raises(TypeError, match=r'thing/x'):
-    checkpointer.mark_begun(0)
+    checkpointer.begin(0)
   with pytest.raises(TypeError, match=r'thing/x'):  # If it is made later.
     checkpointer.save('latest')
   assert checkpointer.steps('latest') == []
   del live._b0  # As if the first step made it.
-  checkpointer.mark_begun(0)
+  checkpointer.begin(0)
   live._b0 = {'x': 1}
   lib.save(checkpointer, live)  # Nothing else has broken.
   assert checkpointer.steps('latest') == [5]
@@ -245,7 +245,7 @@ def test_what_is_overwritten_at_once_was_saved_before(style, open_run):
   before = np.array(value(live))
   # Held up before it is written: what follows is surely before that.
   hold = threading.Event()
-  checkpointer._writer.submit(hold.wait, 10)
+  checkpointer.directory.thread.submit(hold.wait, 10)
   checkpointer.save('latest')
   _negate(live)
   assert not np.array_equal(before, value(live))
@@ -259,7 +259,7 @@ def test_what_is_overwritten_at_once_was_saved_before(style, open_run):
 
 def test_a_save_waits_for_the_one_before_and_not_for_its_own(open_run):
   checkpointer, gate = open_run(), threading.Event()
-  checkpointer._writer.submit(gate.wait, 10)
+  checkpointer.directory.thread.submit(gate.wait, 10)
   live = lib.weights(1)
   lib.fill(checkpointer, live, 1)
   checkpointer.save('latest')  # Returns although it cannot be written yet.
@@ -307,7 +307,7 @@ def test_the_one_before_is_used(what, open_run, two, caplog):
   now = lib.tree_of(two)
   assert {name: now[name] for name in left} == left  # Nothing is removed.
   # It goes when training begins there.
-  checkpointer.mark_begun(3)
+  checkpointer.begin(3)
   assert checkpointer.steps('latest') == [3]
   lib.save(checkpointer, lib.weights(1), 4)
   assert checkpointer.steps('latest') == [4]

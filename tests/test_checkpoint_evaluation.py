@@ -47,7 +47,8 @@ def test_what_goes_while_it_is_read(
   lib.save(writing, lib.weights(0), 0)
   lib.save(writing, lib.weights(1), 1, series=series)
   reading = open_run(mode)
-  reading.reads_only = mode == 'eval_decode'  # Then it leaves no mark.
+  # Then it leaves no mark.
+  reading.directory.reads_only = mode == 'eval_decode'
   is_manifest = when == 'manifest'
   place = (manager.Manifests if is_manifest else contents.Checkpoint, 'read')
   original = getattr(*place)
@@ -77,7 +78,7 @@ def test_what_goes_while_it_is_read(
 
 def test_each_checkpoint_is_evaluated_once(url, open_run):
   training, evaluation = (open_run(x, url) for x in ('train', 'eval'))
-  training.mark_begun(0)
+  training.begin(0)
   restore_next, live = evaluation.follow('latest'), lib.weights()
   state, done = lib.fill(evaluation, live), []
 
@@ -86,7 +87,7 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
     while restore_next(done):
       followed.append((state.global_step, live.held()['n']))
       done.append(state.global_step)
-      evaluation.mark_evaluated(state.global_step, None, {})
+      lib.note(evaluation, state.global_step, None, {})
     return followed
 
   assert follow() == []
@@ -99,10 +100,10 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
   # One that was damaged, and a step that is made anew, have other data.
   again = open_run('train', url)
   lib.restore(again, lib.weights(), 4)
-  again.mark_begun(4)
+  again.begin(4)
   lib.save(again, lib.weights(66), 6)
   assert follow() == [(6, 66)]
-  again.mark_begun(4)  # At the same step.
+  again.begin(4)  # At the same step.
   lib.save(again, lib.weights(77), 6)
   assert follow() == [(6, 77)]
   evaluation.close()
@@ -248,7 +249,9 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
     run, outcome = f'{url}/{at}', ''
     training = open_run(directory=run, max_checkpoints_to_keep=1)
     evaluation = open_run('eval', run, max_best_checkpoints_to_keep=1)
-    collect = lambda: training._manifests.collect(training._store.names('data'))
+    manifests = training._manifests
+    store = manifests.store
+    collect = lambda: manifests.collect(store.names('data'))
 
     def evaluate(step):
       lib.save(training, weights(step), step)
@@ -282,8 +285,8 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
     assert evaluation.steps('best') == [best], (at, reached, outcome)
     found = inspection.find(f'{run}/checkpoints/best')
     arrays.verify(found.data, found.described)
-    doomed = training._store.names('doomed')
-    assert not any(training._store.names(f'doomed/{x}') for x in doomed)
+    doomed = store.names('doomed')
+    assert not any(store.names(f'doomed/{x}') for x in doomed)
     return outcome
 
   outcomes = {*iter(map(suspend, itertools.count()).__next__, '')}
@@ -300,7 +303,6 @@ from tests import checkpoints as lib
 run, when = sys.argv[1:]
 config = lib.make_config(run, max_best_checkpoints_to_keep=1)
 evaluation = durable.DurableCheckpointer(config, 'eval')
-evaluation.restrict(follows=True)
 write = store.Disk.write
 
 def stopped(self, key, *args):
@@ -335,7 +337,7 @@ def test_a_process_that_is_stopped_loses_no_best(
   with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
     assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
     training._manifests.retire('latest', [3, 5])
-    while training._store.names('readers'):
+    while training._manifests.store.names('readers'):
       training._manifests.collect(data)
       time.sleep(0.2)
     training._manifests.collect(data)
@@ -376,45 +378,46 @@ def test_the_best_of_two_evaluations(open_run):
 
 def test_what_was_evaluated_is_noted_per_mode(open_run, tmp_path):
   training, evaluation = open_run(), open_run('eval')
-  assert evaluation.evaluated() == []
+  assert evaluation.directory.evaluated() == []
   lib.save(training, lib.weights(1), 3, 5, 9)
   log = str(tmp_path / 'run' / 'eval' / 'metrics.jsonl')
   for step, value in ((3, 0.5), (5, None)):
     lib.restore(evaluation, lib.weights(), step)
-    evaluation.mark_evaluated(step, value, {log: step})
-  noted = open_run('eval').evaluated()
+    lib.note(evaluation, step, value, {log: step})
+  noted = open_run('eval').directory.evaluated()
   assert [x[:3] for x in noted] == [(3, '', 0.5), (5, '', None)]
   assert [x.lengths for x in noted] == [{log: 3}, {log: 5}]
   assert noted[0].data == lib.data_of(tmp_path / 'run', 3).name
-  assert open_run('eval_other').evaluated() == []
-  training.mark_begun(3)  # It was set back, or killed before a save.
-  assert [x.step for x in evaluation.evaluated()] == [3]
-  evaluation.mark_evaluated(5, None, {})
-  training.mark_evaluated(9, None, {})  # By train_and_eval: its mode is 'eval'.
-  assert [x.step for x in evaluation.evaluated()] == [3, 5, 9]
+  assert open_run('eval_other').directory.evaluated() == []
+  training.begin(3)  # It was set back, or killed before a save.
+  assert [x.step for x in evaluation.directory.evaluated()] == [3]
+  lib.note(evaluation, 5, None, {})
+  lib.note(training, 9, None, {})  # By train_and_eval: its mode is 'eval'.
+  assert [x.step for x in evaluation.directory.evaluated()] == [3, 5, 9]
   note = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
   whole = note.read_text()
   for damage in ('[]', '{', '{"evaluated": 5}', whole.replace('9', '8')):
     note.write_text(damage)
-    for use in (open_run('eval').evaluated, lambda: training.mark_begun(9)):
+    evaluated = open_run('eval').directory.evaluated
+    for use in (evaluated, lambda: training.begin(9)):
       with pytest.raises(errors.UsageError, match=r'eval\.json'):
         use()
     assert note.read_text() == damage
   note.unlink()
-  assert open_run('eval').evaluated() == []
+  assert open_run('eval').directory.evaluated() == []
 
 
 def test_the_end_is_noted_and_taken_back(open_run, tmp_path):
   training, evaluation = open_run(), open_run('eval')
-  assert evaluation.ended() is None
-  training.mark_begun(0)
-  training.mark_ended(7)  # Also where nothing was saved.
-  assert evaluation.ended() == 7
-  training.mark_begun(7)
-  assert evaluation.ended() is None
+  assert evaluation.directory.ended() is None
+  training.begin(0)
+  training.directory.end(7)  # Also where nothing was saved.
+  assert evaluation.directory.ended() == 7
+  training.begin(7)
+  assert evaluation.directory.ended() is None
   (tmp_path / 'run' / 'checkpoints' / 'ended.json').write_text('{"st')
   with pytest.raises(store_lib.RefusedError, match=r'ended\.json'):
-    evaluation.ended()
+    evaluation.directory.ended()
 
 
 # Saves that fail.
@@ -441,7 +444,7 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   lib.fill(first, lib.weights(2), 6)
   first.save('latest')
   for attempt in (
-    first.wait_for_checkpointing_to_finish, first.raise_error,
+    first.wait_for_checkpointing_to_finish, first.directory.raise_error,
     lambda: first.save('latest'), first.wait_for_checkpointing_to_finish,
   ):  # fmt: skip
     with pytest.raises(OSError, match='No space left') as e:
@@ -453,7 +456,7 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   second, live = open_run(), lib.weights()
   state = lib.restore(second, live)
   assert state.global_step == 4 + live.held()['n']
-  second.mark_begun(int(state.global_step))
+  second.begin(int(state.global_step))
   lib.save(second, lib.weights(3), 7)
   # What was left has gone.
   assert len(data(tmp_path / 'run')) == len(second.steps('latest'))
@@ -465,8 +468,8 @@ def test_an_error_that_nobody_saw_is_logged_at_the_end(open_run):
   lib.fill(checkpointer, lib.weights(1))
   checkpointer.save('latest')
   checkpointer.close()
-  assert len(checkpointer._writer._unraised) == 1
-  checkpointer._writer._unraised.clear()
+  assert len(checkpointer.directory.thread._unraised) == 1
+  checkpointer.directory.thread._unraised.clear()
 
 
 @pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)

@@ -22,9 +22,9 @@ from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import manager
 from jaxline.metrics import writers
 from jaxline.runs import __main__ as runs_main
+from jaxline.storage import notes
 from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
@@ -117,7 +117,7 @@ def test_an_edited_manifest_is_refused_or_changes_nothing(
     return empty(shape, *args, **kwargs)
 
   for edit in edits:
-    path.write_bytes(manager.pack(_edited(manifest, edit)))
+    path.write_bytes(notes.pack(_edited(manifest, edit)))
     with monkeypatch.context() as patch:
       patch.setattr(arrays.np, 'empty', spy)
       try:
@@ -147,8 +147,8 @@ def _evaluate(open_run, run):
   evaluation = open_run('eval', run)
   lib.fill(evaluation, lib.weights(7), -1)
   evaluation.follow('latest')(())
-  evaluation.ended()
-  evaluation.mark_evaluated(5, 1.0, {})
+  evaluation.directory.ended()
+  lib.note(evaluation, 5, 1.0, {})
   evaluation.close()
 
 
@@ -159,10 +159,10 @@ def _train(open_run, run):
     writers.RunWriter(config, 'train') as log,
   ):
     lib.restore(training, lib.weights(7))
-    training.mark_begun(5)
-    log.resume(5, training.lengths)
+    training.begin(5)
+    log.resume(5, training.directory.lengths)
     log.write_scalars(6, {'loss': 1.0})
-    training.logs = [log]
+    training.directory.logs = [log]
     lib.save(training, lib.weights(2), 6)
 
 
@@ -204,13 +204,13 @@ def made(tmp_path_factory):
   config = lib.make_config(run, fingerprint=True)
   training = durable.DurableCheckpointer(config, 'train')
   with writers.RunWriter(config, 'train') as log:
-    training.mark_begun(0)
+    training.begin(0)
     log.write_scalars(1, {'loss': 1.0})
-    training.logs = [log]
+    training.directory.logs = [log]
     lib.save(training, lib.weights(1))
     lib.save_best(training, lib.weights(1), 5, 1.0)
-    training.mark_evaluated(5, 1.0, {})
-    training.mark_ended(5)
+    lib.note(training, 5, 1.0, {})
+    training.directory.end(5)
   training.close()
   (run / 'checkpoints' / 'readers').mkdir()
   (run / 'checkpoints' / 'readers' / 'eval-1.json').write_text('{"data": []}')
@@ -283,7 +283,7 @@ def test_other_edited_files_are_named(name, made, open_run, tmp_path, capsys):
   for edit in _edits(value):
     run = shutil.copytree(made, tmp_path / 'run')
     edited = _edited(value, edit)
-    raw = manager.pack(edited) if is_packed else json.dumps(edited).encode()
+    raw = notes.pack(edited) if is_packed else json.dumps(edited).encode()
     (run / name).write_bytes(raw)
     said = ''
     for use in USES.values():

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import devices
 from jaxline import experiment
 from jaxline import platform
 from jaxline import utils
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import protocol
 
 SERIES = 'latest'
 
@@ -294,7 +294,7 @@ def test_a_snapshot_can_be_written_to_a_file_and_read(clone):
   nest = clone(history()[0].pickle_nest)
   if isinstance(nest, bytes):
     nest = pickle.loads(nest)
-  assert type(nest) is checkpointing.ExperimentState
+  assert type(nest) is protocol.ExperimentState
   np.testing.assert_array_equal(
     utils.get_first(nest.experiment_module._params)['w'], [1, 2]
   )
@@ -343,8 +343,7 @@ def test_a_program_derives_from_it(monkeypatch):
 
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   checkpointer = Own()
-  checkpointer.check_config()
-  checkpointer.mark_begun(0)
+  checkpointer.begin(0)
   for series in ('latest', 'best'):
     state = checkpointer.get_experiment_state(series)
     for state.global_step in (1, 2, 3):

@@ -20,6 +20,7 @@ from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import memory
 from jaxline.storage import store
+from tests import checkpoints
 from tests import remains
 
 KEPT, EVERY = 2, 4  # The newest; and for ever, as `removable` says.
@@ -59,7 +60,6 @@ def opened(
   config.keep_checkpoint_every_steps = every
   memory.forget_published()
   made = durable.DurableCheckpointer(base_config.complete_config(config), mode)
-  made.restrict(follows=mode.startswith('eval'))
   state = made.get_experiment_state('latest')
   state.global_step, state.experiment_module = 0, Experiment()
   return made
@@ -145,7 +145,7 @@ class Machine(stateful.RuleBasedStateMachine):
         del self.latest[newer]
         self.damaged.discard(newer)
     begin = state.global_step
-    self.training.mark_begun(begin)
+    self.training.begin(begin)
     self.evaluated = [x for x in self.evaluated if x[0] <= begin]
     self.training.wait_for_checkpointing_to_finish()
     self.left.clear()
@@ -225,7 +225,7 @@ class Machine(stateful.RuleBasedStateMachine):
       self.evaluation.save('best')
       self.best, self.is_best_damaged = (step, value), False
     self.evaluation.wait_for_checkpointing_to_finish()
-    self.evaluation.mark_evaluated(step, math.pi, {})
+    checkpoints.note(self.evaluation, step, math.pi, {})
     self.evaluated.append(expected[0])
 
   @stateful.invariant()
@@ -352,7 +352,7 @@ def evaluate_beside(
       evaluation.get_experiment_state('best').update(state)
       evaluation.save('best')
       evaluation.wait_for_checkpointing_to_finish()
-      evaluation.mark_evaluated(state.global_step, 1.0, {})
+      checkpoints.note(evaluation, state.global_step, 1.0, {})
       counted = ''
       if pause_at and not resumed.is_set():
         evaluation.close()  # It drops its mark.

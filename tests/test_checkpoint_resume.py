@@ -24,7 +24,7 @@ from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import durable
+from jaxline.checkpoint import restoring
 from jaxline.checkpoint import structure
 from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
@@ -98,7 +98,7 @@ def test_what_the_experiment_declares_may_change(open_run):
     other.close()
   other = open_run(**changed)
   lib.restore(other, live)
-  with pytest.raises(durable.ConfigChangedError, match='eval_batches'):
+  with pytest.raises(restoring.ConfigChangedError, match='eval_batches'):
     open_run(**changed).check_config()
   # Of a function it is not known yet what it declares.
   open_run(**changed).check_config(lambda **kwargs: live)
@@ -130,7 +130,7 @@ def test_a_key_that_is_new_has_its_default(open_run):
   lib.save(first, live)
   first.close()
   open_run(**_own(**defaults)).check_config(Declares)
-  with pytest.raises(durable.ConfigChangedError) as e:
+  with pytest.raises(restoring.ConfigChangedError) as e:
     open_run(**_own(**defaults | {'sizes': (1, 3)})).check_config(Declares)
   assert [x for x in str(e.value).splitlines() if x[:2] == '  '] == [
     '  config.experiment_kwargs.config.sizes: [1, 2] then, [1, 3] now'
@@ -144,7 +144,7 @@ def test_another_config_is_refused_by_its_keys(open_run, tmp_path):
   first.close()
   other = open_run(random_seed=43, training_steps=7, mesh={'ici': {'data': 1}},
     **_kwargs(net=SAME | {'layers': 3, 'new': [1]}))  # fmt: skip
-  with pytest.raises(durable.ConfigChangedError) as e:
+  with pytest.raises(restoring.ConfigChangedError) as e:
     other.check_config()
   assert [line for line in str(e.value).splitlines() if line[:2] == '  '] == [
     '  config.experiment_kwargs.net.layers: 2 then, 3 now',
@@ -154,7 +154,7 @@ def test_another_config_is_refused_by_its_keys(open_run, tmp_path):
   ]
   assert "config.on_config_change = 'continue'" in str(e.value)
   lib.assert_refused(
-    other, lib.weights(), tmp_path, 'layers: 2 then', durable.ConfigChangedError
+    other, lib.weights(), tmp_path, 'layers: 2 then', restoring.ConfigChangedError
   )
 
 
@@ -290,7 +290,7 @@ def test_a_copy_of_a_save_is_a_plain_snapshot(
   live = lib.weights()
   assert lib.restore(other, live).global_step == 3
   assert live.held()['n'] == 3
-  assert other.saved_step is None  # It is no checkpoint of its own.
+  assert other.directory.saved_step is None  # It is no checkpoint of its own.
   assert other.steps('latest') == []
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import devices
 from jaxline import experiment
 from jaxline import prng
+from jaxline.checkpoint import protocol
 
 
 class Both(experiment.FullExperiment):
@@ -41,7 +41,7 @@ def make_config(**values):
 
 
 def make_state(global_step=0):
-  return checkpointing.ExperimentState(
+  return protocol.ExperimentState(
     global_step=global_step,
     train_step_rng=devices.bcast_local_devices(jax.random.PRNGKey(0)),
   )

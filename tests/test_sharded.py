@@ -17,7 +17,6 @@ import optax
 import pytest
 
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import mesh as mesh_lib
@@ -27,6 +26,7 @@ from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import protocol
 from jaxline.checkpoint import structure
 from jaxline.compat import experiments
 
@@ -527,7 +527,7 @@ def test_arrays_just_read_are_kept_and_live_ones_copied():
   regression.train_steps(other, 1)
   assert regression.digest(live) == before
   kept = make()
-  kept.restore_from_snapshot(checkpointing.Fresh(live))
+  kept.restore_from_snapshot(protocol.Fresh(live))
   for got, given in zip(
     jax.tree.leaves(kept.state), jax.tree.leaves(live['state']), strict=True
   ):

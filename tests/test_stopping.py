@@ -11,9 +11,10 @@ import pytest
 
 import jaxline
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import experiment
 from jaxline import train
+from jaxline.checkpoint import protocol
+from jaxline.storage import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from tests import remains
@@ -47,9 +48,9 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   config.early_stop = {'patience': patience, 'min_delta': min_delta}
   raised = pytest.raises(experiment.StopTraining, match='step ')
   with raised if stops else contextlib.nullcontext():
-    own = [checkpointing.Evaluation(step, '', x) for step, x in values.items()]
-    other = checkpointing.Evaluation(0, 'of another', -9.0)
-    checkpointing.stop_without_gain(config, [other, *own])
+    own = [notes.EvaluationNote(step, '', x) for step, x in values.items()]
+    other = notes.EvaluationNote(0, 'of another', -9.0)
+    notes.stop_without_gain(config, [other, *own])
 
 
 def noted(run_dir):
@@ -109,7 +110,7 @@ def test_a_killed_run_ends_after_the_same_seconds(
 
 
 def test_the_seconds_of_training(clock):
-  state = checkpointing.ExperimentState()
+  state = protocol.ExperimentState()
   seconds = budget.Budget(100.0, state)
   seconds.update_time(0.0, 0)
   clock.secs, clock.compiled = clock.secs + 9, 7.0

@@ -26,12 +26,12 @@ from jaxline import experiment
 from jaxline import metrics
 from jaxline import platform
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import manager
 from jaxline.metrics import fingerprints
 from jaxline.runs import __main__ as cli
 from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
+from jaxline.storage import notes
 from jaxline.supervision import recompute
 from tests import checkpoints
 from tests import remains
@@ -417,7 +417,7 @@ def test_a_comparison_shows_revisions_that_differ(
   else:
     (other / 'checkpoints/code').mkdir(exist_ok=True)
     (other / 'checkpoints/code/ab.diff').write_text('+ faster')
-  file.write_text(json.dumps(record | {'crc': manager.crc_of(record)}))
+  file.write_text(json.dumps(record | {'crc': notes.crc_of(record)}))
   for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
     assert cli.main(['compare', *map(str, runs)]) == 0
     assert (revision in capsys.readouterr().out) == is_shown

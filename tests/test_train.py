@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import debug
 from jaxline import devices
 from jaxline import distributed
@@ -31,6 +30,7 @@ from jaxline import platform
 from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import durable
+from jaxline.checkpoint import protocol
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from tests import remains
@@ -388,7 +388,7 @@ def test_a_wrapper_around_a_durable_checkpointer_is_one(tmp_path):
   made = train.Run(Plain, config, Wrapper(inner))
   assert type(made.checkpointer) is Wrapper
   made.train()
-  assert inner.ended() == 2
+  assert inner.directory.ended() == 2
   inner.close()
 
 
@@ -666,7 +666,7 @@ def test_an_error_of_a_later_step_takes_no_checkpoint(tmp_path, place):
     checkpoint_dir=str(tmp_path),
   )
   checkpointer = durable.DurableCheckpointer(config, 'train')
-  checkpointer.when_saved(lambda: may_commit.wait(10))
+  checkpointer.directory.thread.submit(lambda: may_commit.wait(10))
   with pytest.raises(OSError, match=place):
     train.train(Faulty, config, checkpointer, writer)
   checkpointer.wait_for_checkpointing_to_finish()
@@ -700,7 +700,7 @@ class Scripted:
     self.saved = []
 
   def get_experiment_state(self, ckpt_series):
-    return self.states.setdefault(ckpt_series, checkpointing.ExperimentState())
+    return self.states.setdefault(ckpt_series, protocol.ExperimentState())
 
   def restore_path(self, ckpt_series):
     assert ckpt_series == 'latest'
@@ -1086,7 +1086,7 @@ def test_of_several_processes_the_first_decides_what_is_best(
   monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
-  evaluate(checkpointing.ExperimentState(global_step=1, train_step_rng=None))
+  evaluate(protocol.ExperimentState(global_step=1, train_step_rng=None))
   assert saved == (['best'] if is_best else [])
 
 

@@ -32,7 +32,6 @@ from configs import lm
 from examples import transformer
 import jaxline
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import distributed
 from jaxline import errors
 from jaxline import partitioning
@@ -40,6 +39,7 @@ from jaxline import platform
 from jaxline import prng
 from jaxline import sharded
 from jaxline import train_state
+from jaxline.checkpoint import protocol
 from jaxline.checkpoint import structure
 from jaxline.compat import adapters
 from jaxline.compat import experiments
@@ -550,16 +550,16 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     platform.create_checkpointer(config, 'train')
   )
   with contextlib.closing(checkpointer):
-    if not checkpointer.is_new():
+    if not protocol.is_new(checkpointer):
       raise errors.UsageError(f'{run} has checkpoints already; give another.')
     if jax.process_index() == 0:
       run.mkdir(parents=True, exist_ok=True)
       shutil.copyfile(source / name, tokenizer)
     distributed.of_chief(None)  # The others read it too.
-    experiment.restore_from_snapshot(checkpointing.Fresh(state=state))
+    experiment.restore_from_snapshot(protocol.Fresh(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
-    checkpointing.new_state(checkpointer, experiment, step_rng)
-    checkpointer.mark_begun(0)
+    protocol.new_state(checkpointer, experiment, step_rng)
+    checkpointer.begin(0)
     checkpointer.save('latest')
     checkpointer.wait_for_checkpointing_to_finish()
   if jax.process_index() == 0:

@@ -661,7 +661,7 @@ def start(directory, dies_at=None, target=2.5):
   checkpointer = durable.DurableCheckpointer(config, 'train')
   try:
     train.Run(experiment, config, checkpointer, None, None).train_and_eval()
-    return checkpointer.ended()
+    return checkpointer.directory.ended()
   finally:
     checkpointer.close()
 

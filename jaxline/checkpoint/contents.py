@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxline
-from jaxline import checkpointing
 from jaxline import devices
 from jaxline import errors
 from jaxline import experiment
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import manager
+from jaxline.checkpoint import protocol
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
 from jaxline.storage import store as store_lib
@@ -273,7 +273,7 @@ class Checkpoint:
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
     described = self.record['entries']
-    keys = [k for k in keys if k != checkpointing.OPTIONAL or k in described]
+    keys = [k for k in keys if k != protocol.OPTIONAL or k in described]
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
         f'{self.name} lacks {missing}; it holds {sorted(described)}.'
@@ -320,7 +320,7 @@ class Checkpoint:
       value = getattr(experiment.live(module), attribute, None)
       if devices.layout(value) is not None:
         placed.add(entry)
-    snapshot = checkpointing.Fresh(self._per_process(wants))
+    snapshot = protocol.Fresh(self._per_process(wants))
     for entry, about in saved.items():
       if entry in trees:
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
@@ -363,7 +363,7 @@ class Checkpoint:
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
     replaced = self.take(sources, live, where)
-    return checkpointing.Fresh(
+    return protocol.Fresh(
       {
         entry: _with_arrays(tree, entry, replaced)
         for entry, tree in snapshot.items()

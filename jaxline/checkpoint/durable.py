@@ -7,38 +7,36 @@ half.
 """
 
 from collections.abc import Callable, Collection
+from concurrent import futures
 import contextlib
-import os
-from typing import Any, TypeVar
+import functools
+import threading
+import types
+from typing import Any
 
 from absl import logging
 import jax
-from jax.experimental import multihost_utils
-import jax.numpy as jnp
-import numpy as np
+from ml_collections import config_dict
 
 from jaxline import base_config
 from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import protocol
+from jaxline.checkpoint import restoring
 from jaxline.checkpoint import saving
 from jaxline.compat import experiments
+from jaxline.storage import directory as directory_lib
 from jaxline.storage import store as store_lib
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 # What restoring raises for values that an experiment cannot have.
 _MISFITS = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
-_T = TypeVar('_T')
 
 
-class ConfigChangedError(errors.UsageError):
-  """A checkpoint in the run's directory was made with another config."""
-
-
-class DurableCheckpointer(saving.SavingCheckpointer):
+class DurableCheckpointer(protocol.FullCheckpointer):
   """Keeps checkpoints below `config.checkpoint_dir`.
 
   All hosts see that directory, and call `save` and `restore` at the same steps.
@@ -46,10 +44,92 @@ class DurableCheckpointer(saving.SavingCheckpointer):
   """
 
   collective = True
-  is_resumable = True
+  directory: directory_lib.DurableDirectory
   _declared = experiments.declared(None)  # The class, if it is known.
 
+  def __init__(self, config: config_dict.ConfigDict, mode: str):
+    """Reads the config; touches no file.
+
+    Args:
+      config: the run's, resolved.
+      mode: the run's mode, or its half's: 'train', 'eval'.
+    """
+    self._config, self._mode = config, mode
+    # Before the experiment is constructed, which may change its own config.
+    self._recorded = base_config.recorded(config)
+    self._allow_pickle = bool(config.checkpoint_allow_pickle)
+    self._live = threading.local()
+    self._saving: futures.Future[None] | None = None
+    self.directory = directory_lib.DurableDirectory(
+      config, self._recorded, mode
+    )
+    self._open()
+
+  def _open(self) -> None:
+    self._saver = saving.Saver(self.directory, self._mode)
+    self._manifests = self._saver.manifests
+    # The last step of `latest` that was restored or saved.
+    self._held_step: int | None = None
+
   # The protocol.
+
+  def get_experiment_state(self, ckpt_series: str) -> Any:
+    # Programs written against JAXline look at the series there.
+    memory.add_series(ckpt_series)
+    state = protocol.ExperimentState()
+    return vars(self._live).setdefault(ckpt_series, state)
+
+  def save(self, ckpt_series: str) -> None:
+    """Copies the live state to host memory, and queues the write.
+
+    Raises:
+      TypeError: a value in it cannot be stored.
+      Exception: the error of an earlier save.
+    """
+    thread = self.directory.thread
+    self.directory.claim(ckpt_series)
+    if self._saving is not None:  # Host memory holds one copy of the state.
+      futures.wait([self._saving])
+    thread.raise_error()
+    state = self.get_experiment_state(ckpt_series)
+    module = experiments.full_experiment(state.get('experiment_module'))
+    config, step = self._config, int(state['global_step'])
+    is_best = ckpt_series == 'best'
+    added = contents.added(state, self._allow_pickle) if is_best else {}
+    content = None
+    # `best` can name the data of `latest` if that has this step and evaluation
+    # changes nothing that a checkpoint holds. Otherwise copy the state.
+    names_latest = module.EVALUATION_IS_PURE and step == self._held_step
+    if not (is_best and names_latest):
+      kind = 'best' if is_best else 'train'
+      content = contents.content(
+        state,
+        module,
+        self._recorded,
+        all_hosts=config[f'{kind}_checkpoint_all_hosts'],
+        allow_pickle=self._allow_pickle,
+      )
+    # Queue the flush now, so that it covers this step and not later ones.
+    flush = dict if is_best else self.directory.flush_logs()
+    nodes = content.nodes if content else {}
+    published = self._published(ckpt_series, step, module, nodes)
+    if not is_best:
+      self._held_step = step
+
+    def write() -> None:
+      self._saver.write(ckpt_series, step, flush, content, added)
+      memory.publish(ckpt_series, published)
+
+    self._saving = thread.submit(write)
+    keep = protocol.num_to_keep(config, ckpt_series, module)
+    # A call of its own: the next save waits for the write, not for removals.
+    thread.put(functools.partial(self._saver.retire, ckpt_series, keep))
+
+  def wait_for_checkpointing_to_finish(self) -> None:
+    self.directory.thread.wait()
+
+  def steps(self, ckpt_series: str) -> list[int]:
+    return self._manifests.steps(ckpt_series)
 
   def begin_training(self, experiment_class: Any) -> None:
     """Moves to another directory if this process has trained another run here.
@@ -58,15 +138,33 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     makes its own checkpointer and trains several classes.
     """
     memory.forget_published()
-    self._keep_data(())  # A program may have evaluated with it before.
-    self.follows = False
-    config = self._recorded | {'checkpoint_dir': self._run.url}
-    directory = memory.run_directory(experiment_class, config)
-    if directory != config['checkpoint_dir']:
-      self.close()
-      self._move(directory)
-      self._recorded['checkpoint_dir'] = directory
-      self.has_moved = True
+    self._saver.keep_data()  # A program may have evaluated with it before.
+    run, self.directory.follows = self.directory.run.url, False
+    place = memory.run_directory(
+      experiment_class, self._recorded | {'checkpoint_dir': run}
+    )
+    if place != run:
+      self.directory.move(place)
+      self._open()
+
+  def begin(self, step: int) -> None:
+    if not self._allow_pickle:
+      state = self.get_experiment_state('latest')
+      module = experiments.full_experiment(state.get('experiment_module'))
+      contents.check_storable(state, module)
+    if jax.process_index() == 0:
+      # Later checkpoints are damaged: an intact one would have been restored.
+      # First, because evaluations look for steps made anew once it has begun.
+      later = [found for found in self.steps('latest') if found > step]
+      self._manifests.retire('latest', later)
+      self.directory.thread.put(self._saver.clean)
+    self.directory.begin(step)
+
+  def close(self) -> None:
+    self.directory.drain()
+    with contextlib.suppress(OSError):  # The next start collects the rest.
+      self._saver.keep_data()
+    self.directory.close()
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether there is something to restore.
@@ -74,8 +172,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     Raises:
       ClaimedError: another process writes to the series.
     """
-    if not self.follows:
-      self.claim(ckpt_series)
+    if not self.directory.follows:
+      self.directory.claim(ckpt_series)
     return (
       self._has_any(ckpt_series)
       or memory.seed(ckpt_series) is not None
@@ -84,7 +182,8 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
   def restore_path(self, ckpt_series: str) -> str | None:
     found = self._manifests.by_time(ckpt_series)
-    return f'{self._store}/{ckpt_series}/{found[0]}' if found else None
+    store = self._manifests.store
+    return f'{store}/{ckpt_series}/{found[0]}' if found else None
 
   def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
@@ -108,15 +207,15 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     module = experiments.full_experiment(live)
     if live is not None:
       self._declared = experiments.declared(type(live))
-    if not self.follows:
-      self.claim(ckpt_series)
+    if not self.directory.follows:
+      self.directory.claim(ckpt_series)
     begins = step is None and not self._has_any(ckpt_series)
     seed = None if step is not None else memory.seed(ckpt_series)
     own: dict[str, Any] = {}  # The manifest, of a checkpoint of this run.
     unused = ''
     if begins and seed is not None:
       source, entries = _SEED, memory.entries_of(seed, ckpt_series, state)
-      entries = {key: _placed(key, entries, state, source) for key in entries}
+      entries = restoring.place(entries, state, source)
       if self._forks(ckpt_series):
         unused = f'config.restore_from = {self._config.restore_from!r}'
     elif begins and self._forks(ckpt_series):
@@ -141,14 +240,14 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     if unused:
       logging.warning('%s is not used: there is %s.', unused, source)
     if ckpt_series == 'latest':
-      self._restored, self._held_step = own, own.get('step')
+      self._saver.restored, self._held_step = own, own.get('step')
     if not own:
       return
     if ckpt_series == 'latest':
       self._recorded['restore_from'] = own['config'].get('restore_from')
-      self.saved_step = own['step']
-      self.lengths = self._local(own['logs'])
-    if live is not None and not self.follows:
+      self.directory.set_saved(own['step'], own['data'])
+      self.directory.lengths = self.directory.local(own['logs'])
+    if live is not None and not self.directory.follows:
       nodes = found.nodes or {}
       published = self._published(ckpt_series, own['step'], module, nodes)
       memory.publish(ckpt_series, published)
@@ -165,12 +264,13 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     # a training that begins again saves a step again.
     looked_at: set[int] = set()
     begun: Any = ''
+    store = self._manifests.store
 
     def next_step(done: Collection[int]) -> int | None:
       nonlocal begun, evaluated
-      if (note := self._store.read(saving.BEGUN)) != begun:
+      if (note := store.read(directory_lib.BEGUN)) != begun:
         begun = note
-        evaluated = {x.step: x.data for x in self._own_notes()} | evaluated
+        evaluated = {x.step: x.data for x in self.directory.noted()} | evaluated
         looked_at.clear()
       for step in self.steps(ckpt_series):
         data = evaluated.get(step)
@@ -193,7 +293,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
         # `restore` reports damage; what training has removed is passed over.
         with contextlib.suppress(store_lib.DamagedError):
           self.restore(ckpt_series, step)
-          evaluated[step] = self._restored['data']
+          evaluated[step] = self._saver.restored['data']
           return True
       # A run without checkpoints may start from a seed snapshot.
       seed = None if self._has_any(ckpt_series) else memory.seed(ckpt_series)
@@ -203,11 +303,6 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       return False
 
     return restore_next
-
-  def is_new(self) -> bool:
-    return not self._has_any('latest')
-
-  # What the loops ask for besides.
 
   def check_config(self, experiment_class: Any = None) -> None:
     """Compares the config of the newest checkpoint with this run's.
@@ -222,7 +317,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       UsageError: `restore_from` names no checkpoint.
     """
     if self._forks('latest') and not self._has_any('latest'):
-      _foreign(self._config.restore_from)
+      restoring.find_foreign(self._config.restore_from)
     if experiments.class_of(experiment_class) is not None:
       self._declared = experiments.declared(experiment_class)
     elif experiment_class is not None:
@@ -232,30 +327,41 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       with contextlib.suppress(store_lib.DamagedError):
         self._check_config(self._checkpoint('latest', step))
 
-  def check_shared(self) -> None:
-    """Raises UsageError, naming processes that see another directory."""
-    if jax.process_count() == 1:
-      return
-    # A new name: a network file system may remember that an old one was absent.
-    key = distributed.of_chief(f'.shared-{os.urandom(4).hex()}')
-    is_writing = jax.process_index() == 0 and not self.reads_only
-    if self.reads_only:
-      key = base_config.RECORD
-    elif is_writing:
-      self._run.write(key, b'')
-    distributed.of_chief(None)  # The others look once it is there.
-    is_there = self._run.read(key) is not None
-    seen = multihost_utils.process_allgather(np.bool_(is_there))
-    if is_writing:
-      self._run.delete(key)
-    if seen[0] and not seen.all():
-      raise errors.UsageError(
-        f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
-        f' {jax.process_index()}, but processes'
-        f' {np.flatnonzero(~seen).tolist()} do not see there what process 0'
-        ' writes. All processes save together: give all the same directory,'
-        ' on a disk that all of them share.'
+  def _published(
+    self, series: str, step: int, module: Any, nodes: dict[str, Any]
+  ) -> memory.Published:
+    """Returns a checkpoint for programs written against JAXline.
+
+    Args:
+      series: the series.
+      step: of the checkpoint, which may not be written yet.
+      module: the experiment; not kept, because it holds the live arrays.
+      nodes: see `structure.encode`.
+    """
+    template = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+      dict(module.snapshot_template()),
+    )
+    attributes = dict(module.CHECKPOINT_ATTRS)
+    manifests, allow_pickle = self._manifests, self._allow_pickle
+
+    # It waits for no other process: a signal handler may call it.
+    def read() -> Any:
+      saved = contents.Checkpoint(manifests, series, step, allow_pickle)
+      saved.nodes = nodes
+      entries = {entry: entry for entry in saved.record['module']}
+      everything = experiments.full_experiment(
+        types.SimpleNamespace(CHECKPOINT_ATTRS=entries),
+        snapshot_template=lambda: template,
+        wants_restored=lambda name: True,
       )
+      with saved.reading():
+        entries = saved.entries(saved.record['entries'])
+        snapshot = saved.snapshot(everything)
+      nest = entries | {'experiment_module': snapshot}
+      return memory.nest_of(nest, attributes)
+
+    return memory.Published(step, read)
 
   # Restoring.
 
@@ -264,7 +370,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
     return (
       series == 'latest'
       and bool(self._config.restore_from)
-      and not self.follows
+      and not self.directory.follows
     )
 
   def _has_any(self, ckpt_series: str) -> bool:
@@ -295,7 +401,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       if at is None:
         gone = ValueError if step is None else store_lib.GoneError
         raise (store_lib.DamagedError if reports else gone)(
-          f'The series {series!r} in {self._store} has no checkpoint'
+          f'The series {series!r} in {self._manifests.store} has no checkpoint'
           + (f' of step {step}' if step is not None else '')
           + (' that is whole' if reports else '')
           + f'; its steps are {self.steps(series)}.'
@@ -305,7 +411,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
       def read(at: int = at) -> tuple[contents.Checkpoint, dict[str, Any]]:
         found = self._checkpoint(series, at)
         if series == 'latest':
-          self._keep_data([found.record['data']])
+          self._saver.keep_data([found.record['data']])
           # The mark protects the data if the manifest is still there.
           found = self._checkpoint(series, at)
         self._check_config(found)
@@ -316,7 +422,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return found, self._read(found, state, module)
 
       try:
-        return _together(read)
+        return restoring.together(read)
       except store_lib.DamagedError as e:
         if not distributed.of_chief(at in self.steps(series)):
           continue  # It was removed while it was read: there may be another.
@@ -330,7 +436,7 @@ class DurableCheckpointer(saving.SavingCheckpointer):
 
     That run may go on, and remove it meanwhile, which is an error.
     """
-    found = _foreign(self._config.restore_from)
+    found = restoring.find_foreign(self._config.restore_from)
     found.allow_pickle = self._allow_pickle
 
     def read() -> dict[str, Any]:
@@ -340,96 +446,24 @@ class DurableCheckpointer(saving.SavingCheckpointer):
           return {'experiment_module': found.by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return found.name, _together(read)
+    return found.name, restoring.together(read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
   ) -> dict[str, Any]:
     """Returns a checkpoint's values of the entries of the live state."""
     entries = found.entries([k for k in state if k != 'experiment_module'])
-    entries = {key: _placed(key, entries, state, found.name) for key in entries}
+    entries = restoring.place(entries, state, found.name)
     if state.get('experiment_module') is not None:
       entries['experiment_module'] = found.snapshot(module)
     return entries
 
   def _check_config(self, found: contents.Checkpoint) -> None:
     """Raises ConfigChangedError if a checkpoint is of another run."""
-    changes = base_config.changes(
-      found.record['config'], self._recorded, self._declared
+    restoring.check_config(
+      found,
+      self._recorded,
+      self._declared,
+      continues=self.directory.follows
+      or self._config.on_config_change == 'continue',
     )
-    if not changes:
-      return
-    text = '\n'.join(f'  config.{line}' for line in changes)
-    if self.follows or self._config.on_config_change == 'continue':
-      logging.log_first_n(
-        logging.WARNING,
-        '%s was made with another config:\n%s', 1, found.name, text,
-      )  # fmt: skip
-      return
-    raise ConfigChangedError(
-      f'{found.name} was made with another config, and going on would mix two'
-      f' runs:\n{text}\nGive this run another config.checkpoint_dir (with'
-      ' config.restore_from to begin from here), or set'
-      " config.on_config_change = 'continue' to go on with the new values."
-    )
-
-
-def _together(read: Callable[[], _T]) -> _T:
-  """Calls a function in all processes; an error in one is raised in all.
-
-  Raises:
-    DamagedError: a process found damage.
-  """
-  damage: store_lib.DamagedError | None = None
-  error: Exception | None = None
-  try:
-    result = read()
-  except store_lib.DamagedError as e:
-    damage = e
-  except Exception as e:
-    error = e
-  reports = distributed.decide(str(damage or ''), list, error, 'restore')
-  if any(reports):
-    raise damage or store_lib.DamagedError(' '.join(filter(None, reports)))
-  return result
-
-
-def _placed(name: str, entries: dict[str, Any], state: Any, of: str) -> Any:
-  """Returns a restored entry on the devices of the live one.
-
-  The step keys of the per-device style are equal rows, one for each local
-  device; another number of devices has more or fewer.
-
-  Raises:
-    contents.MismatchError: it has another type or shape.
-  """
-  value, live = entries[name], state.get(name)
-  if not isinstance(live, jax.Array):
-    return value
-  if isinstance(value, np.ndarray):
-    value = jnp.asarray(value)
-  got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
-  # A raw key is a row of numbers itself.
-  rows = live.ndim - (not arrays.is_key(live))
-  if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
-    value = jnp.broadcast_to(value[:1], live.shape)
-  elif got != (live.dtype, live.shape):
-    raise contents.MismatchError(
-      f'{of}: {name}: the checkpoint has {got[0]}{list(got[1])}, expected'
-      f' {live.dtype}{list(live.shape)}; nothing was restored.'
-    )
-  return jax.device_put(value, live.sharding)
-
-
-def _foreign(where: str) -> contents.Checkpoint:
-  """Returns the checkpoint that `restore_from` means.
-
-  Raises:
-    UsageError: there is none; says which there are.
-  """
-  try:
-    found = inspection.find(where)
-  except ValueError as e:
-    raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
-  found.step = distributed.of_chief(found.step)
-  return found

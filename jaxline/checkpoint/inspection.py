@@ -37,6 +37,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import files
 from jaxline.metrics import lines
+from jaxline.storage import notes
 from jaxline.storage import store as store_lib
 
 Place = str | os.PathLike[str]  # As the module says.
@@ -180,7 +181,7 @@ def list_run(where: Place) -> list[dict[str, Any]]:
 
 def ended(run: store_lib.Store) -> int | None:
   """Returns the step at which a run's training has ended, or None."""
-  return manager.end(run.below('checkpoints')).get('step')
+  return notes.read_end(run.below('checkpoints')).get('step')
 
 
 def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:

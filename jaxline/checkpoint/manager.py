@@ -16,11 +16,9 @@ data first writes the manifest, then looks for a doom. One sees the other.
 
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
-import json
 import re
 import secrets
 from typing import Any
-import zlib
 
 from absl import logging
 
@@ -28,41 +26,14 @@ from jaxline import base_config
 from jaxline import keys
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import metadata
+from jaxline.storage import notes
 from jaxline.storage import owner
 from jaxline.storage import store as store_lib
 
 # Of the manifest and all that it names. Another one is refused.
 FORMAT = 2
-ENDED = 'ended.json'
 _STEP = '0|[1-9][0-9]*'  # One name for each number.
 _DATA = re.compile(f'({_STEP})-[0-9a-f]+')
-
-
-def pack(value: Any) -> bytes:
-  """Returns the JSON of a dict, with its own checksum."""
-  return json.dumps({**value, 'crc': crc_of(value)}).encode() + b'\n'
-
-
-def unpack(name: str, raw: bytes, check: keys.Check) -> dict[str, Any]:
-  """Inverts `pack`.
-
-  Raises:
-    DamagedError: the bytes are not as they were written.
-    RefusedError: their checksum is right, and the check does not accept them.
-  """
-  try:
-    value = json.loads(raw)
-    is_whole = value.pop('crc') == crc_of(value)
-  except Exception:  # Any JSON may be there.
-    is_whole = False
-  if not is_whole:
-    raise store_lib.DamagedError(f'{name} is not as it was written')
-  return store_lib.checked(name, value, check)
-
-
-def crc_of(value: Any) -> int:
-  """Returns the CRC-32 of the JSON of a value."""
-  return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def _texts(x: Any) -> Iterator[str]:
@@ -91,15 +62,6 @@ def _is_of_one_step(manifest: dict[str, Any]) -> bool:
   return bool(manifest['processes'])
 
 
-# The lengths of logs, by paths that lead nowhere else.
-_LENGTHS = keys.each(
-  keys.integer(0, below=2**63),
-  names=r'(?!/)(?!(.*/)?\.\.(/|$))[^\x00-\x1f]{1,1000}',
-)
-NUMBER = keys.Check(
-  'a number',
-  lambda x: isinstance(x, float) or (isinstance(x, int) and abs(x) < 2**63),
-)
 _PLAIN = keys.optional(keys.Check('plain', lambda x: isinstance(x, int | str)))
 _OWN = keys.record(
   lambda own: 'structure' in own and {*own['arrays']} <= {*_texts(own)},
@@ -118,7 +80,7 @@ _MANIFEST = keys.record(
   arrays=keys.each(arrays.DESCRIBED),
   entries=keys.record(
     global_step=keys.integer(0),
-    best_eval_metric_value=keys.optional(NUMBER),
+    best_eval_metric_value=keys.optional(notes.NUMBER),
   ),
   module=keys.each(
     keys.Check(
@@ -127,7 +89,7 @@ _MANIFEST = keys.record(
     )
   ),
   processes=keys.each(keys.each(_OWN), list),
-  logs=_LENGTHS,
+  logs=notes.LENGTHS,
   config=base_config.RECORDED,
   small=keys.optional(keys.each(arrays.SMALL)),
   code=keys.optional(keys.each(_PLAIN)),
@@ -135,40 +97,6 @@ _MANIFEST = keys.record(
   devices=keys.optional(keys.each(_PLAIN, list)),
 )
 _MARK = keys.record(data=keys.each(keys.text('the name of data'), list))
-_END = keys.record(
-  step=keys.integer(0), why=keys.optional(keys.text('a reason'))
-)
-_EVALUATION = (
-  keys.integer(0),
-  keys.text('the name of a metric'),
-  keys.optional(NUMBER),
-  keys.text('the name of data'),
-  _LENGTHS,
-)
-
-
-def _is_evaluation(row: Any) -> bool:
-  checks = zip(_EVALUATION, row, strict=False)  # The last ones have defaults.
-  is_row = isinstance(row, list) and 1 <= len(row) <= len(_EVALUATION)
-  return is_row and all(check.accepts(x) is not False for check, x in checks)
-
-
-EVALUATED = keys.record(
-  evaluated=keys.each(keys.Check('evaluations', _is_evaluation), list)
-)
-
-
-def end(store: store_lib.Store) -> dict[str, Any]:
-  """Returns the note of the end of a run's training, or {} before the end.
-
-  Args:
-    store: RUN/checkpoints.
-
-  Raises:
-    RefusedError: the file has something else.
-  """
-  raw = store.read(ENDED)
-  return {} if raw is None else store_lib.checked(f'{store}/{ENDED}', raw, _END)
 
 
 class Manifests:
@@ -216,7 +144,7 @@ class Manifests:
       raise store_lib.GoneError(
         f'{name} was removed: the run keeps only the newest. Try again.'
       )
-    found = unpack(name, raw, _MANIFEST)
+    found = notes.unpack(name, raw, _MANIFEST)
     if found['step'] != step:
       raise store_lib.RefusedError(f'{name} is of step {found["step"]}.')
     return _MISSING | {k: x for k, x in found.items() if x is not None}
@@ -251,7 +179,7 @@ class Manifests:
     if series == 'best':
       self._check_data(key, manifest)
     check()
-    if self.store.write(key, pack(manifest), expected) is None:
+    if self.store.write(key, notes.pack(manifest), expected) is None:
       raise owner.LostClaimError(
         f'{self.store}/{key} is there already: another run writes in this'
         ' directory. Nothing was saved.'

@@ -19,11 +19,11 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
-from jaxline import checkpointing
 from jaxline import devices
-from jaxline import disk
 from jaxline import distributed
+from jaxline.checkpoint import protocol
 from jaxline.compat import experiments
+from jaxline.storage import directory as directory_lib
 from jaxline.storage import store as store_lib
 
 
@@ -117,7 +117,7 @@ class CheckpointNT(NamedTuple):
 GLOBAL_CHECKPOINT_DICT: dict[str, CheckpointNT] = {}
 
 
-class _ModuleState(checkpointing.ExperimentState):
+class _ModuleState(protocol.ExperimentState):
   """The snapshot of an experiment, which also has the experiment's attributes.
 
   JAXline once kept the experiment itself in `pickle_nest`, and programs that
@@ -142,14 +142,12 @@ def _nest(tree: Any) -> Any:
   """Gives dicts inside dicts attribute access."""
   if type(tree) is not dict:
     return tree
-  return checkpointing.ExperimentState(
-    {key: _nest(x) for key, x in tree.items()}
-  )
+  return protocol.ExperimentState({key: _nest(x) for key, x in tree.items()})
 
 
 def nest_of(
   entries: Mapping[str, Any], attributes: Mapping[str, str]
-) -> checkpointing.ExperimentState:
+) -> protocol.ExperimentState:
   """Returns the `pickle_nest` of entries that nothing else changes.
 
   Args:
@@ -276,7 +274,7 @@ def entries_of(
   module: Any = entries.get('experiment_module')
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
-  missing = sorted(set(keys) - set(entries) - {checkpointing.OPTIONAL})
+  missing = sorted(set(keys) - set(entries) - {protocol.OPTIONAL})
   if missing == ['train_step_rng']:
     # JAXline's programs make such snapshots.
     logging.warning(
@@ -302,7 +300,7 @@ def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
   state.update(found)
 
 
-class InMemoryCheckpointer(checkpointing.FullCheckpointer):
+class InMemoryCheckpointer(protocol.FullCheckpointer):
   """Keeps the newest checkpoints of each series in this process.
 
   Programs written against JAXline derive from it, and may set
@@ -311,6 +309,7 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
 
   _config: Any = None
   _records_config = False
+  directory = directory_lib.RunDirectory()
   _training: Training | None = None
 
   def __init__(
@@ -330,13 +329,16 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
     """
     self._records_config = records_config
     self._config = base_config.complete_config(config)
+    if records_config:
+      recorded = base_config.recorded(self._config)
+      self.directory = directory_lib.ConfigOnly(recorded)
     del mode
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
     active = vars(add_series(ckpt_series).active)
-    return active.setdefault('state', checkpointing.ExperimentState())
+    return active.setdefault('state', protocol.ExperimentState())
 
   def begin_training(self, experiment_class: Any) -> None:
     """Forgets the checkpoints of another training.
@@ -366,7 +368,7 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
     nest = nest_of(entries, module.CHECKPOINT_ATTRS)
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
-      keep = checkpointing.num_to_keep(self._config, ckpt_series, module)
+      keep = protocol.num_to_keep(self._config, ckpt_series, module)
     of = self._training or Training(type(live))
     newest = _newest(ckpt_series)
     id_ = newest.id + 1 if newest else 0
@@ -403,13 +405,6 @@ class InMemoryCheckpointer(checkpointing.FullCheckpointer):
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
-
-  def mark_begun(self, step: int) -> None:
-    """Writes the run's config into its directory, if it shall."""
-    if self._records_config and jax.process_index() == 0:
-      recorded = disk.to_json(base_config.recorded(self._config))
-      run = store_lib.at(self._config.checkpoint_dir)
-      run.write(base_config.RECORD, recorded)
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""

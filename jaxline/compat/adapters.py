@@ -14,17 +14,19 @@ from absl import logging
 import jax
 import numpy as np
 
-from jaxline import checkpointing
+from jaxline.checkpoint import protocol
 from jaxline.metrics import periodic
 from jaxline.metrics import values
 from jaxline.metrics import writers
+from jaxline.storage import directory
 
 
-class _ForeignCheckpointer(checkpointing.FullCheckpointer):
+class _ForeignCheckpointer(protocol.FullCheckpointer):
   """A checkpointer that has the methods of JAXline's protocol only."""
 
-  def __init__(self, checkpointer: checkpointing.Checkpointer):
+  def __init__(self, checkpointer: protocol.Checkpointer):
     self._checkpointer = checkpointer
+    self.directory = directory.RunDirectory()
     for method in (
       'get_experiment_state',
       'save',
@@ -43,16 +45,18 @@ class _ForeignCheckpointer(checkpointing.FullCheckpointer):
     getattr(self._checkpointer, 'close', lambda: None)()
 
 
-def full_checkpointer(checkpointer: Any) -> checkpointing.FullCheckpointer:
+def full_checkpointer(checkpointer: Any) -> protocol.FullCheckpointer:
   """Returns a checkpointer with the whole interface.
 
   Args:
-    checkpointer: any `checkpointing.Checkpointer`. A subclass of ours whose
+    checkpointer: any `protocol.Checkpointer`. A subclass of ours whose
       `restore` takes no step counts as foreign.
   """
-  is_full = isinstance(checkpointer, checkpointing.FullCheckpointer)
+  is_full = isinstance(checkpointer, protocol.FullCheckpointer)
   # Or a wrapper around one, which passes on all its attributes.
-  is_full |= isinstance(getattr(checkpointer, 'is_resumable', None), bool)
+  is_full |= isinstance(
+    getattr(checkpointer, 'directory', None), directory.RunDirectory
+  )
   if is_full and 'step' in inspect.signature(checkpointer.restore).parameters:
     return checkpointer
   return _ForeignCheckpointer(checkpointer)  # type: ignore[abstract]

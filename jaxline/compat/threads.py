@@ -31,7 +31,7 @@ def train_and_eval(
   Raises:
     ValueError: the run has no `eval_checkpointer`.
   """
-  if run.eval_checkpointer is None and run.checkpointer.is_resumable:
+  if run.eval_checkpointer is None and run.checkpointer.directory.keeps:
     raise ValueError(
       'eval_checkpointer is None, but the evaluation beside the training needs'
       ' a checkpointer of its own that reads what'

@@ -1,0 +1,134 @@
+"""Reads checkpoints into a run: on all its processes and devices alike."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxline import base_config
+from jaxline import distributed
+from jaxline import errors
+from jaxline import experiment
+from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
+from jaxline.checkpoint import inspection
+from jaxline.storage import store as store_lib
+
+_T = TypeVar('_T')
+
+
+class ConfigChangedError(errors.UsageError):
+  """A checkpoint in the run's directory was made with another config."""
+
+
+def check_config(
+  found: contents.Checkpoint,
+  recorded: Mapping[str, Any],
+  declared: type[experiment.FullExperiment],
+  *,
+  continues: bool,
+) -> None:
+  """Compares the config of a checkpoint with a run's.
+
+  Args:
+    found: the checkpoint.
+    recorded: the run's config, as `base_config.recorded` returns it.
+    declared: the experiment's class, which declares what may change.
+    continues: whether the run goes on with the new values, with a warning.
+
+  Raises:
+    ConfigChangedError: a key that makes another run differs.
+  """
+  changes = base_config.changes(found.record['config'], recorded, declared)
+  if not changes:
+    return
+  text = '\n'.join(f'  config.{line}' for line in changes)
+  if continues:
+    logging.log_first_n(
+      logging.WARNING,
+      '%s was made with another config:\n%s', 1, found.name, text,
+    )  # fmt: skip
+    return
+  raise ConfigChangedError(
+    f'{found.name} was made with another config, and going on would mix two'
+    f' runs:\n{text}\nGive this run another config.checkpoint_dir (with'
+    ' config.restore_from to begin from here), or set'
+    " config.on_config_change = 'continue' to go on with the new values."
+  )
+
+
+def together(read: Callable[[], _T]) -> _T:
+  """Calls a function in all processes; an error in one is raised in all.
+
+  Raises:
+    DamagedError: a process found damage.
+  """
+  damage: store_lib.DamagedError | None = None
+  error: Exception | None = None
+  try:
+    result = read()
+  except store_lib.DamagedError as e:
+    damage = e
+  except Exception as e:
+    error = e
+  reports = distributed.decide(str(damage or ''), list, error, 'restore')
+  if any(reports):
+    raise damage or store_lib.DamagedError(' '.join(filter(None, reports)))
+  return result
+
+
+def place(
+  entries: Mapping[str, Any], state: Mapping[str, Any], of: str
+) -> dict[str, Any]:
+  """Returns restored entries on the devices of the live ones.
+
+  The step keys of the per-device style are equal rows, one for each local
+  device; another number of devices has more or fewer.
+
+  Args:
+    entries: the restored ones.
+    state: the live ones.
+    of: the name of the checkpoint, for errors.
+
+  Raises:
+    contents.MismatchError: an entry has another type or shape.
+  """
+  return {
+    name: _place(name, value, state.get(name), of)
+    for name, value in entries.items()
+  }
+
+
+def _place(name: str, value: Any, live: Any, of: str) -> Any:
+  if not isinstance(live, jax.Array):
+    return value
+  if isinstance(value, np.ndarray):
+    value = jnp.asarray(value)
+  got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
+  # A raw key is a row of numbers itself.
+  rows = live.ndim - (not arrays.is_key(live))
+  if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
+    value = jnp.broadcast_to(value[:1], live.shape)
+  elif got != (live.dtype, live.shape):
+    raise contents.MismatchError(
+      f'{of}: {name}: the checkpoint has {got[0]}{list(got[1])}, expected'
+      f' {live.dtype}{list(live.shape)}; nothing was restored.'
+    )
+  return jax.device_put(value, live.sharding)
+
+
+def find_foreign(where: str) -> contents.Checkpoint:
+  """Returns the checkpoint that `restore_from` means.
+
+  Raises:
+    UsageError: there is none; says which there are.
+  """
+  try:
+    found = inspection.find(where)
+  except ValueError as e:
+    raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
+  found.step = distributed.of_chief(found.step)
+  return found

@@ -1,0 +1,129 @@
+"""Notes of a run: small files beside its checkpoints, each replaced whole."""
+
+from collections.abc import Iterable, Mapping
+import json
+import math
+from typing import Any, NamedTuple
+import zlib
+
+from jaxline import errors
+from jaxline import keys
+from jaxline.storage import store as store_lib
+
+ENDED = 'ended.json'
+
+
+def pack(value: Any) -> bytes:
+  """Returns the JSON of a dict, with its own checksum."""
+  return json.dumps({**value, 'crc': crc_of(value)}).encode() + b'\n'
+
+
+def unpack(name: str, raw: bytes, check: keys.Check) -> dict[str, Any]:
+  """Inverts `pack`.
+
+  Raises:
+    DamagedError: the bytes are not as they were written.
+    RefusedError: their checksum is right, and the check does not accept them.
+  """
+  try:
+    value = json.loads(raw)
+    is_whole = value.pop('crc') == crc_of(value)
+  except Exception:  # Any JSON may be there.
+    is_whole = False
+  if not is_whole:
+    raise store_lib.DamagedError(f'{name} is not as it was written')
+  return store_lib.checked(name, value, check)
+
+
+def crc_of(value: Any) -> int:
+  """Returns the CRC-32 of the JSON of a value."""
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+# The lengths of logs, by paths that lead nowhere else.
+LENGTHS = keys.each(
+  keys.integer(0, below=2**63),
+  names=r'(?!/)(?!(.*/)?\.\.(/|$))[^\x00-\x1f]{1,1000}',
+)
+NUMBER = keys.Check(
+  'a number',
+  lambda x: isinstance(x, float) or (isinstance(x, int) and abs(x) < 2**63),
+)
+_END = keys.record(
+  step=keys.integer(0), why=keys.optional(keys.text('a reason'))
+)
+_NOTE = (
+  keys.integer(0),
+  keys.text('the name of a metric'),
+  keys.optional(NUMBER),
+  keys.text('the name of data'),
+  LENGTHS,
+)
+
+
+def _is_note(row: Any) -> bool:
+  checks = zip(_NOTE, row, strict=False)  # The last ones have defaults.
+  is_row = isinstance(row, list) and 1 <= len(row) <= len(_NOTE)
+  return is_row and all(check.accepts(x) is not False for check, x in checks)
+
+
+EVALUATED = keys.record(
+  evaluated=keys.each(keys.Check('evaluations', _is_note), list)
+)
+
+
+class EvaluationNote(NamedTuple):
+  """A noted evaluation.
+
+  Attributes:
+    step: the step.
+    metric: that of early stopping; '' without it.
+    value: the metric's.
+    data: the name of the checkpoint's data; '' if the step has no checkpoint.
+    lengths: path -> length of each log file after the evaluation, in bytes.
+  """
+
+  step: int
+  metric: str = ''
+  value: float | None = None
+  data: str = ''
+  lengths: Mapping[str, int] = {}
+
+
+def early_stop(config: Any) -> tuple[str, Any, float]:
+  """Returns metric, patience and least gain of early stopping."""
+  given = config.early_stop
+  metric = given.get('metric') or config.best_model_eval_metric
+  return metric, given.get('patience'), given.get('min_delta', 0.0)
+
+
+def stop_without_gain(config: Any, evaluated: Iterable[EvaluationNote]) -> None:
+  """Raises StopTraining if early stopping ends a run after evaluations."""
+  metric, patience, min_delta = early_stop(config)
+  sign = 1 if config.best_model_eval_metric_higher_is_better else -1
+  best, at, since = -math.inf, None, 0
+  compared = (x for x in evaluated if patience and x.metric == metric)
+  for step, _, value, *_ in compared:
+    assert value is not None  # It has a metric.
+    since += 1
+    if sign * value > best + min_delta:  # A NaN is no gain.
+      best, at, since = sign * value, step, 0
+    elif since >= patience:
+      raise errors.StopTraining(
+        f'{metric!r} has not improved by more than {min_delta:g} over that of'
+        f' step {at} in {since} evaluations.',
+        'raise config.early_stop.patience, or set it to None',
+      )
+
+
+def read_end(store: store_lib.Store) -> dict[str, Any]:
+  """Returns the note of the end of a run's training, or {} before the end.
+
+  Args:
+    store: RUN/checkpoints.
+
+  Raises:
+    RefusedError: the file has something else.
+  """
+  raw = store.read(ENDED)
+  return {} if raw is None else store_lib.checked(f'{store}/{ENDED}', raw, _END)
