@@ -22,11 +22,12 @@ import numpy as np
 from jaxline import base_config
 from jaxline import decode
 from jaxline import errors
+from jaxline import experiment as experiment_lib
 from jaxline import platform
 from jaxline import runs
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.compat import checkpoints
 from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
@@ -84,7 +85,7 @@ def fit(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
   config = _override(config, overrides)
-  memory.forget_published()  # Each call is a run of its own.
+  checkpoints.forget_published()  # Each call is a run of its own.
   try:
     with preemption.Watch():
       directory, experiment = platform.start(
@@ -163,7 +164,8 @@ def load(
       what is wrong with the overridden config.
     TypeError: as for `fit`.
   """
-  return _load(directory, overrides, step, series, experiment_class, mode)[0]
+  loaded = _load(directory, overrides, step, series, experiment_class, mode)
+  return experiment_lib.live(loaded[0])
 
 
 def _load(
@@ -186,7 +188,7 @@ def _load(
     base_config.validate_config(config)
   config = base_config.complete_config(config)
   full = adapters.full_checkpointer(
-    platform.create_checkpointer(config, 'eval_load')
+    platform.create_checkpointer(config, 'eval_load'), experiment_class
   )
   full.directory.reads_only = True
   with contextlib.closing(full):
@@ -258,8 +260,7 @@ def evaluate(
     directory, overrides, step, series, experiment_class, 'eval'
   )
   rng = jax.random.PRNGKey(config.random_seed)
-  full = experiments.full_experiment(experiment)
-  inputs = full.evaluate_inputs(config, rng)(global_step)
+  inputs = experiment.evaluate_inputs(config, rng)(global_step)
   scalars = experiment.evaluate(
     global_step=inputs[0], rng=inputs[1], writer=writers.MetricWriter()
   )

@@ -36,7 +36,7 @@ def restored_experiment(
   series: str,
   step: int | None,
   prefix: str = '',
-) -> tuple[experiment_lib.AbstractExperiment, int]:
+) -> tuple[experiment_lib.FullExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
   Without a step it takes the newest of `series`, 'latest' or 'best'. Errors put
@@ -133,7 +133,6 @@ def decode(
     options.step,
     'config.decode.',
   )
-  full = experiments.full_experiment(experiment)
   with contextlib.ExitStack() as stack:
     if is_chief:
       file = stack.enter_context(_open(config, step))
@@ -146,7 +145,7 @@ def decode(
       # As many as before: programs are compiled for a number of rows.
       rows = max(rows, len(prompts))
       prompts += prompts[-1:] * (rows - len(prompts))
-      continued = full.decode(prompts, jax.random.fold_in(rng, number))
+      continued = experiment.decode(prompts, jax.random.fold_in(rng, number))
       if len(continued) != rows:
         raise ValueError(
           f'{type(experiment).__name__}.decode got {rows} prompts and returned'

@@ -15,7 +15,6 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
 from jaxline.checkpoint import protocol
-from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
 from jaxline.storage import notes
@@ -75,7 +74,6 @@ class Evaluation:
 
   Attributes:
     experiment: the experiment.
-    full: the same, with all attributes of a `FullExperiment`.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
     noted: the evaluations that early stopping compares.
@@ -83,7 +81,7 @@ class Evaluation:
 
   def __init__(
     self,
-    experiment: experiment_lib.AbstractExperiment,
+    experiment: experiment_lib.FullExperiment,
     config: config_dict.ConfigDict,
     checkpointer: protocol.FullCheckpointer,
     log: writers.MetricWriter,
@@ -96,7 +94,7 @@ class Evaluation:
     """Reads what is noted, and restores the best value so far.
 
     Args:
-      experiment: constructed in a mode of evaluation.
+      experiment: made by `experiments.construct`, in a mode of evaluation.
       config: the run's.
       checkpointer: has the live state of `latest`, and keeps `best`.
       log: gets the scalars, and is passed to `evaluate`.
@@ -109,12 +107,11 @@ class Evaluation:
     self.experiment, self._config = experiment, config
     self._checkpointer, self._directory = checkpointer, checkpointer.directory
     self._log, self._console, self._name = log, console, name
-    self.full = experiments.full_experiment(experiment)
     self.noted = [x for x in self._directory.evaluated() if x.step <= until]
     self.done = {x.step for x in self.noted}
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
-    self._inputs = self.full.evaluate_inputs(config, rng)
+    self._inputs = self.experiment.evaluate_inputs(config, rng)
     console.show(log, name)
     self._evaluate = debug.evaluate_should_return_dict(experiment.evaluate)
     self._best: Any = None
@@ -135,7 +132,7 @@ class Evaluation:
     if is_of_run:  # Already now: `evaluate` may raise StopTraining.
       self.done.add(step)
     global_step, rng = self._inputs(step)
-    self.full.num_evaluated = sum(s < step for s in self.done)
+    self.experiment.num_evaluated = sum(s < step for s in self.done)
     with (
       debug.log_activity(f'evaluation of step {step}', category='evaluation'),
       oom.explained(self.experiment, self._config),
@@ -229,7 +226,7 @@ class Evaluation:
 
   def is_of_last_step(self) -> bool:
     """Returns whether the step evaluated last is the last of training."""
-    should_run_step = self.full.should_run_step
+    should_run_step = self.experiment.should_run_step
     return self.last is not None and not should_run_step(
       self.last, self._config
     )

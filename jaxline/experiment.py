@@ -393,7 +393,7 @@ class FullExperiment(AbstractExperiment):
     for attribute in (
       self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     ):
-      setattr(live(self), attribute, getattr(trained, attribute))
+      setattr(live(self), attribute, getattr(live(trained), attribute))
 
 
 def live(experiment: Any) -> Any:
@@ -406,7 +406,7 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
   # Not by its class: a ConfigDict is no Mapping.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
-      f'{type(experiment).__name__}.{method} returned a'
+      f'{experiment.__class__.__name__}.{method} returned a'
       f' {type(scalars).__name__}: {scalars!r:.80}; expected a dict of scalars,'
       " such as {'loss': loss}, or None."
     )

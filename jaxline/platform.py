@@ -34,9 +34,9 @@ from jaxline import train
 from jaxline import watchdog
 from jaxline import xla
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import memory
 from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
+from jaxline.compat import checkpoints
 from jaxline.compat import experiments
 from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
@@ -50,7 +50,8 @@ from jaxline.supervision import profiling
 
 TensorBoardLogger = writers.RunWriter  # JAXline's name.
 resolve_experiment_class = experiments.resolve_experiment_class
-_CHECKPOINTER = memory.InMemoryCheckpointer  # Programs may rebind that one.
+# Programs may rebind that one.
+_CHECKPOINTER = checkpoints.InMemoryCheckpointer
 
 lazy.complete(__name__)
 
@@ -109,10 +110,10 @@ def create_checkpointer(
 ) -> protocol.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
   config = base_config.complete_config(config)
-  if memory.InMemoryCheckpointer is not _CHECKPOINTER:
-    return memory.InMemoryCheckpointer(config, mode)
+  if checkpoints.InMemoryCheckpointer is not _CHECKPOINTER:
+    return checkpoints.InMemoryCheckpointer(config, mode)
   if config.checkpointer == 'memory':
-    return memory.InMemoryCheckpointer(config, mode, records_config=True)
+    return checkpoints.InMemoryCheckpointer(config, mode, records_config=True)
   return durable.DurableCheckpointer(config, mode)
 
 
@@ -177,7 +178,7 @@ def start(
   if experiments.is_full(experiment_class):
     base_config.validate_config(config)
   config = resolve_config(config)
-  config.checkpoint_dir = memory.run_directory(
+  config.checkpoint_dir = checkpoints.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
   )
   own_config, config = config, base_config.complete_config(config)
@@ -193,9 +194,14 @@ def start(
     closing = stack.enter_context(contextlib.ExitStack())
 
     def checkpointer(role: str) -> Any:
-      full = adapters.full_checkpointer(checkpointer_factory(own_config, role))
-      full.directory.reads_only = not logs
+      made = checkpointer_factory(own_config, role)
+      full = adapters.full_checkpointer(made, experiment_class)
       stack.callback(full.close)
+      full.directory.reads_only = not logs
+      full.directory.check_shared()
+      declares = experiments.class_of(experiment_class)
+      if isinstance(made, durable.DurableCheckpointer) and declares:
+        made.check_config(experiments.declared(declares))
       return full
 
     first, second = None, None
@@ -203,10 +209,6 @@ def start(
       first, second = checkpointer('train'), checkpointer('eval')
     elif mode.trains or mode.follows:
       first = checkpointer(name)
-    if first:
-      first.directory.check_shared()
-      if isinstance(first, durable.DurableCheckpointer):
-        first.check_config(experiment_class)
     made = {}
     for log in logs:
       made[log] = (writer_factory or create_writer)(own_config, log)

@@ -30,9 +30,9 @@ from jaxline import goodput
 from jaxline import lazy
 from jaxline import prng
 from jaxline import watchdog
-from jaxline.checkpoint import memory
 from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
+from jaxline.compat import checkpoints
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import fingerprints
@@ -102,8 +102,10 @@ class Run:
       )
     self.config = base_config.complete_config(self.config)
     if self.checkpointer is None:
-      self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
-    self.checkpointer = adapters.full_checkpointer(self.checkpointer)
+      self.checkpointer = checkpoints.InMemoryCheckpointer(self.config, 'train')
+    self.checkpointer = adapters.full_checkpointer(
+      self.checkpointer, self.experiment_class
+    )
     self.console = self.console or console_lib.Console()
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
@@ -114,11 +116,11 @@ class Run:
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
     training = Training(self)
-    state, experiment = training.state, training.experiment
+    state = training.state
     try:
       training.run()
     except preemption.Preempted as e:
-      if not self.stop and training.full.should_run_step(
+      if not self.stop and training.experiment.should_run_step(
         state.global_step, self.config
       ):
         raise
@@ -130,7 +132,7 @@ class Run:
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
     self.mark_ended(state.global_step)
-    return experiment
+    return experiment_lib.live(training.experiment)
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> experiment_lib.AbstractExperiment:
@@ -142,7 +144,7 @@ class Run:
     config, checkpointer = self.config, self.checkpointer
     training = Training(self)
     state = training.state
-    evaluator = self._evaluation(until=state.global_step)
+    evaluator = self.make_evaluation(until=state.global_step)
     # Evaluations from the restored step on run again, and their records go. The
     # evaluation of that step is kept if it is noted as complete.
     if state.global_step in evaluator.done:
@@ -158,7 +160,7 @@ class Run:
         return
       began = time.time()
       training.guard.wait()  # A state that is not finite must not be the best.
-      evaluator.full.share_state(training.experiment)
+      evaluator.experiment.share_state(training.experiment)
       evaluator(state)
       for hook in training.hooks:
         hook.skip_time(time.time() - began)
@@ -193,7 +195,7 @@ class Run:
       evaluate_now()
     evaluator.wait()
     self.mark_ended(state.global_step)
-    return training.experiment
+    return experiment_lib.live(training.experiment)
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
@@ -202,10 +204,10 @@ class Run:
     directory = checkpointer.directory
     directory.follows = True
     steps = evaluation.listed_steps(config, checkpointer)
-    evaluator = self._evaluation()
+    evaluator = self.make_evaluation()
     logging.info('Evaluating with config:\n%s', config)
     if self.trained is None:  # Else the training beside it prints the start.
-      self.console.begin(config, evaluator.full)
+      self.console.begin(config, evaluator.experiment)
     state = protocol.new_state(checkpointer, evaluator.experiment)
 
     def training_is_over() -> bool:
@@ -236,7 +238,7 @@ class Run:
     declared = experiments.declared(self.experiment_class)
     return declared.eval_init_rng(self.config)
 
-  def _evaluation(self, until: float = math.inf) -> evaluation.Evaluation:
+  def make_evaluation(self, until: float = math.inf) -> evaluation.Evaluation:
     """Constructs the experiment that is evaluated."""
     with debug.log_activity('experiment init', category='start'):
       experiment = experiments.construct(
@@ -332,7 +334,6 @@ class Training:
 
   Attributes:
     experiment: the experiment.
-    full: the same, with all attributes of a `FullExperiment`.
     state: the live state of `latest`, restored.
     guard: judges whether losses and gradients are finite.
     agreement: of the processes, on what they do at intervals of seconds.
@@ -344,7 +345,7 @@ class Training:
     self._run = run
     config, checkpointer = run.config, run.checkpointer
     directory = checkpointer.directory
-    checkpointer.begin_training(run.experiment_class)
+    checkpoints.begin_training(checkpointer, run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
       oom.explained(None, config),
@@ -353,7 +354,6 @@ class Training:
       self.experiment: Any = experiments.construct(
         run.experiment_class, 'train', init_rng, config
       )
-    self.full = experiments.full_experiment(self.experiment)
     # Only now: an error that the config causes should not scroll away.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
@@ -370,12 +370,12 @@ class Training:
       self._budget.check(step, distributed.of_chief)
     last = None if protocol.is_new(checkpointer) else step
     run.resume_log(run.log, last, directory.lengths)
-    run.console.begin(config, self.full, self.state, directory)
+    run.console.begin(config, self.experiment, self.state, directory)
     # The step saved last, which is not saved again.
     self._saved_step = directory.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
     self.guard = nonfinite.Guard(
-      self.full,
+      self.experiment,
       config.on_nonfinite,
       config.max_nonfinite_steps,
       # The loop waits for that step anyway, right after the hooks.
@@ -387,7 +387,7 @@ class Training:
   def _make_hooks(self) -> list[periodic.Action]:
     """Returns what is done after each step, in this order."""
     run, config, log = self._run, self._run.config, self._run.log
-    add_rates = rates.Rates(self.full)
+    add_rates = rates.Rates(self.experiment)
 
     def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
       return add_rates(self.guard.without_flag(scalars))
@@ -421,7 +421,7 @@ class Training:
     # Another process may have the file, and all compute it together.
     is_kept = log.takes('fingerprints') or jax.process_count() > 1
     if config.fingerprint and is_kept:
-      hooks.append(fingerprints.Hook(log, self.full))
+      hooks.append(fingerprints.Hook(log, self.experiment))
     # After the logs: the checkpoint waits for what was logged before it.
     if (config.save_checkpoint_interval or 0) > 0:
       hooks.append(
@@ -467,7 +467,7 @@ class Training:
             run.console.training(),
             oom.explained(self.experiment, config),
           ):
-            self.full.train_loop(config, state, hooks, run.log)
+            self.experiment.train_loop(config, state, hooks, run.log)
         self._finish()
         # Wait for process 0 to save: an early exit would abort the others.
         devices.rendezvous()

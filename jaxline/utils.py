@@ -15,11 +15,11 @@ from jaxline import debug
 from jaxline import lazy
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
-from jaxline.checkpoint.memory import GLOBAL_CHECKPOINT_DICT
-from jaxline.checkpoint.memory import CheckpointNT
-from jaxline.checkpoint.memory import InMemoryCheckpointer
-from jaxline.checkpoint.memory import SnapshotNT
 from jaxline.checkpoint.protocol import Checkpointer
+from jaxline.compat.checkpoints import GLOBAL_CHECKPOINT_DICT
+from jaxline.compat.checkpoints import CheckpointNT
+from jaxline.compat.checkpoints import InMemoryCheckpointer
+from jaxline.compat.checkpoints import SnapshotNT
 from jaxline.debug import debugger_fallback
 from jaxline.debug import disable_pmap_jit
 from jaxline.debug import evaluate_should_return_dict
@@ -45,7 +45,7 @@ lazy.complete(
   __name__,
   # JAXline uses these through this module, and programs rebind them on it.
   shared={
-    'jaxline.checkpoint.memory': """CheckpointNT GLOBAL_CHECKPOINT_DICT
+    'jaxline.compat.checkpoints': """CheckpointNT GLOBAL_CHECKPOINT_DICT
       InMemoryCheckpointer""",
     'jaxline.debug': 'evaluate_should_return_dict',
     'jaxline.devices': 'bcast_local_devices double_buffer get_first rendezvous',

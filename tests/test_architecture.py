@@ -30,9 +30,9 @@ supervision xla
 compilation_cache feed pipeline
 base_config
 experiment
-compat
-checkpoint decode
-evaluation train_state
+checkpoint
+compat evaluation train_state
+decode
 train train_step
 accumulate exits launch
 sharded

@@ -19,8 +19,9 @@ from jaxline import devices
 from jaxline import experiment
 from jaxline import platform
 from jaxline import utils
-from jaxline.checkpoint import memory
 from jaxline.checkpoint import protocol
+from jaxline.compat import checkpoints as memory
+from jaxline.compat import experiments
 
 SERIES = 'latest'
 
@@ -367,7 +368,8 @@ def test_an_object_that_cannot_change_is_saved(tmp_path, kind):
     platform.create_checkpointer(config, 'train')
   ) as checkpointer:
     state = checkpointer.get_experiment_state('latest')
-    state.update(global_step=1, experiment_module=Frozen(2.0))
+    module = experiments.full_experiment(Frozen(2.0))
+    state.update(global_step=1, experiment_module=module)
     checkpointer.save('latest')
     checkpointer.wait_for_checkpointing_to_finish()
     assert checkpointer.can_be_restored('latest')

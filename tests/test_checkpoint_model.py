@@ -18,7 +18,7 @@ import pytest
 from jaxline import base_config
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
-from jaxline.checkpoint import memory
+from jaxline.compat import checkpoints as memory
 from jaxline.storage import store
 from tests import checkpoints
 from tests import remains

@@ -153,9 +153,8 @@ def test_another_config_is_refused_by_its_keys(open_run, tmp_path):
     '  config.random_seed: 42 then, 43 now',
   ]
   assert "config.on_config_change = 'continue'" in str(e.value)
-  lib.assert_refused(
-    other, lib.weights(), tmp_path, 'layers: 2 then', restoring.ConfigChangedError
-  )
+  error = restoring.ConfigChangedError
+  lib.assert_refused(other, lib.weights(), tmp_path, 'layers: 2 then', error)
 
 
 @pytest.mark.parametrize('mode', ['train', 'eval'])

@@ -13,7 +13,7 @@ from jaxline import api
 from jaxline import debug
 from jaxline import goodput
 from jaxline import train
-from jaxline.checkpoint import memory
+from jaxline.compat import checkpoints as memory
 from tests.experiments import regression
 
 

@@ -27,7 +27,7 @@ from jaxline import platform
 from jaxline import utils
 from jaxline import watchdog
 from jaxline.aot import ahead
-from jaxline.checkpoint import memory
+from jaxline.compat import checkpoints as memory
 from jaxline.metrics import writers
 from jaxline.storage import owner
 from jaxline.storage import store
@@ -206,23 +206,21 @@ def test_the_mode_says_what_a_checkpointer_may_do(tmp_path):
       made[mode] = self
       super().__init__(config, mode)
 
-    def check_config(self, experiment_class):  # It warns or refuses by that.
-      assert self.follows == (self is made.get('eval_b'))
-
   config = regression.get_config(1)
   config.checkpoint_dir = str(tmp_path)
   config.one_off_evaluate = config.eval_initial_weights = True
   for mode in ('train_eval_multithreaded', 'train_and_eval', 'eval_b'):
     platform.start(regression.Regression, config, mode, Checkpointer)
-  assert {name: (x.follows, x.reads_only) for name, x in made.items()} == {
-    'train': (False, False),
-    'eval': (True, False),
-    'train_and_eval': (False, False),
-    'eval_b': (True, False),
+  assert {name: x.directory.follows for name, x in made.items()} == {
+    'train': False,
+    'eval': True,
+    'train_and_eval': False,
+    'eval_b': True,
   }
+  assert not any(x.directory.reads_only for x in made.values())
   assert list(records(tmp_path, 'eval_b')) == [1]
   own = [platform.create_checkpointer(config, x) for x in ('eval_c', 'train')]
-  assert [x.follows for x in own] == [True, False]
+  assert [x.directory.follows for x in own] == [True, False]
 
 
 def test_a_compilation_trains_nothing(toy_here, tmp_path):

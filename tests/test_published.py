@@ -21,7 +21,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.checkpoint import memory
+from jaxline.compat import checkpoints as memory
 from tests import processes
 from tests import remains
 

@@ -1082,7 +1082,7 @@ def test_of_several_processes_the_first_decides_what_is_best(
     1, checkpoint_dir=str(tmp_path), best_model_eval_metric='score'
   )
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-  evaluate = evaluation.Evaluation(train.Run(Scored, config, checkpointer))
+  evaluate = train.Run(Scored, config, checkpointer).make_evaluation()
   monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)

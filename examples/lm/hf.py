@@ -547,7 +547,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   config.experiment_kwargs.config.tokenizer = str(tokenizer)
   config = platform.resolve_config(config)
   checkpointer = adapters.full_checkpointer(
-    platform.create_checkpointer(config, 'train')
+    platform.create_checkpointer(config, 'train'), cls
   )
   with contextlib.closing(checkpointer):
     if not protocol.is_new(checkpointer):

@@ -133,6 +133,15 @@ def _live(module: Any) -> dict[str, Any]:
   return {name: getattr(own, x, None) for x, name in names.items()}
 
 
+def live_nodes(module: Any, allow_pickle: bool) -> dict[str, Any]:
+  """Returns the nodes of live values: see `structure.encode`."""
+  nodes: dict[str, Any] = {}
+  for name, value in _live(module).items():
+    with contextlib.suppress(TypeError):  # A save refuses it.
+      _encode({name: value}, {}, allow_pickle, nodes=nodes)
+  return nodes
+
+
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
   """Returns what `best` holds besides the evaluated checkpoint, as JSON."""
   saved = ('global_step', 'train_step_rng', 'experiment_module')
@@ -407,10 +416,7 @@ class Checkpoint:
 
   def _nodes(self) -> dict[str, Any]:
     if self.nodes is None:
-      self.nodes = {}
-      for name, value in _live(self._module).items():
-        with contextlib.suppress(TypeError):  # A save refuses it.
-          _encode({name: value}, {}, self.allow_pickle, nodes=self.nodes)
+      self.nodes = live_nodes(self._module, self.allow_pickle)
     return self.nodes
 
   def _below(self, entry: str) -> list[str]:

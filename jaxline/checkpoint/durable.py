@@ -11,7 +11,6 @@ from concurrent import futures
 import contextlib
 import functools
 import threading
-import types
 from typing import Any
 
 from absl import logging
@@ -20,20 +19,14 @@ from ml_collections import config_dict
 
 from jaxline import base_config
 from jaxline import distributed
-from jaxline import errors
+from jaxline import experiment
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import memory
 from jaxline.checkpoint import protocol
 from jaxline.checkpoint import restoring
 from jaxline.checkpoint import saving
-from jaxline.compat import experiments
 from jaxline.storage import directory as directory_lib
 from jaxline.storage import store as store_lib
-
-_SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
-# What restoring raises for values that an experiment cannot have.
-_MISFITS = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
 class DurableCheckpointer(protocol.FullCheckpointer):
@@ -45,7 +38,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
 
   collective = True
   directory: directory_lib.DurableDirectory
-  _declared = experiments.declared(None)  # The class, if it is known.
+  _declared = experiment.FullExperiment  # Until the class is known.
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Reads the config; touches no file.
@@ -71,11 +64,14 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     # The last step of `latest` that was restored or saved.
     self._held_step: int | None = None
 
+  @property
+  def restored(self) -> dict[str, Any]:
+    """The manifest of `latest` that was restored; {} if there is none."""
+    return self._saver.restored
+
   # The protocol.
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
-    # Programs written against JAXline look at the series there.
-    memory.add_series(ckpt_series)
     state = protocol.ExperimentState()
     return vars(self._live).setdefault(ckpt_series, state)
 
@@ -92,7 +88,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       futures.wait([self._saving])
     thread.raise_error()
     state = self.get_experiment_state(ckpt_series)
-    module = experiments.full_experiment(state.get('experiment_module'))
+    module = state['experiment_module']
     config, step = self._config, int(state['global_step'])
     is_best = ckpt_series == 'best'
     added = contents.added(state, self._allow_pickle) if is_best else {}
@@ -111,16 +107,11 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       )
     # Queue the flush now, so that it covers this step and not later ones.
     flush = dict if is_best else self.directory.flush_logs()
-    nodes = content.nodes if content else {}
-    published = self._published(ckpt_series, step, module, nodes)
     if not is_best:
       self._held_step = step
-
-    def write() -> None:
-      self._saver.write(ckpt_series, step, flush, content, added)
-      memory.publish(ckpt_series, published)
-
-    self._saving = thread.submit(write)
+    self._saving = thread.submit(
+      self._saver.write, ckpt_series, step, flush, content, added
+    )
     keep = protocol.num_to_keep(config, ckpt_series, module)
     # A call of its own: the next save waits for the write, not for removals.
     thread.put(functools.partial(self._saver.retire, ckpt_series, keep))
@@ -131,27 +122,17 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   def steps(self, ckpt_series: str) -> list[int]:
     return self._manifests.steps(ckpt_series)
 
-  def begin_training(self, experiment_class: Any) -> None:
-    """Moves to another directory if this process has trained another run here.
-
-    `platform` has done so before it opened the logs; this is for a program that
-    makes its own checkpointer and trains several classes.
-    """
-    memory.forget_published()
-    self._saver.keep_data()  # A program may have evaluated with it before.
-    run, self.directory.follows = self.directory.run.url, False
-    place = memory.run_directory(
-      experiment_class, self._recorded | {'checkpoint_dir': run}
-    )
-    if place != run:
-      self.directory.move(place)
-      self._open()
+  def move(self, directory: str) -> None:
+    """Goes on in another directory; the logs stay where they are."""
+    self.close()
+    self.directory.move(directory)
+    self._open()
 
   def begin(self, step: int) -> None:
+    self._saver.keep_data()  # A program may have evaluated with it before.
+    state = self.get_experiment_state('latest')
     if not self._allow_pickle:
-      state = self.get_experiment_state('latest')
-      module = experiments.full_experiment(state.get('experiment_module'))
-      contents.check_storable(state, module)
+      contents.check_storable(state, state['experiment_module'])
     if jax.process_index() == 0:
       # Later checkpoints are damaged: an intact one would have been restored.
       # First, because evaluations look for steps made anew once it has begun.
@@ -174,23 +155,18 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """
     if not self.directory.follows:
       self.directory.claim(ckpt_series)
-    return (
-      self._has_any(ckpt_series)
-      or memory.seed(ckpt_series) is not None
-      or self._forks(ckpt_series)
-    )
+    return self.has_any(ckpt_series) or self._forks(ckpt_series)
 
   def restore_path(self, ckpt_series: str) -> str | None:
     found = self._manifests.by_time(ckpt_series)
     store = self._manifests.store
     return f'{store}/{ckpt_series}/{found[0]}' if found else None
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
 
-    Only the entries of the live state are restored. Where this run has no
-    checkpoint yet, it begins from the snapshot that the program has put into
-    `utils.GLOBAL_CHECKPOINT_DICT`, or else from `config.restore_from`.
+    Only the entries of the live state are restored. A run without checkpoints
+    begins from `config.restore_from`.
 
     Args:
       ckpt_series: the series.
@@ -202,55 +178,31 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       MismatchError: it does not fit the experiment.
       DamagedError: it is damaged, and no earlier checkpoint is whole.
     """
-    state = self.get_experiment_state(ckpt_series)
-    live = state.get('experiment_module')
-    module = experiments.full_experiment(live)
-    if live is not None:
-      self._declared = experiments.declared(type(live))
-    if not self.directory.follows:
-      self.directory.claim(ckpt_series)
-    begins = step is None and not self._has_any(ckpt_series)
-    seed = None if step is not None else memory.seed(ckpt_series)
+    state, directory = self.get_experiment_state(ckpt_series), self.directory
+    module = state.get('experiment_module')
+    if module is not None:
+      self._declared = module
+    if not directory.follows:
+      directory.claim(ckpt_series)
     own: dict[str, Any] = {}  # The manifest, of a checkpoint of this run.
-    unused = ''
-    if begins and seed is not None:
-      source, entries = _SEED, memory.entries_of(seed, ckpt_series, state)
-      entries = restoring.place(entries, state, source)
-      if self._forks(ckpt_series):
-        unused = f'config.restore_from = {self._config.restore_from!r}'
-    elif begins and self._forks(ckpt_series):
+    begins = step is None and self._forks(ckpt_series)
+    if begins and not self.has_any(ckpt_series):
       source, entries = self._read_foreign(state, module)
       # The step, too: that run may go on, and this one is to be replayed.
       self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
       found, entries = self._read_own(ckpt_series, step, state, module)
       own, source = found.record, found.name
-      unused = '' if seed is None else _SEED
-    try:
-      memory.fill(state, entries)
-    except errors.UsageError:
-      raise
-    except _MISFITS as e:
-      logging.info('The error in full:', exc_info=True)
-      raise store_lib.RefusedError(
-        f'{source} is refused: {type(e).__name__}: {e}'
-      ) from e
+    restoring.fill(state, entries, source)
     what = 'Restored' if own else f'Began the series {ckpt_series!r} from'
     logging.info('%s %s.', what, source)
-    if unused:
-      logging.warning('%s is not used: there is %s.', unused, source)
-    if ckpt_series == 'latest':
-      self._saver.restored, self._held_step = own, own.get('step')
-    if not own:
+    if ckpt_series != 'latest':
       return
-    if ckpt_series == 'latest':
+    self._saver.restored, self._held_step = own, own.get('step')
+    if own:
       self._recorded['restore_from'] = own['config'].get('restore_from')
-      self.directory.set_saved(own['step'], own['data'])
-      self.directory.lengths = self.directory.local(own['logs'])
-    if live is not None and not self.directory.follows:
-      nodes = found.nodes or {}
-      published = self._published(ckpt_series, own['step'], module, nodes)
-      memory.publish(ckpt_series, published)
+      directory.set_saved(own['step'], own['data'])
+      directory.lengths = directory.local(own['logs'])
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
@@ -292,76 +244,31 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         looked_at.add(step)
         # `restore` reports damage; what training has removed is passed over.
         with contextlib.suppress(store_lib.DamagedError):
-          self.restore(ckpt_series, step)
+          self.restore(ckpt_series, step=step)
           evaluated[step] = self._saver.restored['data']
           return True
-      # A run without checkpoints may start from a seed snapshot.
-      seed = None if self._has_any(ckpt_series) else memory.seed(ckpt_series)
-      if seed is not None and memory.step_of(seed) not in done:
-        self.restore(ckpt_series)
-        return True
       return False
 
     return restore_next
 
-  def check_config(self, experiment_class: Any = None) -> None:
+  def check_config(self, declared: Any = None) -> None:
     """Compares the config of the newest checkpoint with this run's.
 
     Args:
-      experiment_class: constructs the experiment. A class, or a partial of one,
-        declares which keys may change; for another function only `restore`
-        compares.
+      declared: has the attributes of a `FullExperiment` that say which keys may
+        change; None is that class. (`restore` asks the experiment itself.)
 
     Raises:
       ConfigChangedError: a key that makes another run differs.
       UsageError: `restore_from` names no checkpoint.
     """
-    if self._forks('latest') and not self._has_any('latest'):
+    if self._forks('latest') and not self.has_any('latest'):
       restoring.find_foreign(self._config.restore_from)
-    if experiments.class_of(experiment_class) is not None:
-      self._declared = experiments.declared(experiment_class)
-    elif experiment_class is not None:
-      return
+    self._declared = declared or self._declared
     for step in self.steps('latest')[-1:]:
       # `restore` reports damage.
       with contextlib.suppress(store_lib.DamagedError):
-        self._check_config(self._checkpoint('latest', step))
-
-  def _published(
-    self, series: str, step: int, module: Any, nodes: dict[str, Any]
-  ) -> memory.Published:
-    """Returns a checkpoint for programs written against JAXline.
-
-    Args:
-      series: the series.
-      step: of the checkpoint, which may not be written yet.
-      module: the experiment; not kept, because it holds the live arrays.
-      nodes: see `structure.encode`.
-    """
-    template = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-      dict(module.snapshot_template()),
-    )
-    attributes = dict(module.CHECKPOINT_ATTRS)
-    manifests, allow_pickle = self._manifests, self._allow_pickle
-
-    # It waits for no other process: a signal handler may call it.
-    def read() -> Any:
-      saved = contents.Checkpoint(manifests, series, step, allow_pickle)
-      saved.nodes = nodes
-      entries = {entry: entry for entry in saved.record['module']}
-      everything = experiments.full_experiment(
-        types.SimpleNamespace(CHECKPOINT_ATTRS=entries),
-        snapshot_template=lambda: template,
-        wants_restored=lambda name: True,
-      )
-      with saved.reading():
-        entries = saved.entries(saved.record['entries'])
-        snapshot = saved.snapshot(everything)
-      nest = entries | {'experiment_module': snapshot}
-      return memory.nest_of(nest, attributes)
-
-    return memory.Published(step, read)
+        self._check_config(self.checkpoint('latest', step))
 
   # Restoring.
 
@@ -373,11 +280,12 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       and not self.directory.follows
     )
 
-  def _has_any(self, ckpt_series: str) -> bool:
+  def has_any(self, ckpt_series: str) -> bool:
     """Returns whether the first host sees a checkpoint."""
     return distributed.of_chief(bool(self.steps(ckpt_series)))
 
-  def _checkpoint(self, series: str, step: int) -> contents.Checkpoint:
+  def checkpoint(self, series: str, step: int) -> contents.Checkpoint:
+    """Returns a checkpoint, which may not be written yet; reads nothing."""
     return contents.Checkpoint(
       self._manifests, series, step, self._allow_pickle
     )
@@ -409,11 +317,11 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         )
 
       def read(at: int = at) -> tuple[contents.Checkpoint, dict[str, Any]]:
-        found = self._checkpoint(series, at)
+        found = self.checkpoint(series, at)
         if series == 'latest':
           self._saver.keep_data([found.record['data']])
           # The mark protects the data if the manifest is still there.
-          found = self._checkpoint(series, at)
+          found = self.checkpoint(series, at)
         self._check_config(found)
         with found.reading():
           # Only its value is read, which counts if the weights are there.

@@ -126,12 +126,6 @@ class FullCheckpointer(Checkpointer):
 
     return restore_next
 
-  def begin_training(self, experiment_class: Any) -> None:
-    """Leaves the checkpoints of another training of this process alone.
-
-    Called before a training looks for checkpoints; all hosts call it together.
-    """
-
   def begin(self, step: int) -> None:
     """Notes that training goes on from a step, and how the run is configured.
 
@@ -144,13 +138,15 @@ class FullCheckpointer(Checkpointer):
     """Waits for the saves, and gives back what was claimed."""
 
 
-def is_new(checkpointer: Checkpointer) -> bool:
+def is_new(checkpointer: FullCheckpointer) -> bool:
   """Returns whether a run has no checkpoint of its own yet.
 
   A run that begins from another run's checkpoint is new as well. All hosts call
   it together.
   """
-  return distributed.of_chief(checkpointer.restore_path('latest') is None)
+  if checkpointer.directory.keeps:
+    return distributed.of_chief(not checkpointer.steps('latest'))
+  return not checkpointer.can_be_restored('latest')
 
 
 def num_to_keep(config: Any, ckpt_series: str, module: Any) -> int:

@@ -18,6 +18,8 @@ from jaxline.checkpoint import inspection
 from jaxline.storage import store as store_lib
 
 _T = TypeVar('_T')
+# What restoring raises for values that an experiment cannot have.
+_MISFITS = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
 class ConfigChangedError(errors.UsageError):
@@ -27,7 +29,7 @@ class ConfigChangedError(errors.UsageError):
 def check_config(
   found: contents.Checkpoint,
   recorded: Mapping[str, Any],
-  declared: type[experiment.FullExperiment],
+  declared: experiment.FullExperiment | type[experiment.FullExperiment],
   *,
   continues: bool,
 ) -> None:
@@ -36,7 +38,7 @@ def check_config(
   Args:
     found: the checkpoint.
     recorded: the run's config, as `base_config.recorded` returns it.
-    declared: the experiment's class, which declares what may change.
+    declared: the experiment or its class, which says what may change.
     continues: whether the run goes on with the new values, with a warning.
 
   Raises:
@@ -118,6 +120,35 @@ def _place(name: str, value: Any, live: Any, of: str) -> Any:
       f' {live.dtype}{list(live.shape)}; nothing was restored.'
     )
   return jax.device_put(value, live.sharding)
+
+
+def fill(
+  state: dict[str, Any], entries: Mapping[str, Any], source: str
+) -> None:
+  """Restores the entries that a live state has, or changes nothing.
+
+  Args:
+    state: the live state.
+    entries: the restored ones.
+    source: where they are from, for errors.
+
+  Raises:
+    RefusedError: the experiment cannot have the values.
+  """
+  found = {key: entries[key] for key in state if key in entries}
+  # First, since it may refuse; then nothing else has changed yet.
+  try:
+    if 'experiment_module' in state:
+      snapshot = found.pop('experiment_module')
+      state['experiment_module'].restore_from_snapshot(snapshot)
+  except errors.UsageError:
+    raise
+  except _MISFITS as e:
+    logging.info('The error in full:', exc_info=True)
+    raise store_lib.RefusedError(
+      f'{source} is refused: {type(e).__name__}: {e}'
+    ) from e
+  state.update(found)
 
 
 def find_foreign(where: str) -> contents.Checkpoint:

@@ -14,7 +14,10 @@ from absl import logging
 import jax
 import numpy as np
 
+from jaxline.checkpoint import durable
 from jaxline.checkpoint import protocol
+from jaxline.compat import checkpoints
+from jaxline.compat import experiments
 from jaxline.metrics import periodic
 from jaxline.metrics import values
 from jaxline.metrics import writers
@@ -45,13 +48,21 @@ class _ForeignCheckpointer(protocol.FullCheckpointer):
     getattr(self._checkpointer, 'close', lambda: None)()
 
 
-def full_checkpointer(checkpointer: Any) -> protocol.FullCheckpointer:
+def full_checkpointer(
+  checkpointer: Any, experiment_class: Any
+) -> protocol.FullCheckpointer:
   """Returns a checkpointer with the whole interface.
 
   Args:
     checkpointer: any `protocol.Checkpointer`. A subclass of ours whose
       `restore` takes no step counts as foreign.
+    experiment_class: of the run. JAXline's dictionary has the checkpoints of
+      one that is no `FullExperiment`.
   """
+  found = experiments.class_of(experiment_class)
+  is_ours = found and experiments.is_full(found)
+  if isinstance(checkpointer, durable.DurableCheckpointer) and not is_ours:
+    return checkpoints.MirroredCheckpointer(checkpointer)  # type: ignore[abstract]
   is_full = isinstance(checkpointer, protocol.FullCheckpointer)
   # Or a wrapper around one, which passes on all its attributes.
   is_full |= isinstance(

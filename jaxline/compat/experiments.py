@@ -153,26 +153,40 @@ class _Completed:
   """
 
   def __init__(self, live: Any, **own: Any):
-    vars(self).update(own, _jaxline_live=live)
-    self._defaults = _missing(live) | _ADDED
+    defaults = _missing(live) | _ADDED
+    vars(self).update(own, _jaxline_live=live, _defaults=defaults)
 
   # For messages, which name the class.
   @property  # type: ignore[misc]
   def __class__(self) -> Any:
     return type(self._jaxline_live)
 
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name in vars(self)['_defaults']:
+      vars(self)[name] = value
+    else:
+      setattr(self._jaxline_live, name, value)
+
   def should_run_step(self, step: int, config: Any) -> bool:
     config = base_config.programs_view(config)
-    return self._jaxline_live.should_run_step(step, config)
+    return self._own('should_run_step')(step, config)
 
   def train_loop(self, config: Any, *args: Any) -> None:
-    self._jaxline_live.train_loop(base_config.programs_view(config), *args)
+    self._own('train_loop')(base_config.programs_view(config), *args)
+
+  def _own(self, name: str) -> Any:
+    """Returns the program's method, or else JAXline's of this object."""
+    default = getattr(experiment_lib.AbstractExperiment, name).__get__(self)
+    return getattr(self._jaxline_live, name, default)
 
   def __getattr__(self, name: str) -> Any:
     defaults = self.__dict__['_defaults']
     if name not in defaults:
       return getattr(self._jaxline_live, name)
-    return _bound(defaults[name], self)  # Kept, it would be a cycle of weights.
+    default = defaults[name]
+    # Kept, a method would be a cycle of weights.
+    has_self = hasattr(default, '__get__')
+    return default.__get__(self) if has_self else default
 
 
 # The defaults of the names that JAXline does not have.
@@ -196,12 +210,6 @@ def _missing(live: Any) -> dict[str, Any]:
   }
 
 
-def _bound(default: Any, owner: Any) -> Any:
-  """Returns a default of the class as an attribute of an object."""
-  has_self = hasattr(default, '__get__')
-  return default.__get__(owner) if has_self else default
-
-
 def full_experiment(experiment: Any, **own: Any) -> Any:
   """Returns an experiment that has all attributes of `FullExperiment`.
 
@@ -210,7 +218,8 @@ def full_experiment(experiment: Any, **own: Any) -> Any:
       for no experiment.
     **own: attributes of the result, instead of the defaults.
   """
-  if isinstance(experiment, experiment_lib.FullExperiment):
+  is_completed = type(experiment) is _Completed
+  if is_completed or isinstance(experiment, experiment_lib.FullExperiment):
     return experiment
   if experiment is None:
     experiment = types.SimpleNamespace(snapshot_state=dict)
@@ -288,7 +297,10 @@ def construct(
   rng: jax.Array,
   config: config_dict.ConfigDict,
 ) -> Any:
-  """Does `initialize_experiment` with `config.experiment_kwargs`.
+  """Constructs an experiment with `config.experiment_kwargs`.
+
+  Returns:
+    The experiment, with all attributes of a `FullExperiment`.
 
   Raises:
     errors.UsageError: the config sets a key that only a sharded step reads, and
@@ -297,21 +309,18 @@ def construct(
   experiment = initialize_experiment(
     experiment_class, mode, rng, config.experiment_kwargs, run_config=config
   )
-  if not isinstance(experiment, experiment_lib.AbstractExperiment):
-    # On the object itself, which the loops and their caller know.
-    for name, default in _missing(experiment).items():
-      setattr(experiment, name, _bound(default, experiment))
-  full = full_experiment(experiment)
+  experiment = full_experiment(experiment)
   if config.on_nonfinite:
-    full.on_nonfinite = config.on_nonfinite
-  if full.run_config is not None:
+    experiment.on_nonfinite = config.on_nonfinite
+  if experiment.run_config is not None:
     return experiment
   defaults = base_config.recorded(base_config.get_base_config())
   values = base_config.recorded(config_dict.ConfigDict({**config}))
+  name = experiment.__class__.__name__
   for key in base_config.KEYS:
     if key.sharded and (value := values[key.name]) != defaults[key.name]:
       raise errors.UsageError(
-        f'config.{key.name} is {value!r}, but {type(experiment).__name__} does'
+        f'config.{key.name} is {value!r}, but {name} does'
         ' not read it. A subclass of sharded.ShardedExperiment reads it if its'
         ' constructor passes on `run_config`; other experiments have no sharded'
         ' step. Leave the key as it is in jaxline/base_config.py.'

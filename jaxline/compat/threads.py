@@ -9,6 +9,7 @@ from absl import logging
 
 from jaxline import debug
 from jaxline import errors
+from jaxline.compat import checkpoints
 from jaxline.supervision import preemption
 
 # How long a failed training waits for the evaluation, in seconds.
@@ -38,7 +39,7 @@ def train_and_eval(
       f' {type(run.checkpointer).__name__} writes.'
     )
   # Now: the evaluation looks for checkpoints at once.
-  run.checkpointer.begin_training(run.experiment_class)
+  checkpoints.begin_training(run.checkpointer, run.experiment_class)
   trained = threading.Event()
   failed: list[BaseException] = []
 

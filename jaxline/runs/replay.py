@@ -107,8 +107,7 @@ class Replay:
     def keep(step: int, scalars: Mapping[str, Any]) -> None:
       if step >= first:
         values = writers.to_scalars(fingerprints.unclocked(scalars)).items()
-        full = experiments.full_experiment(self.experiment)
-        bits = fingerprints.of_step(scalars, full.last_batch)
+        bits = fingerprints.of_step(scalars, self.experiment.last_batch)
         state = fingerprints.of_step({}, self.experiment.snapshot_state())
         found[step] = {f'train/{name}': x for name, x in values}
         found[step] |= {_FINGERPRINT: int(bits), 'state': int(state)}
@@ -120,8 +119,8 @@ class Replay:
     """Runs to the step before, and returns what `TrainFeed.peek` does."""
     if not isinstance(self.experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
-        f'{type(self.experiment).__name__} is no ShardedExperiment: its steps'
-        ' can be replayed, and not looked into.'
+        f'{self.experiment.__class__.__name__} is no ShardedExperiment: its'
+        ' steps can be replayed, and not looked into.'
       )
     self.run(step - 1)
     return self.experiment.train_feed.peek()
@@ -161,7 +160,7 @@ def opened(
     for start in itertools.chain(forks, [recorded]):
       config.restore_from, config.restore_rules = start
       full = platform.create_checkpointer(config, 'train')
-      full = adapters.full_checkpointer(full)
+      full = adapters.full_checkpointer(full, experiment_class)
       stack.callback(full.close)
       try:
         training = train.Training(train.Run(experiment_class, config, full))

@@ -1,4 +1,4 @@
-"""The in-memory checkpointer, and JAXline's dictionary of checkpoints.
+"""JAXline's dictionary of checkpoints, and the checkpointers that use it.
 
 Programs written against JAXline save and restore through that dictionary. A
 snapshot that the program puts there starts the run. The snapshots that a run
@@ -6,11 +6,12 @@ puts there are `Published`, and start no other run but a training of the same
 experiment (`Training`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
 import threading
+import types
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -21,10 +22,15 @@ import numpy as np
 from jaxline import base_config
 from jaxline import devices
 from jaxline import distributed
+from jaxline.checkpoint import contents
+from jaxline.checkpoint import durable as durable_lib
 from jaxline.checkpoint import protocol
+from jaxline.checkpoint import restoring
 from jaxline.compat import experiments
 from jaxline.storage import directory as directory_lib
 from jaxline.storage import store as store_lib
+
+_SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,16 +296,6 @@ def entries_of(
   return jax.tree.map(devices.freeze, entries)
 
 
-def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
-  """Restores the entries that a live state has, or changes nothing."""
-  found = {key: entries[key] for key in state if key in entries}
-  # First, since it may refuse; then nothing else has changed yet.
-  if 'experiment_module' in state:
-    snapshot = found.pop('experiment_module')
-    state['experiment_module'].restore_from_snapshot(snapshot)
-  state.update(found)
-
-
 class InMemoryCheckpointer(protocol.FullCheckpointer):
   """Keeps the newest checkpoints of each series in this process.
 
@@ -309,7 +305,6 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
 
   _config: Any = None
   _records_config = False
-  directory = directory_lib.RunDirectory()
   _training: Training | None = None
 
   def __init__(
@@ -334,6 +329,12 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
       self.directory = directory_lib.ConfigOnly(recorded)
     del mode
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
+
+  # Not of the class: a program's constructor need not call ours.
+  @functools.cached_property
+  def directory(self) -> directory_lib.RunDirectory:  # type: ignore[override]
+    """What the run keeps beside its checkpoints: nothing, or the config."""
+    return directory_lib.RunDirectory()
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
@@ -401,7 +402,9 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
         + (' to restore' if step is None else f' of step {step}')
         + f'; there are checkpoints of {saved}.'
       )
-    fill(state, entries_of(history[-1], ckpt_series, state))
+    entries = entries_of(history[-1], ckpt_series, state)
+    source = f'checkpoint {history[-1].id} of series {ckpt_series!r}'
+    restoring.fill(state, entries, source)
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
@@ -413,6 +416,132 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns at once: `save` has finished when it returns."""
+
+
+class MirroredCheckpointer(protocol.FullCheckpointer):
+  """A durable checkpointer whose checkpoints are in the dictionary as well.
+
+  A run without checkpoints begins from the snapshot that the program has put
+  there, or else as the durable one does.
+  """
+
+  directory: directory_lib.DurableDirectory
+
+  def __init__(self, durable: durable_lib.DurableCheckpointer):
+    """Takes the checkpointer that writes and reads the files."""
+    self._durable = durable
+    self.collective, self.directory = durable.collective, durable.directory
+    for method in (
+      'restore_path',
+      'steps',
+      'begin',
+      'close',
+      'wait_for_checkpointing_to_finish',
+    ):
+      setattr(self, method, getattr(durable, method))
+
+  def get_experiment_state(self, ckpt_series: str) -> Any:
+    """Returns the calling thread's live state of the series."""
+    add_series(ckpt_series)
+    return self._durable.get_experiment_state(ckpt_series)
+
+  def begin_training(self, experiment_class: Any) -> None:
+    """Moves to another directory if this process has trained another run here.
+
+    `platform` has done so before it opened the logs; this is for a program that
+    makes its own checkpointer and trains several classes.
+    """
+    forget_published()
+    run = self.directory.run.url
+    recorded = self.directory.recorded | {'checkpoint_dir': run}
+    place = run_directory(experiment_class, recorded)
+    if place != run:
+      self._durable.move(place)
+
+  def save(self, ckpt_series: str) -> None:
+    """Saves the live state, and publishes it once it is written."""
+    self._durable.save(ckpt_series)
+    state = self.get_experiment_state(ckpt_series)
+    published = self._published(ckpt_series, state)
+    self.directory.thread.submit(publish, ckpt_series, published)
+
+  def can_be_restored(self, ckpt_series: str) -> bool:
+    """Returns whether there is something to restore."""
+    found = self._durable.can_be_restored(ckpt_series)
+    return found or seed(ckpt_series) is not None
+
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
+    """Restores a checkpoint, or the program's snapshot if there is none."""
+    state = self.get_experiment_state(ckpt_series)
+    snapshot = None if step is not None else seed(ckpt_series)
+    if snapshot is None or self._durable.has_any(ckpt_series):
+      self._durable.restore(ckpt_series, step=step)
+      is_own = ckpt_series == 'latest' and self._durable.restored
+      if is_own and not self.directory.follows:
+        publish(ckpt_series, self._published(ckpt_series, state))
+      if snapshot is not None:
+        logging.warning('%s is not used: there are checkpoints.', _SEED)
+      return
+    entries = entries_of(snapshot, ckpt_series, state)
+    restoring.fill(state, restoring.place(entries, state, _SEED), _SEED)
+    logging.info('Began the series %r from %s.', ckpt_series, _SEED)
+
+  def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
+    """Returns a function that restores the next checkpoint to evaluate."""
+    restore_next = self._durable.follow(ckpt_series)
+
+    def restore_next_or_seed(done: Collection[int]) -> bool:
+      if restore_next(done):
+        return True
+      snapshot = seed(ckpt_series)
+      if snapshot is None or self._durable.has_any(ckpt_series):
+        return False
+      if step_of(snapshot) in done:
+        return False
+      self.restore(ckpt_series)
+      return True
+
+    return restore_next_or_seed
+
+  def _published(self, series: str, state: Any) -> Published:
+    """Returns the checkpoint of a live state's step, maybe not written yet.
+
+    The experiment is not kept, because it holds the live arrays.
+    """
+    step, module = int(state['global_step']), state['experiment_module']
+    template = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+      dict(module.snapshot_template()),
+    )
+    attributes = dict(module.CHECKPOINT_ATTRS)
+    saved = self._durable.checkpoint(series, step)
+    saved.nodes = contents.live_nodes(module, saved.allow_pickle)
+
+    # It waits for no other process: a signal handler may call it.
+    def read() -> Any:
+      entries = {entry: entry for entry in saved.record['module']}
+      everything = experiments.full_experiment(
+        types.SimpleNamespace(CHECKPOINT_ATTRS=entries),
+        snapshot_template=lambda: template,
+        wants_restored=lambda name: True,
+      )
+      with saved.reading():
+        entries = saved.entries(saved.record['entries'])
+        snapshot = saved.snapshot(everything)
+      nest = entries | {'experiment_module': snapshot}
+      return nest_of(nest, attributes)
+
+    return Published(step, read)
+
+
+def begin_training(checkpointer: Any, experiment_class: Any) -> None:
+  """Leaves the checkpoints of another training of this process alone.
+
+  Called before a training looks for checkpoints; all hosts call it together.
+  """
+  checkpointer.directory.follows = False
+  begin = getattr(checkpointer, 'begin_training', lambda _: None)
+  begin(experiment_class)
 
 
 def _newest(ckpt_series: str) -> SnapshotNT | Published | None:
