@@ -25,6 +25,7 @@ from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.checkpoint import durable
+from jaxline.compat import checkpoints
 from jaxline.storage import owner
 
 # What is compared: bits, dtypes, types, and where arrays are.
@@ -221,9 +222,11 @@ def open_run(tmp_path):
   """Makes checkpointers of a run in `tmp_path`; closes them at the end."""
   made = []
 
-  def make(mode='train', directory=tmp_path / 'run', **values):
+  def make(mode='train', directory=tmp_path / 'run', mirrors=False, **values):
     config = make_config(directory, **values)
     made.append(durable.DurableCheckpointer(config, mode))
+    if mirrors:  # In JAXline's dictionary of checkpoints.
+      return checkpoints.MirroredCheckpointer(made[-1])
     return made[-1]
 
   yield make

@@ -19,6 +19,7 @@ import pytest
 from jaxline import experiment
 from jaxline import utils
 from jaxline.checkpoint import contents
+from jaxline.compat import experiments
 from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
@@ -455,12 +456,13 @@ def test_what_is_saved_needs_no_base_class(
   if kind == 'memory':
     checkpointer = utils.InMemoryCheckpointer(lib.make_config('', **more), '')
   else:
-    checkpointer = open_run(**more)
+    checkpointer = open_run(mirrors=True, **more)
+  made = lambda step: experiments.full_experiment(cls(step))
   for step in (1, 2):
     for series in ('latest', 'best'):
-      lib.save(checkpointer, cls(step), step, series=series)
+      lib.save(checkpointer, made(step), step, series=series)
   assert len(checkpointer.steps('best')) == num_best
-  live, want = cls(0), cls(2).held
+  live, want = made(0), cls(2).held
   lib.fill(checkpointer, live)
   checkpointer.restore('latest')
   if cls is Declaring:

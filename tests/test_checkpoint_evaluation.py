@@ -351,7 +351,7 @@ def test_a_process_that_is_stopped_loses_no_best(
 
 
 def test_the_best_of_another_training_of_this_process(open_run):
-  checkpointer, live = open_run(), lib.weights(1)
+  checkpointer, live = open_run(mirrors=True), lib.weights(1)
   live.EVALUATION_IS_PURE = True
   checkpointer.begin_training(lib.PerDevice)
   lib.save(checkpointer, live, 5)

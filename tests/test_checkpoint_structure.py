@@ -375,7 +375,7 @@ def test_registered_containers(name, own, open_run, tmp_path, capsys):
     whole = [_NODES[name](x), Tagged({'text': 'a', 'number': n}, relu)]
     return lib.PerDevice({'a': _NODES[name](x)}, {'b': whole})
 
-  saver = open_run(train_checkpoint_all_hosts=own)
+  saver = open_run(mirrors=True, train_checkpoint_all_hosts=own)
   lib.save(saver, saved := made(1))
   nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
   live = made(0)

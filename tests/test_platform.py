@@ -5,7 +5,6 @@ import errno
 import json
 import logging
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -185,17 +184,6 @@ def test_both_modes_that_train_and_evaluate_agree(toy_here, tmp_path, style):
   assert together[6] < together[2]
   assert set(threads) <= {2, 4, 6}
   assert threads[6] == together[6]
-
-
-def test_a_programs_own_checkpoint_needs_no_directory(tmp_path):
-  config = regression.get_config(2)
-  config.checkpoint_dir = str(tmp_path)
-  platform.start(regression.Regression, config, 'train')
-  history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
-  history[:] = [utils.SnapshotNT(0, history[-1].pickle_nest)]
-  config.checkpoint_dir, config.one_off_evaluate = None, True
-  path, _ = platform.start(regression.Regression, config, 'eval')
-  assert list(records(pathlib.Path(path), 'eval')) == [2]
 
 
 def test_the_mode_says_what_a_checkpointer_may_do(tmp_path):

@@ -5,6 +5,7 @@ distribution_shift_framework and of emergent_in_context_learning.
 """
 
 import json
+import pathlib
 import textwrap
 from unittest import mock
 
@@ -222,6 +223,19 @@ def test_a_run_of_another_process_is_refused(tmp_path):
 
 # What the library adds to JAXline's interface, and the constructor's argument.
 ADDED = [x for x in vars(experiment.FullExperiment) if not x.startswith('_')]
+
+
+def test_a_programs_own_checkpoint_needs_no_directory(tmp_path):
+  config = make_config(tmp_path, training_steps=2).unlock()
+  platform.start(Teacher, config, 'train')
+  history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
+  history[:] = [utils.SnapshotNT(0, history[-1].pickle_nest)]
+  config.checkpoint_dir, config.one_off_evaluate = None, True
+  path, _ = platform.start(Teacher, config, 'eval')
+  log = pathlib.Path(path) / 'eval' / 'metrics.jsonl'
+  assert json.loads(log.read_text().splitlines()[-1])['w'] == 2
+
+
 NOT_ASKED_FOR = property(lambda self: pytest.fail('The library reads it.'))
 FORMS = {
   'constant': lambda name: name,

@@ -131,8 +131,9 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   def begin(self, step: int) -> None:
     self._saver.keep_data()  # A program may have evaluated with it before.
     state = self.get_experiment_state('latest')
-    if not self._allow_pickle:
-      contents.check_storable(state, state['experiment_module'])
+    module = state.get('experiment_module')
+    if module is not None and not self._allow_pickle:
+      contents.check_storable(state, module)
     if jax.process_index() == 0:
       # Later checkpoints are damaged: an intact one would have been restored.
       # First, because evaluations look for steps made anew once it has begun.
@@ -162,7 +163,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     store = self._manifests.store
     return f'{store}/{ckpt_series}/{found[0]}' if found else None
 
-  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
 
     Only the entries of the live state are restored. A run without checkpoints

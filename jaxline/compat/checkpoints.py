@@ -384,7 +384,7 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     """Returns the steps of a series' checkpoints, ascending."""
     return sorted(step_of(s) for s in _history(ckpt_series))
 
-  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
 
     Raises:
@@ -470,7 +470,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     found = self._durable.can_be_restored(ckpt_series)
     return found or seed(ckpt_series) is not None
 
-  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a checkpoint, or the program's snapshot if there is none."""
     state = self.get_experiment_state(ckpt_series)
     snapshot = None if step is not None else seed(ckpt_series)
