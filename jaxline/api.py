@@ -27,7 +27,7 @@ from jaxline import platform
 from jaxline import runs
 from jaxline.checkpoint import inspection
 from jaxline.compat import adapters
-from jaxline.compat import checkpoints
+from jaxline.compat import dictionary
 from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
@@ -85,7 +85,7 @@ def fit(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
   config = _override(config, overrides)
-  checkpoints.forget_published()  # Each call is a run of its own.
+  dictionary.forget_published()  # Each call is a run of its own.
   try:
     with preemption.Watch():
       directory, experiment = platform.start(

@@ -38,7 +38,6 @@ from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import checkpoints
 from jaxline.compat import experiments
-from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
@@ -96,7 +95,7 @@ MODES = {
     train.Run.train_and_eval, trains=True, eval_log='eval'
   ),
   'train_eval_multithreaded': Mode(
-    lambda run: threads.train_and_eval(run, _TRAIN, _EVALUATE),
+    lambda run: run.train_and_eval_in_threads(_TRAIN, _EVALUATE),
     trains=True,
     eval_log='eval',
   ),

@@ -27,6 +27,7 @@ from jaxline import errors
 from jaxline import evaluation
 from jaxline import experiment as experiment_lib
 from jaxline import goodput
+from jaxline import hooks as hooks_lib
 from jaxline import lazy
 from jaxline import prng
 from jaxline import watchdog
@@ -34,17 +35,15 @@ from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import checkpoints
 from jaxline.compat import experiments
+from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
-from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
-from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.storage import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
-from jaxline.supervision import profiling
 
 lazy.complete(__name__)
 
@@ -170,7 +169,7 @@ class Run:
     interval = config.eval_interval
     with self.stoppable():
       if interval is not None and interval >= 0:
-        hook = _Together(
+        hook = hooks_lib.Together(
           training.agreement,
           'evaluation',
           evaluate_now,
@@ -196,6 +195,43 @@ class Run:
     evaluator.wait()
     self.mark_ended(state.global_step)
     return experiment_lib.live(training.experiment)
+
+  def train_and_eval_in_threads(
+    self, train: Callable[['Run'], Any], evaluate: Callable[['Run'], Any]
+  ) -> None:
+    """Trains, and evaluates the checkpoints in a second thread meanwhile.
+
+    Args:
+      train: trains a `Run`.
+      evaluate: evaluates the checkpoints of a `Run`.
+
+    Raises:
+      ValueError: there is no `eval_checkpointer`, which reads what the
+        checkpointer of the training writes. One in memory serves both.
+    """
+    if self.eval_checkpointer is None and self.checkpointer.directory.keeps:
+      raise ValueError(
+        'eval_checkpointer is None, but the evaluation beside the training'
+        ' needs a checkpointer of its own that reads what'
+        f' {type(self.checkpointer).__name__} writes.'
+      )
+    # Now: the evaluation looks for checkpoints at once.
+    checkpoints.begin_training(self.checkpointer, self.experiment_class)
+    trained = threading.Event()
+    evaluation = dataclasses.replace(
+      self,
+      checkpointer=self.eval_checkpointer,
+      watch=preemption.Watch(),  # Signals are for the training.
+      trained=trained,
+    )
+
+    def train_with(action: Callable[..., None]) -> None:
+      actions = [*self.periodic_actions, action]
+      train(
+        dataclasses.replace(self, eval_writer=None, periodic_actions=actions)
+      )
+
+    threads.run_both(train_with, lambda: evaluate(evaluation), trained)
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
@@ -310,25 +346,6 @@ class Run:
     self.checkpointer.directory.end(step, why)
 
 
-class _Together(periodic.Every):
-  """Is due at the same step in all processes, by the clock of process 0."""
-
-  def __init__(
-    self, agreement: distributed.Agreement, name: str, *args: Any, **kwargs: Any
-  ):
-    super().__init__(*args, **kwargs)
-    self._agreement, self._name = agreement, name
-
-  def _is_due(self, t: float, step: int) -> bool:
-    is_due = super()._is_due(t, step)
-    # Intervals of steps, and of 0 seconds (each step), are the same in all
-    # processes. Only clocks differ.
-    if self._by_steps or self._seconds < 0:
-      return is_due
-    agreed = self._agreement.is_due(self._name, step, is_due)
-    return agreed or step == self._end_step
-
-
 class Training:
   """An experiment in training: its state, and what is done after each step.
 
@@ -381,60 +398,24 @@ class Training:
       # The loop waits for that step anyway, right after the hooks.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
-    self.hooks = self._make_hooks()
-    directory.logs = [*self.hooks, run.log, run.eval_log]
-
-  def _make_hooks(self) -> list[periodic.Action]:
-    """Returns what is done after each step, in this order."""
-    run, config, log = self._run, self._run.config, self._run.log
-    add_rates = rates.Rates(self.experiment)
-
-    def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
-      return add_rates(self.guard.without_flag(scalars))
-
-    growth = config.periodic_action_growth_ratios
     given = [adapters.full_action(x) for x in run.periodic_actions]
     for action in given:
       # On one thread, so that a save's mark in the log is behind its records.
-      action.share(log.executor)
-    run.console.show(log, 'train')
-    # First: nothing is done with a step that is not finite.
-    hooks: list[periodic.Action] = [self.guard]
-    # These two measure steps: later hooks take time of their own.
-    if config.max_seconds is not None:
-      hooks.append(self._budget)
-    if config.profile_steps:
-      hooks.append(profiling.Profiler(config, run.console.say))
-    hooks += [*given, console_lib.Hook(run.console, config, log, finish)]
-    is_logged = jax.process_index() == 0 or config.log_all_hosts
-    if is_logged and run.writer is not None:
-      hooks.append(
-        periodic.Every(
-          lambda step, scalars: log.put('scalars', step, scalars, finish),
-          config.logging_interval_type or config.interval_type,
-          config.log_train_data_interval,
-          logging_growth_ratios=growth,
-          end_step_to_action=config.training_steps,
-          log_all_data=config.log_all_train_data,
-        )
-      )
-    # Another process may have the file, and all compute it together.
-    is_kept = log.takes('fingerprints') or jax.process_count() > 1
-    if config.fingerprint and is_kept:
-      hooks.append(fingerprints.Hook(log, self.experiment))
-    # After the logs: the checkpoint waits for what was logged before it.
-    if (config.save_checkpoint_interval or 0) > 0:
-      hooks.append(
-        _Together(
-          self.agreement,
-          'save',
-          lambda *unused: self.save(),
-          config.checkpoint_interval_type or config.interval_type,
-          config.save_checkpoint_interval,
-          logging_growth_ratios=growth,
-        )
-      )
-    return hooks
+      action.share(run.log.executor)
+    run.console.show(run.log, 'train')
+    self.hooks = hooks_lib.make_hooks(
+      config,
+      self.experiment,
+      self.guard,
+      self._budget,
+      given,
+      run.console,
+      run.log,
+      self.agreement,
+      self.save,
+      is_logged=run.writer is not None,
+    )
+    directory.logs = [*self.hooks, run.log, run.eval_log]
 
   def save(self) -> None:
     """Saves the series `latest`, unless that step is saved already."""

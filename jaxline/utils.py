@@ -16,10 +16,10 @@ from jaxline import lazy
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
 from jaxline.checkpoint.protocol import Checkpointer
-from jaxline.compat.checkpoints import GLOBAL_CHECKPOINT_DICT
-from jaxline.compat.checkpoints import CheckpointNT
 from jaxline.compat.checkpoints import InMemoryCheckpointer
-from jaxline.compat.checkpoints import SnapshotNT
+from jaxline.compat.dictionary import GLOBAL_CHECKPOINT_DICT
+from jaxline.compat.dictionary import CheckpointNT
+from jaxline.compat.dictionary import SnapshotNT
 from jaxline.debug import debugger_fallback
 from jaxline.debug import disable_pmap_jit
 from jaxline.debug import evaluate_should_return_dict
@@ -45,8 +45,8 @@ lazy.complete(
   __name__,
   # JAXline uses these through this module, and programs rebind them on it.
   shared={
-    'jaxline.compat.checkpoints': """CheckpointNT GLOBAL_CHECKPOINT_DICT
-      InMemoryCheckpointer""",
+    'jaxline.compat.checkpoints': 'InMemoryCheckpointer',
+    'jaxline.compat.dictionary': 'CheckpointNT GLOBAL_CHECKPOINT_DICT',
     'jaxline.debug': 'evaluate_should_return_dict',
     'jaxline.devices': 'bcast_local_devices double_buffer get_first rendezvous',
     'jaxline.prng': 'host_id_devices_for_rng specialize_rng_host_device',

@@ -31,7 +31,7 @@ compilation_cache feed pipeline
 base_config
 experiment
 checkpoint
-compat evaluation train_state
+compat evaluation hooks train_state
 decode
 train train_step
 accumulate exits launch

@@ -20,7 +20,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import utils
 from jaxline.checkpoint import protocol
-from jaxline.compat import checkpoints as memory
+from jaxline.compat import dictionary
 from jaxline.compat import experiments
 
 SERIES = 'latest'
@@ -313,25 +313,25 @@ def test_what_a_run_saved_is_forgotten_and_what_the_program_put_is_not():
   utils.GLOBAL_CHECKPOINT_DICT['best'] = utils.CheckpointNT(
     threading.local(), [own]
   )
-  assert memory.seed(SERIES) is None
-  memory.forget_published()
+  assert dictionary.seed(SERIES) is None
+  dictionary.forget_published()
   assert history() == []
   assert history('best') == [own]
   # One was there before a save, which took its place; another came after.
   history().append(own)
-  assert memory.seed(SERIES) is own
+  assert dictionary.seed(SERIES) is own
   checkpointer.save(SERIES)
-  assert memory.seed(SERIES) is None
+  assert dictionary.seed(SERIES) is None
   later = own._replace(id=9)
   history().append(later)
-  assert memory.seed(SERIES) is later
-  memory.forget_published()
+  assert dictionary.seed(SERIES) is later
+  dictionary.forget_published()
   assert history() == [later]
   # What a run saved may be put in again.
   checkpointer.save(SERIES)
   saved = history()[-1]
   history().append(saved._replace(id=5))
-  assert memory.seed(SERIES).pickle_nest is saved.pickle_nest
+  assert dictionary.seed(SERIES).pickle_nest is saved.pickle_nest
 
 
 # The live state.

@@ -18,7 +18,7 @@ import pytest
 from jaxline import base_config
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
-from jaxline.compat import checkpoints as memory
+from jaxline.compat import dictionary
 from jaxline.storage import store
 from tests import checkpoints
 from tests import remains
@@ -58,7 +58,7 @@ def opened(
   config.max_checkpoints_to_keep = kept
   config.max_best_checkpoints_to_keep = 1
   config.keep_checkpoint_every_steps = every
-  memory.forget_published()
+  dictionary.forget_published()
   made = durable.DurableCheckpointer(base_config.complete_config(config), mode)
   state = made.get_experiment_state('latest')
   state.global_step, state.experiment_module = 0, Experiment()

@@ -13,7 +13,7 @@ from jaxline import api
 from jaxline import debug
 from jaxline import goodput
 from jaxline import train
-from jaxline.compat import checkpoints as memory
+from jaxline.compat import checkpoints
 from tests.experiments import regression
 
 
@@ -203,7 +203,7 @@ def test_two_threads_account_for_the_training(tmp_path):
 
 
 def test_what_a_save_takes_is_no_step(clock, tmp_path):
-  class Slow(memory.InMemoryCheckpointer):
+  class Slow(checkpoints.InMemoryCheckpointer):
     def save(self, series):
       clock.now += 4 if series == 'latest' else 16
       super().save(series)

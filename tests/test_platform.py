@@ -26,7 +26,7 @@ from jaxline import platform
 from jaxline import utils
 from jaxline import watchdog
 from jaxline.aot import ahead
-from jaxline.compat import checkpoints as memory
+from jaxline.compat import checkpoints
 from jaxline.metrics import writers
 from jaxline.storage import owner
 from jaxline.storage import store
@@ -75,7 +75,7 @@ def here(monkeypatch, capfd, caplog):
     monkeypatch.setattr(sys, 'argv', argv)
     # As in a process that has just begun.
     monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-    monkeypatch.setattr(memory, '_begun', {})
+    monkeypatch.setattr(checkpoints, '_begun', {})
     caplog.clear()
     capfd.readouterr()
     code, error = 0, ''
@@ -189,7 +189,7 @@ def test_both_modes_that_train_and_evaluate_agree(toy_here, tmp_path, style):
 def test_the_mode_says_what_a_checkpointer_may_do(tmp_path):
   made = {}
 
-  class Checkpointer(memory.InMemoryCheckpointer):
+  class Checkpointer(checkpoints.InMemoryCheckpointer):
     def __init__(self, config, mode):
       made[mode] = self
       super().__init__(config, mode)
@@ -400,7 +400,7 @@ def test_what_holds_up_the_end_of_a_failed_run_is_ended(
 def test_checkpointers_close_before_writers_also_if_a_writer_fails(tmp_path):
   closed = []
 
-  class Checkpointer(memory.InMemoryCheckpointer):
+  class Checkpointer(checkpoints.InMemoryCheckpointer):
     def close(self):
       closed.append('checkpointer')
 

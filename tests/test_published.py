@@ -22,7 +22,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.compat import checkpoints as memory
+from jaxline.compat import checkpoints
 from tests import processes
 from tests import remains
 
@@ -287,7 +287,7 @@ def test_a_program_may_use_every_name_that_the_library_adds(
     ]
     # As in another process.
     monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-    monkeypatch.setattr(memory, '_begun', {})
+    monkeypatch.setattr(checkpoints, '_begun', {})
   steps_of(main, Program, config, 'eval')
   log = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
   last = json.loads(log[-1])

@@ -181,8 +181,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """
     state, directory = self.get_experiment_state(ckpt_series), self.directory
     module = state.get('experiment_module')
-    if module is not None:
-      self._declared = module
+    if isinstance(module, experiment.FullExperiment):
+      self._declared = module.__class__
     if not directory.follows:
       directory.claim(ckpt_series)
     own: dict[str, Any] = {}  # The manifest, of a checkpoint of this run.

@@ -90,7 +90,7 @@ class FullCheckpointer(Checkpointer):
   collective: bool = False
   directory: directory_lib.RunDirectory
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a series' checkpoint of a step; None is the newest."""
     raise NotImplementedError
 

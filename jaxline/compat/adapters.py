@@ -39,7 +39,7 @@ class _ForeignCheckpointer(protocol.FullCheckpointer):
     ):
       setattr(self, method, getattr(checkpointer, method))
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     if step is not None:
       self.steps(ckpt_series)  # Raises: it does not know them.
     self._checkpointer.restore(ckpt_series)

@@ -1,13 +1,6 @@
-"""JAXline's dictionary of checkpoints, and the checkpointers that use it.
+"""Checkpointers that keep JAXline's dictionary of checkpoints."""
 
-Programs written against JAXline save and restore through that dictionary. A
-snapshot that the program puts there starts the run. The snapshots that a run
-puts there are `Published`, and start no other run but a training of the same
-experiment (`Training`).
-"""
-
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-import dataclasses
+from collections.abc import Callable, Collection, Mapping
 import functools
 import itertools
 import threading
@@ -17,7 +10,6 @@ from typing import Any, NamedTuple
 from absl import logging
 import jax
 from ml_collections import config_dict
-import numpy as np
 
 from jaxline import base_config
 from jaxline import devices
@@ -26,6 +18,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable as durable_lib
 from jaxline.checkpoint import protocol
 from jaxline.checkpoint import restoring
+from jaxline.compat import dictionary
 from jaxline.compat import experiments
 from jaxline.storage import directory as directory_lib
 from jaxline.storage import store as store_lib
@@ -33,176 +26,8 @@ from jaxline.storage import store as store_lib
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 
 
-@dataclasses.dataclass(frozen=True)
-class Training:
-  """What a run of this process trains; it identifies the run.
-
-  Attributes:
-    experiment: the experiment's class; None if a function constructs it. Two
-      classes of one name are equal: a notebook runs its cells again.
-    config: the run's, as `base_config.recorded` returns it; None is any.
-  """
-
-  experiment: type | None
-  config: Mapping[str, Any] | None = None
-
-  def changes(self, earlier: 'Training') -> list[str]:
-    """Returns a line for each difference; none if it is the same run."""
-    names = [
-      x and f'{x.__module__}:{x.__qualname__}'
-      for x in (earlier.experiment, self.experiment)
-    ]
-    if None not in names and names[0] != names[1]:
-      return [f'experiment: {names[0]} then, {names[1]} now']
-    if self.config is None or earlier.config is None:
-      return []
-    if self.config['on_config_change'] == 'continue':
-      return []
-    declared = experiments.declared(self.experiment)
-    changes = base_config.changes(earlier.config, self.config, declared)
-    return [f'config.{change}' for change in changes]
-
-
-class SnapshotNT(NamedTuple):
-  """One checkpoint: its number and content.
-
-  `pickle_nest` has `to_dict()`, and its entries are attributes as well, as
-  with a ConfigDict; unlike there, names of weights may hold dots.
-  """
-
-  id: int
-  pickle_nest: Any
-
-
-class Published:
-  """A snapshot that a run saved, read when `pickle_nest` is first used.
-
-  A copy or pickle of it is a `SnapshotNT`, which starts a run if a program puts
-  it into the dictionary.
-  """
-
-  def __init__(
-    self, id: int, read: Callable[[], Any], of: Training | None = None
-  ):
-    """Makes a snapshot.
-
-    Args:
-      id: its number.
-      read: returns the `pickle_nest`.
-      of: the training that saved it; None if only its own checkpointer restores
-        it.
-    """
-    self.id, self._read, self.of = id, read, of
-
-  @functools.cached_property
-  def pickle_nest(self) -> Any:
-    """What was saved; read once (twice if two threads begin at once)."""
-    return self._read()
-
-  def __iter__(self) -> Iterator[Any]:
-    yield self.id
-    yield self.pickle_nest
-
-  def _replace(self, /, **kwargs: Any) -> SnapshotNT:
-    return SnapshotNT(*self)._replace(**kwargs)
-
-  def __reduce__(self) -> Any:
-    return SnapshotNT, tuple(self)
-
-
-class CheckpointNT(NamedTuple):
-  """One series: a thread-local holding its live `state`, and its snapshots."""
-
-  active: threading.local
-  history: list[SnapshotNT | Published]
-
-
-# All checkpoints of the process by series, so that a training and an
-# evaluation thread share them. Experiments written against JAXline read, write
-# and rebind this name on `jaxline.utils`, which then rebinds it here.
-GLOBAL_CHECKPOINT_DICT: dict[str, CheckpointNT] = {}
-
-
-class _ModuleState(protocol.ExperimentState):
-  """The snapshot of an experiment, which also has the experiment's attributes.
-
-  JAXline once kept the experiment itself in `pickle_nest`, and programs that
-  save it on their own read `get_first(module._params)`.
-  """
-
-  def __init__(
-    self, snapshot: Mapping[str, Any], attributes: Mapping[str, str]
-  ):
-    super().__init__(_nest(dict(snapshot)))
-    self.__dict__['attributes'] = dict(attributes)  # Beside the entries.
-
-  def __getattr__(self, name: str) -> Any:
-    attributes = self.__dict__.get('attributes', {})  # None while unpickled.
-    if attributes.get(name) in self:
-      value = self.to_dict()[attributes[name]]
-      return jax.tree.map(lambda x: x[None], value)
-    return super().__getattr__(name)
-
-
-def _nest(tree: Any) -> Any:
-  """Gives dicts inside dicts attribute access."""
-  if type(tree) is not dict:
-    return tree
-  return protocol.ExperimentState({key: _nest(x) for key, x in tree.items()})
-
-
-def nest_of(
-  entries: Mapping[str, Any], attributes: Mapping[str, str]
-) -> protocol.ExperimentState:
-  """Returns the `pickle_nest` of entries that nothing else changes.
-
-  Args:
-    entries: of the experiment state, with a snapshot of the experiment.
-    attributes: the experiment's CHECKPOINT_ATTRS.
-  """
-  nest = _nest(dict(entries))
-  if 'experiment_module' in nest:
-    module = _ModuleState(entries['experiment_module'], attributes)
-    nest['experiment_module'] = module
-  return nest
-
-
-def publish(ckpt_series: str, snapshot: Published, keep: int = 1) -> None:
-  """Makes a snapshot the newest of a series; keeps that many."""
-  series = add_series(ckpt_series)
-  history = [*series.history, snapshot][-keep:]
-  GLOBAL_CHECKPOINT_DICT[ckpt_series] = series._replace(history=history)
-
-
-def add_series(ckpt_series: str) -> CheckpointNT:
-  """Returns a series of the dictionary; adds it where it is not there."""
-  # In one step: training and evaluation threads may both be the first.
-  new = CheckpointNT(threading.local(), [])
-  return GLOBAL_CHECKPOINT_DICT.setdefault(ckpt_series, new)
-
-
-def seed(ckpt_series: str) -> SnapshotNT | None:
-  """Returns the snapshot that the program put in to start from, or None."""
-  newest = _newest(ckpt_series)
-  return None if isinstance(newest, Published) else newest
-
-
-def forget_published() -> None:
-  """Removes the newest published snapshot of each series and those before it.
-
-  Snapshots that the program has put in since then stay.
-  """
-  checkpoints = GLOBAL_CHECKPOINT_DICT
-  for name, series in list(checkpoints.items()):
-    newest_first = reversed(series.history)
-    newer = itertools.takewhile(
-      lambda snapshot: not isinstance(snapshot, Published), newest_first
-    )
-    checkpoints[name] = series._replace(history=[*newer][::-1])
-
-
 class _Begun(NamedTuple):
-  training: Training
+  training: dictionary.RunIdentity
   active: threading.local  # Another one in a dictionary that was emptied.
 
 
@@ -225,8 +50,11 @@ def run_directory(
     begins: whether the run trains. If it does not, and this process has trained
       no such run, its directory is `config.checkpoint_dir`.
   """
-  training = Training(experiments.class_of(experiment_class), config)
-  active, seeded = add_series('latest').active, seed('latest') is not None
+  training = dictionary.RunIdentity(
+    experiments.class_of(experiment_class), config
+  )
+  active = dictionary.add_series('latest').active
+  is_seeded = dictionary.seed('latest') is not None
   first = store_lib.at(config['checkpoint_dir']).url
   # Processes agree on the name alone: their paths to `first` may differ.
   name, why = '', list[str]()
@@ -235,7 +63,7 @@ def run_directory(
     begun, changes = _begun.get(place), []
     if begun is not None:
       changes = training.changes(begun.training)
-      if begun.active is not active and not seeded:
+      if begun.active is not active and not is_seeded:
         changes.append('utils.GLOBAL_CHECKPOINT_DICT was emptied')
     if not (changes and store_lib.at(place).names('checkpoints/latest')):
       break
@@ -253,49 +81,6 @@ def run_directory(
   return place
 
 
-def step_of(snapshot: SnapshotNT | Published) -> int:
-  """Returns the step of a snapshot; -1 if it does not say."""
-  step = snapshot.pickle_nest.get('global_step', -1)
-  return int(np.ravel(step)[0])  # JAXline's first versions have one per device.
-
-
-def entries_of(
-  snapshot: SnapshotNT | Published, ckpt_series: str, keys: Iterable[str]
-) -> dict[str, Any]:
-  """Returns a copy of a snapshot's entries, as plain dicts.
-
-  Args:
-    snapshot: its `pickle_nest` is our own, a ConfigDict, or a dict whose
-      `experiment_module` may be an experiment.
-    ckpt_series: the series.
-    keys: the entries that it must have, but for `train_step_rng`.
-
-  Raises:
-    ValueError: it lacks one.
-  """
-  nest = snapshot.pickle_nest
-  entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
-  if 'global_step' in entries:
-    entries['global_step'] = step_of(snapshot)
-  module: Any = entries.get('experiment_module')
-  if hasattr(module, 'snapshot_state'):
-    entries['experiment_module'] = module.snapshot_state()
-  missing = sorted(set(keys) - set(entries) - {protocol.OPTIONAL})
-  if missing == ['train_step_rng']:
-    # JAXline's programs make such snapshots.
-    logging.warning(
-      'Checkpoint %s of series %s has no train_step_rng: the keys of the'
-      ' steps begin anew.', snapshot.id, ckpt_series,
-    )  # fmt: skip
-  elif missing:
-    raise ValueError(
-      f'Checkpoint {snapshot.id} of series {ckpt_series!r} lacks'
-      f' {missing}; it holds {sorted(entries)}.'
-    )
-  # A copy, so that nothing done to the live state reaches the snapshot.
-  return jax.tree.map(devices.freeze, entries)
-
-
 class InMemoryCheckpointer(protocol.FullCheckpointer):
   """Keeps the newest checkpoints of each series in this process.
 
@@ -305,7 +90,7 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
 
   _config: Any = None
   _records_config = False
-  _training: Training | None = None
+  _training: dictionary.RunIdentity | None = None
 
   def __init__(
     self,
@@ -338,7 +123,7 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
-    active = vars(add_series(ckpt_series).active)
+    active = vars(dictionary.add_series(ckpt_series).active)
     return active.setdefault('state', protocol.ExperimentState())
 
   def begin_training(self, experiment_class: Any) -> None:
@@ -350,12 +135,14 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     """
     is_other = self._records_config
     config = base_config.recorded(self._config) if is_other else None
-    self._training = Training(experiments.class_of(experiment_class), config)
-    newest = _newest('latest')
-    if isinstance(newest, Published) and newest.of is not None:
+    self._training = dictionary.RunIdentity(
+      experiments.class_of(experiment_class), config
+    )
+    newest = dictionary.newest('latest')
+    if isinstance(newest, dictionary.Published) and newest.of is not None:
       is_other = bool(self._training.changes(newest.of))
     if is_other:
-      forget_published()
+      dictionary.forget_published()
 
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, as the newest checkpoint."""
@@ -366,25 +153,29 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     if live is not None:
       snapshot = dict(module.snapshot_state())
       entries['experiment_module'] = jax.tree.map(devices.freeze, snapshot)
-    nest = nest_of(entries, module.CHECKPOINT_ATTRS)
+    nest = dictionary.nest_of(entries, module.CHECKPOINT_ATTRS)
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
       keep = protocol.num_to_keep(self._config, ckpt_series, module)
-    of = self._training or Training(type(live))
-    newest = _newest(ckpt_series)
+    of = self._training or dictionary.RunIdentity(type(live))
+    newest = dictionary.newest(ckpt_series)
     id_ = newest.id + 1 if newest else 0
-    publish(ckpt_series, Published(id_, lambda: nest, of), keep)
+    dictionary.publish(
+      ckpt_series, dictionary.Published(id_, lambda: nest, of), keep
+    )
     logging.info('Saved checkpoint %d of series %s.', id_, ckpt_series)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether the series has a checkpoint."""
-    return bool(_history(ckpt_series))
+    return bool(dictionary.history_of(ckpt_series))
 
   def steps(self, ckpt_series: str) -> list[int]:
     """Returns the steps of a series' checkpoints, ascending."""
-    return sorted(step_of(s) for s in _history(ckpt_series))
+    return sorted(
+      dictionary.step_of(s) for s in dictionary.history_of(ckpt_series)
+    )
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
 
     Raises:
@@ -393,16 +184,22 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     """
     state = self.get_experiment_state(ckpt_series)
     history = [
-      s for s in _history(ckpt_series) if step is None or step_of(s) == step
+      s
+      for s in dictionary.history_of(ckpt_series)
+      if step is None or dictionary.step_of(s) == step
     ]
     if not history:
-      saved = sorted(name for name in GLOBAL_CHECKPOINT_DICT if _history(name))
+      saved = sorted(
+        name
+        for name in dictionary.GLOBAL_CHECKPOINT_DICT
+        if dictionary.history_of(name)
+      )
       raise ValueError(
         f'The series {ckpt_series!r} has no checkpoint'
         + (' to restore' if step is None else f' of step {step}')
         + f'; there are checkpoints of {saved}.'
       )
-    entries = entries_of(history[-1], ckpt_series, state)
+    entries = dictionary.entries_of(history[-1], ckpt_series, state)
     source = f'checkpoint {history[-1].id} of series {ckpt_series!r}'
     restoring.fill(state, entries, source)
     logging.info(
@@ -411,7 +208,7 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""
-    newest = _newest(ckpt_series)
+    newest = dictionary.newest(ckpt_series)
     return newest.id if newest else None
 
   def wait_for_checkpointing_to_finish(self) -> None:
@@ -442,7 +239,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
-    add_series(ckpt_series)
+    dictionary.add_series(ckpt_series)
     return self._durable.get_experiment_state(ckpt_series)
 
   def begin_training(self, experiment_class: Any) -> None:
@@ -451,7 +248,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     `platform` has done so before it opened the logs; this is for a program that
     makes its own checkpointer and trains several classes.
     """
-    forget_published()
+    dictionary.forget_published()
     run = self.directory.run.url
     recorded = self.directory.recorded | {'checkpoint_dir': run}
     place = run_directory(experiment_class, recorded)
@@ -463,26 +260,26 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     self._durable.save(ckpt_series)
     state = self.get_experiment_state(ckpt_series)
     published = self._published(ckpt_series, state)
-    self.directory.thread.submit(publish, ckpt_series, published)
+    self.directory.thread.submit(dictionary.publish, ckpt_series, published)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether there is something to restore."""
     found = self._durable.can_be_restored(ckpt_series)
-    return found or seed(ckpt_series) is not None
+    return found or dictionary.seed(ckpt_series) is not None
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint, or the program's snapshot if there is none."""
     state = self.get_experiment_state(ckpt_series)
-    snapshot = None if step is not None else seed(ckpt_series)
+    snapshot = None if step is not None else dictionary.seed(ckpt_series)
     if snapshot is None or self._durable.has_any(ckpt_series):
       self._durable.restore(ckpt_series, step=step)
       is_own = ckpt_series == 'latest' and self._durable.restored
       if is_own and not self.directory.follows:
-        publish(ckpt_series, self._published(ckpt_series, state))
+        dictionary.publish(ckpt_series, self._published(ckpt_series, state))
       if snapshot is not None:
         logging.warning('%s is not used: there are checkpoints.', _SEED)
       return
-    entries = entries_of(snapshot, ckpt_series, state)
+    entries = dictionary.entries_of(snapshot, ckpt_series, state)
     restoring.fill(state, restoring.place(entries, state, _SEED), _SEED)
     logging.info('Began the series %r from %s.', ckpt_series, _SEED)
 
@@ -493,17 +290,17 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     def restore_next_or_seed(done: Collection[int]) -> bool:
       if restore_next(done):
         return True
-      snapshot = seed(ckpt_series)
+      snapshot = dictionary.seed(ckpt_series)
       if snapshot is None or self._durable.has_any(ckpt_series):
         return False
-      if step_of(snapshot) in done:
+      if dictionary.step_of(snapshot) in done:
         return False
       self.restore(ckpt_series)
       return True
 
     return restore_next_or_seed
 
-  def _published(self, series: str, state: Any) -> Published:
+  def _published(self, series: str, state: Any) -> dictionary.Published:
     """Returns the checkpoint of a live state's step, maybe not written yet.
 
     The experiment is not kept, because it holds the live arrays.
@@ -529,9 +326,9 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
         entries = saved.entries(saved.record['entries'])
         snapshot = saved.snapshot(everything)
       nest = entries | {'experiment_module': snapshot}
-      return nest_of(nest, attributes)
+      return dictionary.nest_of(nest, attributes)
 
-    return Published(step, read)
+    return dictionary.Published(step, read)
 
 
 def begin_training(checkpointer: Any, experiment_class: Any) -> None:
@@ -542,14 +339,3 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
   checkpointer.directory.follows = False
   begin = getattr(checkpointer, 'begin_training', lambda _: None)
   begin(experiment_class)
-
-
-def _newest(ckpt_series: str) -> SnapshotNT | Published | None:
-  history = _history(ckpt_series)
-  return history[-1] if history else None
-
-
-def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
-  """Returns the snapshots of a series, oldest first."""
-  series = GLOBAL_CHECKPOINT_DICT.get(ckpt_series)
-  return list(series.history) if series else []

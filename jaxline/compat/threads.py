@@ -1,7 +1,6 @@
 """JAXline's mode `train_eval_multithreaded`: two threads share the devices."""
 
 from collections.abc import Callable
-import dataclasses
 import threading
 from typing import Any
 
@@ -9,59 +8,33 @@ from absl import logging
 
 from jaxline import debug
 from jaxline import errors
-from jaxline.compat import checkpoints
-from jaxline.supervision import preemption
 
 # How long a failed training waits for the evaluation, in seconds.
 _GRACE_SECS = 5.0
 
 
-def train_and_eval(
-  run: Any, train: Callable[[Any], Any], evaluate: Callable[[Any], Any]
+def run_both(
+  train: Callable[[Callable[..., None]], Any],
+  evaluate: Callable[[], Any],
+  trained: threading.Event,
 ) -> None:
-  """Trains, and evaluates the checkpoints in a second thread meanwhile.
-
-  An exception of either thread ends both.
+  """Evaluates in a second thread; an exception of either thread ends both.
 
   Args:
-    run: a `train.Run` with an `eval_checkpointer`, which reads what the
-      checkpointer of the training writes. One in memory serves both.
-    train: trains a `train.Run`.
-    evaluate: evaluates its checkpoints.
-
-  Raises:
-    ValueError: the run has no `eval_checkpointer`.
+    train: trains, and calls a function after each step, which raises the error
+      of the evaluation.
+    evaluate: evaluates until `trained` is set.
+    trained: is set once the training has made its last checkpoint.
   """
-  if run.eval_checkpointer is None and run.checkpointer.directory.keeps:
-    raise ValueError(
-      'eval_checkpointer is None, but the evaluation beside the training needs'
-      ' a checkpointer of its own that reads what'
-      f' {type(run.checkpointer).__name__} writes.'
-    )
-  # Now: the evaluation looks for checkpoints at once.
-  checkpoints.begin_training(run.checkpointer, run.experiment_class)
-  trained = threading.Event()
   failed: list[BaseException] = []
 
   def raise_failure(*unused: Any) -> None:
     if failed:
       raise failed[0]
 
-  training = dataclasses.replace(
-    run,
-    eval_writer=None,
-    periodic_actions=[*run.periodic_actions, raise_failure],
-  )
-  evaluation = dataclasses.replace(
-    run,
-    checkpointer=run.eval_checkpointer,
-    watch=preemption.Watch(),  # Signals are for the training.
-    trained=trained,
-  )
-
   def follow() -> None:
     try:
-      debug.debugger_fallback(evaluate)(evaluation)
+      debug.debugger_fallback(evaluate)()
     except BaseException as e:
       if not isinstance(e, errors.UsageError):
         e.add_note('[jaxline] raised in the eval thread.')
@@ -75,7 +48,7 @@ def train_and_eval(
   thread = threading.Thread(target=follow, name='eval', daemon=True)
   thread.start()
   try:
-    train(training)
+    train(raise_failure)
   except BaseException:
     trained.set()
     thread.join(_GRACE_SECS)

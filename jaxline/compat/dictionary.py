@@ -1,0 +1,245 @@
+"""JAXline's dictionary of checkpoints.
+
+Programs written against JAXline save and restore through it. A snapshot that
+the program puts there starts the run. The snapshots that a run puts there are
+`Published`, and start no other run but a training of the same experiment.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+import functools
+import itertools
+import threading
+from typing import Any, NamedTuple
+
+from absl import logging
+import jax
+import numpy as np
+
+from jaxline import base_config
+from jaxline import devices
+from jaxline.checkpoint import protocol
+from jaxline.compat import experiments
+
+
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+  """What a run of this process trains; it identifies the run.
+
+  Attributes:
+    experiment: the experiment's class; None if a function constructs it. Two
+      classes of one name are equal: a notebook runs its cells again.
+    config: the run's, as `base_config.recorded` returns it; None is any.
+  """
+
+  experiment: type | None
+  config: Mapping[str, Any] | None = None
+
+  def changes(self, earlier: 'RunIdentity') -> list[str]:
+    """Returns a line for each difference; none if it is the same run."""
+    names = [
+      x and f'{x.__module__}:{x.__qualname__}'
+      for x in (earlier.experiment, self.experiment)
+    ]
+    if None not in names and names[0] != names[1]:
+      return [f'experiment: {names[0]} then, {names[1]} now']
+    if self.config is None or earlier.config is None:
+      return []
+    if self.config['on_config_change'] == 'continue':
+      return []
+    declared = experiments.declared(self.experiment)
+    changes = base_config.changes(earlier.config, self.config, declared)
+    return [f'config.{change}' for change in changes]
+
+
+class SnapshotNT(NamedTuple):
+  """One checkpoint: its number and content.
+
+  `pickle_nest` has `to_dict()`, and its entries are attributes as well, as
+  with a ConfigDict; unlike there, names of weights may hold dots.
+  """
+
+  id: int
+  pickle_nest: Any
+
+
+class Published:
+  """A snapshot that a run saved, read when `pickle_nest` is first used.
+
+  A copy or pickle of it is a `SnapshotNT`, which starts a run if a program puts
+  it into the dictionary.
+  """
+
+  def __init__(
+    self, id: int, read: Callable[[], Any], of: RunIdentity | None = None
+  ):
+    """Makes a snapshot.
+
+    Args:
+      id: its number.
+      read: returns the `pickle_nest`.
+      of: the training that saved it; None if only its own checkpointer restores
+        it.
+    """
+    self.id, self._read, self.of = id, read, of
+
+  @functools.cached_property
+  def pickle_nest(self) -> Any:
+    """What was saved; read once (twice if two threads begin at once)."""
+    return self._read()
+
+  def __iter__(self) -> Iterator[Any]:
+    yield self.id
+    yield self.pickle_nest
+
+  def _replace(self, /, **kwargs: Any) -> SnapshotNT:
+    return SnapshotNT(*self)._replace(**kwargs)
+
+  def __reduce__(self) -> Any:
+    return SnapshotNT, tuple(self)
+
+
+class CheckpointNT(NamedTuple):
+  """One series: a thread-local holding its live `state`, and its snapshots."""
+
+  active: threading.local
+  history: list[SnapshotNT | Published]
+
+
+# All checkpoints of the process by series, so that a training and an
+# evaluation thread share them. Experiments written against JAXline read, write
+# and rebind this name on `jaxline.utils`, which then rebinds it here.
+GLOBAL_CHECKPOINT_DICT: dict[str, CheckpointNT] = {}
+
+
+class _ModuleState(protocol.ExperimentState):
+  """The snapshot of an experiment, which also has the experiment's attributes.
+
+  JAXline once kept the experiment itself in `pickle_nest`, and programs that
+  save it on their own read `get_first(module._params)`.
+  """
+
+  def __init__(
+    self, snapshot: Mapping[str, Any], attributes: Mapping[str, str]
+  ):
+    super().__init__(_nest(dict(snapshot)))
+    self.__dict__['attributes'] = dict(attributes)  # Beside the entries.
+
+  def __getattr__(self, name: str) -> Any:
+    attributes = self.__dict__.get('attributes', {})  # None while unpickled.
+    if attributes.get(name) in self:
+      value = self.to_dict()[attributes[name]]
+      return jax.tree.map(lambda x: x[None], value)
+    return super().__getattr__(name)
+
+
+def _nest(tree: Any) -> Any:
+  """Gives dicts inside dicts attribute access."""
+  if type(tree) is not dict:
+    return tree
+  return protocol.ExperimentState({key: _nest(x) for key, x in tree.items()})
+
+
+def nest_of(
+  entries: Mapping[str, Any], attributes: Mapping[str, str]
+) -> protocol.ExperimentState:
+  """Returns the `pickle_nest` of entries that nothing else changes.
+
+  Args:
+    entries: of the experiment state, with a snapshot of the experiment.
+    attributes: the experiment's CHECKPOINT_ATTRS.
+  """
+  nest = _nest(dict(entries))
+  if 'experiment_module' in nest:
+    module = _ModuleState(entries['experiment_module'], attributes)
+    nest['experiment_module'] = module
+  return nest
+
+
+def publish(ckpt_series: str, snapshot: Published, keep: int = 1) -> None:
+  """Makes a snapshot the newest of a series; keeps that many."""
+  series = add_series(ckpt_series)
+  history = [*series.history, snapshot][-keep:]
+  GLOBAL_CHECKPOINT_DICT[ckpt_series] = series._replace(history=history)
+
+
+def add_series(ckpt_series: str) -> CheckpointNT:
+  """Returns a series of the dictionary; adds it where it is not there."""
+  # In one step: training and evaluation threads may both be the first.
+  new = CheckpointNT(threading.local(), [])
+  return GLOBAL_CHECKPOINT_DICT.setdefault(ckpt_series, new)
+
+
+def seed(ckpt_series: str) -> SnapshotNT | None:
+  """Returns the snapshot that the program put in to start from, or None."""
+  found = newest(ckpt_series)
+  return None if isinstance(found, Published) else found
+
+
+def forget_published() -> None:
+  """Removes the newest published snapshot of each series and those before it.
+
+  Snapshots that the program has put in since then stay.
+  """
+  checkpoints = GLOBAL_CHECKPOINT_DICT
+  for name, series in list(checkpoints.items()):
+    newest_first = reversed(series.history)
+    newer = itertools.takewhile(
+      lambda snapshot: not isinstance(snapshot, Published), newest_first
+    )
+    checkpoints[name] = series._replace(history=[*newer][::-1])
+
+
+def step_of(snapshot: SnapshotNT | Published) -> int:
+  """Returns the step of a snapshot; -1 if it does not say."""
+  step = snapshot.pickle_nest.get('global_step', -1)
+  return int(np.ravel(step)[0])  # JAXline's first versions have one per device.
+
+
+def entries_of(
+  snapshot: SnapshotNT | Published, ckpt_series: str, keys: Iterable[str]
+) -> dict[str, Any]:
+  """Returns a copy of a snapshot's entries, as plain dicts.
+
+  Args:
+    snapshot: its `pickle_nest` is our own, a ConfigDict, or a dict whose
+      `experiment_module` may be an experiment.
+    ckpt_series: the series.
+    keys: the entries that it must have, but for `train_step_rng`.
+
+  Raises:
+    ValueError: it lacks one.
+  """
+  nest = snapshot.pickle_nest
+  entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
+  if 'global_step' in entries:
+    entries['global_step'] = step_of(snapshot)
+  module: Any = entries.get('experiment_module')
+  if hasattr(module, 'snapshot_state'):
+    entries['experiment_module'] = module.snapshot_state()
+  missing = sorted(set(keys) - set(entries) - {protocol.OPTIONAL})
+  if missing == ['train_step_rng']:
+    # JAXline's programs make such snapshots.
+    logging.warning(
+      'Checkpoint %s of series %s has no train_step_rng: the keys of the'
+      ' steps begin anew.', snapshot.id, ckpt_series,
+    )  # fmt: skip
+  elif missing:
+    raise ValueError(
+      f'Checkpoint {snapshot.id} of series {ckpt_series!r} lacks'
+      f' {missing}; it holds {sorted(entries)}.'
+    )
+  # A copy, so that nothing done to the live state reaches the snapshot.
+  return jax.tree.map(devices.freeze, entries)
+
+
+def newest(ckpt_series: str) -> SnapshotNT | Published | None:
+  """Returns the newest snapshot of a series, or None."""
+  history = history_of(ckpt_series)
+  return history[-1] if history else None
+
+
+def history_of(ckpt_series: str) -> list[SnapshotNT | Published]:
+  """Returns the snapshots of a series, oldest first."""
+  series = GLOBAL_CHECKPOINT_DICT.get(ckpt_series)
+  return list(series.history) if series else []

@@ -1,0 +1,111 @@
+"""What is done after each step of training, in which order, and why."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from ml_collections import config_dict
+
+from jaxline import distributed
+from jaxline import experiment as experiment_lib
+from jaxline.metrics import console as console_lib
+from jaxline.metrics import fingerprints
+from jaxline.metrics import periodic
+from jaxline.metrics import rates
+from jaxline.metrics import writers
+from jaxline.supervision import budget as budget_lib
+from jaxline.supervision import nonfinite
+from jaxline.supervision import profiling
+
+
+def make_hooks(
+  config: config_dict.ConfigDict,
+  experiment: experiment_lib.FullExperiment,
+  guard: nonfinite.Guard,
+  budget: budget_lib.Budget,
+  given: Sequence[periodic.Action],
+  console: console_lib.Console,
+  log: writers.MetricWriter,
+  agreement: distributed.Agreement,
+  save: Callable[[], None],
+  *,
+  is_logged: bool,
+) -> list[periodic.Action]:
+  """Returns what is done after each step, as `hook(time, step, scalars)`.
+
+  `train_and_eval` adds the evaluation behind them, and the last hook of all
+  ends the run if a signal, an error or a note asks for it.
+
+  Args:
+    config: the run's.
+    experiment: in training.
+    guard: judges whether losses and gradients are finite.
+    budget: ends the run after `config.max_seconds`.
+    given: what the program gave.
+    console: shows the newest scalars.
+    log: gets the scalars.
+    agreement: of the processes, on what they do at intervals of seconds.
+    save: saves `latest`.
+    is_logged: whether the program wants scalars to be written.
+  """
+  add_rates = rates.Rates(experiment)
+
+  def finish(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    return add_rates(guard.without_flag(scalars))
+
+  growth = config.periodic_action_growth_ratios
+  # First: nothing is done with a step that is not finite.
+  hooks: list[periodic.Action] = [guard]
+  # These two measure steps: later hooks take time of their own.
+  if config.max_seconds is not None:
+    hooks.append(budget)
+  if config.profile_steps:
+    hooks.append(profiling.Profiler(config, console.say))
+  hooks += [*given, console_lib.Hook(console, config, log, finish)]
+  if is_logged and (jax.process_index() == 0 or config.log_all_hosts):
+    hooks.append(
+      periodic.Every(
+        lambda step, scalars: log.put('scalars', step, scalars, finish),
+        config.logging_interval_type or config.interval_type,
+        config.log_train_data_interval,
+        logging_growth_ratios=growth,
+        end_step_to_action=config.training_steps,
+        log_all_data=config.log_all_train_data,
+      )
+    )
+  # Another process may have the file, and all compute it together.
+  is_kept = log.takes('fingerprints') or jax.process_count() > 1
+  if config.fingerprint and is_kept:
+    hooks.append(fingerprints.Hook(log, experiment))
+  # After the logs: the checkpoint waits for what was logged before it.
+  if (config.save_checkpoint_interval or 0) > 0:
+    hooks.append(
+      Together(
+        agreement,
+        'save',
+        lambda *unused: save(),
+        config.checkpoint_interval_type or config.interval_type,
+        config.save_checkpoint_interval,
+        logging_growth_ratios=growth,
+      )
+    )
+  return hooks
+
+
+class Together(periodic.Every):
+  """Is due at the same step in all processes, by the clock of process 0."""
+
+  def __init__(
+    self, agreement: distributed.Agreement, name: str, *args: Any, **kwargs: Any
+  ):
+    super().__init__(*args, **kwargs)
+    self._agreement, self._name = agreement, name
+
+  def _is_due(self, t: float, step: int) -> bool:
+    is_due = super()._is_due(t, step)
+    # Intervals of steps, and of 0 seconds (each step), are the same in all
+    # processes. Only clocks differ.
+    if self._by_steps or self._seconds < 0:
+      return is_due
+    agreed = self._agreement.is_due(self._name, step, is_due)
+    return agreed or step == self._end_step
