@@ -88,7 +88,8 @@ class Evaluation:
     console: console_lib.Console,
     name: str,
     *,
-    keeps_best: bool = True,
+    starts_as_run: bool,
+    keeps_best: bool,
     until: float = math.inf,
   ):
     """Reads what is noted, and restores the best value so far.
@@ -100,6 +101,8 @@ class Evaluation:
       log: gets the scalars, and is passed to `evaluate`.
       console: shows them.
       name: the log's, for the terminal.
+      starts_as_run: whether the experiment has the initial weights of training:
+        true in the sharded style, false in JAXline's.
       keeps_best: whether this process saves the series `best`, if the config
         names a metric.
       until: steps after it count as not evaluated.
@@ -107,6 +110,7 @@ class Evaluation:
     self.experiment, self._config = experiment, config
     self._checkpointer, self._directory = checkpointer, checkpointer.directory
     self._log, self._console, self._name = log, console, name
+    self._starts_as_run = starts_as_run
     self.noted = [x for x in self._directory.evaluated() if x.step <= until]
     self.done = {x.step for x in self.noted}
     self.last = max(self.done, default=None)
@@ -152,7 +156,6 @@ class Evaluation:
     state: Any,
     is_over: Callable[[], bool],
     check: Callable[[int], None],
-    starts_as_run: bool,
   ) -> None:
     """Evaluates each new checkpoint, until training makes no further one.
 
@@ -161,14 +164,12 @@ class Evaluation:
       is_over: returns whether training has ended.
       check: called before each look with the step that was evaluated last, 0 if
         there is none; raises an error if a signal ends the run.
-      starts_as_run: whether the experiment has the initial weights of training:
-        true in the sharded style, false in JAXline's.
     """
     config, checkpointer = self._config, self._checkpointer
     # Training saves its initial weights with `restore_from`, or if asked to.
     # Wait for this checkpoint, unless the weights here are the same.
     is_saved = config.restore_from or (
-      config.save_initial_train_checkpoint and not starts_as_run
+      config.save_initial_train_checkpoint and not self._starts_as_run
     )
     initial_is_due = (
       config.eval_initial_weights and 0 not in self.done and not is_saved
@@ -185,7 +186,7 @@ class Evaluation:
         initial_is_due and not checkpointer.can_be_restored('latest')
       ):
         initial_is_due = False
-        self(state, is_restored or starts_as_run)
+        self(state, is_restored or self._starts_as_run)
         self.wait()
         # As in JAXline: nothing after the last step is looked at.
         is_last = not self._directory.keeps and self.is_of_last_step()

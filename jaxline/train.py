@@ -64,11 +64,11 @@ class Run:
     eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
     eval_mode: the mode of the experiment that is evaluated.
-    eval_checkpointer: for the evaluation in `compat.threads`.
+    eval_checkpointer: for the evaluation in a thread of its own.
     console: what the terminal shows; None logs a line at an interval.
     watch: told by a signal to end the run, which then saves and leaves.
-    trained: of the evaluation thread in `compat.threads`: set once the training
-      thread has made its last checkpoint. None in all other modes.
+    trained: of that evaluation: set once the training thread has made its last
+      checkpoint. None in all other modes.
     log: `writer` with all methods, for the loops and for experiments.
     eval_log: the same of `eval_writer`.
     stop: what ended the run before its last step; None if nothing did.
@@ -199,22 +199,10 @@ class Run:
   def train_and_eval_in_threads(
     self, train: Callable[['Run'], Any], evaluate: Callable[['Run'], Any]
   ) -> None:
-    """Trains, and evaluates the checkpoints in a second thread meanwhile.
+    """Trains a `Run`, and evaluates another in a second thread meanwhile.
 
-    Args:
-      train: trains a `Run`.
-      evaluate: evaluates the checkpoints of a `Run`.
-
-    Raises:
-      ValueError: there is no `eval_checkpointer`, which reads what the
-        checkpointer of the training writes. One in memory serves both.
+    The `eval_checkpointer` reads what the checkpointer of the training writes.
     """
-    if self.eval_checkpointer is None and self.checkpointer.directory.keeps:
-      raise ValueError(
-        'eval_checkpointer is None, but the evaluation beside the training'
-        ' needs a checkpointer of its own that reads what'
-        f' {type(self.checkpointer).__name__} writes.'
-      )
     # Now: the evaluation looks for checkpoints at once.
     checkpoints.begin_training(self.checkpointer, self.experiment_class)
     trained = threading.Event()
@@ -227,9 +215,8 @@ class Run:
 
     def train_with(action: Callable[..., None]) -> None:
       actions = [*self.periodic_actions, action]
-      train(
-        dataclasses.replace(self, eval_writer=None, periodic_actions=actions)
-      )
+      run = dataclasses.replace(self, periodic_actions=actions)
+      train(dataclasses.replace(run, eval_writer=None))
 
     threads.run_both(train_with, lambda: evaluate(evaluation), trained)
 
@@ -257,9 +244,7 @@ class Run:
       if steps is None:
         lengths = evaluator.noted[-1].lengths if evaluator.noted else {}
         self.resume_log(self.eval_log, evaluator.last, lengths)
-        _, run_rng = prng.run_keys(config)
-        starts_as_run = np.array_equal(self._eval_init_rng(), run_rng)
-        evaluator.follow(state, training_is_over, self.check, starts_as_run)
+        evaluator.follow(state, training_is_over, self.check)
       elif not steps:
         evaluator(state, is_of_run=False)
       for step in steps or ():
@@ -270,27 +255,21 @@ class Run:
       # A training in another process reads this note at a save, and stops.
       self.mark_ended(state.global_step)
 
-  def _eval_init_rng(self) -> jax.Array:
-    declared = experiments.declared(self.experiment_class)
-    return declared.eval_init_rng(self.config)
-
   def make_evaluation(self, until: float = math.inf) -> evaluation.Evaluation:
     """Constructs the experiment that is evaluated."""
+    made, config = self.experiment_class, self.config
+    rng = experiments.declared(made).eval_init_rng(config)
     with debug.log_activity('experiment init', category='start'):
-      experiment = experiments.construct(
-        self.experiment_class,
-        self.eval_mode,
-        self._eval_init_rng(),
-        self.config,
-      )
+      experiment = experiments.construct(made, self.eval_mode, rng, config)
     return evaluation.Evaluation(
       experiment,
-      self.config,
+      config,
       self.checkpointer,
       self.eval_log,
       self.console,
       self.eval_mode if self.trained is None else 'eval',
-      keeps_best=self.saves_here(self.config.best_checkpoint_all_hosts),
+      starts_as_run=np.array_equal(rng, prng.run_keys(config)[1]),
+      keeps_best=self.saves_here(config.best_checkpoint_all_hosts),
       until=until,
     )
 
@@ -309,13 +288,7 @@ class Run:
     last: int | None,
     lengths: Mapping[str, int],
   ) -> None:
-    """Removes records of steps that run again; logs the config of a new run.
-
-    Args:
-      log: of training or of evaluation.
-      last: the last step that does not run again; None if all steps do.
-      lengths: path -> the length to which each file is cut.
-    """
+    """Does `RunDirectory.resume_log`; logs the config of a new run."""
     if self.checkpointer.directory.resume_log(log, last, lengths):
       recorded = base_config.recorded(self.config)
       text = json.dumps(recorded, indent=2, sort_keys=True)
