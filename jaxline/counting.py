@@ -156,7 +156,6 @@ def splash_share(rows: int, columns: int) -> float:
 
 
 def count_meetings(
-  *,
   size: int,
   kernel: int,
   out: int,
@@ -171,15 +170,10 @@ def count_meetings(
   k * kernel_dilation; that is an element of the input, not padding nor a hole
   of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
   """
-  at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
-  first = np.maximum(-(at // stride), 0)
-  last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
-  common = math.gcd(stride, dilation)
-  every = dilation // common
-  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
-  rest = -at // common * pow(stride // common, -1, every) % every
-  solutions = (last - rest) // every - (first - 1 - rest) // every
-  return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
+  o, k = np.ogrid[:out, :kernel]
+  x = o * stride - low + k * kernel_dilation
+  is_inside = (x >= 0) & (x <= (size - 1) * dilation)
+  return int((is_inside & (x % dilation == 0)).sum())
 
 
 # The primitives that multiply. Each function takes the shapes of the operands,
@@ -207,13 +201,13 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
   out_features, in_features = (rhs[d] for d in numbers.rhs_spec[:2])
   met = math.prod(
     count_meetings(
-      size=lhs[numbers.lhs_spec[n + 2]],
-      kernel=rhs[numbers.rhs_spec[n + 2]],
-      out=out[numbers.out_spec[n + 2]],
-      stride=params['window_strides'][n],
-      low=params['padding'][n][0],
-      dilation=params['lhs_dilation'][n],
-      kernel_dilation=params['rhs_dilation'][n],
+      lhs[numbers.lhs_spec[n + 2]],
+      rhs[numbers.rhs_spec[n + 2]],
+      out[numbers.out_spec[n + 2]],
+      params['window_strides'][n],
+      params['padding'][n][0],
+      params['lhs_dilation'][n],
+      params['rhs_dilation'][n],
     )
     for n in range(len(lhs) - 2)
   )

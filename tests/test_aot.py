@@ -212,8 +212,8 @@ def test_what_a_gpu_has_for_programs(monkeypatch, stats, expected):
   )
   monkeypatch.setattr(jax, 'devices', lambda: [gpu])
   monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
-  _, target = ahead._target(make_config(), [])
-  assert target.hbm_bytes == expected
+  _, chip = ahead._target(make_config(), [])
+  assert chip.hbm_bytes == expected
 
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):

@@ -87,10 +87,7 @@ def make_report(**changes):
     'state_bytes': 480,
     'batch_bytes': 20,
     'bubble_fraction': 0.25,
-    'programs': (
-      train,
-      report.Program(name='eval step', model_flops=1000.0),
-    ),
+    'programs': (train,),
     'notes': ('A note.',),
     'versions': {'jax': '0.10.2'},
   }

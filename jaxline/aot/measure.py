@@ -17,7 +17,7 @@ TPU compilers change the plain operations:
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -29,18 +29,10 @@ from jaxline import counting
 from jaxline.aot import groups
 from jaxline.aot import hlo
 
-# Bytes that one device sends by the algorithm that sends the fewest, relative
-# to the larger of operand and result, in a group of n (Patarasuk and Yuan
-# 2009).
-_WIRE: dict[str, Callable[[int], float]] = {
-  'all-gather': lambda n: (n - 1) / n,
-  'all-reduce': lambda n: 2 * (n - 1) / n,
-  'all-to-all': lambda n: (n - 1) / n,
-  'collective-broadcast': lambda n: 1.0,
-  'collective-permute': lambda n: 1.0,
-  'ragged-all-to-all': lambda n: (n - 1) / n,
-  'reduce-scatter': lambda n: (n - 1) / n,
-}
+_COLLECTIVES = {
+  'all-gather', 'all-reduce', 'all-to-all', 'collective-broadcast',
+  'collective-permute', 'ragged-all-to-all', 'reduce-scatter',
+}  # fmt: skip
 # Instructions that move nothing: some pass values on, others contain programs
 # that are measured themselves.
 _FREE = {
@@ -61,25 +53,18 @@ _KERNELS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Traffic:
-  """All collectives of one kind over the same mesh axes, in one execution.
+  """All collectives of one kind over the same mesh axes, in one execution."""
 
-  Attributes:
-    kind: the HLO name, such as 'all-gather'.
-    axes: the mesh axes along which the groups of devices reach.
-    count: how many.
-    bytes: the larger of operand and result, per device, of all together.
-    wire_bytes: what a device must send, by the algorithm that sends the fewest.
-    dcn_bytes: the part of them that must leave the device's slice.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
+  kind: str  # The HLO name, such as 'all-gather'.
+  axes: tuple[str, ...]  # Along which the groups of devices reach.
   count: int
+  # The larger of operand and result, per device, of all together.
   bytes: float
+  # What a device must send, by the algorithm that sends the fewest.
   wire_bytes: float
-  dcn_bytes: float
+  dcn_bytes: float  # The part of them that must leave the device's slice.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,18 +119,10 @@ def measure(
     if collective := _collective(i, places):
       key, amounts = collective
       sums[key] += times * np.array(amounts)
-  traffic = [
-    Traffic(
-      kind=kind,
-      axes=axes,
-      count=int(count),
-      bytes=size,
-      wire_bytes=wire,
-      dcn_bytes=dcn,
-    )
-    for (kind, axes), amounts in sums.items()
-    for count, size, wire, dcn in [amounts.tolist()]
-  ]
+  traffic = []
+  for key, amounts in sums.items():
+    count, *sizes = amounts.tolist()
+    traffic.append(Traffic(*key, int(count), *sizes))
   return Measures(
     flops=flops,
     hbm_bytes=hbm_bytes,
@@ -169,11 +146,8 @@ def _executed(
       (condition,) = i.called('condition')
       yield from _executed(condition, times * (rounds + (i.rounds is not None)))
     elif i.opcode == 'conditional':
-      branches = i.called('branch_computations') or [
-        *i.called('true_computation'),
-        *i.called('false_computation'),
-      ]
-      called = [max(branches, key=_work)]
+      names = 'branch_computations', 'true_computation', 'false_computation'
+      called = [max((c for n in names for c in i.called(n)), key=_work)]
     elif i.fused:
       called = [i.fused]
     elif i.opcode in ('async-start', 'call', 'call-start'):
@@ -258,25 +232,22 @@ def _product_flops(i: hlo.Instruction, contracted: Sequence[int]) -> float:
   return 2.0 * math.prod((*result, *sizes))
 
 
-def _convolution_flops(
-  i: hlo.Instruction,
-  lhs: hlo.Instruction,
-  rhs: hlo.Instruction,
-  out: hlo.Instruction,
-) -> float:
-  """FLOPs of `out` = convolution of `lhs` with the kernel `rhs`."""
+def _convolution_flops(i: hlo.Instruction, *arrays: hlo.Instruction) -> float:
+  """`arrays` are the image, the kernel and the result."""
   labels = re.split('_|->', i.attribute('dim_labels'))
   image, kernel, result = (
     dict(zip(label, array.shapes[0].dims, strict=True))
-    for label, array in zip(labels, (lhs, rhs, out), strict=True)
+    for label, array in zip(labels, arrays, strict=True)
   )
-  items = (item.partition('=') for item in i.attribute('window')[1:-1].split())
-  window = {key: values.split('x') for key, _, values in items}
+  items = (item.split('=') for item in i.attribute('window')[1:-1].split())
+  # Of each dimension, and the padding that is below it.
+  window = {
+    key: [int(n.split('_')[0]) for n in numbers.split('x')]
+    for key, numbers in items
+  }
   met = 1
   for d in filter(str.isdigit, image):
-    at = lambda key, default, n=int(d): int(
-      window[key][n].split('_')[0] if key in window else default
-    )
+    at = lambda key, default, n=int(d): window.get(key, {n: default})[n]
     met *= counting.count_meetings(
       size=image[d],
       kernel=kernel[d],
@@ -370,7 +341,7 @@ def _written(value: hlo.Instruction) -> int:
 def _continues_chain(i: hlo.Instruction) -> bool:
   """Whether this is a later piece of a collective that started elsewhere."""
   return (
-    i.kind in _WIRE
+    i.kind in _COLLECTIVES
     and 'chain_id=' in i.attributes
     and not any(user.target == 'AsyncCollectiveStart' for user in i.users)
   )
@@ -383,7 +354,7 @@ def _collective(
   kind = i.kind
   if i.opcode == 'send':
     kind, size = _sent(i)
-  elif kind in _WIRE and not _continues_chain(i):
+  elif kind in _COLLECTIVES and not _continues_chain(i):
     size = max(sum(operand.bytes for operand in i.operands), i.result_bytes)
     if kind == 'all-reduce' and i.computation.fusion:
       inside = {other.opcode for other in i.computation.instructions.values()}
@@ -395,26 +366,28 @@ def _collective(
   n = max(map(len, found), default=1)
   if n < 2:
     return None
-  wire = size * _WIRE.get(kind, lambda n: 1.0)(n)
-  dcn = wire * _dcn_part(kind, n, places.num_slices(found))
-  return (kind, places.axes(found)), [1, size, wire, dcn]
+  sent, to_slices = _sent_parts(kind, n, places.num_slices(found))
+  wire = size * sent
+  return (kind, places.axes(found)), [1, size, wire, wire * to_slices]
 
 
-def _dcn_part(kind: str, n: int, slices: int) -> float:
-  """Returns the fraction of the sent bytes that must go to other slices.
+def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
+  """Returns what one of n devices in some slices sends, at the least.
 
-  With n devices in s slices, reductions and gathers work within slices first,
-  then between them: (s - 1) / (n - 1). In an all-to-all, it is the part for
-  chips of other slices. In a permute, it is everything, since all chips wait
-  for one that sends to another slice.
+  Returns:
+    The bytes, relative to the larger of operand and result, of the algorithm
+    that sends the fewest (Patarasuk and Yuan 2009); and the part of them that
+    must go to other slices. Reductions and gathers work within slices first,
+    then between them: (slices - 1) / (n - 1). In an all-to-all, it is the part
+    for chips of other slices. In a permute, it is everything, since all chips
+    wait for one that sends to another slice.
   """
-  if slices < 2:
-    return 0.0
-  if kind == 'all-to-all':
-    return (n - n // slices) / (n - 1)
   if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
-    return (slices - 1) / (n - 1)
-  return 1.0
+    copies = 2 if kind == 'all-reduce' else 1
+    return copies * (n - 1) / n, (slices - 1) / (n - 1)
+  if kind in ('all-to-all', 'ragged-all-to-all'):
+    return (n - 1) / n, (n - n // slices) / (n - 1)
+  return 1.0, float(slices > 1)
 
 
 def _sent(i: hlo.Instruction) -> tuple[str, int]:
