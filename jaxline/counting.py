@@ -6,6 +6,7 @@ has neither the order of execution nor the placement of most values.
 """
 
 from collections.abc import Callable, Iterator
+import functools
 import math
 import re
 from typing import Any
@@ -51,28 +52,6 @@ def partly_idle(num_used: int) -> Any:
   return jax.named_scope(f'{num_used}_rounds_used')
 
 
-def bubble_fraction(jaxpr: Any) -> float:
-  """Returns the part of a pipeline's rounds that is idle; 0 without one."""
-  for equation in jaxpr.eqns:
-    if equation.primitive.name == 'scan':
-      length = equation.params['length']
-      if idle := length - _used_rounds(equation):
-        return idle / length
-    inner = map(bubble_fraction, _jaxprs(equation.params))
-    if fraction := max(inner, default=0.0):
-      return fraction
-  return 0.0
-
-
-def _used_rounds(scan: Any) -> int:
-  """Returns how many rounds of a `scan` are work of the model."""
-  # Equations inside of the scan do not have its scope.
-  for entry in scan.source_info.name_stack.stack:
-    if found := _SCOPE.fullmatch(entry.name):
-      return int(found[1])
-  return scan.params['length']
-
-
 # What is counted: all of a program; or the products of its forward pass, which
 # JAX names 'jvp' and not 'transpose', from outside or inside of it.
 _ALL, _OUTSIDE, _INSIDE = range(3)
@@ -99,42 +78,34 @@ def _equation_flops(equation: Any, counted: int) -> float:
   inner = [_jaxpr_flops(jaxpr, counted) for jaxpr in _jaxprs(params)]
   if name == 'cond':
     return max(inner)
-  if name == 'while':
-    if sum(inner):
-      logging.warning(
-        'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
-      )
-    return sum(inner)
-  return _repeats(equation) * _share(equation) * sum(inner)
+  if name == 'while' and sum(inner):
+    logging.warning(
+      'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
+    )
+  return _repeats(equation) * sum(inner)
 
 
-def _repeats(equation: Any) -> int:
+def _repeats(equation: Any) -> float:
   """Returns how often the jaxpr of an equation runs."""
   name, params = equation.primitive.name, equation.params
+  scopes = equation.source_info.name_stack
   if name == 'scan':
-    return _used_rounds(equation)
+    # Equations inside of the scan do not have its scope.
+    found = [_SCOPE.fullmatch(entry.name) for entry in scopes.stack]
+    used = [int(match[1]) for match in found if match]
+    return used[0] if used else params['length']
   if name == 'shard_map':
     mesh = params['mesh']
     return math.prod(mesh.shape[a] for a in params['newly_manual_axes'])
   if name == 'pallas_call':
     grid = params['grid_mapping'].grid
-    if not all(isinstance(size, int) for size in grid):
-      logging.warning(
-        'A Pallas kernel with the dynamic grid %s was counted once.', grid
-      )
-      return 1
-    return math.prod(grid)
+    # A size that is not known counts once.
+    rounds = math.prod(size for size in grid if isinstance(size, int))
+    first = equation.invars[0].aval  # The blocks of the mask, if there is one.
+    if 'splash_m' in str(scopes) and np.issubdtype(first.dtype, np.integer):
+      return rounds * splash_share(*first.shape[-2:])
+    return rounds
   return 1
-
-
-def _share(equation: Any) -> float:
-  """Returns the part of the rounds of an equation in which it does anything."""
-  is_kernel = equation.primitive.name == 'pallas_call'
-  if not is_kernel or 'splash_m' not in str(equation.source_info.name_stack):
-    return 1.0
-  first = equation.invars[0].aval  # The blocks of the mask, if there is one.
-  is_mask = jax.numpy.issubdtype(first.dtype, jax.numpy.integer)
-  return splash_share(*first.shape[-2:]) if is_mask else 1.0
 
 
 def _jaxprs(params: Any) -> Iterator[Any]:
@@ -215,31 +186,23 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
 
 
 def _attention(
-  of_queries: int, of_values: int
-) -> Callable[[Any, Any, Any], int]:
+  shapes: Any, out: Any, params: Any, of_queries: int = 1, of_values: int = 1
+) -> int:
   """Counts products of the weights with queries or keys, and with values."""
-
-  def count(shapes: Any, out: Any, params: Any) -> int:
-    del out
-    query, key, value = shapes[:3]
-    length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
-    weights = math.prod(query[:-1]) * key[length]
-    return 2 * weights * (of_queries * query[-1] + of_values * value[-1])
-
-  return count
-
-
-def _scaled_matmul(shapes: Any, out: Any, params: Any) -> int:
-  del params
-  return 2 * math.prod(out) * shapes[0][-1]
+  del out
+  query, key, value = shapes[:3]
+  length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
+  weights = math.prod(query[:-1]) * key[length]
+  return 2 * weights * (of_queries * query[-1] + of_values * value[-1])
 
 
 _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   'conv_general_dilated': _convolution,
   'dot_general': _dot,
   # Backward: the weights again, and a gradient of either factor of both.
-  'dot_product_attention_bwd': _attention(3, 2),
-  'dot_product_attention_fwd': _attention(1, 1),
+  'dot_product_attention_bwd': functools.partial(
+    _attention, of_queries=3, of_values=2
+  ),
+  'dot_product_attention_fwd': _attention,
   'ragged_dot_general': _ragged_dot,
-  'scaled_matmul': _scaled_matmul,
 }

@@ -86,7 +86,6 @@ def make_report(**changes):
     'parameters': 1_104_619_904,
     'state_bytes': 480,
     'batch_bytes': 20,
-    'bubble_fraction': 0.25,
     'programs': (train,),
     'notes': ('A note.',),
     'versions': {'jax': '0.10.2'},
@@ -128,7 +127,6 @@ def test_the_text_says_it_all():
     '1,104,619,904',
     '480 B of 1000 B (48%)',
     '800 B of 1000 B: fits, 200 B to spare',
-    '25.0% of each stage',
     # 8 x 1000 compiled FLOPs for 4000 of the model.
     '8.00 k (2.00 x); 1.00 k per chip',
     '3 over data: 80 B',

@@ -118,7 +118,6 @@ def make_report(
     parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
     state_bytes=_bytes(state),
     batch_bytes=_bytes(batch),
-    bubble_fraction=counting.bubble_fraction(steps[0][1].jaxpr),
     programs=programs,
     notes=notes,
     versions={name: importlib.metadata.version(name) for name in packages},

@@ -30,39 +30,25 @@ _HOST_MEMORY = 5  # S(5) of a layout, on every platform.
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """An array: its type, dimensions, bytes, and how many of them are in HBM."""
-
   dtype: str
   dims: tuple[int, ...]
   bytes: int
-  hbm_bytes: int
+  hbm_bytes: int  # How many of them are in HBM.
 
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-  """One line of a computation.
+  """One line of a computation."""
 
-  Attributes:
-    name: unique in its computation.
-    opcode: such as 'dot'.
-    arguments: the text in parentheses.
-    attributes: the text after it.
-    shapes: of the result; a tuple's are flattened.
-    operands: the instructions that `arguments` names.
-    computation: the computation that contains it.
-    users: the instructions that have this one as an operand.
-    fused: the computation inside a fusion.
-  """
-
-  name: str
+  name: str  # Unique in its computation.
   opcode: str
-  arguments: str
-  attributes: str
-  shapes: tuple[_Shape, ...]
-  operands: tuple['Instruction', ...]
+  arguments: str  # The text in parentheses.
+  attributes: str  # The text after it.
+  shapes: tuple[_Shape, ...]  # Of the result; a tuple's are flattened.
+  operands: tuple['Instruction', ...]  # What `arguments` names.
   computation: 'Computation'
   users: list['Instruction'] = dataclasses.field(default_factory=list)
-  fused: 'Computation | None' = None
+  fused: 'Computation | None' = None  # What is inside of a fusion.
 
   @property
   def bytes(self) -> int:
@@ -139,19 +125,12 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Computation:
-  """A function of the module.
+  """A function of the module."""
 
-  Attributes:
-    others: all computations of the module, by name.
-    instructions: by name.
-    root: the instruction that is the result.
-    fusion: the instruction that this is inside of; None outside of fusions. No
-      other instruction calls it.
-  """
-
-  others: dict[str, 'Computation']
+  others: dict[str, 'Computation']  # All of the module.
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
-  root: Any = None
+  root: Any = None  # The instruction that is the result.
+  # What it is inside of, which alone calls it; None outside of fusions.
   fusion: Instruction | None = None
 
   @functools.cached_property
@@ -232,12 +211,19 @@ def numbers(text: str) -> list[int]:
 
 # The counters of loops.
 
-# Opcodes that do not change an integer, and those that compute one.
-_PASSING = {'bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'}
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-  'add': operator.add,
-  'multiply': operator.mul,
-  'subtract': operator.sub,
+# Opcode -> the value for those of the operands.
+_VALUES: dict[str, Callable[..., Any]] = {
+  **dict.fromkeys(
+    ('bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'),
+    lambda i, value: value,
+  ),
+  'add': lambda i, a, b: a + b,
+  'compare': lambda i, a, b: getattr(
+    operator, i.attribute('direction').lower()
+  )(a, b),
+  'get-tuple-element': lambda i, values: values[int(i.attribute('index'))],
+  'multiply': lambda i, a, b: a * b,
+  'subtract': lambda i, a, b: a - b,
 }
 _MAX_ROUNDS = 1 << 16
 
@@ -256,14 +242,6 @@ def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
     return values
   if i.opcode == 'fusion':
     return i.fused and _value(i.fused.root, dict(enumerate(values)))
-  if None in values:
+  if None in values or i.opcode not in _VALUES:
     return None
-  if i.opcode == 'get-tuple-element':
-    return values[0][int(i.attribute('index'))]
-  if i.opcode in _PASSING:
-    return values[0]
-  if i.opcode in _ARITHMETIC:
-    return _ARITHMETIC[i.opcode](*values)
-  if i.opcode == 'compare':
-    return getattr(operator, i.attribute('direction').lower())(*values)
-  return None
+  return _VALUES[i.opcode](i, *values)

@@ -105,7 +105,7 @@ def measure(
     slices: the slice of each device of the flattened mesh. Within a slice is
       ICI or NVLink, between slices is DCN.
   """
-  places = groups.Places(module.num_devices, axis_sizes, slices)
+  places = module.num_devices, axis_sizes, slices
   flops = hbm_bytes = 0.0
   sums: dict[tuple[str, tuple[str, ...]], Any] = collections.defaultdict(int)
   loops, kernels = set(), set()
@@ -116,7 +116,7 @@ def measure(
       kernels.add(i.title)
     flops += times * (products or 0.0)
     hbm_bytes += times * _hbm_bytes(i)
-    if collective := _collective(i, places):
+    if collective := _collective(i, *places):
       key, amounts = collective
       sums[key] += times * np.array(amounts)
   traffic = []
@@ -348,7 +348,7 @@ def _continues_chain(i: hlo.Instruction) -> bool:
 
 
 def _collective(
-  i: hlo.Instruction, places: groups.Places
+  i: hlo.Instruction, *places: Any
 ) -> tuple[tuple[str, tuple[str, ...]], list[float]] | None:
   """Returns key and numbers of the `Traffic` of a collective, if it is one."""
   kind = i.kind
@@ -362,13 +362,14 @@ def _collective(
         kind = 'reduce-scatter'  # The fusion keeps this device's part.
   else:
     return None
-  found = places.groups(i) if kind else []
-  n = max(map(len, found), default=1)
+  if not kind:
+    return None
+  axes, n, num_slices = groups.reach(i, *places)
   if n < 2:
     return None
-  sent, to_slices = _sent_parts(kind, n, places.num_slices(found))
+  sent, to_slices = _sent_parts(kind, n, num_slices)
   wire = size * sent
-  return (kind, places.axes(found)), [1, size, wire, wire * to_slices]
+  return (kind, axes), [1, size, wire, wire * to_slices]
 
 
 def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:

@@ -111,7 +111,6 @@ class Report:
   parameters: int
   state_bytes: int
   batch_bytes: int
-  bubble_fraction: float  # Part of a step in which a pipeline's stage idles.
   programs: Sequence[Program]
   notes: Sequence[str]  # What is missing in this report, and why.
   versions: Mapping[str, str]
@@ -173,9 +172,6 @@ def _lines(report: Report) -> Iterator[str]:
   batch = _size(report.batch_bytes)
   text = f'{report.batch_rows} rows; {batch} per chip'
   yield from _row('global batch', text)
-  if report.bubble_fraction:
-    text = f'{report.bubble_fraction:.1%} of each stage'
-    yield from _row('pipeline bubble', text)
   text = _size(report.state_bytes)
   if target.chip:
     part = report.state_bytes / target.hbm_bytes
