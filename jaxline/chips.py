@@ -37,19 +37,11 @@ class Chip:
     return self.ici_links * self.ici_link_bandwidth
 
 
-def _chip(
-  name: str,
-  kinds: str,
-  flops: float,
-  memory: float,
-  bandwidth: float,
-  links: int = 0,
-  link: float = 0.0,
-  dcn: float = 0.0,
-) -> Chip:
+def _chip(name: str, kinds: str, *numbers: float) -> Chip:
   """Makes a chip of numbers in TFLOP/s, of GiB (TPU) or GB, and of GB/s."""
+  flops, memory, bandwidth, links, link, dcn = (*numbers, 0, 0, 0)[:6]
   memory *= 2.0**30 if kinds.startswith('TPU') else 1e9
-  rates = bandwidth * 1e9, links, link * 1e9, dcn * 1e9
+  rates = bandwidth * 1e9, int(links), link * 1e9, dcn * 1e9
   return Chip(name, tuple(kinds.split(', ')), flops * 1e12, memory, *rates)
 
 
@@ -115,12 +107,8 @@ def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
   Raises:
     TargetError: there is no such chip, or the rest of the name is no shape.
   """
-  # Of some chips only the peaks are known.
-  tpus = {
-    chip.name: chip
-    for chip in _CHIPS
-    if chip.ici_links and chip.device_kinds[0].startswith('TPU')
-  }
+  # Of other chips only the peaks are known.
+  tpus = {c.name: c for c in _CHIPS if c.ici_links and c.name.startswith('v')}
   kind, _, shape_text = name.partition(':')
   if kind not in tpus or not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', shape_text):
     raise TargetError(

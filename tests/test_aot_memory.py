@@ -68,7 +68,7 @@ def test_a_real_dump_of_this_machine(tmp_path):
 
   w = jax.ShapeDtypeStruct((256, 512), jnp.float32)
   x = jax.ShapeDtypeStruct((128, 256), jnp.float32)
-  options = memory.dump_options(str(tmp_path))
+  options = {'xla_dump_to': str(tmp_path), 'xla_dump_hlo_as_text': True}
   compiled = jax.jit(f).lower({'w': w}, x).compile(options)
   module, assignment = memory.dumped(tmp_path)
   total, found = memory.buffers(assignment, hlo.parse(module))

@@ -4,7 +4,7 @@ The experiment is built from shapes, over devices of a topology that hold no
 arrays.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import importlib.metadata
 import math
@@ -64,10 +64,7 @@ def make_report(
 ) -> report_lib.Report:
   """Compiles a run's steps and returns the report.
 
-  Args:
-    experiment_class: as for `train.train`.
-    config: the run's, with the target: `topology` and `num_slices`; without
-      them it is the devices of this process.
+  They are for `config.topology`, or else for the devices of this process.
 
   Raises:
     chips.TargetError: the config's target cannot be compiled for.
@@ -75,8 +72,10 @@ def make_report(
   notes: list[str] = []
   devices, chip = _target(config, notes)
   with mesh_lib.on_devices(devices):
-    rng = prng.run_keys(config)[1]
-    experiment = experiments.construct(experiment_class, 'train', rng, config)
+    _, init_rng = prng.run_keys(config)
+    experiment = experiments.construct(
+      experiment_class, 'train', init_rng, config
+    )
     if not isinstance(experiment, sharded.ShardedExperiment):
       raise chips.TargetError(
         f'{type(experiment).__name__} has no sharded step to compile; expected'
@@ -90,9 +89,23 @@ def make_report(
       num_devices=len(devices),
       chip=chip,
     )
-    state = experiment.abstract_state()
+    train_step: Any = experiment.compiled_train_step
+    eval_step: Any = experiment.compiled_eval_step
+    state, rng = experiment.abstract_state(), experiment.abstract_rng()
     batch = experiment.abstract_batch(is_training=True)
-    steps = list(_steps(experiment, state, batch, notes))
+    traced = train_step.trace(state, batch, rng)
+    steps = [('train step', traced, rates.model_flops(experiment, batch))]
+    try:
+      eval_batch = experiment.abstract_batch(is_training=False)
+    except NotImplementedError:
+      notes.append('There is no eval step: eval_input is not implemented.')
+    else:
+      weights = dataclasses.replace(state, opt_state=None)
+      place = jax.ShapeDtypeStruct(
+        [2], np.uint32, sharding=partitioner.replicated
+      )
+      traced = eval_step.trace(weights, eval_batch, rng, place)
+      steps.append(('eval step', traced, counting.flops(traced.jaxpr)))
     notes += [
       f'The sharding uses nothing of the mesh along {axis!r}: the'
       f' {partitioner.axis_sizes[axis]} devices there all do the same.'
@@ -147,31 +160,6 @@ def _target(
   return devices, known
 
 
-def _steps(
-  experiment: sharded.ShardedExperiment,
-  state: sharded.TrainState,
-  batch: sharded.Batch,
-  notes: list[str],
-) -> Iterator[tuple[str, Any, float]]:
-  """Yields name, trace and model FLOPs of the train step and the eval step."""
-  train_step: Any = experiment.compiled_train_step
-  eval_step: Any = experiment.compiled_eval_step
-  rng = experiment.abstract_rng()
-  flops = rates.model_flops(experiment, batch)
-  yield 'train step', train_step.trace(state, batch, rng), flops
-  try:
-    batch = experiment.abstract_batch(is_training=False)
-  except NotImplementedError:
-    notes.append('There is no eval step: eval_input is not implemented.')
-    return
-  place = jax.ShapeDtypeStruct(
-    [2], np.uint32, sharding=experiment.partitioner.replicated
-  )
-  state = dataclasses.replace(state, opt_state=None)
-  traced = eval_step.trace(state, batch, rng, place)
-  yield 'eval step', traced, counting.flops(traced.jaxpr)
-
-
 def _compile(
   name: str,
   traced: Any,
@@ -187,7 +175,9 @@ def _compile(
   start = time.monotonic()
   with tempfile.TemporaryDirectory(prefix='jaxline_xla_') as directory:
     try:
-      compiled = lowered.compile(memory.dump_options(directory))
+      compiled = lowered.compile(
+        {'xla_dump_to': directory, 'xla_dump_hlo_as_text': True}
+      )
     except jax.errors.JaxRuntimeError as e:
       if not memory.is_out_of_memory(e):
         raise
@@ -196,9 +186,8 @@ def _compile(
     secs = time.monotonic() - start
     text, assignment = memory.dumped(directory)
   module = hlo.parse(text)
-  measures = measure.measure(
-    module, partitioner.axis_sizes, partitioner.shape.slices
-  )
+  mesh = partitioner.axis_sizes, partitioner.shape.slices
+  measures = measure.measure(module, *mesh)
   peak, buffers = memory.buffers(assignment, module)
   temp: int | None = None
   fits: bool | None = False

@@ -69,27 +69,21 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures:
-  """What one device does in one execution of a program.
+  """What one device does in one execution of a program."""
 
-  Attributes:
-    flops: of matrix products and convolutions, without those with padding.
-      Kernels of cuBLAS, cuDNN and splash attention count by their shapes, other
-      Pallas kernels by their author's estimate.
-    hbm_bytes: read from and written to device memory by each instruction and
-      each fusion as a whole. A sliced operand counts as the slice, an in-place
-      update as the update, a value that is passed on not at all. Tile padding,
-      repeated reads by one kernel and what a collective moves in between are
-      left out; reads from a cache are included.
-    traffic: the collectives of more than one device, the largest first.
-    unknown_loops: title of each loop that counts once.
-    unknown_kernels: title of each kernel without known FLOPs.
-  """
-
+  # Of matrix products and convolutions, without those with padding. Kernels of
+  # cuBLAS, cuDNN and splash attention count by their shapes, other Pallas
+  # kernels by their author's estimate.
   flops: float
+  # Read from and written to device memory by each instruction and each fusion
+  # as a whole. A sliced operand counts as the slice, an in-place update as the
+  # update, a value that is passed on not at all. Tile padding, repeated reads
+  # by one kernel and what a collective moves in between are left out; reads
+  # from a cache are included.
   hbm_bytes: float
-  traffic: tuple[Traffic, ...]
-  unknown_loops: tuple[str, ...]
-  unknown_kernels: tuple[str, ...]
+  traffic: tuple[Traffic, ...]  # Of more than one device, the largest first.
+  unknown_loops: tuple[str, ...]  # The title of each that counts once.
+  unknown_kernels: tuple[str, ...]  # The title of each without known FLOPs.
 
 
 def measure(
@@ -141,10 +135,11 @@ def _executed(
     called: list[hlo.Computation] = []
     rounds = 1
     if i.opcode == 'while':
-      rounds = 1 if i.rounds is None else i.rounds
-      called = i.called('body')
-      (condition,) = i.called('condition')
-      yield from _executed(condition, times * (rounds + (i.rounds is not None)))
+      (condition,), called = i.called('condition'), i.called('body')
+      if i.rounds is not None:
+        rounds = i.rounds
+        yield from _executed(condition, times)
+      yield from _executed(condition, times * rounds)
     elif i.opcode == 'conditional':
       names = 'branch_computations', 'true_computation', 'false_computation'
       called = [max((c for n in names for c in i.called(n)), key=_work)]
@@ -159,10 +154,8 @@ def _executed(
 def _work(computation: hlo.Computation) -> tuple[float, float]:
   """Returns the FLOPs and the bytes of memory of one execution."""
   steps = list(_executed(computation, 1))
-  return (
-    sum(times * (_flops(i) or 0.0) for i, times in steps),
-    sum(times * _hbm_bytes(i) for i, times in steps),
-  )
+  flops = sum(times * (_flops(i) or 0.0) for i, times in steps)
+  return flops, sum(times * _hbm_bytes(i) for i, times in steps)
 
 
 # FLOPs.
@@ -183,11 +176,10 @@ def _flops(i: hlo.Instruction) -> float | None:
     )
   if target.startswith('__cudnn$conv'):
     a, b, *_ = i.operands
-    arrays = {
-      '__cudnn$convBackwardInput': (i, b, a),
-      '__cudnn$convBackwardFilter': (a, i, b),
-    }.get(target, (a, b, i))
-    return _convolution_flops(i, *arrays)
+    if target == '__cudnn$convBackwardInput':
+      return _convolution_flops(i, i, b, a)
+    is_filter = target == '__cudnn$convBackwardFilter'
+    return _convolution_flops(i, a, *((i, b) if is_filter else (b, i)))
   if target.startswith('__cudnn$fmha'):
     scores = i.search(
       r'intermediate_tensor_shape\\?":.*?dimensions\\?": *\[([^\]]*)\]'

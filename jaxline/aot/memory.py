@@ -35,11 +35,6 @@ class Buffer:
   name: str
 
 
-def dump_options(directory: str) -> dict[str, str | bool]:
-  """Returns `compiler_options` with which XLA writes what `dumped` reads."""
-  return {'xla_dump_to': directory, 'xla_dump_hlo_as_text': True}
-
-
 def dumped(directory: str) -> tuple[str, str]:
   """Returns the scheduled program and its buffer assignment."""
 

@@ -160,23 +160,25 @@ def _row(label: str, text: str) -> list[str]:
   return _wrap(f'  {label:<19}', text)
 
 
+def _of_memory(num_bytes: int, target: Target) -> str:
+  text = _size(num_bytes)
+  return f'{text} of {_size(target.hbm_bytes)}' if target.chip else text
+
+
 def _lines(report: Report) -> Iterator[str]:
   target = report.target
   slices = f'{target.num_slices} x ' if target.num_slices > 1 else ''
   yield f'{report.experiment} on {slices}{target.name} ({target.device_kind})'
   mesh = ', '.join(f'{axis} {size}' for axis, size in report.mesh.items())
-  count = target.num_devices
-  yield from _row('mesh', f'{count} device{"s" if count > 1 else ""}: {mesh}')
+  count = f'{target.num_devices} device{"s" if target.num_devices > 1 else ""}'
+  yield from _row('mesh', f'{count}: {mesh}')
   yield from _row('sharding', report.sharding)
   yield from _row('parameters', f'{report.parameters:,}')
-  batch = _size(report.batch_bytes)
-  text = f'{report.batch_rows} rows; {batch} per chip'
+  text = f'{report.batch_rows} rows; {_size(report.batch_bytes)} per chip'
   yield from _row('global batch', text)
-  text = _size(report.state_bytes)
-  if target.chip:
-    part = report.state_bytes / target.hbm_bytes
-    text += f' of {_size(target.hbm_bytes)} ({part:.0%})'
-  yield from _row('state per chip', text)
+  text = _of_memory(report.state_bytes, target)
+  part = f' ({report.state_bytes / target.hbm_bytes:.0%})'
+  yield from _row('state per chip', text + (part if target.chip else ''))
   for program in report.programs:
     yield from ('', program.name)
     yield from _program_lines(program, target)
@@ -191,7 +193,15 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _program_lines(program: Program, target: Target) -> Iterator[str]:
-  yield from _row('peak per chip', _peak_text(program, target))
+  text = _of_memory(program.peak_bytes, target)
+  rest = target.hbm_bytes - program.peak_bytes
+  if program.fits:
+    text += f': fits, {_size(rest)} to spare'
+  elif program.fits is False:
+    text += ': DOES NOT FIT'
+    # The compiler may have less memory to give than what is published.
+    text += f', {_size(-rest)} too much' if rest < 0 else ''
+  yield from _row('peak per chip', text)
   if program.temp_bytes is not None:
     yield from _row('temporaries', _size(program.temp_bytes))
   for buffer in program.buffers:
@@ -232,16 +242,3 @@ def _program_lines(program: Program, target: Target) -> Iterator[str]:
     text += f' ({_time(sum(r.seconds.values()))})'
     yield from _row('MFU at most', text)
   yield from _row('compiled in', f'{program.compile_secs:.1f} s')
-
-
-def _peak_text(program: Program, target: Target) -> str:
-  text, rest = _size(program.peak_bytes), target.hbm_bytes - program.peak_bytes
-  if target.chip:
-    text += f' of {_size(target.hbm_bytes)}'
-  if program.fits:
-    text += f': fits, {_size(rest)} to spare'
-  elif program.fits is False:
-    text += ': DOES NOT FIT'
-    # The compiler may have less memory to give than what is published.
-    text += f', {_size(-rest)} too much' if rest < 0 else ''
-  return text
