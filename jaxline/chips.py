@@ -12,10 +12,6 @@ import jax
 from jaxline import errors
 
 
-class TargetError(errors.UsageError):
-  """There is nothing to compile, or nothing like it to compile for."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Chip:
   """One accelerator chip: a device of JAX. Rates are in bytes/s and FLOP/s."""
@@ -105,13 +101,13 @@ def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
   The chip has the links that it has in this shape, at most.
 
   Raises:
-    TargetError: there is no such chip, or the rest of the name is no shape.
+    UsageError: there is no such chip, or the rest of the name is no shape.
   """
   # Of other chips only the peaks are known.
   tpus = {c.name: c for c in _CHIPS if c.ici_links and c.name.startswith('v')}
   kind, _, shape_text = name.partition(':')
   if kind not in tpus or not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', shape_text):
-    raise TargetError(
+    raise errors.UsageError(
       f'config.topology is {name!r}; expected CHIP:SHAPE, with a chip of'
       f" {sorted(tpus)}, such as 'v4:4x4x4' or 'v5e:4x8'."
     )
@@ -138,10 +134,10 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
     num_slices: how many of them, joined by the data centre's network.
 
   Raises:
-    TargetError: the compiler is not installed, or knows no such topology.
+    UsageError: the compiler is not installed, or knows no such topology.
   """
   if importlib.util.find_spec('libtpu') is None:
-    raise TargetError(
+    raise errors.UsageError(
       f'config.topology is {name}, and the TPU compiler is not installed;'
       " install it with pip install -e '.[tpu-aot]'."
     )
@@ -158,6 +154,6 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   try:
     return topologies.get_topology_desc(name, 'tpu', **options).devices
   except jax.errors.JaxRuntimeError as e:
-    raise TargetError(
+    raise errors.UsageError(
       f'libtpu makes no {name} of {num_slices} slices: {e}'
     ) from e

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 from jaxline import base_config
-from jaxline import chips
 from jaxline import compilation_cache
 from jaxline import errors
 from jaxline import experiment
@@ -192,7 +191,7 @@ def test_an_experiment_without_a_sharded_step_is_refused():
     NotSharded,
     lambda mode, init_rng: NotSharded(mode, init_rng),
   ):
-    with pytest.raises(chips.TargetError, match='NotSharded'):
+    with pytest.raises(errors.UsageError, match='NotSharded'):
       ahead.make_report(made_by, config)
     with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
       ahead.make_report(made_by, make_config())
@@ -218,7 +217,7 @@ def test_what_a_gpu_has_for_programs(monkeypatch, stats, expected):
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(chips.TargetError, match='tpu-aot'):
+  with pytest.raises(errors.UsageError, match='tpu-aot'):
     ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
 
 

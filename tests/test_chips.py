@@ -6,6 +6,7 @@ import types
 import pytest
 
 from jaxline import chips
+from jaxline import errors
 
 
 def chip_of(kind):
@@ -33,7 +34,7 @@ def test_a_topology_has_its_chips(name, num_chips, links):
   'name', ['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1x1', 'v4:0x2x2']
 )
 def test_what_is_no_topology_is_refused(name):
-  with pytest.raises(chips.TargetError, match=f'{name!r}.*v5p'):
+  with pytest.raises(errors.UsageError, match=f'{name!r}.*v5p'):
     chips.parse_topology(name)
 
 
@@ -70,5 +71,5 @@ def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
 
 def test_libtpu_refuses_a_part_of_a_host():
   pytest.importorskip('libtpu')
-  with pytest.raises(chips.TargetError, match='3x3x3'):
+  with pytest.raises(errors.UsageError, match='3x3x3'):
     chips.topology_devices('v4:3x3x3')

@@ -20,6 +20,7 @@ from jaxline import chips
 from jaxline import compilation_cache
 from jaxline import counting
 from jaxline import disk
+from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import prng
@@ -67,7 +68,7 @@ def make_report(
   They are for `config.topology`, or else for the devices of this process.
 
   Raises:
-    chips.TargetError: the config's target cannot be compiled for.
+    errors.UsageError: the config's target cannot be compiled for.
   """
   notes: list[str] = []
   devices, chip = _target(config, notes)
@@ -77,7 +78,7 @@ def make_report(
       experiment_class, 'train', init_rng, config
     )
     if not isinstance(experiment, sharded.ShardedExperiment):
-      raise chips.TargetError(
+      raise errors.UsageError(
         f'{type(experiment).__name__} has no sharded step to compile; expected'
         ' a sharded.ShardedExperiment.'
       )

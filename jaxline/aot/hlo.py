@@ -20,7 +20,7 @@ _SHAPE = re.compile(
 _KERNEL_METADATA = re.compile(r'=\{\n(?:".*\n)+\}')
 _HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(
-  r'\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?)'
+  r'\s+(ROOT )?%?(?P<name>[\w.\-]+) = (.*?)'
   r' (?P<opcode>[a-z][\w\-]*)\((?P<arguments>[^)]*)\)(?P<attributes>.*)'
 )
 # Other types, such as s4, bf16 and f8e4m3fn, begin with their bits.
@@ -129,17 +129,10 @@ class Computation:
 
   others: dict[str, 'Computation']  # All of the module.
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+  parameters: dict[int, Instruction] = dataclasses.field(default_factory=dict)
   root: Any = None  # The instruction that is the result.
   # What it is inside of, which alone calls it; None outside of fusions.
   fusion: Instruction | None = None
-
-  @functools.cached_property
-  def parameters(self) -> dict[int, Instruction]:
-    return {
-      int(i.arguments): i
-      for i in self.instructions.values()
-      if i.opcode == 'parameter'
-    }
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,7 +140,6 @@ class Module:
   """A program; on TPUs `num_devices` are those of one slice."""
 
   entry: Computation
-  computations: dict[str, Computation]
   num_devices: int
 
 
@@ -165,14 +157,12 @@ def parse(text: str) -> Module:
     elif line.startswith('}'):
       current = None
     elif match := _INSTRUCTION.match(line):
+      texts: dict[str, Any] = match.groupdict()
       new = Instruction(
-        name=match['name'],
-        opcode=match['opcode'],
-        arguments=match['arguments'],
-        attributes=match['attributes'],
+        **texts,
         shapes=tuple(
           _shape(is_tpu, *shape.groups('0'))
-          for shape in _SHAPE.finditer(match['shape'])
+          for shape in _SHAPE.finditer(match[3])
         ),
         # Operands are in lines above.
         operands=tuple(
@@ -188,11 +178,13 @@ def parse(text: str) -> Module:
         (new.fused,) = called
         new.fused.fusion = new
       current.instructions[new.name] = new
-      if match['root']:
+      if new.opcode == 'parameter':
+        current.parameters[int(new.arguments)] = new
+      if match[1]:
         current.root = new
   head = text.split('\n', 1)[0]
   counts = re.findall(r', (?:num_partitions|replica_count)=(\d+)', head)
-  return Module(entry, computations, math.prod(map(int, counts)))
+  return Module(entry, math.prod(map(int, counts)))
 
 
 def _shape(is_tpu: bool, dtype: str, dims_text: str, space: str) -> _Shape:

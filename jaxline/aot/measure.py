@@ -46,11 +46,8 @@ _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'gather', 'slice')
 # Custom calls of kernels by Pallas and similar tools.
 _KERNELS = (
-  '__gpu$xla.gpu.triton',
-  'mosaic_gpu',
-  'tpu_custom_call',
-  'triton_kernel_call',
-)
+  '__gpu$xla.gpu.triton', 'mosaic_gpu', 'tpu_custom_call', 'triton_kernel_call',
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,18 +340,16 @@ def _collective(
   i: hlo.Instruction, *places: Any
 ) -> tuple[tuple[str, tuple[str, ...]], list[float]] | None:
   """Returns key and numbers of the `Traffic` of a collective, if it is one."""
-  kind = i.kind
+  kind, size, computation = i.kind, 0, i.computation
   if i.opcode == 'send':
     kind, size = _sent(i)
   elif kind in _COLLECTIVES and not _continues_chain(i):
     size = max(sum(operand.bytes for operand in i.operands), i.result_bytes)
-    if kind == 'all-reduce' and i.computation.fusion:
-      inside = {other.opcode for other in i.computation.instructions.values()}
+    if kind == 'all-reduce' and computation.fusion:
+      inside = {other.opcode for other in computation.instructions.values()}
       if {'dynamic-slice', 'partition-id'} <= inside:
         kind = 'reduce-scatter'  # The fusion keeps this device's part.
-  else:
-    return None
-  if not kind:
+  if not size:
     return None
   axes, n, num_slices = groups.reach(i, *places)
   if n < 2:
@@ -384,12 +379,13 @@ def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
 
 
 def _sent(i: hlo.Instruction) -> tuple[str, int]:
-  """Returns kind and bytes of the collective of a `send`; '' without one."""
+  """Returns kind and bytes of the collective of a `send`; 0 without one."""
   payload = i.operands[0].bytes
   if '_xla_send_recv_source_target_pairs=' in i.attributes:
     return 'collective-permute', payload  # GPUs: a permute, taken apart.
-  # Without a type it goes to the host, for a callback.
   kind = i.search(r'_xla_megascale_transfer_type="(\w+)"')
+  if not kind:
+    return '', 0  # It goes to the host, for a callback.
   meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
   for other in i.computation.instructions.values():
     if other.opcode == 'recv' and meeting and meeting in other.attributes:

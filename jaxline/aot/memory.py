@@ -61,7 +61,7 @@ def buffers(assignment: str, module: hlo.Module) -> tuple[int, list[Buffer]]:
   """
   instructions = {
     name: instruction
-    for computation in module.computations.values()
+    for computation in module.entry.others.values()
     for name, instruction in computation.instructions.items()
   }
   values: list[tuple[int, int, Buffer]] = []
