@@ -1,8 +1,7 @@
 """Counts the FLOPs of a traced program, without a compiler or an array.
 
-XLA changes the program (fusions, recomputation, dead code); `aot.hlo` measures
-the result. The peak memory of activations cannot be bounded from a trace, which
-has neither the order of execution nor the placement of most values.
+XLA changes the program (fusions, recomputation, dead code); `aot.measure`
+measures the result.
 """
 
 from collections.abc import Callable, Iterator

@@ -75,16 +75,6 @@ class TwoLayers(sharded.ShardedExperiment):
     return [{'x': np.ones([ROWS, self.width], np.float32)}]
 
 
-class OnItsMesh(TwoLayers):
-  """Its loss asks for the mesh of the step."""
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    rows = jax.sharding.PartitionSpec('data')
-    double = jax.shard_map(lambda x: 2 * x, in_specs=rows, out_specs=rows)
-    batch = {**batch, 'x': double(batch['x'])}
-    return super().loss_fn(params, model_state, batch, rng, is_training)
-
-
 class NotSharded(experiment.AbstractExperiment):
   """Has no sharded step."""
 
@@ -177,12 +167,6 @@ def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
     for _ in range(2):
       made = ahead.make_report(TwoLayers, make_config())
       assert made.programs[0].buffers  # XLA tells them as it compiles.
-
-
-def test_a_loss_may_ask_for_its_mesh():
-  made = ahead.make_report(OnItsMesh, make_config())
-  train, _ = made.programs
-  assert train.model_flops == 3 * 2 * 2 * ROWS * 128 * 256
 
 
 def test_an_experiment_without_a_sharded_step_is_refused():

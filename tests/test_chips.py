@@ -53,13 +53,7 @@ def test_the_published_numbers():
 
 
 @pytest.mark.parametrize(
-  ('name', 'num_slices'),
-  [
-    ('v4:2x2x2', 2),
-    ('v5e:4x4', 1),
-    ('v5p:2x2x1', 4),
-    ('v6e:2x4', 1),
-  ],
+  ('name', 'num_slices'), [('v4:2x2x2', 2), ('v5e:4x4', 1), ('v5p:2x2x1', 4)]
 )
 def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
   pytest.importorskip('libtpu')
