@@ -145,12 +145,10 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
     os.environ.setdefault(key, value)
   from jax.experimental import topologies
 
-  options: dict[str, Any] = {}
+  options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
   if name.startswith('v4:'):
     # libtpu makes two devices of a chip by default; a real one has one.
     options['chip_config_name'] = 'megacore'
-  if num_slices > 1:
-    options['num_slices'] = num_slices
   try:
     return topologies.get_topology_desc(name, 'tpu', **options).devices
   except jax.errors.JaxRuntimeError as e:

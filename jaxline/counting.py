@@ -100,9 +100,10 @@ def _repeats(equation: Any) -> float:
     grid = params['grid_mapping'].grid
     # A size that is not known counts once.
     rounds = math.prod(size for size in grid if isinstance(size, int))
-    first = equation.invars[0].aval  # The blocks of the mask, if there is one.
-    if 'splash_m' in str(scopes) and np.issubdtype(first.dtype, np.integer):
-      return rounds * splash_share(*first.shape[-2:])
+    if 'splash_m' in str(scopes):
+      first = equation.invars[0].aval  # The blocks of the mask, if it has one.
+      if np.issubdtype(first.dtype, np.integer):
+        return rounds * splash_share(*first.shape[-2:])
     return rounds
   return 1
 
@@ -118,9 +119,7 @@ def _jaxprs(params: Any) -> Iterator[Any]:
 def splash_share(rows: int, columns: int) -> float:
   """Returns the part of splash attention's blocks that a mask leaves.
 
-  Args:
-    rows: blocks of queries.
-    columns: blocks of keys for each; as many in a causal mask, else fewer.
+  A causal mask has as many columns (blocks of keys) as rows, others have fewer.
   """
   return (rows + 1) / (2 * rows) if rows == columns else 1.0
 

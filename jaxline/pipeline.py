@@ -48,12 +48,7 @@ def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:
 def check_sizes(
   num_layers: int, num_stages: int, num_microbatches: int, num_repeats: int
 ) -> None:
-  """Refuses sizes that make no pipeline.
-
-  Raises:
-    ValueError: the layers do not divide over stages and repeats, or there are
-      repeats and fewer microbatches than stages.
-  """
+  """Raises ValueError for sizes that make no pipeline."""
   parts = num_stages * num_repeats
   if num_layers % parts:
     raise ValueError(
@@ -110,10 +105,6 @@ def pipeline(
 
   Returns:
     As `inputs`, in the same order of rows.
-
-  Raises:
-    ValueError: as `check_sizes`; or the batch does not divide into the
-      microbatches, or the stages over the mesh.
   """
   num_layers = jax.tree.leaves(layers)[0].shape[0]
   batch = jax.tree.leaves(inputs)[0].shape[0]
@@ -123,9 +114,10 @@ def pipeline(
       f'A batch of {batch} rows does not divide into {num_microbatches}'
       f' microbatches. Expected a multiple of {num_microbatches} rows.'
     )
-  partitioner = partitioning.active()
-  devices = 1 if partitioner is None else partitioner.size('stages')
-  mesh_axes = () if partitioner is None else partitioner.rules.stages
+  devices = 1
+  mesh_axes: tuple[str, ...] = ()
+  if partitioner := partitioning.active():
+    devices, mesh_axes = partitioner.size('stages'), partitioner.rules.stages
   if num_stages % devices:
     raise ValueError(
       f'{num_stages} stages do not divide over the {devices} devices along the'
@@ -178,13 +170,10 @@ def pipeline(
     """Returns `kept` with the output of the last stage for the first."""
     slot = (time - (num_stages - 1)) % num_microbatches
     has_come = jnp.broadcast_to(time >= num_stages - 1, stage_S.shape)
-    return jax.tree.map(
-      lambda all_, new: jax.lax.dynamic_update_index_in_dim(
-        all_, new, slot, axis=1
-      ),
-      kept,
-      _where(has_come, moved, _get(kept, slot)),
+    put = functools.partial(
+      jax.lax.dynamic_update_index_in_dim, index=slot, axis=1
     )
+    return jax.tree.map(put, kept, _where(has_come, moved, _get(kept, slot)))
 
   def iteration(carry: tuple[X, X], time: jax.Array) -> tuple[Any, None]:
     # `moved` [S, B / M, ...] is the output of the previous stage. `kept`

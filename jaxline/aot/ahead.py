@@ -33,17 +33,13 @@ from jaxline.compat import experiments
 from jaxline.metrics import rates
 from jaxline.storage import spool
 
-# How many buffers of a program a report lists.
-_NUM_LARGEST = 8
-
 
 def compile_experiment(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> bool:
   """Prints the report of a run, and writes it below its `checkpoint_dir`.
 
-  Returns:
-    Whether the run fits, as far as is known.
+  Returns whether the run fits, as far as is known.
   """
   directory = spool.local(config.checkpoint_dir, 'compile')
   directory.mkdir(parents=True, exist_ok=True)
@@ -73,10 +69,8 @@ def make_report(
   notes: list[str] = []
   devices, chip = _target(config, notes)
   with mesh_lib.on_devices(devices):
-    _, init_rng = prng.run_keys(config)
-    experiment = experiments.construct(
-      experiment_class, 'train', init_rng, config
-    )
+    _, rng = prng.run_keys(config)
+    experiment = experiments.construct(experiment_class, 'train', rng, config)
     if not isinstance(experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
         f'{type(experiment).__name__} has no sharded step to compile; expected'
@@ -92,9 +86,9 @@ def make_report(
     )
     train_step: Any = experiment.compiled_train_step
     eval_step: Any = experiment.compiled_eval_step
-    state, rng = experiment.abstract_state(), experiment.abstract_rng()
+    state, key = experiment.abstract_state(), experiment.abstract_rng()
     batch = experiment.abstract_batch(is_training=True)
-    traced = train_step.trace(state, batch, rng)
+    traced = train_step.trace(state, batch, key)
     steps = [('train step', traced, rates.model_flops(experiment, batch))]
     try:
       eval_batch = experiment.abstract_batch(is_training=False)
@@ -105,18 +99,17 @@ def make_report(
       place = jax.ShapeDtypeStruct(
         [2], np.uint32, sharding=partitioner.replicated
       )
-      traced = eval_step.trace(weights, eval_batch, rng, place)
+      traced = eval_step.trace(weights, eval_batch, key, place)
       steps.append(('eval step', traced, counting.flops(traced.jaxpr)))
     notes += [
       f'The sharding uses nothing of the mesh along {axis!r}: the'
       f' {partitioner.axis_sizes[axis]} devices there all do the same.'
       for axis in partitioner.idle_axes()
     ]
+    named = experiment.layout.named.params
     notes += [
       f'Whole, or cut less than the sharding asks for: {line}'
-      for line in partitioner.undersharded_weights(
-        experiment.layout.named.params
-      )
+      for line in partitioner.undersharded_weights(named)
     ]
     # XLA writes its dump only if it compiles.
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
@@ -208,7 +201,7 @@ def _compile(
     measures=measures,
     roofline=report_lib.roofline(target, measures, model_flops),
     compile_secs=secs,
-    buffers=buffers[:_NUM_LARGEST],
+    buffers=buffers[:8],
   )
 
 

@@ -107,9 +107,12 @@ def measure(
       kernels.add(i.title)
     flops += times * (products or 0.0)
     hbm_bytes += times * _hbm_bytes(i)
-    if collective := _collective(i, *places):
-      key, amounts = collective
-      sums[key] += times * np.array(amounts)
+    kind, size = _collective(i)
+    axes, n, num_slices = groups.reach(i, *places) if size else ((), 1, 1)
+    if n > 1:
+      sent, to_slices = _sent_parts(kind, n, num_slices)
+      amounts = np.array([1, size, size * sent, size * sent * to_slices])
+      sums[kind, axes] += times * amounts
   traffic = []
   for key, amounts in sums.items():
     count, *sizes = amounts.tolist()
@@ -336,27 +339,30 @@ def _continues_chain(i: hlo.Instruction) -> bool:
   )
 
 
-def _collective(
-  i: hlo.Instruction, *places: Any
-) -> tuple[tuple[str, tuple[str, ...]], list[float]] | None:
-  """Returns key and numbers of the `Traffic` of a collective, if it is one."""
-  kind, size, computation = i.kind, 0, i.computation
-  if i.opcode == 'send':
-    kind, size = _sent(i)
-  elif kind in _COLLECTIVES and not _continues_chain(i):
+def _collective(i: hlo.Instruction) -> tuple[str, int]:
+  """Returns kind and bytes of a collective; 0 bytes for all else."""
+  beside = i.computation.instructions.values()
+  if i.kind in _COLLECTIVES and not _continues_chain(i):
     size = max(sum(operand.bytes for operand in i.operands), i.result_bytes)
-    if kind == 'all-reduce' and computation.fusion:
-      inside = {other.opcode for other in computation.instructions.values()}
-      if {'dynamic-slice', 'partition-id'} <= inside:
-        kind = 'reduce-scatter'  # The fusion keeps this device's part.
-  if not size:
-    return None
-  axes, n, num_slices = groups.reach(i, *places)
-  if n < 2:
-    return None
-  sent, to_slices = _sent_parts(kind, n, num_slices)
-  wire = size * sent
-  return (kind, axes), [1, size, wire, wire * to_slices]
+    keeps_a_part = {'dynamic-slice', 'partition-id'} <= {
+      other.opcode for other in beside
+    }
+    if i.kind == 'all-reduce' and i.computation.fusion and keeps_a_part:
+      return 'reduce-scatter', size
+    return i.kind, size
+  if i.opcode == 'send':
+    size = i.operands[0].bytes
+    if '_xla_send_recv_source_target_pairs=' in i.attributes:
+      return 'collective-permute', size  # GPUs: a permute, taken apart.
+    # Without a type it goes to the host, for a callback.
+    if kind := i.search(r'_xla_megascale_transfer_type="(\w+)"'):
+      meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
+      for other in beside:
+        if other.opcode == 'recv' and meeting and meeting in other.attributes:
+          size = max(size, other.shapes[0].bytes)
+      kind = kind.lower().replace('_', '-')
+      return 'collective-permute' if kind == 'one-to-one' else kind, size
+  return '', 0
 
 
 def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
@@ -376,19 +382,3 @@ def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
   if kind in ('all-to-all', 'ragged-all-to-all'):
     return (n - 1) / n, (n - n // slices) / (n - 1)
   return 1.0, float(slices > 1)
-
-
-def _sent(i: hlo.Instruction) -> tuple[str, int]:
-  """Returns kind and bytes of the collective of a `send`; 0 without one."""
-  payload = i.operands[0].bytes
-  if '_xla_send_recv_source_target_pairs=' in i.attributes:
-    return 'collective-permute', payload  # GPUs: a permute, taken apart.
-  kind = i.search(r'_xla_megascale_transfer_type="(\w+)"')
-  if not kind:
-    return '', 0  # It goes to the host, for a callback.
-  meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
-  for other in i.computation.instructions.values():
-    if other.opcode == 'recv' and meeting and meeting in other.attributes:
-      payload = max(payload, other.shapes[0].bytes)
-  kind = kind.lower().replace('_', '-')
-  return {'one-to-one': 'collective-permute'}.get(kind, kind), payload

@@ -96,7 +96,7 @@ class Program:
   measures: measure.Measures
   roofline: Roofline | None
   compile_secs: float
-  buffers: Sequence[memory.Buffer]  # The largest.
+  buffers: Sequence[memory.Buffer]  # The eight largest.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
