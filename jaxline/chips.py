@@ -16,16 +16,14 @@ from jaxline import errors
 class Chip:
   """One accelerator chip: a device of JAX. Rates are in bytes/s and FLOP/s."""
 
-  name: str  # As in a topology's name, or its common name.
-  device_kinds: tuple[str, ...]  # As JAX names it.
-  peak_flops: float  # Of bfloat16 matrix products, dense.
+  name: str  # The one in a topology's name, or its common name.
+  device_kinds: tuple[str, ...]  # JAX's names.
+  peak_flops: float  # The peak of dense bfloat16 matrix products.
   hbm_bytes: float  # The memory that a program may use.
   hbm_bandwidth: float
   ici_links: int  # To neighbours, on the fast network; 0: not known.
-  ici_link_bandwidth: float  # Of one link, one way.
-  dcn_bandwidth: (
-    float  # Of its host's network, its share, one way; 0: not known.
-  )
+  ici_link_bandwidth: float  # The rate of one link, one way.
+  dcn_bandwidth: float  # Its share of its host's, one way; 0: not known.
 
   @property
   def ici_bandwidth(self) -> float:
@@ -103,7 +101,7 @@ def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
   Raises:
     UsageError: there is no such chip, or the rest of the name is no shape.
   """
-  # Of other chips only the peaks are known.
+  # The links of other chips are not known.
   tpus = {c.name: c for c in _CHIPS if c.ici_links and c.name.startswith('v')}
   kind, _, shape_text = name.partition(':')
   if kind not in tpus or not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', shape_text):
@@ -130,7 +128,7 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   this process cannot use the TPUs of this machine.
 
   Args:
-    name: of the topology of one slice.
+    name: the topology of one slice.
     num_slices: how many of them, joined by the data centre's network.
 
   Raises:

@@ -240,7 +240,7 @@ def _where(condition_S: jax.Array, a: X, b: X) -> X:
 
 
 def _get(tree: X, index: jax.Array, axis: int = 1) -> X:
-  """Returns what is at a microbatch's place, [S, ...] of [S, M, ...]."""
+  """Returns the entry of a microbatch: [S, ...] of [S, M, ...]."""
   return jax.tree.map(
     lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), tree
   )

@@ -44,7 +44,7 @@ class Instruction:
   opcode: str
   arguments: str  # The text in parentheses.
   attributes: str  # The text after it.
-  shapes: tuple[_Shape, ...]  # Of the result; a tuple's are flattened.
+  shapes: tuple[_Shape, ...]  # The result; a tuple is flattened.
   operands: tuple['Instruction', ...]  # What `arguments` names.
   computation: 'Computation'
   users: list['Instruction'] = dataclasses.field(default_factory=list)
@@ -203,7 +203,7 @@ def numbers(text: str) -> list[int]:
 
 # The counters of loops.
 
-# Opcode -> the value for those of the operands.
+# Opcode -> a function of the instruction and its operands' values.
 _VALUES: dict[str, Callable[..., Any]] = {
   **dict.fromkeys(
     ('bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'),

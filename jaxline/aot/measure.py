@@ -55,12 +55,11 @@ class Traffic:
   """All collectives of one kind over the same mesh axes, in one execution."""
 
   kind: str  # The HLO name, such as 'all-gather'.
-  axes: tuple[str, ...]  # Along which the groups of devices reach.
+  axes: tuple[str, ...]  # The mesh axes along which the groups reach.
   count: int
   # The larger of operand and result, per device, of all together.
   bytes: float
-  # What a device must send, by the algorithm that sends the fewest.
-  wire_bytes: float
+  wire_bytes: float  # The bytes that the best algorithm sends.
   dcn_bytes: float  # The part of them that must leave the device's slice.
 
 
@@ -68,19 +67,19 @@ class Traffic:
 class Measures:
   """What one device does in one execution of a program."""
 
-  # Of matrix products and convolutions, without those with padding. Kernels of
-  # cuBLAS, cuDNN and splash attention count by their shapes, other Pallas
-  # kernels by their author's estimate.
+  # Matrix products and convolutions count, without products with padding.
+  # Kernels of cuBLAS, cuDNN and splash attention count by their shapes, other
+  # Pallas kernels by their author's estimate.
   flops: float
-  # Read from and written to device memory by each instruction and each fusion
-  # as a whole. A sliced operand counts as the slice, an in-place update as the
-  # update, a value that is passed on not at all. Tile padding, repeated reads
-  # by one kernel and what a collective moves in between are left out; reads
-  # from a cache are included.
+  # Each instruction reads and writes memory, and each fusion as a whole does.
+  # A sliced operand counts as the slice, an in-place update as the update, a
+  # value that is passed on not at all. Tile padding, repeated reads by one
+  # kernel and the steps of a collective are left out; reads from a cache are
+  # included.
   hbm_bytes: float
-  traffic: tuple[Traffic, ...]  # Of more than one device, the largest first.
-  unknown_loops: tuple[str, ...]  # The title of each that counts once.
-  unknown_kernels: tuple[str, ...]  # The title of each without known FLOPs.
+  traffic: tuple[Traffic, ...]  # The largest first.
+  unknown_loops: tuple[str, ...]  # Titles of those that count once.
+  unknown_kernels: tuple[str, ...]  # Titles of those of unknown FLOPs.
 
 
 def measure(
@@ -232,7 +231,7 @@ def _convolution_flops(i: hlo.Instruction, *arrays: hlo.Instruction) -> float:
     for label, array in zip(labels, arrays, strict=True)
   )
   items = (item.split('=') for item in i.attribute('window')[1:-1].split())
-  # Of each dimension, and the padding that is below it.
+  # Each number is for a dimension; a padding is the one below the image.
   window = {
     key: [int(n.split('_')[0]) for n in numbers.split('x')]
     for key, numbers in items
@@ -354,7 +353,7 @@ def _collective(i: hlo.Instruction) -> tuple[str, int]:
     size = i.operands[0].bytes
     if '_xla_send_recv_source_target_pairs=' in i.attributes:
       return 'collective-permute', size  # GPUs: a permute, taken apart.
-    # Without a type it goes to the host, for a callback.
+    # A `send` without a type goes to the host, for a callback.
     if kind := i.search(r'_xla_megascale_transfer_type="(\w+)"'):
       meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
       for other in beside:
@@ -366,15 +365,15 @@ def _collective(i: hlo.Instruction) -> tuple[str, int]:
 
 
 def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
-  """Returns what one of n devices in some slices sends, at the least.
+  """Returns how much one of n devices in some slices must send.
 
   Returns:
     The bytes, relative to the larger of operand and result, of the algorithm
     that sends the fewest (Patarasuk and Yuan 2009); and the part of them that
     must go to other slices. Reductions and gathers work within slices first,
-    then between them: (slices - 1) / (n - 1). In an all-to-all, it is the part
-    for chips of other slices. In a permute, it is everything, since all chips
-    wait for one that sends to another slice.
+    then between them. In an all-to-all, it is the part for chips of other
+    slices. In a permute, it is everything, since all chips wait for one that
+    sends to another slice.
   """
   if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
     copies = 2 if kind == 'all-reduce' else 1

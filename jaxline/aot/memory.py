@@ -28,10 +28,10 @@ class Buffer:
   """A piece of a chip's memory."""
 
   bytes: int  # Padded as the chip needs it.
-  shape: str  # Of a chip's part of the array, such as 'f32[2,128]'.
+  shape: str  # A chip's part of the array, such as 'f32[2,128]'.
   kind: str  # 'argument', 'output', 'constant' or 'temporary'.
-  # Of an argument, its path, such as "state.params['w']"; else the operation
-  # that makes it, as JAX names it; '' if it has none.
+  # An argument's path, such as "state.params['w']"; else JAX's name of the
+  # operation that makes it, or ''.
   name: str
 
 
@@ -81,7 +81,7 @@ def buffers(assignment: str, module: hlo.Module) -> tuple[int, list[Buffer]]:
       values.append((number, int(match['offset']), buffer))
   found: list[Buffer] = []
   taken: dict[int, list[tuple[int, int]]] = {}
-  # Of an argument that is donated, its own value comes before what replaces it.
+  # The value of a donated argument comes before the one that replaces it.
   for number, offset, buffer in sorted(values, key=lambda v: -v[2].bytes):
     end, ranges = offset + buffer.bytes, taken.setdefault(number, [])
     if all(end <= a or b <= offset for a, b in ranges):

@@ -30,7 +30,7 @@ _HINTS = (
 class Target:
   """What a program is compiled for."""
 
-  name: str  # Of the topology, such as 'v4:4x4x4'; 'local': the devices here.
+  name: str  # A topology, such as 'v4:4x4x4'; 'local': the devices here.
   device_kind: str
   num_slices: int  # Such topologies, which a slower network joins.
   num_devices: int  # Chips, in all.
@@ -47,7 +47,7 @@ class Target:
 class Roofline:
   """How long a step takes at least."""
 
-  # Of 'compute', 'memory', 'ICI' and 'DCN' alone, each at its peak.
+  # The times of 'compute', 'memory', 'ICI' and 'DCN', each alone at its peak.
   seconds: Mapping[str, float]
   # Model FLOPs utilization if all four overlap completely, and if none does.
   mfu_bound: float
@@ -207,7 +207,7 @@ def _program_lines(program: Program, target: Target) -> Iterator[str]:
   for buffer in program.buffers:
     line = f'    {_size(buffer.bytes):>10}  {buffer.shape}  '
     name, room = buffer.name or buffer.kind, _WIDTH - len(line)
-    # Of a long path the end says more than the beginning.
+    # The end of a long path says more than its beginning.
     yield line + (name if len(name) <= room else f'..{name[2 - room :]}')
   text = _scaled(program.model_flops)
   if target.chip:
