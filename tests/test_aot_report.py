@@ -9,17 +9,8 @@ from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.aot import report
 
-# A chip of 100 FLOP/s, 50 bytes/s of memory, 20 and 10 bytes/s of network.
-CHIP = chips.Chip(
-  name='v4',
-  device_kinds=('TPU v4',),
-  peak_flops=100.0,
-  hbm_bytes=1000.0,
-  hbm_bandwidth=50.0,
-  ici_links=2,
-  ici_link_bandwidth=10.0,
-  dcn_bandwidth=10.0,
-)
+# 100 FLOP/s, 1000 bytes of memory at 50 bytes/s, 20 and 10 bytes/s of network.
+CHIP = chips.Chip('v4', ('TPU v4',), 100.0, 1000.0, 50.0, 2, 10.0, 10.0)
 TARGET = report.Target(
   name='v4:2x2x1',
   device_kind='TPU v4',

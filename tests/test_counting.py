@@ -104,10 +104,8 @@ def over_devices(x, w):
 @pytest.mark.parametrize(
   ('program', 'args', 'flops'),
   [
-    (jnp.dot, (shape(3, 5), shape(5, 7)), 2 * 3 * 5 * 7),
     (lambda x: jnp.exp(x).sum(), (shape(3, 5),), 0),
-    # No array is made.
-    (jnp.dot, (shape(10**7, 10**7),) * 2, 2e21),
+    (jnp.dot, (shape(10**7, 10**7),) * 2, 2e21),  # No array is made.
     (
       lambda q, k: jnp.einsum('btnh,bsnh->bnts', q, k),
       (shape(2, 7, 4, 16), shape(2, 9, 4, 16)),
@@ -144,7 +142,6 @@ def over_devices(x, w):
       (shape(B, D), shape(D, D)),
       7 * 2 * B * D * D,
     ),
-    (jax.jit(with_jvp), ONE, ONE_LAYER),
     (
       jax.vmap(jax.jit(with_jvp), in_axes=(0, None)),
       (shape(3, B, D), shape(D, F)),
