@@ -20,7 +20,7 @@ def gradients(
   batch: train_step.Batch,
   rng: jax.Array,
   num_microbatches: int,
-  place_grads: Callable[[Any], Any] = lambda grads: grads,
+  place_grads: Callable[[Any], Any],
 ) -> train_step.Gradients:
   """Returns what `train_step.gradients` does, computed in microbatches.
 
@@ -87,12 +87,10 @@ def gradients(
   first = jax.tree.map(lambda x: x[0], microbatches)
   shapes, _ = jax.eval_shape(compute, model_state, *first)
   weight, loss, grads, metrics = jax.tree.map(jnp.zeros_like, shapes)
-  carry = (
-    (weight, loss, place_grads(grads), metrics),
-    train_state.strongly_typed(model_state),
-  )
-  carry, _ = jax.lax.scan(accumulate, carry, microbatches)
-  (weight, loss, grads, metrics), model_state = carry
+  sums = weight, loss, place_grads(grads), metrics
+  carry = sums, train_state.strongly_typed(model_state)
+  (sums, model_state), _ = jax.lax.scan(accumulate, carry, microbatches)
+  weight, loss, grads, metrics = sums
   weight = jnp.where(weight == 0, jnp.inf, weight)
   loss, grads = jax.tree.map(
     lambda x: x / weight.astype(x.dtype), (loss, grads)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import importlib.util
 import os
 import re
 from typing import Any
@@ -11,34 +12,18 @@ import jax
 from jaxline import errors
 
 
-class TargetError(errors.UsageError):
-  """There is nothing to compile, or nothing like it to compile for."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One accelerator chip: a device of JAX.
+  """One accelerator chip: a device of JAX. Rates are in bytes/s and FLOP/s."""
 
-  Attributes:
-    name: as in a topology's name, or its common name.
-    device_kinds: as JAX names it.
-    peak_flops: bfloat16 matrix products, dense, in FLOP/s.
-    hbm_bytes: the memory that a program may use.
-    hbm_bandwidth: bytes/s.
-    ici_links: to neighbours, on the fast network; 0 if it is not known.
-    ici_link_bandwidth: bytes/s of one link, one way.
-    dcn_bandwidth: bytes/s of a chip's share of its host's network, one way; 0
-      if it is not known.
-  """
-
-  name: str
-  device_kinds: tuple[str, ...]
-  peak_flops: float
-  hbm_bytes: float
+  name: str  # The one in a topology's name, or its common name.
+  device_kinds: tuple[str, ...]  # JAX's names.
+  peak_flops: float  # The peak of dense bfloat16 matrix products.
+  hbm_bytes: float  # The memory that a program may use.
   hbm_bandwidth: float
-  ici_links: int = 0
-  ici_link_bandwidth: float = 0.0
-  dcn_bandwidth: float = 0.0
+  ici_links: int  # To neighbours, on the fast network; 0: not known.
+  ici_link_bandwidth: float  # The rate of one link, one way.
+  dcn_bandwidth: float  # Its share of its host's, one way; 0: not known.
 
   @property
   def ici_bandwidth(self) -> float:
@@ -46,18 +31,12 @@ class Chip:
     return self.ici_links * self.ici_link_bandwidth
 
 
-def _chip(name: str, kinds: str | tuple[str, ...], *numbers: float) -> Chip:
+def _chip(name: str, kinds: str, *numbers: float) -> Chip:
   """Makes a chip of numbers in TFLOP/s, of GiB (TPU) or GB, and of GB/s."""
-  kinds = (kinds,) if isinstance(kinds, str) else kinds
-  unit = 2.0**30 if kinds[0].startswith('TPU') else 1e9
   flops, memory, bandwidth, links, link, dcn = (*numbers, 0, 0, 0)[:6]
-  chip = Chip(name, kinds, flops * 1e12, memory * unit, bandwidth * 1e9)
-  return dataclasses.replace(
-    chip,
-    ici_links=int(links),
-    ici_link_bandwidth=link * 1e9,
-    dcn_bandwidth=dcn * 1e9,
-  )
+  memory *= 2.0**30 if kinds.startswith('TPU') else 1e9
+  rates = bandwidth * 1e9, int(links), link * 1e9, dcn * 1e9
+  return Chip(name, tuple(kinds.split(', ')), flops * 1e12, memory, *rates)
 
 
 # TFLOP/s; memory and its bandwidth; links, of each its bandwidth; DCN.
@@ -80,9 +59,9 @@ def _chip(name: str, kinds: str | tuple[str, ...], *numbers: float) -> Chip:
 # fmt: off
 _CHIPS = (
   _chip('v4', 'TPU v4', 275, 30.75, 1228, 6, 50, 6.25),
-  _chip('v5e', ('TPU v5 lite', 'TPU v5e'), 197, 15.75, 819, 4, 50, 3.125),
-  _chip('v5p', ('TPU v5', 'TPU v5p'), 459, 95.73, 2765, 6, 100, 6.25),
-  _chip('v6e', ('TPU v6 lite', 'TPU v6e'), 918, 31.24, 1638, 4, 100, 12.5),
+  _chip('v5e', 'TPU v5 lite, TPU v5e', 197, 15.75, 819, 4, 50, 3.125),
+  _chip('v5p', 'TPU v5, TPU v5p', 459, 95.73, 2765, 6, 100, 6.25),
+  _chip('v6e', 'TPU v6 lite, TPU v6e', 918, 31.24, 1638, 4, 100, 12.5),
   _chip('v7x', 'TPU7x', 2307 / 2, 96, 7380 / 2),
   _chip('A100-40GB', 'NVIDIA A100-SXM4-40GB', 312, 40, 1555, 12, 25, 25),
   _chip('A100-80GB', 'NVIDIA A100-SXM4-80GB', 312, 80, 2039, 12, 25, 25),
@@ -114,45 +93,26 @@ _ENVIRONMENT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-  """A slice: chips that a fast network joins.
+def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
+  """Returns chip and shape of the topology of a name, such as 'v4:4x4x4'.
 
-  Attributes:
-    chip: one of them, with the links that it has in this shape, at most.
-    shape: chips along each dimension of the torus.
-  """
-
-  chip: Chip
-  shape: tuple[int, ...]
-
-  def __str__(self) -> str:
-    return f'{self.chip.name}:{"x".join(map(str, self.shape))}'
-
-
-def parse_topology(name: str) -> Topology:
-  """Returns the topology of a name, such as 'v4:4x4x4'.
+  The chip has the links that it has in this shape, at most.
 
   Raises:
-    TargetError: there is no such chip, or the rest of the name is no shape.
+    UsageError: there is no such chip, or the rest of the name is no shape.
   """
-  # Of some chips only the peaks are known.
-  tpus = {
-    chip.name: chip
-    for chip in _CHIPS
-    if chip.ici_links and chip.device_kinds[0].startswith('TPU')
-  }
+  # The links of other chips are not known.
+  tpus = {c.name: c for c in _CHIPS if c.ici_links and c.name.startswith('v')}
   kind, _, shape_text = name.partition(':')
   if kind not in tpus or not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', shape_text):
-    raise TargetError(
+    raise errors.UsageError(
       f'config.topology is {name!r}; expected CHIP:SHAPE, with a chip of'
       f" {sorted(tpus)}, such as 'v4:4x4x4' or 'v5e:4x8'."
     )
   shape = tuple(map(int, shape_text.split('x')))
-  chip = tpus[kind]
   # A dimension of 1 has no link, one of 2 has one, a ring two.
   links = sum(min(size - 1, 2) for size in shape)
-  return Topology(dataclasses.replace(chip, ici_links=links), shape)
+  return dataclasses.replace(tpus[kind], ici_links=links), shape
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -161,32 +121,35 @@ def chip_of(device: Any) -> Chip | None:
   return next((chip for chip in _CHIPS if kind in chip.device_kinds), None)
 
 
-def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
+def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   """Returns devices to compile for with the TPU compiler; none need be here.
 
   They hold no arrays and run no programs. The environment is changed so that
   this process cannot use the TPUs of this machine.
 
   Args:
-    topology: one slice.
+    name: the topology of one slice.
     num_slices: how many of them, joined by the data centre's network.
 
   Raises:
-    TargetError: the compiler knows no such topology.
+    UsageError: the compiler is not installed, or knows no such topology.
   """
+  if importlib.util.find_spec('libtpu') is None:
+    raise errors.UsageError(
+      f'config.topology is {name}, and the TPU compiler is not installed;'
+      " install it with pip install -e '.[tpu-aot]'."
+    )
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   from jax.experimental import topologies
 
-  options: dict[str, Any] = {}
-  if topology.chip.name == 'v4':
+  options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
+  if name.startswith('v4:'):
     # libtpu makes two devices of a chip by default; a real one has one.
     options['chip_config_name'] = 'megacore'
-  if num_slices > 1:
-    options['num_slices'] = num_slices
   try:
-    return topologies.get_topology_desc(str(topology), 'tpu', **options).devices
+    return topologies.get_topology_desc(name, 'tpu', **options).devices
   except jax.errors.JaxRuntimeError as e:
-    raise TargetError(
-      f'libtpu makes no {topology} of {num_slices} slices: {e}'
+    raise errors.UsageError(
+      f'libtpu makes no {name} of {num_slices} slices: {e}'
     ) from e

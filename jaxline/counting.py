@@ -1,11 +1,11 @@
 """Counts the FLOPs of a traced program, without a compiler or an array.
 
-XLA changes the program (fusions, recomputation, dead code); `aot.hlo` measures
-the result. The peak memory of activations cannot be bounded from a trace, which
-has neither the order of execution nor the placement of most values.
+XLA changes the program (fusions, recomputation, dead code); `aot.measure`
+measures the result.
 """
 
 from collections.abc import Callable, Iterator
+import functools
 import math
 import re
 from typing import Any
@@ -51,28 +51,6 @@ def partly_idle(num_used: int) -> Any:
   return jax.named_scope(f'{num_used}_rounds_used')
 
 
-def bubble_fraction(jaxpr: Any) -> float:
-  """Returns the part of a pipeline's rounds that is idle; 0 without one."""
-  for equation in jaxpr.eqns:
-    if equation.primitive.name == 'scan':
-      length = equation.params['length']
-      if idle := length - _used_rounds(equation):
-        return idle / length
-    inner = map(bubble_fraction, _jaxprs(equation.params))
-    if fraction := max(inner, default=0.0):
-      return fraction
-  return 0.0
-
-
-def _used_rounds(scan: Any) -> int:
-  """Returns how many rounds of a `scan` are work of the model."""
-  # Equations inside of the scan do not have its scope.
-  for entry in scan.source_info.name_stack.stack:
-    if found := _SCOPE.fullmatch(entry.name):
-      return int(found[1])
-  return scan.params['length']
-
-
 # What is counted: all of a program; or the products of its forward pass, which
 # JAX names 'jvp' and not 'transpose', from outside or inside of it.
 _ALL, _OUTSIDE, _INSIDE = range(3)
@@ -99,42 +77,35 @@ def _equation_flops(equation: Any, counted: int) -> float:
   inner = [_jaxpr_flops(jaxpr, counted) for jaxpr in _jaxprs(params)]
   if name == 'cond':
     return max(inner)
-  if name == 'while':
-    if sum(inner):
-      logging.warning(
-        'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
-      )
-    return sum(inner)
-  return _repeats(equation) * _share(equation) * sum(inner)
+  if name == 'while' and sum(inner):
+    logging.warning(
+      'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
+    )
+  return _repeats(equation) * sum(inner)
 
 
-def _repeats(equation: Any) -> int:
+def _repeats(equation: Any) -> float:
   """Returns how often the jaxpr of an equation runs."""
   name, params = equation.primitive.name, equation.params
+  scopes = equation.source_info.name_stack
   if name == 'scan':
-    return _used_rounds(equation)
+    # Equations inside of the scan do not have its scope.
+    found = [_SCOPE.fullmatch(entry.name) for entry in scopes.stack]
+    used = [int(match[1]) for match in found if match]
+    return used[0] if used else params['length']
   if name == 'shard_map':
     mesh = params['mesh']
     return math.prod(mesh.shape[a] for a in params['newly_manual_axes'])
   if name == 'pallas_call':
     grid = params['grid_mapping'].grid
-    if not all(isinstance(size, int) for size in grid):
-      logging.warning(
-        'A Pallas kernel with the dynamic grid %s was counted once.', grid
-      )
-      return 1
-    return math.prod(grid)
+    # A size that is not known counts once.
+    rounds = math.prod(size for size in grid if isinstance(size, int))
+    if 'splash_m' in str(scopes):
+      first = equation.invars[0].aval  # The blocks of the mask, if it has one.
+      if np.issubdtype(first.dtype, np.integer):
+        return rounds * splash_share(*first.shape[-2:])
+    return rounds
   return 1
-
-
-def _share(equation: Any) -> float:
-  """Returns the part of the rounds of an equation in which it does anything."""
-  is_kernel = equation.primitive.name == 'pallas_call'
-  if not is_kernel or 'splash_m' not in str(equation.source_info.name_stack):
-    return 1.0
-  first = equation.invars[0].aval  # The blocks of the mask, if there is one.
-  is_mask = jax.numpy.issubdtype(first.dtype, jax.numpy.integer)
-  return splash_share(*first.shape[-2:]) if is_mask else 1.0
 
 
 def _jaxprs(params: Any) -> Iterator[Any]:
@@ -148,15 +119,12 @@ def _jaxprs(params: Any) -> Iterator[Any]:
 def splash_share(rows: int, columns: int) -> float:
   """Returns the part of splash attention's blocks that a mask leaves.
 
-  Args:
-    rows: blocks of queries.
-    columns: blocks of keys for each; as many in a causal mask, else fewer.
+  A causal mask has as many columns (blocks of keys) as rows, others have fewer.
   """
   return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
 
 def count_meetings(
-  *,
   size: int,
   kernel: int,
   out: int,
@@ -171,15 +139,10 @@ def count_meetings(
   k * kernel_dilation; that is an element of the input, not padding nor a hole
   of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
   """
-  at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
-  first = np.maximum(-(at // stride), 0)
-  last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
-  common = math.gcd(stride, dilation)
-  every = dilation // common
-  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
-  rest = -at // common * pow(stride // common, -1, every) % every
-  solutions = (last - rest) // every - (first - 1 - rest) // every
-  return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
+  o, k = np.ogrid[:out, :kernel]
+  x = o * stride - low + k * kernel_dilation
+  is_inside = (x >= 0) & (x <= (size - 1) * dilation)
+  return int((is_inside & (x % dilation == 0)).sum())
 
 
 # The primitives that multiply. Each function takes the shapes of the operands,
@@ -207,13 +170,13 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
   out_features, in_features = (rhs[d] for d in numbers.rhs_spec[:2])
   met = math.prod(
     count_meetings(
-      size=lhs[numbers.lhs_spec[n + 2]],
-      kernel=rhs[numbers.rhs_spec[n + 2]],
-      out=out[numbers.out_spec[n + 2]],
-      stride=params['window_strides'][n],
-      low=params['padding'][n][0],
-      dilation=params['lhs_dilation'][n],
-      kernel_dilation=params['rhs_dilation'][n],
+      lhs[numbers.lhs_spec[n + 2]],
+      rhs[numbers.rhs_spec[n + 2]],
+      out[numbers.out_spec[n + 2]],
+      params['window_strides'][n],
+      params['padding'][n][0],
+      params['lhs_dilation'][n],
+      params['rhs_dilation'][n],
     )
     for n in range(len(lhs) - 2)
   )
@@ -221,31 +184,23 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
 
 
 def _attention(
-  of_queries: int, of_values: int
-) -> Callable[[Any, Any, Any], int]:
+  shapes: Any, out: Any, params: Any, of_queries: int = 1, of_values: int = 1
+) -> int:
   """Counts products of the weights with queries or keys, and with values."""
-
-  def count(shapes: Any, out: Any, params: Any) -> int:
-    del out
-    query, key, value = shapes[:3]
-    length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
-    weights = math.prod(query[:-1]) * key[length]
-    return 2 * weights * (of_queries * query[-1] + of_values * value[-1])
-
-  return count
-
-
-def _scaled_matmul(shapes: Any, out: Any, params: Any) -> int:
-  del params
-  return 2 * math.prod(out) * shapes[0][-1]
+  del out
+  query, key, value = shapes[:3]
+  length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
+  weights = math.prod(query[:-1]) * key[length]
+  return 2 * weights * (of_queries * query[-1] + of_values * value[-1])
 
 
 _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   'conv_general_dilated': _convolution,
   'dot_general': _dot,
   # Backward: the weights again, and a gradient of either factor of both.
-  'dot_product_attention_bwd': _attention(3, 2),
-  'dot_product_attention_fwd': _attention(1, 1),
+  'dot_product_attention_bwd': functools.partial(
+    _attention, of_queries=3, of_values=2
+  ),
+  'dot_product_attention_fwd': _attention,
   'ragged_dot_general': _ragged_dot,
-  'scaled_matmul': _scaled_matmul,
 }

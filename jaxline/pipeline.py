@@ -48,12 +48,7 @@ def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:
 def check_sizes(
   num_layers: int, num_stages: int, num_microbatches: int, num_repeats: int
 ) -> None:
-  """Refuses sizes that make no pipeline.
-
-  Raises:
-    ValueError: the layers do not divide over stages and repeats, or there are
-      repeats and fewer microbatches than stages.
-  """
+  """Raises ValueError for sizes that make no pipeline."""
   parts = num_stages * num_repeats
   if num_layers % parts:
     raise ValueError(
@@ -86,8 +81,7 @@ def pipeline(
   The result is that of running the layers one after the other. In repeat r,
   stage s has the layers r S K + s K to r S K + s K + K - 1. With one repeat,
   layers that are stored split over the stages are on the devices that use them.
-  With more, each step moves them: they are stored in the order of the layers,
-  under every schedule.
+  With more, each step moves them: they are stored in the order of the layers.
 
   A stage without a microbatch, at the start and the end of the batch, computes
   on the input of the first one. The result is unused and has no gradient.
@@ -111,10 +105,6 @@ def pipeline(
 
   Returns:
     As `inputs`, in the same order of rows.
-
-  Raises:
-    ValueError: as `check_sizes`; or the batch does not divide into the
-      microbatches, or the stages over the mesh.
   """
   num_layers = jax.tree.leaves(layers)[0].shape[0]
   batch = jax.tree.leaves(inputs)[0].shape[0]
@@ -124,23 +114,23 @@ def pipeline(
       f'A batch of {batch} rows does not divide into {num_microbatches}'
       f' microbatches. Expected a multiple of {num_microbatches} rows.'
     )
-  partitioner = partitioning.active()
-  devices = 1 if partitioner is None else partitioner.size('stages')
-  mesh_axes = () if partitioner is None else partitioner.rules.stages
+  devices = 1
+  mesh_axes: tuple[str, ...] = ()
+  if partitioner := partitioning.active():
+    devices, mesh_axes = partitioner.size('stages'), partitioner.rules.stages
   if num_stages % devices:
     raise ValueError(
       f'{num_stages} stages do not divide over the {devices} devices along the'
       f" mesh's {mesh_axes}. Expected {devices} stages,"
       ' or a mesh with as many of them as there are stages.'
     )
+  per_stage = num_layers // (num_stages * num_repeats)
 
   def place(tree: X, *leading: str | None) -> X:
     """Constrains arrays whose first axes are `leading`, then `axes`."""
     return jax.tree.map(
       lambda x, names: partitioning.constrain(x, (*leading, *names)), tree, axes
     )
-
-  per_stage = num_layers // (num_stages * num_repeats)
 
   def deal(w: Any) -> jax.Array:
     """Returns [S, R K, ...]: the weights of each stage, in its order."""
@@ -153,27 +143,17 @@ def pipeline(
     names = ('stages', None, *(names or (None,) * len(shape)))
     return partitioning.constrain(w, names)
 
-  layers = jax.tree.map(deal, layers, is_leaf=partitioning.is_logical)
-  stage = functools.partial(
-    _stage, layer_fn, per_stage=per_stage, unroll=unroll, policy=policy
-  )
-  stages = jax.vmap(
-    stage,
-    in_axes=(0, 0, None if num_repeats == 1 else 0),
-    # Without it, a `constrain` in a layer would make the stages' axis whole.
-    spmd_axis_name=mesh_axes or None,
-  )
-  # Rows stay where they are: their number in a microbatch varies slower than
-  # the microbatch's own.
-  rows = jax.tree.map(
-    lambda x: jnp.moveaxis(
-      x.reshape(batch // num_microbatches, num_microbatches, *x.shape[1:]), 1, 0
-    ),
-    inputs,
-  )
-  rows = place(rows, None)
-  first = jax.tree.map(lambda x: jax.lax.stop_gradient(x[:1]), rows)
-  stage_S = jnp.arange(num_stages)
+  def run_stage(weights: Any, x: X, start: jax.Array) -> X:
+    """Runs a stage's layers from `start` on; `weights` are [R K, ...]."""
+
+    # Weights are looked up where the backward pass does it again: else it would
+    # keep those of each iteration.
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def layer(x: X, i: jax.Array) -> tuple[X, None]:
+      return layer_fn(_get(weights, start + i, axis=0), x), None
+
+    unroll_by = per_stage if unroll else 1
+    return jax.lax.scan(layer, x, jnp.arange(per_stage), unroll=unroll_by)[0]
 
   # Computed again, the masks are a number for each stage; kept for the backward
   # pass, they would be one for each entry.
@@ -190,13 +170,10 @@ def pipeline(
     """Returns `kept` with the output of the last stage for the first."""
     slot = (time - (num_stages - 1)) % num_microbatches
     has_come = jnp.broadcast_to(time >= num_stages - 1, stage_S.shape)
-    return jax.tree.map(
-      lambda all_, new: jax.lax.dynamic_update_index_in_dim(
-        all_, new, slot, axis=1
-      ),
-      kept,
-      _where(has_come, moved, _get(kept, slot)),
+    put = functools.partial(
+      jax.lax.dynamic_update_index_in_dim, index=slot, axis=1
     )
+    return jax.tree.map(put, kept, _where(has_come, moved, _get(kept, slot)))
 
   def iteration(carry: tuple[X, X], time: jax.Array) -> tuple[Any, None]:
     # `moved` [S, B / M, ...] is the output of the previous stage. `kept`
@@ -213,6 +190,22 @@ def pipeline(
     moved = place(jax.tree.map(lambda y: jnp.roll(y, 1, axis=0), out), 'stages')
     return (moved, place(leave(moved, kept, time), 'stages', None)), None
 
+  layers = jax.tree.map(deal, layers, is_leaf=partitioning.is_logical)
+  stages = jax.vmap(
+    run_stage,
+    in_axes=(0, 0, None if num_repeats == 1 else 0),
+    # Without it, a `constrain` in a layer would make the stages' axis whole.
+    spmd_axis_name=mesh_axes or None,
+  )
+  # Rows stay where they are: their number in a microbatch varies slower than
+  # the microbatch's own.
+  rows = jax.tree.map(
+    lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1),
+    inputs,
+  )
+  rows = place(rows, None)
+  first = jax.tree.map(lambda x: jax.lax.stop_gradient(x[:1]), rows)
+  stage_S = jnp.arange(num_stages)
   kept = jax.tree.map(
     lambda x: jnp.broadcast_to(x[None], (num_stages, *x.shape)), rows
   )
@@ -224,43 +217,17 @@ def pipeline(
   with counting.partly_idle(num_microbatches * num_repeats):
     (_, kept), _ = jax.lax.scan(iteration, carry, jnp.arange(iterations))
   rows = place(jax.tree.map(lambda x: x[0], kept), None)
-  outputs = jax.tree.map(
-    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, *x.shape[2:]), rows
+  return place(
+    jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, *x.shape[2:]), rows)
   )
-  return place(outputs)
 
 
-def _stage(
-  layer_fn: Callable[[Any, X], X],
-  weights: Any,
-  x: X,
-  start: jax.Array,
-  *,
-  per_stage: int,
-  unroll: bool,
-  policy: Callable[..., Any],
-) -> X:
-  """Runs a stage's layers from `start` on; `weights` are [R K, ...]."""
-
-  # Weights are looked up where the backward pass does it again: else it would
-  # keep those of each iteration.
-  @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-  def layer(x: X, i: jax.Array) -> tuple[X, None]:
-    own = jax.tree.map(
-      lambda w: jax.lax.dynamic_index_in_dim(w, start + i, keepdims=False),
-      weights,
-    )
-    return layer_fn(own, x), None
-
-  numbers = jnp.arange(per_stage)
-  unroll_by = per_stage if unroll else 1
-  return jax.lax.scan(layer, x, numbers, unroll=unroll_by)[0]
-
-
-def _again(fn: Callable[..., X]) -> Callable[..., X]:
-  """Makes the backward pass compute all of `fn` again."""
-  nothing = jax.checkpoint_policies.nothing_saveable
-  return jax.checkpoint(fn, policy=nothing, prevent_cse=False)
+# Makes the backward pass compute all of a function again.
+_again = functools.partial(
+  jax.checkpoint,
+  policy=jax.checkpoint_policies.nothing_saveable,
+  prevent_cse=False,
+)
 
 
 def _where(condition_S: jax.Array, a: X, b: X) -> X:
@@ -272,9 +239,8 @@ def _where(condition_S: jax.Array, a: X, b: X) -> X:
   return jax.tree.map(one, a, b)
 
 
-def _get(tree: X, slot: jax.Array) -> X:
-  """Returns [S, ...] of [S, M, ...]."""
+def _get(tree: X, index: jax.Array, axis: int = 1) -> X:
+  """Returns the entry of a microbatch: [S, ...] of [S, M, ...]."""
   return jax.tree.map(
-    lambda x: jax.lax.dynamic_index_in_dim(x, slot, axis=1, keepdims=False),
-    tree,
+    lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), tree
   )

@@ -159,25 +159,20 @@ def test_parts_are_the_whole(parts, weights):
   assert len(experiment.state.params['w'].addressable_shards) == 2
 
 
-class Divides(Linear):
+class Sums(Linear):
+  """Does not divide by the weights."""
+
+  def loss_fn(self, *args):
+    _, values, new = super().loss_fn(*args)
+    return values['loss'].total, values, new
+
+
+class Divides(Sums):
   """Divides by the weights itself."""
 
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    _, values, new = super().loss_fn(
-      params, model_state, batch, rng, is_training
-    )
-    loss = values['loss']
-    return loss.total / batch.weights.sum(), values, new
-
-
-class Sums(Linear):
-  """Does not divide."""
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    _, values, new = super().loss_fn(
-      params, model_state, batch, rng, is_training
-    )
-    return values['loss'].total, values, new
+  def loss_fn(self, params, model_state, batch, *args):
+    total, *others = super().loss_fn(params, model_state, batch, *args)
+    return total / batch.weights.sum(), *others
 
 
 def test_weights_that_cancel_are_no_empty_batch():

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 from jaxline import base_config
-from jaxline import chips
 from jaxline import compilation_cache
 from jaxline import errors
 from jaxline import experiment
@@ -74,16 +73,6 @@ class TwoLayers(sharded.ShardedExperiment):
     if not self.evaluates:
       raise NotImplementedError
     return [{'x': np.ones([ROWS, self.width], np.float32)}]
-
-
-class OnItsMesh(TwoLayers):
-  """Its loss asks for the mesh of the step."""
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    rows = jax.sharding.PartitionSpec('data')
-    double = jax.shard_map(lambda x: 2 * x, in_specs=rows, out_specs=rows)
-    batch = {**batch, 'x': double(batch['x'])}
-    return super().loss_fn(params, model_state, batch, rng, is_training)
 
 
 class NotSharded(experiment.AbstractExperiment):
@@ -180,19 +169,13 @@ def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
       assert made.programs[0].buffers  # XLA tells them as it compiles.
 
 
-def test_a_loss_may_ask_for_its_mesh():
-  made = ahead.make_report(OnItsMesh, make_config())
-  train, _ = made.programs
-  assert train.model_flops == 3 * 2 * 2 * ROWS * 128 * 256
-
-
 def test_an_experiment_without_a_sharded_step_is_refused():
   config = make_config(sharding=base_config.get_base_config().sharding)
   for made_by in (
     NotSharded,
     lambda mode, init_rng: NotSharded(mode, init_rng),
   ):
-    with pytest.raises(chips.TargetError, match='NotSharded'):
+    with pytest.raises(errors.UsageError, match='NotSharded'):
       ahead.make_report(made_by, config)
     with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
       ahead.make_report(made_by, make_config())
@@ -212,13 +195,13 @@ def test_what_a_gpu_has_for_programs(monkeypatch, stats, expected):
   )
   monkeypatch.setattr(jax, 'devices', lambda: [gpu])
   monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
-  _, target = ahead._target(make_config(), [])
-  assert target.hbm_bytes == expected
+  _, chip = ahead._target(make_config(), [])
+  assert chip.hbm_bytes == expected
 
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(chips.TargetError, match='tpu-aot'):
+  with pytest.raises(errors.UsageError, match='tpu-aot'):
     ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
 
 

@@ -437,6 +437,15 @@ def test_gpu_pairs_count_once():
   assert found.hbm_bytes == 5 * a_round + 6 * (4 + shard + 1)
 
 
+FMHA = (
+  '(bf16[2,4,256,64]{3,1,2,0}, u8[16]{0}) custom-call(%q, %k, %k),'
+  ' custom_call_target="__cudnn$fmhaSoftmaxKIND", backend_config={'
+  '"cudnn_fmha_backend_config":{"fmha_scale":1.0,'
+  '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions":'
+  ' ["2", "4", "256", "128"], "tuple_shapes": []}}}'
+)
+
+
 @pytest.mark.parametrize(
   ('call', 'expected'),
   [
@@ -449,19 +458,11 @@ def test_gpu_pairs_count_once():
       2 * 4 * 32 * 48 * 64,
     ),
     (
-      '(bf16[2,4,256,64]{3,1,2,0}, u8[16]{0}) custom-call(%q, %k, %k),'
-      ' custom_call_target="__cudnn$fmhaSoftmax", backend_config={'
-      '"cudnn_fmha_backend_config":{"fmha_scale":1.0,'
-      '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions":'
-      ' ["2", "4", "256", "128"], "tuple_shapes": []}}}',
+      FMHA.replace('KIND', ''),
       2 * (2 * (2 * 4 * 256 * 128) * 64),
     ),
     (
-      '(bf16[2,256,4,64]{3,1,2,0}, u8[16]{0}) custom-call(%q, %k, %k),'
-      ' custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={'
-      '"cudnn_fmha_backend_config":{"fmha_scale":1.0,'
-      '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions":'
-      ' ["2", "4", "256", "128"], "tuple_shapes": []}}}',
+      FMHA.replace('KIND', 'Backward'),
       5 * (2 * (2 * 4 * 256 * 128) * 64),
     ),
     (

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from jaxline import chips
+from jaxline import errors
 
 
 def chip_of(kind):
@@ -24,17 +25,16 @@ def chip_of(kind):
   ],
 )
 def test_a_topology_has_its_chips(name, num_chips, links):
-  topology = chips.parse_topology(name)
-  assert str(topology) == name
-  assert math.prod(topology.shape) == num_chips
-  assert topology.chip.ici_links == links
+  chip, shape = chips.parse_topology(name)
+  assert math.prod(shape) == num_chips
+  assert chip.ici_links == links
 
 
 @pytest.mark.parametrize(
   'name', ['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1x1', 'v4:0x2x2']
 )
 def test_what_is_no_topology_is_refused(name):
-  with pytest.raises(chips.TargetError, match=f'{name!r}.*v5p'):
+  with pytest.raises(errors.UsageError, match=f'{name!r}.*v5p'):
     chips.parse_topology(name)
 
 
@@ -53,23 +53,17 @@ def test_the_published_numbers():
 
 
 @pytest.mark.parametrize(
-  ('name', 'num_slices'),
-  [
-    ('v4:2x2x2', 2),
-    ('v5e:4x4', 1),
-    ('v5p:2x2x1', 4),
-    ('v6e:2x4', 1),
-  ],
+  ('name', 'num_slices'), [('v4:2x2x2', 2), ('v5e:4x4', 1), ('v5p:2x2x1', 4)]
 )
 def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
   pytest.importorskip('libtpu')
-  topology = chips.parse_topology(name)
-  devices = chips.topology_devices(topology, num_slices)
-  assert len(devices) == num_slices * math.prod(topology.shape)
-  assert chips.chip_of(devices[0]).name == topology.chip.name
+  chip, shape = chips.parse_topology(name)
+  devices = chips.topology_devices(name, num_slices)
+  assert len(devices) == num_slices * math.prod(shape)
+  assert chips.chip_of(devices[0]).name == chip.name
 
 
 def test_libtpu_refuses_a_part_of_a_host():
   pytest.importorskip('libtpu')
-  with pytest.raises(chips.TargetError, match='3x3x3'):
-    chips.topology_devices(chips.parse_topology('v4:3x3x3'))
+  with pytest.raises(errors.UsageError, match='3x3x3'):
+    chips.topology_devices('v4:3x3x3')

@@ -93,8 +93,8 @@ def load(name):
   """
   config = platform.load_config([f'--config=configs/c4.py:{name}'])
   experiment = experiment_registry.get(name)
-  topology = chips.parse_topology(config.topology)
-  return config, experiment(math.prod(topology.shape) * config.num_slices)
+  _, shape = chips.parse_topology(config.topology)
+  return config, experiment(math.prod(shape) * config.num_slices)
 
 
 def weights_of(experiment):
@@ -123,8 +123,8 @@ def test_run_is_as_published(name):
   (train, evaluation) = experiment.datasets()
   assert (train.is_training, evaluation.is_training) == (True, False)
   assert (train.batch_size, train.length) == batch
-  topology = chips.parse_topology(config.topology)
-  assert (math.prod(topology.shape), config.num_slices) == (
+  _, shape = chips.parse_topology(config.topology)
+  assert (math.prod(shape), config.num_slices) == (
     chips_of_slice,
     slices,
   )

@@ -7,7 +7,6 @@ import logging
 import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from examples import transformer
@@ -105,10 +104,8 @@ def over_devices(x, w):
 @pytest.mark.parametrize(
   ('program', 'args', 'flops'),
   [
-    (jnp.dot, (shape(3, 5), shape(5, 7)), 2 * 3 * 5 * 7),
     (lambda x: jnp.exp(x).sum(), (shape(3, 5),), 0),
-    # No array is made.
-    (jnp.dot, (shape(10**7, 10**7),) * 2, 2e21),
+    (jnp.dot, (shape(10**7, 10**7),) * 2, 2e21),  # No array is made.
     (
       lambda q, k: jnp.einsum('btnh,bsnh->bnts', q, k),
       (shape(2, 7, 4, 16), shape(2, 9, 4, 16)),
@@ -145,7 +142,6 @@ def over_devices(x, w):
       (shape(B, D), shape(D, D)),
       7 * 2 * B * D * D,
     ),
-    (jax.jit(with_jvp), ONE, ONE_LAYER),
     (
       jax.vmap(jax.jit(with_jvp), in_axes=(0, None)),
       (shape(3, B, D), shape(D, F)),
@@ -187,29 +183,6 @@ def test_gradients_count_twice(program, args, factor):
   assert flops_of(step, *args) == factor * forward
   if args in (MLP, ONE):
     assert forward == (2 * L if args is MLP else 1) * ONE_LAYER
-
-
-def test_meetings_are_those_of_a_loop():
-  cases = itertools.product(
-    (1, 4), (1, 3), (1, 2, 5), (1, 2, 7), (-1, 0, 2), (1, 2, 8), (1, 2)
-  )
-  for size, kernel, out, stride, low, dilation, kernel_dilation in cases:
-    holes = np.zeros((size - 1) * dilation + 1)
-    holes[::dilation] = 1
-    expected = 0
-    for o, k in itertools.product(range(out), range(kernel)):
-      x = o * stride - low + k * kernel_dilation
-      expected += bool(0 <= x < len(holes) and holes[x])
-    found = counting.count_meetings(
-      size=size,
-      kernel=kernel,
-      out=out,
-      stride=stride,
-      low=low,
-      dilation=dilation,
-      kernel_dilation=kernel_dilation,
-    )
-    assert found == expected, (size, kernel, out, stride, low, dilation)
 
 
 def test_a_while_loop_counts_once_and_tells(caplog):

@@ -17,7 +17,6 @@ from examples.pax import experiment
 from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
-from jaxline import counting
 from jaxline import errors
 from jaxline import feed
 from jaxline import mesh as mesh_lib
@@ -200,8 +199,6 @@ def test_a_step_can_be_traced_without_data(name):
   )
   _, packed = traced.out_info
   assert 'total_loss' in packed.names
-  if 'Pipeline' in name:  # Of 2 stages and 2 microbatches.
-    assert counting.bubble_fraction(traced.jaxpr) == 1 / 3
   with pytest.raises(ValueError, match=r'hf download.*--config\.data=stdlib'):
     made.train_input()
 

@@ -20,7 +20,7 @@ _SHAPE = re.compile(
 _KERNEL_METADATA = re.compile(r'=\{\n(?:".*\n)+\}')
 _HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(
-  r'\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?)'
+  r'\s+(ROOT )?%?(?P<name>[\w.\-]+) = (.*?)'
   r' (?P<opcode>[a-z][\w\-]*)\((?P<arguments>[^)]*)\)(?P<attributes>.*)'
 )
 # Other types, such as s4, bf16 and f8e4m3fn, begin with their bits.
@@ -30,39 +30,25 @@ _HOST_MEMORY = 5  # S(5) of a layout, on every platform.
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """An array: its type, dimensions, bytes, and how many of them are in HBM."""
-
   dtype: str
   dims: tuple[int, ...]
   bytes: int
-  hbm_bytes: int
+  hbm_bytes: int  # How many of them are in HBM.
 
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-  """One line of a computation.
+  """One line of a computation."""
 
-  Attributes:
-    name: unique in its computation.
-    opcode: such as 'dot'.
-    arguments: the text in parentheses.
-    attributes: the text after it.
-    shapes: of the result; a tuple's are flattened.
-    operands: the instructions that `arguments` names.
-    computation: the computation that contains it.
-    users: the instructions that have this one as an operand.
-    fused: the computation inside a fusion.
-  """
-
-  name: str
+  name: str  # Unique in its computation.
   opcode: str
-  arguments: str
-  attributes: str
-  shapes: tuple[_Shape, ...]
-  operands: tuple['Instruction', ...]
+  arguments: str  # The text in parentheses.
+  attributes: str  # The text after it.
+  shapes: tuple[_Shape, ...]  # The result; a tuple is flattened.
+  operands: tuple['Instruction', ...]  # What `arguments` names.
   computation: 'Computation'
   users: list['Instruction'] = dataclasses.field(default_factory=list)
-  fused: 'Computation | None' = None
+  fused: 'Computation | None' = None  # What is inside of a fusion.
 
   @property
   def bytes(self) -> int:
@@ -139,28 +125,14 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Computation:
-  """A function of the module.
+  """A function of the module."""
 
-  Attributes:
-    others: all computations of the module, by name.
-    instructions: by name.
-    root: the instruction that is the result.
-    fusion: the instruction that this is inside of; None outside of fusions. No
-      other instruction calls it.
-  """
-
-  others: dict[str, 'Computation']
+  others: dict[str, 'Computation']  # All of the module.
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
-  root: Any = None
+  parameters: dict[int, Instruction] = dataclasses.field(default_factory=dict)
+  root: Any = None  # The instruction that is the result.
+  # What it is inside of, which alone calls it; None outside of fusions.
   fusion: Instruction | None = None
-
-  @functools.cached_property
-  def parameters(self) -> dict[int, Instruction]:
-    return {
-      int(i.arguments): i
-      for i in self.instructions.values()
-      if i.opcode == 'parameter'
-    }
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,7 +140,6 @@ class Module:
   """A program; on TPUs `num_devices` are those of one slice."""
 
   entry: Computation
-  computations: dict[str, Computation]
   num_devices: int
 
 
@@ -186,14 +157,12 @@ def parse(text: str) -> Module:
     elif line.startswith('}'):
       current = None
     elif match := _INSTRUCTION.match(line):
+      texts: dict[str, Any] = match.groupdict()
       new = Instruction(
-        name=match['name'],
-        opcode=match['opcode'],
-        arguments=match['arguments'],
-        attributes=match['attributes'],
+        **texts,
         shapes=tuple(
           _shape(is_tpu, *shape.groups('0'))
-          for shape in _SHAPE.finditer(match['shape'])
+          for shape in _SHAPE.finditer(match[3])
         ),
         # Operands are in lines above.
         operands=tuple(
@@ -209,11 +178,13 @@ def parse(text: str) -> Module:
         (new.fused,) = called
         new.fused.fusion = new
       current.instructions[new.name] = new
-      if match['root']:
+      if new.opcode == 'parameter':
+        current.parameters[int(new.arguments)] = new
+      if match[1]:
         current.root = new
   head = text.split('\n', 1)[0]
   counts = re.findall(r', (?:num_partitions|replica_count)=(\d+)', head)
-  return Module(entry, computations, math.prod(map(int, counts)))
+  return Module(entry, math.prod(map(int, counts)))
 
 
 def _shape(is_tpu: bool, dtype: str, dims_text: str, space: str) -> _Shape:
@@ -232,12 +203,19 @@ def numbers(text: str) -> list[int]:
 
 # The counters of loops.
 
-# Opcodes that do not change an integer, and those that compute one.
-_PASSING = {'bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'}
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-  'add': operator.add,
-  'multiply': operator.mul,
-  'subtract': operator.sub,
+# Opcode -> a function of the instruction and its operands' values.
+_VALUES: dict[str, Callable[..., Any]] = {
+  **dict.fromkeys(
+    ('bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'),
+    lambda i, value: value,
+  ),
+  'add': lambda i, a, b: a + b,
+  'compare': lambda i, a, b: getattr(
+    operator, i.attribute('direction').lower()
+  )(a, b),
+  'get-tuple-element': lambda i, values: values[int(i.attribute('index'))],
+  'multiply': lambda i, a, b: a * b,
+  'subtract': lambda i, a, b: a - b,
 }
 _MAX_ROUNDS = 1 << 16
 
@@ -256,14 +234,6 @@ def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
     return values
   if i.opcode == 'fusion':
     return i.fused and _value(i.fused.root, dict(enumerate(values)))
-  if None in values:
+  if None in values or i.opcode not in _VALUES:
     return None
-  if i.opcode == 'get-tuple-element':
-    return values[0][int(i.attribute('index'))]
-  if i.opcode in _PASSING:
-    return values[0]
-  if i.opcode in _ARITHMETIC:
-    return _ARITHMETIC[i.opcode](*values)
-  if i.opcode == 'compare':
-    return getattr(operator, i.attribute('direction').lower())(*values)
-  return None
+  return _VALUES[i.opcode](i, *values)

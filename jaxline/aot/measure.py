@@ -17,7 +17,7 @@ TPU compilers change the plain operations:
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -29,18 +29,10 @@ from jaxline import counting
 from jaxline.aot import groups
 from jaxline.aot import hlo
 
-# Bytes that one device sends by the algorithm that sends the fewest, relative
-# to the larger of operand and result, in a group of n (Patarasuk and Yuan
-# 2009).
-_WIRE: dict[str, Callable[[int], float]] = {
-  'all-gather': lambda n: (n - 1) / n,
-  'all-reduce': lambda n: 2 * (n - 1) / n,
-  'all-to-all': lambda n: (n - 1) / n,
-  'collective-broadcast': lambda n: 1.0,
-  'collective-permute': lambda n: 1.0,
-  'ragged-all-to-all': lambda n: (n - 1) / n,
-  'reduce-scatter': lambda n: (n - 1) / n,
-}
+_COLLECTIVES = {
+  'all-gather', 'all-reduce', 'all-to-all', 'collective-broadcast',
+  'collective-permute', 'ragged-all-to-all', 'reduce-scatter',
+}  # fmt: skip
 # Instructions that move nothing: some pass values on, others contain programs
 # that are measured themselves.
 _FREE = {
@@ -54,57 +46,40 @@ _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'gather', 'slice')
 # Custom calls of kernels by Pallas and similar tools.
 _KERNELS = (
-  '__gpu$xla.gpu.triton',
-  'mosaic_gpu',
-  'tpu_custom_call',
-  'triton_kernel_call',
-)
+  '__gpu$xla.gpu.triton', 'mosaic_gpu', 'tpu_custom_call', 'triton_kernel_call',
+)  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Traffic:
-  """All collectives of one kind over the same mesh axes, in one execution.
+  """All collectives of one kind over the same mesh axes, in one execution."""
 
-  Attributes:
-    kind: the HLO name, such as 'all-gather'.
-    axes: the mesh axes along which the groups of devices reach.
-    count: how many.
-    bytes: the larger of operand and result, per device, of all together.
-    wire_bytes: what a device must send, by the algorithm that sends the fewest.
-    dcn_bytes: the part of them that must leave the device's slice.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
+  kind: str  # The HLO name, such as 'all-gather'.
+  axes: tuple[str, ...]  # The mesh axes along which the groups reach.
   count: int
+  # The larger of operand and result, per device, of all together.
   bytes: float
-  wire_bytes: float
-  dcn_bytes: float
+  wire_bytes: float  # The bytes that the best algorithm sends.
+  dcn_bytes: float  # The part of them that must leave the device's slice.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures:
-  """What one device does in one execution of a program.
+  """What one device does in one execution of a program."""
 
-  Attributes:
-    flops: of matrix products and convolutions, without those with padding.
-      Kernels of cuBLAS, cuDNN and splash attention count by their shapes, other
-      Pallas kernels by their author's estimate.
-    hbm_bytes: read from and written to device memory by each instruction and
-      each fusion as a whole. A sliced operand counts as the slice, an in-place
-      update as the update, a value that is passed on not at all. Tile padding,
-      repeated reads by one kernel and what a collective moves in between are
-      left out; reads from a cache are included.
-    traffic: the collectives of more than one device, the largest first.
-    unknown_loops: title of each loop that counts once.
-    unknown_kernels: title of each kernel without known FLOPs.
-  """
-
+  # Matrix products and convolutions count, without products with padding.
+  # Kernels of cuBLAS, cuDNN and splash attention count by their shapes, other
+  # Pallas kernels by their author's estimate.
   flops: float
+  # Each instruction reads and writes memory, and each fusion as a whole does.
+  # A sliced operand counts as the slice, an in-place update as the update, a
+  # value that is passed on not at all. Tile padding, repeated reads by one
+  # kernel and the steps of a collective are left out; reads from a cache are
+  # included.
   hbm_bytes: float
-  traffic: tuple[Traffic, ...]
-  unknown_loops: tuple[str, ...]
-  unknown_kernels: tuple[str, ...]
+  traffic: tuple[Traffic, ...]  # The largest first.
+  unknown_loops: tuple[str, ...]  # Titles of those that count once.
+  unknown_kernels: tuple[str, ...]  # Titles of those of unknown FLOPs.
 
 
 def measure(
@@ -120,7 +95,7 @@ def measure(
     slices: the slice of each device of the flattened mesh. Within a slice is
       ICI or NVLink, between slices is DCN.
   """
-  places = groups.Places(module.num_devices, axis_sizes, slices)
+  places = module.num_devices, axis_sizes, slices
   flops = hbm_bytes = 0.0
   sums: dict[tuple[str, tuple[str, ...]], Any] = collections.defaultdict(int)
   loops, kernels = set(), set()
@@ -131,21 +106,16 @@ def measure(
       kernels.add(i.title)
     flops += times * (products or 0.0)
     hbm_bytes += times * _hbm_bytes(i)
-    if collective := _collective(i, places):
-      key, amounts = collective
-      sums[key] += times * np.array(amounts)
-  traffic = [
-    Traffic(
-      kind=kind,
-      axes=axes,
-      count=int(count),
-      bytes=size,
-      wire_bytes=wire,
-      dcn_bytes=dcn,
-    )
-    for (kind, axes), amounts in sums.items()
-    for count, size, wire, dcn in [amounts.tolist()]
-  ]
+    kind, size = _collective(i)
+    axes, n, num_slices = groups.reach(i, *places) if size else ((), 1, 1)
+    if n > 1:
+      sent, to_slices = _sent_parts(kind, n, num_slices)
+      amounts = np.array([1, size, size * sent, size * sent * to_slices])
+      sums[kind, axes] += times * amounts
+  traffic = []
+  for key, amounts in sums.items():
+    count, *sizes = amounts.tolist()
+    traffic.append(Traffic(*key, int(count), *sizes))
   return Measures(
     flops=flops,
     hbm_bytes=hbm_bytes,
@@ -164,16 +134,14 @@ def _executed(
     called: list[hlo.Computation] = []
     rounds = 1
     if i.opcode == 'while':
-      rounds = 1 if i.rounds is None else i.rounds
-      called = i.called('body')
-      (condition,) = i.called('condition')
-      yield from _executed(condition, times * (rounds + (i.rounds is not None)))
+      (condition,), called = i.called('condition'), i.called('body')
+      if i.rounds is not None:
+        rounds = i.rounds
+        yield from _executed(condition, times)
+      yield from _executed(condition, times * rounds)
     elif i.opcode == 'conditional':
-      branches = i.called('branch_computations') or [
-        *i.called('true_computation'),
-        *i.called('false_computation'),
-      ]
-      called = [max(branches, key=_work)]
+      names = 'branch_computations', 'true_computation', 'false_computation'
+      called = [max((c for n in names for c in i.called(n)), key=_work)]
     elif i.fused:
       called = [i.fused]
     elif i.opcode in ('async-start', 'call', 'call-start'):
@@ -185,10 +153,8 @@ def _executed(
 def _work(computation: hlo.Computation) -> tuple[float, float]:
   """Returns the FLOPs and the bytes of memory of one execution."""
   steps = list(_executed(computation, 1))
-  return (
-    sum(times * (_flops(i) or 0.0) for i, times in steps),
-    sum(times * _hbm_bytes(i) for i, times in steps),
-  )
+  flops = sum(times * (_flops(i) or 0.0) for i, times in steps)
+  return flops, sum(times * _hbm_bytes(i) for i, times in steps)
 
 
 # FLOPs.
@@ -209,11 +175,10 @@ def _flops(i: hlo.Instruction) -> float | None:
     )
   if target.startswith('__cudnn$conv'):
     a, b, *_ = i.operands
-    arrays = {
-      '__cudnn$convBackwardInput': (i, b, a),
-      '__cudnn$convBackwardFilter': (a, i, b),
-    }.get(target, (a, b, i))
-    return _convolution_flops(i, *arrays)
+    if target == '__cudnn$convBackwardInput':
+      return _convolution_flops(i, i, b, a)
+    is_filter = target == '__cudnn$convBackwardFilter'
+    return _convolution_flops(i, a, *((i, b) if is_filter else (b, i)))
   if target.startswith('__cudnn$fmha'):
     scores = i.search(
       r'intermediate_tensor_shape\\?":.*?dimensions\\?": *\[([^\]]*)\]'
@@ -258,25 +223,22 @@ def _product_flops(i: hlo.Instruction, contracted: Sequence[int]) -> float:
   return 2.0 * math.prod((*result, *sizes))
 
 
-def _convolution_flops(
-  i: hlo.Instruction,
-  lhs: hlo.Instruction,
-  rhs: hlo.Instruction,
-  out: hlo.Instruction,
-) -> float:
-  """FLOPs of `out` = convolution of `lhs` with the kernel `rhs`."""
+def _convolution_flops(i: hlo.Instruction, *arrays: hlo.Instruction) -> float:
+  """`arrays` are the image, the kernel and the result."""
   labels = re.split('_|->', i.attribute('dim_labels'))
   image, kernel, result = (
     dict(zip(label, array.shapes[0].dims, strict=True))
-    for label, array in zip(labels, (lhs, rhs, out), strict=True)
+    for label, array in zip(labels, arrays, strict=True)
   )
-  items = (item.partition('=') for item in i.attribute('window')[1:-1].split())
-  window = {key: values.split('x') for key, _, values in items}
+  items = (item.split('=') for item in i.attribute('window')[1:-1].split())
+  # Each number is for a dimension; a padding is the one below the image.
+  window = {
+    key: [int(n.split('_')[0]) for n in numbers.split('x')]
+    for key, numbers in items
+  }
   met = 1
   for d in filter(str.isdigit, image):
-    at = lambda key, default, n=int(d): int(
-      window[key][n].split('_')[0] if key in window else default
-    )
+    at = lambda key, default, n=int(d): window.get(key, {n: default})[n]
     met *= counting.count_meetings(
       size=image[d],
       kernel=kernel[d],
@@ -370,63 +332,52 @@ def _written(value: hlo.Instruction) -> int:
 def _continues_chain(i: hlo.Instruction) -> bool:
   """Whether this is a later piece of a collective that started elsewhere."""
   return (
-    i.kind in _WIRE
+    i.kind in _COLLECTIVES
     and 'chain_id=' in i.attributes
     and not any(user.target == 'AsyncCollectiveStart' for user in i.users)
   )
 
 
-def _collective(
-  i: hlo.Instruction, places: groups.Places
-) -> tuple[tuple[str, tuple[str, ...]], list[float]] | None:
-  """Returns key and numbers of the `Traffic` of a collective, if it is one."""
-  kind = i.kind
-  if i.opcode == 'send':
-    kind, size = _sent(i)
-  elif kind in _WIRE and not _continues_chain(i):
+def _collective(i: hlo.Instruction) -> tuple[str, int]:
+  """Returns kind and bytes of a collective; 0 bytes for all else."""
+  beside = i.computation.instructions.values()
+  if i.kind in _COLLECTIVES and not _continues_chain(i):
     size = max(sum(operand.bytes for operand in i.operands), i.result_bytes)
-    if kind == 'all-reduce' and i.computation.fusion:
-      inside = {other.opcode for other in i.computation.instructions.values()}
-      if {'dynamic-slice', 'partition-id'} <= inside:
-        kind = 'reduce-scatter'  # The fusion keeps this device's part.
-  else:
-    return None
-  found = places.groups(i) if kind else []
-  n = max(map(len, found), default=1)
-  if n < 2:
-    return None
-  wire = size * _WIRE.get(kind, lambda n: 1.0)(n)
-  dcn = wire * _dcn_part(kind, n, places.num_slices(found))
-  return (kind, places.axes(found)), [1, size, wire, dcn]
+    keeps_a_part = {'dynamic-slice', 'partition-id'} <= {
+      other.opcode for other in beside
+    }
+    if i.kind == 'all-reduce' and i.computation.fusion and keeps_a_part:
+      return 'reduce-scatter', size
+    return i.kind, size
+  if i.opcode == 'send':
+    size = i.operands[0].bytes
+    if '_xla_send_recv_source_target_pairs=' in i.attributes:
+      return 'collective-permute', size  # GPUs: a permute, taken apart.
+    # A `send` without a type goes to the host, for a callback.
+    if kind := i.search(r'_xla_megascale_transfer_type="(\w+)"'):
+      meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
+      for other in beside:
+        if other.opcode == 'recv' and meeting and meeting in other.attributes:
+          size = max(size, other.shapes[0].bytes)
+      kind = kind.lower().replace('_', '-')
+      return 'collective-permute' if kind == 'one-to-one' else kind, size
+  return '', 0
 
 
-def _dcn_part(kind: str, n: int, slices: int) -> float:
-  """Returns the fraction of the sent bytes that must go to other slices.
+def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
+  """Returns how much one of n devices in some slices must send.
 
-  With n devices in s slices, reductions and gathers work within slices first,
-  then between them: (s - 1) / (n - 1). In an all-to-all, it is the part for
-  chips of other slices. In a permute, it is everything, since all chips wait
-  for one that sends to another slice.
+  Returns:
+    The bytes, relative to the larger of operand and result, of the algorithm
+    that sends the fewest (Patarasuk and Yuan 2009); and the part of them that
+    must go to other slices. Reductions and gathers work within slices first,
+    then between them. In an all-to-all, it is the part for chips of other
+    slices. In a permute, it is everything, since all chips wait for one that
+    sends to another slice.
   """
-  if slices < 2:
-    return 0.0
-  if kind == 'all-to-all':
-    return (n - n // slices) / (n - 1)
   if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
-    return (slices - 1) / (n - 1)
-  return 1.0
-
-
-def _sent(i: hlo.Instruction) -> tuple[str, int]:
-  """Returns kind and bytes of the collective of a `send`; '' without one."""
-  payload = i.operands[0].bytes
-  if '_xla_send_recv_source_target_pairs=' in i.attributes:
-    return 'collective-permute', payload  # GPUs: a permute, taken apart.
-  # Without a type it goes to the host, for a callback.
-  kind = i.search(r'_xla_megascale_transfer_type="(\w+)"')
-  meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
-  for other in i.computation.instructions.values():
-    if other.opcode == 'recv' and meeting and meeting in other.attributes:
-      payload = max(payload, other.shapes[0].bytes)
-  kind = kind.lower().replace('_', '-')
-  return {'one-to-one': 'collective-permute'}.get(kind, kind), payload
+    copies = 2 if kind == 'all-reduce' else 1
+    return copies * (n - 1) / n, (slices - 1) / (n - 1)
+  if kind in ('all-to-all', 'ragged-all-to-all'):
+    return (n - 1) / n, (n - n // slices) / (n - 1)
+  return 1.0, float(slices > 1)

@@ -15,7 +15,7 @@ _ALLOCATION = re.compile(
   r'(?: page \d+,)? (?P<rest>.*)$'
 )
 _VALUE = re.compile(
-  r'^ value: <\d+ (?P<name>[\w.\-]+)(?:\{[\d,]*\})? @0>'
+  r'^ value: <\d+ (?P<name>[\w.\-]+)(?P<index>\{[\d,]*\})? @0>'
   r' \(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>.*)$'
 )
 _OUT_OF_MEMORY = re.compile(
@@ -23,37 +23,26 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Buffer:
-  """A piece of a chip's memory.
+  """A piece of a chip's memory."""
 
-  Attributes:
-    bytes: its size, padded as the chip needs it.
-    shape: of a chip's part of the array, such as 'f32[2,128]'.
-    kind: 'argument', 'output', 'constant' or 'temporary'.
-    name: of an argument, its path, such as "state.params['w']"; else the
-      operation that makes it, as JAX names it; '' if it has none.
-  """
-
-  bytes: int
-  shape: str
-  kind: str
+  bytes: int  # Padded as the chip needs it.
+  shape: str  # A chip's part of the array, such as 'f32[2,128]'.
+  kind: str  # 'argument', 'output', 'constant' or 'temporary'.
+  # An argument's path, such as "state.params['w']"; else JAX's name of the
+  # operation that makes it, or ''.
   name: str
 
 
-def dump_options(directory: pathlib.Path) -> dict[str, str | bool]:
-  """Returns `compiler_options` with which XLA writes what `dumped` reads."""
-  return {'xla_dump_to': str(directory), 'xla_dump_hlo_as_text': True}
-
-
-def dumped(directory: pathlib.Path) -> tuple[str, str]:
-  """Returns the scheduled program and its buffer assignment, or ''."""
+def dumped(directory: str) -> tuple[str, str]:
+  """Returns the scheduled program and its buffer assignment."""
 
   def read(pattern: str) -> str:
     # XLA compiles small programs besides, such as of constants.
-    found = directory.glob(pattern)
-    largest = max(found, key=lambda path: path.stat().st_size, default=None)
-    return largest.read_text(encoding='utf-8') if largest else ''
+    found = pathlib.Path(directory).glob(pattern)
+    largest = max(found, key=lambda path: path.stat().st_size)
+    return largest.read_text(encoding='utf-8')
 
   return read('*after_optimizations.txt'), read('*buffer-assignment.txt')
 
@@ -63,14 +52,8 @@ def is_out_of_memory(error: Exception) -> bool:
   return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def total_bytes(assignment: str) -> int:
-  """Returns the bytes of the chip's main memory in an assignment."""
-  matches = map(_ALLOCATION.match, assignment.splitlines())
-  return sum(int(m['size']) for m in matches if m and _kind(m))
-
-
-def buffers(assignment: str, module: hlo.Module) -> list[Buffer]:
-  """Returns the buffers of a program in the chip's main memory, largest first.
+def buffers(assignment: str, module: hlo.Module) -> tuple[int, list[Buffer]]:
+  """Returns the size of the main memory in use, and its largest buffers first.
 
   Temporaries share memory at different times: the largest that do not overlap
   are listed, which is mostly what fills the memory at the worst moment. The
@@ -78,34 +61,33 @@ def buffers(assignment: str, module: hlo.Module) -> list[Buffer]:
   """
   instructions = {
     name: instruction
-    for computation in module.computations.values()
+    for computation in module.entry.others.values()
     for name, instruction in computation.instructions.items()
   }
-  values: list[tuple[int, int, int, Buffer]] = []
-  number, kind = 0, ''
+  values: list[tuple[int, int, Buffer]] = []
+  total = number = 0
+  kind = ''
   for line in assignment.splitlines():
     if match := _ALLOCATION.match(line):
       number, kind = number + 1, _kind(match)
-      if kind == 'argument':
-        argument = _argument(match, module)
-        values.append((argument.bytes, number, 0, argument))
-    elif kind not in ('', 'argument') and (match := _VALUE.match(line)):
-      maker = instructions.get(match['name'])
-      buffer = Buffer(
-        bytes=int(match['size']),
-        shape=_without_layout(match['shape']),
-        kind=kind,
-        name=maker.op_name if maker else '',
-      )
-      values.append((buffer.bytes, number, int(match['offset']), buffer))
+      total += int(match['size']) if kind else 0
+    elif kind and (match := _VALUE.match(line)):
+      maker, name = instructions.get(match['name']), ''
+      if maker:
+        index = match['index'] if maker.opcode == 'parameter' else ''
+        name = maker.op_name + (index or '')
+      shape = re.sub(r'\{[^{}]*\}', '', match['shape'])
+      buffer = Buffer(int(match['size']), shape, kind, name)
+      values.append((number, int(match['offset']), buffer))
   found: list[Buffer] = []
   taken: dict[int, list[tuple[int, int]]] = {}
-  for size, number, offset, buffer in sorted(values, key=lambda v: -v[0]):
-    ranges = taken.setdefault(number, [])
-    if all(offset + size <= a or b <= offset for a, b in ranges):
-      ranges.append((offset, offset + size))
+  # The value of a donated argument comes before the one that replaces it.
+  for number, offset, buffer in sorted(values, key=lambda v: -v[2].bytes):
+    end, ranges = offset + buffer.bytes, taken.setdefault(number, [])
+    if all(end <= a or b <= offset for a, b in ranges):
+      ranges.append((offset, end))
       found.append(buffer)
-  return sorted(found, key=lambda b: (-b.bytes, b.kind, b.name))
+  return total, sorted(found, key=lambda b: (-b.bytes, b.kind, b.name))
 
 
 def _kind(allocation: re.Match[str]) -> str:
@@ -118,20 +100,3 @@ def _kind(allocation: re.Match[str]) -> str:
   if 'constant' in rest:
     return 'constant'
   return 'output' if 'maybe-live-out' in rest else 'temporary'
-
-
-def _argument(allocation: re.Match[str], module: hlo.Module) -> Buffer:
-  rest = allocation['rest']
-  parameter = module.entry.parameters.get(int(rest.split()[1].strip(',')))
-  name = parameter.op_name if parameter else ''
-  index = re.search(r'at ShapeIndex (\{[\d,]+\})', rest)
-  return Buffer(
-    bytes=int(allocation['size']),
-    shape=_without_layout(rest.partition('|')[2].partition('|')[0]),
-    kind='argument',
-    name=name + (index[1] if index else ''),
-  )
-
-
-def _without_layout(shape: str) -> str:
-  return re.sub(r'\{[^{}]*\}', '', shape)

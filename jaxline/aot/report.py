@@ -3,7 +3,7 @@
 docs/reference/compile.md explains each line, and what the times leave out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -14,11 +14,8 @@ from jaxline.aot import measure
 from jaxline.aot import memory
 from jaxline.metrics import lines as lines_lib
 
-SCHEMA = 3
 _WIDTH = 80
 _MAX_NAMES = 8
-# XLA rounds allocations up to this; smaller differences mean nothing.
-_SMALL = 1 << 12
 # For a run that does not fit; the report's sizes say which one helps most.
 _HINTS = (
   'A smaller batch, or config.gradient_accumulation_steps: less of the forward'
@@ -31,22 +28,14 @@ _HINTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-  """What a program is compiled for.
+  """What a program is compiled for."""
 
-  Attributes:
-    name: of the topology, such as 'v4:4x4x4'; 'local' for the devices here.
-    device_kind: as JAX names it.
-    num_slices: how many such topologies a slower network joins.
-    num_devices: chips, in all.
-    chip: one of them, with the links that it has in this topology; None if it
-      is not known.
-  """
-
-  name: str
+  name: str  # A topology, such as 'v4:4x4x4'; 'local': the devices here.
   device_kind: str
-  num_slices: int
-  num_devices: int
-  chip: chips.Chip | None = None
+  num_slices: int  # Such topologies, which a slower network joins.
+  num_devices: int  # Chips, in all.
+  # One of them, with the links that it has in this topology.
+  chip: chips.Chip | None
 
   @property
   def hbm_bytes(self) -> float:
@@ -56,15 +45,11 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-  """How long a step takes at least.
+  """How long a step takes at least."""
 
-  Attributes:
-    seconds: of 'compute', 'memory', 'ICI' and 'DCN' alone, each at its peak.
-    mfu_bound: model FLOPs utilization if all four overlap completely.
-    mfu_sum: the same if nothing overlaps.
-  """
-
+  # The times of 'compute', 'memory', 'ICI' and 'DCN', each alone at its peak.
   seconds: Mapping[str, float]
+  # Model FLOPs utilization if all four overlap completely, and if none does.
   mfu_bound: float
   mfu_sum: float
 
@@ -98,52 +83,25 @@ def roofline(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """A step. Sizes are per chip, None if the compiler does not tell them.
-
-  Attributes:
-    name: 'train step' or 'eval step'.
-    model_flops: of the model in one step, all chips together, without
-      recomputation.
-    temp_bytes: the largest sum of temporaries.
-    peak_bytes: arguments, outputs and temporaries; shared memory counts once.
-    fits: whether the peak is within the chip's memory. For TPUs the compiler
-      itself refuses a program that does not fit.
-    measures: of the compiled program, per chip.
-    roofline: its bounds.
-    compile_secs: the time of the compiler.
-    buffers: the largest.
-  """
+  """A step. Sizes are per chip."""
 
   name: str
-  model_flops: float
-  temp_bytes: int | None = None
-  peak_bytes: int | None = None
-  fits: bool | None = None
-  measures: measure.Measures | None = None
-  roofline: Roofline | None = None
-  compile_secs: float | None = None
-  buffers: tuple[memory.Buffer, ...] = ()
+  model_flops: float  # In all chips together, without recomputation.
+  # The largest sum of temporaries; not known of a program that does not fit.
+  temp_bytes: int | None
+  # Arguments, outputs and temporaries; shared memory counts once.
+  peak_bytes: int
+  # None: not known. TPUs' compiler itself refuses a program that does not fit.
+  fits: bool | None
+  measures: measure.Measures
+  roofline: Roofline | None
+  compile_secs: float
+  buffers: Sequence[memory.Buffer]  # The eight largest.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-  """What is known of a run before it runs. Sizes are per chip.
-
-  Attributes:
-    experiment: name of its class.
-    target: the chips that it is compiled for.
-    mesh: axis -> size, over all slices.
-    sharding: name of the preset.
-    batch_rows: rows of a global batch.
-    parameters: number of weights.
-    state_bytes: weights, optimizer and model state.
-    batch_bytes: one batch.
-    bubble_fraction: part of a step in which a pipeline's stage idles.
-    programs: the train step and the eval step.
-    notes: what is missing in this report, and why.
-    versions: of jax, jaxlib and libtpu.
-    schema: of the JSON.
-  """
+  """What is known of a run before it runs. Sizes are per chip."""
 
   experiment: str
   target: Target
@@ -153,11 +111,9 @@ class Report:
   parameters: int
   state_bytes: int
   batch_bytes: int
-  bubble_fraction: float
-  programs: tuple[Program, ...]
-  notes: tuple[str, ...] = ()
-  versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  schema: int = SCHEMA
+  programs: Sequence[Program]
+  notes: Sequence[str]  # What is missing in this report, and why.
+  versions: Mapping[str, str]
 
   @property
   def fits(self) -> bool:
@@ -188,8 +144,8 @@ def _time(seconds: float) -> str:
   return _scaled(1e6 * seconds, ('us', 'ms', 's'))
 
 
-def _wrap(first: str, text: str) -> Iterable[str]:
-  """Returns lines, indented as far as the text of the first."""
+def _wrap(first: str, text: str) -> list[str]:
+  """Returns lines, indented as far as the text of the first; no text, none."""
   return textwrap.wrap(
     text,
     _WIDTH,
@@ -200,117 +156,89 @@ def _wrap(first: str, text: str) -> Iterable[str]:
   )
 
 
-def _lines(report: Report) -> Iterable[str]:
+def _row(label: str, text: str) -> list[str]:
+  return _wrap(f'  {label:<19}', text)
+
+
+def _of_memory(num_bytes: int, target: Target) -> str:
+  text = _size(num_bytes)
+  return f'{text} of {_size(target.hbm_bytes)}' if target.chip else text
+
+
+def _lines(report: Report) -> Iterator[str]:
   target = report.target
   slices = f'{target.num_slices} x ' if target.num_slices > 1 else ''
   yield f'{report.experiment} on {slices}{target.name} ({target.device_kind})'
-  yield from _table(_run_rows(report))
-  for program in report.programs:
-    yield ''
-    yield program.name
-    yield from _table(_program_rows(program, target))
-  for title, texts in (
-    ('Suggested changes', () if report.fits else _HINTS),
-    ('Notes', report.notes),
-  ):
-    if texts:
-      yield ''
-      yield title
-      for text in texts:
-        yield from _wrap('  - ', text)
-  yield ''
-  versions = ', '.join(f'{k} {v}' for k, v in report.versions.items())
-  yield from _table([('versions', versions)])
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> Iterable[str]:
-  """Yields the lines of rows with a text; buffers are rows without a label."""
-  for label, text in rows:
-    if label == '' and text:
-      yield text
-    elif text:
-      yield from _wrap(f'  {label:<19}', text)
-
-
-def _run_rows(report: Report) -> Iterable[tuple[str, str]]:
-  count, hbm_bytes = report.target.num_devices, report.target.hbm_bytes
   mesh = ', '.join(f'{axis} {size}' for axis, size in report.mesh.items())
-  yield 'mesh', f'{count} device{"s" if count > 1 else ""}: {mesh}'
-  yield 'sharding', report.sharding
-  yield 'parameters', f'{report.parameters:,}'
-  batch = _size(report.batch_bytes)
-  yield 'global batch', f'{report.batch_rows} rows; {batch} per chip'
-  if report.bubble_fraction:
-    yield 'pipeline bubble', f'{report.bubble_fraction:.1%} of each stage'
-  text = _size(report.state_bytes)
-  if report.target.chip:
-    text += f' of {_size(hbm_bytes)} ({report.state_bytes / hbm_bytes:.0%})'
-  yield 'state per chip', text
+  count = f'{target.num_devices} device{"s" if target.num_devices > 1 else ""}'
+  yield from _row('mesh', f'{count}: {mesh}')
+  yield from _row('sharding', report.sharding)
+  yield from _row('parameters', f'{report.parameters:,}')
+  text = f'{report.batch_rows} rows; {_size(report.batch_bytes)} per chip'
+  yield from _row('global batch', text)
+  text = _of_memory(report.state_bytes, target)
+  part = f' ({report.state_bytes / target.hbm_bytes:.0%})'
+  yield from _row('state per chip', text + (part if target.chip else ''))
+  for program in report.programs:
+    yield from ('', program.name)
+    yield from _program_lines(program, target)
+  hints = () if report.fits else _HINTS
+  for title, texts in (('Suggested changes', hints), ('Notes', report.notes)):
+    if texts:
+      yield from ('', title)
+    for text in texts:
+      yield from _wrap('  - ', text)
+  versions = ', '.join(f'{k} {v}' for k, v in report.versions.items())
+  yield from ('', *_row('versions', versions))
 
 
-def _program_rows(
-  program: Program, target: Target
-) -> Iterable[tuple[str, str]]:
-  yield 'peak per chip', _peak_text(program, target)
+def _program_lines(program: Program, target: Target) -> Iterator[str]:
+  text = _of_memory(program.peak_bytes, target)
+  rest = target.hbm_bytes - program.peak_bytes
+  if program.fits:
+    text += f': fits, {_size(rest)} to spare'
+  elif program.fits is False:
+    text += ': DOES NOT FIT'
+    # The compiler may have less memory to give than what is published.
+    text += f', {_size(-rest)} too much' if rest < 0 else ''
+  yield from _row('peak per chip', text)
   if program.temp_bytes is not None:
-    yield 'temporaries', _size(program.temp_bytes)
+    yield from _row('temporaries', _size(program.temp_bytes))
   for buffer in program.buffers:
-    if buffer.bytes >= _SMALL:
-      yield '', _buffer_text(buffer)
+    line = f'    {_size(buffer.bytes):>10}  {buffer.shape}  '
+    name, room = buffer.name or buffer.kind, _WIDTH - len(line)
+    # The end of a long path says more than its beginning.
+    yield line + (name if len(name) <= room else f'..{name[2 - room :]}')
   text = _scaled(program.model_flops)
   if target.chip:
     peak = target.num_devices * target.chip.peak_flops
     text += f'; {_time(program.model_flops / peak)} at the peak of all chips'
-  yield 'model FLOPs', text
-  if measures := program.measures:
-    total = measures.flops * target.num_devices
-    text = _scaled(total)
-    if program.model_flops:
-      text += f' ({total / program.model_flops:.2f} x)'
-    yield 'compiled FLOPs', f'{text}; {_scaled(measures.flops)} per chip'
-    yield 'memory traffic', f'{_size(measures.hbm_bytes)} per chip'
-    for t in measures.traffic:
-      axes = ' x '.join(t.axes) or 'no axis'
-      text = f'{t.count} over {axes}: {_size(t.bytes)}'
-      if t.dcn_bytes:
-        text += f', of which sent to other slices {_size(t.dcn_bytes)}'
-      yield t.kind, text
-    loops, kernels = measures.unknown_loops, measures.unknown_kernels
-    yield 'loops counted once', ', '.join(loops[:_MAX_NAMES])
-    yield 'kernels not counted', ', '.join(kernels[:_MAX_NAMES])
+  yield from _row('model FLOPs', text)
+  measures = program.measures
+  total = measures.flops * target.num_devices
+  text = _scaled(total)
+  if program.model_flops:
+    text += f' ({total / program.model_flops:.2f} x)'
+  text += f'; {_scaled(measures.flops)} per chip'
+  yield from _row('compiled FLOPs', text)
+  yield from _row('memory traffic', f'{_size(measures.hbm_bytes)} per chip')
+  for t in measures.traffic:
+    text = f'{t.count} over {" x ".join(t.axes) or "no axis"}: {_size(t.bytes)}'
+    if t.dcn_bytes:
+      text += f', of which sent to other slices {_size(t.dcn_bytes)}'
+    yield from _row(t.kind, text)
+  for label, names in (
+    ('loops counted once', measures.unknown_loops),
+    ('kernels not counted', measures.unknown_kernels),
+  ):
+    yield from _row(label, ', '.join(names[:_MAX_NAMES]))
   if r := program.roofline:
-    times = (f'{k} {_time(v)}' for k, v in r.seconds.items() if v)
-    yield 'at least', ', '.join(times)
+    times = {key: _time(seconds) for key, seconds in r.seconds.items()}
+    text = ', '.join(f'{key} {times[key]}' for key in times if r.seconds[key])
+    yield from _row('at least', text)
     longest = max(r.seconds, key=lambda key: r.seconds[key])
-    yield (
-      'MFU at most',
-      f'{r.mfu_bound:.1%} (bound by {longest}, {_time(r.seconds[longest])});'
-      f' {r.mfu_sum:.1%} where nothing overlaps'
-      f' ({_time(sum(r.seconds.values()))})',
-    )
-  if program.compile_secs is not None:
-    yield 'compiled in', f'{program.compile_secs:.1f} s'
-
-
-def _peak_text(program: Program, target: Target) -> str:
-  peak, fits = program.peak_bytes, program.fits
-  if peak is None:
-    return '' if fits is None else 'DOES NOT FIT'
-  text = _size(peak)
-  if target.chip:
-    text += f' of {_size(target.hbm_bytes)}'
-  if fits is None:
-    return text
-  rest = target.hbm_bytes - peak
-  if fits:
-    return f'{text}: fits, {_size(rest)} to spare'
-  # The compiler may have less memory to give than what is published.
-  much = f', {_size(-rest)} too much' if rest < 0 else ''
-  return f'{text}: DOES NOT FIT{much}'
-
-
-def _buffer_text(buffer: memory.Buffer) -> str:
-  """Returns a line; of a long path the end says more than the beginning."""
-  line = f'    {_size(buffer.bytes):>10}  {buffer.shape}  '
-  name, room = buffer.name or buffer.kind, _WIDTH - len(line)
-  return line + (name if len(name) <= room else f'..{name[2 - room :]}')
+    text = f'{r.mfu_bound:.1%} (bound by {longest}, {times[longest]});'
+    text += f' {r.mfu_sum:.1%} where nothing overlaps'
+    text += f' ({_time(sum(r.seconds.values()))})'
+    yield from _row('MFU at most', text)
+  yield from _row('compiled in', f'{program.compile_secs:.1f} s')
