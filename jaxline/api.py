@@ -74,10 +74,9 @@ def fit(
     mode: 'train_and_eval' or 'train'.
 
   Raises:
-    errors.UsageError: what is wrong with the config, an override (a key that
-      the config lacks) or the directory.
+    errors.UsageError: what is wrong with the config, an override or the
+      directory.
     TypeError: an override has another type than the key's value.
-    KeyboardInterrupt: the run was interrupted, and is saved.
   """
   if mode not in ('train', 'train_and_eval'):
     raise errors.UsageError(
@@ -109,7 +108,7 @@ def fit(
 def _override(
   config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
 ) -> config_dict.ConfigDict:
-  """Returns a validated copy of a config, with other values by dotted key."""
+  """Returns a copy of a config, with other values by dotted key."""
   # With its references to other keys, and the values themselves.
   config = copy.deepcopy(config, {id(x): x for x in _values(config)})
   given = dict(overrides or {})
@@ -123,9 +122,7 @@ def _override(
     if isinstance(value, np.generic):
       given[key] = value.item()
   config.update_from_flattened_dict(given)
-  config = config.copy_and_resolve_references()
-  base_config.validate_config(config, may_be_own=True)
-  return config
+  return config.copy_and_resolve_references()
 
 
 def _values(config: config_dict.ConfigDict) -> Iterator[Any]:
@@ -161,7 +158,6 @@ def load(
   Raises:
     errors.UsageError: the directory is no run, or it has no such checkpoint, or
       what is wrong with the overridden config.
-    TypeError: as for `fit`.
   """
   return _load(directory, overrides, step, series, experiment_class, mode)[0]
 
@@ -182,8 +178,8 @@ def _load(
     experiment_class = platform.resolve_experiment_class(
       config, recorded_in='' if is_users else os.fspath(directory)
     )
-  if experiments.is_full(experiment_class):
-    base_config.validate_config(config)
+  may_be_own = not experiments.is_full(experiment_class)
+  base_config.validate_config(config, may_be_own=may_be_own)
   config = base_config.complete_config(config)
   full = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'eval_load')
@@ -215,8 +211,7 @@ def load_weights(
       averaged weights if the run has some, as evaluation uses them.
 
   Raises:
-    errors.UsageError: the directory is no run, or it has no such checkpoint, or
-      the checkpoint has no such weights.
+    errors.UsageError: the directory has no such checkpoint or weights.
   """
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:
@@ -245,14 +240,8 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  It takes the arguments of `load`.
-
-  Returns:
-    The numbers that the experiment's `evaluate` returns, by name.
-
-  Raises:
-    errors.UsageError: as for `load`.
-    TypeError: as for `fit`.
+  It takes the arguments of `load`, and returns the numbers of the experiment's
+  `evaluate` by name.
   """
   experiment, global_step, config = _load(
     directory, overrides, step, series, experiment_class, 'eval'

@@ -140,21 +140,6 @@ class _BaseConfig(config_dict.ConfigDict):
         super().__setitem__(key, value)
 
 
-class _LibrarysView(config_dict.ConfigDict):
-  """The config of a program, in which keys that are its own read as defaults.
-
-  Its fields hold the values of the program, which are recorded and copied.
-  """
-
-  def __getitem__(self, key: str) -> Any:
-    value = super().__getitem__(key)
-    if key not in _OTHERS:
-      return value
-    if _problem({key: value}, key):
-      return get_base_config()[key]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
 def get_base_config() -> config_dict.ConfigDict:
   """Returns the config that every run starts from, with all its defaults."""
   config = _BaseConfig()
@@ -256,77 +241,79 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       raise errors.UsageError(f'{given}. {advice}')
 
 
+# Those whose keys are all in the table.
+_SECTIONS = ('decode', 'early_stop', 'xla')
+
+
 def validate_config(
   config: config_dict.ConfigDict, *, may_be_own: bool = False
 ) -> None:
-  """Checks a whole config: its keys, each value, then contradictions.
+  """Raises a UsageError with the first thing that is wrong, by name.
 
-  Args:
-    config: the config.
-    may_be_own: whether another value of a key that JAXline does not have is
-      the program's own; it is then read as the default.
-
-  Raises:
-    errors.UsageError: the first thing that is wrong, by name.
+  With `may_be_own` a wrong value of a key that JAXline does not have is the
+  program's own.
   """
   defaults = get_base_config()
-  # This finds misspelled keys of a section; `_problem` finds missing ones.
+  # This finds misspelled keys of a section; `_problems` finds missing ones.
   given = {**config}
   for name in _SECTIONS:
     if isinstance(own := given.get(name), keys.MAPPINGS):
       given[name] = {**defaults[name], **own}
   validate_keys({**defaults, 'mesh': {}}, given)
-  for name in defaults:
-    is_free = may_be_own and name in _OTHERS
-    if not is_free and (problem := _problem(config, name)):
+  for name, problem in _problems(config).items():
+    if not (may_be_own and name in _OTHERS):
       raise problem
   check_constraints(complete_config(config))
 
 
-# Those whose keys are all in the table.
-_SECTIONS = ('decode', 'early_stop', 'xla')
-
-
-def _problem(config: Any, name: str) -> errors.UsageError | None:
-  """Returns the error of a key or of a key below it, or None."""
-  try:
-    for key in KEYS:
-      if f'{key.name}.'.startswith(f'{name}.'):
-        key.check.require(f'config.{key.name}', _value(config, key.name))
-    if name in _SECTIONS and name in config:
-      defaults = get_base_config()[name]
-      errors.check_names(config[name], defaults, 'key', f'config.{name}')
-      if name != 'early_stop':  # A part of it may be given, as of `mesh`.
-        validate_keys(defaults, config[name])
-  except errors.UsageError as e:
-    return e
-  return None
+def _problems(config: Any) -> dict[str, errors.UsageError]:
+  """Maps each key that is wrong, itself or below it, to the error."""
+  found: dict[str, errors.UsageError] = {}
+  defaults = get_base_config()
+  for key in KEYS:
+    name = key.name.partition('.')[0]
+    try:
+      key.check.require(f'config.{key.name}', _value(config, key.name))
+      if key.name in _SECTIONS and name in config:
+        where = f'config.{name}'
+        errors.check_names(config[name], defaults[name], 'key', where)
+        if name != 'early_stop':  # A part of it may be given, as of `mesh`.
+          validate_keys(defaults[name], config[name])
+    except errors.UsageError as e:
+      found.setdefault(name, e)
+  return found
 
 
 def own_keys(config: Any) -> dict[str, errors.UsageError]:
   """Maps each key that is a program's own to the error of our check."""
-  found = {x: _problem(config, x) for x in get_base_config() if x in _OTHERS}
-  return {name: problem for name, problem in found.items() if problem}
+  return {k: x for k, x in _problems(config).items() if k in _OTHERS}
 
 
 def complete_config(config: Any) -> Any:
   """Returns a config with all base keys: itself, or a copy with the defaults.
 
   A copy of a config without `on_nonfinite` ignores losses that are not finite.
-  In the copy, a key that is a program's own reads as the default.
+  A copy of one with keys that are a program's own has the defaults of these,
+  and `programs_view` returns the program's.
   """
   defaults = get_base_config()
   if not all(key in config for key in defaults):
     defaults.on_nonfinite = 'ignore'
     config = config_dict.ConfigDict({**defaults, **config})
-  has_paths = any(isinstance(config[key], os.PathLike) for key in defaults)
-  return _LibrarysView(config) if has_paths or own_keys(config) else config
+  ours = {name: get_base_config()[name] for name in own_keys(config)}
+  for key in defaults.keys() - ours.keys():
+    if isinstance(path := config[key], os.PathLike):
+      ours[key] = os.fspath(path)
+  if not ours:
+    return config
+  copy = config_dict.ConfigDict({**config, **ours})
+  object.__setattr__(copy, '_programs', config)  # As an attribute, not a key.
+  return copy
 
 
 def programs_view(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   """Returns a config as the program reads it."""
-  is_view = isinstance(config, _LibrarysView)
-  return config_dict.ConfigDict(config) if is_view else config
+  return getattr(config, '_programs', config)
 
 
 def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
@@ -392,8 +379,9 @@ def flat(values: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns a config as JSON values, with what JSON lacks as text."""
+  text = programs_view(config).to_json_best_effort()
   # A function has its name there; its address differs each time.
-  return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
+  return json.loads(re.sub(' at 0x[0-9a-f]+', '', text))
 
 
 # The config that a run has recorded in its directory.

@@ -6,13 +6,12 @@ the directory, makes the parts of the run, and calls the function of the mode.
 
 from collections.abc import Callable, Sequence
 import contextlib
-import dataclasses
 import functools
 import os
 import runpy
 import sys
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import app
 from absl import flags
@@ -69,21 +68,13 @@ def _compile(run: train.Run) -> None:
     raise SystemExit(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mode:
-  """A value of --jaxline_mode.
-
-  Attributes:
-    run: runs it.
-    trains: whether it saves checkpoints and writes the log `train`.
-    eval_log: the name of its log of evaluation; '' if it does not evaluate.
-    follows: whether it takes the weights that another run saves.
-  """
+class Mode(NamedTuple):
+  """A value of --jaxline_mode."""
 
   run: Callable[[train.Run], Any]
-  trains: bool = False
-  eval_log: str = ''
-  follows: bool = False
+  trains: bool = False  # It saves checkpoints and writes the log `train`.
+  eval_log: str = ''  # The name of its log of evaluation.
+  follows: bool = False  # It takes the weights that another run saves.
 
 
 _TRAIN = adapters.rebindable(train, 'train', 'writer')
@@ -146,7 +137,7 @@ def start(
   name: str,
   checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[..., Any] | None = None,
-  origin: console_lib.Origin | None = None,
+  origin: console_lib.Origin = console_lib.Origin(),
 ) -> tuple[str, Any]:
   """Runs a mode after the processes have connected.
 
@@ -156,14 +147,13 @@ def start(
     name: the mode's.
     checkpointer_factory: see `main`.
     writer_factory: see `main`.
-    origin: how the run was started; None is a call from Python.
+    origin: how the run was started; the default is a call from Python.
 
   Returns:
     The run's directory, and what the function of the mode returns.
   """
-  origin = origin or console_lib.Origin()
   if name.startswith('eval'):
-    mode = dataclasses.replace(MODES['eval'], eval_log=name)
+    mode = MODES['eval']._replace(eval_log=name)
   else:
     errors.check_names([name], MODES, 'mode', '--jaxline_mode')
     mode = MODES[name]
@@ -176,8 +166,8 @@ def start(
     experiment_class = resolve_experiment_class(
       config, recorded_in=_recorded_in(origin)
     )
-  if experiments.is_full(experiment_class):
-    base_config.validate_config(config)
+  may_be_own = not experiments.is_full(experiment_class)
+  base_config.validate_config(config, may_be_own=may_be_own)
   config = resolve_config(config)
   config.checkpoint_dir = memory.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
@@ -202,11 +192,9 @@ def start(
       return full
 
     first, second = None, None
-    if is_threaded:
-      first, second = checkpointer('train', False), checkpointer('eval', True)
-    elif mode.trains or mode.follows:
-      first = checkpointer(name, mode.follows)
-    if first:
+    if mode.trains or mode.follows:
+      first = checkpointer('train' if is_threaded else name, mode.follows)
+      second = checkpointer('eval', True) if is_threaded else None
       first.check_shared()
       first.check_config(experiment_class)
     made = {}
@@ -235,10 +223,7 @@ def start(
 def _claim(
   logs: list[str], config: config_dict.ConfigDict, stack: contextlib.ExitStack
 ) -> list[str]:
-  """Claims the logs of a run, so that no other process writes them.
-
-  Returns those that can be written; an evaluation only needs to read.
-  """
+  """Claims the logs of a run; returns those that can be written."""
   problem, is_refused = '', False
   if jax.process_index() == 0:
     try:
@@ -250,11 +235,12 @@ def _claim(
   problem, is_refused = distributed.of_chief((problem, is_refused))
   if is_refused:
     raise errors.UsageError(problem)
-  if problem:
+  if problem:  # An evaluation only needs to read.
     logging.warning('%s. Only the console shows this evaluation.', problem)
-  elif logs:
+    return []
+  if logs:
     stack.callback(spool.upload, config.checkpoint_dir)
-  return [] if problem else logs
+  return logs
 
 
 # Flags.
@@ -307,28 +293,19 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
 
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
-    overrides = [name for name in values if name.startswith('config.')]
-    for one, key in ((values[x], x.removeprefix('config.')) for x in overrides):
-      if isinstance(one, flags.MultiFlag):
-        own = functools.partial(_parse_tuple, one, one.parse)
-        one.parse = own  # type: ignore[method-assign]
+    for name in [x for x in values if x.startswith('config.')]:
+      one, is_ours = values[name], name[len('config.') :] in base_config.DEFAULTS
       # The text may be a value of the experiment's own keys, as in JAXline.
-      elif key in base_config.DEFAULTS or not isinstance(one.value, str):
+      is_text = isinstance(one.value, str) and not is_ours
+      if not (is_text or isinstance(one, flags.MultiFlag)):
         one.parser = _OrNone(one.parser)
 
   flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
 
 
-def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
-  """Adds a value to a tuple's flag; an empty one clears those before it."""
-  if argument in ('()', '[]') and flag.present:
-    flag.value.clear()
-  parse(argument)
-
-
 class _OrNone(flags.ArgumentParser):
-  """Parses the text None as None, and other text as another parser does."""
+  """Parses None, too."""
 
   def __init__(self, parser: flags.ArgumentParser):
     self._parser = parser
@@ -355,7 +332,7 @@ class _SettingFlag(flags.Flag):
 
 _define_config(flags.FLAGS, None)
 for _setting in (
-  _SettingFlag(
+  (
     'mode',
     'train',
     'train: from the newest checkpoint if there is one; eval, or any name that'
@@ -363,14 +340,10 @@ for _setting in (
     ' thread; train_eval_multithreaded: in two threads; decode: continue'
     ' prompts; compile: report memory, communication and time of the steps.',
   ),
-  _SettingFlag(
-    'post_mortem', False, 'Enter pdb where an exception was raised.'
-  ),
-  _SettingFlag(
-    'disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
-  ),
+  ('post_mortem', False, 'Enter pdb where an exception was raised.'),
+  ('disable_pmap_jit', False, 'Run op by op: a debugger sees values.'),
 ):
-  flags.DEFINE_flag(_setting)
+  flags.DEFINE_flag(_SettingFlag(*_setting))
 flags.DEFINE_bool(
   'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
 )
@@ -468,7 +441,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 def _read_config(
   values: flags.FlagValues,
 ) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
-  """Returns a validated copy of the config of parsed flags, and its origin."""
+  """Returns a copy of the config of parsed flags, and its origin."""
   # Setting the alias also counts as --config.
   is_twice = 0 < values['jaxline_run'].present < values['config'].present
   if values.config is None or is_twice:
@@ -476,8 +449,6 @@ def _read_config(
       'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
       ' and not both.'
     )
-  # `start` knows whose class it is.
-  base_config.validate_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
 

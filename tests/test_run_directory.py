@@ -361,16 +361,9 @@ def test_a_wrong_command_line_is_refused(args, said, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ('given', 'found'),
-  [
-    (['()'], ()),
-    (['a', 'b'], ('a', 'b')),
-    (['a', '()'], ()),
-    (['("a", "b")', '[]', 'c'], ('c',)),
-    (['()', 'a'], ('a',)),
-  ],
+  ('given', 'found'), [(['()'], ()), (['a', 'b'], ('a', 'b'))]
 )
-def test_an_empty_tuple_clears_what_was_before(given, found, tmp_path):
+def test_a_tuple_is_replaced(given, found, tmp_path):
   argv = [f'--config.writers={x}' for x in given]
   config = platform.load_config([f'--config={trained(tmp_path)}', *argv])
   assert config.writers == found
