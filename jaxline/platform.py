@@ -6,7 +6,6 @@ the directory, makes the parts of the run, and calls the function of the mode.
 
 from collections.abc import Callable, Sequence
 import contextlib
-import functools
 import os
 import runpy
 import sys
@@ -137,7 +136,7 @@ def start(
   name: str,
   checkpointer_factory: checkpointing.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[..., Any] | None = None,
-  origin: console_lib.Origin = console_lib.Origin(),
+  origin: console_lib.Origin | None = None,
 ) -> tuple[str, Any]:
   """Runs a mode after the processes have connected.
 
@@ -147,7 +146,7 @@ def start(
     name: the mode's.
     checkpointer_factory: see `main`.
     writer_factory: see `main`.
-    origin: how the run was started; the default is a call from Python.
+    origin: how the run was started; None is a call from Python.
 
   Returns:
     The run's directory, and what the function of the mode returns.
@@ -274,10 +273,11 @@ def _run_of(path: str) -> str:
   return path * ('://' in path or os.path.isdir(os.path.expanduser(path)))
 
 
-def _recorded_in(origin: console_lib.Origin) -> str:
+def _recorded_in(origin: console_lib.Origin | None) -> str:
   """Returns the run's directory that names the class; '' if the user does."""
-  is_users = 'experiment_class' in origin.overrides
-  return '' if is_users else _run_of(origin.config_file)
+  if origin is None or 'experiment_class' in origin.overrides:
+    return ''
+  return _run_of(origin.config_file)
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
@@ -294,7 +294,10 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
     for name in [x for x in values if x.startswith('config.')]:
-      one, is_ours = values[name], name[len('config.') :] in base_config.DEFAULTS
+      one, is_ours = (
+        values[name],
+        name[len('config.') :] in base_config.DEFAULTS,
+      )
       # The text may be a value of the experiment's own keys, as in JAXline.
       is_text = isinstance(one.value, str) and not is_ours
       if not (is_text or isinstance(one, flags.MultiFlag)):

@@ -165,16 +165,14 @@ def _print_code(both: Sequence[runs.Run]) -> None:
 
 def _changes(run: runs.Run) -> list[str]:
   """Returns the lines of the uncommitted changes of a run's code."""
-  code = run.manifest.get('code', {})
-  if 'diff' in code:  # Where it was earlier.
-    return code['diff'].splitlines()
   store = store_lib.at(run.path).below('checkpoints/code')
-  for name in {f'{code.get("changed")}.diff'}.intersection(store.names()):
-    try:
-      return (store.read(name) or b'').decode(errors='replace').splitlines()
-    except OSError as e:  # It is another user's.
-      lines.say(f'{store}/{name} is not compared: {e.strerror}')
-  return []
+  name = f'{run.manifest.get("code", {}).get("changed")}.diff'
+  try:
+    raw = store.read(name) if name in store.names() else None
+  except OSError as e:  # It is another user's.
+    lines.say(f'{store}/{name} is not compared: {e.strerror}')
+    raw = None
+  return (raw or b'').decode(errors='replace').splitlines()
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:
