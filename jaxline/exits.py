@@ -33,8 +33,11 @@ _JAXS_REMARK = 'JAX has removed its internal frames'
 def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
   """Returns the exit code for an error, and the text to print.
 
-  The text is empty if the user needs Python's traceback. `others` is whether
-  the run has other processes.
+  The text is empty if the user needs Python's traceback.
+
+  Args:
+    error: what ends the process.
+    others: whether the run has other processes.
   """
   # JAX adds a remark on its own frames, which are not printed.
   notes = getattr(error, '__notes__', ())
@@ -72,9 +75,6 @@ def ending() -> Iterator[None]:
   """Prints the error that leaves the block, and sets the exit code.
 
   A process among others ends at once, unless all end after the same step.
-
-  Raises:
-    SystemExit: the error has a message of its own, which is printed.
   """
   try:
     yield
