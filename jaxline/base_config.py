@@ -167,14 +167,6 @@ def validate_keys(
 
   Another key is the experiment's own, unless it is very similar to a required
   key and not that key with further words, such as `num_training_steps`.
-
-  Args:
-    base_cfg: the config with the required keys.
-    config: the config to check.
-    base_filename: where the keys are documented.
-
-  Raises:
-    errors.UsageError: a key is missing or misspelled.
   """
   for key in set(config) - set(base_cfg):
     for near in errors.nearest(key, base_cfg, cutoff=0.85):
@@ -229,11 +221,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:
-  """Refuses keys that contradict each other.
-
-  Raises:
-    errors.UsageError: naming the keys, their values and what to change.
-  """
+  """Refuses keys that contradict each other."""
   for names, contradict, advice in _CONTRADICTIONS:
     values = {name: _value(config, name) for name in names.split()}
     if contradict(*values.values()):
@@ -255,11 +243,12 @@ def validate_config(
   """
   defaults = get_base_config()
   # This finds misspelled keys of a section; `_problems` finds missing ones.
-  given = {**config}
-  for name in _SECTIONS:
-    if isinstance(own := given.get(name), keys.MAPPINGS):
-      given[name] = {**defaults[name], **own}
-  validate_keys({**defaults, 'mesh': {}}, given)
+  sections = {
+    name: {**defaults[name], **config[name]}
+    for name in _SECTIONS
+    if isinstance(config.get(name), keys.MAPPINGS)
+  }
+  validate_keys({**defaults, 'mesh': {}}, {**config, **sections})
   for name, problem in _problems(config).items():
     if not (may_be_own and name in _OTHERS):
       raise problem
@@ -323,8 +312,7 @@ def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     for key in KEYS:
       path = key.check.is_path and _value(config, key.name)
       if path and isinstance(path, str | os.PathLike):
-        path = os.path.expanduser(path)
-        config.update_from_flattened_dict({key.name: path})
+        config.update_from_flattened_dict({key.name: os.path.expanduser(path)})
   return config
 
 
@@ -386,8 +374,7 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 # The config that a run has recorded in its directory.
 RECORD = 'config.json'
-# An older run may have values that are not valid today. A deeper config would
-# exceed Python's limit of recursion.
+# A deeper config would exceed Python's limit of recursion.
 RECORDED = keys.record(
   lambda config: all(key.count('.') < 100 for key in flat(config)),
   experiment_kwargs=optional(mapping('a dict of arguments')),
@@ -402,11 +389,7 @@ _NOT_TAKEN = (
 
 
 def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns the JSON of a run's config.
-
-  Raises:
-    errors.UsageError: the directory has no such file.
-  """
+  """Returns the JSON of a run's config, or raises UsageError."""
   try:
     raw = store_lib.at(directory, 'checkpoint_dir').read(RECORD)
     if raw is None:
@@ -423,12 +406,9 @@ def recorded_config(
 ) -> config_dict.ConfigDict:
   """Returns the config of a run from its directory, which may have moved.
 
-  Lists become tuples. The class that it names is not checked:
-  `experiments.resolve_experiment_class` does that. Of the settings of XLA those
-  that name files or programs are left out, with a line on stderr.
-
-  Raises:
-    errors.UsageError: the directory is not that of a run.
+  The class that it names is not checked: `experiments.resolve_experiment_class`
+  does that. Of the settings of XLA those that name files or programs are left
+  out, with a line on stderr.
   """
   place = store_lib.at(os.path.expanduser(directory)).url
   record = read_record(place) | {'checkpoint_dir': place}

@@ -1,8 +1,4 @@
-"""`--jaxline_mode=decode`: continues prompts with a checkpoint's weights.
-
-Prompts are read from a file, a pipe or a terminal; continuations are printed
-and written to a file of JSON lines. The experiment's `decode` makes them.
-"""
+"""`--jaxline_mode=decode`: continues prompts with a checkpoint's weights."""
 
 from collections.abc import Iterable, Iterator
 import contextlib
@@ -39,11 +35,8 @@ def restored_experiment(
 ) -> tuple[experiment_lib.AbstractExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  Without a step it takes the newest of `series`, 'latest' or 'best'. Errors put
-  `prefix` before the names of the two.
-
-  Raises:
-    UsageError: there is no checkpoint, or none of the step.
+  Without a step it takes the newest of `series`. Errors put `prefix` before the
+  names of the two.
   """
   if not checkpointer.can_be_restored(series):
     other = '' if series == 'latest' else f", or {prefix}series = 'latest'"
@@ -114,10 +107,6 @@ def decode(
   """Continues the prompts of `config.decode`, until there are no more.
 
   With several processes the first one reads, prints and writes.
-
-  Raises:
-    UsageError: there is no checkpoint, or the prompts cannot be read.
-    NotImplementedError: the experiment has no `decode`.
   """
   options = config.decode
   is_chief = jax.process_index() == 0
@@ -163,11 +152,7 @@ def decode(
 
 
 def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
-  """Opens the file of the continuations.
-
-  `config.decode.output` is replaced. Without it a new file is made in the run's
-  directory, or, where nothing can be written there, in the working directory.
-  """
+  """Opens the file of the continuations."""
   output, prompts = config.decode.output, config.decode.prompts
   directory = spool.directory(config.checkpoint_dir)
   folder = spool.local(directory, 'decode')
@@ -194,7 +179,7 @@ def _open_new(path: pathlib.Path) -> TextIO:
       return name.open('x', encoding='utf-8')
     except FileExistsError:
       number += 1
-      name = path.with_name(f'{path.stem}_{number}{path.suffix}')
+      name = path.with_stem(f'{path.stem}_{number}')
 
 
 def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:

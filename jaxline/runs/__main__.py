@@ -34,14 +34,10 @@ _PROGRESS = ('state', 'step', 'time')
 
 def _names(runs: Sequence[runs_lib.Run]) -> list[str]:
   """Returns the shortest paths that tell the runs apart."""
-  if len(runs) == 1:
-    return [os.path.basename(runs[0].path)]
   paths = [run.path for run in runs]
-  try:
-    common = os.path.commonpath(paths)
-  except ValueError:  # Of a directory and an address.
-    return paths
-  return [os.path.relpath(path, common) for path in paths]
+  prefix = os.path.commonprefix(paths)  # noqa: RUF071  It is cut at a slash.
+  folder, slash, _ = prefix.rpartition('/')
+  return [path.removeprefix(f'{folder}{slash}') for path in paths]
 
 
 def _metrics(values: Mapping[str, float]) -> str:

@@ -52,29 +52,17 @@ _FINGERPRINT = 'train/fingerprint'
 
 @dataclasses.dataclass
 class Replay:
-  """A run's training at one of its steps, in memory.
-
-  Attributes:
-    of: the run.
-    config: the recorded config, whose `restore_from` is where it began.
-    experiment: the experiment, in mode 'train'.
-    state: the live state of `latest`: `global_step` and `train_step_rng`.
-  """
+  """A run's training at one of its steps, in memory."""
 
   of: runs.Run
-  config: Any
+  config: Any  # The recorded one, but `restore_from` is where the replay began.
   experiment: Any
-  state: Any
+  state: Any  # The live one, with `global_step` and `train_step_rng`.
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
   ) -> None:
-    """Runs steps; says how many, and how long that takes.
-
-    Args:
-      until: the number of the last one; steps are counted from 1.
-      on_step: called after each step with its number and its scalars, which
-        may still be on the devices.
+    """Runs steps up to a number, and calls `on_step(number, scalars)` for each.
 
     Raises:
       errors.UsageError: the run ends before that step.
@@ -141,9 +129,6 @@ def opened(
     before: the checkpoint's step is less than this.
     experiment_class: None is the class that the config names.
     saved: a new directory, which gets a checkpoint of the last step.
-
-  Raises:
-    errors.UsageError: the directory is not that of a run, or that began later.
   """
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
@@ -234,12 +219,7 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
 
 
 def find_nonfinite(directory: str, step: int) -> str | None:
-  """Runs a step op by op, and finds its first NaN or infinity.
-
-  Returns:
-    The operation and the line of the model that called it; None if all results
-    are finite.
-  """
+  """Returns the operation and the line of a step's first NaN or infinity."""
   op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', new=True)
   scalars: dict[str, Any] = {}
   found = None
