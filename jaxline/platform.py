@@ -56,10 +56,6 @@ lazy.complete(__name__)
 # Modes.
 
 
-def _decode(run: train.Run) -> None:
-  decode.decode(run.experiment_class, run.config, run.checkpointer)
-
-
 def _compile(run: train.Run) -> None:
   from jaxline.aot import ahead
 
@@ -89,7 +85,10 @@ MODES = {
     trains=True,
     eval_log='eval',
   ),
-  'decode': Mode(_decode, follows=True),
+  'decode': Mode(
+    lambda x: decode.decode(x.experiment_class, x.config, x.checkpointer),
+    follows=True,
+  ),
   'compile': Mode(_compile),
 }
 

@@ -109,7 +109,9 @@ def _of_rows(
     return optax.tree.norm(jax.grad(loss_of, 1)(row, state.params))
 
   rows = jnp.arange(len(weights))
-  norms = jax.lax.map(norm_of, rows) if with_grads else rows * jnp.nan
+  norms = jnp.full(rows.shape, jnp.nan)
+  if with_grads:
+    norms = jax.lax.map(norm_of, rows)
   if experiment.row_losses is None:
     losses = jax.lax.map(lambda row: loss_of(row, state.params), rows)
   else:
