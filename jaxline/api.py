@@ -1,11 +1,9 @@
 """jaxline from Python: train, evaluate and load without a command line.
 
-In a notebook:
-
-    result = jaxline.fit(Experiment, config)
-    plt.plot(*result.history['eval/loss'].T)
-    jaxline.evaluate(result.directory, series='best')
-    params = jaxline.load_weights(result.directory)
+result = jaxline.fit(Experiment, config)
+plt.plot(*result.history['eval/loss'].T)
+jaxline.evaluate(result.directory, series='best')
+params = jaxline.load_weights(result.directory)
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,21 +33,12 @@ from jaxline.supervision import preemption
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What `fit` returns.
-
-  Attributes:
-    directory: the run's: checkpoints, logs, config.
-    experiment: the experiment, with the weights of the last step.
-    history: 'train/loss' and the like -> [N, 2] float64: the steps in the
-      first column, the values in the second.
-    best: the best value of `config.best_model_eval_metric`, by its name; empty
-      without one.
-  """
+  """What `fit` returns."""
 
   directory: str
-  experiment: Any
-  history: dict[str, np.ndarray]
-  best: dict[str, float]
+  experiment: Any  # With the weights of the last step.
+  history: dict[str, np.ndarray]  # 'train/loss' -> [N, 2]: steps and values.
+  best: dict[str, float]  # That of `config.best_model_eval_metric`, if any.
 
 
 def fit(
@@ -84,13 +73,11 @@ def fit(
     )
   config = _override(config, overrides)
   memory.forget_published()  # Each call is a run of its own.
+  origin = console.Origin(overrides=overrides or {})
   try:
     with preemption.Watch():
       directory, experiment = platform.start(
-        experiment_class,
-        config,
-        mode,
-        origin=console.Origin(overrides=overrides or {}),
+        experiment_class, config, mode, origin=origin
       )
   except preemption.Preempted as e:
     if e.code != preemption.SIGINT_EXIT_CODE:
@@ -98,10 +85,7 @@ def fit(
     text = ' '.join([str(e), *getattr(e, '__notes__', [])])
     raise KeyboardInterrupt(text) from None
   run = runs.read(directory)
-  history = {
-    name: np.array(list(curve.items()), np.float64)
-    for name, curve in run.curves.items()
-  }
+  history = {k: np.array([*x.items()], float) for k, x in run.curves.items()}
   return Result(directory, experiment, history, run.best)
 
 
@@ -154,10 +138,6 @@ def load(
     series: 'latest' or 'best'.
     experiment_class: None is the class that the run's config names.
     mode: the experiment's: 'eval', or 'decode', which opens no data.
-
-  Raises:
-    errors.UsageError: the directory is no run, or it has no such checkpoint, or
-      what is wrong with the overridden config.
   """
   return _load(directory, overrides, step, series, experiment_class, mode)[0]
 
@@ -209,9 +189,6 @@ def load_weights(
     series: 'latest' or 'best'.
     weights: 'averaged' (see `sharded.average_weights`) or 'raw'; None is the
       averaged weights if the run has some, as evaluation uses them.
-
-  Raises:
-    errors.UsageError: the directory has no such checkpoint or weights.
   """
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:

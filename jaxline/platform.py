@@ -108,23 +108,17 @@ def create_checkpointer(
 
 
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
-  """Returns the writer of a log, `train` or `eval`.
-
-  Process 0 writes; the others only with `config.log_all_hosts`.
-  """
+  """Returns the writer of a log, `train` or `eval`."""
   if jax.process_index() == 0 or config.log_all_hosts:
     return TensorBoardLogger(base_config.complete_config(config), mode)
   return writers.MetricWriter()
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns a locked copy of a validated config, with absolute paths.
-
-  If the config has no directory, this makes one that only this user can read.
-  """
+  """Returns a locked copy of a config with absolute paths and a directory."""
   config = base_config.expand_paths(config)
   given = base_config.complete_config(config).checkpoint_dir
-  given = given or tempfile.mkdtemp(prefix='jaxline_')
+  given = given or tempfile.mkdtemp(prefix='jaxline_')  # For this user alone.
   config.checkpoint_dir = store_lib.at(given).url
   return config.lock()
 
@@ -137,18 +131,11 @@ def start(
   writer_factory: Callable[..., Any] | None = None,
   origin: console_lib.Origin | None = None,
 ) -> tuple[str, Any]:
-  """Runs a mode after the processes have connected.
+  """Runs the mode of a name after the processes have connected.
 
-  Args:
-    experiment_class: as for `main`, like both factories.
-    config: the run's.
-    name: the mode's.
-    checkpointer_factory: see `main`.
-    writer_factory: see `main`.
-    origin: how the run was started; None is a call from Python.
-
-  Returns:
-    The run's directory, and what the function of the mode returns.
+  The class and the factories are as for `main`. `origin` is how the run was
+  started; None is a call from Python. Returns the run's directory, and what the
+  function of the mode returns.
   """
   if name.startswith('eval'):
     mode = MODES['eval']._replace(eval_log=name)
@@ -293,12 +280,9 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
     for name in [x for x in values if x.startswith('config.')]:
-      one, is_ours = (
-        values[name],
-        name[len('config.') :] in base_config.DEFAULTS,
-      )
+      one, key = values[name], name.removeprefix('config.')
       # The text may be a value of the experiment's own keys, as in JAXline.
-      is_text = isinstance(one.value, str) and not is_ours
+      is_text = isinstance(one.value, str) and key not in base_config.DEFAULTS
       if not (is_text or isinstance(one, flags.MultiFlag)):
         one.parser = _OrNone(one.parser)
 
@@ -393,8 +377,7 @@ def main(
     name = flags.FLAGS.jaxline_mode
     with exits.ending(), log_filter.quiet_log():
       config, origin = _read_config(flags.FLAGS)
-      ours = base_config.complete_config(config)
-      _start_jax(ours, is_alone=name == 'compile' and bool(ours.topology))
+      _start_jax(base_config.complete_config(config), name)
       watchdog.covers_exit = True
       start(experiment_class, config, name, *factories, origin)
 
@@ -408,11 +391,7 @@ def main(
 def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   """Returns the validated, locked config of --config or --jaxline_run.
 
-  Args:
-    argv: that flag, and overrides, `--config.key=value`; nothing else.
-
-  Raises:
-    UsageError: the command line or the config is wrong.
+  `argv` has that flag, and overrides, `--config.key=value`; nothing else.
   """
   values, argv = flags.FlagValues(), [sys.argv[0], *argv]
   _define_config(values, argv)
@@ -455,8 +434,9 @@ def _read_config(
   return base_config.expand_paths(values.config), origin
 
 
-def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:
+def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
   """Configures JAX, and connects the processes unless one compiles alone."""
+  is_alone = mode == 'compile' and config.topology
   if is_alone and not jax.config.values['jax_platforms']:
     # With libtpu installed JAX would look for TPUs here.
     jax.config.update('jax_platforms', 'cpu')
