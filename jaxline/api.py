@@ -22,9 +22,9 @@ from jaxline import decode
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
+from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
-from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
@@ -152,7 +152,6 @@ def _load(
 ) -> tuple[Any, int, config_dict.ConfigDict]:
   """Returns an experiment, its step and the config of its run."""
   config = _override(base_config.recorded_config(directory), overrides)
-  config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
     is_users = 'experiment_class' in (overrides or {})
     experiment_class = platform.resolve_experiment_class(
@@ -161,10 +160,8 @@ def _load(
   may_be_own = not experiments.is_full(experiment_class)
   base_config.validate_config(config, may_be_own=may_be_own)
   config = base_config.complete_config(config)
-  full = adapters.full_checkpointer(
-    platform.create_checkpointer(config, 'eval_load')
-  )
-  full.restrict(reads_only=True)
+  full = durable.DurableCheckpointer(config, 'eval_load')
+  full.restrict(follows=True, reads_only=True)
   with contextlib.closing(full):
     restored = decode.restored_experiment(
       experiment_class, mode, config, full, series, step

@@ -246,7 +246,7 @@ def validate_config(
   sections = {
     name: {**defaults[name], **config[name]}
     for name in _SECTIONS
-    if isinstance(config.get(name), keys.MAPPINGS)
+    if name in config and isinstance(config[name], keys.MAPPINGS)
   }
   validate_keys({**defaults, 'mesh': {}}, {**config, **sections})
   for name, problem in _problems(config).items():

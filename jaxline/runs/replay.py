@@ -27,10 +27,10 @@ from jaxline import base_config
 from jaxline import debug
 from jaxline import errors
 from jaxline import keys
-from jaxline import platform
 from jaxline import runs
 from jaxline import sharded
 from jaxline import train
+from jaxline.checkpoint import durable
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.metrics import fingerprints
@@ -132,7 +132,6 @@ def opened(
   """
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
-  config.checkpointer = 'durable'
   experiment_class = experiment_class or experiments.resolve_experiment_class(
     config, recorded_in=os.fspath(directory)
   )
@@ -145,8 +144,7 @@ def opened(
     )
     for start in itertools.chain(forks, [recorded]):
       config.restore_from, config.restore_rules = start
-      full = platform.create_checkpointer(config, 'train')
-      full = adapters.full_checkpointer(full)
+      full = durable.DurableCheckpointer(config, 'train')
       stack.callback(full.close)
       try:
         training = train.Training(train.Run(experiment_class, config, full))
