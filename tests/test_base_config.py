@@ -61,14 +61,6 @@ def test_a_class_that_was_handed_over_may_be_named_later():
   assert "'a:A' then, 'b:B' now" in base_config.changes(named, other, cls)[0]
 
 
-def test_each_call_makes_a_new_config():
-  config = base_config.get_base_config()
-  config.training_steps = 1
-  config.experiment_kwargs.rate = 0.5
-  assert base_config.get_base_config().training_steps == 10000
-  assert len(base_config.get_base_config().experiment_kwargs) == 0
-
-
 # Keys.
 
 

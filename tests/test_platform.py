@@ -557,6 +557,7 @@ PLACE = {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 1}
   ('override', 'key', 'expected'),
   [
     ('distributed=off', 'distributed', 'off'),
+    ('writers=()', 'writers', ()),
     (f'distributed={PLACE}', 'distributed', PLACE),
     ('mesh.dcn.replica=2', 'mesh.dcn.replica', 2),
     ("mesh={'data': 4}", 'mesh', {'data': 4}),

@@ -360,15 +360,6 @@ def test_a_wrong_command_line_is_refused(args, said, tmp_path, monkeypatch):
     platform.load_config([x.replace('RUN', run) for x in args])
 
 
-@pytest.mark.parametrize(
-  ('given', 'found'), [(['()'], ()), (['a', 'b'], ('a', 'b'))]
-)
-def test_a_tuple_is_replaced(given, found, tmp_path):
-  argv = [f'--config.writers={x}' for x in given]
-  config = platform.load_config([f'--config={trained(tmp_path)}', *argv])
-  assert config.writers == found
-
-
 def test_a_damaged_config_is_refused(tmp_path):
   for content in ('', '[]', '{"a.b": 1}', '{"experiment_class": 3}'):
     (tmp_path / 'config.json').write_text(content)
