@@ -13,7 +13,6 @@ import pytest
 
 import jaxline
 from jaxline import errors
-from jaxline import experiment
 from tests import processes
 from tests.experiments import regression
 
