@@ -31,15 +31,13 @@ def restored_experiment(
   checkpointer: checkpointing.FullCheckpointer,
   series: str,
   step: int | None,
-  prefix: str = '',
 ) -> tuple[experiment_lib.AbstractExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  Without a step it takes the newest of `series`. Errors put `prefix` before the
-  names of the two.
+  Without a step it takes the newest of `series`.
   """
   if not checkpointer.can_be_restored(series):
-    other = '' if series == 'latest' else f", or {prefix}series = 'latest'"
+    other = '' if series == 'latest' else ", or set series = 'latest'"
     raise errors.UsageError(
       f'{config.checkpoint_dir} has no checkpoint of {series!r}. Train first,'
       " with config.checkpointer = 'durable', or give the directory of a run"
@@ -47,7 +45,7 @@ def restored_experiment(
     )
   if step is not None and step not in (steps := checkpointer.steps(series)):
     raise errors.UsageError(
-      f'{prefix}step is {step}, but of {series!r} the steps {steps} are kept in'
+      f'step is {step}, but of {series!r} the steps {steps} are kept in'
       f' {config.checkpoint_dir}.'
     )
   init_rng = experiments.declared(experiment_class).eval_init_rng(config)
@@ -120,7 +118,6 @@ def decode(
     checkpointer,
     options.series,
     options.step,
-    'config.decode.',
   )
   full = experiments.full_experiment(experiment)
   with contextlib.ExitStack() as stack:
