@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -59,11 +60,8 @@ class Run:
     rates = self.curves.get('train/steps_per_sec', {})
     # A run that began from another one may have begun at its step.
     before = min(rates, default=0) if self.recorded.get('restore_from') else 0
-    seconds = 0.0
-    for step, rate in rates.items():
-      seconds += (step - before) / rate if rate > 1e-9 else 0.0
-      before = step
-    return seconds
+    pairs = itertools.pairwise([before, *rates])
+    return sum((b - a) / rates[b] for a, b in pairs if rates[b] > 1e-9)
 
   @property
   def first_step(self) -> int:

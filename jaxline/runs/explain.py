@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import functools
 import math
 import shlex
-import statistics
 from typing import Any, NamedTuple
 
 import jax
@@ -51,20 +50,16 @@ def spikes(curve: Mapping[int, float]) -> dict[int, float]:
   It does if it is not finite, or is more than `_DEVIATIONS` median absolute
   deviations above the median of the `_WINDOW` values before it.
   """
-  found: dict[int, float] = {}
-  before: list[float] = []
-  for step, value in sorted(curve.items()):
-    if not math.isfinite(value):
-      found[step] = math.inf
-      continue
-    if len(before) >= _MIN_BEFORE:
-      median = statistics.median(before)
-      deviation = statistics.median(abs(x - median) for x in before)
-      above = (value - median) / max(deviation, 1e-3 * abs(median), 1e-30)
-      if above > _DEVIATIONS:
-        found[step] = above
-    before = [*before, value][-_WINDOW:]
-  return found
+  found = {step: math.inf for step, x in curve.items() if not math.isfinite(x)}
+  steps = sorted(curve.keys() - found.keys())
+  for i, step in [*enumerate(steps)][_MIN_BEFORE:]:
+    before = np.array([curve[x] for x in steps[max(0, i - _WINDOW) : i]])
+    median = np.median(before)
+    deviation = np.median(abs(before - median))
+    above = (curve[step] - median) / max(deviation, 1e-3 * abs(median), 1e-30)
+    if above > _DEVIATIONS:
+      found[step] = float(above)
+  return dict(sorted(found.items()))
 
 
 def explain(
