@@ -36,9 +36,9 @@ class Result:
   """What `fit` returns."""
 
   directory: str
-  experiment: Any  # With the weights of the last step.
+  experiment: Any  # It has the weights of the last step.
   history: dict[str, np.ndarray]  # 'train/loss' -> [N, 2]: steps and values.
-  best: dict[str, float]  # That of `config.best_model_eval_metric`, if any.
+  best: dict[str, float]  # The best `config.best_model_eval_metric`, if any.
 
 
 def fit(
@@ -63,8 +63,7 @@ def fit(
     mode: 'train_and_eval' or 'train'.
 
   Raises:
-    errors.UsageError: what is wrong with the config, an override or the
-      directory.
+    errors.UsageError: the config, an override or the directory is wrong.
     TypeError: an override has another type than the key's value.
   """
   if mode not in ('train', 'train_and_eval'):
@@ -92,7 +91,7 @@ def fit(
 def _override(
   config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
 ) -> config_dict.ConfigDict:
-  """Returns a copy of a config, with other values by dotted key."""
+  """Returns a copy of a config with values replaced by dotted key."""
   # With its references to other keys, and the values themselves.
   config = copy.deepcopy(config, {id(x): x for x in _values(config)})
   given = dict(overrides or {})

@@ -296,7 +296,7 @@ def complete_config(config: Any) -> Any:
   if not ours:
     return config
   copy = config_dict.ConfigDict({**config, **ours})
-  object.__setattr__(copy, '_programs', config)  # As an attribute, not a key.
+  object.__setattr__(copy, '_programs', config)  # This sets no key.
   return copy
 
 
@@ -321,10 +321,8 @@ def changes(
 ) -> list[str]:
   """Returns a line for each key whose change makes another run.
 
-  Args:
-    old: the config of the run so far, as `recorded` returns it.
-    new: the config of the run that resumes it, likewise.
-    experiment_class: has CHANGEABLE_ON_RESUME and CONFIG_CLASS.
+  Both configs are as `recorded` returns them. The class has
+  CHANGEABLE_ON_RESUME and CONFIG_CLASS.
   """
   before, now = (_identity(config, experiment_class) for config in (old, new))
   return [
@@ -339,10 +337,7 @@ def changes(
 
 
 def _identity(config: Mapping[str, Any], declared: Any) -> dict[str, Any]:
-  """Maps the flat keys whose change makes another run to their values.
-
-  A key that is newer than the config has its default.
-  """
+  """Maps the flat keys whose change makes another run to their values."""
   values = {k.name: _value(config, k.name) for k in KEYS if k.effect == 'run'}
   kwargs = values['experiment_kwargs']
   if 'config' in kwargs:

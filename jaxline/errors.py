@@ -9,8 +9,8 @@ from typing import Any
 class UsageError(ValueError):
   """The command line, the config or a file that it names is wrong.
 
-  `platform.main` prints only the message, which says what was got, what was
-  expected and what to do, and ends with code 2.
+  `platform.main` prints only the message (what was got, what was expected, what
+  to do) and ends with code 2.
   """
 
 
@@ -67,12 +67,8 @@ def check_names(
 ) -> None:
   """Raises a UsageError for the first name that is not valid.
 
-  Args:
-    names: the given names.
-    valid: the names to choose from.
-    what: the kind of name, such as 'key'.
-    where: where it was found.
-    note: the end of the message.
+  The message says `what` kind of name was found `where`, the nearest valid name
+  and, last, the `note`.
   """
   for name in names:
     if name not in valid:

@@ -33,11 +33,8 @@ _JAXS_REMARK = 'JAX has removed its internal frames'
 def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
   """Returns the exit code for an error, and the text to print.
 
-  The text is empty if the user needs Python's traceback.
-
-  Args:
-    error: what ends the process.
-    others: whether the run has other processes.
+  The text is empty if the user needs Python's traceback. `others` tells whether
+  the run has other processes.
   """
   # JAX adds a remark on its own frames, which are not printed.
   notes = getattr(error, '__notes__', ())

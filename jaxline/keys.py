@@ -166,13 +166,13 @@ RANGES = Check(
 class Key:
   """A key of the config."""
 
-  name: str  # With a dot where it belongs to a section: 'decode.step'.
+  name: str  # A dot follows the name of its section: 'decode.step'.
   default: Any  # {} is a section, or a dict with keys of the user's choice.
   check: Check
   reason: str  # What the key is for, and why one would change it.
-  # Of a change on a run that is resumed: see `base_config`.
+  # What a change means for a run that is resumed: see `base_config`.
   effect: Literal['run', 'program', 'none'] = 'none'
-  # The per-device style refuses another value than the default.
+  # The per-device style refuses a value that is not the default.
   sharded: bool = False
 
 

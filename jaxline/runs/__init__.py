@@ -25,22 +25,13 @@ from jaxline.storage import store as store_lib
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run's directory says.
-
-  Attributes:
-    path: the directory.
-    recorded: the resolved config, by dotted key.
-    curves: 'folder/name' of a scalar, such as 'train/loss' -> its values, by
-      ascending step.
-    step: the last step that was logged or saved; 0 before the first.
-    has_ended: whether training has ended.
-  """
+  """What a run's directory says."""
 
   path: str
-  recorded: dict[str, Any]
-  curves: dict[str, dict[int, float]]
-  step: int
-  has_ended: bool
+  recorded: dict[str, Any]  # The resolved config, by dotted key.
+  curves: dict[str, dict[int, float]]  # 'train/loss' -> value by rising step.
+  step: int  # The last one that was logged or saved; 0 before the first.
+  has_ended: bool  # Training has.
 
   def manifests(
     self, before: float = math.inf
