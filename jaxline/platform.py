@@ -133,8 +133,8 @@ def start(
 ) -> tuple[str, Any]:
   """Runs the mode of a name after the processes have connected.
 
-  The class and the factories are as for `main`. Without an `origin`, Python code
-  has started the run. Returns the run's directory and the mode's result.
+  The class and the factories are as for `main`. A run without an `origin` was
+  started from Python. Returns the run's directory and the mode's result.
   """
   if name.startswith('eval'):
     mode = MODES['eval']._replace(eval_log=name)
