@@ -279,9 +279,8 @@ def own_keys(config: Any) -> dict[str, errors.UsageError]:
 def complete_config(config: Any) -> Any:
   """Returns a config with all base keys: itself, or a copy with the defaults.
 
-  A copy of a config without `on_nonfinite` ignores losses that are not finite.
-  A copy of one with keys that are a program's own has the defaults of these,
-  and `programs_view` returns the program's.
+  A copy of a config that lacks keys ignores losses that are not finite. A copy
+  has the defaults in place of a program's own values: see `programs_view`.
   """
   defaults = get_base_config()
   if not all(key in config for key in defaults):

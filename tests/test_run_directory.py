@@ -347,7 +347,6 @@ def test_the_config_is_that_of_the_run(tmp_path):
   [
     (['--jaxline_run=RUN', '--config=configs/lm.py'], '--config'),
     (['--config=configs/lm.py', '--jaxline_run=RUN'], '--config'),
-    (['--jaxline_run=RUN', '--config.training_step=3'], 'training_step'),
     (['--jaxline_run=RUN', '--config.training_steps=-1'], 'training_steps'),
     (['--jaxline_run=RUN/no'], 'RUN/no'),
     (['--jaxline_run=gs://b/r'], 'gs://b/r'),

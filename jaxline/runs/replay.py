@@ -62,11 +62,7 @@ class Replay:
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
   ) -> None:
-    """Runs steps up to a number, and calls `on_step(number, scalars)` for each.
-
-    Raises:
-      errors.UsageError: the run ends before that step.
-    """
+    """Runs steps; calls `on_step(number, scalars)` after each."""
     path, step = self.of.path, self.state.global_step
     if step >= until:
       return
@@ -124,11 +120,8 @@ def opened(
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
 
-  Args:
-    directory: the run's, or its address.
-    before: the checkpoint's step is less than this.
-    experiment_class: None is the class that the config names.
-    saved: a new directory, which gets a checkpoint of the last step.
+  A directory `saved` gets a checkpoint of the last step. Without a class the
+  config names it.
   """
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
