@@ -38,8 +38,6 @@ _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
 _WITH_PARENT = """exec 3<&0 < /dev/null
 { read -r x <&3; kill -s TERM -- -$$; } &
 exec "$@" 3<&-"""
-# For the rest of the pipes, which a process may keep open that left its group.
-_DRAIN_SECS = 5.0
 
 _printing = threading.Lock()
 
@@ -148,7 +146,7 @@ class _Launch:
         failed, reason = code, f'process {number} {how}'
         deadline = deadline or time.monotonic() + grace_secs
     for reader in self._readers:
-      reader.join(_DRAIN_SECS)
+      reader.join(5.0)  # A process that left its group may keep the pipe open.
     if failed:
       _say(f'The run ended because {reason}.')
     return failed or left
