@@ -1,9 +1,11 @@
 """jaxline from Python: train, evaluate and load without a command line.
 
-result = jaxline.fit(Experiment, config)
-plt.plot(*result.history['eval/loss'].T)
-jaxline.evaluate(result.directory, series='best')
-params = jaxline.load_weights(result.directory)
+In a notebook:
+
+    result = jaxline.fit(Experiment, config)
+    plt.plot(*result.history['eval/loss'].T)
+    jaxline.evaluate(result.directory, series='best')
+    params = jaxline.load_weights(result.directory)
 """
 
 from collections.abc import Iterator, Mapping

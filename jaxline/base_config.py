@@ -407,8 +407,7 @@ def recorded_config(
   config = get_base_config()
   try:
     with config.ignore_type():
-      config.update(config_dict.ConfigDict(_with_tuples(record)))
-      open_nones(config)
+      _fill(config, record)
       for name in _NOT_TAKEN:
         if _value(config, name) != 'off':
           config.update_from_flattened_dict({name: DEFAULTS[name]})
@@ -424,6 +423,18 @@ def recorded_config(
   return config
 
 
+def _fill(target: Any, values: Mapping[str, Any]) -> None:
+  """Sets values in a config, whose keys keep their types for flags."""
+  for key, value in values.items():
+    if isinstance(value, dict):
+      if not isinstance(target.get(key), config_dict.ConfigDict):
+        target[key] = config_dict.ConfigDict()
+      _fill(target[key], value)
+    else:
+      target[key] = _as_tuples(value)
+  open_nones(target)
+
+
 def open_nones(config: config_dict.ConfigDict) -> None:
   """Lets a flag replace each None of a config by a value of any type."""
   for key, value in config.items():
@@ -433,11 +444,8 @@ def open_nones(config: config_dict.ConfigDict) -> None:
       config[key] = config_dict.placeholder(object)
 
 
-def _with_tuples(value: Any) -> Any:
-  """Returns JSON's values with tuples in place of lists."""
-  if isinstance(value, dict):
-    return {key: _with_tuples(x) for key, x in value.items()}
-  return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+def _as_tuples(value: Any) -> Any:
+  return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 if __name__ == '__main__':
