@@ -137,7 +137,8 @@ def opened(
     )
     for start in itertools.chain(forks, [recorded]):
       config.restore_from, config.restore_rules = start
-      full = durable.DurableCheckpointer(config, 'train')
+      ours = base_config.complete_config(config)
+      full = durable.DurableCheckpointer(ours, 'train')
       stack.callback(full.close)
       try:
         training = train.Training(train.Run(experiment_class, config, full))
