@@ -67,8 +67,8 @@ def check_names(
 ) -> None:
   """Raises a UsageError for the first name that is not valid.
 
-  The message says `what` kind of name was found `where`, the nearest valid name
-  and, last, the `note`.
+  Its message has the kind of the name (`what`), its place (`where`), the most
+  similar valid name and the `note`.
   """
   for name in names:
     if name not in valid:

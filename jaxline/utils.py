@@ -4,6 +4,7 @@ import functools
 
 from jaxline import debug
 from jaxline import lazy
+from jaxline.async_lib import py_prefetch  # noqa: F401  Rebound here alone.
 import jaxline.platform  # noqa: F401  Defines the flags that were utils' own.
 
 # The errors of the library's own activities end the process, which prints them.
@@ -12,7 +13,7 @@ log_activity = functools.partial(debug.log_activity, logs_error=True)
 lazy.complete(
   __name__,
   {
-    'jaxline.async_lib': 'make_async py_prefetch',
+    'jaxline.async_lib': 'make_async',
     'jaxline.checkpoint.memory': """CheckpointNT GLOBAL_CHECKPOINT_DICT
       InMemoryCheckpointer SnapshotNT""",
     'jaxline.checkpointing': 'Checkpointer',
