@@ -6,9 +6,6 @@ import sys
 import types
 from typing import Any
 
-from absl import flags
-
-FLAGS = flags.FLAGS
 # A name -> the module, or module:attribute, for which it stands.
 _NAMES = {
   'FLAGS': 'absl.flags:FLAGS',
@@ -65,9 +62,10 @@ def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
   }
 
   def find(name: str) -> Any:
+    values = _find('absl.flags:FLAGS')
     flag = name.removeprefix('_').lower()
-    if name == f'_{flag.upper()}' and flag in FLAGS:  # `_CONFIG`, for one.
-      return flags.FlagHolder(FLAGS, FLAGS[flag])
+    if name == f'_{flag.upper()}' and flag in values:  # `_CONFIG`, for one.
+      return _find('absl.flags:FlagHolder')(values, values[flag])
     try:
       return _find(_NAMES[name])
     except (KeyError, ImportError) as e:
