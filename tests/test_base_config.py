@@ -77,7 +77,6 @@ EXTRA_KEYS = (
   *('train_batch_size', 'train_batch_size_per_device', 'dataset_loader'),
   *('max_context_length', 'num_targets', 'num_microbatches', 'num_epochs'),
   *('num_training_steps', 'best_checkpoint_dir', 'eval_random_seed', 'debug'),
-  *('project_name', 'wandb', 'train', 'eval', 'model', 'dataset'),
 )
 
 
@@ -130,7 +129,6 @@ WRONG = {
   'decode': [None],
   'early_stop': [None],
   'mesh': [3],
-  'xla.pgle_aggregation_percentile': [101],
   'xla.pgle_profile': [3, 'a.profile'],
   'xla.flags': [3, ['xla_dump_to']],
   'restore_rules': ['ab', (('w', 3),)],
@@ -217,7 +215,6 @@ def test_the_keys_of_jaxline_are_typed_and_misspelled_ones_are_refused():
   ('values', 'words'),
   [
     ({'trainig_steps': 1}, ["'trainig_steps'", "mean 'training_steps'"]),
-    ({'random_sede': 1}, ["'random_sede'", "mean 'random_seed'"]),
     (
       {'checkpoint_interval': 1},
       ["'checkpoint_interval'", "mean 'save_checkpoint_interval'"],
@@ -232,17 +229,13 @@ def test_the_keys_of_jaxline_are_typed_and_misspelled_ones_are_refused():
     ({'decode.prompt': 'x'}, ["'prompt'", "'prompts'"]),
     ({'decode.beam_size': 3}, ["'beam_size' in config.decode", "'series'"]),
     ({'early_stop.min_detla': 1.0}, ["'min_detla'", "mean 'min_delta'"]),
-    ({'xla.pgle_runs': 3}, ["'pgle_runs'", 'config.xla', 'Did you mean']),
-    ({'sharding_rules.mpl': ['data']}, ["'mpl'", "mean 'mlp'"]),
     ({'sharding_rules.mlp': ['date']}, ["'date'", "mean 'data'"]),
     (
       {'preemption_signals': 'SIGUSR2,SIGKILL'},
       ["'SIGKILL' in config.preemption_signals", "'SIGHUP'"],
     ),
-    ({'preemption_signals': 'USR2'}, ["'USR2'", "mean 'SIGUSR2'"]),
     ({'sharding': 'fsd'}, ["'fsd'", "mean 'fsdp'"]),
     ({'mesh.ici': 3}, ['config.mesh', 'ici']),
-    ({'mesh.ici.model': 4}, ["'model'", 'mesh.ici']),
     ({'mesh.dnc': {'data': 2}}, ["'dnc'", "mean 'dcn'"]),
   ],
 )

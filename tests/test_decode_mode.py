@@ -313,7 +313,6 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'"),
     ({'directory': 'new', 'series': 'best'}, "set series = 'latest'"),
-    ({'directory': 'new', 'checkpointer': 'memory'}, "'durable'"),
   ],
 )
 def test_what_is_refused(run, tmp_path, monkeypatch, options, said):

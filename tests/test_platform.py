@@ -325,7 +325,6 @@ def test_a_signal_that_all_have_heard_leaves_nobody():
   [
     ('step', 'train'),
     ('input', 'train'),
-    ('step', 'train_and_eval'),
     ('step', 'train_eval_multithreaded'),
     ('evaluate', 'train_eval_multithreaded'),
   ],
@@ -736,7 +735,6 @@ def get_config():
   ('name', 'code', 'secs'),
   [
     ('SIGINT', 130, 0.0),
-    ('SIGINT', 130, 0.3),
     ('SIGINT', 130, 0.9),
     ('SIGTERM', 75, 0.1),
     ('SIGINT', 130, None),  # During start-up, in `__del__`.
