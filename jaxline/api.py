@@ -25,8 +25,8 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import platform
 from jaxline import runs
+from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
-from jaxline.compat import adapters
 from jaxline.compat import dictionary
 from jaxline.compat import experiments
 from jaxline.metrics import console
@@ -36,21 +36,12 @@ from jaxline.supervision import preemption
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What `fit` returns.
-
-  Attributes:
-    directory: the run's: checkpoints, logs, config.
-    experiment: the experiment, with the weights of the last step.
-    history: 'train/loss' and the like -> [N, 2] float64: the steps in the
-      first column, the values in the second.
-    best: the best value of `config.best_model_eval_metric`, by its name; empty
-      without one.
-  """
+  """What `fit` returns."""
 
   directory: str
-  experiment: Any
-  history: dict[str, np.ndarray]
-  best: dict[str, float]
+  experiment: Any  # It has the weights of the last step.
+  history: dict[str, np.ndarray]  # 'train/loss' -> [N, 2]: steps and values.
+  best: dict[str, float]  # The best `config.best_model_eval_metric`, if any.
 
 
 def fit(
@@ -75,10 +66,8 @@ def fit(
     mode: 'train_and_eval' or 'train'.
 
   Raises:
-    errors.UsageError: what is wrong with the config, an override (a key that
-      the config lacks) or the directory.
+    errors.UsageError: the config, an override or the directory is wrong.
     TypeError: an override has another type than the key's value.
-    KeyboardInterrupt: the run was interrupted, and is saved.
   """
   if mode not in ('train', 'train_and_eval'):
     raise errors.UsageError(
@@ -86,13 +75,11 @@ def fit(
     )
   config = _override(config, overrides)
   dictionary.forget_published()  # Each call is a run of its own.
+  origin = console.Origin(overrides=overrides or {})
   try:
     with preemption.Watch():
       directory, experiment = platform.start(
-        experiment_class,
-        config,
-        mode,
-        origin=console.Origin(overrides=overrides or {}),
+        experiment_class, config, mode, origin=origin
       )
   except preemption.Preempted as e:
     if e.code != preemption.SIGINT_EXIT_CODE:
@@ -100,17 +87,14 @@ def fit(
     text = ' '.join([str(e), *getattr(e, '__notes__', [])])
     raise KeyboardInterrupt(text) from None
   run = runs.read(directory)
-  history = {
-    name: np.array(list(curve.items()), np.float64)
-    for name, curve in run.curves.items()
-  }
+  history = {k: np.array([*x.items()], float) for k, x in run.curves.items()}
   return Result(directory, experiment, history, run.best)
 
 
 def _override(
   config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
 ) -> config_dict.ConfigDict:
-  """Returns a validated copy of a config, with other values by dotted key."""
+  """Returns a copy of a config with values replaced by dotted key."""
   # With its references to other keys, and the values themselves.
   config = copy.deepcopy(config, {id(x): x for x in _values(config)})
   given = dict(overrides or {})
@@ -124,9 +108,7 @@ def _override(
     if isinstance(value, np.generic):
       given[key] = value.item()
   config.update_from_flattened_dict(given)
-  config = config.copy_and_resolve_references()
-  base_config.validate_config(config, may_be_own=True)
-  return config
+  return config.copy_and_resolve_references()
 
 
 def _values(config: config_dict.ConfigDict) -> Iterator[Any]:
@@ -158,11 +140,6 @@ def load(
     series: 'latest' or 'best'.
     experiment_class: None is the class that the run's config names.
     mode: the experiment's: 'eval', or 'decode', which opens no data.
-
-  Raises:
-    errors.UsageError: the directory is no run, or it has no such checkpoint, or
-      what is wrong with the overridden config.
-    TypeError: as for `fit`.
   """
   loaded = _load(directory, overrides, step, series, experiment_class, mode)
   return experiment_lib.live(loaded[0])
@@ -178,18 +155,15 @@ def _load(
 ) -> tuple[Any, int, config_dict.ConfigDict]:
   """Returns an experiment, its step and the config of its run."""
   config = _override(base_config.recorded_config(directory), overrides)
-  config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
     is_users = 'experiment_class' in (overrides or {})
     experiment_class = platform.resolve_experiment_class(
       config, recorded_in='' if is_users else os.fspath(directory)
     )
-  if experiments.is_full(experiment_class):
-    base_config.validate_config(config)
+  may_be_own = not experiments.is_full(experiment_class)
+  base_config.validate_config(config, may_be_own=may_be_own)
   config = base_config.complete_config(config)
-  full = adapters.full_checkpointer(
-    platform.create_checkpointer(config, 'eval_load'), experiment_class
-  )
+  full = durable.DurableCheckpointer(config, 'eval_load')
   full.directory.reads_only = True
   with contextlib.closing(full):
     restored = decode.restored_experiment(
@@ -215,10 +189,6 @@ def load_weights(
     series: 'latest' or 'best'.
     weights: 'averaged' (see `sharded.average_weights`) or 'raw'; None is the
       averaged weights if the run has some, as evaluation uses them.
-
-  Raises:
-    errors.UsageError: the directory is no run, or it has no such checkpoint, or
-      the checkpoint has no such weights.
   """
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:
@@ -247,14 +217,8 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  It takes the arguments of `load`.
-
-  Returns:
-    The numbers that the experiment's `evaluate` returns, by name.
-
-  Raises:
-    errors.UsageError: as for `load`.
-    TypeError: as for `fit`.
+  It takes the arguments of `load`, and returns the numbers of the experiment's
+  `evaluate` by name.
   """
   experiment, global_step, config = _load(
     directory, overrides, step, series, experiment_class, 'eval'

@@ -129,8 +129,6 @@ class _BaseConfig(config_dict.ConfigDict):
 
   def __setitem__(self, key: str, value: Any) -> None:
     try:
-      if key in _OTHERS and key in self and isinstance(value, bool):
-        raise TypeError  # It would become 1.0 where a number is expected.
       super().__setitem__(key, value)
     except TypeError:
       if key not in _OTHERS:
@@ -139,21 +137,6 @@ class _BaseConfig(config_dict.ConfigDict):
         if not isinstance(value, os.PathLike):  # A flag has the value's type.
           del self[key]
         super().__setitem__(key, value)
-
-
-class _LibrarysView(config_dict.ConfigDict):
-  """The config of a program, in which keys that are its own read as defaults.
-
-  Its fields hold the values of the program, which are recorded and copied.
-  """
-
-  def __getitem__(self, key: str) -> Any:
-    value = super().__getitem__(key)
-    if key not in _OTHERS:
-      return value
-    if _problem({key: value}, key):
-      return get_base_config()[key]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def get_base_config() -> config_dict.ConfigDict:
@@ -183,14 +166,6 @@ def validate_keys(
 
   Another key is the experiment's own, unless it is very similar to a required
   key and not that key with further words, such as `num_training_steps`.
-
-  Args:
-    base_cfg: the config with the required keys.
-    config: the config to check.
-    base_filename: where the keys are documented.
-
-  Raises:
-    errors.UsageError: a key is missing or misspelled.
   """
   for key in set(config) - set(base_cfg):
     for near in errors.nearest(key, base_cfg, cutoff=0.85):
@@ -245,11 +220,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:
-  """Refuses keys that contradict each other.
-
-  Raises:
-    errors.UsageError: naming the keys, their values and what to change.
-  """
+  """Refuses keys that contradict each other."""
   for names, contradict, advice in _CONTRADICTIONS:
     values = {name: _value(config, name) for name in names.split()}
     if contradict(*values.values()):
@@ -257,77 +228,79 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       raise errors.UsageError(f'{given}. {advice}')
 
 
-def validate_config(
-  config: config_dict.ConfigDict, *, may_be_own: bool = False
-) -> None:
-  """Checks a whole config: its keys, each value, then contradictions.
-
-  Args:
-    config: the config.
-    may_be_own: whether another value of a key that JAXline does not have is
-      the program's own; it is then read as the default.
-
-  Raises:
-    errors.UsageError: the first thing that is wrong, by name.
-  """
-  defaults = get_base_config()
-  # This finds misspelled keys of a section; `_problem` finds missing ones.
-  given = {**config}
-  for name in _SECTIONS:
-    if isinstance(own := given.get(name), keys.MAPPINGS):
-      given[name] = {**defaults[name], **own}
-  validate_keys({**defaults, 'mesh': {}}, given)
-  for name in defaults:
-    is_free = may_be_own and name in _OTHERS
-    if not is_free and (problem := _problem(config, name)):
-      raise problem
-  check_constraints(complete_config(config))
-
-
 # Those whose keys are all in the table.
 _SECTIONS = ('decode', 'early_stop', 'xla')
 
 
-def _problem(config: Any, name: str) -> errors.UsageError | None:
-  """Returns the error of a key or of a key below it, or None."""
-  try:
-    for key in KEYS:
-      if f'{key.name}.'.startswith(f'{name}.'):
-        key.check.require(f'config.{key.name}', _value(config, key.name))
-    if name in _SECTIONS and name in config:
-      defaults = get_base_config()[name]
-      errors.check_names(config[name], defaults, 'key', f'config.{name}')
-      if name != 'early_stop':  # A part of it may be given, as of `mesh`.
-        validate_keys(defaults, config[name])
-  except errors.UsageError as e:
-    return e
-  return None
+def validate_config(
+  config: config_dict.ConfigDict, *, may_be_own: bool = False
+) -> None:
+  """Raises a UsageError with the first thing that is wrong, by name.
+
+  With `may_be_own` a wrong value of a key that JAXline does not have is the
+  program's own.
+  """
+  defaults = get_base_config()
+  # This finds misspelled keys of a section; `_problems` finds missing ones.
+  sections = {
+    name: {**defaults[name], **config[name]}
+    for name in _SECTIONS
+    if name in config and isinstance(config[name], keys.MAPPINGS)
+  }
+  validate_keys({**defaults, 'mesh': {}}, {**config, **sections})
+  for name, problem in _problems(config).items():
+    if not (may_be_own and name in _OTHERS):
+      raise problem
+  check_constraints(complete_config(config))
+
+
+def _problems(config: Any) -> dict[str, errors.UsageError]:
+  """Maps each key that is wrong, itself or below it, to the error."""
+  found: dict[str, errors.UsageError] = {}
+  defaults = get_base_config()
+  for key in KEYS:
+    name = key.name.partition('.')[0]
+    try:
+      key.check.require(f'config.{key.name}', _value(config, key.name))
+      if key.name in _SECTIONS and name in config:
+        where = f'config.{name}'
+        errors.check_names(config[name], defaults[name], 'key', where)
+        if name != 'early_stop':  # A part of it may be given, as of `mesh`.
+          validate_keys(defaults[name], config[name])
+    except errors.UsageError as e:
+      found.setdefault(name, e)
+  return found
 
 
 def own_keys(config: Any) -> dict[str, errors.UsageError]:
   """Maps each key that is a program's own to the error of our check."""
-  found = {x: _problem(config, x) for x in get_base_config() if x in _OTHERS}
-  return {name: problem for name, problem in found.items() if problem}
+  return {k: x for k, x in _problems(config).items() if k in _OTHERS}
 
 
 def complete_config(config: Any) -> Any:
   """Returns a config with all base keys: itself, or a copy with the defaults.
 
-  A copy of a config without `on_nonfinite` ignores losses that are not finite.
-  In the copy, a key that is a program's own reads as the default.
+  A copy of a config that lacks keys ignores losses that are not finite. A copy
+  has the defaults in place of a program's own values: see `programs_view`.
   """
   defaults = get_base_config()
   if not all(key in config for key in defaults):
     defaults.on_nonfinite = 'ignore'
     config = config_dict.ConfigDict({**defaults, **config})
-  has_paths = any(isinstance(config[key], os.PathLike) for key in defaults)
-  return _LibrarysView(config) if has_paths or own_keys(config) else config
+  ours = {name: get_base_config()[name] for name in own_keys(config)}
+  for key in defaults.keys() - ours.keys():
+    if isinstance(path := config[key], os.PathLike):
+      ours[key] = os.fspath(path)
+  if not ours:
+    return config
+  copy = config_dict.ConfigDict({**config, **ours})
+  object.__setattr__(copy, '_programs', config)  # This sets no key.
+  return copy
 
 
 def programs_view(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   """Returns a config as the program reads it."""
-  is_view = isinstance(config, _LibrarysView)
-  return config_dict.ConfigDict(config) if is_view else config
+  return getattr(config, '_programs', config)
 
 
 def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
@@ -337,8 +310,7 @@ def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     for key in KEYS:
       path = key.check.is_path and _value(config, key.name)
       if path and isinstance(path, str | os.PathLike):
-        path = os.path.expanduser(path)
-        config.update_from_flattened_dict({key.name: path})
+        config.update_from_flattened_dict({key.name: os.path.expanduser(path)})
   return config
 
 
@@ -347,10 +319,8 @@ def changes(
 ) -> list[str]:
   """Returns a line for each key whose change makes another run.
 
-  Args:
-    old: the config of the run so far, as `recorded` returns it.
-    new: the config of the run that resumes it, likewise.
-    experiment_class: has CHANGEABLE_ON_RESUME and CONFIG_CLASS.
+  Both configs are as `recorded` returns them. The class has
+  CHANGEABLE_ON_RESUME and CONFIG_CLASS.
   """
   before, now = (_identity(config, experiment_class) for config in (old, new))
   return [
@@ -365,10 +335,7 @@ def changes(
 
 
 def _identity(config: Mapping[str, Any], declared: Any) -> dict[str, Any]:
-  """Maps the flat keys whose change makes another run to their values.
-
-  A key that is newer than the config has its default.
-  """
+  """Maps the flat keys whose change makes another run to their values."""
   values = {k.name: _value(config, k.name) for k in KEYS if k.effect == 'run'}
   kwargs = values['experiment_kwargs']
   if 'config' in kwargs:
@@ -393,14 +360,14 @@ def flat(values: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns a config as JSON values, with what JSON lacks as text."""
+  text = programs_view(config).to_json_best_effort()
   # A function has its name there; its address differs each time.
-  return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
+  return json.loads(re.sub(' at 0x[0-9a-f]+', '', text))
 
 
 # The config that a run has recorded in its directory.
 RECORD = directory_lib.RECORD
-# An older run may have values that are not valid today. A deeper config would
-# exceed Python's limit of recursion.
+# A deeper config would exceed Python's limit of recursion.
 RECORDED = keys.record(
   lambda config: all(key.count('.') < 100 for key in flat(config)),
   experiment_kwargs=optional(mapping('a dict of arguments')),
@@ -415,11 +382,7 @@ _NOT_TAKEN = (
 
 
 def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns the JSON of a run's config.
-
-  Raises:
-    errors.UsageError: the directory has no such file.
-  """
+  """Returns the JSON of a run's config, or raises UsageError."""
   try:
     raw = store_lib.at(directory, 'checkpoint_dir').read(RECORD)
     if raw is None:
@@ -436,12 +399,9 @@ def recorded_config(
 ) -> config_dict.ConfigDict:
   """Returns the config of a run from its directory, which may have moved.
 
-  Lists become tuples. The class that it names is not checked:
-  `experiments.resolve_experiment_class` does that. Of the settings of XLA those
-  that name files or programs are left out, with a line on stderr.
-
-  Raises:
-    errors.UsageError: the directory is not that of a run.
+  The class that it names is not checked: `experiments.resolve_experiment_class`
+  does that. Of the settings of XLA those that name files or programs are left
+  out, with a line on stderr.
   """
   place = store_lib.at(os.path.expanduser(directory)).url
   record = read_record(place) | {'checkpoint_dir': place}

@@ -1,8 +1,4 @@
-"""`--jaxline_mode=decode`: continues prompts with a checkpoint's weights.
-
-Prompts are read from a file, a pipe or a terminal; continuations are printed
-and written to a file of JSON lines. The experiment's `decode` makes them.
-"""
+"""`--jaxline_mode=decode`: continues prompts with a checkpoint's weights."""
 
 from collections.abc import Iterable, Iterator
 import contextlib
@@ -35,18 +31,13 @@ def restored_experiment(
   checkpointer: protocol.FullCheckpointer,
   series: str,
   step: int | None,
-  prefix: str = '',
 ) -> tuple[experiment_lib.FullExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  Without a step it takes the newest of `series`, 'latest' or 'best'. Errors put
-  `prefix` before the names of the two.
-
-  Raises:
-    UsageError: there is no checkpoint, or none of the step.
+  Without a step it takes the newest of `series`.
   """
   if not checkpointer.can_be_restored(series):
-    other = '' if series == 'latest' else f", or {prefix}series = 'latest'"
+    other = '' if series == 'latest' else ", or set series = 'latest'"
     raise errors.UsageError(
       f'{config.checkpoint_dir} has no checkpoint of {series!r}. Train first,'
       " with config.checkpointer = 'durable', or give the directory of a run"
@@ -54,7 +45,7 @@ def restored_experiment(
     )
   if step is not None and step not in (steps := checkpointer.steps(series)):
     raise errors.UsageError(
-      f'{prefix}step is {step}, but of {series!r} the steps {steps} are kept in'
+      f'step is {step}, but of {series!r} the steps {steps} are kept in'
       f' {config.checkpoint_dir}.'
     )
   init_rng = experiments.declared(experiment_class).eval_init_rng(config)
@@ -114,10 +105,6 @@ def decode(
   """Continues the prompts of `config.decode`, until there are no more.
 
   With several processes the first one reads, prints and writes.
-
-  Raises:
-    UsageError: there is no checkpoint, or the prompts cannot be read.
-    NotImplementedError: the experiment has no `decode`.
   """
   options = config.decode
   is_chief = jax.process_index() == 0
@@ -131,7 +118,6 @@ def decode(
     checkpointer,
     options.series,
     options.step,
-    'config.decode.',
   )
   with contextlib.ExitStack() as stack:
     if is_chief:
@@ -162,11 +148,7 @@ def decode(
 
 
 def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
-  """Opens the file of the continuations.
-
-  `config.decode.output` is replaced. Without it a new file is made in the run's
-  directory, or, where nothing can be written there, in the working directory.
-  """
+  """Opens the file of the continuations."""
   output, prompts = config.decode.output, config.decode.prompts
   directory = spool.directory(config.checkpoint_dir)
   folder = spool.local(directory, 'decode')
@@ -193,7 +175,7 @@ def _open_new(path: pathlib.Path) -> TextIO:
       return name.open('x', encoding='utf-8')
     except FileExistsError:
       number += 1
-      name = path.with_name(f'{path.stem}_{number}{path.suffix}')
+      name = path.with_stem(f'{path.stem}_{number}')
 
 
 def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:

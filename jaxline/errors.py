@@ -9,10 +9,8 @@ from typing import Any
 class UsageError(ValueError):
   """The command line, the config or a file that it names is wrong.
 
-  The message says what was got, what was expected and what to do, in one line
-  where that is enough.
-  `platform.main` prints only the message and ends with code 2. Other errors
-  keep their traceback.
+  `platform.main` prints only the message (what was got, what was expected, what
+  to do) and ends with code 2.
   """
 
 
@@ -32,14 +30,12 @@ class MissingFileError(UsageError, FileNotFoundError):
   """A file that the config names does not exist."""
 
 
+# The code of SIGABRT, by which JAX ends a process that has lost another one.
+LOST_CODE = 134
 # What collectives of CPUs and GPUs say when another process is gone.
 _LOST = re.compile(
   r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
 )
-
-
-# The code of SIGABRT, by which JAX ends a process that has lost another one.
-LOST_CODE = 134
 
 
 def is_lost_process(error: BaseException) -> bool:
@@ -52,14 +48,7 @@ def is_lost_process(error: BaseException) -> bool:
 def nearest(
   name: Any, valid: Iterable[Any], n: int = 1, cutoff: float = 0.6
 ) -> list[str]:
-  """Returns the valid names that are most similar to a name, best first.
-
-  Args:
-    name: the given name.
-    valid: the valid names.
-    n: how many to return at most.
-    cutoff: the least similarity, from 0 to 1: see `difflib.get_close_matches`.
-  """
+  """Returns the most similar valid names: see `difflib.get_close_matches`."""
   return difflib.get_close_matches(str(name), map(str, valid), n, cutoff)
 
 
@@ -76,17 +65,10 @@ def check_names(
   where: str,
   note: str = '',
 ) -> None:
-  """Refuses names that are not valid.
+  """Raises a UsageError for the first name that is not valid.
 
-  Args:
-    names: the given names.
-    valid: the names to choose from.
-    what: the kind of name, such as 'key'.
-    where: where it was found.
-    note: the end of the message.
-
-  Raises:
-    UsageError: the first unknown name, the valid ones and the nearest.
+  Its message has the kind of the name (`what`), its place (`where`), the most
+  similar valid name and the `note`.
   """
   for name in names:
     if name not in valid:

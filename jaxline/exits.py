@@ -33,7 +33,7 @@ _JAXS_REMARK = 'JAX has removed its internal frames'
 def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
   """Returns the exit code for an error, and the text to print.
 
-  The text is empty if the user needs Python's traceback. `others` is whether
+  The text is empty if the user needs Python's traceback. `others` tells whether
   the run has other processes.
   """
   # JAX adds a remark on its own frames, which are not printed.
@@ -72,9 +72,6 @@ def ending() -> Iterator[None]:
   """Prints the error that leaves the block, and sets the exit code.
 
   A process among others ends at once, unless all end after the same step.
-
-  Raises:
-    SystemExit: the error has a message of its own, which is printed.
   """
   try:
     yield

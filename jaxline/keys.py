@@ -26,20 +26,14 @@ ANY = '(?s).*'  # A regular expression.
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """What a value must be.
+  """What a value must be."""
 
-  Attributes:
-    expected: the valid values in words, for messages and the documentation.
-    accepts: returns False, or raises an error, for an invalid value.
-    kind: the type of a value that replaces a default of None. With `object`, a
-      value of any type replaces any default.
-    is_path: the value names a file, and may begin with `~`.
-  """
-
-  expected: str
-  accepts: Callable[[Any], Any]
+  expected: str  # The valid values in words.
+  accepts: Callable[[Any], Any]  # False, or an error, for an invalid value.
+  # The type of a value that replaces a default of None. With `object`, a value
+  # of any type replaces any default.
   kind: type | None = None
-  is_path: bool = False
+  is_path: bool = False  # It names a file, and may begin with `~`.
 
   def require(self, name: str, value: Any) -> None:
     """Raises a UsageError if the value of this name is invalid."""
@@ -111,12 +105,7 @@ def mapping(expected: str) -> Check:
 def record(
   fits: Callable[[Any], Any] = lambda x: True, /, **checks: Check
 ) -> Check:
-  """Accepts a dict with these fields, and others; None means an absent field.
-
-  Args:
-    fits: compares the fields, each of which is valid, as `Check.accepts`.
-    **checks: the check of each field.
-  """
+  """Accepts a dict with these fields that `fits`; an absent field is None."""
 
   def accepts(x: Any) -> Any:
     if not isinstance(x, dict):
@@ -166,45 +155,29 @@ def parse_ranges(text: str) -> list[tuple[int, int]]:
   return ranges
 
 
-_RANGES = "ranges such as '10-15,1000', or ''"
 RANGES = Check(
-  _RANGES, lambda x: isinstance(x, str) and parse_ranges(x) is not None, str
+  "ranges such as '10-15,1000', or ''",
+  lambda x: isinstance(x, str) and parse_ranges(x) is not None,
+  str,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """A key of the config.
+  """A key of the config."""
 
-  Attributes:
-    name: with a dot where it belongs to a section, such as 'decode.step'.
-    default: its value in the base config; {} is a section, or a dict with keys
-      of the user's choice.
-    check: what a value must be.
-    reason: what the key is for, and why one would change it.
-    effect: of a change on a run that is resumed: see `base_config`.
-    sharded: only the sharded style reads it; the per-device style refuses a
-      value that is not the default.
-  """
-
-  name: str
-  default: Any
+  name: str  # A dot follows the name of its section: 'decode.step'.
+  default: Any  # {} is a section, or a dict with keys of the user's choice.
   check: Check
-  reason: str
+  reason: str  # What the key is for, and why one would change it.
+  # What a change means for a run that is resumed: see `base_config`.
   effect: Literal['run', 'program', 'none'] = 'none'
+  # The per-device style refuses a value that is not the default.
   sharded: bool = False
 
 
 def check_attributes(config: Any, /, **checks: Check) -> None:
-  """Checks the values of an experiment's own config, in its `__post_init__`.
-
-  Args:
-    config: has the values as attributes.
-    **checks: what each attribute must be.
-
-  Raises:
-    errors.UsageError: names the first invalid value.
-  """
+  """Checks attributes of an experiment's own config, in its `__post_init__`."""
   for name, check in checks.items():
     check.require(name, getattr(config, name))
 
@@ -261,9 +234,9 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
 def with_defaults(cls: Any, config: Any) -> Any:
   """Adds the defaults of missing fields to an experiment's own config.
 
-  The default of a new field must be what runs did before it was added. `cls` is
-  as for `read`, or None. Its own `with_defaults(record)`, if it has one, may
-  leave out keys whose change makes no other run.
+  The default of a new field must be what runs did before it was added. A
+  `with_defaults(record)` of `cls` may leave out keys whose change makes no
+  other run.
   """
   if cls is None or not isinstance(config, Mapping):
     return config

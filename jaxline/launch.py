@@ -4,15 +4,10 @@
         python experiment.py --config=configs/lm.py
 
 is a run of four processes with two devices each, which communicate like those
-of a cluster (by gloo instead of a network of accelerators). Each process gets
-its number by the variables that `jaxline.distributed` reads. Each line that it
-prints begins with that number. Signals are passed on to all processes, which
-get SIGTERM if this one is killed. When one fails, the others have some seconds
-to end and are then killed. The exit code comes from the process that failed
-first, which the last line names. A process that fails because it lost another
-one counts only if no other process fails.
-
-It starts nothing on other machines: docs/reference/launching.md has clusters.
+of a cluster (by gloo instead of a network of accelerators). The exit code comes
+from the process that failed first. A process that fails because it lost another
+one counts only if no other process fails. docs/reference/launching.md has the
+rest, and clusters.
 """
 
 from __future__ import annotations
@@ -28,8 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-import types
-from typing import IO
+from typing import IO, Any
 
 from jaxline import errors
 from jaxline.supervision import preemption
@@ -44,16 +38,26 @@ _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
 _WITH_PARENT = """exec 3<&0 < /dev/null
 { read -r x <&3; kill -s TERM -- -$$; } &
 exec "$@" 3<&-"""
-# How long to read the rest of the pipes of ended processes, in seconds. It only
-# runs out if a process has left its group and keeps them open.
-_DRAIN_SECS = 5.0
 
 _printing = threading.Lock()
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs a command line, without the program's name; returns the exit code."""
-  args = _parse(argv)
+  parser = argparse.ArgumentParser(
+    prog='python -m jaxline.launch',
+    usage='%(prog)s --processes N [options] -- PROGRAM [ARGUMENT ...]',
+    allow_abbrev=False,
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  add = parser.add_argument
+  add('--processes', type=int, required=True, help='how many processes')
+  what = 'CPU devices of each process'
+  add('--devices-per-process', type=int, default=1, help=what)
+  what = 'how long the others may go on after one has failed'
+  add('--grace-secs', type=float, default=10.0, help=what)
+  add('command', nargs='+', help=argparse.SUPPRESS)
+  args = parser.parse_args(argv)
   with socket.create_server(('127.0.0.1', 0)) as server:
     address = f'127.0.0.1:{server.getsockname()[1]}'
   launch = _Launch()
@@ -77,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
       launch.start(process, args.command, env)
     return launch.wait(args.grace_secs)
   finally:
-    launch.kill()
+    launch.kill(*launch.live)
 
 
 class _Launch:
@@ -85,7 +89,7 @@ class _Launch:
 
   def __init__(self) -> None:
     self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    self._live: dict[int, subprocess.Popen[bytes]] = {}
+    self.live: dict[int, subprocess.Popen[bytes]] = {}
     self._readers: list[threading.Thread] = []
     self._lifeline, self._open_end = os.pipe()
 
@@ -103,34 +107,31 @@ class _Launch:
       # process can be ended together with it.
       start_new_session=True,
     )
-    self._live[number] = process
+    self.live[number] = process
     for source, sink in (
       (process.stdout, sys.stdout.buffer),
       (process.stderr, sys.stderr.buffer),
     ):
-      assert source is not None
-      reader = threading.Thread(
-        target=_copy, args=(number, source, sink), daemon=True
-      )
+      args = number, source, sink
+      reader = threading.Thread(target=_copy, args=args, daemon=True)
       reader.start()
       self._readers.append(reader)
-    threading.Thread(
-      target=lambda: self._ended.put((number, process.wait())), daemon=True
-    ).start()
+    wait = lambda: self._ended.put((number, process.wait()))
+    threading.Thread(target=wait, daemon=True).start()
 
   def wait(self, grace_secs: float) -> int:
     """Waits for all to end; returns the exit code of the first that failed."""
     deadline: float | None = None
     failed, left, reason = 0, 0, ''
-    while self._live:
+    while self.live:
       rest = deadline and max(0, deadline - time.monotonic())
       try:
         number, code = self._ended.get(timeout=rest)
       except queue.Empty:
-        _say(f'Killing the processes {sorted(self._live)}.')
-        self.kill()
+        _say(f'Killing the processes {sorted(self.live)}.')
+        self.kill(*self.live)
         break
-      self._end(number)
+      self.kill(number)
       if code == 0:
         continue
       how = f'ended with code {code}'
@@ -145,32 +146,27 @@ class _Launch:
         failed, reason = code, f'process {number} {how}'
         deadline = deadline or time.monotonic() + grace_secs
     for reader in self._readers:
-      reader.join(_DRAIN_SECS)
+      reader.join(5.0)  # A process that left its group may keep the pipe open.
     if failed:
       _say(f'The run ended because {reason}.')
     return failed or left
 
-  def pass_on(self, signum: int, frame: types.FrameType | None) -> None:
+  def pass_on(self, signum: int, unused_frame: Any) -> None:
     """Sends a signal to all processes."""
-    del frame
-    for process in tuple(self._live.values()):
+    for process in tuple(self.live.values()):
       process.send_signal(signum)
 
-  def _end(self, number: int) -> None:
-    """Kills the remaining processes in the group of an ended process."""
-    process = self._live.pop(number)
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-  def kill(self) -> None:
-    """Kills what still runs."""
-    for number in tuple(self._live):
-      self._end(number)
+  def kill(self, *numbers: int) -> None:
+    """Kills what still runs of the groups of processes."""
+    for number in numbers:
+      process = self.live.pop(number)
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
 
 
 def _copy(number: int, source: IO[bytes], sink: IO[bytes]) -> None:
-  """Copies lines, each immediately and whole; runs on its own thread."""
+  """Copies lines, each immediately and whole."""
   # Where our output is closed, the process notices it by its closed pipe.
   with source, contextlib.suppress(OSError):
     for line in source:
@@ -178,36 +174,6 @@ def _copy(number: int, source: IO[bytes], sink: IO[bytes]) -> None:
       with _printing:  # PYTHONUNBUFFERED takes the stream's own lock away.
         sink.write(b'[%d] %s%s' % (number, line, end))
         sink.flush()
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the command line; ends the process with 2 where it is wrong."""
-  parser = argparse.ArgumentParser(
-    prog='python -m jaxline.launch',
-    usage='%(prog)s --processes N [options] -- PROGRAM [ARGUMENT ...]',
-    description="Starts a program as several processes of this machine's CPU,"
-    ' for testing.',
-    allow_abbrev=False,
-  )
-  add = parser.add_argument
-  add('--processes', type=int, required=True, help='how many processes')
-  add(
-    '--devices-per-process',
-    type=int,
-    default=1,
-    help='CPU devices of each process (default: %(default)s)',
-  )
-  add(
-    '--grace-secs',
-    type=float,
-    default=10.0,
-    help='how long the others may go on after one has failed, before they are'
-    ' killed (default: %(default)g)',
-  )
-  add('command', nargs='+', help=argparse.SUPPRESS)
-  if not hasattr(os, 'killpg'):
-    parser.error('Windows has no groups of processes. Use WSL.')
-  return parser.parse_args(argv)
 
 
 def _say(text: str) -> None:

@@ -18,11 +18,12 @@ _NAMES = {
   'flags': 'absl.flags',
   'futures': 'concurrent.futures',
   'jnp': 'jax.numpy',
+  'logging': 'absl.logging',
   'np': 'numpy',
   'tf': 'tensorflow',
   'utils': 'jaxline.utils',
 }
-_SAME = """chex collections contextlib enum functools inspect pdb queue sys
+_SAME = """chex collections contextlib enum functools inspect jax pdb queue sys
   threading wrapt"""
 _TYPES = """Any Callable Dict Generator Iterable List Mapping Optional Protocol
   Sequence TypeVar"""
@@ -36,28 +37,29 @@ def _find(address: str) -> Any:
   return getattr(found, attribute) if attribute else found
 
 
-class _Shared(types.ModuleType):
-  """A module that rebinds a name in another module as well."""
+class _Module(types.ModuleType):
+  """A module that rebinds a name in its home as well."""
 
   def __setattr__(self, name: str, value: Any) -> None:
     super().__setattr__(name, value)
-    for home, names in self.__dict__['_shared'].items():
-      if name in names.split():
-        setattr(sys.modules[home], name, value)
+    if home := self.__dict__['_homes'].get(name):
+      setattr(sys.modules[home], name, value)
 
 
 def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
   """Lets one of JAXline's modules have the names that it has in JAXline.
 
   Programs write `experiment.utils` and `train.FLAGS`, and patch `utils.chex`. A
-  name is imported at its first use: `utils` imports those modules itself, and
-  chex takes as long to import as jax.
+  name is imported at its first use: chex takes as long to import as jax.
 
   Args:
     module: the module, such as 'jaxline.train'.
-    shared: module -> names that the library uses there, which a program rebinds
-      here.
+    shared: module -> names of it that this one has, too. A program that rebinds
+      one here rebinds it there, for the library.
   """
+  homes = {
+    x: home for home, names in (shared or {}).items() for x in names.split()
+  }
 
   def find(name: str) -> Any:
     values = _find('absl.flags:FLAGS')
@@ -70,6 +72,7 @@ def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
       text = f'module {module!r} has no attribute {name!r}'
       raise AttributeError(text) from e
 
+  own = {name: _find(f'{home}:{name}') for name, home in homes.items()}
   # Not by a definition in the module, after which mypy would take any name.
-  vars(sys.modules[module]).update(__getattr__=find, _shared=shared or {})
-  sys.modules[module].__class__ = _Shared
+  vars(sys.modules[module]).update(own, __getattr__=find, _homes=homes)
+  sys.modules[module].__class__ = _Module

@@ -6,13 +6,11 @@ the directory, makes the parts of the run, and calls the function of the mode.
 
 from collections.abc import Callable, Sequence
 import contextlib
-import dataclasses
-import functools
 import os
 import runpy
 import sys
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import app
 from absl import flags
@@ -58,10 +56,6 @@ lazy.complete(__name__)
 # Modes.
 
 
-def _decode(run: train.Run) -> None:
-  decode.decode(run.experiment_class, run.config, run.checkpointer)
-
-
 def _compile(run: train.Run) -> None:
   from jaxline.aot import ahead
 
@@ -69,21 +63,13 @@ def _compile(run: train.Run) -> None:
     raise SystemExit(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mode:
-  """A value of --jaxline_mode.
-
-  Attributes:
-    run: runs it.
-    trains: whether it saves checkpoints and writes the log `train`.
-    eval_log: the name of its log of evaluation; '' if it does not evaluate.
-    follows: whether it takes the weights that another run saves.
-  """
+class Mode(NamedTuple):
+  """A value of --jaxline_mode."""
 
   run: Callable[[train.Run], Any]
-  trains: bool = False
-  eval_log: str = ''
-  follows: bool = False
+  trains: bool = False  # It saves checkpoints and writes the log `train`.
+  eval_log: str = ''  # The name of its log of evaluation.
+  follows: bool = False  # It takes the weights that another run saves.
 
 
 _TRAIN = adapters.rebindable(train, 'train', 'writer')
@@ -99,7 +85,10 @@ MODES = {
     trains=True,
     eval_log='eval',
   ),
-  'decode': Mode(_decode, follows=True),
+  'decode': Mode(
+    lambda x: decode.decode(x.experiment_class, x.config, x.checkpointer),
+    follows=True,
+  ),
   'compile': Mode(_compile),
 }
 
@@ -117,23 +106,17 @@ def create_checkpointer(
 
 
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
-  """Returns the writer of a log, `train` or `eval`.
-
-  Process 0 writes; the others only with `config.log_all_hosts`.
-  """
+  """Returns the writer of a log, `train` or `eval`."""
   if jax.process_index() == 0 or config.log_all_hosts:
     return TensorBoardLogger(base_config.complete_config(config), mode)
   return writers.MetricWriter()
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns a locked copy of a validated config, with absolute paths.
-
-  If the config has no directory, this makes one that only this user can read.
-  """
+  """Returns a locked copy of a config with absolute paths and a directory."""
   config = base_config.expand_paths(config)
   given = base_config.complete_config(config).checkpoint_dir
-  given = given or tempfile.mkdtemp(prefix='jaxline_')
+  given = given or tempfile.mkdtemp(prefix='jaxline_')  # For this user alone.
   config.checkpoint_dir = store_lib.at(given).url
   return config.lock()
 
@@ -146,22 +129,13 @@ def start(
   writer_factory: Callable[..., Any] | None = None,
   origin: console_lib.Origin | None = None,
 ) -> tuple[str, Any]:
-  """Runs a mode after the processes have connected.
+  """Runs the mode of a name after the processes have connected.
 
-  Args:
-    experiment_class: as for `main`, like both factories.
-    config: the run's.
-    name: the mode's.
-    checkpointer_factory: see `main`.
-    writer_factory: see `main`.
-    origin: how the run was started; None is a call from Python.
-
-  Returns:
-    The run's directory, and what the function of the mode returns.
+  The class and the factories are as for `main`. A run without an `origin` was
+  started from Python. Returns the run's directory and the mode's result.
   """
-  origin = origin or console_lib.Origin()
   if name.startswith('eval'):
-    mode = dataclasses.replace(MODES['eval'], eval_log=name)
+    mode = MODES['eval']._replace(eval_log=name)
   else:
     errors.check_names([name], MODES, 'mode', '--jaxline_mode')
     mode = MODES[name]
@@ -174,8 +148,8 @@ def start(
     experiment_class = resolve_experiment_class(
       config, recorded_in=_recorded_in(origin)
     )
-  if experiments.is_full(experiment_class):
-    base_config.validate_config(config)
+  may_be_own = not experiments.is_full(experiment_class)
+  base_config.validate_config(config, may_be_own=may_be_own)
   config = resolve_config(config)
   config.checkpoint_dir = checkpoints.run_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
@@ -204,10 +178,9 @@ def start(
       return full
 
     first, second = None, None
-    if is_threaded:
-      first, second = checkpointer('train'), checkpointer('eval')
-    elif mode.trains or mode.follows:
-      first = checkpointer(name)
+    if mode.trains or mode.follows:
+      first = checkpointer('train' if is_threaded else name)
+      second = checkpointer('eval') if is_threaded else None
     made = {}
     for log in logs:
       made[log] = (writer_factory or create_writer)(own_config, log)
@@ -234,10 +207,7 @@ def start(
 def _claim(
   logs: list[str], config: config_dict.ConfigDict, stack: contextlib.ExitStack
 ) -> list[str]:
-  """Claims the logs of a run, so that no other process writes them.
-
-  Returns those that can be written; an evaluation only needs to read.
-  """
+  """Claims the logs of a run; returns those that can be written."""
   problem, is_refused = '', False
   if jax.process_index() == 0:
     try:
@@ -249,11 +219,12 @@ def _claim(
   problem, is_refused = distributed.of_chief((problem, is_refused))
   if is_refused:
     raise errors.UsageError(problem)
-  if problem:
+  if problem:  # An evaluation only needs to read.
     logging.warning('%s. Only the console shows this evaluation.', problem)
-  elif logs:
+    return []
+  if logs:
     stack.callback(spool.upload, config.checkpoint_dir)
-  return [] if problem else logs
+  return logs
 
 
 # Flags.
@@ -287,10 +258,11 @@ def _run_of(path: str) -> str:
   return path * ('://' in path or os.path.isdir(os.path.expanduser(path)))
 
 
-def _recorded_in(origin: console_lib.Origin) -> str:
+def _recorded_in(origin: console_lib.Origin | None) -> str:
   """Returns the run's directory that names the class; '' if the user does."""
-  is_users = 'experiment_class' in origin.overrides
-  return '' if is_users else _run_of(origin.config_file)
+  if origin is None or 'experiment_class' in origin.overrides:
+    return ''
+  return _run_of(origin.config_file)
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
@@ -306,28 +278,19 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
 
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
-    overrides = [name for name in values if name.startswith('config.')]
-    for one, key in ((values[x], x.removeprefix('config.')) for x in overrides):
-      if isinstance(one, flags.MultiFlag):
-        own = functools.partial(_parse_tuple, one, one.parse)
-        one.parse = own  # type: ignore[method-assign]
+    for name in [x for x in values if x.startswith('config.')]:
+      one, key = values[name], name.removeprefix('config.')
       # The text may be a value of the experiment's own keys, as in JAXline.
-      elif key in base_config.DEFAULTS or not isinstance(one.value, str):
+      is_text = isinstance(one.value, str) and key not in base_config.DEFAULTS
+      if not (is_text or isinstance(one, flags.MultiFlag)):
         one.parser = _OrNone(one.parser)
 
   flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
 
 
-def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
-  """Adds a value to a tuple's flag; an empty one clears those before it."""
-  if argument in ('()', '[]') and flag.present:
-    flag.value.clear()
-  parse(argument)
-
-
 class _OrNone(flags.ArgumentParser):
-  """Parses the text None as None, and other text as another parser does."""
+  """Parses None, too."""
 
   def __init__(self, parser: flags.ArgumentParser):
     self._parser = parser
@@ -354,7 +317,7 @@ class _SettingFlag(flags.Flag):
 
 _define_config(flags.FLAGS, None)
 for _setting in (
-  _SettingFlag(
+  (
     'mode',
     'train',
     'train: from the newest checkpoint if there is one; eval, or any name that'
@@ -362,14 +325,10 @@ for _setting in (
     ' thread; train_eval_multithreaded: in two threads; decode: continue'
     ' prompts; compile: report memory, communication and time of the steps.',
   ),
-  _SettingFlag(
-    'post_mortem', False, 'Enter pdb where an exception was raised.'
-  ),
-  _SettingFlag(
-    'disable_pmap_jit', False, 'Run op by op: a debugger sees values.'
-  ),
+  ('post_mortem', False, 'Enter pdb where an exception was raised.'),
+  ('disable_pmap_jit', False, 'Run op by op: a debugger sees values.'),
 ):
-  flags.DEFINE_flag(_setting)
+  flags.DEFINE_flag(_SettingFlag(*_setting))
 flags.DEFINE_bool(
   'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
 )
@@ -417,8 +376,7 @@ def main(
     name = flags.FLAGS.jaxline_mode
     with exits.ending(), log_filter.quiet_log():
       config, origin = _read_config(flags.FLAGS)
-      ours = base_config.complete_config(config)
-      _start_jax(ours, is_alone=name == 'compile' and bool(ours.topology))
+      _start_jax(base_config.complete_config(config), name)
       watchdog.covers_exit = True
       start(experiment_class, config, name, *factories, origin)
 
@@ -432,11 +390,7 @@ def main(
 def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   """Returns the validated, locked config of --config or --jaxline_run.
 
-  Args:
-    argv: that flag, and overrides, `--config.key=value`; nothing else.
-
-  Raises:
-    UsageError: the command line or the config is wrong.
+  `argv` has that flag, and overrides, `--config.key=value`; nothing else.
   """
   values, argv = flags.FlagValues(), [sys.argv[0], *argv]
   _define_config(values, argv)
@@ -467,7 +421,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 def _read_config(
   values: flags.FlagValues,
 ) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
-  """Returns a validated copy of the config of parsed flags, and its origin."""
+  """Returns a copy of the config of parsed flags, and its origin."""
   # Setting the alias also counts as --config.
   is_twice = 0 < values['jaxline_run'].present < values['config'].present
   if values.config is None or is_twice:
@@ -475,14 +429,13 @@ def _read_config(
       'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
       ' and not both.'
     )
-  # `start` knows whose class it is.
-  base_config.validate_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
 
 
-def _start_jax(config: config_dict.ConfigDict, *, is_alone: bool) -> None:
+def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
   """Configures JAX, and connects the processes unless one compiles alone."""
+  is_alone = mode == 'compile' and config.topology
   if is_alone and not jax.config.values['jax_platforms']:
     # With libtpu installed JAX would look for TPUs here.
     jax.config.update('jax_platforms', 'cpu')

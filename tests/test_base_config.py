@@ -61,14 +61,6 @@ def test_a_class_that_was_handed_over_may_be_named_later():
   assert "'a:A' then, 'b:B' now" in base_config.changes(named, other, cls)[0]
 
 
-def test_each_call_makes_a_new_config():
-  config = base_config.get_base_config()
-  config.training_steps = 1
-  config.experiment_kwargs.rate = 0.5
-  assert base_config.get_base_config().training_steps == 10000
-  assert len(base_config.get_base_config().experiment_kwargs) == 0
-
-
 # Keys.
 
 
@@ -85,7 +77,6 @@ EXTRA_KEYS = (
   *('train_batch_size', 'train_batch_size_per_device', 'dataset_loader'),
   *('max_context_length', 'num_targets', 'num_microbatches', 'num_epochs'),
   *('num_training_steps', 'best_checkpoint_dir', 'eval_random_seed', 'debug'),
-  *('project_name', 'wandb', 'train', 'eval', 'model', 'dataset'),
 )
 
 
@@ -130,20 +121,14 @@ WRONG = {
   'training_steps': [-1, '1000', INF, math.nan],
   'max_checkpoints_to_keep': [0, None, 2.5, True, INF],
   'random_seed': [4.2, None, 2**63, -(2**63) - 1, True],
-  'best_model_eval_metric': [True],
   'periodic_action_growth_ratios': [10, '125', [1, -2], [1, INF]],
-  'log_async': ['no', 1, None],
   'compilation_cache': ['', 'on', 'none', 'False', 'Auto', 'dir'],
   'watchdog_secs': [0, INF, math.nan],
   'profile_steps': ['ten', '3-1', '2,2', '0-3', '1-5,5', '1-', '-5'],
   'eval_steps': ['1-2', 'last'],
   'decode': [None],
-  'decode.step': [-1, '9'],
   'early_stop': [None],
-  'early_stop.patience': [0, 1.5],
   'mesh': [3],
-  'sharding_rules': [3],
-  'xla.pgle_aggregation_percentile': [101],
   'xla.pgle_profile': [3, 'a.profile'],
   'xla.flags': [3, ['xla_dump_to']],
   'restore_rules': ['ab', (('w', 3),)],
@@ -162,8 +147,6 @@ RIGHT = {
   'training_steps': [None, 0, np.int64(3)],
   'interval_type': [None, 'steps'],
   'save_checkpoint_interval': [-1, None, 0.5],
-  'log_train_data_interval': [None],
-  'log_tensors_interval': [0],
   'random_seed': [np.int32(3), 2**63 - 1, -(2**63)],
   'best_model_eval_metric': [None],
   'periodic_action_growth_ratios': [None, []],
@@ -232,7 +215,6 @@ def test_the_keys_of_jaxline_are_typed_and_misspelled_ones_are_refused():
   ('values', 'words'),
   [
     ({'trainig_steps': 1}, ["'trainig_steps'", "mean 'training_steps'"]),
-    ({'random_sede': 1}, ["'random_sede'", "mean 'random_seed'"]),
     (
       {'checkpoint_interval': 1},
       ["'checkpoint_interval'", "mean 'save_checkpoint_interval'"],
@@ -247,17 +229,13 @@ def test_the_keys_of_jaxline_are_typed_and_misspelled_ones_are_refused():
     ({'decode.prompt': 'x'}, ["'prompt'", "'prompts'"]),
     ({'decode.beam_size': 3}, ["'beam_size' in config.decode", "'series'"]),
     ({'early_stop.min_detla': 1.0}, ["'min_detla'", "mean 'min_delta'"]),
-    ({'xla.pgle_runs': 3}, ["'pgle_runs'", 'config.xla', 'Did you mean']),
-    ({'sharding_rules.mpl': ['data']}, ["'mpl'", "mean 'mlp'"]),
     ({'sharding_rules.mlp': ['date']}, ["'date'", "mean 'data'"]),
     (
       {'preemption_signals': 'SIGUSR2,SIGKILL'},
       ["'SIGKILL' in config.preemption_signals", "'SIGHUP'"],
     ),
-    ({'preemption_signals': 'USR2'}, ["'USR2'", "mean 'SIGUSR2'"]),
     ({'sharding': 'fsd'}, ["'fsd'", "mean 'fsdp'"]),
     ({'mesh.ici': 3}, ['config.mesh', 'ici']),
-    ({'mesh.ici.model': 4}, ["'model'", 'mesh.ici']),
     ({'mesh.dnc': {'data': 2}}, ["'dnc'", "mean 'dcn'"]),
   ],
 )

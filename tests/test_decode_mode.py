@@ -312,8 +312,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'"),
-    ({'directory': 'new', 'series': 'best'}, "config.decode.series = 'latest'"),
-    ({'directory': 'new', 'checkpointer': 'memory'}, "'durable'"),
+    ({'directory': 'new', 'series': 'best'}, "set series = 'latest'"),
   ],
 )
 def test_what_is_refused(run, tmp_path, monkeypatch, options, said):

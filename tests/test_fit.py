@@ -13,7 +13,6 @@ import pytest
 
 import jaxline
 from jaxline import errors
-from jaxline import experiment
 from tests import processes
 from tests.experiments import regression
 
@@ -205,28 +204,6 @@ def test_an_interrupt_saves(config, capsys):
   )
   assert how in capsys.readouterr().out
   assert int(jaxline.load(config.checkpoint_dir).state.step) == 2
-
-
-def test_the_per_device_style_is_fitted_too(config):
-  class Counts(experiment.AbstractExperiment):
-    NON_BROADCAST_CHECKPOINT_ATTRS = {'count': 'count'}
-    count = 0
-
-    def __init__(self, mode, init_rng=None):
-      super().__init__(mode, init_rng)
-
-    def step(self, **unused):
-      self.count += 1
-      return {'loss': 1.0 / self.count}
-
-    def evaluate(self, **unused):
-      return {'loss': 1.0 / self.count}
-
-  config.experiment_class = None
-  fitted = jaxline.fit(Counts, config)
-  assert fitted.experiment.count == 6
-  loaded = jaxline.load(fitted.directory, experiment_class=Counts, step=3)
-  assert loaded.count == 3
 
 
 def test_the_package_is_light():

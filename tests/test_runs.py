@@ -119,9 +119,7 @@ def test_compare_has_a_column_for_each_run(sweep, capsys):
   ('text', 'steps'),
   [
     ('{"step": 1, "kind": "scalars", "loss": 2.0}\n{"step": 2, "ki', [1]),
-    ('{"step": 1, "kind": "texts", "loss": "?"}\n', []),
     ('nonsense\n{"step": 3, "kind": "scalars", "loss": "NaN"}\n', [3]),
-    ('', []),
   ],
 )
 def test_a_log_may_be_cut_short(make_run, text, steps):

@@ -1,8 +1,6 @@
 """Reads the directories of runs; `python -m jaxline.runs` is the command.
 
-A run is a directory with a `config.json`. What is read comes from that file,
-from `metrics.jsonl` of training and evaluation, and from the note of its end.
-Of checkpoints, the steps count; `Run.manifest` reads the newest manifest.
+A run is a directory with a `config.json`.
 """
 
 import collections
@@ -10,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -23,30 +22,16 @@ from jaxline.checkpoint import manager
 from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
-CONFIG = base_config.RECORD
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run's directory says.
-
-  Attributes:
-    path: the directory.
-    recorded: the resolved config, by dotted key.
-    curves: 'folder/name' of a scalar, such as 'train/loss' -> its values, by
-      ascending step.
-    saved: the step of the newest checkpoint; 0 if there is none.
-    seconds: the time that the training steps took. A pause between two starts
-      of the run is not in it.
-    has_ended: whether training has ended.
-  """
+  """What a run's directory says."""
 
   path: str
-  recorded: dict[str, Any]
-  curves: dict[str, dict[int, float]]
-  saved: int
-  seconds: float
-  has_ended: bool
+  recorded: dict[str, Any]  # The resolved config, by dotted key.
+  curves: dict[str, dict[int, float]]  # 'train/loss' -> value by rising step.
+  step: int  # The last one that was logged or saved; 0 before the first.
+  has_ended: bool  # Training has.
 
   def manifests(
     self, before: float = math.inf
@@ -59,6 +44,15 @@ class Run:
           yield step, found.read('latest', step)
         except (ValueError, OSError) as e:
           lines.warn_once(f'Passed over: {e}')
+
+  @property
+  def seconds(self) -> float:
+    """The time that the training steps took, without pauses of the run."""
+    rates = self.curves.get('train/steps_per_sec', {})
+    # A run that began from another one may have begun at its step.
+    before = min(rates, default=0) if self.recorded.get('restore_from') else 0
+    pairs = itertools.pairwise([before, *rates])
+    return sum((b - a) / rates[b] for a, b in pairs if rates[b] > 1e-9)
 
   @property
   def first_step(self) -> int:
@@ -80,11 +74,6 @@ class Run:
     return next(self.manifests(), (0, {}))[1]
 
   @property
-  def step(self) -> int:
-    """The last step that was logged or saved; 0 before the first."""
-    return max([self.saved, *(max(curve) for curve in self.curves.values())])
-
-  @property
   def best(self) -> dict[str, float]:
     """The best value of the metric that the run keeps the best series for."""
     metric = self.recorded.get('best_model_eval_metric')
@@ -98,24 +87,13 @@ class Run:
   def last(self) -> dict[str, float]:
     """The last value of each scalar: that of `best`, evaluation, losses."""
     best = f'eval/{self.recorded.get("best_model_eval_metric")}'
-    names = sorted(
-      self.curves,
-      key=lambda name: (
-        name != best,
-        not name.startswith('eval'),
-        'loss' not in name,
-        name,
-      ),
-    )
+    rank = lambda x: (x != best, not x.startswith('eval'), 'loss' not in x, x)
+    names = sorted(self.curves, key=rank)
     return {name: list(self.curves[name].values())[-1] for name in names}
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-  """Reads a run from its directory or address.
-
-  Raises:
-    errors.UsageError: the config cannot be read.
-  """
+  """Reads a run from its directory or address."""
   recorded = base_config.flat(base_config.read_record(path))
   store = store_lib.at(path)
   unordered: dict[str, dict[int, float]] = collections.defaultdict(dict)
@@ -125,36 +103,24 @@ def read(path: str | os.PathLike[str]) -> Run:
       with contextlib.suppress(ValueError, TypeError, OverflowError):
         unordered[name][int(step)] = float(value)
   curves = {name: dict(sorted(x.items())) for name, x in unordered.items()}
-  rates = curves.get('train/steps_per_sec', {})
-  # A run that began from another one may have begun at its step.
-  before = min(rates, default=0) if recorded.get('restore_from') else 0
-  seconds = 0.0
-  for step, rate in rates.items():
-    seconds += (step - before) / rate if rate > 1e-9 else 0.0
-    before = step
-  manifests = manager.Manifests(store.below('checkpoints'))
-  saved = max(manifests.steps('latest'), default=0)
-  has_ended = inspection.ended(store) is not None
-  run = Run(store.url, recorded, curves, saved, seconds, has_ended)
+  saved = manager.Manifests(store.below('checkpoints')).steps('latest')
+  last = max([0, *saved, *(max(curve) for curve in curves.values())])
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
-  has_all = isinstance(steps, int | float) and run.step >= steps
-  return dataclasses.replace(run, has_ended=has_ended or has_all)
+  has_all = isinstance(steps, int | float) and last >= steps
+  has_ended = inspection.ended(store) is not None or has_all
+  return Run(store.url, recorded, curves, last, has_ended)
 
 
 def find(places: Sequence[str]) -> list[Run]:
-  """Returns the runs in directories and below them, by path.
-
-  Raises:
-    errors.UsageError: there is none in one of them.
-  """
+  """Returns the runs in directories and below them, by path."""
   found: dict[str, Run] = {}
   for place in places:
     paths = list(_below(store_lib.at(place)))
     if not paths:
       raise errors.UsageError(
-        f'There is no run in {place}: expected a directory with a {CONFIG}, or'
-        ' one that has such directories below it.'
+        f'There is no run in {place}: expected a directory with a'
+        f' {base_config.RECORD}, or one that has such directories below it.'
       )
     for path in paths:
       try:
@@ -181,7 +147,7 @@ def _below(place: store_lib.Store) -> Iterator[str]:
     except OSError as e:
       lines.warn_once(f'Left out: {e}')
       continue
-    if CONFIG in names:
+    if base_config.RECORD in names:
       yield store.url
     else:
       left += [store.below(x, links=True) for x in reversed(names)]

@@ -29,18 +29,15 @@ from jaxline.runs import verdict
 from jaxline.storage import store
 
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
+_PROGRESS = ('state', 'step', 'time')
 
 
 def _names(runs: Sequence[runs_lib.Run]) -> list[str]:
   """Returns the shortest paths that tell the runs apart."""
-  if len(runs) == 1:
-    return [os.path.basename(runs[0].path)]
   paths = [run.path for run in runs]
-  try:
-    common = os.path.commonpath(paths)
-  except ValueError:  # Of a directory and an address.
-    return paths
-  return [os.path.relpath(path, common) for path in paths]
+  prefix = os.path.commonprefix(paths)  # noqa: RUF071  It is cut at a slash.
+  folder, slash, _ = prefix.rpartition('/')
+  return [path.removeprefix(f'{folder}{slash}') for path in paths]
 
 
 def _metrics(values: Mapping[str, float]) -> str:
@@ -48,43 +45,36 @@ def _metrics(values: Mapping[str, float]) -> str:
   return ', '.join(f'{name} {value:.5g}' for name, value in shown)
 
 
-def _of_steps(run: runs_lib.Run) -> str:
+def _progress(run: runs_lib.Run) -> tuple[str, str, str]:
   steps = run.recorded.get('training_steps')
-  return str(run.step) if steps is None else f'{run.step} of {steps}'
-
-
-def _state(run: runs_lib.Run) -> str:
-  return 'ended' if run.has_ended else 'not ended'
+  step = str(run.step) if steps is None else f'{run.step} of {steps}'
+  state = 'ended' if run.has_ended else 'not ended'
+  return state, step, lines.duration(run.seconds)
 
 
 def _ls(args: argparse.Namespace) -> None:
   runs = runs_lib.find(args.dir)
-  header = ('run', 'state', 'step', 'time', 'best', 'last')
-  rows = [
-    (
-      name,
-      _state(run),
-      _of_steps(run),
-      lines.duration(run.seconds),
-      _metrics(run.best),
-      _metrics(run.last),
-    )
-    for name, run in zip(_names(runs), runs, strict=True)
-  ]
-  inspection.print_table([header, *rows], right=(2, 3))
+  rows = [('run', *_PROGRESS, 'best', 'last')]
+  for name, run in zip(_names(runs), runs, strict=True):
+    metrics = _metrics(run.best), _metrics(run.last)
+    rows.append((name, *_progress(run), *metrics))
+  inspection.print_table(rows, right=(2, 3))
 
 
 def _compare(args: argparse.Namespace) -> int:
   runs = runs_lib.find(args.dir)
-  metrics = args.metrics.split(',') if args.metrics else _common(runs)
+  metrics = [
+    name
+    for name in dict.fromkeys(name for run in runs for name in run.last)
+    if name.startswith('eval') or 'loss' in name
+  ]
+  metrics = args.metrics.split(',') if args.metrics else metrics
   known = sorted({name for run in runs for name in run.curves})
   errors.check_names(metrics, known, 'metric', '--metrics')
   rows: list[tuple[str, ...]] = [('', *_names(runs))]
   for key, values in runs_lib.differences(runs).items():
     rows.append((key, *map(str, values)))
-  rows.append(('state', *map(_state, runs)))
-  rows.append(('step', *map(_of_steps, runs)))
-  rows.append(('time', *(lines.duration(run.seconds) for run in runs)))
+  rows += zip(_PROGRESS, *map(_progress, runs), strict=True)
   for what in ('best', 'last'):
     columns = [getattr(run, what) for run in runs]
     for name in dict.fromkeys(name for of in columns for name in of):
@@ -94,12 +84,6 @@ def _compare(args: argparse.Namespace) -> int:
   inspection.print_table(rows, right=range(1, len(runs) + 1))
   sides = [runs_lib.find([place]) for place in args.dir if args.seeds]
   return int(args.seeds and not verdict.say(sides, args.metrics))
-
-
-def _common(runs: Sequence[runs_lib.Run]) -> list[str]:
-  """Returns the scalars of evaluation, and the losses of training."""
-  names = dict.fromkeys(name for run in runs for name in run.last)
-  return [name for name in names if name.startswith('eval') or 'loss' in name]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -110,8 +110,6 @@ def bisect(*paths: str) -> bool:
     _first('logged step', logged),
     _first('kept checkpoint', kept, _differing_arrays),
   )
-  evaluated = [replay_lib.logged(run, 'eval') for run in both]
-  has_other_evaluation = _first('evaluation', evaluated) < math.inf
   compared, checkpoints = (x.keys() & y.keys() for x, y in (logged, kept))
   compared = {s for s in compared if logged[0][s].keys() & logged[1][s].keys()}
   last = min(max({0, *x, *y}) for x, y in zip(logged, kept, strict=True))
@@ -145,7 +143,7 @@ def bisect(*paths: str) -> bool:
   else:
     if not has_parted:
       lines.say(f'No difference in training up to step {last}.')
-  return has_parted or has_other_evaluation
+  return has_parted
 
 
 def _print_code(both: Sequence[runs.Run]) -> None:
@@ -165,16 +163,14 @@ def _print_code(both: Sequence[runs.Run]) -> None:
 
 def _changes(run: runs.Run) -> list[str]:
   """Returns the lines of the uncommitted changes of a run's code."""
-  code = run.manifest.get('code', {})
-  if 'diff' in code:  # Where it was earlier.
-    return code['diff'].splitlines()
   store = store_lib.at(run.path).below('checkpoints/code')
-  for name in {f'{code.get("changed")}.diff'}.intersection(store.names()):
-    try:
-      return (store.read(name) or b'').decode(errors='replace').splitlines()
-    except OSError as e:  # It is another user's.
-      lines.say(f'{store}/{name} is not compared: {e.strerror}')
-  return []
+  name = f'{run.manifest.get("code", {}).get("changed")}.diff'
+  try:
+    raw = store.read(name) if name in store.names() else None
+  except OSError as e:  # It is another user's.
+    lines.say(f'{store}/{name} is not compared: {e.strerror}')
+    raw = None
+  return (raw or b'').decode(errors='replace').splitlines()
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:

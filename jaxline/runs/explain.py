@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import functools
 import math
 import shlex
-import statistics
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,6 @@ from jaxline.inputs import show
 from jaxline.metrics import lines
 from jaxline.runs import replay as replay_lib
 
-# A value is a spike if it is this many median absolute deviations above the
-# median of the values before it.
 _DEVIATIONS = 8
 _WINDOW = 20
 _MIN_BEFORE = 8
@@ -50,23 +47,19 @@ class Row(NamedTuple):
 def spikes(curve: Mapping[int, float]) -> dict[int, float]:
   """Returns the steps of a curve whose value stands out, and how far it does.
 
-  A step does if its value is not finite, or is more than 8 median absolute
-  deviations above the median of the 20 values before it (at least 8).
+  It does if it is not finite, or is more than `_DEVIATIONS` median absolute
+  deviations above the median of the `_WINDOW` values before it.
   """
-  found: dict[int, float] = {}
-  before: list[float] = []
-  for step, value in sorted(curve.items()):
-    if not math.isfinite(value):
-      found[step] = math.inf
-      continue
-    if len(before) >= _MIN_BEFORE:
-      median = statistics.median(before)
-      deviation = statistics.median(abs(x - median) for x in before)
-      above = (value - median) / max(deviation, 1e-3 * abs(median), 1e-30)
-      if above > _DEVIATIONS:
-        found[step] = above
-    before = [*before, value][-_WINDOW:]
-  return found
+  found = {step: math.inf for step, x in curve.items() if not math.isfinite(x)}
+  steps = sorted(curve.keys() - found.keys())
+  for i, step in [*enumerate(steps)][_MIN_BEFORE:]:
+    before = np.array([curve[x] for x in steps[max(0, i - _WINDOW) : i]])
+    median = np.median(before)
+    deviation = np.median(abs(before - median))
+    above = (curve[step] - median) / max(deviation, 1e-3 * abs(median), 1e-30)
+    if above > _DEVIATIONS:
+      found[step] = float(above)
+  return dict(sorted(found.items()))
 
 
 def explain(
@@ -149,14 +142,14 @@ def command(args: argparse.Namespace) -> int:
   around = f'; around it the loss is {np.nanmedian(near):.5g}' if near else ''
   lines.say(f'Step {step} trains on batch {number}{around}:')
   table = [('row', 'loss', 'weight', 'grad norm', 'from', 'text')]
-  for number_, loss, weight, norm, where, text in rows:
+  for row, loss, weight, norm, where, text in rows:
     numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
-    table.append((str(number_), *numbers, where, text[:_MAX_TEXT]))
+    table.append((str(row), *numbers, where, text[:_MAX_TEXT]))
   inspection.print_table(table, right=(0, 1, 2, 3))
   config, recorded = replay.config, base_config.recorded_config(run.path)
-  skipped = [*keys.parse_ranges(config.skip_batches), (number, number)]
-  skip = ','.join(str(a) if a == b else f'{a}-{b}' for a, b in sorted(skipped))
-  config.skip_batches = skip
+  skipped = sorted([*keys.parse_ranges(config.skip_batches), (number, number)])
+  texts = (str(a) if a == b else f'{a}-{b}' for a, b in skipped)
+  config.skip_batches = ','.join(texts)
   config.checkpoint_dir = f'{run.path}_without_{number}'
   argv = ['python', 'experiment.py', f'--config={run.path}']
   argv += [

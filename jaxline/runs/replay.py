@@ -27,10 +27,10 @@ from jaxline import base_config
 from jaxline import debug
 from jaxline import errors
 from jaxline import keys
-from jaxline import platform
 from jaxline import runs
 from jaxline import sharded
 from jaxline import train
+from jaxline.checkpoint import durable
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.metrics import fingerprints
@@ -52,33 +52,17 @@ _FINGERPRINT = 'train/fingerprint'
 
 @dataclasses.dataclass
 class Replay:
-  """A run's training at one of its steps, in memory.
-
-  Attributes:
-    of: the run.
-    config: the recorded config, whose `restore_from` is where it began.
-    experiment: the experiment, in mode 'train'.
-    state: the live state of `latest`: `global_step` and `train_step_rng`.
-  """
+  """A run's training at one of its steps, in memory."""
 
   of: runs.Run
-  config: Any
+  config: Any  # The recorded one, but `restore_from` is where the replay began.
   experiment: Any
-  state: Any
+  state: Any  # The live one, with `global_step` and `train_step_rng`.
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
   ) -> None:
-    """Runs steps; says how many, and how long that takes.
-
-    Args:
-      until: the number of the last one; steps are counted from 1.
-      on_step: called after each step with its number and its scalars, which
-        may still be on the devices.
-
-    Raises:
-      errors.UsageError: the run ends before that step.
-    """
+    """Runs steps; calls `on_step(number, scalars)` after each."""
     path, step = self.of.path, self.state.global_step
     if step >= until:
       return
@@ -135,18 +119,11 @@ def opened(
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
 
-  Args:
-    directory: the run's, or its address.
-    before: the checkpoint's step is less than this.
-    experiment_class: None is the class that the config names.
-    saved: a new directory, which gets a checkpoint of the last step.
-
-  Raises:
-    errors.UsageError: the directory is not that of a run, or that began later.
+  A directory `saved` gets a checkpoint of the last step. Without a class the
+  config names it.
   """
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
-  config.checkpointer = 'durable'
   experiment_class = experiment_class or experiments.resolve_experiment_class(
     config, recorded_in=os.fspath(directory)
   )
@@ -159,8 +136,8 @@ def opened(
     )
     for start in itertools.chain(forks, [recorded]):
       config.restore_from, config.restore_rules = start
-      full = platform.create_checkpointer(config, 'train')
-      full = adapters.full_checkpointer(full, experiment_class)
+      ours = base_config.complete_config(config)
+      full = durable.DurableCheckpointer(ours, 'train')
       stack.callback(full.close)
       try:
         training = train.Training(train.Run(experiment_class, config, full))
@@ -182,18 +159,16 @@ def opened(
       full.wait_for_checkpointing_to_finish()
 
 
-def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
+def logged(run: runs.Run) -> dict[int, dict[str, Any]]:
   """Returns step -> its fingerprint and its scalars, but those of clocks."""
+  raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
+  curves = run.curves | {_FINGERPRINT: fingerprints.read(raw)}
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
-  for name, curve in run.curves.items():
-    where, _, scalar = name.partition('/')
-    if where == folder and fingerprints.unclocked({scalar: curve}):
+  for name, curve in curves.items():
+    folder, _, scalar = name.partition('/')
+    if folder == 'train' and fingerprints.unclocked({scalar: curve}):
       for step, value in curve.items():
         found[step][name] = value
-  if folder == 'train':
-    raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
-    for step, value in fingerprints.read(raw).items():
-      found[step][_FINGERPRINT] = value
   return found
 
 
@@ -233,12 +208,7 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
 
 
 def find_nonfinite(directory: str, step: int) -> str | None:
-  """Runs a step op by op, and finds its first NaN or infinity.
-
-  Returns:
-    The operation and the line of the model that called it; None if all results
-    are finite.
-  """
+  """Returns the operation and the line of a step's first NaN or infinity."""
   op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', new=True)
   scalars: dict[str, Any] = {}
   found = None

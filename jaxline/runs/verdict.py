@@ -11,11 +11,9 @@ from jaxline.metrics import lines
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-  """Compares the means of two samples by Welch's t test.
+  """Returns mean(b) - mean(a), half its 95% interval, and the confidence.
 
-  Returns:
-    mean(b) - mean(a), half the width of its 95% interval, and the confidence
-    that the means differ: 1 - p, two-sided.
+  The last is 1 - p of Welch's two-sided t test.
   """
   difference = float(np.mean(b) - np.mean(a))
   if not np.ptp(a) and not np.ptp(b):  # The results of each side are equal.
@@ -28,11 +26,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
 
 
 def say(sides: Sequence[Sequence[runs_lib.Run]], metric: str | None) -> bool:
-  """Prints whether the runs of the second side are better; returns whether.
-
-  Raises:
-    errors.UsageError: the runs cannot be compared.
-  """
+  """Prints whether the runs of the second side are better; returns whether."""
   first = sides[0][0]
   metric = metric or next(iter(first.last), '')
   samples = []
