@@ -421,7 +421,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 def _read_config(
   values: flags.FlagValues,
 ) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
-  """Returns a copy of the config of parsed flags, and its origin."""
+  """Returns a validated copy of the config of flags, and its origin."""
   # Setting the alias also counts as --config.
   is_twice = 0 < values['jaxline_run'].present < values['config'].present
   if values.config is None or is_twice:
@@ -429,6 +429,8 @@ def _read_config(
       'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
       ' and not both.'
     )
+  # Before the processes connect. `start` knows whose class it is.
+  base_config.validate_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
 
