@@ -33,7 +33,6 @@ def function_name(fn: Callable[..., Any]) -> str:
 
 
 def _log_all(name: str, unraised: list[BaseException]) -> None:
-  """Logs the errors of a thread that were never raised."""
   for error in unraised:
     # All threads meet the loss of a process; the main one explains it.
     trace = None if errors.is_lost_process(error) else error
@@ -54,18 +53,16 @@ class SerialExecutor:
 
   Every use after an error raises the first one, with its traceback from the
   thread; without a later use, the error is logged at the end. What is queued
-  at the end of the process is still run.
+  at the end of the process is still run, also by a call of the end: an executor
+  of `concurrent.futures` refuses that.
 
   Attributes:
     error: the first error of a call; None as long as there is none.
   """
 
   def __init__(self, name: str = ''):
-    """Starts the thread; the log shows its name for this executor."""
     self._name = name
-    self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
-      queue.SimpleQueue()
-    )
+    self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self.error: BaseException | None = None
     self._traceback: types.TracebackType | None = None
     self._unraised: list[BaseException] = []
@@ -91,11 +88,7 @@ class SerialExecutor:
       self.wait()
 
   def put(self, call: Callable[[], Any]) -> None:
-    """Queues a call without arguments, which an earlier error does not stop.
-
-    Raises:
-      RuntimeError: the thread does not run in this process, or no longer.
-    """
+    """Queues a call without arguments, which an earlier error does not stop."""
     if not self._thread.is_alive():
       raise RuntimeError(
         f'The thread {self._name} does not run any more, or not in this forked'
@@ -114,13 +107,9 @@ class SerialExecutor:
   def submit(
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
   ) -> futures.Future[T]:
-    """Queues `fn(*args, **kwargs)`, which does not run after an error.
+    """Queues `fn(*args, **kwargs)`, unless an earlier call has failed.
 
-    Returns:
-      A future of the result; cancelled if an earlier call failed.
-
-    Raises:
-      BaseException: the error of an earlier call.
+    If one fails before it runs, the future of its result is cancelled.
     """
     self.raise_error()
     future: futures.Future[T] = futures.Future()
@@ -151,26 +140,17 @@ class SerialExecutor:
     self.wait_async(*calls)()
 
   def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Queues what `wait` waits for, and returns at once.
+    """Queues what `wait` waits for, and returns the function that waits.
 
-    Args:
-      *calls: are put behind all calls so far. On the executor's own thread they
-        run at once: a wait for the other calls would not end.
-
-    Returns:
-      A function that waits for all these calls and returns the result of the
-      last one. It raises their error, but not the error of a later call. Any
-      thread may call it.
+    That returns the result of the last call. It raises the error of any of
+    them, but not that of a later call. Any thread may call it. On the
+    executor's own thread the calls run at once: a wait would not end.
     """
     results: list[Any] = [None]
     error: futures.Future[BaseException | None] = futures.Future()
     add = self.run if self.is_current else self.put
-
-    def keep(call: Callable[[], Any]) -> None:
-      results.append(call())
-
     for call in calls:
-      add(functools.partial(keep, call))
+      add(lambda call=call: results.append(call()))
     add(lambda: error.set_result(self.error))
 
     def wait() -> Any:
@@ -234,12 +214,10 @@ def make_async(
 ) -> Callable[[Callable[..., T]], Callable[..., futures.Future[T]]]:
   """Makes a decorator that moves a function to a background thread.
 
-  Calls return at once, run in order and never overlap. When one fails, the
-  calls after it do not run but raise its error, with the traceback from the
-  background thread. As in JAXline, the second call already raises an error that
-  the first call makes at once: it waits up to 0.1 s for the end of the first. A
-  decorated method has one thread for all instances. A call of a decorated
-  function or method returns a `concurrent.futures.Future` of the result.
+  A call returns a future of its result at once. Calls run in order, in one
+  thread for all instances of a method. When one fails, the calls after it do
+  not run but raise its error. As in JAXline, the second call already raises an
+  error that the first call makes at once: it waits up to 0.1 s for its end.
   """
 
   def decorator(fn: Callable[..., T]) -> Callable[..., futures.Future[T]]:
@@ -274,7 +252,8 @@ def py_prefetch(
 
   The thread starts with the first element asked for. Closing the generator,
   dropping the last reference to it, or the end of the process stops the thread
-  and closes the iterable's iterator.
+  and closes the iterable's iterator. An error of the iterable is raised after
+  the elements before it, with the traceback it had on the thread.
 
   Args:
     iterable_function: called once, on the thread, and returns the iterable.
@@ -286,16 +265,9 @@ def py_prefetch(
       more. The thread is woken when half of them are used and reads the others
       in one go: to wake it for each element costs the caller more than a small
       element does.
-    stall_secs: `on_stall` is called when the caller has waited that long for an
-      element; None never calls it.
-    on_stall: called on the waiting thread.
-
-  Returns:
-    A generator of the iterable's elements. An error of the iterable is raised
-    after the elements before it, with the traceback it had on the thread.
-
-  Raises:
-    ValueError: if `buffer_size` is not over 1.
+    stall_secs: `on_stall` is called, on the waiting thread, when it has waited
+      that long for an element; None never calls it.
+    on_stall: see `stall_secs`.
   """
   if buffer_size <= 1:
     raise ValueError(
@@ -317,8 +289,8 @@ def py_prefetch(
     unraised: list[BaseException] = []
     end = object()
 
-    # The thread sees the six values above and not this generator, which would
-    # otherwise live as long as the thread does and never be closed.
+    # The thread must not refer to this generator, which would then never be
+    # closed.
     def produce() -> None:
       try:
         iterator = iter(iterable_function())
@@ -345,17 +317,16 @@ def py_prefetch(
 
     thread = threading.Thread(target=produce, name=name, daemon=True)
     thread.start()
-
-    def take() -> Any:
-      try:
-        return ready.get(timeout=stall_secs)
-      except queue.Empty:
-        on_stall()
-        return ready.get()
-
     used = 0
     try:
-      while (item := take()) is not end:
+      while True:
+        try:
+          item = ready.get(timeout=stall_secs)
+        except queue.Empty:
+          on_stall()
+          item = ready.get()
+        if item is end:
+          break
         used += 1
         if used >= burst[0]:
           room.put(used)

@@ -23,6 +23,7 @@ import json
 import os
 import re
 import threading
+import time
 from typing import Any, TypeVar
 
 from absl import logging
@@ -31,7 +32,6 @@ from jax._src import clusters  # JAX has no public names for these.
 from jax._src import distributed as jax_distributed
 from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
-import numpy as np
 
 from jaxline import errors
 from jaxline.keys import MAPPINGS, Check, Key
@@ -103,11 +103,17 @@ def initialize(value: Any) -> None:
     UsageError: the value, or the environment, is invalid.
   """
   KEYS[0].check.require('config.distributed', value)
-  if value == 'off' or jax.distributed.is_initialized():
-    return
-  place = _found() if value == 'auto' else dict(value)
-  if place is None or place['num_processes'] == 1:
-    return
+  if value != 'off' and not jax.distributed.is_initialized():
+    place = _found() if value == 'auto' else dict(value)
+    if place is not None and place['num_processes'] > 1:
+      _connect(place)
+  if has_others():
+    # Without this exchange, gloo aborts some of three processes that later lose
+    # one of them ('collective mismatch').
+    multihost_utils.sync_global_devices('start')
+
+
+def _connect(place: dict[str, Any]) -> None:
   logging.info('Connecting to the other processes: this is %s.', place)
   # gRPC asks the proxy of `http_proxy` for any other address.
   host = place['coordinator'].rpartition(':')[0].strip('[]')
@@ -200,36 +206,12 @@ def _keeps_gpus() -> bool:
   )
 
 
-def of_chief(value: T) -> T:
-  """Returns the first process's value in all processes.
-
-  All processes must call it together.
-
-  Args:
-    value: anything that JSON holds; tuples become lists. Only the first
-      process's value matters.
-  """
-  if jax.process_count() == 1:
-    return value
-  # Not by `decide`: without these exchanges at the start, gloo aborts some of
-  # three processes that later lose one of them ('collective mismatch').
-  data = json.dumps(value).encode()
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-  # Powers of two, since each size of an array compiles a program.
-  room = max(1024, 1 << (size - 1).bit_length())
-  padded = np.frombuffer(data[:room].ljust(room), np.uint8)
-  padded = multihost_utils.broadcast_one_to_all(padded)
-  return json.loads(np.asarray(padded, np.uint8).tobytes())
-
-
 # The next of each series.
 _numbers: dict[str, int] = collections.defaultdict(int)
 _DECIDE_MS = 3600_000  # A process may write its shards that much slower.
-_FOREVER_MS = 10**12  # JAX takes no infinity.
-
-
-def _key(series: str, number: int, key: str = '') -> str:
-  return f'jaxline/{series}/{number}/{key}'
+# An agreement asks once in so many seconds, and in at most so many steps.
+_ASK_SECS = 0.1
+_MAX_WAIT = 100
 
 
 def decide(
@@ -262,17 +244,17 @@ def decide(
   client: Any = jax_distributed.global_state.client
   number = _numbers[series]
   _numbers[series] += 1
+  place = f'jaxline/{series}'
   process, processes = jax.process_index(), jax.process_count()
 
   def put(key: str, value: Any, error: BaseException | None) -> None:
     text = None if error is None else f'process {process}: {error}'
-    said = value, text, isinstance(error, OSError)
-    client.key_value_set(_key(series, number, key), json.dumps(said))
+    said = json.dumps((value, text, isinstance(error, OSError)))
+    client.key_value_set(f'{place}/{number}/{key}', said)
 
   def get(key: str) -> Any:
-    key = _key(series, number, key)
-    found = client.blocking_key_value_get(key, _DECIDE_MS)
-    value, text, is_os_error = json.loads(found)
+    said = client.blocking_key_value_get(f'{place}/{number}/{key}', _DECIDE_MS)
+    value, text, is_os_error = json.loads(said)
     if text is not None:
       raise (OSError if is_os_error else RuntimeError)(text)
     return value
@@ -293,33 +275,26 @@ def decide(
   chosen = get('chosen')
   if process == 0 and number > 0:
     # All have read the one before: they have taken part in this one.
-    client.key_value_delete(_key(series, number - 1))
+    client.key_value_delete(f'{place}/{number - 1}/')
   return chosen
+
+
+def of_chief(value: T, series: str = 'chief') -> T:
+  """Returns the first process's value in all processes: see `decide`."""
+  return decide(value, lambda values: values[0], series=series)
 
 
 class Agreement:
   """Lets the clock of process 0 decide what all processes do together.
 
-  A request of process 0 wakes a thread in each process. These threads hold
-  their training threads at the next `is_due`, exchange the newest step of each,
-  and agree on the step after the largest, which no process has passed. Without
-  a request, `is_due` only takes a lock.
-
-  All processes must call `is_due` with the same names after the same steps.
+  All processes ask process 0 at the same steps, about ten times a second: with
+  each answer it names the next step to ask at, by the rate of the steps. All
+  must call `is_due` with the same names after the same steps.
   """
 
   def __init__(self) -> None:
-    """Makes the agreement of one training loop."""
-    self._is_alone = jax.process_count() == 1
-    _numbers['agreement'] += 1
-    self._series = f'agreement/{_numbers["agreement"]}'
-    self._requests = 0
-    self._step = -1
-    self._due: set[tuple[str, int]] = set()
-    self._asked: set[str] = set()  # By this process, and not done yet.
-    self._lock = threading.Lock()
-    self._error: BaseException | None = None
-    self._thread: threading.Thread | None = None
+    # By name: the time and the step of the last question, the step of the next.
+    self._asked: dict[str, tuple[float, int, int]] = {}
 
   def is_due(self, name: str, step: int, is_wanted: bool) -> bool:
     """Returns whether to do something now: the same in all processes.
@@ -327,52 +302,18 @@ class Agreement:
     Args:
       name: of what may be due.
       step: the number of steps done.
-      is_wanted: whether to do it soon: immediately if there is one process.
-        Only the value of process 0 matters.
-
-    Raises:
-      Exception: the processes could not agree.
+      is_wanted: whether to do it, by the clock of this process; it stays so
+        until it is done. Only the value of process 0 matters.
     """
-    if self._is_alone:
+    if jax.process_count() == 1:
       return is_wanted
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._answer, daemon=True)
-      self._thread.start()
-    with self._lock:
-      if self._error is not None:
-        raise self._error
-      self._step = int(step)  # A restored step can be an array.
-      if (name, self._step) in self._due:
-        self._due.remove((name, self._step))
-        self._asked.discard(name)
-        return True
-      if is_wanted and name not in self._asked and jax.process_index() == 0:
-        self._asked.add(name)
-        self._ask(name)
-    return False
-
-  def close(self) -> None:
-    """Ends the thread; call it once all processes have done their last step."""
-    if self._thread is not None:
-      if jax.process_index() == 0:
-        self._ask('')
-      self._thread.join()
-
-  def _ask(self, name: str) -> None:
-    client: Any = jax_distributed.global_state.client
-    client.key_value_set(_key(self._series, self._requests, 'name'), name)
-    self._requests += 1
-
-  def _answer(self) -> None:
-    """Answers the requests of process 0; the last one has no name."""
-    client: Any = jax_distributed.global_state.client
-    name = None
-    try:
-      while name != '':
-        key = _key(self._series, _numbers[self._series], 'name')
-        name = client.blocking_key_value_get(key, _FOREVER_MS)
-        with self._lock:
-          newest = decide(self._step, max, series=self._series)
-          self._due.add((name, newest + 1))
-    except BaseException as e:
-      self._error = e
+    step, now = int(step), time.monotonic()  # A restored step can be an array.
+    then, last, due = self._asked.get(name, (now, step, step))
+    if step < due:
+      return False
+    seconds = (now - then) / max(1, step - last)
+    wait = int(_ASK_SECS / seconds) if seconds > 0 else 1
+    asked = is_wanted, min(max(1, wait), _MAX_WAIT)
+    is_due, wait = of_chief(asked, series='agreement')
+    self._asked[name] = now, step, step + wait
+    return is_due

@@ -27,14 +27,13 @@ EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
-# Faults and job control raise these, or the system or Python keeps them.
-_RESERVED = (
-  *('SIGINT', 'SIGKILL', 'SIGSTOP', 'SIGTSTP', 'SIGTTIN', 'SIGTTOU', 'SIGCONT'),
-  *('SIGCHLD', 'SIGPIPE', 'SIGXFSZ', 'SIGABRT', 'SIGBUS', 'SIGFPE', 'SIGILL'),
-  *('SIGSEGV', 'SIGSYS', 'SIGTRAP'),
+# The signals that can end a run, by name: no fault and no job control raises
+# them, nor do the system or Python need them. A system may lack some.
+_NAMES = (
+  *('SIGTERM', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGQUIT', 'SIGALRM'),
+  *('SIGVTALRM', 'SIGPROF', 'SIGXCPU', 'SIGIO', 'SIGPWR'),
 )
-# The signals that can end a run, by name.
-SIGNALS = {x.name: x for x in signal.Signals if x.name not in _RESERVED}
+SIGNALS = {x.name: x for x in signal.Signals if x.name in _NAMES}
 _USUAL = [signal.SIGINT, signal.SIGTERM]
 # A closed terminal and Slurm's --signal send these. Windows has neither.
 _OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
@@ -72,13 +71,7 @@ class Watch:
 
   The first signal decides the exit code. The first SIGINT restores the default
   handler, so that the second one ends the process at once, also in C code.
-  Ignored signals (nohup, a shell's background jobs) stay ignored, and a
-  program's own handler keeps its signal. While a thread is in pdb, SIGINT is
-  for pdb.
-
-  Python drops what a handler raises inside `__del__` or a callback of the
-  garbage collector, such as JAX's. So the notice is kept: it acts when the run
-  or its training begins, or at the next `reached`.
+  Ignored signals stay ignored, and a program's own handler keeps its signal.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
   agree on the step after which they leave; the other signals send it. A notice
@@ -87,6 +80,8 @@ class Watch:
   """
 
   def __init__(self) -> None:
+    # Kept, since Python drops what a handler raises inside `__del__` or a
+    # callback of the garbage collector, such as JAX's.
     self._notice: int | None = None
     # Whether JAX handles SIGTERM, and agrees with all hosts on the last step.
     self._is_shared = False
@@ -124,12 +119,9 @@ class Watch:
     """
     for signum in self._signals:
       if self is _active and _is_programs(signum):
-        logging.warning(
-          '%s has a handler of the program itself, %r: it does not save the'
-          ' run.',
-          signum.name,
-          signal.getsignal(signum),
-        )
+        text = '%s has a handler of the program itself, %r: it does not save'
+        text += ' the run.'
+        logging.warning(text, signum.name, signal.getsignal(signum))
     self._act()
     # Hosts that cannot agree on a step do not wait for one: the host with the
     # signal leaves at once, and the others fail without it.
@@ -183,20 +175,17 @@ class Watch:
       and jax.config.jax_enable_preemption_service
     )
     for signum in self._signals if self is _active else ():
-      # Again if JAX has replaced it, which Python does not know.
-      if signum == signal.SIGTERM or signum not in self._old_handlers:
-        self._take(signum)
-
-  def _take(self, signum: int) -> None:
-    """Handles a signal that no handler of the program handles."""
-    handler = signal.getsignal(signum)
-    # None is a handler that was not made in Python and cannot be restored.
-    if handler in (signal.SIG_IGN, None) or _is_programs(signum):
-      return
-    if handler != self._on_signal:
-      self._old_handlers[signum] = handler
-    if signum != signal.SIGTERM or not self._is_shared:
-      signal.signal(signum, self._on_signal)
+      is_term, handler = signum == signal.SIGTERM, signal.getsignal(signum)
+      # SIGTERM again if JAX has replaced it, which Python does not know.
+      is_taken = signum in self._old_handlers and not is_term
+      # None is a handler that was not made in Python and cannot be restored.
+      is_kept = handler in (signal.SIG_IGN, None) or _is_programs(signum)
+      if is_taken or is_kept:
+        continue
+      if handler != self._on_signal:
+        self._old_handlers[signum] = handler
+      if not (is_term and self._is_shared):
+        signal.signal(signum, self._on_signal)
 
   def _on_signal(self, signum: int, frame: types.FrameType | None) -> None:
     if signum == signal.SIGINT:
