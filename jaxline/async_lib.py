@@ -149,8 +149,12 @@ class SerialExecutor:
     results: list[Any] = [None]
     error: futures.Future[BaseException | None] = futures.Future()
     add = self.run if self.is_current else self.put
+
+    def keep(call: Callable[[], Any]) -> None:
+      results.append(call())
+
     for call in calls:
-      add(lambda call=call: results.append(call()))
+      add(functools.partial(keep, call))
     add(lambda: error.set_result(self.error))
 
     def wait() -> Any:

@@ -44,9 +44,7 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 @dataclasses.dataclass
 class Settings:
-  """The switches of this module, read at each use.
-
-  jaxline.platform makes them follow its flags.
+  """The switches, read at each use; jaxline.platform has their flags.
 
   Attributes:
     post_mortem: whether to enter pdb where an error was raised.
@@ -79,15 +77,10 @@ def kwargs_only(f: F) -> F:
 def log_activity(
   activity_name: str, *, category: str | None = None, logs_error: bool = False
 ) -> Iterator[None]:
-  """Logs the start and the end of the code inside, and its error.
+  """Logs the start and the end of the code inside: signs of life.
 
-  The start and the end are signs of life.
-
-  Args:
-    activity_name: its name in the log.
-    category: what `goodput` counts its time as; None is that of the code
-      around it.
-    logs_error: whether the log shows the error's traceback.
+  `goodput` counts its time as `category`, if given. With `logs_error` the log
+  shows the traceback of its error.
   """
   logging.info('[jaxline] %s starting...', activity_name)
   measured = goodput.measure(category) if category else contextlib.nullcontext()
@@ -125,10 +118,9 @@ def evaluate_should_return_dict(f: F) -> F:
 def debugger_fallback(f: F) -> F:
   """Enters pdb where an error was raised, if `settings.post_mortem` is on.
 
-  pdb starts in the frame that raised, on the thread that raised, and only once
-  for an error that passes several of these decorators. It reads stdin, and ends
-  where stdin ends. SystemExit and KeyboardInterrupt do not start pdb. The
-  function raises its error after that.
+  pdb starts on the thread that raised, once for an error that passes several of
+  these decorators, which then raise it. SystemExit and KeyboardInterrupt do not
+  start pdb.
   """
 
   @functools.wraps(f)
@@ -151,10 +143,8 @@ def debugger_fallback(f: F) -> F:
 def disable_pmap_jit(fn: F) -> F:
   """Runs a function op by op, if `settings.disable_pmap_jit` is on.
 
-  This also affects functions that were decorated with `jax.pmap` and `jax.jit`
-  before, and threads that the function starts. The table at the top of this
-  module lists the kinds of values that are seen. The setting is read at each
-  call.
+  So do functions that were decorated with `jax.pmap` and `jax.jit` before, and
+  threads that the function starts.
   """
   return _op_by_op()(fn)
 
@@ -171,15 +161,12 @@ def _op_by_op() -> Iterator[None]:
   if not settings.disable_pmap_jit:
     yield
     return
-  import chex  # It takes as long to import as jax, and runs rarely need it.
-
   with _lock:
     _num_inside += 1
     if _num_inside == 1:  # A second patch might outlive the first.
       _patch()
   try:
-    with chex.fake_pmap_and_jit(enable_pmap_patching=False):
-      yield
+    yield
   finally:
     with _lock:
       _num_inside -= 1
@@ -188,12 +175,11 @@ def _op_by_op() -> Iterator[None]:
 
 
 def _patch() -> None:
-  import chex
+  import chex  # It takes as long to import as jax, and runs rarely need it.
 
-  logging.warning(
-    'pmap and jit are off: every operation runs by itself, which is slow.'
-  )
-  # `jax.disable_jit`, and so chex's switch for jit, is for one thread.
+  text = 'pmap and jit are off: every operation runs by itself, which is slow.'
+  logging.warning(text)
+  # `jax.disable_jit` is for one thread.
   was_off = jax.config.values['jax_disable_jit']
   jax.config.update('jax_disable_jit', True)
   _patches.callback(jax.config.update, 'jax_disable_jit', was_off)

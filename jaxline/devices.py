@@ -23,14 +23,7 @@ def local_sharding() -> jax.sharding.NamedSharding:
 
 
 def get_first(xs: Any) -> Any:
-  """Takes the first local device's values.
-
-  Args:
-    xs: tree of [local devices, ...] arrays.
-
-  Returns:
-    The same tree, of [...] arrays on the first device.
-  """
+  """Takes the first local device's row of each [local devices, ...] array."""
 
   def first(x: Any) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
@@ -44,13 +37,9 @@ def get_first(xs: Any) -> Any:
 
 
 def bcast_local_devices(value: Any) -> Any:
-  """Copies a tree to every local device.
+  """Copies a tree of arrays, keys or numbers to every local device.
 
-  Args:
-    value: tree of arrays, key arrays or numbers, on the host or any device.
-
-  Returns:
-    The same tree, of [local devices, ...] arrays with one row on each device.
+  Its arrays become [local devices, ...], with one row on each device.
   """
   devices = jax.local_devices()
   sharding = local_sharding()
@@ -74,14 +63,8 @@ def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
   """Keeps two batches on the devices, the one in use and the next.
 
   The copy of a batch then overlaps with the computation on the batch before
-  it. (Each local device takes one row of the leading axis.) Closing the
-  generator closes the iterator of `ds`.
-
-  Args:
-    ds: batches; trees of [local devices, ...] arrays on the host.
-
-  Yields:
-    The same batches, on the devices.
+  it. Closing the generator closes the iterator of `ds`, whose batches are trees
+  of [local devices, ...] arrays on the host.
   """
   sharding = local_sharding()
   ahead: collections.deque[T] = collections.deque()
@@ -111,11 +94,7 @@ def double_buffer_on_gpu(ds: Iterable[T]) -> Iterable[T]:
 
 
 def rendezvous() -> None:
-  """Waits until all hosts have come here.
-
-  Raises:
-    ValueError: if the devices that checked in are not all there are.
-  """
+  """Waits until all hosts have come here, and counts their devices."""
   with debug.log_activity('rendezvous'):
     ones = np.ones([jax.local_device_count()], np.int32)
     sums = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(ones)
@@ -131,8 +110,7 @@ def rendezvous() -> None:
 def layout(value: Any) -> dict[str, Any] | None:
   """Returns where the arrays of a tree lie: path -> (shape, sharding).
 
-  It is None unless all leaves are jax.Arrays: the shape of anything else may
-  change during a run.
+  It is None unless all leaves are jax.Arrays, whose shapes stay.
   """
   leaves = jax.tree_util.tree_leaves_with_path(value)
   if not leaves or not all(isinstance(x, jax.Array) for _, x in leaves):
@@ -145,8 +123,8 @@ def layout(value: Any) -> dict[str, Any] | None:
 def put(value: Any, layout: dict[str, Any] | None) -> Any:
   """Puts the arrays of a tree where those of the same path and shape were.
 
-  The tree may have changed its structure. Without a layout it stays as it is.
-  Numpy arrays without a place go to the default device.
+  Numpy arrays without a place go to the default device. Without a layout the
+  tree stays as it is.
   """
   if layout is None:
     return value
@@ -161,11 +139,10 @@ def put(value: Any, layout: dict[str, Any] | None) -> Any:
 
 
 def freeze(x: Any) -> Any:
-  """Returns a copy of a leaf that no later step can change.
+  """Returns a copy of a leaf that no later step can change, on the host.
 
-  It is a host copy of an array, except: a typed key stays one, and of an array
-  of several hosts this host's part is copied on its devices. Anything else is
-  returned as it is.
+  A typed key stays one, and of an array of several hosts this host's part is
+  copied on its devices. Anything else is returned as it is.
   """
   if isinstance(x, jax.Array):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -173,8 +150,7 @@ def freeze(x: Any) -> Any:
         freeze(jax.random.key_data(x)), impl=jax.random.key_impl(x)
       )
     if not x.is_fully_addressable:
-      # Only this host's part is here to copy; it stays on its devices. Shard
-      # by shard, since other hosts may not be saving.
+      # Shard by shard, since other hosts may not be saving.
       return jax.make_array_from_single_device_arrays(
         x.shape,
         x.sharding,

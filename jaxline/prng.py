@@ -20,21 +20,14 @@ def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
   rng = jax.random.PRNGKey(config.random_seed)
   if config.legacy_random_seed_behavior:
     return rng, rng
-  return _split(rng)
-
-
-@jax.jit  # One program instead of two, which matters where a run is short.
-def _split(rng: jax.Array) -> tuple[jax.Array, jax.Array]:
-  step_rng, init_rng = jax.random.split(rng)
+  # One program instead of two, which matters where a run is short.
+  step_rng, init_rng = jax.jit(lambda key: tuple(jax.random.split(key)))(rng)
   return step_rng, init_rng
 
 
 def stream_number(name: str) -> np.uint32:
-  """Returns the number that stands for a name in `jax.random.fold_in`.
-
-  It depends on the name only, and is at least 2**31: `jax.random.split` returns
-  `fold_in` of 0, 1, ..., which must not be the key of a stream.
-  """
+  """Returns the number that stands for a name in `jax.random.fold_in`."""
+  # `jax.random.split` returns `fold_in` of 0, 1, ...: none of these.
   return np.uint32(zlib.crc32(name.encode()) | 2**31)
 
 
@@ -81,14 +74,7 @@ KEYS = (
 def host_id_devices_for_rng(
   mode: str = 'unique_host_unique_device',
 ) -> jax.Array | None:
-  """Returns the host id for each local device, as the modes need it.
-
-  Args:
-    mode: a value of DistributedRNGMode.
-
-  Returns:
-    [local devices] int32 of this process's index; None in the same_host modes.
-  """
+  """Returns the process's index, [local devices] int32; None if not needed."""
   if not DistributedRNGMode(mode).unique_host:
     return None
   return jnp.full(
@@ -109,17 +95,10 @@ def specialize_rng_host_device(
 
   Args:
     rng: one key, uint32 (`PRNGKey`) or typed (`jax.random.key`).
-    host_id: this host's id; needed in the unique_host modes. It is an argument
-      because a Python int from `jax.process_index()` would make each host
-      compile a different program.
+    host_id: this host's id, of `host_id_devices_for_rng`. With a Python int,
+      each host would compile another program.
     axis_name: name of the mapped axis over the devices.
     mode: a value of DistributedRNGMode.
-
-  Returns:
-    The key.
-
-  Raises:
-    ValueError: the mode is unknown, or it needs a host_id and that is None.
   """
   parsed = DistributedRNGMode(mode)
   if parsed.unique_host:
@@ -136,18 +115,10 @@ class DeviceStepKeys:
   made specific to the host and the device as the mode says. JAXline does this
   with one `pmap` per step, which costs more than an empty training step. Here
   one program computes a block of steps, each value in its own buffer (which
-  a step may donate), and most calls only return values that it computed before.
+  a step may donate). The values do not depend on the length of the block.
   """
 
   def __init__(self, mode: str, *, block: int = 16):
-    """Prepares the program; it is compiled by the first call.
-
-    Args:
-      mode: a value of DistributedRNGMode.
-      block: how many steps to compute at once. The values do not depend on it.
-        More than 16 gain little, since the time goes into making the buffers;
-        the time to compile grows with it.
-    """
     host_ids = host_id_devices_for_rng(mode)
     sharding = devices.local_sharding()
     num_devices = sharding.num_devices
@@ -168,9 +139,8 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # Of the last program: the values not returned yet, and the step behind
-    # them. `_next_step` and `_next_key` are the arguments of a call that
-    # continues the last one.
+    # The values not returned yet, and the step behind them; the arguments of a
+    # call that continues the last one.
     self._ahead: collections.deque[Any] = collections.deque()
     self._end_step: jax.Array | None = None
     self._next_step = -1
@@ -181,13 +151,10 @@ class DeviceStepKeys:
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what a step needs, and the state key of the next step.
 
-    It is cheap if both arguments continue the last call, and correct if they do
-    not: after a restore, or with a key of the caller's own.
-
     Args:
       global_step: the step to run.
-      state_key: [local devices, ...] keys, uint32 or typed: those returned by
-        the last call, or any other.
+      state_key: [local devices, ...] keys, uint32 or typed. It is cheap if both
+        arguments continue the last call.
 
     Returns:
       [local devices] int32, the step; [local devices, ...], the step's keys;

@@ -41,7 +41,7 @@ _backstop = threading.Lock()  # Of faulthandler's timer.
 
 
 def give_sign_of_life() -> None:
-  """Counts a sign of life, in some tens of nanoseconds."""
+  """Counts a sign of life; it takes some tens of nanoseconds."""
   global _signs
   _signs += 1
 
@@ -50,16 +50,13 @@ def give_sign_of_life() -> None:
 def limit(secs: float | None) -> Iterator[None]:
   """Ends the process after some seconds without a sign of life inside.
 
-  A thread in pdb stops the clock. So does a process that is stopped, or a
-  machine that is suspended.
+  A thread in pdb stops the clock, and so does a process that is stopped. None
+  sets no limit.
 
   A call into C that never releases the interpreter's lock blocks the ticker as
   well. For this case `faulthandler`, which needs no interpreter, prints the
-  stacks and ends the process with code 1 after twice the time without a tick,
-  that of a stop included. Nothing else can use its only timer meanwhile.
-
-  Args:
-    secs: the longest silence, in seconds; None sets no limit.
+  stacks and ends the process with code 1 after twice the time without a tick.
+  Nothing else can use its only timer meanwhile.
   """
   global _secs, _num_runs, _ticker
   if secs is None:
@@ -98,7 +95,6 @@ def _arm() -> bool:
 
 
 def _tick() -> None:
-  """Watches the counter; runs on a thread of its own."""
   hangs: queue.SimpleQueue[Any] = queue.SimpleQueue()
   # Started now, because no thread can be started while Python ends.
   reporter = threading.Thread(target=lambda: _report(*hangs.get()), daemon=True)
@@ -125,7 +121,6 @@ def _tick() -> None:
 
 
 def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
-  """Prints the stacks and errors of all threads."""
   text = (
     f'[jaxline] Watchdog: no sign of life for {silence:.1f} s. The process ends'
     f' with code {EXIT_CODE}.\n'
@@ -144,11 +139,9 @@ def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
   os.write(2, text.encode())  # The run may hang at the lock of sys.stderr.
 
 
-# A forked process has faulthandler's timer without its thread, and would wait
-# for that at its end. So there is no timer while a process is forked.
-
-
 def _before_fork() -> None:
+  # The forked process would have the timer without its thread, for which it
+  # would wait at its end. The next tick winds up the timer.
   _backstop.acquire()
   if _num_runs:
     faulthandler.cancel_dump_traceback_later()
@@ -163,6 +156,6 @@ def _in_child() -> None:
 if hasattr(os, 'register_at_fork'):  # Windows does not fork.
   os.register_at_fork(
     before=_before_fork,
-    after_in_parent=_backstop.release,  # The next tick winds up the timer.
+    after_in_parent=_backstop.release,
     after_in_child=_in_child,
   )

@@ -35,24 +35,23 @@ class Profiler(periodic.Action):
       self._ranges = keys.parse_ranges(config.profile_steps or '')
       self._run_directory = spool.directory(config.checkpoint_dir).absolute()
     self._say = say
-    self._last = 0  # Last step of the trace that is being made.
-    self._path: pathlib.Path | None = None  # That trace's, while it is made.
+    # The last step and the directory of the trace that is being made.
+    self._last = 0
+    self._path: pathlib.Path | None = None
 
   def update_time(self, t: float, step: int) -> None:
-    """Begins: a range may begin with the first step of this process."""
-    # Drop the ranges that an earlier process has run.
+    # Drop the ranges that an earlier process has run; a range may begin with
+    # the first step of this one.
     self._ranges = [ends for ends in self._ranges if ends[1] > step]
     self(t, step, None)
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Starts or stops a trace, if it is time to."""
     if self._path is not None and step >= self._last:
       self._stop(scalar_outputs)
     if self._ranges and self._ranges[0][0] <= step + 1:
       self._start(int(step), self._ranges.pop(0)[1])
 
   def wait_to_finish(self) -> None:
-    """Writes the trace of a run that ends."""
     if self._path is not None:
       self._stop(None)
 
@@ -103,16 +102,10 @@ class PgleProfiler(Profiler):
     self._num_steps = config.xla.pgle_save_steps
 
   def update_time(self, t: float, step: int) -> None:
-    """Begins: the first step compiles, and the next ones fill the queues."""
+    # The first step compiles, and the next ones fill the queues.
     self._ranges = [(step + 5, step + 4 + self._num_steps)]
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Starts the trace, or stops it and saves the profile, if it is time to.
-
-    Raises:
-      RuntimeError: another trace is running, or the profile has no GPU.
-      OSError: the profile cannot be written.
-    """
     trace = self._path
     super().__call__(t, step, scalar_outputs)
     if trace is None or self._path is not None:
@@ -121,28 +114,19 @@ class PgleProfiler(Profiler):
     if not profile:
       raise RuntimeError(
         f'There is no GPU in {trace}, so nothing was written to {self._file}.'
-        f" JAX runs on {jax.default_backend()!r}; a GPU other than NVIDIA's, or"
-        ' another profiler beside this one (Nsight Systems), gives no'
-        ' durations.'
+        f" JAX runs on {jax.default_backend()!r}; only NVIDIA's GPUs without"
+        ' another profiler (Nsight Systems) give durations.'
       )
     self._file.parent.mkdir(parents=True, exist_ok=True)
     with disk.replacing(self._file) as file:
       file.write(profile)
-    logging.info(
-      'Wrote the profile of %d bytes; the next run compiles with it by'
-      ' --config.xla.pgle_profile=%s',
-      len(profile),
-      self._file,
-    )
+    text = 'The next run compiles with it by --config.xla.pgle_profile=%s'
+    logging.info(text, self._file)
 
   def wait_to_finish(self) -> None:
-    """Writes the trace of a run that ended too early, with a warning."""
     if self._ranges or self._path is not None:
-      logging.warning(
-        'No profile was saved to %s: the run ended before its steps 5 to %d'
-        ' since this start.',
-        self._file,
-        4 + self._num_steps,
-      )
+      text = 'No profile was saved to %s: the run ended before its steps 5 to'
+      text += ' %d since this start.'
+      logging.warning(text, self._file, 4 + self._num_steps)
       self._ranges = []
     super().wait_to_finish()
