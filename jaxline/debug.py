@@ -3,22 +3,7 @@
 `--jaxline_post_mortem` (`debugger_fallback`): pdb at the line that raised.
 
 `--jaxline_disable_pmap_jit` (`disable_pmap_jit`): every operation runs when its
-line runs. The values in user code are then:
-
-| inside                          | a value is                               |
-|---------------------------------|------------------------------------------|
-| `jax.jit`, shardings or not     | a concrete array, whole                  |
-| `jax.grad` in it                | `GradTracer(primal=<the concrete array>)`|
-| `lax.scan`, `cond`, `while`,    | as outside of it; loops are Python's     |
-|   `jax.checkpoint`              |                                          |
-| `jax.pmap` that the function    | a batch of all local devices, as in      |
-|   makes                         |   `jax.vmap`: prints, takes no `if`      |
-| `jax.vmap`, `jax.eval_shape`    | abstract, as ever                        |
-
-So `breakpoint()`, `print(x)` and `if x > 0:` work in a loss of the sharded
-style. In the per-device style, leave `jax.pmap` out for a look. A pmap that was
-made before, such as one of a module, is run by JAX's interpreter of shard_map:
-very slowly. A collective of a pmap sees the devices of its process alone.
+line runs. docs/reference/from_jaxline.md has what a value is then.
 """
 
 from __future__ import annotations

@@ -70,19 +70,12 @@ def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
   ahead: collections.deque[T] = collections.deque()
   iterator = iter(ds)
   try:
-    while True:
-      try:
-        batch = next(iterator)
-      except BaseException as e:
-        # The batch that is already here comes before the error, or the end.
-        yield from ahead
-        if isinstance(e, StopIteration):
-          return
-        raise
+    for batch in iterator:
       ahead.append(jax.device_put(batch, sharding))
       del batch
       if len(ahead) == 2:
         yield ahead.popleft()
+    yield from ahead
   finally:
     if hasattr(iterator, 'close'):
       iterator.close()

@@ -1,18 +1,6 @@
-"""Connects the processes of a run.
+"""Connects the processes of a run, and lets process 0 decide for all.
 
-`config.distributed` is 'auto', 'off', or a coordinator:
-
-    config.distributed = {
-      'coordinator': 'node0:1234',  # A free port of process 0's machine.
-      'num_processes': 4,
-      'process_id': 0,  # Another one in each process.
-    }
-
-'auto' reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID,
-which `python -m jaxline.launch` sets, or asks the cluster that JAX detects:
-Slurm, Open MPI, Kubernetes, Cloud TPU. Without either, this is one process.
-
-On the CPU the processes communicate by gloo, which is JAX's default.
+docs/reference/launching.md describes `config.distributed`.
 """
 
 import collections
@@ -92,15 +80,8 @@ def has_others() -> bool:
 def initialize(value: Any) -> None:
   """Connects to the other processes of the run, if there are any.
 
-  Call it before any device is used. If `jax.distributed` is initialized
-  already, nothing is done. If a process does not connect in time, JAX prints
-  its error and ends the process.
-
-  Args:
-    value: of `config.distributed`.
-
-  Raises:
-    UsageError: the value, or the environment, is invalid.
+  Call it with `config.distributed` before any device is used. If a process does
+  not connect in time, JAX prints its error and ends the process.
   """
   KEYS[0].check.require('config.distributed', value)
   if value != 'off' and not jax.distributed.is_initialized():
@@ -193,11 +174,8 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
 
 
 def _keeps_gpus() -> bool:
-  """Returns whether JAX shall not restrict this process to one GPU.
-
-  JAX does so for each process of Slurm and MPI. If a node has one process, its
-  other GPUs would be idle.
-  """
+  """Returns whether JAX shall not give this process of Slurm or MPI one GPU."""
+  # If a node has one process, its other GPUs would be idle.
   per_node = os.environ.get('SLURM_STEP_TASKS_PER_NODE', '')
   return (
     bool(os.environ.get('JAX_LOCAL_DEVICE_IDS'))  # JAX reads it.
@@ -229,13 +207,9 @@ def decide(
     value: of this process; anything that JSON holds.
     choose: called in process 0 with the values in the order of the processes;
       JSON holds what it returns.
-    error: what went wrong in this process; then nothing is chosen.
+    error: what went wrong in this process; then nothing is chosen, and it is
+      raised here, and an OSError or RuntimeError elsewhere.
     series: of decisions, which are numbered.
-
-  Raises:
-    BaseException: the error, or in process 0 what `choose` raised.
-    OSError: another process has raised one.
-    RuntimeError: another process has raised another error.
   """
   if jax.process_count() == 1:
     if error is not None:

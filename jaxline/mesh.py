@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import mesh_utils
@@ -31,9 +31,8 @@ class MeshError(errors.UsageError):
   """The mesh does not fit the devices, or the batch does not fit the mesh."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AbstractDevice:
-  """A placeholder with an id and a slice, for a mesh of absent devices."""
+class AbstractDevice(NamedTuple):
+  """A placeholder for a device of an abstract mesh."""
 
   id: int
   slice_index: int
@@ -52,10 +51,9 @@ _on_devices = contextvars.ContextVar[Any]('on_devices', default=None)
 def on_devices(devices: Any) -> Iterator[None]:
   """Sets the devices of the meshes that are made inside.
 
-  Args:
-    devices: some of this process; those of `jax.experimental.topologies`, for
-      which programs are only compiled; `abstract_devices`; or a function that
-      returns devices for the sizes of a mesh.
+  They are some of this process; those of `jax.experimental.topologies`, for
+  which programs are only compiled; `abstract_devices`; or a function that
+  returns devices for the sizes of a mesh.
   """
   token = _on_devices.set(devices)
   try:
@@ -66,12 +64,7 @@ def on_devices(devices: Any) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-  """Sizes of a mesh, one for each of `MESH_AXES`.
-
-  Attributes:
-    ici: within a slice.
-    dcn: across slices.
-  """
+  """Sizes for each of `MESH_AXES`: within a slice, and across slices."""
 
   ici: tuple[int, ...]
   dcn: tuple[int, ...]
@@ -101,9 +94,7 @@ def mesh_shape(
   """Returns the sizes of a mesh of these devices.
 
   Args:
-    sizes: {'ici': {axis: size}, 'dcn': {axis: size}}, the number of devices
-      along each of `MESH_AXES` within a slice and of slices; or only the
-      former. In each, one size may be -1, which means all that are left. By
+    sizes: as `config.mesh`; or only the sizes within a slice, by axis. By
       default `data` is all devices of a slice, `replica` is all slices, and the
       other sizes are 1.
     devices: they form one slice, or those of their `slice_index`, or one for
@@ -122,18 +113,13 @@ def mesh_shape(
 
 
 def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-  """Returns a mesh, in an order that JAX finds good for the devices' network.
-
-  It is an abstract mesh for `abstract_devices`.
-  """
+  """Returns a mesh in a good order for the devices' network."""
   sizes = tuple(shape.sizes.values())
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
   if isinstance(devices[0], AbstractDevice):
     # It has only sizes: no array can be put there.
-    abstract: Any = jax.sharding.AbstractMesh(
-      sizes, MESH_AXES, axis_types=axis_types
-    )
-    return abstract
+    make: Any = jax.sharding.AbstractMesh
+    return make(sizes, MESH_AXES, axis_types=axis_types)
   # `jax.make_mesh` refuses several slices, and on most chips does not split a
   # physical axis of a torus, which then could not serve two axes of the mesh.
   # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
@@ -148,10 +134,7 @@ def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
 
 def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
   """Groups devices by slice; `num_slices` is how many the config asks for."""
-
-  def slice_of(device: Any) -> int:
-    return getattr(device, 'slice_index', None) or 0
-
+  slice_of = lambda device: getattr(device, 'slice_index', None) or 0
   ordered = sorted(devices, key=slice_of)
   slices = [list(group) for _, group in itertools.groupby(ordered, slice_of)]
   platform = getattr(devices[0], 'platform', None)  # Abstract ones have none.
@@ -173,11 +156,7 @@ def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
 def check_sizes(
   sizes: Mapping[str, Any] | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns all of `mesh_shape`'s sizes, within slices and across.
-
-  Raises:
-    UsageError: a name is unknown, or a size is invalid.
-  """
+  """Returns all of `mesh_shape`'s sizes, within slices and across."""
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
     sizes = {'ici': sizes}
@@ -202,7 +181,6 @@ def check_sizes(
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
-  """Returns sizes whose product is `count`, the number of `what`."""
   try:
     return np.empty(count).reshape(*sizes.values()).shape
   except ValueError as e:

@@ -35,10 +35,6 @@ class Logical:
   """A weight and the names of its axes, outermost first.
 
   A pytree node with one leaf, so `jax.eval_shape` and `jax.jit` see through it.
-
-  Attributes:
-    value: the array.
-    axes: an `Axis` for each dimension of `value`.
   """
 
   value: Any
@@ -134,12 +130,7 @@ PRESETS = {
 def get_rules(
   name: str, changes: Mapping[str, Sequence[str] | str] | None = None
 ) -> Rules:
-  """Returns the rules of a preset.
-
-  Args:
-    name: one of `PRESETS`.
-    changes: logical axis -> the mesh axes that it is split over instead.
-  """
+  """Returns one of `PRESETS`, with the mesh axes of some axes changed."""
   errors.check_names([name], PRESETS, 'preset', 'config.sharding')
   changes = dict(changes or {})
   errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
@@ -172,13 +163,7 @@ def unbox(tree: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Partitioner:
-  """A mesh and rules: gives the sharding of each array.
-
-  Attributes:
-    mesh: the devices, with the axes `MESH_AXES`.
-    rules: logical axes to mesh axes.
-    shape: the sizes of the mesh, within slices and across.
-  """
+  """A mesh and rules: gives the sharding of each array."""
 
   mesh: mesh_lib.Mesh
   rules: Rules
@@ -200,11 +185,8 @@ class Partitioner:
     mesh = mesh_lib.build_mesh(shape, devices)
     made = cls(mesh, get_rules(sharding, changes), shape)
     if idle := made.idle_axes():
-      logging.warning(
-        'The sharding does not use the mesh along %s: all devices along it'
-        ' compute the same.',
-        idle,
-      )
+      text = 'The sharding does not use the mesh along %s: all devices along it'
+      logging.warning(f'{text} compute the same.', idle)
     return made
 
   @property
@@ -260,12 +242,9 @@ class Partitioner:
     return self.size('batch')
 
   def spec(self, axes: Sequence[Axis], shape: Sequence[int]) -> P:
-    """Returns the partition of an array with these axes.
+    """Returns the partition of an array with an `Axis` for each dimension.
 
-    Args:
-      axes: an `Axis` for each dimension.
-      shape: the array's shape. A dimension that its mesh axes do not divide
-        stays whole.
+    A dimension that its mesh axes do not divide stays whole.
     """
     used: set[str] = set()
     entries = []
@@ -370,8 +349,8 @@ class Partitioner:
   def activate(self) -> Iterator[None]:
     """Makes `constrain` refer to this mesh and these rules while tracing.
 
-    JAX caches traces of inner functions (`jit`, `scan`) by mesh and not by
-    rules. Call `jax.clear_caches()` before other rules on the same mesh.
+    JAX caches traces of inner functions by mesh and not by rules: call
+    `jax.clear_caches()` before other rules on the same mesh.
     """
     token = _active.set(self)
     try:
@@ -394,17 +373,11 @@ def active() -> Partitioner | None:
 def constrain(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
   """Constrains how an activation is split over the mesh of the traced step.
 
-  Returns it unchanged if no `Partitioner` is active, as in a notebook or in the
-  per-device style, so that models need not know how they are run.
-
-  Args:
-    x: the activation.
-    axes: an `Axis` for each of its dimensions.
+  `axes` has an `Axis` for each dimension. If no `Partitioner` is active, as in
+  a notebook, the activation is returned unchanged.
   """
   partitioner = _active.get()
   if partitioner is None:
     return x
-  spec = partitioner.spec(axes, x.shape)
-  return jax.lax.with_sharding_constraint(
-    x, NamedSharding(partitioner.mesh, spec)
-  )
+  sharding = NamedSharding(partitioner.mesh, partitioner.spec(axes, x.shape))
+  return jax.lax.with_sharding_constraint(x, sharding)

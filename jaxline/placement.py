@@ -16,12 +16,8 @@ def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
   Args:
     tree: numpy or jax arrays; every process passes the same values.
     shardings: a sharding for each, as a prefix of `tree`.
-    may_keep: the caller gives up the jax arrays, so that those which have their
-      sharding already are returned uncopied.
-
-  Returns:
-    Arrays that share no buffer with any other array, so that they can be
-    donated.
+    may_keep: returns arrays that have their sharding already uncopied. All
+      others share no buffer with another array, so that they can be donated.
   """
 
   def put_leaf(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
@@ -51,10 +47,7 @@ def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
     batch: a pytree of numpy arrays [B / hosts, ...], the rows of
       `partitioner.host`. A CPU device may borrow their memory, so they must not
       change. A batch that has its sharding already is returned.
-    partitioner: has the mesh and the sharding of a batch.
-
-  Returns:
-    The tree with global arrays [B, ...], split along the first dimension.
+    partitioner: splits the global arrays [B, ...] along the first dimension.
   """
   sharding = partitioner.batch_sharding
   leaves = jax.tree.leaves(batch)

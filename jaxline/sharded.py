@@ -1,12 +1,9 @@
 """The sharded style: compiles pure functions into one step over a mesh.
 
-A subclass of `ShardedExperiment` defines the initial weights (`init_fn`), the
-loss of a batch (`loss_fn`), the optimizer (`make_optimizer`) and the data
-(`train_input`, `eval_input`). This module makes of them one jitted program
-`(state, batch, rng) -> (state, metrics)` with donated buffers over all devices
-of all hosts, an evaluation that averages exactly, and checkpoints.
-
-`train_step` and `accumulate` have the functions that are compiled,
+Of the weights, the loss, the optimizer and the data of a subclass, this makes
+one jitted program `(state, batch, rng) -> (state, metrics)` with donated
+buffers over all devices of all hosts, an evaluation that averages exactly, and
+checkpoints. `train_step` and `accumulate` have the functions that are compiled,
 `train_state` the state, `feed` the batches and `partitioning` the shardings.
 """
 
@@ -99,8 +96,8 @@ class ShardedExperiment(experiment.FullExperiment):
       mode: as for `AbstractExperiment`.
       init_rng: the key that `init_fn` gets.
       run_config: the config of the run; None is the base config.
-      sharding: one of `partitioning.PRESETS`; None is `run_config.sharding`.
-      mesh: sizes of mesh axes, as `run_config.mesh`, which None stands for.
+      sharding: in place of `run_config.sharding`.
+      mesh: in place of `run_config.mesh`.
     """
     self.mode, self.run_config = mode, run_config
     config = base_config.get_base_config() if run_config is None else run_config
@@ -115,7 +112,6 @@ class ShardedExperiment(experiment.FullExperiment):
     self._recompute_interval: int | None = config.recompute_interval
     self._init_rng = init_rng
     self._state: TrainState | None = None
-    self._is_dropped = False
     # What the compiled step returned last, for `train_loop`.
     self._scalars = scalars_lib.Scalars()
     self.train_feed = feed.TrainFeed(self.train_input, self.partitioner, config)
@@ -181,39 +177,29 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> Mapping[str, jax.Array]:
     """Returns scalars to log besides the loss's metrics; part of the step.
 
-    Args:
-      state: the state before the step.
-      grads: the gradients, like `trained(state.params)`.
-      updates: the optimizer's changes of the weights, likewise.
+    `state` is that before the step; the gradients, and the optimizer's changes
+    of the weights, are trees like `trained(state.params)`.
     """
     return {'grad_norm': optax.tree.norm(grads)}
 
   def after_update(self, before: TrainState, after: TrainState) -> Any:
     """Returns the model state after an update of the weights; part of the step.
 
-    For example `average_weights(before, after, decay)`. Called once in a step,
-    also if gradients are accumulated over parts of the batch.
-
-    Args:
-      before: the state before the step.
-      after: the state after it, with the model state that `loss_fn` returned.
+    For example `average_weights(before, after, decay)`. Called once in a step;
+    `after` has the model state that `loss_fn` returned.
     """
     return after.model_state
 
-  # The compiled programs.
-
-  # Cached properties, and not set by the constructor, since a subclass may set
+  # The compiled programs are made when they are used, since a subclass may set
   # what they need after it has called this constructor.
+
   @functools.cached_property
   def _optimizer(self) -> optax.GradientTransformation:
     return self.make_optimizer()
 
   @functools.cached_property
   def compiled_train_step(self) -> Callable[..., Any]:
-    """`_pure_step` as one program `(state, batch, rng) -> (state, scalars)`.
-
-    It donates the buffers of its state, and packs the scalars.
-    """
+    """`_pure_step` as one program, which donates its state."""
 
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
@@ -297,11 +283,6 @@ class ShardedExperiment(experiment.FullExperiment):
   @property
   def state(self) -> TrainState:
     """The live state; made from the init key when it is first used."""
-    if self._is_dropped:
-      raise RuntimeError(
-        f'The state of {type(self).__name__} was dropped for a restore that did'
-        ' not end. Restore a checkpoint, or construct the experiment again.'
-      )
     if self._state is None:
       self._state = self.layout.make()
     return self._state
@@ -320,22 +301,22 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns a tree like the weights', None in place of those frozen."""
     return train_state.trained(params, self.trainable_rules)
 
+  # The shapes and shardings of a step's arguments.
+
   def abstract_state(self) -> TrainState:
-    """Returns the shapes and shardings of the state."""
     return self.layout.abstract()
 
   def abstract_rng(self) -> jax.ShapeDtypeStruct:
-    """Returns the shape and sharding of the key of a step."""
     key, sharding = self._init_rng, self.partitioner.replicated
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
 
   def abstract_batch(self, is_training: bool) -> Batch:
-    """Returns the shapes and shardings of a global batch; reads the first."""
+    """Reads the first batch."""
     source = self.train_feed if is_training else self._eval_feed
     return source.abstract_batch()
 
   def summary(self) -> dict[str, str]:
-    sizes = self.partitioner.axis_sizes.items()
+    sizes = self.partitioner.mesh.shape.items()
     axes = ', '.join(f'{axis} {size}' for axis, size in sizes if size > 1)
     params = self.abstract_state().params
     weights, trained = map(jax.tree.leaves, (params, self.trained(params)))
@@ -357,13 +338,11 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns the key that training initialises from."""
     return prng.run_keys(config)[1]
 
-  # `random_mode_train` and `random_mode_eval` give devices that run separate
-  # programs their keys. A sharded step is one program, so nothing reads them.
-
   def step_inputs(
     self, config: config_dict.ConfigDict
   ) -> experiment.StepInputs:
-    # The state key never changes: the program folds the step into it.
+    # The state key never changes: the program folds the step into it, so that
+    # nothing reads `random_mode_train` and `random_mode_eval`.
     return lambda global_step, rng: (global_step, rng, rng)
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
@@ -454,7 +433,8 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    self._state, self._is_dropped = None, True
+    # Not None: a restore that does not end leaves no experiment to go on with.
+    self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state onto this mesh and, in training, the position.
@@ -490,7 +470,6 @@ class ShardedExperiment(experiment.FullExperiment):
       may_keep=isinstance(snapshot_state, checkpointing.Fresh),
     )
     self._state = dataclasses.replace(placed, **on_host)
-    self._is_dropped = False
 
   def share_state(self, trained: experiment.AbstractExperiment) -> None:
     assert isinstance(trained, ShardedExperiment)

@@ -33,9 +33,8 @@ class TrainState:
     params: the weights that the optimizer changes.
     model_state: what the loss function itself changes, such as statistics.
     opt_state: the optimizer's state.
-    skipped: number of steps that `on_nonfinite = 'skip'` left out because their
-      loss or gradients were not finite, [2] int32: in a row up to now, and in
-      all.
+    skipped: number of steps that `on_nonfinite = 'skip'` left out, [2] int32:
+      in a row up to now, and in all.
   """
 
   step: Any
@@ -53,10 +52,7 @@ def init_state(
   rng: jax.Array,
   trainable_rules: str | Sequence[str] | None = None,
 ) -> TrainState:
-  """Returns the state before the first step.
-
-  Weights that `init_fn` returns as `partitioning.Logical` stay so.
-  """
+  """Returns the state before the first step; `Logical` weights stay so."""
   params, model_state = strongly_typed(init_fn(rng))
   trains = trained(partitioning.unbox(params), trainable_rules)
   step = jnp.zeros((), jnp.int32)
@@ -78,10 +74,7 @@ def strongly_typed(tree: Any) -> Any:
 class Layout:
   """The shapes of a state and its sharding, known before it is made.
 
-  Attributes:
-    init: `rng -> TrainState`, whose weights may be `partitioning.Logical`.
-    rng: the key that `init` gets.
-    partitioner: the mesh, and the sharding of each axis.
+  `init` gets `rng`. The weights that it returns may be `partitioning.Logical`.
   """
 
   init: Callable[[jax.Array], TrainState]
@@ -115,10 +108,8 @@ class Layout:
     """Returns the initial state. No array is ever whole on a device."""
     named = self.named.params
     if lines := self.partitioner.undersharded_weights(named):
-      logging.info(
-        'These weights are split less than the sharding asks for:\n%s',
-        '\n'.join(lines),
-      )
+      text = 'These weights are split less than the sharding asks for:\n%s'
+      logging.info(text, '\n'.join(lines))
     options = None
     if jax.default_backend() == 'cpu' and not jax.config.read(
       'jax_disable_most_optimizations'
@@ -134,16 +125,11 @@ class Layout:
     return make(placement.put(self.rng, self.partitioner.replicated))
 
 
-# Weights that train, and weights that do not.
-
-
 def trainable(params: Any, rules: str | Sequence[str]) -> Any:
   """Returns a tree of bools: which weights train.
 
-  Args:
-    params: the weights, or any tree with their names.
-    rules: regular expressions. A weight trains if one of them matches its whole
-      name, such as 'embedding/norm/scale'; one that matches none is an error.
+  A weight trains if one of the regular expressions `rules` matches its whole
+  name, such as 'embedding/norm/scale'; one that matches none is an error.
   """
   trains = dict.fromkeys(structure.named_leaves(params), False)
   for rule in [rules] if isinstance(rules, str) else rules:
@@ -175,9 +161,6 @@ def with_frozen(params: Any, whole: Any) -> Any:
   )
 
 
-# Averages of the weights.
-
-
 def average_weights(
   before: TrainState, after: TrainState, decay: float
 ) -> dict[str, Any]:
@@ -186,14 +169,9 @@ def average_weights(
   For `after_update`. `init_fn` puts the initial weights into the entry `EMA` of
   the model state as it returns them, so that the average is sharded like them.
 
-  This is an exponential moving average with the bias correction of
+  It averages over about 1 / (1 - decay) steps, with the bias correction of
   `optax.ema(debias=True)`: the initial weights do not count, and neither do
   skipped steps. It keeps the dtypes of its entry: average bfloat16 in float32.
-
-  Args:
-    before: the state before the step.
-    after: the state after it.
-    decay: in (0, 1): averages over about 1 / (1 - decay) steps.
   """
   count = (after.step - after.skipped[1]).astype(jnp.float32)
   # The corrected average is kept, and not the moment of `optax.ema`, so that
@@ -226,10 +204,7 @@ def averaged_weights(state: TrainState) -> Any:
 def differences(
   a: Any, b: Any, a_says: str, b_says: str, name: str = ''
 ) -> list[str]:
-  """Returns a line for each array whose shape or type differs.
-
-  A line is '{name}/{path}: {a_says} {shape in a}, {b_says} {shape in b}'.
-  """
+  """Returns '{name}/{path}: {a_says} {shape}, {b_says} {shape}' for each."""
   have, want = (structure.named_leaves(tree, name) for tree in (a, b))
 
   def shape(x: Any) -> str:

@@ -19,7 +19,7 @@ import optax
 from jaxline import metrics as metrics_lib
 from jaxline import train_state
 from jaxline.inputs import base as inputs
-from jaxline.supervision import nonfinite as guard
+from jaxline.metrics import scalars as scalars_lib
 
 TrainState = train_state.TrainState
 Batch = dict[str, Any]
@@ -40,7 +40,7 @@ WEIGHTS = inputs.WEIGHTS
 # gradients does not include them.
 OVERWRITE = '_overwrite_with_gradient'
 
-# A scalar that `guard_step` adds to those of the loss, like `guard.NONFINITE`.
+# A scalar that `guard_step` adds to those of the loss, like NONFINITE.
 SKIPPED_STEPS = 'skipped_steps'
 
 
@@ -133,14 +133,11 @@ def guard_step(
   """Selects the state after a step by whether its numbers are finite.
 
   `on_nonfinite = 'skip'` returns the state before a step that is not finite,
-  with new counts. The other modes return `after`. `empty` is whether
-  nothing in the batch has a weight.
+  with new counts. The other modes return `after`.
 
   Returns:
-    The state, and scalars. `nonfinite`, int32, is 1 if the loss or the global
-    norm of the gradients is not finite; -1 if the batch is empty; else 0. With
-    'skip' it is the number of steps in a row that were not finite, and
-    `skipped_steps` their number in all.
+    The state, and scalars: NONFINITE, and with 'skip' SKIPPED_STEPS, the number
+    of steps in all that were not finite.
   """
   # The square of a float16 is infinite from 256 on.
   wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x
@@ -152,7 +149,7 @@ def guard_step(
   nonfinite = (~is_finite).astype(jnp.int32)
   empty = empty.astype(jnp.int32)
   if on_nonfinite != 'skip':
-    return after, {guard.NONFINITE: nonfinite - empty}
+    return after, {scalars_lib.NONFINITE: nonfinite - empty}
   in_a_row = nonfinite * (before.skipped[0] + 1)
   in_all = before.skipped[1] + nonfinite
   # A select is fused into the optimizer's own pass over the arrays; a branch
@@ -163,7 +160,7 @@ def guard_step(
     after,
   )
   state = dataclasses.replace(state, skipped=jnp.stack([in_a_row, in_all]))
-  return state, {guard.NONFINITE: in_a_row - empty, SKIPPED_STEPS: in_all}
+  return state, {scalars_lib.NONFINITE: in_a_row - empty, SKIPPED_STEPS: in_all}
 
 
 def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
@@ -172,11 +169,9 @@ def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
     batch, before, 'now', 'before', 'batch'
   )
   if lines:
-    logging.warning(
-      'train_input gave a batch of another shape or type, for which the step is'
-      ' compiled again. Pad its batches to one shape, or to few.\n%s',
-      '\n'.join(lines),
-    )
+    text = 'train_input gave a batch of another shape or type, for which the'
+    text += ' step is compiled again. Pad its batches to one shape, or to few.'
+    logging.warning('%s\n%s', text, '\n'.join(lines))
 
 
 def eval_step(

@@ -18,11 +18,7 @@ from jaxline.metrics import values as values_lib
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
 
-# The scalar by which a step may judge itself, int32: 0 if the loss and the
-# gradients were finite; else 1, or with 'skip' the number of consecutive steps
-# that were not; -1 if nothing in its batch has a weight. A sharded step returns
-# it.
-NONFINITE = 'nonfinite'
+NONFINITE = scalars_lib.NONFINITE
 
 
 class NonfiniteError(ArithmeticError):

@@ -113,9 +113,8 @@ class Watch:
   def training(self) -> Iterator[None]:
     """Notes a notice for `reached`, instead of raising, while inside.
 
-    The last save and the wait for other hosts belong inside. A notice after the
-    last `reached` is raised on leaving on a single host, and ignored if several
-    hosts would have to agree.
+    The last save belongs inside. A notice after the last `reached` is raised at
+    the end on a single host; several hosts would have to agree, and ignore it.
     """
     for signum in self._signals:
       if self is _active and _is_programs(signum):
@@ -123,10 +122,7 @@ class Watch:
         text += ' the run.'
         logging.warning(text, signum.name, signal.getsignal(signum))
     self._act()
-    # Hosts that cannot agree on a step do not wait for one: the host with the
-    # signal leaves at once, and the others fail without it.
-    jax = sys.modules.get('jax')
-    self._defers |= jax is None or jax.process_count() == 1
+    self._defers = True
     try:
       yield
     finally:
@@ -169,10 +165,7 @@ class Watch:
     # Not imported for this, which would take a second.
     jax = sys.modules.get('jax')
     self._is_shared = self._defers = (
-      takes_steps
-      and jax is not None
-      and jax.distributed.is_initialized()
-      and jax.config.jax_enable_preemption_service
+      takes_steps and jax is not None and jax.distributed.is_initialized()
     )
     for signum in self._signals if self is _active else ():
       is_term, handler = signum == signal.SIGTERM, signal.getsignal(signum)
@@ -212,7 +205,7 @@ def active_watch() -> Watch:
 
 
 def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
-  """Ends the start-up of the active watch: there may be something to save.
+  """Ends the start-up of the active watch, and returns it.
 
   Call it after `jax.distributed` is initialised, if it will be.
 
@@ -220,12 +213,6 @@ def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
     takes_steps: False for evaluation alone, which never asks `reached`. JAX
       would then swallow every SIGTERM, so the watch takes it from JAX for good.
     signals: the names of further signals that end the run.
-
-  Returns:
-    The watch; a new one, which handles no signals, if none is active.
-
-  Raises:
-    Preempted: a notice came before, and its exception was swallowed.
   """
   watch = active_watch()
   watch._signals += [SIGNALS[name] for name in filter(None, signals.split(','))]
