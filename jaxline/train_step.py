@@ -40,7 +40,6 @@ WEIGHTS = inputs.WEIGHTS
 # gradients does not include them.
 OVERWRITE = '_overwrite_with_gradient'
 
-# A scalar that `guard_step` adds to those of the loss, like NONFINITE.
 SKIPPED_STEPS = 'skipped_steps'
 
 
@@ -92,10 +91,7 @@ def update(
   model_state: Any,
   trainable_rules: str | Sequence[str] | None = None,
 ) -> tuple[TrainState, Any]:
-  """Returns the state after an update of the weights, and the updates.
-
-  The gradients are a tree like `trained(state.params, trainable_rules)`.
-  """
+  """Returns the state after an update of the weights, and the updates."""
   params = train_state.trained(state.params, trainable_rules)
   # Optax relies on promotion, although a model may be written to do without.
   with jax.numpy_dtype_promotion('standard'):
@@ -111,9 +107,8 @@ def update(
 def checked(after: TrainState, before: TrainState) -> TrainState:
   """Returns the state after a step, after a check of its shapes and types."""
   after = train_state.strongly_typed(after)
-  if wrong := train_state.differences(
-    after, before, 'the step returns', 'it got'
-  ):
+  wrong = train_state.differences(after, before, 'the step returns', 'it got')
+  if wrong:
     raise ValueError(
       'The state after a step must have the shapes and types of the state'
       ' before it. loss_fn returns the model state; the optimizer makes the'
@@ -141,7 +136,6 @@ def guard_step(
   """
   # The square of a float16 is infinite from 256 on.
   wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x
-  # The step's scalars usually contain the norm, and XLA computes it only once.
   # Gradients of several types need promotion.
   with jax.numpy_dtype_promotion('standard'):
     norm = optax.tree.norm(jax.tree.map(wide, grads))
@@ -165,10 +159,8 @@ def guard_step(
 
 def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
   """Warns if the shapes of a batch are not those of the trace before."""
-  lines = before and train_state.differences(
-    batch, before, 'now', 'before', 'batch'
-  )
-  if lines:
+  differ = functools.partial(train_state.differences, batch, before)
+  if before and (lines := differ('now', 'before', 'batch')):
     text = 'train_input gave a batch of another shape or type, for which the'
     text += ' step is compiled again. Pad its batches to one shape, or to few.'
     logging.warning('%s\n%s', text, '\n'.join(lines))

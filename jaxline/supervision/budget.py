@@ -38,10 +38,8 @@ class Budget(periodic.Action):
   def check(self, step: int, agreed: Callable[[bool], bool]) -> None:
     """Raises StopTraining if the time is over.
 
-    Args:
-      step: the number of steps done.
-      agreed: maps whether it is over, by the clock of each process, to whether
-        all of them stop now.
+    `agreed` maps whether it is over, by the clock of each process, to whether
+    all of them stop now.
     """
     if self._max is None:
       return

@@ -2,7 +2,6 @@
 
 import collections
 from collections.abc import Mapping
-import functools
 import re
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxline import errors
+from jaxline import partitioning
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
@@ -48,11 +48,11 @@ class Guard(periodic.Action):
     max_nonfinite_steps: int,
     steps_late: int = 1,
   ):
-    """Takes two keys of the config; `steps_late` steps may be in flight."""
     self._mode = on_nonfinite or experiment.on_nonfinite
     self._has_flag = experiment.FLAGS_NONFINITE
-    flagging = ('skip', 'raise') if self._has_flag else ('skip',)
-    self._needs_flag = self._mode in flagging
+    self._needs_flag = self._mode == 'skip' or (
+      self._mode == 'raise' and self._has_flag
+    )
     self._class_name = experiment.__class__.__name__
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
@@ -63,12 +63,7 @@ class Guard(periodic.Action):
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
-    """Takes the scalars of a step, and judges an earlier step.
-
-    Raises:
-      NonfiniteError: that step was not finite.
-      UsageError: the step does not return the flag that it needs.
-    """
+    """Takes the scalars of a step, and judges an earlier step."""
     if self._mode == 'ignore':
       return
     scalars: Any = {} if scalar_outputs is None else scalar_outputs
@@ -101,7 +96,7 @@ class Guard(periodic.Action):
     while self._steps:
       self._judge_oldest()
 
-  wait_to_finish = wait  # As a periodic action.
+  wait_to_finish = wait
 
   def _judge_oldest(self) -> None:
     step, scalars, flag = self._steps.popleft()
@@ -134,11 +129,9 @@ class Guard(periodic.Action):
     what += f': {shown or "no scalar shows it; log optax.tree.norm(grads)"}.'
     if self._mode == 'warn':
       self._warned.update(bad or [NONFINITE])
-      logging.warning(
-        '%s Training continues, and does not warn of these again;'
-        " config.on_nonfinite = 'raise' would end it.",
-        what,
-      )
+      text = '%s Training continues, and does not warn of these again;'
+      text += " config.on_nonfinite = 'raise' would end it."
+      logging.warning(text, what)
       return
     self._steps.clear()  # Steps after a nonfinite one say nothing new.
     raise NonfiniteError(
@@ -153,9 +146,8 @@ class Guard(periodic.Action):
 
 def _leaves(scalars: Any) -> dict[str, Any]:
   """Returns path -> value of a mapping whose values may be nested."""
-  keystr = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
-  leaves = jax.tree_util.tree_leaves_with_path(dict(scalars))
-  return {keystr(path): x for path, x in leaves}
+  leaves = jax.tree.leaves_with_path(dict(scalars))
+  return {partitioning.name_of(path): x for path, x in leaves}
 
 
 def _judged(scalars: Any) -> dict[Any, Any]:

@@ -23,8 +23,7 @@ from jaxline.storage import spool
 class Profiler(periodic.Action):
   """A periodic action that traces steps, if the run has a directory.
 
-  A trace starts and stops between steps; training waits while it is written.
-  `say` gets its path and how to open it.
+  Training waits while a trace is written. `say` gets its path.
   """
 
   def __init__(
