@@ -3,10 +3,8 @@
 A model names the axes of its weights where it creates them
 (`Logical(value, ('embed', 'mlp'))`) and of its activations where it matters
 (`constrain(x, ('batch', 'length', 'embed'))`). `Rules` map those names to axes
-of the mesh, so that a config value selects the strategy and the model does not
-change. `AXIS_NAMES` are the valid names.
-
-After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
+of the mesh, as in T5X, Flax and Pax, so that a config value selects the
+strategy and the model does not change. `AXIS_NAMES` are the valid names.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,8 +110,8 @@ _PAX = dataclasses.replace(_TENSOR, embed=('data',), activation_embed=('mdl',))
 PRESETS = {
   # Data parallel: every device holds the whole state.
   'ddp': Rules(),
-  # Fully sharded data parallel (ZeRO-3): each weight, and with it its
-  # gradient and optimizer state, is split along its `embed` dimension.
+  # Fully sharded data parallel (ZeRO-3): each weight, its gradient and its
+  # optimizer state are split along the `embed` dimension.
   'fsdp': Rules(embed=('data',)),
   # Tensor parallel (Megatron): heads, hidden width and vocabulary are split.
   'tp': _TENSOR,
@@ -212,8 +210,8 @@ class Partitioner:
     """The index of this process among those that read rows, and their number.
 
     Processes that hold the same rows, such as those that share a
-    tensor-parallel weight, count as one. For devices of another machine it is
-    (0, 1): this process then reads all rows.
+    tensor-parallel weight, count as one. For devices of another machine this
+    process reads all rows.
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
@@ -260,10 +258,8 @@ class Partitioner:
   def specs(self, tree: Any) -> Any:
     """Returns a `PartitionSpec` for each array of a tree of weights.
 
-    Args:
-      tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. Of the
-        others, which have no names, those of `MIN_SPLIT` elements or more are
-        split as `embed` is, along the largest axis that divides (not layers').
+    Of those that are in no `Logical`, those of `MIN_SPLIT` elements or more are
+    split as `embed` is, along the largest axis that divides (not layers').
     """
 
     def spec_of(path: Any, x: Any) -> P:
@@ -301,14 +297,12 @@ class Partitioner:
     others are replicated: counters, and factors of a weight as in Adafactor.
     """
     specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
-    shapes = {
-      path: x.shape for path, x in jax.tree.leaves_with_path(unbox(weights))
-    }
+    arrays = dict(jax.tree.leaves_with_path(unbox(weights)))
 
     def spec_of(path: tuple[Any, ...], x: Any) -> P:
       for start in range(len(path) + 1):  # The longest end comes first.
         if (end := path[start:]) in specs:
-          return specs[end] if x.shape == shapes[end] else P()
+          return specs[end] if x.shape == arrays[end].shape else P()
       return P()
 
     return jax.tree.map_with_path(spec_of, tree)

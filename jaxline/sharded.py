@@ -54,9 +54,6 @@ class ShardedExperiment(experiment.FullExperiment):
   and passes it on. A model that continues text has one more method,
   `decode(prompts, rng)`, whose compiled functions are wrapped in `in_mesh`.
 
-  `step` and `evaluate` get scalars, without an axis of devices: the step, and
-  the key of the run, from which the programs derive the key of each batch.
-
   Attributes:
     on_nonfinite: what the step does if its loss or gradients are not finite:
       `config.on_nonfinite`, or the class's own value if that is None.
@@ -92,12 +89,8 @@ class ShardedExperiment(experiment.FullExperiment):
   ):
     """Makes the mesh; the state, the programs and the inputs are made later.
 
-    Args:
-      mode: as for `AbstractExperiment`.
-      init_rng: the key that `init_fn` gets.
-      run_config: the config of the run; None is the base config.
-      sharding: in place of `run_config.sharding`.
-      mesh: in place of `run_config.mesh`.
+    `sharding` and `mesh` replace those of `run_config`, the config of the run;
+    None is the base config.
     """
     self.mode, self.run_config = mode, run_config
     config = base_config.get_base_config() if run_config is None else run_config
@@ -138,7 +131,7 @@ class ShardedExperiment(experiment.FullExperiment):
       batch: global arrays [B, ...]. The entry `weights` is the input's own,
         [B, ...], or ones, [B]; padding rows of an evaluation have weight 0.
       rng: a key of this batch, or microbatch, alone.
-      is_training: True in training, False in evaluation.
+      is_training: False in an evaluation.
 
     Returns:
       A scalar to minimise; name -> `metrics.Mean`, in which an example counts
@@ -154,22 +147,20 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns an endless input: anything that `iterable.as_input` takes.
 
     Each process reads its own rows of every global batch, as numpy arrays that
-    do not change afterwards. Checkpoints hold the position of a `BaseInput`,
-    and of an iterator with `get_state` and `set_state`.
-
-    It may take `shard`, a `base.Shard`: the rows that this process reads. It
-    must if processes hold the same rows of a batch.
+    do not change afterwards: those of the `base.Shard` that it may take as
+    `shard`, and must if processes hold the same rows. Checkpoints hold the
+    position of a `BaseInput`, and of an iterator with `get_state` and
+    `set_state`.
     """
 
   @abc.abstractmethod
   def eval_input(self) -> Iterable[Batch] | Mapping[str, Iterable[Batch]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
 
-    It may take `shard`, as `train_input` does. Several evaluation sets are a
-    mapping name -> batches; their metrics are named `<set>/<metric>`.
-
-    Called once per evaluation; or once in all if every set is a `BaseInput`
-    with `reset_for_eval=False`, which continues where it stopped.
+    It may take `shard`. The metrics of a set in a mapping name -> batches are
+    named `<set>/<metric>`. Called once per evaluation; or once in all if every
+    set is a `BaseInput` with `reset_for_eval=False`, which continues where it
+    stopped.
     """
 
   def step_scalars(
@@ -437,12 +428,7 @@ class ShardedExperiment(experiment.FullExperiment):
     self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state onto this mesh and, in training, the position.
-
-    Raises:
-      ValueError: the checkpoint's weights are not this model's, or the input
-        cannot be set to its position; then nothing was changed.
-    """
+    """Restores the state onto this mesh and, in training, the position."""
     saved, is_training = snapshot_state['state'], self.mode == 'train'
     if wrong := train_state.differences(
       saved, self.abstract_state(), 'it has', 'the model expects', 'state'

@@ -1,9 +1,7 @@
 """Ends a run that hangs, and prints where it hangs.
 
-A run that waits for ever (for another process, a disk, a lock) costs as much as
-one that trains. One thread watches one counter, the signs of life. If it stands
-still for too long, the thread prints the stacks of all threads and ends the
-process.
+One thread watches one counter, the signs of life. If it stands still for too
+long, the thread prints the stacks of all threads and ends the process.
 """
 
 from collections.abc import Iterator
@@ -21,16 +19,14 @@ from typing import Any
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70
 
-# How long the report may take, in seconds: it may hang at a pipe that nobody
-# reads, or at the disk of the log or the source code.
+# How long the report may take, in seconds: it may hang at a pipe or a disk.
 _REPORT_SECS = 10.0
 # The longest time between two looks at the counter, in seconds.
 _TICK_SECS = 1.0
 # A thread inside of these modules waits for a human.
 _DEBUGGERS = ('pdb', 'bdb')
 
-# Whether the limit of the newest run also applies to the end of the process: a
-# thread that is no daemon, or a function of `atexit`, may hang there.
+# Whether the limit of the newest run also applies to the end of the process.
 covers_exit = False
 
 _signs = 0
@@ -65,7 +61,7 @@ def limit(secs: float | None) -> Iterator[None]:
   give_sign_of_life()
   _secs, _num_runs = secs, _num_runs + 1
   _arm()  # The ticker may never get the interpreter's lock.
-  if _ticker is None or not _ticker.is_alive():  # As in a forked process.
+  if _ticker is None:
     _ticker = threading.Thread(target=_tick, name='watchdog', daemon=True)
     _ticker.start()
   try:
@@ -137,25 +133,3 @@ def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
       stack = traceback.format_exception(error)
       text += f'\nThread {names.get(ident, ident)!r} had:\n{"".join(stack)}'
   os.write(2, text.encode())  # The run may hang at the lock of sys.stderr.
-
-
-def _before_fork() -> None:
-  # The forked process would have the timer without its thread, for which it
-  # would wait at its end. The next tick winds up the timer.
-  _backstop.acquire()
-  if _num_runs:
-    faulthandler.cancel_dump_traceback_later()
-
-
-def _in_child() -> None:
-  global _num_runs
-  _num_runs = 0  # The parent watches over its run.
-  _backstop.release()
-
-
-if hasattr(os, 'register_at_fork'):  # Windows does not fork.
-  os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_backstop.release,
-    after_in_child=_in_child,
-  )

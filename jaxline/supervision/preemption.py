@@ -28,23 +28,22 @@ EXIT_CODE = 75
 SIGINT_EXIT_CODE = 130
 
 # The signals that can end a run, by name: no fault and no job control raises
-# them, nor do the system or Python need them. A system may lack some.
+# them, nor do the system or Python need them. macOS lacks one.
 _NAMES = (
   *('SIGTERM', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGQUIT', 'SIGALRM'),
   *('SIGVTALRM', 'SIGPROF', 'SIGXCPU', 'SIGIO', 'SIGPWR'),
 )
 SIGNALS = {x.name: x for x in signal.Signals if x.name in _NAMES}
-_USUAL = [signal.SIGINT, signal.SIGTERM]
-# A closed terminal and Slurm's --signal send these. Windows has neither.
-_OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
+_USUAL = (signal.SIGINT, signal.SIGTERM)
+# A closed terminal and Slurm's --signal send these.
+_OTHERS = (signal.SIGHUP, signal.SIGUSR1)
 
 # Packages whose handlers a run may replace. In an event loop or a notebook, a
 # run is interrupted like a program.
 _REPLACED = ('_signal', 'asyncio', 'ipykernel', 'jaxline')
 
-# JAX's notice names the number to leave at: one more than the largest that a
-# host has asked with, and 1 before training. A run that resumes at step 500
-# would never ask with 1, so `reached` counts its calls and not the steps.
+# JAX's notice names the number to leave at, which is 1 before training. A run
+# that resumes at step 500 would never ask with 1: `reached` counts its calls.
 _calls = itertools.count(1)
 
 _active: Watch | None = None
@@ -54,7 +53,6 @@ class Preempted(SystemExit):
   """Ends the process with an exit code; this is no error of the run.
 
   Attributes:
-    code: EXIT_CODE, which is 0 when the run is over, or SIGINT_EXIT_CODE.
     is_joint: whether all processes of the run leave after the same step.
     is_over: whether nothing of the run is left to do.
   """
@@ -71,7 +69,6 @@ class Watch:
 
   The first signal decides the exit code. The first SIGINT restores the default
   handler, so that the second one ends the process at once, also in C code.
-  Ignored signals stay ignored, and a program's own handler keeps its signal.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
   agree on the step after which they leave; the other signals send it. A notice
@@ -130,10 +127,7 @@ class Watch:
     self._act()
 
   def reached(self, step: int) -> bool:
-    """Returns whether to save and leave now; takes microseconds.
-
-    It is the same on all hosts, if each asks once after each step.
-    """
+    """Returns whether to save and leave now: the same on all hosts."""
     self._step = step
     if not self._is_shared:
       return self._notice is not None
@@ -245,5 +239,4 @@ def _in_child() -> None:
         signal.signal(signum, lambda n, unused: signal.signal(n, default))
 
 
-if hasattr(os, 'register_at_fork'):
-  os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)
