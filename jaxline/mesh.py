@@ -8,7 +8,6 @@ across slices (`dcn`).
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
-import dataclasses
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -62,36 +61,44 @@ def on_devices(devices: Any) -> Iterator[None]:
     _on_devices.reset(token)
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshShape:
-  """Sizes for each of `MESH_AXES`: within a slice, and across slices."""
+def make(
+  sizes: Mapping[str, Any] | None, devices: Sequence[Any] | None = None
+) -> tuple[Mesh, list[int]]:
+  """Returns a mesh, and the slice of each device of the flattened mesh.
 
-  ici: tuple[int, ...]
-  dcn: tuple[int, ...]
-
-  @property
-  def sizes(self) -> dict[str, int]:
-    """Mesh axis -> size, over all slices."""
-    pairs = zip(self.ici, self.dcn, strict=True)
-    return {axis: i * d for axis, (i, d) in zip(MESH_AXES, pairs, strict=True)}
-
-  @property
-  def slices(self) -> list[int]:
-    """The slice of each device, in the order of the flattened mesh."""
-    slices = np.arange(math.prod(self.dcn)).reshape(self.dcn)
-    return np.kron(slices, np.ones(self.ici, int)).ravel().tolist()
-
-
-def current_devices(sizes: Mapping[str, Any] | None = None) -> Sequence[Any]:
-  """Returns the devices of `on_devices`, or all devices of all hosts."""
-  found = _on_devices.get()
-  return found(sizes) if callable(found) else found or jax.devices()
+  Args:
+    sizes: as for `mesh_shape`.
+    devices: by default those of `on_devices`, or all devices of all hosts.
+  """
+  if devices is None:
+    found = _on_devices.get()
+    devices = found(sizes) if callable(found) else found or jax.devices()
+  ici, dcn = mesh_shape(sizes, devices)
+  num_slices = math.prod(dcn)
+  slices = np.arange(num_slices).reshape(dcn)
+  slices = np.kron(slices, np.ones(ici, int))
+  axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+  if isinstance(devices[0], AbstractDevice):
+    # It has only sizes: no array can be put there.
+    abstract: Any = jax.sharding.AbstractMesh
+    mesh = abstract(slices.shape, MESH_AXES, axis_types=axis_types)
+    return mesh, slices.ravel().tolist()
+  # `jax.make_mesh` refuses several slices, and on most chips does not split a
+  # physical axis of a torus, which then could not serve two axes of the mesh.
+  # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
+  ordered = np.empty(slices.shape, object)
+  for i, part in enumerate(_slices(devices, num_slices)):
+    ordered[slices == i] = mesh_utils.create_device_mesh(
+      ici, part, allow_split_physical_axes=True
+    ).ravel()
+  mesh = Mesh(ordered, MESH_AXES, axis_types=axis_types)
+  return mesh, slices.ravel().tolist()
 
 
 def mesh_shape(
   sizes: Mapping[str, Any] | None, devices: Sequence[Any]
-) -> MeshShape:
-  """Returns the sizes of a mesh of these devices.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the sizes for each of `MESH_AXES`, within slices and across.
 
   Args:
     sizes: as `config.mesh`; or only the sizes within a slice, by axis. By
@@ -105,31 +112,10 @@ def mesh_shape(
   asked = math.prod(size for size in dcn.values() if size != -1)
   num_slices = len(_slices(devices, asked))
   per_slice = len(devices) // num_slices
-  across = _fill(
-    dcn, num_slices, 'mesh.dcn', f'slices (of {per_slice} devices each)'
-  )
+  what = f'slices (of {per_slice} devices each)'
+  across = _fill(dcn, num_slices, 'mesh.dcn', what)
   what = 'devices' if num_slices == 1 else 'devices in a slice'
-  return MeshShape(_fill(ici, per_slice, 'mesh.ici', what), across)
-
-
-def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-  """Returns a mesh in a good order for the devices' network."""
-  sizes = tuple(shape.sizes.values())
-  axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-  if isinstance(devices[0], AbstractDevice):
-    # It has only sizes: no array can be put there.
-    make: Any = jax.sharding.AbstractMesh
-    return make(sizes, MESH_AXES, axis_types=axis_types)
-  # `jax.make_mesh` refuses several slices, and on most chips does not split a
-  # physical axis of a torus, which then could not serve two axes of the mesh.
-  # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
-  where = np.reshape(shape.slices, sizes)
-  ordered = np.empty(sizes, object)
-  for i, part in enumerate(_slices(devices, math.prod(shape.dcn))):
-    ordered[where == i] = mesh_utils.create_device_mesh(
-      shape.ici, part, allow_split_physical_axes=True
-    ).ravel()
-  return Mesh(ordered, MESH_AXES, axis_types=axis_types)
+  return _fill(ici, per_slice, 'mesh.ici', what), across
 
 
 def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:

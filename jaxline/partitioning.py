@@ -165,7 +165,7 @@ class Partitioner:
 
   mesh: mesh_lib.Mesh
   rules: Rules
-  shape: mesh_lib.MeshShape
+  slices: Sequence[int]  # Of the devices of the flattened mesh.
 
   @classmethod
   def make(
@@ -174,14 +174,9 @@ class Partitioner:
     sharding: str,
     changes: Mapping[str, Any] | None = None,
   ) -> 'Partitioner':
-    """Makes a mesh and rules: see `mesh.mesh_shape` and `get_rules`.
-
-    It uses the devices of `mesh.on_devices`, by default those of all hosts.
-    """
-    devices = mesh_lib.current_devices(sizes)
-    shape = mesh_lib.mesh_shape(sizes, devices)
-    mesh = mesh_lib.build_mesh(shape, devices)
-    made = cls(mesh, get_rules(sharding, changes), shape)
+    """Makes a mesh and rules: see `mesh.make` and `get_rules`."""
+    mesh, slices = mesh_lib.make(sizes)
+    made = cls(mesh, get_rules(sharding, changes), slices)
     if idle := made.idle_axes():
       text = 'The sharding does not use the mesh along %s: all devices along it'
       logging.warning(f'{text} compute the same.', idle)

@@ -82,7 +82,7 @@ def make_report(
     experiment = _build(experiment_class, config)
     partitioner = experiment.partitioner
     target = dataclasses.replace(
-      target, num_slices=len(set(partitioner.shape.slices))
+      target, num_slices=len(set(partitioner.slices))
     )
     steps = list(_steps(experiment, notes))
     notes += [
@@ -237,7 +237,7 @@ def _compile(
     return program
   module = hlo.parse(text)
   partitioner = experiment.partitioner
-  slices = partitioner.shape.slices
+  slices = partitioner.slices
   measures = measure.measure(module, partitioner.axis_sizes, slices)
   return dataclasses.replace(
     program,
