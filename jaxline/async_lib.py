@@ -22,8 +22,7 @@ from jaxline import watchdog
 
 T = TypeVar('T')
 
-# How long a closed py_prefetch waits for its thread, in seconds. Only an
-# iterable that blocks in its own __next__ takes that long.
+# How long a closed py_prefetch waits for its thread, in seconds.
 _JOIN_SECONDS = 5.0
 
 
@@ -51,10 +50,9 @@ _FAIL_SECS = 0.1
 class SerialExecutor:
   """Runs calls in order on one background thread.
 
-  Every use after an error raises the first one, with its traceback from the
-  thread; without a later use, the error is logged at the end. What is queued
-  at the end of the process is still run, also by a call of the end: an executor
-  of `concurrent.futures` refuses that.
+  Every use after an error raises the first one; without a later use, it is
+  logged at the end. What is queued at the end of the process is still run, also
+  by a call at the end, which `concurrent.futures` refuses.
 
   Attributes:
     error: the first error of a call; None as long as there is none.
@@ -142,9 +140,8 @@ class SerialExecutor:
   def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
     """Queues what `wait` waits for, and returns the function that waits.
 
-    That returns the result of the last call. It raises the error of any of
-    them, but not that of a later call. Any thread may call it. On the
-    executor's own thread the calls run at once: a wait would not end.
+    That returns the result of the last call, and raises no error of a later
+    one. On the executor's own thread the calls run at once.
     """
     results: list[Any] = [None]
     error: futures.Future[BaseException | None] = futures.Future()
@@ -261,17 +258,14 @@ def py_prefetch(
 
   Args:
     iterable_function: called once, on the thread, and returns the iterable.
-      (TensorFlow's graphs, for one, belong to the thread that made them.)
     buffer_size: how many elements to hold at most: one that the thread waits to
       pass on, and the others in the queue.
     thread_name: name of the thread.
     depth_of: returns, of the first element, how many to hold instead if that is
-      more. The thread is woken when half of them are used and reads the others
-      in one go: to wake it for each element costs the caller more than a small
-      element does.
-    stall_secs: `on_stall` is called, on the waiting thread, when it has waited
-      that long for an element; None never calls it.
-    on_stall: see `stall_secs`.
+      more. The thread is woken when half of them are used: to wake it for each
+      element costs the caller more than a small element does.
+    stall_secs: how long to wait for an element before `on_stall` is called.
+    on_stall: is called on the waiting thread.
   """
   if buffer_size <= 1:
     raise ValueError(
@@ -282,7 +276,7 @@ def py_prefetch(
 
   def read() -> Generator[T, None, None]:
     # SimpleQueues: the garbage collector may close this generator inside of
-    # their methods. A bounded Queue is also ten times as slow.
+    # their methods.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # How many more elements may be put.
     room: queue.SimpleQueue[int] = queue.SimpleQueue()

@@ -43,9 +43,7 @@ class Settings:
 
 
 settings = Settings()
-
-# One debugger at a time: two would share one terminal.
-_debugger_lock = threading.Lock()
+_debugger_lock = threading.Lock()  # Two would share one terminal.
 
 
 def kwargs_only(f: F) -> F:

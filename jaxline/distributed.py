@@ -37,7 +37,7 @@ _CONNECT_SECS = int(os.environ.get('JAX_INITIALIZATION_TIMEOUT', '300'))
 _HEARTBEAT_SECS = int(os.environ.get('JAX_HEARTBEAT_TIMEOUT_SECONDS', '100'))
 
 
-def _check(source: str, value: Mapping[str, Any]) -> None:
+def _check(source: str, value: Mapping[str, Any]) -> bool:
   errors.check_names(value, VARIABLES, 'key', source)
   coordinator, count, process = (value.get(key) for key in VARIABLES)
   if not (
@@ -51,19 +51,14 @@ def _check(source: str, value: Mapping[str, Any]) -> None:
       ' num_processes, and a process_id from 0 to num_processes - 1, which'
       ' differs in each process.'
     )
-
-
-def _is_valid(value: Any) -> bool:
-  if isinstance(value, MAPPINGS):
-    _check('config.distributed', value)
-    return True
-  return value in MODES
+  return True
 
 
 KEYS = (
   Key('distributed', 'auto', Check(
         f'one of {MODES}, or a dict with the keys {tuple(VARIABLES)}',
-        _is_valid, object),
+        lambda x: x in MODES or (
+          isinstance(x, MAPPINGS) and _check('config.distributed', x)), object),
       'How several processes connect. `auto`: by a cluster that JAX knows or'
       " the launcher's variables; without either, this is one process. `off`:"
       ' this is one process. See docs/reference/launching.md.'),
@@ -154,7 +149,6 @@ def _found() -> dict[str, Any] | None:
 
 
 def _cluster() -> type[clusters.ClusterEnv] | None:
-  """Returns the first cluster that JAX detects."""
   # JAX's own loop also accepts a pod that belongs to no job (a notebook), and a
   # TPU VM whose TPU is not to be used.
   platforms = jax.config.jax_platforms or 'tpu'  # type: ignore[attr-defined]

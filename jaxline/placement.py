@@ -43,11 +43,9 @@ def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
 def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
   """Makes the global batch from the part of each process.
 
-  Args:
-    batch: a pytree of numpy arrays [B / hosts, ...], the rows of
-      `partitioner.host`. A CPU device may borrow their memory, so they must not
-      change. A batch that has its sharding already is returned.
-    partitioner: splits the global arrays [B, ...] along the first dimension.
+  It is a tree of numpy arrays [B / hosts, ...], the rows of `partitioner.host`,
+  or has its sharding already. A CPU device may borrow the memory of the arrays,
+  so they must not change.
   """
   sharding = partitioner.batch_sharding
   leaves = jax.tree.leaves(batch)

@@ -88,17 +88,11 @@ def specialize_rng_host_device(
   axis_name: str,
   mode: str = 'unique_host_unique_device',
 ) -> jax.Array:
-  """Makes a key specific to the host and device, where the mode says so.
+  """Folds into a key the host, then the device, as the mode says.
 
-  The key is `fold_in(rng, host_id)`, then `fold_in` of the device's index on
-  the axis. To be called inside `jax.pmap`.
-
-  Args:
-    rng: one key, uint32 (`PRNGKey`) or typed (`jax.random.key`).
-    host_id: this host's id, of `host_id_devices_for_rng`. With a Python int,
-      each host would compile another program.
-    axis_name: name of the mapped axis over the devices.
-    mode: a value of DistributedRNGMode.
+  To be called inside `jax.pmap` over `axis_name`. `host_id` is that of
+  `host_id_devices_for_rng`: with a Python int, each host would compile another
+  program.
   """
   parsed = DistributedRNGMode(mode)
   if parsed.unique_host:
@@ -112,18 +106,17 @@ class DeviceStepKeys:
   """The step number and the random keys of each step, for each local device.
 
   Each step has `step_key, state_key = split(state_key)`, and the step's key is
-  made specific to the host and the device as the mode says. JAXline does this
-  with one `pmap` per step, which costs more than an empty training step. Here
-  one program computes a block of steps, each value in its own buffer (which
-  a step may donate). The values do not depend on the length of the block.
+  made specific to the host and the device as the mode says. JAXline's `pmap`
+  for each step costs more than an empty training step. Here one program
+  computes a block of steps, each value in its own buffer, which a step may
+  donate.
   """
 
   def __init__(self, mode: str, *, block: int = 16):
     host_ids = host_id_devices_for_rng(mode)
     sharding = devices.local_sharding()
     num_devices = sharding.num_devices
-    # The index of each local device on the axis of a pmap, over all hosts. Not
-    # by jax.lax.axis_index, because the program is one of this host only.
+    # On the axis of a pmap over all hosts: the program is of this host only.
     first_index = jax.local_devices()[0].process_index * num_devices
     indices = np.arange(first_index, first_index + num_devices, dtype=np.int32)
     self._sharding = sharding
@@ -149,16 +142,10 @@ class DeviceStepKeys:
   def __call__(
     self, global_step: int, state_key: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what a step needs, and the state key of the next step.
+    """Returns the step, [local devices] int32, its keys, the next state key.
 
-    Args:
-      global_step: the step to run.
-      state_key: [local devices, ...] keys, uint32 or typed. It is cheap if both
-        arguments continue the last call.
-
-    Returns:
-      [local devices] int32, the step; [local devices, ...], the step's keys;
-      [local devices, ...], the next state key.
+    The keys are [local devices, ...], uint32 or typed. It is cheap if both
+    arguments continue the last call.
     """
     if state_key is not self._next_key or global_step != self._next_step:
       steps = np.full([self._sharding.num_devices], global_step, np.int32)
@@ -181,8 +168,6 @@ class DeviceStepKeys:
 def _derive_block(
   block: int, steps: jax.Array, state_keys: jax.Array, specifics: Any
 ) -> tuple[list[tuple[jax.Array, ...]], jax.Array]:
-  """Derives a block of steps on one device; its arrays have one row each."""
-
   def derive(state_key: jax.Array, _: None) -> Any:
     step_key, state_key = jax.random.split(state_key)
     return state_key, (step_key, state_key)

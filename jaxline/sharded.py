@@ -217,18 +217,30 @@ class ShardedExperiment(experiment.FullExperiment):
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
       grads, self.trained(self.layout.shardings.params)
     )
+    # A gradient that is only dropped later could still take memory.
+    params = self.trained(state.params)
     loss, metrics, model_state, grads = accumulate.gradients(
       loss_fn,
-      # A gradient that is only dropped later could still take memory.
-      self.trained(state.params),
+      params,
       state.model_state,
       batch,
       jax.random.fold_in(rng, state.step),
       self.accumulation_steps,
       place_grads,
     )
-    after, updates = step_lib.update(
-      self._optimizer, state, grads, model_state, self.trainable_rules
+    # Optax relies on promotion, although a model may be written to do without.
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = self._optimizer.update(
+        grads, state.opt_state, params
+      )
+    after = dataclasses.replace(
+      state,
+      step=state.step + 1,
+      params=train_state.with_frozen(
+        optax.apply_updates(params, updates), state.params
+      ),
+      model_state=model_state,
+      opt_state=opt_state,
     )
     scalars = metrics_lib.compute(metrics)
     scalars |= self.step_scalars(state, grads, updates)
@@ -248,10 +260,17 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
-    """`train_step.eval_step` as one program, without its `loss_fn`."""
+    """The program `(state, batch, rng, place) -> metrics` of an evaluation.
 
-    def evaluation(*args: Any) -> Any:
-      return step_lib.eval_step(self.loss_fn, *args)
+    `place`, [2] uint32, is the numbers of the set and of the batch, which are
+    folded into the key of evaluation. The state needs no `opt_state`.
+    """
+
+    def evaluation(state: Any, batch: Batch, rng: Any, place: Any) -> Any:
+      for number in place:
+        rng = jax.random.fold_in(rng, number)
+      args = state.params, state.model_state, batch, rng
+      return dict(self.loss_fn(*args, False)[1])
 
     return jax.jit(
       self.in_mesh(evaluation), out_shardings=self.partitioner.replicated

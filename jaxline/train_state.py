@@ -64,8 +64,7 @@ def init_state(
 def strongly_typed(tree: Any) -> Any:
   """Replaces the weak types of Python numbers by strong ones.
 
-  The first step would turn a weak type into a strong one, and the second step
-  would then be compiled again.
+  The first step would do so, and the second step would be compiled again.
   """
   return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
 
@@ -188,12 +187,10 @@ def average_weights(
 
 
 def averaged_weights(state: TrainState) -> Any:
-  """Returns the average of the weights if the state has one, else the weights.
-
-  Before its first step, a run may have only the weights of another run.
-  """
+  """Returns the average of the weights; the weights if the state has none."""
   params, model_state = state.params, state.model_state
   has_average = isinstance(model_state, Mapping) and EMA in model_state
+  # Before its first step, a run may have only the weights of another run.
   if not has_average or int(state.step) == 0:
     return params
   return jax.tree.map(

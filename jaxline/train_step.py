@@ -1,10 +1,10 @@
-"""The parts of a training step and of an evaluation step, as pure functions.
+"""The parts of a training step, as pure functions, and the evaluation's sums.
 
 `sharded.ShardedExperiment._pure_step` puts them together: gradients, update,
 select if finite.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 import copy
 import dataclasses
 import functools
@@ -84,26 +84,6 @@ def gradients(
   return loss, metrics, new, grads
 
 
-def update(
-  optimizer: optax.GradientTransformation,
-  state: TrainState,
-  grads: Any,
-  model_state: Any,
-  trainable_rules: str | Sequence[str] | None = None,
-) -> tuple[TrainState, Any]:
-  """Returns the state after an update of the weights, and the updates."""
-  params = train_state.trained(state.params, trainable_rules)
-  # Optax relies on promotion, although a model may be written to do without.
-  with jax.numpy_dtype_promotion('standard'):
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
-  params = train_state.with_frozen(
-    optax.apply_updates(params, updates), state.params
-  )
-  step, skipped = state.step + 1, state.skipped
-  after = TrainState(step, params, model_state, opt_state, skipped)
-  return after, updates
-
-
 def checked(after: TrainState, before: TrainState) -> TrainState:
   """Returns the state after a step, after a check of its shapes and types."""
   after = train_state.strongly_typed(after)
@@ -164,24 +144,6 @@ def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
     text = 'train_input gave a batch of another shape or type, for which the'
     text += ' step is compiled again. Pad its batches to one shape, or to few.'
     logging.warning('%s\n%s', text, '\n'.join(lines))
-
-
-def eval_step(
-  loss_fn: LossFn,
-  state: TrainState,
-  batch: Batch,
-  rng: jax.Array,
-  place: jax.Array,
-) -> dict[str, metrics_lib.Mean]:
-  """Returns the metrics of one batch of an evaluation.
-
-  `place`, [2] uint32, is the numbers of the set and of the batch, which are
-  folded into the key of evaluation. The state needs no `opt_state`.
-  """
-  for number in place:
-    rng = jax.random.fold_in(rng, number)
-  _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
-  return dict(metrics)
 
 
 def mean_metrics(
