@@ -27,7 +27,7 @@ _JOIN_SECONDS = 5.0
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-  """Returns a readable name of any callable, for threads and messages."""
+  """Returns a name of any callable, for threads and messages."""
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
@@ -89,9 +89,8 @@ class SerialExecutor:
     """Queues a call without arguments, which an earlier error does not stop."""
     if not self._thread.is_alive():
       raise RuntimeError(
-        f'The thread {self._name} does not run any more, or not in this forked'
-        ' process. Make the call before the process ends; in a forked process,'
-        ' make a new object.'
+        f'The thread {self._name} does not run any more: call it before the'
+        ' process ends; in a forked process, make a new object.'
       )
     self._calls.put(functools.partial(self.run, call))
 
@@ -177,7 +176,6 @@ def _register_at_exit() -> None:
 
 
 def _end_all() -> None:
-  """Closes what reads ahead, runs what is queued, then ends all executors."""
   for reader in list(_readers):
     with contextlib.suppress(ValueError):  # Another thread is in it.
       reader.close()
@@ -253,8 +251,7 @@ def py_prefetch(
 
   The thread starts with the first element asked for. Closing the generator,
   dropping the last reference to it, or the end of the process stops the thread
-  and closes the iterable's iterator. An error of the iterable is raised after
-  the elements before it, with the traceback it had on the thread.
+  and closes the iterator. An error is raised after the elements before it.
 
   Args:
     iterable_function: called once, on the thread, and returns the iterable.
@@ -262,27 +259,21 @@ def py_prefetch(
       pass on, and the others in the queue.
     thread_name: name of the thread.
     depth_of: returns, of the first element, how many to hold instead if that is
-      more. The thread is woken when half of them are used: to wake it for each
-      element costs the caller more than a small element does.
+      more. The thread is woken when half of them are used.
     stall_secs: how long to wait for an element before `on_stall` is called.
     on_stall: is called on the waiting thread.
   """
   if buffer_size <= 1:
-    raise ValueError(
-      f'Got buffer_size={buffer_size} to read ahead, expected at least 2: one '
-      'element in use and one read ahead.'
-    )
+    raise ValueError(f'Got buffer_size={buffer_size}; expected at least 2.')
   name = thread_name or f'py_prefetch({function_name(iterable_function)})'
 
   def read() -> Generator[T, None, None]:
     # SimpleQueues: the garbage collector may close this generator inside of
     # their methods.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # How many more elements may be put.
     room: queue.SimpleQueue[int] = queue.SimpleQueue()
-    room.put(buffer_size - 1)
-    # How many elements are used before the thread is told.
-    burst = [1]
+    room.put(buffer_size - 1)  # How many more elements may be put.
+    burst = [1]  # How many elements are used before the thread is told.
     closed = threading.Event()
     unraised: list[BaseException] = []
     end = object()

@@ -29,17 +29,11 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 @dataclasses.dataclass
 class Settings:
-  """The switches, read at each use; jaxline.platform has their flags.
-
-  Attributes:
-    post_mortem: whether to enter pdb where an error was raised.
-    disable_pmap_jit: whether to run op by op.
-    mode: what `train.evaluate` constructs its experiment with by default.
-  """
+  """The switches, read at each use; jaxline.platform has their flags."""
 
   post_mortem: bool = False
   disable_pmap_jit: bool = False
-  mode: str = 'eval'
+  mode: str = 'eval'  # Of the experiment in `train.evaluate`.
 
 
 settings = Settings()
@@ -101,9 +95,8 @@ def evaluate_should_return_dict(f: F) -> F:
 def debugger_fallback(f: F) -> F:
   """Enters pdb where an error was raised, if `settings.post_mortem` is on.
 
-  pdb starts on the thread that raised, once for an error that passes several of
-  these decorators, which then raise it. SystemExit and KeyboardInterrupt do not
-  start pdb.
+  pdb starts on the thread that raised, once for each error, and not for
+  SystemExit and KeyboardInterrupt.
   """
 
   @functools.wraps(f)
@@ -160,16 +153,14 @@ def _op_by_op() -> Iterator[None]:
 def _patch() -> None:
   import chex  # It takes as long to import as jax, and runs rarely need it.
 
-  text = 'pmap and jit are off: every operation runs by itself, which is slow.'
-  logging.warning(text)
+  logging.warning('pmap and jit are off: every operation runs by itself.')
   # `jax.disable_jit` is for one thread.
   was_off = jax.config.values['jax_disable_jit']
   jax.config.update('jax_disable_jit', True)
   _patches.callback(jax.config.update, 'jax_disable_jit', was_off)
   _patches.enter_context(chex.fake_pmap())
-  for name in ('checkpoint', 'remat'):  # It would trace its function.
-    fake = mock.patch.object(jax, name, lambda fun, **unused: fun)
-    _patches.enter_context(fake)
+  fake = lambda fun, **unused: fun  # The real one would trace its function.
+  _patches.enter_context(mock.patch.multiple(jax, checkpoint=fake, remat=fake))
   # There is no public way to wait for each operation. Without it, hundreds are
   # in flight, which can deadlock several CPU devices.
   run = core.EvalTrace.process_primitive

@@ -95,25 +95,22 @@ def rendezvous() -> None:
     if set(got) != {jax.device_count()}:
       raise ValueError(
         f'Rendezvous: the devices of this host counted {got} devices, expected '
-        f'{jax.device_count()}. Did all processes start with the same '
-        'jax.distributed.initialize settings?'
+        f'{jax.device_count()}. Start all processes with the same settings.'
       )
 
 
-def layout(value: Any) -> dict[str, Any] | None:
+def layout(value: Any) -> dict[Any, Any] | None:
   """Returns where the arrays of a tree lie: path -> (shape, sharding).
 
   It is None unless all leaves are jax.Arrays, whose shapes stay.
   """
-  leaves = jax.tree_util.tree_leaves_with_path(value)
+  leaves = jax.tree.leaves_with_path(value)
   if not leaves or not all(isinstance(x, jax.Array) for _, x in leaves):
     return None
-  return {
-    jax.tree_util.keystr(path): (x.shape, x.sharding) for path, x in leaves
-  }
+  return {path: (x.shape, x.sharding) for path, x in leaves}
 
 
-def put(value: Any, layout: dict[str, Any] | None) -> Any:
+def put(value: Any, layout: dict[Any, Any] | None) -> Any:
   """Puts the arrays of a tree where those of the same path and shape were.
 
   Numpy arrays without a place go to the default device. Without a layout the
@@ -123,12 +120,12 @@ def put(value: Any, layout: dict[str, Any] | None) -> Any:
     return value
 
   def put_leaf(path: Any, x: Any) -> Any:
-    shape, sharding = layout.get(jax.tree_util.keystr(path), (None, None))
+    shape, sharding = layout.get(path, (None, None))
     if shape == np.shape(x):
       return jax.device_put(x, sharding)
     return jax.device_put(x) if isinstance(x, np.ndarray) else x
 
-  return jax.tree_util.tree_map_with_path(put_leaf, value)
+  return jax.tree.map_with_path(put_leaf, value)
 
 
 def freeze(x: Any) -> Any:
@@ -139,15 +136,13 @@ def freeze(x: Any) -> Any:
   """
   if isinstance(x, jax.Array):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return jax.random.wrap_key_data(
-        freeze(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-      )
+      data = freeze(jax.random.key_data(x))
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if not x.is_fully_addressable:
       # Shard by shard, since other hosts may not be saving.
+      parts = [jnp.copy(shard.data) for shard in x.addressable_shards]
       return jax.make_array_from_single_device_arrays(
-        x.shape,
-        x.sharding,
-        [jnp.copy(shard.data) for shard in x.addressable_shards],
+        x.shape, x.sharding, parts
       )
     # device_get on a CPU gives a view of the device's buffer, which the next
     # step may donate and overwrite.

@@ -67,7 +67,7 @@ KEYS = (
 
 def has_others() -> bool:
   """Returns whether this process is connected to others of the run."""
-  # `jax.process_count` would start the devices, which takes all processes.
+  # `jax.process_count` would start the devices.
   count = jax_distributed.global_state.num_processes
   return jax.distributed.is_initialized() and (count or 1) > 1
 
@@ -198,9 +198,8 @@ def decide(
   All processes must call it in the same order, on one thread for each series.
 
   Args:
-    value: of this process; anything that JSON holds.
-    choose: called in process 0 with the values in the order of the processes;
-      JSON holds what it returns.
+    value: of this process; JSON holds it, and what is chosen.
+    choose: called in process 0 with the values in the order of the processes.
     error: what went wrong in this process; then nothing is chosen, and it is
       raised here, and an OSError or RuntimeError elsewhere.
     series: of decisions, which are numbered.
@@ -255,9 +254,8 @@ def of_chief(value: T, series: str = 'chief') -> T:
 class Agreement:
   """Lets the clock of process 0 decide what all processes do together.
 
-  All processes ask process 0 at the same steps, about ten times a second: with
-  each answer it names the next step to ask at, by the rate of the steps. All
-  must call `is_due` with the same names after the same steps.
+  All ask process 0 at the same steps, about ten times a second: with each
+  answer it names the next step to ask at, by the rate of the steps.
   """
 
   def __init__(self) -> None:
@@ -267,11 +265,8 @@ class Agreement:
   def is_due(self, name: str, step: int, is_wanted: bool) -> bool:
     """Returns whether to do something now: the same in all processes.
 
-    Args:
-      name: of what may be due.
-      step: the number of steps done.
-      is_wanted: whether to do it, by the clock of this process; it stays so
-        until it is done. Only the value of process 0 matters.
+    All must call this with the same names after the same steps. `is_wanted` is
+    whether to do it, by the clock of this process, and stays until it is done.
     """
     if jax.process_count() == 1:
       return is_wanted

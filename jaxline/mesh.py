@@ -1,8 +1,7 @@
 """The mesh: which devices form which axes.
 
-The mesh has four axes, as Pax's: `stage`, `replica`, `data` and `mdl`. Each has
-a size within a slice (`ici`: devices that a fast network joins) and a size
-across slices (`dcn`).
+Each axis has a size within a slice (`ici`: devices that a fast network joins)
+and a size across slices (`dcn`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,8 @@ from jaxline.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
-# Outermost first. The axes that communicate most come last, which gives them
-# the nearest devices.
+# As Pax's, outermost first. The last ones, which communicate most, get the
+# nearest devices.
 MESH_AXES = ('stage', 'replica', 'data', 'mdl')
 
 
@@ -38,7 +37,7 @@ class AbstractDevice(NamedTuple):
 
 
 def abstract_devices(count: int, num_slices: int = 1) -> list[AbstractDevice]:
-  """Returns `count` placeholders in equal slices."""
+  """Returns placeholders in equal slices."""
   per_slice = count // num_slices
   return [AbstractDevice(i, i // per_slice) for i in range(count)]
 
@@ -66,9 +65,7 @@ def make(
 ) -> tuple[Mesh, list[int]]:
   """Returns a mesh, and the slice of each device of the flattened mesh.
 
-  Args:
-    sizes: as for `mesh_shape`.
-    devices: by default those of `on_devices`, or all devices of all hosts.
+  The devices are by default those of `on_devices`, or of all hosts.
   """
   if devices is None:
     found = _on_devices.get()
@@ -78,11 +75,11 @@ def make(
   slices = np.arange(num_slices).reshape(dcn)
   slices = np.kron(slices, np.ones(ici, int))
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+  flat = slices.ravel().tolist()
   if isinstance(devices[0], AbstractDevice):
     # It has only sizes: no array can be put there.
     abstract: Any = jax.sharding.AbstractMesh
-    mesh = abstract(slices.shape, MESH_AXES, axis_types=axis_types)
-    return mesh, slices.ravel().tolist()
+    return abstract(slices.shape, MESH_AXES, axis_types=axis_types), flat
   # `jax.make_mesh` refuses several slices, and on most chips does not split a
   # physical axis of a torus, which then could not serve two axes of the mesh.
   # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
@@ -91,8 +88,7 @@ def make(
     ordered[slices == i] = mesh_utils.create_device_mesh(
       ici, part, allow_split_physical_axes=True
     ).ravel()
-  mesh = Mesh(ordered, MESH_AXES, axis_types=axis_types)
-  return mesh, slices.ravel().tolist()
+  return Mesh(ordered, MESH_AXES, axis_types=axis_types), flat
 
 
 def mesh_shape(
@@ -101,12 +97,11 @@ def mesh_shape(
   """Returns the sizes for each of `MESH_AXES`, within slices and across.
 
   Args:
-    sizes: as `config.mesh`; or only the sizes within a slice, by axis. By
-      default `data` is all devices of a slice, `replica` is all slices, and the
-      other sizes are 1.
+    sizes: as `config.mesh`; or only those within a slice. By default `data` is
+      all devices of a slice, `replica` is all slices, and the others are 1.
     devices: they form one slice, or those of their `slice_index`, or one for
-      each process if `dcn` asks for that number. CPU devices form as many
-      slices as `dcn` asks for.
+      each process if `dcn` asks for that number, or on the CPU as many as `dcn`
+      asks for.
   """
   ici, dcn = check_sizes(sizes)
   asked = math.prod(size for size in dcn.values() if size != -1)

@@ -30,10 +30,7 @@ P = jax.sharding.PartitionSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logical:
-  """A weight and the names of its axes, outermost first.
-
-  A pytree node with one leaf, so `jax.eval_shape` and `jax.jit` see through it.
-  """
+  """A weight and the names of its axes, outermost first; `jit` sees through."""
 
   value: Any
   axes: tuple['Axis', ...] = dataclasses.field(metadata={'static': True})
@@ -43,8 +40,7 @@ class Logical:
 class Rules:
   """For each logical axis, the mesh axes it is split over.
 
-  Within one array a mesh axis is used once, by the first logical axis that
-  asks for it.
+  An array uses a mesh axis once, for the first logical axis that asks for it.
 
   Attributes:
     batch: of activations, the rows.
@@ -204,9 +200,8 @@ class Partitioner:
   def host(self) -> tuple[int, int]:
     """The index of this process among those that read rows, and their number.
 
-    Processes that hold the same rows, such as those that share a
-    tensor-parallel weight, count as one. For devices of another machine this
-    process reads all rows.
+    Processes that hold the same rows, as with tensor parallelism, count as one.
+    For devices of another machine this process reads all rows.
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
@@ -309,8 +304,8 @@ class Partitioner:
   def undersharded_weights(self, tree: Any) -> list[str]:
     """Lists the weights that are whole, or split less than the rules ask for.
 
-    Each line has the sizes that do not divide. The list is empty if the rules
-    split no weight at all (`ddp`, or a mesh of one device).
+    Each line has the sizes that do not divide. There is none if the rules split
+    no weight at all (`ddp`, or a mesh of one device).
     """
     lines = []
     splits = any(self.size(name) > 1 for name in WEIGHT_AXES)
@@ -349,9 +344,7 @@ class Partitioner:
       _active.reset(token)
 
 
-_active: contextvars.ContextVar[Partitioner | None] = contextvars.ContextVar(
-  'active_partitioner', default=None
-)
+_active = contextvars.ContextVar[Any]('active_partitioner', default=None)
 
 
 def active() -> Partitioner | None:

@@ -94,9 +94,8 @@ def specialize_rng_host_device(
 ) -> jax.Array:
   """Folds into a key the host, then the device, as the mode says.
 
-  To be called inside `jax.pmap` over `axis_name`. `host_id` is that of
-  `host_id_devices_for_rng`: with a Python int, each host would compile another
-  program.
+  To be called inside `jax.pmap` over `axis_name`, with a `host_id` of
+  `host_id_devices_for_rng`.
   """
   parsed = DistributedRNGMode(mode)
   if parsed.unique_host:
@@ -111,9 +110,8 @@ class DeviceStepKeys:
 
   Each step has `step_key, state_key = split(state_key)`, and the step's key is
   made specific to the host and the device as the mode says. JAXline's `pmap`
-  for each step costs more than an empty training step. Here one program
-  computes a block of steps, each value in its own buffer, which a step may
-  donate.
+  for each step costs more than an empty training step: one program computes a
+  block of steps, each value in its own buffer, which a step may donate.
   """
 
   def __init__(self, mode: str, *, block: int = 16):

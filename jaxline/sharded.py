@@ -55,8 +55,6 @@ class ShardedExperiment(experiment.FullExperiment):
   `decode(prompts, rng)`, whose compiled functions are wrapped in `in_mesh`.
 
   Attributes:
-    on_nonfinite: what the step does if its loss or gradients are not finite:
-      `config.on_nonfinite`, or the class's own value if that is None.
     trainable_rules: the weights that train, as for `trainable`; the others have
       neither gradients nor optimizer state. None is all. A subclass may set it.
     row_losses: None, or a method `(params, model_state, batch, rng)` that
@@ -148,9 +146,7 @@ class ShardedExperiment(experiment.FullExperiment):
 
     Each process reads its own rows of every global batch, as numpy arrays that
     do not change afterwards: those of the `base.Shard` that it may take as
-    `shard`, and must if processes hold the same rows. Checkpoints hold the
-    position of a `BaseInput`, and of an iterator with `get_state` and
-    `set_state`.
+    `shard`, and must if processes hold the same rows.
     """
 
   @abc.abstractmethod
@@ -168,8 +164,8 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> Mapping[str, jax.Array]:
     """Returns scalars to log besides the loss's metrics; part of the step.
 
-    `state` is that before the step; the gradients, and the optimizer's changes
-    of the weights, are trees like `trained(state.params)`.
+    `state` is that before the step; the gradients, and the changes of the
+    weights, are like `trained(state.params)`.
     """
     return {'grad_norm': optax.tree.norm(grads)}
 
@@ -260,10 +256,10 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
-    """The program `(state, batch, rng, place) -> metrics` of an evaluation.
+    """The program of an evaluation: (state, batch, rng, place) -> metrics.
 
     `place`, [2] uint32, is the numbers of the set and of the batch, which are
-    folded into the key of evaluation. The state needs no `opt_state`.
+    folded into the key. The state needs no `opt_state`.
     """
 
     def evaluation(state: Any, batch: Batch, rng: Any, place: Any) -> Any:
@@ -284,10 +280,7 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @property
   def eval_params(self) -> Any:
-    """The weights to evaluate and decode with; a subclass may choose others.
-
-    By default the averaged weights, if there are any (see `average_weights`).
-    """
+    """The weights to evaluate and decode with: the averaged ones, if any."""
     return train_state.averaged_weights(self.state)
 
   @property
@@ -300,12 +293,12 @@ class ShardedExperiment(experiment.FullExperiment):
   @functools.cached_property
   def layout(self) -> train_state.Layout:
     """The shapes and shardings of the state."""
-    init = lambda rng: train_state.init_state(
-      self.init_fn, self._optimizer, rng, self.trainable_rules
+    init = self.in_mesh(
+      lambda rng: train_state.init_state(
+        self.init_fn, self._optimizer, rng, self.trainable_rules
+      )
     )
-    return train_state.Layout(
-      self.in_mesh(init), self._init_rng, self.partitioner
-    )
+    return train_state.Layout(init, self._init_rng, self.partitioner)
 
   def trained(self, params: Any) -> Any:
     """Returns a tree like the weights', None in place of those frozen."""
@@ -414,9 +407,8 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> dict[str, float]:
     """Returns the means of the loss's metrics: [<set>/]<name> -> mean."""
     # The optimizer's state may be on the host: see `restore_from_snapshot`.
-    state = dataclasses.replace(
-      self.state, params=self.eval_params, opt_state=None
-    )
+    params = self.eval_params
+    state = dataclasses.replace(self.state, params=params, opt_state=None)
     scalars: dict[str, float] = {}
     for name, batches in self._eval_feed.sets(self.num_evaluated):
       means = step_lib.mean_metrics(

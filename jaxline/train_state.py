@@ -71,10 +71,7 @@ def strongly_typed(tree: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Layout:
-  """The shapes of a state and its sharding, known before it is made.
-
-  `init` gets `rng`. The weights that it returns may be `partitioning.Logical`.
-  """
+  """The shapes and the sharding of what `init(rng)` returns, before it does."""
 
   init: Callable[[jax.Array], TrainState]
   rng: jax.Array
@@ -105,8 +102,7 @@ class Layout:
 
   def make(self) -> TrainState:
     """Returns the initial state. No array is ever whole on a device."""
-    named = self.named.params
-    if lines := self.partitioner.undersharded_weights(named):
+    if lines := self.partitioner.undersharded_weights(self.named.params):
       text = 'These weights are split less than the sharding asks for:\n%s'
       logging.info(text, '\n'.join(lines))
     options = None
@@ -168,9 +164,9 @@ def average_weights(
   For `after_update`. `init_fn` puts the initial weights into the entry `EMA` of
   the model state as it returns them, so that the average is sharded like them.
 
-  It averages over about 1 / (1 - decay) steps, with the bias correction of
-  `optax.ema(debias=True)`: the initial weights do not count, and neither do
-  skipped steps. It keeps the dtypes of its entry: average bfloat16 in float32.
+  It averages over about 1 / (1 - decay) steps. As in `optax.ema(debias=True)`,
+  the initial weights do not count, and neither do skipped steps. The average
+  keeps its dtypes: that of bfloat16 should be float32.
   """
   count = (after.step - after.skipped[1]).astype(jnp.float32)
   # The corrected average is kept, and not the moment of `optax.ema`, so that

@@ -108,11 +108,8 @@ def guard_step(
   """Selects the state after a step by whether its numbers are finite.
 
   `on_nonfinite = 'skip'` returns the state before a step that is not finite,
-  with new counts. The other modes return `after`.
-
-  Returns:
-    The state, and scalars: NONFINITE, and with 'skip' SKIPPED_STEPS, the number
-    of steps in all that were not finite.
+  with new counts, and the number of these steps in all as SKIPPED_STEPS. The
+  other modes return `after`. All return NONFINITE.
   """
   # The square of a float16 is infinite from 256 on.
   wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x

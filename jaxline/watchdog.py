@@ -46,13 +46,10 @@ def give_sign_of_life() -> None:
 def limit(secs: float | None) -> Iterator[None]:
   """Ends the process after some seconds without a sign of life inside.
 
-  A thread in pdb stops the clock, and so does a process that is stopped. None
-  sets no limit.
-
-  A call into C that never releases the interpreter's lock blocks the ticker as
-  well. For this case `faulthandler`, which needs no interpreter, prints the
-  stacks and ends the process with code 1 after twice the time without a tick.
-  Nothing else can use its only timer meanwhile.
+  A thread in pdb stops the clock, and so does a process that is stopped. A call
+  into C that never releases the interpreter's lock blocks the ticker too. Then
+  `faulthandler`, whose only timer this takes, prints the stacks and ends the
+  process with code 1 after twice the time without a tick.
   """
   global _secs, _num_runs, _ticker
   if secs is None:

@@ -17,7 +17,6 @@ from jaxline.metrics import values as values_lib
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
-
 NONFINITE = scalars_lib.NONFINITE
 
 
@@ -28,17 +27,13 @@ class NonfiniteError(ArithmeticError):
 class Guard(periodic.Action):
   """A periodic action that raises `NonfiniteError`, or warns.
 
-  Of an experiment with FLAGS_NONFINITE, the scalar NONFINITE counts, the same
-  on all hosts. Otherwise the guard judges the scalars whose name contains
-  'loss' or 'grad' in any case, also in nested dicts, and every entry of an
-  array such as [devices]. Each host judges its own part of a global array. An
-  array whose buffer a later step has reused is not judged.
+  Of an experiment with FLAGS_NONFINITE, the scalar NONFINITE counts. Otherwise
+  it judges every entry of the scalars whose name contains 'loss' or 'grad', on
+  each host those of its own devices, unless a later step has their buffer.
 
   A step is judged `steps_late` steps later, when the loop has to wait for its
-  end anyway. Call `wait` before saving.
-
-  It adds the scalar `zero_weight_steps`, once a step's NONFINITE was -1: the
-  number of such steps among those judged since this start.
+  end anyway. Call `wait` before saving. The scalar `zero_weight_steps` is added
+  once a step's NONFINITE was -1: the number of such steps since this start.
   """
 
   def __init__(
@@ -50,9 +45,8 @@ class Guard(periodic.Action):
   ):
     self._mode = on_nonfinite or experiment.on_nonfinite
     self._has_flag = experiment.FLAGS_NONFINITE
-    self._needs_flag = self._mode == 'skip' or (
-      self._mode == 'raise' and self._has_flag
-    )
+    flagging = ('skip', 'raise') if self._has_flag else ('skip',)
+    self._needs_flag = self._mode in flagging
     self._class_name = experiment.__class__.__name__
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()

@@ -16,10 +16,7 @@ _NUM_LISTED = 12
 
 @contextlib.contextmanager
 def explained(experiment: Any, config: Any) -> Iterator[None]:
-  """Adds a note with the largest arrays and three remedies to such an error.
-
-  Attributes of the experiment name arrays; it is None before it is constructed.
-  """
+  """Adds the largest arrays, named by the attributes that hold them."""
   try:
     yield
   except jax.errors.JaxRuntimeError as error:

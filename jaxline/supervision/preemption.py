@@ -50,14 +50,10 @@ _active: Watch | None = None
 
 
 class Preempted(SystemExit):
-  """Ends the process with an exit code; this is no error of the run.
+  """Ends the process with an exit code; this is no error of the run."""
 
-  Attributes:
-    is_joint: whether all processes of the run leave after the same step.
-    is_over: whether nothing of the run is left to do.
-  """
-
-  is_joint = is_over = False
+  is_joint = False  # Whether all processes of the run leave after one step.
+  is_over = False  # Whether nothing of the run is left to do.
 
   def __init__(self, code: int, reason: str):
     super().__init__(reason)
@@ -110,8 +106,8 @@ class Watch:
   def training(self) -> Iterator[None]:
     """Notes a notice for `reached`, instead of raising, while inside.
 
-    The last save belongs inside. A notice after the last `reached` is raised at
-    the end on a single host; several hosts would have to agree, and ignore it.
+    One after the last `reached` is raised at the end on a single host; several
+    hosts would have to agree, and ignore it.
     """
     for signum in self._signals:
       if self is _active and _is_programs(signum):
@@ -156,8 +152,7 @@ class Watch:
 
   def _share(self, takes_steps: bool) -> None:
     """Takes the signals; leaves SIGTERM to JAX if that lets the hosts agree."""
-    # Not imported for this, which would take a second.
-    jax = sys.modules.get('jax')
+    jax = sys.modules.get('jax')  # To import it would take a second.
     self._is_shared = self._defers = (
       takes_steps and jax is not None and jax.distributed.is_initialized()
     )
@@ -201,12 +196,9 @@ def active_watch() -> Watch:
 def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
   """Ends the start-up of the active watch, and returns it.
 
-  Call it after `jax.distributed` is initialised, if it will be.
-
-  Args:
-    takes_steps: False for evaluation alone, which never asks `reached`. JAX
-      would then swallow every SIGTERM, so the watch takes it from JAX for good.
-    signals: the names of further signals that end the run.
+  Call it after `jax.distributed` is initialised. `signals` names further ones
+  that end the run. An evaluation alone takes no steps, and so never asks
+  `reached`: the watch takes SIGTERM from JAX, which would swallow it.
   """
   watch = active_watch()
   watch._signals += [SIGNALS[name] for name in filter(None, signals.split(','))]

@@ -1,7 +1,4 @@
-"""Traces training steps: `config.profile_steps` and `config.xla.pgle_save`.
-
-TensorBoard's profile plugin and Perfetto show a trace.
-"""
+"""Traces training steps: `config.profile_steps` and `config.xla.pgle_save`."""
 
 from collections.abc import Callable
 import contextlib
@@ -21,10 +18,7 @@ from jaxline.storage import spool
 
 
 class Profiler(periodic.Action):
-  """A periodic action that traces steps, if the run has a directory.
-
-  Training waits while a trace is written. `say` gets its path.
-  """
+  """Traces steps, if the run has a directory; training waits meanwhile."""
 
   def __init__(
     self, config: Any, say: Callable[[str], None] = logging.info
@@ -55,9 +49,8 @@ class Profiler(periodic.Action):
       self._stop(None)
 
   def _start(self, step: int, last: int) -> None:
-    folder = 'train'
-    if process := jax.process_index():
-      folder += f'/host_{process}'
+    process = jax.process_index()
+    folder = f'train/host_{process}' if process else 'train'
     spool.local(self._run_directory, f'{folder}/plugins/profile')
     directory = self._run_directory / folder
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
@@ -89,10 +82,7 @@ class Profiler(periodic.Action):
 
 
 class PgleProfiler(Profiler):
-  """Traces some steps, and saves their profile for `config.xla.pgle_profile`.
-
-  The file is complete or does not exist.
-  """
+  """Traces some steps, and saves their profile for another run."""
 
   def __init__(self, config: Any) -> None:
     super().__init__(config)

@@ -15,10 +15,7 @@ class RecomputeError(ArithmeticError):
 
 
 def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
-  """Computes a compiled step, which donates its state, twice, and compares.
-
-  It needs memory for one more state, and returns the results of the first.
-  """
+  """Computes a compiled step twice, compares, and returns its results."""
   twin = jax.device_put(
     state, jax.tree.map(lambda x: x.sharding, state), may_alias=False
   )
