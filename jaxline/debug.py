@@ -137,12 +137,15 @@ def _op_by_op() -> Iterator[None]:
   if not settings.disable_pmap_jit:
     yield
     return
+  import chex  # It takes as long to import as jax, and runs rarely need it.
+
   with _lock:
     _num_inside += 1
     if _num_inside == 1:  # A second patch might outlive the first.
-      _patch()
+      _patch(chex.fake_pmap())
   try:
-    yield
+    with chex.fake_pmap_and_jit(enable_pmap_patching=False):
+      yield
   finally:
     with _lock:
       _num_inside -= 1
@@ -150,15 +153,13 @@ def _op_by_op() -> Iterator[None]:
         _patches.close()
 
 
-def _patch() -> None:
-  import chex  # It takes as long to import as jax, and runs rarely need it.
-
+def _patch(fake_pmap: contextlib.AbstractContextManager[Any]) -> None:
   logging.warning('pmap and jit are off: every operation runs by itself.')
   # `jax.disable_jit` is for one thread.
   was_off = jax.config.values['jax_disable_jit']
   jax.config.update('jax_disable_jit', True)
   _patches.callback(jax.config.update, 'jax_disable_jit', was_off)
-  _patches.enter_context(chex.fake_pmap())
+  _patches.enter_context(fake_pmap)
   fake = lambda fun, **unused: fun  # The real one would trace its function.
   _patches.enter_context(mock.patch.multiple(jax, checkpoint=fake, remat=fake))
   # There is no public way to wait for each operation. Without it, hundreds are
