@@ -84,8 +84,8 @@ def initialize(value: Any) -> None:
     if place is not None and place['num_processes'] > 1:
       _connect(place)
   if has_others():
-    # Without this exchange, gloo aborts some of three processes that later lose
-    # one of them ('collective mismatch').
+    # Without this exchange, gloo aborts some of three processes that lose one
+    # later ('collective mismatch').
     multihost_utils.sync_global_devices('start')
 
 
@@ -198,11 +198,11 @@ def decide(
   All processes must call it in the same order, on one thread for each series.
 
   Args:
-    value: of this process; JSON holds it, and what is chosen.
-    choose: called in process 0 with the values in the order of the processes.
-    error: what went wrong in this process; then nothing is chosen, and it is
-      raised here, and an OSError or RuntimeError elsewhere.
-    series: of decisions, which are numbered.
+    value: the JSON value of this process.
+    choose: maps the values of all processes, in process 0, to a JSON value.
+    error: the failure of this process. It is raised here, and an OSError or a
+      RuntimeError elsewhere; nothing is chosen.
+    series: the name of the thread's decisions, which are numbered.
   """
   if jax.process_count() == 1:
     if error is not None:

@@ -20,8 +20,7 @@ from jaxline.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
-# As Pax's, outermost first. The last ones, which communicate most, get the
-# nearest devices.
+# As Pax's, outermost first. The last ones get the nearest devices.
 MESH_AXES = ('stage', 'replica', 'data', 'mdl')
 
 

@@ -435,7 +435,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    # Not None: a restore that does not end leaves no experiment to go on with.
+    # Not None: a restore that fails leaves no experiment that can train.
     self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:

@@ -28,8 +28,8 @@ class Guard(periodic.Action):
   """A periodic action that raises `NonfiniteError`, or warns.
 
   Of an experiment with FLAGS_NONFINITE, the scalar NONFINITE counts. Otherwise
-  it judges every entry of the scalars whose name contains 'loss' or 'grad', on
-  each host those of its own devices, unless a later step has their buffer.
+  each host judges, on its devices, the scalars whose name contains 'loss' or
+  'grad', unless a later step has their buffer.
 
   A step is judged `steps_late` steps later, when the loop has to wait for its
   end anyway. Call `wait` before saving. The scalar `zero_weight_steps` is added

@@ -18,7 +18,7 @@ from jaxline.storage import spool
 
 
 class Profiler(periodic.Action):
-  """Traces steps, if the run has a directory; training waits meanwhile."""
+  """Traces steps, if the run has a directory; training waits for the files."""
 
   def __init__(
     self, config: Any, say: Callable[[str], None] = logging.info
@@ -28,9 +28,8 @@ class Profiler(periodic.Action):
       self._ranges = keys.parse_ranges(config.profile_steps or '')
       self._run_directory = spool.directory(config.checkpoint_dir).absolute()
     self._say = say
-    # The last step and the directory of the trace that is being made.
     self._last = 0
-    self._path: pathlib.Path | None = None
+    self._path: pathlib.Path | None = None  # Of the trace up to that step.
 
   def update_time(self, t: float, step: int) -> None:
     # Drop the ranges that an earlier process has run; a range may begin with
