@@ -22,18 +22,16 @@ from jaxline import watchdog
 
 T = TypeVar('T')
 
-# How long a closed py_prefetch waits for its thread, in seconds. Only an
-# iterable that blocks in its own __next__ takes that long.
+# How long a closed py_prefetch waits for its thread, in seconds.
 _JOIN_SECONDS = 5.0
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-  """Returns a readable name of any callable, for threads and messages."""
+  """Returns a name of any callable, for threads and messages."""
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
 def _log_all(name: str, unraised: list[BaseException]) -> None:
-  """Logs the errors of a thread that were never raised."""
   for error in unraised:
     # All threads meet the loss of a process; the main one explains it.
     trace = None if errors.is_lost_process(error) else error
@@ -52,20 +50,17 @@ _FAIL_SECS = 0.1
 class SerialExecutor:
   """Runs calls in order on one background thread.
 
-  Every use after an error raises the first one, with its traceback from the
-  thread; without a later use, the error is logged at the end. What is queued
-  at the end of the process is still run.
+  Every use after an error raises the first one; without a later use, it is
+  logged at the end. What is queued at the end of the process is still run, also
+  by a call at the end, which `concurrent.futures` refuses.
 
   Attributes:
     error: the first error of a call; None as long as there is none.
   """
 
   def __init__(self, name: str = ''):
-    """Starts the thread; the log shows its name for this executor."""
     self._name = name
-    self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
-      queue.SimpleQueue()
-    )
+    self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self.error: BaseException | None = None
     self._traceback: types.TracebackType | None = None
     self._unraised: list[BaseException] = []
@@ -91,16 +86,11 @@ class SerialExecutor:
       self.wait()
 
   def put(self, call: Callable[[], Any]) -> None:
-    """Queues a call without arguments, which an earlier error does not stop.
-
-    Raises:
-      RuntimeError: the thread does not run in this process, or no longer.
-    """
+    """Queues a call without arguments, which an earlier error does not stop."""
     if not self._thread.is_alive():
       raise RuntimeError(
-        f'The thread {self._name} does not run any more, or not in this forked'
-        ' process. Make the call before the process ends; in a forked process,'
-        ' make a new object.'
+        f'The thread {self._name} does not run any more: call it before the'
+        ' process ends; in a forked process, make a new object.'
       )
     self._calls.put(functools.partial(self.run, call))
 
@@ -114,13 +104,9 @@ class SerialExecutor:
   def submit(
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
   ) -> futures.Future[T]:
-    """Queues `fn(*args, **kwargs)`, which does not run after an error.
+    """Queues `fn(*args, **kwargs)`, unless an earlier call has failed.
 
-    Returns:
-      A future of the result; cancelled if an earlier call failed.
-
-    Raises:
-      BaseException: the error of an earlier call.
+    If one fails before it runs, the future of its result is cancelled.
     """
     self.raise_error()
     future: futures.Future[T] = futures.Future()
@@ -151,16 +137,10 @@ class SerialExecutor:
     self.wait_async(*calls)()
 
   def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Queues what `wait` waits for, and returns at once.
+    """Queues what `wait` waits for, and returns the function that waits.
 
-    Args:
-      *calls: are put behind all calls so far. On the executor's own thread they
-        run at once: a wait for the other calls would not end.
-
-    Returns:
-      A function that waits for all these calls and returns the result of the
-      last one. It raises their error, but not the error of a later call. Any
-      thread may call it.
+    That returns the result of the last call, and raises no error of a later
+    one. On the executor's own thread the calls run at once.
     """
     results: list[Any] = [None]
     error: futures.Future[BaseException | None] = futures.Future()
@@ -196,7 +176,6 @@ def _register_at_exit() -> None:
 
 
 def _end_all() -> None:
-  """Closes what reads ahead, runs what is queued, then ends all executors."""
   for reader in list(_readers):
     with contextlib.suppress(ValueError):  # Another thread is in it.
       reader.close()
@@ -234,12 +213,10 @@ def make_async(
 ) -> Callable[[Callable[..., T]], Callable[..., futures.Future[T]]]:
   """Makes a decorator that moves a function to a background thread.
 
-  Calls return at once, run in order and never overlap. When one fails, the
-  calls after it do not run but raise its error, with the traceback from the
-  background thread. As in JAXline, the second call already raises an error that
-  the first call makes at once: it waits up to 0.1 s for the end of the first. A
-  decorated method has one thread for all instances. A call of a decorated
-  function or method returns a `concurrent.futures.Future` of the result.
+  A call returns a future of its result at once. Calls run in order, in one
+  thread for all instances of a method. When one fails, the calls after it do
+  not run but raise its error. As in JAXline, the second call already raises an
+  error that the first call makes at once: it waits up to 0.1 s for its end.
   """
 
   def decorator(fn: Callable[..., T]) -> Callable[..., futures.Future[T]]:
@@ -274,51 +251,35 @@ def py_prefetch(
 
   The thread starts with the first element asked for. Closing the generator,
   dropping the last reference to it, or the end of the process stops the thread
-  and closes the iterable's iterator.
+  and closes the iterator. An error is raised after the elements before it.
 
   Args:
     iterable_function: called once, on the thread, and returns the iterable.
-      (TensorFlow's graphs, for one, belong to the thread that made them.)
     buffer_size: how many elements to hold at most: one that the thread waits to
       pass on, and the others in the queue.
     thread_name: name of the thread.
     depth_of: returns, of the first element, how many to hold instead if that is
-      more. The thread is woken when half of them are used and reads the others
-      in one go: to wake it for each element costs the caller more than a small
-      element does.
-    stall_secs: `on_stall` is called when the caller has waited that long for an
-      element; None never calls it.
-    on_stall: called on the waiting thread.
-
-  Returns:
-    A generator of the iterable's elements. An error of the iterable is raised
-    after the elements before it, with the traceback it had on the thread.
-
-  Raises:
-    ValueError: if `buffer_size` is not over 1.
+      more. The thread is woken when half of them are used.
+    stall_secs: how long to wait for an element before `on_stall` is called.
+    on_stall: is called on the waiting thread.
   """
   if buffer_size <= 1:
-    raise ValueError(
-      f'Got buffer_size={buffer_size} to read ahead, expected at least 2: one '
-      'element in use and one read ahead.'
-    )
+    raise ValueError(f'Got buffer_size={buffer_size}; expected at least 2.')
   name = thread_name or f'py_prefetch({function_name(iterable_function)})'
 
   def read() -> Generator[T, None, None]:
     # SimpleQueues: the garbage collector may close this generator inside of
-    # their methods. A bounded Queue is also ten times as slow.
+    # their methods.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # How many more elements may be put.
     room: queue.SimpleQueue[int] = queue.SimpleQueue()
-    room.put(buffer_size - 1)
-    # How many elements are used before the thread is told.
-    burst = [1]
+    room.put(buffer_size - 1)  # How many more elements may be put.
+    burst = [1]  # How many elements are used before the thread is told.
     closed = threading.Event()
     unraised: list[BaseException] = []
     end = object()
 
-    # The thread sees the six values above and not this generator, which would
-    # otherwise live as long as the thread does and never be closed.
+    # The thread must not refer to this generator, which would then never be
+    # closed.
     def produce() -> None:
       try:
         iterator = iter(iterable_function())
@@ -345,17 +306,16 @@ def py_prefetch(
 
     thread = threading.Thread(target=produce, name=name, daemon=True)
     thread.start()
-
-    def take() -> Any:
-      try:
-        return ready.get(timeout=stall_secs)
-      except queue.Empty:
-        on_stall()
-        return ready.get()
-
     used = 0
     try:
-      while (item := take()) is not end:
+      while True:
+        try:
+          item = ready.get(timeout=stall_secs)
+        except queue.Empty:
+          on_stall()
+          item = ready.get()
+        if item is end:
+          break
         used += 1
         if used >= burst[0]:
           room.put(used)

@@ -3,22 +3,7 @@
 `--jaxline_post_mortem` (`debugger_fallback`): pdb at the line that raised.
 
 `--jaxline_disable_pmap_jit` (`disable_pmap_jit`): every operation runs when its
-line runs. The values in user code are then:
-
-| inside                          | a value is                               |
-|---------------------------------|------------------------------------------|
-| `jax.jit`, shardings or not     | a concrete array, whole                  |
-| `jax.grad` in it                | `GradTracer(primal=<the concrete array>)`|
-| `lax.scan`, `cond`, `while`,    | as outside of it; loops are Python's     |
-|   `jax.checkpoint`              |                                          |
-| `jax.pmap` that the function    | a batch of all local devices, as in      |
-|   makes                         |   `jax.vmap`: prints, takes no `if`      |
-| `jax.vmap`, `jax.eval_shape`    | abstract, as ever                        |
-
-So `breakpoint()`, `print(x)` and `if x > 0:` work in a loss of the sharded
-style. In the per-device style, leave `jax.pmap` out for a look. A pmap that was
-made before, such as one of a module, is run by JAX's interpreter of shard_map:
-very slowly. A collective of a pmap sees the devices of its process alone.
+line runs. docs/reference/from_jaxline.md has what a value is then.
 """
 
 from __future__ import annotations
@@ -44,25 +29,15 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 @dataclasses.dataclass
 class Settings:
-  """The switches of this module, read at each use.
-
-  jaxline.platform makes them follow its flags.
-
-  Attributes:
-    post_mortem: whether to enter pdb where an error was raised.
-    disable_pmap_jit: whether to run op by op.
-    mode: what `train.evaluate` constructs its experiment with by default.
-  """
+  """The switches, read at each use; jaxline.platform has their flags."""
 
   post_mortem: bool = False
   disable_pmap_jit: bool = False
-  mode: str = 'eval'
+  mode: str = 'eval'  # Of the experiment in `train.evaluate`.
 
 
 settings = Settings()
-
-# One debugger at a time: two would share one terminal.
-_debugger_lock = threading.Lock()
+_debugger_lock = threading.Lock()  # Two would share one terminal.
 
 
 def kwargs_only(f: F) -> F:
@@ -79,15 +54,10 @@ def kwargs_only(f: F) -> F:
 def log_activity(
   activity_name: str, *, category: str | None = None, logs_error: bool = False
 ) -> Iterator[None]:
-  """Logs the start and the end of the code inside, and its error.
+  """Logs the start and the end of the code inside: signs of life.
 
-  The start and the end are signs of life.
-
-  Args:
-    activity_name: its name in the log.
-    category: what `goodput` counts its time as; None is that of the code
-      around it.
-    logs_error: whether the log shows the error's traceback.
+  `goodput` counts its time as `category`, if given. With `logs_error` the log
+  shows the traceback of its error.
   """
   logging.info('[jaxline] %s starting...', activity_name)
   measured = goodput.measure(category) if category else contextlib.nullcontext()
@@ -125,10 +95,8 @@ def evaluate_should_return_dict(f: F) -> F:
 def debugger_fallback(f: F) -> F:
   """Enters pdb where an error was raised, if `settings.post_mortem` is on.
 
-  pdb starts in the frame that raised, on the thread that raised, and only once
-  for an error that passes several of these decorators. It reads stdin, and ends
-  where stdin ends. SystemExit and KeyboardInterrupt do not start pdb. The
-  function raises its error after that.
+  pdb starts on the thread that raised, once for each error, and not for
+  SystemExit and KeyboardInterrupt.
   """
 
   @functools.wraps(f)
@@ -151,10 +119,8 @@ def debugger_fallback(f: F) -> F:
 def disable_pmap_jit(fn: F) -> F:
   """Runs a function op by op, if `settings.disable_pmap_jit` is on.
 
-  This also affects functions that were decorated with `jax.pmap` and `jax.jit`
-  before, and threads that the function starts. The table at the top of this
-  module lists the kinds of values that are seen. The setting is read at each
-  call.
+  So do functions that were decorated with `jax.pmap` and `jax.jit` before, and
+  threads that the function starts.
   """
   return _op_by_op()(fn)
 
@@ -176,7 +142,7 @@ def _op_by_op() -> Iterator[None]:
   with _lock:
     _num_inside += 1
     if _num_inside == 1:  # A second patch might outlive the first.
-      _patch()
+      _patch(chex.fake_pmap())
   try:
     with chex.fake_pmap_and_jit(enable_pmap_patching=False):
       yield
@@ -187,20 +153,15 @@ def _op_by_op() -> Iterator[None]:
         _patches.close()
 
 
-def _patch() -> None:
-  import chex
-
-  logging.warning(
-    'pmap and jit are off: every operation runs by itself, which is slow.'
-  )
-  # `jax.disable_jit`, and so chex's switch for jit, is for one thread.
+def _patch(fake_pmap: contextlib.AbstractContextManager[Any]) -> None:
+  logging.warning('pmap and jit are off: every operation runs by itself.')
+  # `jax.disable_jit` is for one thread.
   was_off = jax.config.values['jax_disable_jit']
   jax.config.update('jax_disable_jit', True)
   _patches.callback(jax.config.update, 'jax_disable_jit', was_off)
-  _patches.enter_context(chex.fake_pmap())
-  for name in ('checkpoint', 'remat'):  # It would trace its function.
-    fake = mock.patch.object(jax, name, lambda fun, **unused: fun)
-    _patches.enter_context(fake)
+  _patches.enter_context(fake_pmap)
+  fake = lambda fun, **unused: fun  # The real one would trace its function.
+  _patches.enter_context(mock.patch.multiple(jax, checkpoint=fake, remat=fake))
   # There is no public way to wait for each operation. Without it, hundreds are
   # in flight, which can deadlock several CPU devices.
   run = core.EvalTrace.process_primitive

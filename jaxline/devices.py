@@ -23,14 +23,7 @@ def local_sharding() -> jax.sharding.NamedSharding:
 
 
 def get_first(xs: Any) -> Any:
-  """Takes the first local device's values.
-
-  Args:
-    xs: tree of [local devices, ...] arrays.
-
-  Returns:
-    The same tree, of [...] arrays on the first device.
-  """
+  """Takes the first local device's row of each [local devices, ...] array."""
 
   def first(x: Any) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
@@ -44,13 +37,9 @@ def get_first(xs: Any) -> Any:
 
 
 def bcast_local_devices(value: Any) -> Any:
-  """Copies a tree to every local device.
+  """Copies a tree of arrays, keys or numbers to every local device.
 
-  Args:
-    value: tree of arrays, key arrays or numbers, on the host or any device.
-
-  Returns:
-    The same tree, of [local devices, ...] arrays with one row on each device.
+  Its arrays become [local devices, ...], with one row on each device.
   """
   devices = jax.local_devices()
   sharding = local_sharding()
@@ -74,32 +63,19 @@ def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
   """Keeps two batches on the devices, the one in use and the next.
 
   The copy of a batch then overlaps with the computation on the batch before
-  it. (Each local device takes one row of the leading axis.) Closing the
-  generator closes the iterator of `ds`.
-
-  Args:
-    ds: batches; trees of [local devices, ...] arrays on the host.
-
-  Yields:
-    The same batches, on the devices.
+  it. Closing the generator closes the iterator of `ds`, whose batches are trees
+  of [local devices, ...] arrays on the host.
   """
   sharding = local_sharding()
   ahead: collections.deque[T] = collections.deque()
   iterator = iter(ds)
   try:
-    while True:
-      try:
-        batch = next(iterator)
-      except BaseException as e:
-        # The batch that is already here comes before the error, or the end.
-        yield from ahead
-        if isinstance(e, StopIteration):
-          return
-        raise
+    for batch in iterator:
       ahead.append(jax.device_put(batch, sharding))
       del batch
       if len(ahead) == 2:
         yield ahead.popleft()
+    yield from ahead
   finally:
     if hasattr(iterator, 'close'):
       iterator.close()
@@ -111,11 +87,7 @@ def double_buffer_on_gpu(ds: Iterable[T]) -> Iterable[T]:
 
 
 def rendezvous() -> None:
-  """Waits until all hosts have come here.
-
-  Raises:
-    ValueError: if the devices that checked in are not all there are.
-  """
+  """Waits until all hosts have come here, and counts their devices."""
   with debug.log_activity('rendezvous'):
     ones = np.ones([jax.local_device_count()], np.int32)
     sums = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(ones)
@@ -123,62 +95,54 @@ def rendezvous() -> None:
     if set(got) != {jax.device_count()}:
       raise ValueError(
         f'Rendezvous: the devices of this host counted {got} devices, expected '
-        f'{jax.device_count()}. Did all processes start with the same '
-        'jax.distributed.initialize settings?'
+        f'{jax.device_count()}. Start all processes with the same settings.'
       )
 
 
-def layout(value: Any) -> dict[str, Any] | None:
+def layout(value: Any) -> dict[Any, Any] | None:
   """Returns where the arrays of a tree lie: path -> (shape, sharding).
 
-  It is None unless all leaves are jax.Arrays: the shape of anything else may
-  change during a run.
+  It is None unless all leaves are jax.Arrays, whose shapes stay.
   """
-  leaves = jax.tree_util.tree_leaves_with_path(value)
+  leaves = jax.tree.leaves_with_path(value)
   if not leaves or not all(isinstance(x, jax.Array) for _, x in leaves):
     return None
-  return {
-    jax.tree_util.keystr(path): (x.shape, x.sharding) for path, x in leaves
-  }
+  return {path: (x.shape, x.sharding) for path, x in leaves}
 
 
-def put(value: Any, layout: dict[str, Any] | None) -> Any:
+def put(value: Any, layout: dict[Any, Any] | None) -> Any:
   """Puts the arrays of a tree where those of the same path and shape were.
 
-  The tree may have changed its structure. Without a layout it stays as it is.
-  Numpy arrays without a place go to the default device.
+  Numpy arrays without a place go to the default device. Without a layout the
+  tree stays as it is.
   """
   if layout is None:
     return value
 
   def put_leaf(path: Any, x: Any) -> Any:
-    shape, sharding = layout.get(jax.tree_util.keystr(path), (None, None))
+    shape, sharding = layout.get(path, (None, None))
     if shape == np.shape(x):
       return jax.device_put(x, sharding)
     return jax.device_put(x) if isinstance(x, np.ndarray) else x
 
-  return jax.tree_util.tree_map_with_path(put_leaf, value)
+  return jax.tree.map_with_path(put_leaf, value)
 
 
 def freeze(x: Any) -> Any:
-  """Returns a copy of a leaf that no later step can change.
+  """Returns a copy of a leaf that no later step can change, on the host.
 
-  It is a host copy of an array, except: a typed key stays one, and of an array
-  of several hosts this host's part is copied on its devices. Anything else is
-  returned as it is.
+  A typed key stays one, and of an array of several hosts this host's part is
+  copied on its devices. Anything else is returned as it is.
   """
   if isinstance(x, jax.Array):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return jax.random.wrap_key_data(
-        freeze(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-      )
+      data = freeze(jax.random.key_data(x))
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if not x.is_fully_addressable:
-      # Only this host's part is here to copy; it stays on its devices. Shard
-      # by shard, since other hosts may not be saving.
+      # Shard by shard, since other hosts may not be saving.
+      parts = [jnp.copy(shard.data) for shard in x.addressable_shards]
       return jax.make_array_from_single_device_arrays(
-        x.shape,
-        x.sharding,
-        [jnp.copy(shard.data) for shard in x.addressable_shards],
+        x.shape, x.sharding, parts
       )
     # device_get on a CPU gives a view of the device's buffer, which the next
     # step may donate and overwrite.

@@ -1,18 +1,6 @@
-"""Connects the processes of a run.
+"""Connects the processes of a run, and lets process 0 decide for all.
 
-`config.distributed` is 'auto', 'off', or a coordinator:
-
-    config.distributed = {
-      'coordinator': 'node0:1234',  # A free port of process 0's machine.
-      'num_processes': 4,
-      'process_id': 0,  # Another one in each process.
-    }
-
-'auto' reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID,
-which `python -m jaxline.launch` sets, or asks the cluster that JAX detects:
-Slurm, Open MPI, Kubernetes, Cloud TPU. Without either, this is one process.
-
-On the CPU the processes communicate by gloo, which is JAX's default.
+docs/reference/launching.md describes `config.distributed`.
 """
 
 import collections
@@ -23,6 +11,7 @@ import json
 import os
 import re
 import threading
+import time
 from typing import Any, TypeVar
 
 from absl import logging
@@ -31,7 +20,6 @@ from jax._src import clusters  # JAX has no public names for these.
 from jax._src import distributed as jax_distributed
 from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
-import numpy as np
 
 from jaxline import errors
 from jaxline.keys import MAPPINGS, Check, Key
@@ -49,7 +37,7 @@ _CONNECT_SECS = int(os.environ.get('JAX_INITIALIZATION_TIMEOUT', '300'))
 _HEARTBEAT_SECS = int(os.environ.get('JAX_HEARTBEAT_TIMEOUT_SECONDS', '100'))
 
 
-def _check(source: str, value: Mapping[str, Any]) -> None:
+def _check(source: str, value: Mapping[str, Any]) -> bool:
   errors.check_names(value, VARIABLES, 'key', source)
   coordinator, count, process = (value.get(key) for key in VARIABLES)
   if not (
@@ -63,19 +51,14 @@ def _check(source: str, value: Mapping[str, Any]) -> None:
       ' num_processes, and a process_id from 0 to num_processes - 1, which'
       ' differs in each process.'
     )
-
-
-def _is_valid(value: Any) -> bool:
-  if isinstance(value, MAPPINGS):
-    _check('config.distributed', value)
-    return True
-  return value in MODES
+  return True
 
 
 KEYS = (
   Key('distributed', 'auto', Check(
         f'one of {MODES}, or a dict with the keys {tuple(VARIABLES)}',
-        _is_valid, object),
+        lambda x: x in MODES or (
+          isinstance(x, MAPPINGS) and _check('config.distributed', x)), object),
       'How several processes connect. `auto`: by a cluster that JAX knows or'
       " the launcher's variables; without either, this is one process. `off`:"
       ' this is one process. See docs/reference/launching.md.'),
@@ -84,7 +67,7 @@ KEYS = (
 
 def has_others() -> bool:
   """Returns whether this process is connected to others of the run."""
-  # `jax.process_count` would start the devices, which takes all processes.
+  # `jax.process_count` would start the devices.
   count = jax_distributed.global_state.num_processes
   return jax.distributed.is_initialized() and (count or 1) > 1
 
@@ -92,22 +75,21 @@ def has_others() -> bool:
 def initialize(value: Any) -> None:
   """Connects to the other processes of the run, if there are any.
 
-  Call it before any device is used. If `jax.distributed` is initialized
-  already, nothing is done. If a process does not connect in time, JAX prints
-  its error and ends the process.
-
-  Args:
-    value: of `config.distributed`.
-
-  Raises:
-    UsageError: the value, or the environment, is invalid.
+  Call it with `config.distributed` before any device is used. If a process does
+  not connect in time, JAX prints its error and ends the process.
   """
   KEYS[0].check.require('config.distributed', value)
-  if value == 'off' or jax.distributed.is_initialized():
-    return
-  place = _found() if value == 'auto' else dict(value)
-  if place is None or place['num_processes'] == 1:
-    return
+  if value != 'off' and not jax.distributed.is_initialized():
+    place = _found() if value == 'auto' else dict(value)
+    if place is not None and place['num_processes'] > 1:
+      _connect(place)
+  if has_others():
+    # Without this exchange, gloo aborts some of three processes that lose one
+    # later ('collective mismatch').
+    multihost_utils.sync_global_devices('start')
+
+
+def _connect(place: dict[str, Any]) -> None:
   logging.info('Connecting to the other processes: this is %s.', place)
   # gRPC asks the proxy of `http_proxy` for any other address.
   host = place['coordinator'].rpartition(':')[0].strip('[]')
@@ -167,7 +149,6 @@ def _found() -> dict[str, Any] | None:
 
 
 def _cluster() -> type[clusters.ClusterEnv] | None:
-  """Returns the first cluster that JAX detects."""
   # JAX's own loop also accepts a pod that belongs to no job (a notebook), and a
   # TPU VM whose TPU is not to be used.
   platforms = jax.config.jax_platforms or 'tpu'  # type: ignore[attr-defined]
@@ -187,11 +168,8 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
 
 
 def _keeps_gpus() -> bool:
-  """Returns whether JAX shall not restrict this process to one GPU.
-
-  JAX does so for each process of Slurm and MPI. If a node has one process, its
-  other GPUs would be idle.
-  """
+  """Returns whether JAX shall not give this process of Slurm or MPI one GPU."""
+  # If a node has one process, its other GPUs would be idle.
   per_node = os.environ.get('SLURM_STEP_TASKS_PER_NODE', '')
   return (
     bool(os.environ.get('JAX_LOCAL_DEVICE_IDS'))  # JAX reads it.
@@ -200,36 +178,12 @@ def _keeps_gpus() -> bool:
   )
 
 
-def of_chief(value: T) -> T:
-  """Returns the first process's value in all processes.
-
-  All processes must call it together.
-
-  Args:
-    value: anything that JSON holds; tuples become lists. Only the first
-      process's value matters.
-  """
-  if jax.process_count() == 1:
-    return value
-  # Not by `decide`: without these exchanges at the start, gloo aborts some of
-  # three processes that later lose one of them ('collective mismatch').
-  data = json.dumps(value).encode()
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-  # Powers of two, since each size of an array compiles a program.
-  room = max(1024, 1 << (size - 1).bit_length())
-  padded = np.frombuffer(data[:room].ljust(room), np.uint8)
-  padded = multihost_utils.broadcast_one_to_all(padded)
-  return json.loads(np.asarray(padded, np.uint8).tobytes())
-
-
 # The next of each series.
 _numbers: dict[str, int] = collections.defaultdict(int)
 _DECIDE_MS = 3600_000  # A process may write its shards that much slower.
-_FOREVER_MS = 10**12  # JAX takes no infinity.
-
-
-def _key(series: str, number: int, key: str = '') -> str:
-  return f'jaxline/{series}/{number}/{key}'
+# An agreement asks once in so many seconds, and in at most so many steps.
+_ASK_SECS = 0.1
+_MAX_WAIT = 100
 
 
 def decide(
@@ -244,16 +198,11 @@ def decide(
   All processes must call it in the same order, on one thread for each series.
 
   Args:
-    value: of this process; anything that JSON holds.
-    choose: called in process 0 with the values in the order of the processes;
-      JSON holds what it returns.
-    error: what went wrong in this process; then nothing is chosen.
-    series: of decisions, which are numbered.
-
-  Raises:
-    BaseException: the error, or in process 0 what `choose` raised.
-    OSError: another process has raised one.
-    RuntimeError: another process has raised another error.
+    value: the JSON value of this process.
+    choose: maps the values of all processes, in process 0, to a JSON value.
+    error: the failure of this process. It is raised here, and an OSError or a
+      RuntimeError elsewhere; nothing is chosen.
+    series: the name of the thread's decisions, which are numbered.
   """
   if jax.process_count() == 1:
     if error is not None:
@@ -262,17 +211,17 @@ def decide(
   client: Any = jax_distributed.global_state.client
   number = _numbers[series]
   _numbers[series] += 1
+  place = f'jaxline/{series}'
   process, processes = jax.process_index(), jax.process_count()
 
   def put(key: str, value: Any, error: BaseException | None) -> None:
     text = None if error is None else f'process {process}: {error}'
-    said = value, text, isinstance(error, OSError)
-    client.key_value_set(_key(series, number, key), json.dumps(said))
+    said = json.dumps((value, text, isinstance(error, OSError)))
+    client.key_value_set(f'{place}/{number}/{key}', said)
 
   def get(key: str) -> Any:
-    key = _key(series, number, key)
-    found = client.blocking_key_value_get(key, _DECIDE_MS)
-    value, text, is_os_error = json.loads(found)
+    said = client.blocking_key_value_get(f'{place}/{number}/{key}', _DECIDE_MS)
+    value, text, is_os_error = json.loads(said)
     if text is not None:
       raise (OSError if is_os_error else RuntimeError)(text)
     return value
@@ -293,86 +242,41 @@ def decide(
   chosen = get('chosen')
   if process == 0 and number > 0:
     # All have read the one before: they have taken part in this one.
-    client.key_value_delete(_key(series, number - 1))
+    client.key_value_delete(f'{place}/{number - 1}/')
   return chosen
+
+
+def of_chief(value: T, series: str = 'chief') -> T:
+  """Returns the first process's value in all processes: see `decide`."""
+  return decide(value, lambda values: values[0], series=series)
 
 
 class Agreement:
   """Lets the clock of process 0 decide what all processes do together.
 
-  A request of process 0 wakes a thread in each process. These threads hold
-  their training threads at the next `is_due`, exchange the newest step of each,
-  and agree on the step after the largest, which no process has passed. Without
-  a request, `is_due` only takes a lock.
-
-  All processes must call `is_due` with the same names after the same steps.
+  All ask process 0 at the same steps, about ten times a second: with each
+  answer it names the next step to ask at, by the rate of the steps.
   """
 
   def __init__(self) -> None:
-    """Makes the agreement of one training loop."""
-    self._is_alone = jax.process_count() == 1
-    _numbers['agreement'] += 1
-    self._series = f'agreement/{_numbers["agreement"]}'
-    self._requests = 0
-    self._step = -1
-    self._due: set[tuple[str, int]] = set()
-    self._asked: set[str] = set()  # By this process, and not done yet.
-    self._lock = threading.Lock()
-    self._error: BaseException | None = None
-    self._thread: threading.Thread | None = None
+    # By name: the time and the step of the last question, the step of the next.
+    self._asked: dict[str, tuple[float, int, int]] = {}
 
   def is_due(self, name: str, step: int, is_wanted: bool) -> bool:
     """Returns whether to do something now: the same in all processes.
 
-    Args:
-      name: of what may be due.
-      step: the number of steps done.
-      is_wanted: whether to do it soon: immediately if there is one process.
-        Only the value of process 0 matters.
-
-    Raises:
-      Exception: the processes could not agree.
+    All must call this with the same names after the same steps. `is_wanted` is
+    whether to do it, by the clock of this process, and stays until it is done.
     """
-    if self._is_alone:
+    if jax.process_count() == 1:
       return is_wanted
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._answer, daemon=True)
-      self._thread.start()
-    with self._lock:
-      if self._error is not None:
-        raise self._error
-      self._step = int(step)  # A restored step can be an array.
-      if (name, self._step) in self._due:
-        self._due.remove((name, self._step))
-        self._asked.discard(name)
-        return True
-      if is_wanted and name not in self._asked and jax.process_index() == 0:
-        self._asked.add(name)
-        self._ask(name)
-    return False
-
-  def close(self) -> None:
-    """Ends the thread; call it once all processes have done their last step."""
-    if self._thread is not None:
-      if jax.process_index() == 0:
-        self._ask('')
-      self._thread.join()
-
-  def _ask(self, name: str) -> None:
-    client: Any = jax_distributed.global_state.client
-    client.key_value_set(_key(self._series, self._requests, 'name'), name)
-    self._requests += 1
-
-  def _answer(self) -> None:
-    """Answers the requests of process 0; the last one has no name."""
-    client: Any = jax_distributed.global_state.client
-    name = None
-    try:
-      while name != '':
-        key = _key(self._series, _numbers[self._series], 'name')
-        name = client.blocking_key_value_get(key, _FOREVER_MS)
-        with self._lock:
-          newest = decide(self._step, max, series=self._series)
-          self._due.add((name, newest + 1))
-    except BaseException as e:
-      self._error = e
+    step, now = int(step), time.monotonic()  # A restored step can be an array.
+    then, last, due = self._asked.get(name, (now, step, step))
+    if step < due:
+      return False
+    seconds = (now - then) / max(1, step - last)
+    wait = int(_ASK_SECS / seconds) if seconds > 0 else 1
+    asked = is_wanted, min(max(1, wait), _MAX_WAIT)
+    is_due, wait = of_chief(asked, series='agreement')
+    self._asked[name] = now, step, step + wait
+    return is_due

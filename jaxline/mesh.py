@@ -1,17 +1,15 @@
 """The mesh: which devices form which axes.
 
-The mesh has four axes, as Pax's: `stage`, `replica`, `data` and `mdl`. Each has
-a size within a slice (`ici`: devices that a fast network joins) and a size
-across slices (`dcn`).
+Each axis has a size within a slice (`ici`: devices that a fast network joins)
+and a size across slices (`dcn`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
-import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import mesh_utils
@@ -22,8 +20,7 @@ from jaxline.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
-# Outermost first. The axes that communicate most come last, which gives them
-# the nearest devices.
+# As Pax's, outermost first. The last ones get the nearest devices.
 MESH_AXES = ('stage', 'replica', 'data', 'mdl')
 
 
@@ -31,16 +28,15 @@ class MeshError(errors.UsageError):
   """The mesh does not fit the devices, or the batch does not fit the mesh."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AbstractDevice:
-  """A placeholder with an id and a slice, for a mesh of absent devices."""
+class AbstractDevice(NamedTuple):
+  """A placeholder for a device of an abstract mesh."""
 
   id: int
   slice_index: int
 
 
 def abstract_devices(count: int, num_slices: int = 1) -> list[AbstractDevice]:
-  """Returns `count` placeholders in equal slices."""
+  """Returns placeholders in equal slices."""
   per_slice = count // num_slices
   return [AbstractDevice(i, i // per_slice) for i in range(count)]
 
@@ -52,10 +48,9 @@ _on_devices = contextvars.ContextVar[Any]('on_devices', default=None)
 def on_devices(devices: Any) -> Iterator[None]:
   """Sets the devices of the meshes that are made inside.
 
-  Args:
-    devices: some of this process; those of `jax.experimental.topologies`, for
-      which programs are only compiled; `abstract_devices`; or a function that
-      returns devices for the sizes of a mesh.
+  They are some of this process; those of `jax.experimental.topologies`, for
+  which programs are only compiled; `abstract_devices`; or a function that
+  returns devices for the sizes of a mesh.
   """
   token = _on_devices.set(devices)
   try:
@@ -64,94 +59,62 @@ def on_devices(devices: Any) -> Iterator[None]:
     _on_devices.reset(token)
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshShape:
-  """Sizes of a mesh, one for each of `MESH_AXES`.
+def make(
+  sizes: Mapping[str, Any] | None, devices: Sequence[Any] | None = None
+) -> tuple[Mesh, list[int]]:
+  """Returns a mesh, and the slice of each device of the flattened mesh.
 
-  Attributes:
-    ici: within a slice.
-    dcn: across slices.
+  The devices are by default those of `on_devices`, or of all hosts.
   """
-
-  ici: tuple[int, ...]
-  dcn: tuple[int, ...]
-
-  @property
-  def sizes(self) -> dict[str, int]:
-    """Mesh axis -> size, over all slices."""
-    pairs = zip(self.ici, self.dcn, strict=True)
-    return {axis: i * d for axis, (i, d) in zip(MESH_AXES, pairs, strict=True)}
-
-  @property
-  def slices(self) -> list[int]:
-    """The slice of each device, in the order of the flattened mesh."""
-    slices = np.arange(math.prod(self.dcn)).reshape(self.dcn)
-    return np.kron(slices, np.ones(self.ici, int)).ravel().tolist()
-
-
-def current_devices(sizes: Mapping[str, Any] | None = None) -> Sequence[Any]:
-  """Returns the devices of `on_devices`, or all devices of all hosts."""
-  found = _on_devices.get()
-  return found(sizes) if callable(found) else found or jax.devices()
+  if devices is None:
+    found = _on_devices.get()
+    devices = found(sizes) if callable(found) else found or jax.devices()
+  ici, dcn = mesh_shape(sizes, devices)
+  num_slices = math.prod(dcn)
+  slices = np.arange(num_slices).reshape(dcn)
+  slices = np.kron(slices, np.ones(ici, int))
+  axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+  flat = slices.ravel().tolist()
+  if isinstance(devices[0], AbstractDevice):
+    # It has only sizes: no array can be put there.
+    abstract: Any = jax.sharding.AbstractMesh
+    return abstract(slices.shape, MESH_AXES, axis_types=axis_types), flat
+  # `jax.make_mesh` refuses several slices, and on most chips does not split a
+  # physical axis of a torus, which then could not serve two axes of the mesh.
+  # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
+  ordered = np.empty(slices.shape, object)
+  for i, part in enumerate(_slices(devices, num_slices)):
+    ordered[slices == i] = mesh_utils.create_device_mesh(
+      ici, part, allow_split_physical_axes=True
+    ).ravel()
+  return Mesh(ordered, MESH_AXES, axis_types=axis_types), flat
 
 
 def mesh_shape(
   sizes: Mapping[str, Any] | None, devices: Sequence[Any]
-) -> MeshShape:
-  """Returns the sizes of a mesh of these devices.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the sizes for each of `MESH_AXES`, within slices and across.
 
   Args:
-    sizes: {'ici': {axis: size}, 'dcn': {axis: size}}, the number of devices
-      along each of `MESH_AXES` within a slice and of slices; or only the
-      former. In each, one size may be -1, which means all that are left. By
-      default `data` is all devices of a slice, `replica` is all slices, and the
-      other sizes are 1.
+    sizes: as `config.mesh`; or only those within a slice. By default `data` is
+      all devices of a slice, `replica` is all slices, and the others are 1.
     devices: they form one slice, or those of their `slice_index`, or one for
-      each process if `dcn` asks for that number. CPU devices form as many
-      slices as `dcn` asks for.
+      each process if `dcn` asks for that number, or on the CPU as many as `dcn`
+      asks for.
   """
   ici, dcn = check_sizes(sizes)
   asked = math.prod(size for size in dcn.values() if size != -1)
   num_slices = len(_slices(devices, asked))
   per_slice = len(devices) // num_slices
-  across = _fill(
-    dcn, num_slices, 'mesh.dcn', f'slices (of {per_slice} devices each)'
-  )
+  what = f'slices (of {per_slice} devices each)'
+  across = _fill(dcn, num_slices, 'mesh.dcn', what)
   what = 'devices' if num_slices == 1 else 'devices in a slice'
-  return MeshShape(_fill(ici, per_slice, 'mesh.ici', what), across)
-
-
-def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-  """Returns a mesh, in an order that JAX finds good for the devices' network.
-
-  It is an abstract mesh for `abstract_devices`.
-  """
-  sizes = tuple(shape.sizes.values())
-  axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-  if isinstance(devices[0], AbstractDevice):
-    # It has only sizes: no array can be put there.
-    abstract: Any = jax.sharding.AbstractMesh(
-      sizes, MESH_AXES, axis_types=axis_types
-    )
-    return abstract
-  # `jax.make_mesh` refuses several slices, and on most chips does not split a
-  # physical axis of a torus, which then could not serve two axes of the mesh.
-  # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
-  where = np.reshape(shape.slices, sizes)
-  ordered = np.empty(sizes, object)
-  for i, part in enumerate(_slices(devices, math.prod(shape.dcn))):
-    ordered[where == i] = mesh_utils.create_device_mesh(
-      shape.ici, part, allow_split_physical_axes=True
-    ).ravel()
-  return Mesh(ordered, MESH_AXES, axis_types=axis_types)
+  return _fill(ici, per_slice, 'mesh.ici', what), across
 
 
 def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
   """Groups devices by slice; `num_slices` is how many the config asks for."""
-
-  def slice_of(device: Any) -> int:
-    return getattr(device, 'slice_index', None) or 0
-
+  slice_of = lambda device: getattr(device, 'slice_index', None) or 0
   ordered = sorted(devices, key=slice_of)
   slices = [list(group) for _, group in itertools.groupby(ordered, slice_of)]
   platform = getattr(devices[0], 'platform', None)  # Abstract ones have none.
@@ -173,11 +136,7 @@ def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
 def check_sizes(
   sizes: Mapping[str, Any] | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns all of `mesh_shape`'s sizes, within slices and across.
-
-  Raises:
-    UsageError: a name is unknown, or a size is invalid.
-  """
+  """Returns all of `mesh_shape`'s sizes, within slices and across."""
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
     sizes = {'ici': sizes}
@@ -202,7 +161,6 @@ def check_sizes(
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
-  """Returns sizes whose product is `count`, the number of `what`."""
   try:
     return np.empty(count).reshape(*sizes.values()).shape
   except ValueError as e:

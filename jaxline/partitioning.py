@@ -3,10 +3,8 @@
 A model names the axes of its weights where it creates them
 (`Logical(value, ('embed', 'mlp'))`) and of its activations where it matters
 (`constrain(x, ('batch', 'length', 'embed'))`). `Rules` map those names to axes
-of the mesh, so that a config value selects the strategy and the model does not
-change. `AXIS_NAMES` are the valid names.
-
-After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
+of the mesh, as in T5X, Flax and Pax, so that a config value selects the
+strategy and the model does not change. `AXIS_NAMES` are the valid names.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,14 +30,7 @@ P = jax.sharding.PartitionSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logical:
-  """A weight and the names of its axes, outermost first.
-
-  A pytree node with one leaf, so `jax.eval_shape` and `jax.jit` see through it.
-
-  Attributes:
-    value: the array.
-    axes: an `Axis` for each dimension of `value`.
-  """
+  """A weight and the names of its axes, outermost first; `jit` sees through."""
 
   value: Any
   axes: tuple['Axis', ...] = dataclasses.field(metadata={'static': True})
@@ -49,8 +40,7 @@ class Logical:
 class Rules:
   """For each logical axis, the mesh axes it is split over.
 
-  Within one array a mesh axis is used once, by the first logical axis that
-  asks for it.
+  An array uses a mesh axis once, for the first logical axis that asks for it.
 
   Attributes:
     batch: of activations, the rows.
@@ -116,8 +106,8 @@ _PAX = dataclasses.replace(_TENSOR, embed=('data',), activation_embed=('mdl',))
 PRESETS = {
   # Data parallel: every device holds the whole state.
   'ddp': Rules(),
-  # Fully sharded data parallel (ZeRO-3): each weight, and with it its
-  # gradient and optimizer state, is split along its `embed` dimension.
+  # Fully sharded data parallel (ZeRO-3): each weight, its gradient and its
+  # optimizer state are split along the `embed` dimension.
   'fsdp': Rules(embed=('data',)),
   # Tensor parallel (Megatron): heads, hidden width and vocabulary are split.
   'tp': _TENSOR,
@@ -134,12 +124,7 @@ PRESETS = {
 def get_rules(
   name: str, changes: Mapping[str, Sequence[str] | str] | None = None
 ) -> Rules:
-  """Returns the rules of a preset.
-
-  Args:
-    name: one of `PRESETS`.
-    changes: logical axis -> the mesh axes that it is split over instead.
-  """
+  """Returns one of `PRESETS`, with the mesh axes of some axes changed."""
   errors.check_names([name], PRESETS, 'preset', 'config.sharding')
   changes = dict(changes or {})
   errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
@@ -172,17 +157,11 @@ def unbox(tree: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Partitioner:
-  """A mesh and rules: gives the sharding of each array.
-
-  Attributes:
-    mesh: the devices, with the axes `MESH_AXES`.
-    rules: logical axes to mesh axes.
-    shape: the sizes of the mesh, within slices and across.
-  """
+  """A mesh and rules: gives the sharding of each array."""
 
   mesh: mesh_lib.Mesh
   rules: Rules
-  shape: mesh_lib.MeshShape
+  slices: Sequence[int]  # Of the devices of the flattened mesh.
 
   @classmethod
   def make(
@@ -191,20 +170,12 @@ class Partitioner:
     sharding: str,
     changes: Mapping[str, Any] | None = None,
   ) -> 'Partitioner':
-    """Makes a mesh and rules: see `mesh.mesh_shape` and `get_rules`.
-
-    It uses the devices of `mesh.on_devices`, by default those of all hosts.
-    """
-    devices = mesh_lib.current_devices(sizes)
-    shape = mesh_lib.mesh_shape(sizes, devices)
-    mesh = mesh_lib.build_mesh(shape, devices)
-    made = cls(mesh, get_rules(sharding, changes), shape)
+    """Makes a mesh and rules: see `mesh.make` and `get_rules`."""
+    mesh, slices = mesh_lib.make(sizes)
+    made = cls(mesh, get_rules(sharding, changes), slices)
     if idle := made.idle_axes():
-      logging.warning(
-        'The sharding does not use the mesh along %s: all devices along it'
-        ' compute the same.',
-        idle,
-      )
+      text = 'The sharding does not use the mesh along %s: all devices along it'
+      logging.warning(f'{text} compute the same.', idle)
     return made
 
   @property
@@ -229,9 +200,8 @@ class Partitioner:
   def host(self) -> tuple[int, int]:
     """The index of this process among those that read rows, and their number.
 
-    Processes that hold the same rows, such as those that share a
-    tensor-parallel weight, count as one. For devices of another machine it is
-    (0, 1): this process then reads all rows.
+    Processes that hold the same rows, as with tensor parallelism, count as one.
+    For devices of another machine this process reads all rows.
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
@@ -260,12 +230,9 @@ class Partitioner:
     return self.size('batch')
 
   def spec(self, axes: Sequence[Axis], shape: Sequence[int]) -> P:
-    """Returns the partition of an array with these axes.
+    """Returns the partition of an array with an `Axis` for each dimension.
 
-    Args:
-      axes: an `Axis` for each dimension.
-      shape: the array's shape. A dimension that its mesh axes do not divide
-        stays whole.
+    A dimension that its mesh axes do not divide stays whole.
     """
     used: set[str] = set()
     entries = []
@@ -281,10 +248,8 @@ class Partitioner:
   def specs(self, tree: Any) -> Any:
     """Returns a `PartitionSpec` for each array of a tree of weights.
 
-    Args:
-      tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. Of the
-        others, which have no names, those of `MIN_SPLIT` elements or more are
-        split as `embed` is, along the largest axis that divides (not layers').
+    Of those that are in no `Logical`, those of `MIN_SPLIT` elements or more are
+    split as `embed` is, along the largest axis that divides (not layers').
     """
 
     def spec_of(path: Any, x: Any) -> P:
@@ -322,14 +287,12 @@ class Partitioner:
     others are replicated: counters, and factors of a weight as in Adafactor.
     """
     specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
-    shapes = {
-      path: x.shape for path, x in jax.tree.leaves_with_path(unbox(weights))
-    }
+    arrays = dict(jax.tree.leaves_with_path(unbox(weights)))
 
     def spec_of(path: tuple[Any, ...], x: Any) -> P:
       for start in range(len(path) + 1):  # The longest end comes first.
         if (end := path[start:]) in specs:
-          return specs[end] if x.shape == shapes[end] else P()
+          return specs[end] if x.shape == arrays[end].shape else P()
       return P()
 
     return jax.tree.map_with_path(spec_of, tree)
@@ -341,8 +304,8 @@ class Partitioner:
   def undersharded_weights(self, tree: Any) -> list[str]:
     """Lists the weights that are whole, or split less than the rules ask for.
 
-    Each line has the sizes that do not divide. The list is empty if the rules
-    split no weight at all (`ddp`, or a mesh of one device).
+    Each line has the sizes that do not divide. There is none if the rules split
+    no weight at all (`ddp`, or a mesh of one device).
     """
     lines = []
     splits = any(self.size(name) > 1 for name in WEIGHT_AXES)
@@ -370,8 +333,8 @@ class Partitioner:
   def activate(self) -> Iterator[None]:
     """Makes `constrain` refer to this mesh and these rules while tracing.
 
-    JAX caches traces of inner functions (`jit`, `scan`) by mesh and not by
-    rules. Call `jax.clear_caches()` before other rules on the same mesh.
+    JAX caches traces of inner functions by mesh and not by rules: call
+    `jax.clear_caches()` before other rules on the same mesh.
     """
     token = _active.set(self)
     try:
@@ -381,9 +344,7 @@ class Partitioner:
       _active.reset(token)
 
 
-_active: contextvars.ContextVar[Partitioner | None] = contextvars.ContextVar(
-  'active_partitioner', default=None
-)
+_active = contextvars.ContextVar[Any]('active_partitioner', default=None)
 
 
 def active() -> Partitioner | None:
@@ -394,17 +355,11 @@ def active() -> Partitioner | None:
 def constrain(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
   """Constrains how an activation is split over the mesh of the traced step.
 
-  Returns it unchanged if no `Partitioner` is active, as in a notebook or in the
-  per-device style, so that models need not know how they are run.
-
-  Args:
-    x: the activation.
-    axes: an `Axis` for each of its dimensions.
+  `axes` has an `Axis` for each dimension. If no `Partitioner` is active, as in
+  a notebook, the activation is returned unchanged.
   """
   partitioner = _active.get()
   if partitioner is None:
     return x
-  spec = partitioner.spec(axes, x.shape)
-  return jax.lax.with_sharding_constraint(
-    x, NamedSharding(partitioner.mesh, spec)
-  )
+  sharding = NamedSharding(partitioner.mesh, partitioner.spec(axes, x.shape))
+  return jax.lax.with_sharding_constraint(x, sharding)

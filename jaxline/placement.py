@@ -13,15 +13,9 @@ from jaxline import partitioning
 def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
   """Puts values on the devices, each shard where it belongs.
 
-  Args:
-    tree: numpy or jax arrays; every process passes the same values.
-    shardings: a sharding for each, as a prefix of `tree`.
-    may_keep: the caller gives up the jax arrays, so that those which have their
-      sharding already are returned uncopied.
-
-  Returns:
-    Arrays that share no buffer with any other array, so that they can be
-    donated.
+  Every process passes the same values, and a prefix tree of shardings. The
+  results share no buffer with another array, so that they can be donated; but
+  `may_keep` returns arrays that have their sharding already.
   """
 
   def put_leaf(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
@@ -47,14 +41,9 @@ def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
 def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
   """Makes the global batch from the part of each process.
 
-  Args:
-    batch: a pytree of numpy arrays [B / hosts, ...], the rows of
-      `partitioner.host`. A CPU device may borrow their memory, so they must not
-      change. A batch that has its sharding already is returned.
-    partitioner: has the mesh and the sharding of a batch.
-
-  Returns:
-    The tree with global arrays [B, ...], split along the first dimension.
+  It is a tree of numpy arrays [B / hosts, ...], the rows of `partitioner.host`,
+  or has its sharding already. A CPU device may borrow the memory of the arrays,
+  so they must not change.
   """
   sharding = partitioner.batch_sharding
   leaves = jax.tree.leaves(batch)
@@ -69,10 +58,7 @@ def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
 def check_rows(
   total: int, partitioner: partitioning.Partitioner, num_parts: int = 1
 ) -> None:
-  """Raises MeshError if the rows of a global batch do not divide.
-
-  `num_parts` is `config.gradient_accumulation_steps`.
-  """
+  """Raises MeshError if the rows of a global batch do not divide."""
   shards = partitioner.batch_shards * num_parts
   if remainder := total % shards:
     parts = f'gradient_accumulation_steps = {num_parts}, and '

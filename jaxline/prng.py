@@ -30,11 +30,8 @@ def _split(rng: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def stream_number(name: str) -> np.uint32:
-  """Returns the number that stands for a name in `jax.random.fold_in`.
-
-  It depends on the name only, and is at least 2**31: `jax.random.split` returns
-  `fold_in` of 0, 1, ..., which must not be the key of a stream.
-  """
+  """Returns the number that stands for a name in `jax.random.fold_in`."""
+  # `jax.random.split` returns `fold_in` of 0, 1, ...: none of these.
   return np.uint32(zlib.crc32(name.encode()) | 2**31)
 
 
@@ -81,14 +78,7 @@ KEYS = (
 def host_id_devices_for_rng(
   mode: str = 'unique_host_unique_device',
 ) -> jax.Array | None:
-  """Returns the host id for each local device, as the modes need it.
-
-  Args:
-    mode: a value of DistributedRNGMode.
-
-  Returns:
-    [local devices] int32 of this process's index; None in the same_host modes.
-  """
+  """Returns the process's index, [local devices] int32; None if not needed."""
   if not DistributedRNGMode(mode).unique_host:
     return None
   return jnp.full(
@@ -102,24 +92,10 @@ def specialize_rng_host_device(
   axis_name: str,
   mode: str = 'unique_host_unique_device',
 ) -> jax.Array:
-  """Makes a key specific to the host and device, where the mode says so.
+  """Folds into a key the host, then the device, as the mode says.
 
-  The key is `fold_in(rng, host_id)`, then `fold_in` of the device's index on
-  the axis. To be called inside `jax.pmap`.
-
-  Args:
-    rng: one key, uint32 (`PRNGKey`) or typed (`jax.random.key`).
-    host_id: this host's id; needed in the unique_host modes. It is an argument
-      because a Python int from `jax.process_index()` would make each host
-      compile a different program.
-    axis_name: name of the mapped axis over the devices.
-    mode: a value of DistributedRNGMode.
-
-  Returns:
-    The key.
-
-  Raises:
-    ValueError: the mode is unknown, or it needs a host_id and that is None.
+  To be called inside `jax.pmap` over `axis_name`, with a `host_id` of
+  `host_id_devices_for_rng`.
   """
   parsed = DistributedRNGMode(mode)
   if parsed.unique_host:
@@ -133,26 +109,16 @@ class DeviceStepKeys:
   """The step number and the random keys of each step, for each local device.
 
   Each step has `step_key, state_key = split(state_key)`, and the step's key is
-  made specific to the host and the device as the mode says. JAXline does this
-  with one `pmap` per step, which costs more than an empty training step. Here
-  one program computes a block of steps, each value in its own buffer (which
-  a step may donate), and most calls only return values that it computed before.
+  made specific to the host and the device as the mode says. JAXline's `pmap`
+  for each step costs more than an empty training step: one program computes a
+  block of steps, each value in its own buffer, which a step may donate.
   """
 
   def __init__(self, mode: str, *, block: int = 16):
-    """Prepares the program; it is compiled by the first call.
-
-    Args:
-      mode: a value of DistributedRNGMode.
-      block: how many steps to compute at once. The values do not depend on it.
-        More than 16 gain little, since the time goes into making the buffers;
-        the time to compile grows with it.
-    """
     host_ids = host_id_devices_for_rng(mode)
     sharding = devices.local_sharding()
     num_devices = sharding.num_devices
-    # The index of each local device on the axis of a pmap, over all hosts. Not
-    # by jax.lax.axis_index, because the program is one of this host only.
+    # On the axis of a pmap over all hosts: the program is of this host only.
     first_index = jax.local_devices()[0].process_index * num_devices
     indices = np.arange(first_index, first_index + num_devices, dtype=np.int32)
     self._sharding = sharding
@@ -168,9 +134,8 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # Of the last program: the values not returned yet, and the step behind
-    # them. `_next_step` and `_next_key` are the arguments of a call that
-    # continues the last one.
+    # The values not returned yet, and the step behind them; the arguments of a
+    # call that continues the last one.
     self._ahead: collections.deque[Any] = collections.deque()
     self._end_step: jax.Array | None = None
     self._next_step = -1
@@ -179,19 +144,10 @@ class DeviceStepKeys:
   def __call__(
     self, global_step: int, state_key: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what a step needs, and the state key of the next step.
+    """Returns the step, [local devices] int32, its keys, the next state key.
 
-    It is cheap if both arguments continue the last call, and correct if they do
-    not: after a restore, or with a key of the caller's own.
-
-    Args:
-      global_step: the step to run.
-      state_key: [local devices, ...] keys, uint32 or typed: those returned by
-        the last call, or any other.
-
-    Returns:
-      [local devices] int32, the step; [local devices, ...], the step's keys;
-      [local devices, ...], the next state key.
+    The keys are [local devices, ...], uint32 or typed. It is cheap if both
+    arguments continue the last call.
     """
     if state_key is not self._next_key or global_step != self._next_step:
       steps = np.full([self._sharding.num_devices], global_step, np.int32)
@@ -214,8 +170,6 @@ class DeviceStepKeys:
 def _derive_block(
   block: int, steps: jax.Array, state_keys: jax.Array, specifics: Any
 ) -> tuple[list[tuple[jax.Array, ...]], jax.Array]:
-  """Derives a block of steps on one device; its arrays have one row each."""
-
   def derive(state_key: jax.Array, _: None) -> Any:
     step_key, state_key = jax.random.split(state_key)
     return state_key, (step_key, state_key)

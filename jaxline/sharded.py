@@ -1,12 +1,9 @@
 """The sharded style: compiles pure functions into one step over a mesh.
 
-A subclass of `ShardedExperiment` defines the initial weights (`init_fn`), the
-loss of a batch (`loss_fn`), the optimizer (`make_optimizer`) and the data
-(`train_input`, `eval_input`). This module makes of them one jitted program
-`(state, batch, rng) -> (state, metrics)` with donated buffers over all devices
-of all hosts, an evaluation that averages exactly, and checkpoints.
-
-`train_step` and `accumulate` have the functions that are compiled,
+Of the weights, the loss, the optimizer and the data of a subclass, this makes
+one jitted program `(state, batch, rng) -> (state, metrics)` with donated
+buffers over all devices of all hosts, an evaluation that averages exactly, and
+checkpoints. `train_step` and `accumulate` have the functions that are compiled,
 `train_state` the state, `feed` the batches and `partitioning` the shardings.
 """
 
@@ -57,12 +54,7 @@ class ShardedExperiment(experiment.FullExperiment):
   and passes it on. A model that continues text has one more method,
   `decode(prompts, rng)`, whose compiled functions are wrapped in `in_mesh`.
 
-  `step` and `evaluate` get scalars, without an axis of devices: the step, and
-  the key of the run, from which the programs derive the key of each batch.
-
   Attributes:
-    on_nonfinite: what the step does if its loss or gradients are not finite:
-      `config.on_nonfinite`, or the class's own value if that is None.
     trainable_rules: the weights that train, as for `trainable`; the others have
       neither gradients nor optimizer state. None is all. A subclass may set it.
     row_losses: None, or a method `(params, model_state, batch, rng)` that
@@ -95,12 +87,8 @@ class ShardedExperiment(experiment.FullExperiment):
   ):
     """Makes the mesh; the state, the programs and the inputs are made later.
 
-    Args:
-      mode: as for `AbstractExperiment`.
-      init_rng: the key that `init_fn` gets.
-      run_config: the config of the run; None is the base config.
-      sharding: one of `partitioning.PRESETS`; None is `run_config.sharding`.
-      mesh: sizes of mesh axes, as `run_config.mesh`, which None stands for.
+    `sharding` and `mesh` replace those of `run_config`, the config of the run;
+    None is the base config.
     """
     self.mode, self.run_config = mode, run_config
     config = base_config.get_base_config() if run_config is None else run_config
@@ -115,7 +103,6 @@ class ShardedExperiment(experiment.FullExperiment):
     self._recompute_interval: int | None = config.recompute_interval
     self._init_rng = init_rng
     self._state: TrainState | None = None
-    self._is_dropped = False
     # What the compiled step returned last, for `train_loop`.
     self._scalars = scalars_lib.Scalars()
     self.train_feed = feed.TrainFeed(self.train_input, self.partitioner, config)
@@ -142,7 +129,7 @@ class ShardedExperiment(experiment.FullExperiment):
       batch: global arrays [B, ...]. The entry `weights` is the input's own,
         [B, ...], or ones, [B]; padding rows of an evaluation have weight 0.
       rng: a key of this batch, or microbatch, alone.
-      is_training: True in training, False in evaluation.
+      is_training: False in an evaluation.
 
     Returns:
       A scalar to minimise; name -> `metrics.Mean`, in which an example counts
@@ -158,22 +145,18 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns an endless input: anything that `iterable.as_input` takes.
 
     Each process reads its own rows of every global batch, as numpy arrays that
-    do not change afterwards. Checkpoints hold the position of a `BaseInput`,
-    and of an iterator with `get_state` and `set_state`.
-
-    It may take `shard`, a `base.Shard`: the rows that this process reads. It
-    must if processes hold the same rows of a batch.
+    do not change afterwards: those of the `base.Shard` that it may take as
+    `shard`, and must if processes hold the same rows.
     """
 
   @abc.abstractmethod
   def eval_input(self) -> Iterable[Batch] | Mapping[str, Iterable[Batch]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
 
-    It may take `shard`, as `train_input` does. Several evaluation sets are a
-    mapping name -> batches; their metrics are named `<set>/<metric>`.
-
-    Called once per evaluation; or once in all if every set is a `BaseInput`
-    with `reset_for_eval=False`, which continues where it stopped.
+    It may take `shard`. The metrics of a set in a mapping name -> batches are
+    named `<set>/<metric>`. Called once per evaluation; or once in all if every
+    set is a `BaseInput` with `reset_for_eval=False`, which continues where it
+    stopped.
     """
 
   def step_scalars(
@@ -181,39 +164,29 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> Mapping[str, jax.Array]:
     """Returns scalars to log besides the loss's metrics; part of the step.
 
-    Args:
-      state: the state before the step.
-      grads: the gradients, like `trained(state.params)`.
-      updates: the optimizer's changes of the weights, likewise.
+    `state` is that before the step; the gradients, and the changes of the
+    weights, are like `trained(state.params)`.
     """
     return {'grad_norm': optax.tree.norm(grads)}
 
   def after_update(self, before: TrainState, after: TrainState) -> Any:
     """Returns the model state after an update of the weights; part of the step.
 
-    For example `average_weights(before, after, decay)`. Called once in a step,
-    also if gradients are accumulated over parts of the batch.
-
-    Args:
-      before: the state before the step.
-      after: the state after it, with the model state that `loss_fn` returned.
+    For example `average_weights(before, after, decay)`. Called once in a step;
+    `after` has the model state that `loss_fn` returned.
     """
     return after.model_state
 
-  # The compiled programs.
-
-  # Cached properties, and not set by the constructor, since a subclass may set
+  # The compiled programs are made when they are used, since a subclass may set
   # what they need after it has called this constructor.
+
   @functools.cached_property
   def _optimizer(self) -> optax.GradientTransformation:
     return self.make_optimizer()
 
   @functools.cached_property
   def compiled_train_step(self) -> Callable[..., Any]:
-    """`_pure_step` as one program `(state, batch, rng) -> (state, scalars)`.
-
-    It donates the buffers of its state, and packs the scalars.
-    """
+    """`_pure_step` as one program, which donates its state."""
 
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
@@ -240,18 +213,30 @@ class ShardedExperiment(experiment.FullExperiment):
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
       grads, self.trained(self.layout.shardings.params)
     )
+    # A gradient that is only dropped later could still take memory.
+    params = self.trained(state.params)
     loss, metrics, model_state, grads = accumulate.gradients(
       loss_fn,
-      # A gradient that is only dropped later could still take memory.
-      self.trained(state.params),
+      params,
       state.model_state,
       batch,
       jax.random.fold_in(rng, state.step),
       self.accumulation_steps,
       place_grads,
     )
-    after, updates = step_lib.update(
-      self._optimizer, state, grads, model_state, self.trainable_rules
+    # Optax relies on promotion, although a model may be written to do without.
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = self._optimizer.update(
+        grads, state.opt_state, params
+      )
+    after = dataclasses.replace(
+      state,
+      step=state.step + 1,
+      params=train_state.with_frozen(
+        optax.apply_updates(params, updates), state.params
+      ),
+      model_state=model_state,
+      opt_state=opt_state,
     )
     scalars = metrics_lib.compute(metrics)
     scalars |= self.step_scalars(state, grads, updates)
@@ -271,10 +256,17 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
-    """`train_step.eval_step` as one program, without its `loss_fn`."""
+    """The program of an evaluation: (state, batch, rng, place) -> metrics.
 
-    def evaluation(*args: Any) -> Any:
-      return step_lib.eval_step(self.loss_fn, *args)
+    `place`, [2] uint32, is the numbers of the set and of the batch, which are
+    folded into the key. The state needs no `opt_state`.
+    """
+
+    def evaluation(state: Any, batch: Batch, rng: Any, place: Any) -> Any:
+      for number in place:
+        rng = jax.random.fold_in(rng, number)
+      args = state.params, state.model_state, batch, rng
+      return dict(self.loss_fn(*args, False)[1])
 
     return jax.jit(
       self.in_mesh(evaluation), out_shardings=self.partitioner.replicated
@@ -288,20 +280,12 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @property
   def eval_params(self) -> Any:
-    """The weights to evaluate and decode with; a subclass may choose others.
-
-    By default the averaged weights, if there are any (see `average_weights`).
-    """
+    """The weights to evaluate and decode with: the averaged ones, if any."""
     return train_state.averaged_weights(self.state)
 
   @property
   def state(self) -> TrainState:
     """The live state; made from the init key when it is first used."""
-    if self._is_dropped:
-      raise RuntimeError(
-        f'The state of {type(self).__name__} was dropped for a restore that did'
-        ' not end. Restore a checkpoint, or construct the experiment again.'
-      )
     if self._state is None:
       self._state = self.layout.make()
     return self._state
@@ -309,33 +293,33 @@ class ShardedExperiment(experiment.FullExperiment):
   @functools.cached_property
   def layout(self) -> train_state.Layout:
     """The shapes and shardings of the state."""
-    init = lambda rng: train_state.init_state(
-      self.init_fn, self._optimizer, rng, self.trainable_rules
+    init = self.in_mesh(
+      lambda rng: train_state.init_state(
+        self.init_fn, self._optimizer, rng, self.trainable_rules
+      )
     )
-    return train_state.Layout(
-      self.in_mesh(init), self._init_rng, self.partitioner
-    )
+    return train_state.Layout(init, self._init_rng, self.partitioner)
 
   def trained(self, params: Any) -> Any:
     """Returns a tree like the weights', None in place of those frozen."""
     return train_state.trained(params, self.trainable_rules)
 
+  # The shapes and shardings of a step's arguments.
+
   def abstract_state(self) -> TrainState:
-    """Returns the shapes and shardings of the state."""
     return self.layout.abstract()
 
   def abstract_rng(self) -> jax.ShapeDtypeStruct:
-    """Returns the shape and sharding of the key of a step."""
     key, sharding = self._init_rng, self.partitioner.replicated
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
 
   def abstract_batch(self, is_training: bool) -> Batch:
-    """Returns the shapes and shardings of a global batch; reads the first."""
+    """Reads the first batch."""
     source = self.train_feed if is_training else self._eval_feed
     return source.abstract_batch()
 
   def summary(self) -> dict[str, str]:
-    sizes = self.partitioner.axis_sizes.items()
+    sizes = self.partitioner.mesh.shape.items()
     axes = ', '.join(f'{axis} {size}' for axis, size in sizes if size > 1)
     params = self.abstract_state().params
     weights, trained = map(jax.tree.leaves, (params, self.trained(params)))
@@ -357,13 +341,11 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns the key that training initialises from."""
     return prng.run_keys(config)[1]
 
-  # `random_mode_train` and `random_mode_eval` give devices that run separate
-  # programs their keys. A sharded step is one program, so nothing reads them.
-
   def step_inputs(
     self, config: config_dict.ConfigDict
   ) -> experiment.StepInputs:
-    # The state key never changes: the program folds the step into it.
+    # The state key never changes: the program folds the step into it, so that
+    # nothing reads `random_mode_train` and `random_mode_eval`.
     return lambda global_step, rng: (global_step, rng, rng)
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
@@ -425,9 +407,8 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> dict[str, float]:
     """Returns the means of the loss's metrics: [<set>/]<name> -> mean."""
     # The optimizer's state may be on the host: see `restore_from_snapshot`.
-    state = dataclasses.replace(
-      self.state, params=self.eval_params, opt_state=None
-    )
+    params = self.eval_params
+    state = dataclasses.replace(self.state, params=params, opt_state=None)
     scalars: dict[str, float] = {}
     for name, batches in self._eval_feed.sets(self.num_evaluated):
       means = step_lib.mean_metrics(
@@ -454,15 +435,11 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    self._state, self._is_dropped = None, True
+    # Not None: a restore that fails leaves no experiment that can train.
+    self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state onto this mesh and, in training, the position.
-
-    Raises:
-      ValueError: the checkpoint's weights are not this model's, or the input
-        cannot be set to its position; then nothing was changed.
-    """
+    """Restores the state onto this mesh and, in training, the position."""
     saved, is_training = snapshot_state['state'], self.mode == 'train'
     if wrong := train_state.differences(
       saved, self.abstract_state(), 'it has', 'the model expects', 'state'
@@ -490,7 +467,6 @@ class ShardedExperiment(experiment.FullExperiment):
       may_keep=isinstance(snapshot_state, protocol.Fresh),
     )
     self._state = dataclasses.replace(placed, **on_host)
-    self._is_dropped = False
 
   def share_state(self, trained: experiment.AbstractExperiment) -> None:
     assert isinstance(trained, ShardedExperiment)

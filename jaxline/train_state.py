@@ -33,9 +33,8 @@ class TrainState:
     params: the weights that the optimizer changes.
     model_state: what the loss function itself changes, such as statistics.
     opt_state: the optimizer's state.
-    skipped: number of steps that `on_nonfinite = 'skip'` left out because their
-      loss or gradients were not finite, [2] int32: in a row up to now, and in
-      all.
+    skipped: number of steps that `on_nonfinite = 'skip'` left out, [2] int32:
+      in a row up to now, and in all.
   """
 
   step: Any
@@ -53,10 +52,7 @@ def init_state(
   rng: jax.Array,
   trainable_rules: str | Sequence[str] | None = None,
 ) -> TrainState:
-  """Returns the state before the first step.
-
-  Weights that `init_fn` returns as `partitioning.Logical` stay so.
-  """
+  """Returns the state before the first step; `Logical` weights stay so."""
   params, model_state = strongly_typed(init_fn(rng))
   trains = trained(partitioning.unbox(params), trainable_rules)
   step = jnp.zeros((), jnp.int32)
@@ -68,21 +64,14 @@ def init_state(
 def strongly_typed(tree: Any) -> Any:
   """Replaces the weak types of Python numbers by strong ones.
 
-  The first step would turn a weak type into a strong one, and the second step
-  would then be compiled again.
+  The first step would do so, and the second step would be compiled again.
   """
   return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
 
 
 @dataclasses.dataclass(eq=False)
 class Layout:
-  """The shapes of a state and its sharding, known before it is made.
-
-  Attributes:
-    init: `rng -> TrainState`, whose weights may be `partitioning.Logical`.
-    rng: the key that `init` gets.
-    partitioner: the mesh, and the sharding of each axis.
-  """
+  """The shapes and the sharding of what `init(rng)` returns, before it does."""
 
   init: Callable[[jax.Array], TrainState]
   rng: jax.Array
@@ -113,12 +102,9 @@ class Layout:
 
   def make(self) -> TrainState:
     """Returns the initial state. No array is ever whole on a device."""
-    named = self.named.params
-    if lines := self.partitioner.undersharded_weights(named):
-      logging.info(
-        'These weights are split less than the sharding asks for:\n%s',
-        '\n'.join(lines),
-      )
+    if lines := self.partitioner.undersharded_weights(self.named.params):
+      text = 'These weights are split less than the sharding asks for:\n%s'
+      logging.info(text, '\n'.join(lines))
     options = None
     if jax.default_backend() == 'cpu' and not jax.config.read(
       'jax_disable_most_optimizations'
@@ -134,16 +120,11 @@ class Layout:
     return make(placement.put(self.rng, self.partitioner.replicated))
 
 
-# Weights that train, and weights that do not.
-
-
 def trainable(params: Any, rules: str | Sequence[str]) -> Any:
   """Returns a tree of bools: which weights train.
 
-  Args:
-    params: the weights, or any tree with their names.
-    rules: regular expressions. A weight trains if one of them matches its whole
-      name, such as 'embedding/norm/scale'; one that matches none is an error.
+  A weight trains if one of the regular expressions `rules` matches its whole
+  name, such as 'embedding/norm/scale'; one that matches none is an error.
   """
   trains = dict.fromkeys(structure.named_leaves(params), False)
   for rule in [rules] if isinstance(rules, str) else rules:
@@ -175,9 +156,6 @@ def with_frozen(params: Any, whole: Any) -> Any:
   )
 
 
-# Averages of the weights.
-
-
 def average_weights(
   before: TrainState, after: TrainState, decay: float
 ) -> dict[str, Any]:
@@ -186,14 +164,9 @@ def average_weights(
   For `after_update`. `init_fn` puts the initial weights into the entry `EMA` of
   the model state as it returns them, so that the average is sharded like them.
 
-  This is an exponential moving average with the bias correction of
-  `optax.ema(debias=True)`: the initial weights do not count, and neither do
-  skipped steps. It keeps the dtypes of its entry: average bfloat16 in float32.
-
-  Args:
-    before: the state before the step.
-    after: the state after it.
-    decay: in (0, 1): averages over about 1 / (1 - decay) steps.
+  It averages over about 1 / (1 - decay) steps. As in `optax.ema(debias=True)`,
+  the initial weights do not count, and neither do skipped steps. The average
+  keeps its dtypes: that of bfloat16 should be float32.
   """
   count = (after.step - after.skipped[1]).astype(jnp.float32)
   # The corrected average is kept, and not the moment of `optax.ema`, so that
@@ -210,12 +183,10 @@ def average_weights(
 
 
 def averaged_weights(state: TrainState) -> Any:
-  """Returns the average of the weights if the state has one, else the weights.
-
-  Before its first step, a run may have only the weights of another run.
-  """
+  """Returns the average of the weights; the weights if the state has none."""
   params, model_state = state.params, state.model_state
   has_average = isinstance(model_state, Mapping) and EMA in model_state
+  # Before its first step, a run may have only the weights of another run.
   if not has_average or int(state.step) == 0:
     return params
   return jax.tree.map(
@@ -226,10 +197,7 @@ def averaged_weights(state: TrainState) -> Any:
 def differences(
   a: Any, b: Any, a_says: str, b_says: str, name: str = ''
 ) -> list[str]:
-  """Returns a line for each array whose shape or type differs.
-
-  A line is '{name}/{path}: {a_says} {shape in a}, {b_says} {shape in b}'.
-  """
+  """Returns '{name}/{path}: {a_says} {shape}, {b_says} {shape}' for each."""
   have, want = (structure.named_leaves(tree, name) for tree in (a, b))
 
   def shape(x: Any) -> str:

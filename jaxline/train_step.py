@@ -1,10 +1,10 @@
-"""The parts of a training step and of an evaluation step, as pure functions.
+"""The parts of a training step, as pure functions, and the evaluation's sums.
 
 `sharded.ShardedExperiment._pure_step` puts them together: gradients, update,
 select if finite.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 import copy
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ import optax
 from jaxline import metrics as metrics_lib
 from jaxline import train_state
 from jaxline.inputs import base as inputs
-from jaxline.supervision import nonfinite as guard
+from jaxline.metrics import scalars as scalars_lib
 
 TrainState = train_state.TrainState
 Batch = dict[str, Any]
@@ -40,7 +40,6 @@ WEIGHTS = inputs.WEIGHTS
 # gradients does not include them.
 OVERWRITE = '_overwrite_with_gradient'
 
-# A scalar that `guard_step` adds to those of the loss, like `guard.NONFINITE`.
 SKIPPED_STEPS = 'skipped_steps'
 
 
@@ -85,35 +84,11 @@ def gradients(
   return loss, metrics, new, grads
 
 
-def update(
-  optimizer: optax.GradientTransformation,
-  state: TrainState,
-  grads: Any,
-  model_state: Any,
-  trainable_rules: str | Sequence[str] | None = None,
-) -> tuple[TrainState, Any]:
-  """Returns the state after an update of the weights, and the updates.
-
-  The gradients are a tree like `trained(state.params, trainable_rules)`.
-  """
-  params = train_state.trained(state.params, trainable_rules)
-  # Optax relies on promotion, although a model may be written to do without.
-  with jax.numpy_dtype_promotion('standard'):
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
-  params = train_state.with_frozen(
-    optax.apply_updates(params, updates), state.params
-  )
-  step, skipped = state.step + 1, state.skipped
-  after = TrainState(step, params, model_state, opt_state, skipped)
-  return after, updates
-
-
 def checked(after: TrainState, before: TrainState) -> TrainState:
   """Returns the state after a step, after a check of its shapes and types."""
   after = train_state.strongly_typed(after)
-  if wrong := train_state.differences(
-    after, before, 'the step returns', 'it got'
-  ):
+  wrong = train_state.differences(after, before, 'the step returns', 'it got')
+  if wrong:
     raise ValueError(
       'The state after a step must have the shapes and types of the state'
       ' before it. loss_fn returns the model state; the optimizer makes the'
@@ -133,18 +108,11 @@ def guard_step(
   """Selects the state after a step by whether its numbers are finite.
 
   `on_nonfinite = 'skip'` returns the state before a step that is not finite,
-  with new counts. The other modes return `after`. `empty` is whether
-  nothing in the batch has a weight.
-
-  Returns:
-    The state, and scalars. `nonfinite`, int32, is 1 if the loss or the global
-    norm of the gradients is not finite; -1 if the batch is empty; else 0. With
-    'skip' it is the number of steps in a row that were not finite, and
-    `skipped_steps` their number in all.
+  with new counts, and the number of these steps in all as SKIPPED_STEPS. The
+  other modes return `after`. All return NONFINITE.
   """
   # The square of a float16 is infinite from 256 on.
   wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x
-  # The step's scalars usually contain the norm, and XLA computes it only once.
   # Gradients of several types need promotion.
   with jax.numpy_dtype_promotion('standard'):
     norm = optax.tree.norm(jax.tree.map(wide, grads))
@@ -152,7 +120,7 @@ def guard_step(
   nonfinite = (~is_finite).astype(jnp.int32)
   empty = empty.astype(jnp.int32)
   if on_nonfinite != 'skip':
-    return after, {guard.NONFINITE: nonfinite - empty}
+    return after, {scalars_lib.NONFINITE: nonfinite - empty}
   in_a_row = nonfinite * (before.skipped[0] + 1)
   in_all = before.skipped[1] + nonfinite
   # A select is fused into the optimizer's own pass over the arrays; a branch
@@ -163,38 +131,16 @@ def guard_step(
     after,
   )
   state = dataclasses.replace(state, skipped=jnp.stack([in_a_row, in_all]))
-  return state, {guard.NONFINITE: in_a_row - empty, SKIPPED_STEPS: in_all}
+  return state, {scalars_lib.NONFINITE: in_a_row - empty, SKIPPED_STEPS: in_all}
 
 
 def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
   """Warns if the shapes of a batch are not those of the trace before."""
-  lines = before and train_state.differences(
-    batch, before, 'now', 'before', 'batch'
-  )
-  if lines:
-    logging.warning(
-      'train_input gave a batch of another shape or type, for which the step is'
-      ' compiled again. Pad its batches to one shape, or to few.\n%s',
-      '\n'.join(lines),
-    )
-
-
-def eval_step(
-  loss_fn: LossFn,
-  state: TrainState,
-  batch: Batch,
-  rng: jax.Array,
-  place: jax.Array,
-) -> dict[str, metrics_lib.Mean]:
-  """Returns the metrics of one batch of an evaluation.
-
-  `place`, [2] uint32, is the numbers of the set and of the batch, which are
-  folded into the key of evaluation. The state needs no `opt_state`.
-  """
-  for number in place:
-    rng = jax.random.fold_in(rng, number)
-  _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
-  return dict(metrics)
+  differ = functools.partial(train_state.differences, batch, before)
+  if before and (lines := differ('now', 'before', 'batch')):
+    text = 'train_input gave a batch of another shape or type, for which the'
+    text += ' step is compiled again. Pad its batches to one shape, or to few.'
+    logging.warning('%s\n%s', text, '\n'.join(lines))
 
 
 def mean_metrics(

@@ -1,9 +1,7 @@
 """Ends a run that hangs, and prints where it hangs.
 
-A run that waits for ever (for another process, a disk, a lock) costs as much as
-one that trains. One thread watches one counter, the signs of life. If it stands
-still for too long, the thread prints the stacks of all threads and ends the
-process.
+One thread watches one counter, the signs of life. If it stands still for too
+long, the thread prints the stacks of all threads and ends the process.
 """
 
 from collections.abc import Iterator
@@ -21,16 +19,14 @@ from typing import Any
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70
 
-# How long the report may take, in seconds: it may hang at a pipe that nobody
-# reads, or at the disk of the log or the source code.
+# How long the report may take, in seconds: it may hang at a pipe or a disk.
 _REPORT_SECS = 10.0
 # The longest time between two looks at the counter, in seconds.
 _TICK_SECS = 1.0
 # A thread inside of these modules waits for a human.
 _DEBUGGERS = ('pdb', 'bdb')
 
-# Whether the limit of the newest run also applies to the end of the process: a
-# thread that is no daemon, or a function of `atexit`, may hang there.
+# Whether the limit of the newest run also applies to the end of the process.
 covers_exit = False
 
 _signs = 0
@@ -41,7 +37,7 @@ _backstop = threading.Lock()  # Of faulthandler's timer.
 
 
 def give_sign_of_life() -> None:
-  """Counts a sign of life, in some tens of nanoseconds."""
+  """Counts a sign of life; it takes some tens of nanoseconds."""
   global _signs
   _signs += 1
 
@@ -50,16 +46,10 @@ def give_sign_of_life() -> None:
 def limit(secs: float | None) -> Iterator[None]:
   """Ends the process after some seconds without a sign of life inside.
 
-  A thread in pdb stops the clock. So does a process that is stopped, or a
-  machine that is suspended.
-
-  A call into C that never releases the interpreter's lock blocks the ticker as
-  well. For this case `faulthandler`, which needs no interpreter, prints the
-  stacks and ends the process with code 1 after twice the time without a tick,
-  that of a stop included. Nothing else can use its only timer meanwhile.
-
-  Args:
-    secs: the longest silence, in seconds; None sets no limit.
+  A thread in pdb stops the clock, and so does a process that is stopped. A call
+  into C that never releases the interpreter's lock blocks the ticker too. Then
+  `faulthandler`, whose only timer this takes, prints the stacks and ends the
+  process with code 1 after twice the time without a tick.
   """
   global _secs, _num_runs, _ticker
   if secs is None:
@@ -68,7 +58,7 @@ def limit(secs: float | None) -> Iterator[None]:
   give_sign_of_life()
   _secs, _num_runs = secs, _num_runs + 1
   _arm()  # The ticker may never get the interpreter's lock.
-  if _ticker is None or not _ticker.is_alive():  # As in a forked process.
+  if _ticker is None:
     _ticker = threading.Thread(target=_tick, name='watchdog', daemon=True)
     _ticker.start()
   try:
@@ -98,7 +88,6 @@ def _arm() -> bool:
 
 
 def _tick() -> None:
-  """Watches the counter; runs on a thread of its own."""
   hangs: queue.SimpleQueue[Any] = queue.SimpleQueue()
   # Started now, because no thread can be started while Python ends.
   reporter = threading.Thread(target=lambda: _report(*hangs.get()), daemon=True)
@@ -125,7 +114,6 @@ def _tick() -> None:
 
 
 def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
-  """Prints the stacks and errors of all threads."""
   text = (
     f'[jaxline] Watchdog: no sign of life for {silence:.1f} s. The process ends'
     f' with code {EXIT_CODE}.\n'
@@ -142,27 +130,3 @@ def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
       stack = traceback.format_exception(error)
       text += f'\nThread {names.get(ident, ident)!r} had:\n{"".join(stack)}'
   os.write(2, text.encode())  # The run may hang at the lock of sys.stderr.
-
-
-# A forked process has faulthandler's timer without its thread, and would wait
-# for that at its end. So there is no timer while a process is forked.
-
-
-def _before_fork() -> None:
-  _backstop.acquire()
-  if _num_runs:
-    faulthandler.cancel_dump_traceback_later()
-
-
-def _in_child() -> None:
-  global _num_runs
-  _num_runs = 0  # The parent watches over its run.
-  _backstop.release()
-
-
-if hasattr(os, 'register_at_fork'):  # Windows does not fork.
-  os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_backstop.release,  # The next tick winds up the timer.
-    after_in_child=_in_child,
-  )

@@ -11,7 +11,6 @@ from unittest import mock
 
 from absl import flags
 from absl.testing import flagsaver
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -300,24 +299,6 @@ def test_op_by_op_ends_with_the_last_function(jit_off):
   assert during[0] is True
   assert set(during[1:]).isdisjoint(before)
   assert look() == before
-
-
-@pytest.mark.parametrize('check_vma', [False, True])
-def test_a_shard_map_gives_what_it_gives_compiled(jit_off, check_vma):
-  mesh = jax.make_mesh(
-    (2, 1), ('a', 'b'), axis_types=(jax.sharding.AxisType.Auto,) * 2
-  )
-  f = jax.jit(
-    jax.shard_map(
-      lambda x: (jax.lax.psum(x, ('a', 'b')), x * 2.0),
-      mesh=mesh,
-      in_specs=P(('a', 'b')),
-      out_specs=(P(), P(('a', 'b'))),
-      check_vma=check_vma,
-    )
-  )
-  x = np.arange(4, dtype=np.float32)
-  chex.assert_trees_all_close(debug.disable_pmap_jit(f)(x), f(x), rtol=1e-6)
 
 
 @jax.custom_vjp

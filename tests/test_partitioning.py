@@ -46,10 +46,7 @@ def shape_of(sizes, count, num_slices=1):
 )  # fmt: skip
 def test_mesh_shape(sizes, count, num_slices, ici, dcn):
   shape = shape_of(sizes, count, num_slices)
-  assert shape == mesh_lib.MeshShape(ici, dcn)
-  assert shape.sizes == dict(
-    zip(mesh_lib.MESH_AXES, np.multiply(ici, dcn).tolist(), strict=True)
-  )
+  assert shape == (ici, dcn)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +107,8 @@ def slices_of_tpus(num_slices, side=2):
 
 
 def order(sizes, devices):
-  shape = mesh_lib.mesh_shape(sizes, devices)
-  return mesh_lib.build_mesh(shape, devices).devices, shape
+  mesh, slices = mesh_lib.make(sizes, devices)
+  return mesh.devices, mesh_lib.mesh_shape(sizes, devices), slices
 
 
 DCN = [
@@ -128,14 +125,14 @@ DCN = [
 @pytest.mark.parametrize('ici', [{}, {'mdl': 2}, {'mdl': -1}], ids=str)
 def test_each_slice_is_a_block_of_the_mesh(dcn, ici):
   dcn = {'replica': 1, **dcn}
-  devices, shape = order({'ici': ici, 'dcn': dcn}, slices_of_tpus(4))
-  assert devices.shape == tuple(shape.sizes.values())
-  assert [d.slice_index for d in devices.ravel()] == shape.slices
+  devices, shape, slices = order({'ici': ici, 'dcn': dcn}, slices_of_tpus(4))
+  assert devices.shape == tuple(np.multiply(*shape))
+  assert [d.slice_index for d in devices.ravel()] == slices
   # Within a slice its devices, across the slices in their order.
   assert sorted(d.id for d in devices.ravel()) == sorted(
     8 * i + j for i in range(4) for j in range(4)
   )
-  stages = shape.dcn[0]
+  stages = shape[1][0]
   for stage, part in enumerate(np.split(devices, stages)):
     expected = set(range(4 // stages * stage, 4 // stages * (stage + 1)))
     assert {d.slice_index for d in part.ravel()} == expected
@@ -149,11 +146,11 @@ def test_processes_stand_for_slices_that_devices_do_not_tell(slice_index):
     for i in range(8)
   ]
   sizes = {'ici': {'mdl': 2}, 'dcn': {'replica': 2}}
-  ordered, shape = order(sizes, devices)
-  assert [d.process_index for d in ordered.ravel()] == shape.slices
-  assert shape == mesh_lib.MeshShape((1, 1, 2, 2), (1, 2, 1, 1))
+  ordered, shape, slices = order(sizes, devices)
+  assert [d.process_index for d in ordered.ravel()] == slices
+  assert shape == ((1, 1, 2, 2), (1, 2, 1, 1))
   # It was not asked for: then there is one slice.
-  assert order({}, devices)[1].dcn == (1, 1, 1, 1)
+  assert order({}, devices)[1][1] == (1, 1, 1, 1)
   with pytest.raises(ValueError, match=r"mesh.dcn.*'replica': 4"):
     order({'dcn': {'replica': 4}}, devices)
 
@@ -161,17 +158,17 @@ def test_processes_stand_for_slices_that_devices_do_not_tell(slice_index):
 def test_cpu_devices_make_fake_slices_in_their_order():
   devices = [Device(i, platform='cpu') for i in range(8)]
   sizes = {'ici': {'mdl': 2}, 'dcn': {'data': 2}}
-  ordered, shape = order(sizes, devices)
+  ordered, _, slices = order(sizes, devices)
   ids = np.vectorize(lambda d: d.id)(ordered)
   assert ids[0, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-  assert shape.slices == [0, 0, 0, 0, 1, 1, 1, 1]
+  assert slices == [0, 0, 0, 0, 1, 1, 1, 1]
   # Here a slice has every second column.
-  ordered, shape = order(
+  ordered, _, slices = order(
     {'ici': {'data': 4}, 'dcn': {'mdl': 2, 'replica': 1}}, devices
   )
   ids = np.vectorize(lambda d: d.id)(ordered)
   assert ids[0, 0].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-  assert shape.slices == [0, 1] * 4
+  assert slices == [0, 1] * 4
   with pytest.raises(ValueError, match=r"mesh.dcn.*'replica': 3"):
     order({'dcn': {'replica': 3}}, devices)
 
@@ -186,11 +183,11 @@ def test_slices_of_real_topologies(topology):
     topology, 'tpu', num_slices=2, **more
   ).devices
   assert len(devices) == 16
-  ordered, shape = order(
+  ordered, shape, slices = order(
     {'ici': {'data': -1, 'mdl': 2}, 'dcn': {'data': 2}}, devices
   )
-  assert shape == mesh_lib.MeshShape((1, 1, 4, 2), (1, 1, 2, 1))
-  assert [d.slice_index for d in ordered.ravel()] == shape.slices
+  assert shape == ((1, 1, 4, 2), (1, 1, 2, 1))
+  assert [d.slice_index for d in ordered.ravel()] == slices
   for a, b in ordered.reshape(-1, 2):
     assert np.abs(np.subtract(a.coords, b.coords)).sum() == 1
 
@@ -241,13 +238,12 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
   )
   monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
   monkeypatch.setattr(jax, 'process_count', lambda: num_processes)
-  shape = mesh_lib.mesh_shape(sizes, list(devices))
-  mesh = mesh_lib.build_mesh(shape, list(devices))
+  mesh, slices = mesh_lib.make(sizes, list(devices))
   hosts = []
   for process in range(num_processes):
     monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
     hosts.append(
-      partitioning.Partitioner(mesh, partitioning.PRESETS['tp'], shape).host
+      partitioning.Partitioner(mesh, partitioning.PRESETS['tp'], slices).host
     )
   return hosts
 

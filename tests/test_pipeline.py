@@ -215,7 +215,7 @@ for parts, repeats in ((1, 1), (3, 1), (3, 2)):
   measures = measure.measure(
     hlo.parse(compiled.as_text()),
     partitioner.axis_sizes,
-    partitioner.shape.slices,
+    partitioner.slices,
   )
   out.append({
     t.kind: t.count

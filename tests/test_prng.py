@@ -61,19 +61,6 @@ def _specialize(keys, mode):
   )(keys, prng.host_id_devices_for_rng(mode))
 
 
-@pytest.mark.parametrize(
-  'use',
-  [
-    prng.host_id_devices_for_rng,
-    prng.DeviceStepKeys,
-    lambda mode: prng.specialize_rng_host_device(None, None, 'i', mode),
-  ],
-)
-def test_an_unknown_mode_is_refused(use):
-  with pytest.raises(ValueError, match="'unique_device'"):
-    use('unique_device')
-
-
 # --- specialize_rng_host_device ----------------------------------------------
 
 

@@ -73,14 +73,14 @@ def make_report(
     experiment = experiments.construct(experiment_class, 'train', rng, config)
     if not isinstance(experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
-        f'{type(experiment).__name__} has no sharded step to compile; expected'
+        f'{experiment.__class__.__name__} has no sharded step to compile; expected'
         ' a sharded.ShardedExperiment.'
       )
     partitioner = experiment.partitioner
     target = report_lib.Target(
       name=config.topology or 'local',
       device_kind=devices[0].device_kind,
-      num_slices=len(set(partitioner.shape.slices)),
+      num_slices=len(set(partitioner.slices)),
       num_devices=len(devices),
       chip=chip,
     )
@@ -180,7 +180,7 @@ def _compile(
     secs = time.monotonic() - start
     text, assignment = memory.dumped(directory)
   module = hlo.parse(text)
-  mesh = partitioner.axis_sizes, partitioner.shape.slices
+  mesh = partitioner.axis_sizes, partitioner.slices
   measures = measure.measure(module, *mesh)
   peak, buffers = memory.buffers(assignment, module)
   temp: int | None = None

@@ -40,6 +40,12 @@ class Packed:
 
 _NOTHING = Packed()
 
+# The scalar by which a step may judge itself, int32: 0 if the loss and the
+# gradients were finite; else 1, or with 'skip' the number of consecutive steps
+# that were not; -1 if nothing in its batch has a weight. A sharded step returns
+# it.
+NONFINITE = 'nonfinite'
+
 
 class Scalars(MutableMapping[str, Any]):
   """A mapping that keeps its 32-bit scalars in one array on the devices.

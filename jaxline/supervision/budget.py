@@ -12,10 +12,7 @@ _clock = time.perf_counter
 
 
 class Budget(periodic.Action):
-  """Counts the seconds of training as `trained_secs` of a run's live state.
-
-  Compilation on the thread that trains and evaluations do not count.
-  """
+  """Counts `trained_secs` of a live state, without compilations there."""
 
   def __init__(self, max_seconds: float | None, state: Any):
     self._max, self._state = max_seconds, state
@@ -38,10 +35,8 @@ class Budget(periodic.Action):
   def check(self, step: int, agreed: Callable[[bool], bool]) -> None:
     """Raises StopTraining if the time is over.
 
-    Args:
-      step: the number of steps done.
-      agreed: maps whether it is over, by the clock of each process, to whether
-        all of them stop now.
+    `agreed` maps whether it is, by the clock of each process, to whether all
+    stop now.
     """
     if self._max is None:
       return

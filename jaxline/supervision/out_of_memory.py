@@ -1,5 +1,6 @@
 """Explains an out-of-memory error: the largest arrays and what to change."""
 
+import collections
 from collections.abc import Iterator
 import contextlib
 import math
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxline import partitioning
 from jaxline.metrics import lines as lines_lib
 
 _NUM_LISTED = 12
@@ -14,10 +16,7 @@ _NUM_LISTED = 12
 
 @contextlib.contextmanager
 def explained(experiment: Any, config: Any) -> Iterator[None]:
-  """Adds a note with the largest arrays and three remedies to such an error.
-
-  Attributes of the experiment name arrays; it is None before it is constructed.
-  """
+  """Adds the largest arrays, named by the attributes that hold them."""
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
@@ -34,19 +33,17 @@ def _note(experiment: Any, config: Any) -> str:
   arrays = {id(x): (x, '(unnamed)') for x in jax.live_arrays()}
   attributes = vars(experiment) if experiment else {}
   # Also the deleted ones: the failed step had taken them as its arguments.
-  for path, x in jax.tree_util.tree_leaves_with_path(attributes):
+  for path, x in jax.tree.leaves_with_path(attributes):
     if isinstance(x, jax.Array):
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
-      arrays[id(x)] = x, name
-  sizes: dict[str, int] = {}
+      arrays[id(x)] = x, partitioning.name_of(path)
+  sizes = collections.Counter[str]()
   for x, name in arrays.values():
-    row = f'{name} {x.dtype.name}{list(x.shape)}'
     shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    sizes[row] = sizes.get(row, 0) + shard
-  largest = sorted(sizes.items(), key=lambda item: -item[1])[:_NUM_LISTED]
+    sizes[f'{name} {x.dtype.name}{list(x.shape)}'] += shard
+  largest = sizes.most_common(_NUM_LISTED)
   rows = [f'\n  {lines_lib.size(size):>10}  {row}' for row, size in largest]
   return (
-    f'[jaxline] {len(arrays)} arrays take {lines_lib.size(sum(sizes.values()))}'
+    f'[jaxline] {len(arrays)} arrays take {lines_lib.size(sizes.total())}'
     ' on one device; a program needs more while it runs. The largest:'
     f'{"".join(rows)}\nRemedies: a smaller batch, or the batch in parts'
     ' (config.gradient_accumulation_steps, now'

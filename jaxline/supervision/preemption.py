@@ -27,40 +27,33 @@ EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
-# Faults and job control raise these, or the system or Python keeps them.
-_RESERVED = (
-  *('SIGINT', 'SIGKILL', 'SIGSTOP', 'SIGTSTP', 'SIGTTIN', 'SIGTTOU', 'SIGCONT'),
-  *('SIGCHLD', 'SIGPIPE', 'SIGXFSZ', 'SIGABRT', 'SIGBUS', 'SIGFPE', 'SIGILL'),
-  *('SIGSEGV', 'SIGSYS', 'SIGTRAP'),
+# The signals that can end a run, by name: no fault and no job control raises
+# them, nor do the system or Python need them. macOS lacks one.
+_NAMES = (
+  *('SIGTERM', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGQUIT', 'SIGALRM'),
+  *('SIGVTALRM', 'SIGPROF', 'SIGXCPU', 'SIGIO', 'SIGPWR'),
 )
-# The signals that can end a run, by name.
-SIGNALS = {x.name: x for x in signal.Signals if x.name not in _RESERVED}
-_USUAL = [signal.SIGINT, signal.SIGTERM]
-# A closed terminal and Slurm's --signal send these. Windows has neither.
-_OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
+SIGNALS = {x.name: x for x in signal.Signals if x.name in _NAMES}
+_USUAL = (signal.SIGINT, signal.SIGTERM)
+# A closed terminal and Slurm's --signal send these.
+_OTHERS = (signal.SIGHUP, signal.SIGUSR1)
 
 # Packages whose handlers a run may replace. In an event loop or a notebook, a
 # run is interrupted like a program.
 _REPLACED = ('_signal', 'asyncio', 'ipykernel', 'jaxline')
 
-# JAX's notice names the number to leave at: one more than the largest that a
-# host has asked with, and 1 before training. A run that resumes at step 500
-# would never ask with 1, so `reached` counts its calls and not the steps.
+# JAX's notice names the number to leave at, which is 1 before training. A run
+# that resumes at step 500 would never ask with 1: `reached` counts its calls.
 _calls = itertools.count(1)
 
 _active: Watch | None = None
 
 
 class Preempted(SystemExit):
-  """Ends the process with an exit code; this is no error of the run.
+  """Ends the process with an exit code; this is no error of the run."""
 
-  Attributes:
-    code: EXIT_CODE, which is 0 when the run is over, or SIGINT_EXIT_CODE.
-    is_joint: whether all processes of the run leave after the same step.
-    is_over: whether nothing of the run is left to do.
-  """
-
-  is_joint = is_over = False
+  is_joint = False  # Whether all processes of the run leave after one step.
+  is_over = False  # Whether nothing of the run is left to do.
 
   def __init__(self, code: int, reason: str):
     super().__init__(reason)
@@ -72,13 +65,6 @@ class Watch:
 
   The first signal decides the exit code. The first SIGINT restores the default
   handler, so that the second one ends the process at once, also in C code.
-  Ignored signals (nohup, a shell's background jobs) stay ignored, and a
-  program's own handler keeps its signal. While a thread is in pdb, SIGINT is
-  for pdb.
-
-  Python drops what a handler raises inside `__del__` or a callback of the
-  garbage collector, such as JAX's. So the notice is kept: it acts when the run
-  or its training begins, or at the next `reached`.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
   agree on the step after which they leave; the other signals send it. A notice
@@ -87,6 +73,8 @@ class Watch:
   """
 
   def __init__(self) -> None:
+    # Kept, since Python drops what a handler raises inside `__del__` or a
+    # callback of the garbage collector, such as JAX's.
     self._notice: int | None = None
     # Whether JAX handles SIGTERM, and agrees with all hosts on the last step.
     self._is_shared = False
@@ -118,23 +106,16 @@ class Watch:
   def training(self) -> Iterator[None]:
     """Notes a notice for `reached`, instead of raising, while inside.
 
-    The last save and the wait for other hosts belong inside. A notice after the
-    last `reached` is raised on leaving on a single host, and ignored if several
-    hosts would have to agree.
+    One after the last `reached` is raised at the end on a single host; several
+    hosts would have to agree, and ignore it.
     """
     for signum in self._signals:
       if self is _active and _is_programs(signum):
-        logging.warning(
-          '%s has a handler of the program itself, %r: it does not save the'
-          ' run.',
-          signum.name,
-          signal.getsignal(signum),
-        )
+        text = '%s has a handler of the program itself, %r: it does not save'
+        text += ' the run.'
+        logging.warning(text, signum.name, signal.getsignal(signum))
     self._act()
-    # Hosts that cannot agree on a step do not wait for one: the host with the
-    # signal leaves at once, and the others fail without it.
-    jax = sys.modules.get('jax')
-    self._defers |= jax is None or jax.process_count() == 1
+    self._defers = True
     try:
       yield
     finally:
@@ -142,10 +123,7 @@ class Watch:
     self._act()
 
   def reached(self, step: int) -> bool:
-    """Returns whether to save and leave now; takes microseconds.
-
-    It is the same on all hosts, if each asks once after each step.
-    """
+    """Returns whether to save and leave now: the same on all hosts."""
     self._step = step
     if not self._is_shared:
       return self._notice is not None
@@ -174,29 +152,22 @@ class Watch:
 
   def _share(self, takes_steps: bool) -> None:
     """Takes the signals; leaves SIGTERM to JAX if that lets the hosts agree."""
-    # Not imported for this, which would take a second.
-    jax = sys.modules.get('jax')
+    jax = sys.modules.get('jax')  # To import it would take a second.
     self._is_shared = self._defers = (
-      takes_steps
-      and jax is not None
-      and jax.distributed.is_initialized()
-      and jax.config.jax_enable_preemption_service
+      takes_steps and jax is not None and jax.distributed.is_initialized()
     )
     for signum in self._signals if self is _active else ():
-      # Again if JAX has replaced it, which Python does not know.
-      if signum == signal.SIGTERM or signum not in self._old_handlers:
-        self._take(signum)
-
-  def _take(self, signum: int) -> None:
-    """Handles a signal that no handler of the program handles."""
-    handler = signal.getsignal(signum)
-    # None is a handler that was not made in Python and cannot be restored.
-    if handler in (signal.SIG_IGN, None) or _is_programs(signum):
-      return
-    if handler != self._on_signal:
-      self._old_handlers[signum] = handler
-    if signum != signal.SIGTERM or not self._is_shared:
-      signal.signal(signum, self._on_signal)
+      is_term, handler = signum == signal.SIGTERM, signal.getsignal(signum)
+      # SIGTERM again if JAX has replaced it, which Python does not know.
+      is_taken = signum in self._old_handlers and not is_term
+      # None is a handler that was not made in Python and cannot be restored.
+      is_kept = handler in (signal.SIG_IGN, None) or _is_programs(signum)
+      if is_taken or is_kept:
+        continue
+      if handler != self._on_signal:
+        self._old_handlers[signum] = handler
+      if not (is_term and self._is_shared):
+        signal.signal(signum, self._on_signal)
 
   def _on_signal(self, signum: int, frame: types.FrameType | None) -> None:
     if signum == signal.SIGINT:
@@ -223,20 +194,11 @@ def active_watch() -> Watch:
 
 
 def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
-  """Ends the start-up of the active watch: there may be something to save.
+  """Ends the start-up of the active watch, and returns it.
 
-  Call it after `jax.distributed` is initialised, if it will be.
-
-  Args:
-    takes_steps: False for evaluation alone, which never asks `reached`. JAX
-      would then swallow every SIGTERM, so the watch takes it from JAX for good.
-    signals: the names of further signals that end the run.
-
-  Returns:
-    The watch; a new one, which handles no signals, if none is active.
-
-  Raises:
-    Preempted: a notice came before, and its exception was swallowed.
+  Call it after `jax.distributed` is initialised. `signals` names further ones
+  that end the run. An evaluation alone takes no steps, and so never asks
+  `reached`: the watch takes SIGTERM from JAX, which would swallow it.
   """
   watch = active_watch()
   watch._signals += [SIGNALS[name] for name in filter(None, signals.split(','))]
@@ -269,5 +231,4 @@ def _in_child() -> None:
         signal.signal(signum, lambda n, unused: signal.signal(n, default))
 
 
-if hasattr(os, 'register_at_fork'):
-  os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)

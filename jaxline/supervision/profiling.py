@@ -1,7 +1,4 @@
-"""Traces training steps: `config.profile_steps` and `config.xla.pgle_save`.
-
-TensorBoard's profile plugin and Perfetto show a trace.
-"""
+"""Traces training steps: `config.profile_steps` and `config.xla.pgle_save`."""
 
 from collections.abc import Callable
 import contextlib
@@ -21,11 +18,7 @@ from jaxline.storage import spool
 
 
 class Profiler(periodic.Action):
-  """A periodic action that traces steps, if the run has a directory.
-
-  A trace starts and stops between steps; training waits while it is written.
-  `say` gets its path and how to open it.
-  """
+  """Traces steps, if the run has a directory; training waits for the files."""
 
   def __init__(
     self, config: Any, say: Callable[[str], None] = logging.info
@@ -35,31 +28,28 @@ class Profiler(periodic.Action):
       self._ranges = keys.parse_ranges(config.profile_steps or '')
       self._run_directory = spool.directory(config.checkpoint_dir).absolute()
     self._say = say
-    self._last = 0  # Last step of the trace that is being made.
-    self._path: pathlib.Path | None = None  # That trace's, while it is made.
+    self._last = 0
+    self._path: pathlib.Path | None = None  # Of the trace up to that step.
 
   def update_time(self, t: float, step: int) -> None:
-    """Begins: a range may begin with the first step of this process."""
-    # Drop the ranges that an earlier process has run.
+    # Drop the ranges that an earlier process has run; a range may begin with
+    # the first step of this one.
     self._ranges = [ends for ends in self._ranges if ends[1] > step]
     self(t, step, None)
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Starts or stops a trace, if it is time to."""
     if self._path is not None and step >= self._last:
       self._stop(scalar_outputs)
     if self._ranges and self._ranges[0][0] <= step + 1:
       self._start(int(step), self._ranges.pop(0)[1])
 
   def wait_to_finish(self) -> None:
-    """Writes the trace of a run that ends."""
     if self._path is not None:
       self._stop(None)
 
   def _start(self, step: int, last: int) -> None:
-    folder = 'train'
-    if process := jax.process_index():
-      folder += f'/host_{process}'
+    process = jax.process_index()
+    folder = f'train/host_{process}' if process else 'train'
     spool.local(self._run_directory, f'{folder}/plugins/profile')
     directory = self._run_directory / folder
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
@@ -91,10 +81,7 @@ class Profiler(periodic.Action):
 
 
 class PgleProfiler(Profiler):
-  """Traces some steps, and saves their profile for `config.xla.pgle_profile`.
-
-  The file is complete or does not exist.
-  """
+  """Traces some steps, and saves their profile for another run."""
 
   def __init__(self, config: Any) -> None:
     super().__init__(config)
@@ -103,16 +90,10 @@ class PgleProfiler(Profiler):
     self._num_steps = config.xla.pgle_save_steps
 
   def update_time(self, t: float, step: int) -> None:
-    """Begins: the first step compiles, and the next ones fill the queues."""
+    # The first step compiles, and the next ones fill the queues.
     self._ranges = [(step + 5, step + 4 + self._num_steps)]
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Starts the trace, or stops it and saves the profile, if it is time to.
-
-    Raises:
-      RuntimeError: another trace is running, or the profile has no GPU.
-      OSError: the profile cannot be written.
-    """
     trace = self._path
     super().__call__(t, step, scalar_outputs)
     if trace is None or self._path is not None:
@@ -121,28 +102,19 @@ class PgleProfiler(Profiler):
     if not profile:
       raise RuntimeError(
         f'There is no GPU in {trace}, so nothing was written to {self._file}.'
-        f" JAX runs on {jax.default_backend()!r}; a GPU other than NVIDIA's, or"
-        ' another profiler beside this one (Nsight Systems), gives no'
-        ' durations.'
+        f" JAX runs on {jax.default_backend()!r}; only NVIDIA's GPUs without"
+        ' another profiler (Nsight Systems) give durations.'
       )
     self._file.parent.mkdir(parents=True, exist_ok=True)
     with disk.replacing(self._file) as file:
       file.write(profile)
-    logging.info(
-      'Wrote the profile of %d bytes; the next run compiles with it by'
-      ' --config.xla.pgle_profile=%s',
-      len(profile),
-      self._file,
-    )
+    text = 'The next run compiles with it by --config.xla.pgle_profile=%s'
+    logging.info(text, self._file)
 
   def wait_to_finish(self) -> None:
-    """Writes the trace of a run that ended too early, with a warning."""
     if self._ranges or self._path is not None:
-      logging.warning(
-        'No profile was saved to %s: the run ended before its steps 5 to %d'
-        ' since this start.',
-        self._file,
-        4 + self._num_steps,
-      )
+      text = 'No profile was saved to %s: the run ended before its steps 5 to'
+      text += ' %d since this start.'
+      logging.warning(text, self._file, 4 + self._num_steps)
       self._ranges = []
     super().wait_to_finish()

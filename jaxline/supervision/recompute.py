@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxline import distributed
+from jaxline import partitioning
 from jaxline.metrics import fingerprints
 
 
@@ -14,14 +15,7 @@ class RecomputeError(ArithmeticError):
 
 
 def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
-  """Computes a step twice, compares, and returns its results.
-
-  This waits for both, and needs memory for one more state. The compiled step
-  `(state, *args) -> results` donates its state.
-
-  Raises:
-    RecomputeError: the results differ in a bit; names arrays and devices.
-  """
+  """Computes a compiled step twice, compares, and returns its results."""
   twin = jax.device_put(
     state, jax.tree.map(lambda x: x.sharding, state), may_alias=False
   )
@@ -42,8 +36,8 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
 def _fingerprints(tree: Any) -> dict[str, Any]:
   """Returns the fingerprint of each part that a device of this process has."""
   found = {}
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
+  for path, x in jax.tree.leaves_with_path(tree):
+    name = partitioning.name_of(path)
     # Not of the global array, of whose copies only one would be read.
     for part in x.addressable_shards:
       found[f'{name} on {part.device}'] = fingerprints.fingerprint(part.data)

@@ -149,7 +149,7 @@ def run(folder, name, sharding, mesh):
     'eval': regression.evaluate(live),
     'uneven': evaluate_uneven(config),
     'host': live.partitioner.host,
-    'slices': live.partitioner.shape.slices,
+    'slices': live.partitioner.slices,
     'shards': [shard.data.shape for shard in w.addressable_shards],
   }
 
