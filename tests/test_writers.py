@@ -30,7 +30,7 @@ import pytest
 
 from jaxline import async_lib
 from jaxline import devices
-from jaxline.metrics import base
+from jaxline.metrics import files
 from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard
@@ -126,7 +126,7 @@ class _Recorder(writers.Backend):
       raise OSError('disk on fire')
     self.calls.append(call)
 
-  def write(self, records: list[base.Record]) -> None:
+  def write(self, records: list[files.Record]) -> None:
     for record in records:
       self._take(record.kind, record.step, record.values)
 
@@ -306,8 +306,8 @@ def _jsonl(directory: pathlib.Path) -> writers.Backend:
 both = pytest.mark.parametrize('make', [tensorboard.TensorBoardWriter, _jsonl])
 
 
-def _record(step: int) -> list[base.Record]:
-  return [base.Record('scalars', step, 0.0, {'a': step})]
+def _record(step: int) -> list[files.Record]:
+  return [files.Record('scalars', step, 0.0, {'a': step})]
 
 
 @both
@@ -473,7 +473,7 @@ def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
 @pytest.mark.parametrize('is_resumed', [False, True])
 @pytest.mark.parametrize('cut', range(1, 12))
 def test_a_record_behind_one_that_was_cut_is_whole(cut, is_resumed, tmp_path):
-  record = [base.Record('fingerprints', 0, 0.0, {7: cut, 8: 5})]
+  record = [files.Record('fingerprints', 0, 0.0, {7: cut, 8: 5})]
   lines, prints = tmp_path / 'm.jsonl', tmp_path / 'prints'
   for start in (0, 1):
     own = [writers.JsonlWriter(lines), fingerprints.FingerprintWriter(prints)]

@@ -7,16 +7,13 @@ has two little-endian uint32 for each step: its number and its fingerprint.
 """
 
 from collections.abc import Callable, Mapping
-import functools
 import os
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline.metrics import base
 from jaxline.metrics import files
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
@@ -26,8 +23,8 @@ _DTYPE = np.dtype('<u4')
 _MAX_KEPT = 100
 # Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
 _MULTIPLIER = np.uint32(2654435769)
-# Scalars that depend on the clock or the machine, not on the step.
-_CLOCKED = re.compile(r'input_wait_fraction|\w+_per_sec|mfu|device_memory_gib')
+# Scalars that depend on the clock or the machine, as do the rates by second.
+_CLOCKED = ('input_wait_fraction', 'mfu', 'device_memory_gib')
 
 
 class FingerprintWriter(files.FileBackend):
@@ -35,12 +32,14 @@ class FingerprintWriter(files.FileBackend):
 
   kinds = ('fingerprints',)
 
-  def encode(self, record: base.Record) -> bytes:
-    return np.array([*record.values.items()], _DTYPE).tobytes()
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    super().__init__(path)
+    # A killed process may have written half of one.
+    size = os.path.getsize(self.path)
+    self._file.truncate(size - size % 8)
 
-  def _end_record(self) -> None:
-    if extra := (size := os.path.getsize(self.path)) % 8:
-      os.truncate(self.path, size - extra)
+  def encode(self, record: files.Record) -> bytes:
+    return np.array([*record.values.items()], _DTYPE).tobytes()
 
 
 def read(raw: bytes | None) -> dict[int, int]:
@@ -84,14 +83,10 @@ def unclocked(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
   kept = scalars_lib.copied(scalars)
   # Nothing that the compiled step packs depends on a clock.
   others = scalars_lib.others_of(kept)
-  for name in _clocked(tuple(others)):
-    del others[name]
+  for name in [*others]:
+    if name in _CLOCKED or name.endswith('_per_sec'):
+      del others[name]
   return kept
-
-
-@functools.lru_cache
-def _clocked(names: tuple[str, ...]) -> list[str]:
-  return [name for name in names if _CLOCKED.fullmatch(name)]
 
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:

@@ -22,7 +22,6 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.proto import summary_pb2
 from tensorboardX.proto import tensor_pb2
 
-from jaxline.metrics import base
 from jaxline.metrics import files
 
 _Value: Any = summary_pb2.Summary.Value
@@ -63,7 +62,7 @@ class TensorBoardWriter(files.FileBackend):
     super().__init__(os.path.join(log_dir, name))
     self._append(_record(time.time(), file_version='brain.Event:2'))
 
-  def encode(self, record: base.Record) -> bytes:
+  def encode(self, record: files.Record) -> bytes:
     value = _VALUES[record.kind]
     values = [value(name, x) for name, x in record.values.items()]
     summary = summary_pb2.Summary(value=values)

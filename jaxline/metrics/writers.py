@@ -12,7 +12,7 @@ import os
 import pathlib
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from absl import logging
 import jax
@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxline import async_lib
 from jaxline import errors
-from jaxline.metrics import base
 from jaxline.metrics import files
 from jaxline.metrics import fingerprints
 from jaxline.metrics import scalars as scalars_lib
@@ -37,11 +36,20 @@ _LINGER = 0.005
 _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
 
 # The names that experiments and forks use.
-Backend = base.Backend
-Record = base.Record
-Writer = base.Writer
+Backend = files.Backend
+Record = files.Record
 JsonlWriter = files.JsonlWriter
 to_scalars = values_lib.to_scalars
+
+
+class Writer(Protocol):
+  """The one method that a program's own writer must have.
+
+  `write_images`, `write_texts`, `flush` and `close` are called if it has them.
+  """
+
+  def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers at a step."""
 
 
 class MetricWriter(contextlib.AbstractContextManager):
@@ -64,12 +72,12 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   _conversions = values_lib.CONVERSIONS
 
-  def __init__(self, *backends: base.Backend | base.Writer) -> None:
+  def __init__(self, *backends: Backend | Writer) -> None:
     """Starts the thread, which alone calls the backends, in this order.
 
     They are closed with this writer. Without any, everything is discarded.
     """
-    self._backends: list[base.Backend] = []
+    self._backends: list[Backend] = []
     for backend in backends:
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
@@ -82,10 +90,10 @@ class MetricWriter(contextlib.AbstractContextManager):
     self._written = 0.0  # When the thread last wrote.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
-  def add(self, backend: base.Backend | base.Writer) -> None:
+  def add(self, backend: Backend | Writer) -> None:
     """Also writes to another backend, which is closed with this writer."""
-    if not isinstance(backend, base.Backend):
-      backend = base.Adapter(backend)
+    if not isinstance(backend, Backend):
+      backend = files.Adapter(backend)
     self._backends.append(backend)
 
   def takes(self, kind: str) -> bool:
@@ -128,7 +136,7 @@ class MetricWriter(contextlib.AbstractContextManager):
   ) -> None:
     """Queues a record of values that the caller does not change.
 
-    `kind` is one of `base.KINDS`, or another that a backend knows. `finish`
+    `kind` is one of `files.KINDS`, or another that a backend knows. `finish`
     maps the converted values to those to write; it runs on the thread.
     """
     if not self.takes(kind):
@@ -155,13 +163,12 @@ class MetricWriter(contextlib.AbstractContextManager):
     items: list[_Item] = []
     while queued:  # Until it is empty, so that the next `put` makes a call.
       items.append(queued.popleft())
-    records: list[base.Record] = []
+    records: list[Record] = []
     values_lib.start_fetch([item[3] for item in items])
 
     def convert(kind: str, step: Any, now: float, values: Any, fn: Any) -> None:
       if on_host := fn(self._conversions[kind](values)):
-        step = values_lib.to_step(step)
-        records.append(base.Record(kind, step, now, on_host))
+        records.append(Record(kind, values_lib.to_step(step), now, on_host))
 
     for item in items:
       self.executor.run(functools.partial(convert, *item))
@@ -199,11 +206,9 @@ class MetricWriter(contextlib.AbstractContextManager):
     return self.flush_async()()
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Starts a flush on the thread.
+    """Starts a flush, and returns a function that returns its result.
 
-    Returns:
-      A function that waits for the flush and returns the lengths of the log
-      files at this call. It raises no error of a later record.
+    The function raises no error of a later record.
     """
     return self._behind(
       lambda: {k: v for x in self._backends for k, v in x.flush().items()}
@@ -242,7 +247,7 @@ class RunWriter(MetricWriter):
     directory = spool.fetch(config.checkpoint_dir, folder)
     made = [make(name, config, mode, directory) for name in config.writers]
     if config.fingerprint and mode == 'train':
-      path = os.fspath(directory / fingerprints.FILE)
+      path = directory / fingerprints.FILE
       made.append(fingerprints.FingerprintWriter(path))
     super().__init__(*made)
 
@@ -256,19 +261,7 @@ def _snapshot(value: Any) -> Any:
   return value
 
 
-def _make_tensorboard(config: Any, mode: str, directory: pathlib.Path) -> Any:
-  # tensorboardX takes as long to import as half of jax.
-  from jaxline.metrics import tensorboard
-
-  return tensorboard.TensorBoardWriter(directory)
-
-
-_factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {
-  'tensorboard': _make_tensorboard,
-  'jsonl': lambda config, mode, directory: JsonlWriter(
-    directory / 'metrics.jsonl'
-  ),
-}
+_factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {}
 
 
 def register(name: str) -> Callable[[F], F]:
@@ -288,6 +281,19 @@ def register(name: str) -> Callable[[F], F]:
     return factory
 
   return add
+
+
+@register('tensorboard')
+def _make_tensorboard(config: Any, mode: str, directory: pathlib.Path) -> Any:
+  # tensorboardX takes as long to import as half of jax.
+  from jaxline.metrics import tensorboard
+
+  return tensorboard.TensorBoardWriter(directory)
+
+
+@register('jsonl')
+def _make_jsonl(config: Any, mode: str, directory: pathlib.Path) -> Any:
+  return JsonlWriter(directory / 'metrics.jsonl')
 
 
 def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Any:
