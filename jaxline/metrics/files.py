@@ -1,4 +1,4 @@
-"""What a `MetricWriter` writes to: the interface of a backend, and log files."""
+"""What a `MetricWriter` writes to: the interface of a backend, log files."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -59,9 +59,8 @@ class Adapter(Backend):
   """Writes to a program's own writer, or to the console."""
 
   def __init__(self, writer: Any):
-    kinds = *KINDS, 'console'
     self._writer = writer
-    self.kinds = [kind for kind in kinds if hasattr(writer, f'write_{kind}')]
+    self.kinds = [kind for kind in KINDS if hasattr(writer, f'write_{kind}')]
 
   def write(self, records: list[Record]) -> None:
     for kind, step, _, values in records:

@@ -62,7 +62,7 @@ def weights(arrays: Sequence[Any]) -> str:
   return text if arrays else ''
 
 
-def rank(name: str) -> tuple[bool, ...]:
+def _rank(name: str) -> tuple[bool, ...]:
   """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
   is_first = name != 'loss', name != 'steps_per_sec'
   return *is_first, '/' in name, name in FORMATS
@@ -76,10 +76,9 @@ def describe(
   The trend of the loss is that since the `earlier` steps.
   """
   texts = []
-  for name in sorted(recent[-1], key=rank):
+  for name in sorted(recent[-1], key=_rank):
     value, note = recent[-1][name], ''
-    # Counts and rates are not averaged. One of 0 is not known yet.
-    if name in FORMATS:
+    if name in FORMATS:  # Not averaged. One of 0 is not known yet.
       texts.append(FORMATS[name].format(value) if value else '')
       continue
     if isinstance(value, float):

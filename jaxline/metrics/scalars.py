@@ -14,26 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
+_STATIC = {'static': True}
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['array', 'others'],
-  meta_fields=['names', 'dtypes'],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Packed:
   """What a compiled step returns of its scalars.
 
   Attributes:
-    names: of the numbers in the array.
-    dtypes: of these numbers, float32 or int32.
+    names: the names of the numbers in the array.
+    dtypes: their dtypes, float32 or int32.
     array: the bits of the numbers, [len(names)] uint32; None without names.
     others: the other values, by name.
   """
 
-  names: tuple[str, ...] = ()
-  dtypes: tuple[Any, ...] = ()
+  names: tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
+  dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata=_STATIC)
   array: Any = None
   others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -66,23 +63,18 @@ class Scalars(MutableMapping[str, Any]):
     packed = self._packed
     if packed.names:
       numbers = _splitter(packed.dtypes)(packed.array)
-      split = dict(zip(packed.names, numbers, strict=True))
-      self.others = split | self.others
+      self.others = dict(zip(packed.names, numbers, strict=True)) | self.others
       self._packed = _NOTHING
     return self.others
 
   def __getitem__(self, name: str) -> Any:
-    if name not in self.others and name in self._packed.names:
-      self._split()
-    return self.others[name]
+    return (self.others if name in self.others else self._split())[name]
 
   def __setitem__(self, name: str, value: Any) -> None:
     self.others[name] = value
 
   def __delitem__(self, name: str) -> None:
-    if name in self._packed.names:
-      self._split()
-    del self.others[name]
+    del self._split()[name]
 
   def __contains__(self, name: object) -> bool:
     return name in self.others or name in self._packed.names
@@ -107,10 +99,6 @@ class Scalars(MutableMapping[str, Any]):
     """Returns a shallow copy."""
     return Scalars(self._packed, self.others)
 
-  def on_host(self) -> dict[str, Any]:
-    """Returns all values, with NumPy's numbers from the array."""
-    return self.numbers(np.asarray) | self.others
-
   def numbers(
     self, convert: Callable[[np.ndarray], Any] = np.ndarray.tolist
   ) -> dict[str, Any]:
@@ -123,12 +111,9 @@ class Scalars(MutableMapping[str, Any]):
       return {}
     bits = np.asarray(self._packed.array)
     columns = {dtype: convert(bits.view(dtype)) for dtype in {*dtypes}}
-    places = enumerate(zip(names, dtypes, strict=True))
-    return {
-      name: columns[dtype][i]
-      for i, (name, dtype) in places
-      if name not in self.others
-    }
+    values = (columns[dtype][i] for i, dtype in enumerate(dtypes))
+    named = zip(names, values, strict=True)
+    return {name: x for name, x in named if name not in self.others}
 
 
 def _flatten(scalars: Scalars) -> Any:

@@ -18,15 +18,11 @@ _warned: set[str] = set()
 
 
 def to_step(global_step: Any) -> int:
-  """Returns the step as an int; waits for a device array to be computed.
-
-  The elements of an array of any shape are all the step: one for each local
-  device, say.
-  """
+  """Returns the step as an int; all elements of an array are the step."""
   if isinstance(global_step, jax.Array):
     # One shard is enough, and on several hosts it is all that there is.
     global_step = global_step.addressable_data(0)
-  return int(np.asarray(global_step).reshape(-1)[0])
+  return int(np.asarray(global_step).flat[0])
 
 
 def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
@@ -70,7 +66,7 @@ def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
   buffer of becomes None. On a CPU the arrays are not copied.
   """
   if isinstance(values, scalars_lib.Scalars):
-    values = values.on_host()
+    values = values.numbers(np.asarray) | values.others
   return {name: jax.tree.map(_fetch, x) for name, x in values.items()}
 
 
@@ -109,10 +105,7 @@ def _to_number(value: Any) -> int | float | None:
     value = np.asarray(value)
   if isinstance(value, np.ndarray):
     value = value.item() if value.size == 1 else None
-  if type(value) is float:
-    return value
-  if isinstance(value, int):
-    # True and False are ints, too.
+  if isinstance(value, int):  # True and False are ints, too.
     return int(value) if -(2**63) <= value < 2**64 else None
   return float(value) if isinstance(value, numbers.Real) else None
 
@@ -166,5 +159,4 @@ CONVERSIONS: dict[str, Callable[[Mapping[Any, Any]], dict[Any, Any]]] = {
   'images': lambda images: {str(k): _to_image(x) for k, x in images.items()},
   'texts': lambda texts: {str(k): _to_text(x) for k, x in texts.items()},
   'fingerprints': fetch,
-  'console': lambda steps: {step: to_scalars(x) for step, x in steps.items()},
 }

@@ -8,7 +8,6 @@ import collections
 from collections.abc import Callable, Mapping
 import contextlib
 import functools
-import os
 import pathlib
 import threading
 import time
