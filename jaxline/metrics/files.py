@@ -16,29 +16,18 @@ KINDS = ('scalars', 'images', 'texts')
 
 
 class Record(NamedTuple):
-  """Converted values of one call of a writer.
+  """Converted values of one call of a writer."""
 
-  Attributes:
-    kind: one of `KINDS`, or another that a backend knows.
-    step: the step they belong to.
-    time: when they were written, in seconds since the epoch.
-    values: by name; int or float, uint8 [B, H, W, C], or str.
-  """
-
-  kind: str
+  kind: str  # One of `KINDS`, or another that a backend knows.
   step: int
-  time: float
-  values: dict[str, Any]
+  time: float  # In seconds since the epoch.
+  values: dict[str, Any]  # An int or a float; uint8 [B, H, W, C]; a str.
 
 
 class Backend(abc.ABC):
-  """Where a `MetricWriter` writes; called on that writer's thread only.
+  """Where a `MetricWriter` writes; called on that writer's thread only."""
 
-  Attributes:
-    kinds: the kinds of records that it gets.
-  """
-
-  kinds: Sequence[str] = KINDS
+  kinds: Sequence[str] = KINDS  # Of the records that it gets.
 
   @abc.abstractmethod
   def write(self, records: list[Record]) -> None:
@@ -76,18 +65,14 @@ class Adapter(Backend):
 
 
 class FileBackend(Backend):
-  """Appends to a local file and raises the errors of the disk.
+  """Appends to a local file, whose absolute path is `path`.
 
   Each write goes to the operating system at once: a reader sees it, a killed
   process does not lose it, and a full disk is noticed at the record that does
   not fit. `flush` also waits for the disk.
-
-  Attributes:
-    path: the absolute path of the file.
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
-    """Opens the file to append to it; makes its directory."""
     disk.check_local(path, 'The file of a writer')
     self.path = os.path.abspath(path)
     directory = pathlib.Path(self.path).parent
@@ -143,14 +128,13 @@ class JsonlWriter(FileBackend):
     "Infinity" and "-Infinity" stand for them, which Python's `float` and
     pandas' `astype(float)` read.
   - Images are recorded by their shape, [B, H, W, C].
-  - Each record begins a line. Half a line of a killed process stays alone.
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
     super().__init__(path)
-    fd = self._file.fileno()
-    size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) != b'\n':
+    size = os.path.getsize(self.path)
+    # A killed process may have written half a line: it stays alone.
+    if size and os.pread(self._file.fileno(), 1, size - 1) != b'\n':
       self._append(b'\n')
 
   def encode(self, record: Record) -> bytes:

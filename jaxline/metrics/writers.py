@@ -1,8 +1,4 @@
-"""Metric writers: the queue and thread of a run, and its backends by name.
-
-A record passes: loop or experiment, a bounded queue, one thread that fetches
-and converts it once, the `write` of each backend.
-"""
+"""Metric writers: the queue and thread of a run, and its backends by name."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -27,8 +23,6 @@ from jaxline.storage import spool
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-# The most bytes of images that may wait: copies, on the devices.
-_MAX_BYTES = 1 << 30
 # How long, in seconds, records that follow others closely wait for more.
 _LINGER = 0.005
 # The arguments of `put`, and the time.
@@ -59,11 +53,9 @@ class MetricWriter(contextlib.AbstractContextManager):
   step, not parts of its state, which is donated to the next step. Images are
   copied at once, on their device.
 
-  - A write waits while the queue is full or has 1 GiB of images.
-  - The first error on the thread is raised by every later write and flush and
-    by the close. The other backends still get what was queued.
-  - Any thread may write and flush; the writer's own thread writes at once.
-    What is queued at the end of the program is written.
+  A write waits while the queue is full. The first error on the thread is raised
+  by every later write and flush and by the close; the other backends still get
+  what was queued. Any thread may write and flush.
 
   Attributes:
     executor: the thread, which periodic actions share.
@@ -72,10 +64,7 @@ class MetricWriter(contextlib.AbstractContextManager):
   _conversions = values_lib.CONVERSIONS
 
   def __init__(self, *backends: Backend | Writer) -> None:
-    """Starts the thread, which alone calls the backends, in this order.
-
-    They are closed with this writer. Without any, everything is discarded.
-    """
+    """Starts the thread, which alone calls and closes the backends."""
     self._backends: list[Backend] = []
     for backend in backends:
       self.add(backend)
@@ -84,7 +73,6 @@ class MetricWriter(contextlib.AbstractContextManager):
     # The records since the last mark. While there are any, the executor has a
     # call that writes them all.
     self._items: collections.deque[_Item] = collections.deque()
-    self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
     self._written = 0.0  # When the thread last wrote.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
@@ -110,20 +98,13 @@ class MetricWriter(contextlib.AbstractContextManager):
   def write_images(self, global_step: Any, images: Mapping[str, Any]) -> None:
     """Writes named images.
 
-    Args:
-      global_step: the step they belong to.
-      images: arrays [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB)
-        or 4 (RGBA); uint8 in 0..255, bool, or floating point in 0..1.
+    They are [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB) or 4
+    (RGBA); uint8 in 0..255, bool, or floating point in 0..1.
 
     Raises:
       ValueError: an array has another shape or dtype.
     """
     copies = {k: values_lib.copy_image(k, x) for k, x in images.items()}
-    size = sum(x.nbytes for x in copies.values())
-    if self._image_bytes + size > _MAX_BYTES:
-      self.wait_to_finish()
-      self._image_bytes = 0
-    self._image_bytes += size
     self.put('images', _snapshot(global_step), copies)
 
   def put(
@@ -186,29 +167,21 @@ class MetricWriter(contextlib.AbstractContextManager):
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     """Removes what earlier processes wrote after the restored checkpoint.
 
-    A run calls it once, after it has restored and before it writes.
-
     Args:
       step: the restored step; -1 if the run is new.
       lengths: what `flush` returned at the restored checkpoint. Other log files
         become empty.
     """
-    resume = lambda x: functools.partial(x.resume, step, lengths)
-    self._behind(*map(resume, self._backends))()
+    self._behind(
+      *(functools.partial(x.resume, step, lengths) for x in self._backends)
+    )()
 
   def flush(self) -> dict[str, int]:
-    """Waits until everything written so far has reached the disk.
-
-    Returns:
-      The length in bytes of each local log file, by absolute path.
-    """
+    """Waits for the disk; returns path -> length of the log files in bytes."""
     return self.flush_async()()
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Starts a flush, and returns a function that returns its result.
-
-    The function raises no error of a later record.
-    """
+    """Starts a flush, and returns a function that waits for its result."""
     return self._behind(
       lambda: {k: v for x in self._backends for k, v in x.flush().items()}
     )
@@ -234,20 +207,19 @@ class MetricWriter(contextlib.AbstractContextManager):
 
 
 class RunWriter(MetricWriter):
-  """The backends of `config.writers` behind one background thread.
+  """Writes to the backends of `config.writers`.
 
-  Their files are below `config.checkpoint_dir/<mode>`.
+  Their files are below `config.checkpoint_dir/<mode>`; each host but the first
+  has a directory of its own there.
   """
 
   def __init__(self, config: Any, mode: str):
-    """Opens the files; each host but the first has a directory of its own."""
     host = jax.process_index()
     folder = f'{mode}/host_{host}' if host else mode
     directory = spool.fetch(config.checkpoint_dir, folder)
     made = [make(name, config, mode, directory) for name in config.writers]
     if config.fingerprint and mode == 'train':
-      path = directory / fingerprints.FILE
-      made.append(fingerprints.FingerprintWriter(path))
+      made.append(fingerprints.FingerprintWriter(directory / fingerprints.FILE))
     super().__init__(*made)
 
 
@@ -266,13 +238,8 @@ _factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {}
 def register(name: str) -> Callable[[F], F]:
   """Lets `config.writers` name a writer; decorates its factory or class.
 
-    @writers.register('mine')
-    def make_mine(config, mode, directory):
-      return Mine(directory / 'mine.txt')
-
-  `mode` is 'train' or 'eval'. The writer needs no method but `write_scalars`,
-  and is called on the background thread only. A later factory replaces one of
-  the same name.
+  It is called as `factory(config, mode, directory)`, where the mode is 'train'
+  or 'eval'. The writer needs no method but `write_scalars`.
   """
 
   def add(factory: F) -> F:
@@ -290,17 +257,13 @@ def _make_tensorboard(config: Any, mode: str, directory: pathlib.Path) -> Any:
   return tensorboard.TensorBoardWriter(directory)
 
 
-@register('jsonl')
-def _make_jsonl(config: Any, mode: str, directory: pathlib.Path) -> Any:
-  return JsonlWriter(directory / 'metrics.jsonl')
+register('jsonl')(
+  lambda config, mode, directory: JsonlWriter(directory / 'metrics.jsonl')
+)
 
 
 def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Any:
-  """Returns a new writer of a registered name.
-
-  Raises:
-    errors.UsageError: the name is not registered.
-  """
+  """Returns a new writer of a registered name; else raises UsageError."""
   note = ' What the terminal shows is config.console, and no writer.'
   errors.check_names([name], list(_factories), 'writer', 'config.writers', note)
   return _factories[name](config, mode, directory)
