@@ -68,9 +68,6 @@ class PeriodicAction(Action):
       logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
         any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
       end_step_to_action: a step that is also due; the last one.
-
-    Raises:
-      ValueError: the interval_type is unknown or does not allow the ratios.
     """
     ratios = tuple(logging_growth_ratios or ())
     if interval_type not in ('secs', 'steps', None) or (

@@ -20,18 +20,11 @@ _STATIC = {'static': True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Packed:
-  """What a compiled step returns of its scalars.
-
-  Attributes:
-    names: the names of the numbers in the array.
-    dtypes: their dtypes, float32 or int32.
-    array: the bits of the numbers, [len(names)] uint32; None without names.
-    others: the other values, by name.
-  """
+  """What a compiled step returns of its scalars: an array, and the others."""
 
   names: tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
   dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata=_STATIC)
-  array: Any = None
+  array: Any = None  # The bits of the numbers, [len(names)] uint32.
   others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -55,7 +48,6 @@ class Scalars(MutableMapping[str, Any]):
   def __init__(
     self, packed: Packed = _NOTHING, others: Mapping[str, Any] | None = None
   ):
-    """Makes a mapping of what a step returned; `others` replace its others."""
     self._packed = packed
     self.others = dict(packed.others if others is None else others)
 
@@ -91,21 +83,14 @@ class Scalars(MutableMapping[str, Any]):
   def __or__(self, more: Mapping[str, Any]) -> 'Scalars':
     return Scalars(self._packed, self.others | dict(more))
 
-  def __ror__(self, more: Mapping[str, Any]) -> 'Scalars':
-    kept = {name: x for name, x in more.items() if name not in self}
-    return Scalars(self._packed, kept | self.others)
-
   def copy(self) -> 'Scalars':
-    """Returns a shallow copy."""
+    """Returns a shallow copy, still packed."""
     return Scalars(self._packed, self.others)
 
   def numbers(
     self, convert: Callable[[np.ndarray], Any] = np.ndarray.tolist
   ) -> dict[str, Any]:
-    """Fetches the array; returns its numbers by name, except replaced ones.
-
-    `convert` maps a NumPy array of the numbers to a list of int or float.
-    """
+    """Fetches the array; returns its numbers by name, except replaced ones."""
     names, dtypes = self._packed.names, self._packed.dtypes
     if not names:
       return {}
@@ -167,10 +152,7 @@ def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:
 
 
 def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
-  """Returns an array and the index of a scalar in it; None if it is absent.
-
-  The scalar is `numpy.asarray(array)[index]`; if it is packed, its bits are.
-  """
+  """Returns an array and the index of a scalar, or of its bits, in it."""
   if isinstance(scalars, Scalars) and name not in scalars.others:
     packed = scalars._packed
     if name not in packed.names:

@@ -93,14 +93,13 @@ def _value(kind: str, name: str, x: Any) -> Any:
   if kind == 'texts':
     # Indented by four spaces, Markdown shows any text as it is.
     block = '\n'.join('    ' + line for line in x.split('\n'))
-    tensor = tensor_pb2.TensorProto(dtype='DT_STRING')
-    tensor.string_val.append(block.encode())
+    plugin, strings = 'text', [block.encode()]
   else:
     sizes = [b'%d' % x.shape[axis] for axis in (2, 1)]  # Width, height.
-    strings = [*sizes, *map(_to_png, x)]
-    tensor = tensor_pb2.TensorProto(dtype='DT_STRING', string_val=strings)
+    plugin, strings = 'images', [*sizes, *map(_to_png, x)]
+  tensor = tensor_pb2.TensorProto(dtype='DT_STRING', string_val=strings)
+  if kind == 'images':
     tensor.tensor_shape.dim.add(size=len(strings))
-  plugin = {'texts': 'text', 'images': 'images'}[kind]
   data = summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin)
   metadata = summary_pb2.SummaryMetadata(plugin_data=data)
   return summary_pb2.Summary.Value(tag=name, tensor=tensor, metadata=metadata)

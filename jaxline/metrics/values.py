@@ -1,7 +1,4 @@
-"""Converts logged values (arrays, images, texts) to what the backends write.
-
-Shapes: B images, H rows, W columns, C channels.
-"""
+"""Converts logged values (arrays, images, texts) to what the backends write."""
 
 from collections.abc import Callable, Mapping
 import numbers
@@ -29,14 +26,10 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   """Returns the numbers in a mapping as Python numbers, in its order.
 
   Integers and bools become int (exact), other numbers float. A nested mapping
-  is flattened: `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. Device arrays
-  are fetched, which waits for them to be computed.
-
-  Args:
-    scalars: Python, numpy or JAX numbers of any real dtype (integers of up to
-      64 bits), or arrays with one element, by name. Whatever else stands there
-      (None, a string, a bigger array, a typed random key, an array that was
-      donated meanwhile) is skipped, with one warning per name.
+  is flattened: `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. What is no real
+  number of up to 64 bits and no array with one (None, a string, a bigger array,
+  a typed random key, one that was donated meanwhile) is skipped, with one
+  warning per name. This waits for device arrays to be computed.
   """
   flat: dict[str, int | float] = {}
   if isinstance(scalars, scalars_lib.Scalars):
@@ -60,10 +53,9 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns values with all arrays in them on the host.
+  """Returns values with all arrays in them on the host; waits for them.
 
-  It waits for them to be computed. An array that a later step was given the
-  buffer of becomes None. On a CPU the arrays are not copied.
+  An array that was donated meanwhile becomes None.
   """
   if isinstance(values, scalars_lib.Scalars):
     values = values.numbers(np.asarray) | values.others
@@ -111,11 +103,7 @@ def _to_number(value: Any) -> int | float | None:
 
 
 def copy_image(name: str, image: Any) -> Any:
-  """Returns a copy of an image that no later step can change, on its device.
-
-  Raises:
-    ValueError: the array has another shape or dtype than an image.
-  """
+  """Returns a copy of an image that no later step can change, on its device."""
   if not isinstance(image, jax.Array):
     image = np.asarray(image)
   elif image.is_fully_replicated:
@@ -138,7 +126,7 @@ def copy_image(name: str, image: Any) -> Any:
 
 
 def _to_image(image: Any) -> np.ndarray:
-  """Returns an image as a batch, uint8 [B, H, W, C]."""
+  """Returns an image [H, W], [H, W, C] or [B, H, W, C] as uint8 with all."""
   image = np.asarray(image)
   if image.dtype != np.uint8:
     # What is out of range is clipped, as by TensorFlow, and NaN is black.
