@@ -44,8 +44,9 @@ class Since:
 
   def __call__(self):
     now = goodput.spent()
-    assert list(now) == list(goodput.CATEGORIES)
-    return {k: now[k] - x for k, x in self.before.items() if now[k] != x}
+    return {
+      k: x - self.before[k] for k, x in now.items() if x != self.before[k]
+    }
 
 
 def test_each_moment_counts_once(clock):

@@ -37,17 +37,15 @@ _WIDTH = 80  # Of the start block and the summary,
 _PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
 _LIVE_SECS = 1.0  # How often the live line gets new numbers.
 
-# Libraries whose information is hidden from absl's log, and the files in them
-# that report what takes minutes.
 _LIBRARIES = tuple(
   f'{pathlib.Path(file).parent}{os.sep}'
   for file in (pathlib.Path(__file__).parent, jax.__file__)
 )
-_HEARD = ('console.py', 'token_cache.py', 'xla.py')
+_HEARD = ('console.py', 'token_cache.py', 'xla.py')  # Of what takes minutes.
 
 
 def is_shown(record: std_logging.LogRecord) -> bool:
-  """Filters the information of the libraries out of a log, but for -v 1."""
+  """Filters what this library and JAX inform of out of a log, but for -v 1."""
   return (
     record.levelno != std_logging.INFO
     or not record.pathname.startswith(_LIBRARIES)
@@ -57,16 +55,11 @@ def is_shown(record: std_logging.LogRecord) -> bool:
 
 
 class Origin(NamedTuple):
-  """How a run was started.
+  """How a run was started."""
 
-  Attributes:
-    command: the command line; empty for a call from Python.
-    config_file: the value of --config; empty without one.
-    overrides: dotted config key -> value, as given by the user.
-  """
-
-  command: tuple[str, ...] = ()
-  config_file: str = ''
+  command: tuple[str, ...] = ()  # Empty for a call from Python.
+  config_file: str = ''  # The value of --config.
+  # Dotted config key -> value, as given by the user.
   overrides: Mapping[str, Any] = types.MappingProxyType({})
 
   @classmethod
@@ -79,15 +72,13 @@ class Origin(NamedTuple):
 class Console(contextlib.AbstractContextManager):
   """Prints what one run does. Any thread may call it.
 
-  Attributes:
-    mode: 'live' redraws a line, 'plain' prints lines, 'off' logs them by absl,
-      and 'silent' does nothing.
-    stopped: why the experiment stopped the run early; '' if it did not.
+  In the mode 'live' it redraws a line, 'plain' prints lines, 'off' logs them by
+  absl, and 'silent' does nothing.
   """
 
   def __init__(self, mode: str = 'off', origin: Origin | None = None):
     self.mode = mode
-    self.stopped = ''
+    self.stopped = ''  # Why the experiment stopped the run early.
     self._origin = origin or Origin()
     self._began, self._spent = time.monotonic(), goodput.spent()
     self._config: Any = None  # Set by `begin`, and the next three.
@@ -137,28 +128,27 @@ class Console(contextlib.AbstractContextManager):
         source = 'resumed, nothing left to train'
       if config.restore_from and self._saved is None:
         source = f'from {config.restore_from}'
-      of = f' of {config.training_steps}' if config.training_steps else ''
-      start = f'step {step}{of}, {source}'
+      start = f'{self._step_text(step).partition(" (")[0]}, {source}'
     kind, directory = experiment.__class__, _relative(config.checkpoint_dir)
+    has_events = directory and 'tensorboard' in config.writers
+    events = f'tensorboard --logdir {shlex.quote(directory)}'
     overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
     devices = f'{jax.device_count()} x {jax.devices()[0].device_kind}'
-    if jax.process_count() > 1:
-      devices += f' in {jax.process_count()} processes'
+    processes = jax.process_count()
     values = {
       'Experiment': config.experiment_class
       or f'{kind.__module__}:{kind.__qualname__}',
       'Config': ', '.join(filter(None, [self._origin.config_file, *overrides])),
-      'Devices': devices,
+      'Devices': devices + f' in {processes} processes' * (processes > 1),
       **experiment.summary(),
       'Run directory': directory,
+      'TensorBoard': events if has_events else '',
+      'Start': start,
     }
-    if directory and 'tensorboard' in config.writers:
-      values['TensorBoard'] = f'tensorboard --logdir {shlex.quote(directory)}'
     wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=' ' * 15)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     wrapper.max_lines, wrapper.placeholder = 5, ' ... (see config.json)'
-    rows = [*values.items(), ('Start', start)]
-    shown = [f'{f"{k}:":15}{text}' for k, text in rows if text]
+    shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
     self.say('\n'.join(map(wrapper.fill, shown)))
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -189,10 +179,8 @@ class Console(contextlib.AbstractContextManager):
     if self._best:
       block.append(f'Best {self._best}.')
     if self._texts and self._texts[0].startswith('loss '):
-      loss = self._texts[0].split()[1]
-      block.append(
-        f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
-      )
+      loss = f'Last loss: {self._texts[0].split()[1]}'
+      block.append(f'{loss}, the mean of at most {_MAX_STEPS} steps.')
     spent = [(x - self._spent[k], k) for k, x in goodput.spent().items()]
     percents = [(round(100 * x / secs), k) for x, k in sorted(spent)[::-1]]
     times = ', '.join(f'{k} {percent}%' for percent, k in percents if percent)
@@ -367,13 +355,14 @@ class Hook(periodic.PeriodicAction):
     finish: Callable[[dict[str, Any]], dict[str, Any]],
   ):
     """Sets when a line is due; `finish` is as in `MetricWriter.put`."""
-    every, growth = config.log_tensors_interval, None
+    every, growth = (
+      config.log_tensors_interval,
+      config.periodic_action_growth_ratios,
+    )
     is_on = every is not None and every >= 0 and console.mode != 'silent'
     kind = config.logging_interval_type or config.interval_type
     if console.mode == 'live':
-      kind, every = 'secs', _LIVE_SECS
-    else:
-      growth = config.periodic_action_growth_ratios
+      kind, every, growth = 'secs', _LIVE_SECS, None
     super().__init__(
       console.log_training,
       kind,
