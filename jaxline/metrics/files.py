@@ -67,9 +67,8 @@ class Adapter(Backend):
 class FileBackend(Backend):
   """Appends to a local file, whose absolute path is `path`.
 
-  Each write goes to the operating system at once: a reader sees it, a killed
-  process does not lose it, and a full disk is noticed at the record that does
-  not fit. `flush` also waits for the disk.
+  Each write goes to the operating system at once: a killed process does not
+  lose it, and a full disk is noticed at the record that does not fit.
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -90,7 +89,7 @@ class FileBackend(Backend):
     self._append(b''.join(map(self.encode, records)))
 
   def _logs(self) -> list[str]:
-    """Returns the paths of the log files that this library wrote here."""
+    """Returns the paths of this library's log files, which a resume cuts."""
     return [self.path]
 
   def _append(self, data: bytes) -> None:
@@ -142,11 +141,8 @@ class JsonlWriter(FileBackend):
     if kind == 'images':
       values = {name: list(x.shape) for name, x in values.items()}
     elif kind == 'scalars' and not math.isfinite(sum(values.values())):
-      # In words: "NaN", "Infinity".
-      values = {
-        name: x if math.isfinite(x) else json.dumps(x)
-        for name, x in values.items()
-      }
+      bad = [name for name, x in values.items() if not math.isfinite(x)]
+      values = values | {name: json.dumps(values[name]) for name in bad}
     fields = {f'{kind}/{k}' if k in KEYS else k: x for k, x in values.items()}
     line = {'step': step, 'time': time, 'kind': kind, **fields}
     return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)

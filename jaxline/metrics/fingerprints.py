@@ -1,9 +1,9 @@
 """A number for each training step that tells whether two runs are the same.
 
 The fingerprint of a step is a uint32 of its scalars and its batch, computed by
-a program of its own: the program of the step, and so its bits, stay as they
-are. Sums of integers make it independent of how arrays are sharded. The file
-has two little-endian uint32 for each step: its number and its fingerprint.
+a program of its own: the program of the step stays as it is. Sums of integers
+make it independent of how arrays are sharded. The file has two little-endian
+uint32 for each step: its number and its fingerprint.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class FingerprintWriter(files.FileBackend):
 def read(raw: bytes | None) -> dict[int, int]:
   """Returns step -> fingerprint of a file's bytes."""
   numbers = np.frombuffer(raw or b'', _DTYPE, len(raw or b'') // 8 * 2)
-  return {int(step): int(x) for step, x in numbers.reshape(-1, 2)}
+  return dict(zip(numbers[::2].tolist(), numbers[1::2].tolist(), strict=True))
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -91,14 +91,13 @@ def unclocked(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
-  kept = scalars_lib.leaves(unclocked(scalars))
-  leaves = [*jax.tree.leaves(batch), *kept]
+  leaves = jax.tree.leaves(batch) + scalars_lib.leaves(unclocked(scalars))
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
   try:
     return fingerprint(arrays)
   except ValueError:
-    # In the per-device style, some scalars may be on one device and others on
-    # all, which no program takes together.
+    # Some may be on one device and others on all (per-device style), which no
+    # program takes together.
     devices = arrays[0].devices()
     return fingerprint([x for x in arrays if x.devices() == devices])
 
@@ -107,13 +106,12 @@ class Hook(periodic.Action):
   """Computes a fingerprint after each step, and logs many at once."""
 
   def __init__(self, log: Any, experiment: Any):
-    """Makes the hook of a training that logs to a `MetricWriter`."""
     self._log, self._experiment = log, experiment
     self._kept: dict[int, jax.Array] = {}
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    batch = self._experiment.last_batch
-    self._kept[step] = of_step(scalar_outputs or {}, batch)
+    scalars = scalar_outputs or {}
+    self._kept[step] = of_step(scalars, self._experiment.last_batch)
     if len(self._kept) >= _MAX_KEPT:
       self.wait_to_finish()
 

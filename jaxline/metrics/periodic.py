@@ -97,8 +97,7 @@ class PeriodicAction(Action):
 
   def update_time(self, t: float, step: int) -> None:
     """Starts the interval, and the measurement of the rate, anew."""
-    self._prev_time = t
-    self._prev_step = step
+    self._prev_time, self._prev_step = t, step
 
   def skip_time(self, seconds: float) -> None:
     """Leaves seconds in which no step could run out of interval and rate."""

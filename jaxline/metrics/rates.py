@@ -33,13 +33,10 @@ class Rates:
     self._flops = 0.0
 
   def __call__(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of a step, on the host, with those that are added.
-
-    Only a step that is due, with `steps_per_sec`, gets any.
-    """
+    """Returns the scalars of a step, on the host, with those that are added."""
     added = dict(scalars)
     steps_per_sec = scalars.get('steps_per_sec')
-    if steps_per_sec is None:
+    if steps_per_sec is None:  # It is not due.
       return added
     counts = {k: scalars[k] for k in _COUNTS if k in scalars}
     for name, count in values.to_scalars(counts).items():

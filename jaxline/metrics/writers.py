@@ -25,9 +25,6 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 # How long, in seconds, records that follow others closely wait for more.
 _LINGER = 0.005
-# The arguments of `put`, and the time.
-_Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
-
 # The names that experiments and forks use.
 Backend = files.Backend
 Record = files.Record
@@ -36,10 +33,7 @@ to_scalars = values_lib.to_scalars
 
 
 class Writer(Protocol):
-  """The one method that a program's own writer must have.
-
-  `write_images`, `write_texts`, `flush` and `close` are called if it has them.
-  """
+  """A program's own writer; it may have the other methods of `MetricWriter`."""
 
   def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
     """Writes named numbers at a step."""
@@ -70,9 +64,9 @@ class MetricWriter(contextlib.AbstractContextManager):
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
-    # The records since the last mark. While there are any, the executor has a
-    # call that writes them all.
-    self._items: collections.deque[_Item] = collections.deque()
+    # The arguments of `put`, and the time, since the last mark. While there are
+    # any, the executor has a call that writes them all.
+    self._items: collections.deque[tuple[Any, ...]] = collections.deque()
     self._is_closed = False
     self._written = 0.0  # When the thread last wrote.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
@@ -99,10 +93,8 @@ class MetricWriter(contextlib.AbstractContextManager):
     """Writes named images.
 
     They are [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB) or 4
-    (RGBA); uint8 in 0..255, bool, or floating point in 0..1.
-
-    Raises:
-      ValueError: an array has another shape or dtype.
+    (RGBA); uint8 in 0..255, bool, or floating point in 0..1. Any other array
+    raises ValueError.
     """
     copies = {k: values_lib.copy_image(k, x) for k, x in images.items()}
     self.put('images', _snapshot(global_step), copies)
@@ -135,12 +127,12 @@ class MetricWriter(contextlib.AbstractContextManager):
       if len(self._items) == 1:
         self.executor.put(functools.partial(self._write, self._items))
 
-  def _write(self, queued: collections.deque[_Item]) -> None:
+  def _write(self, queued: collections.deque[tuple[Any, ...]]) -> None:
     """Converts and writes all queued records; keeps the first error."""
     # A wake of this thread costs the training thread more than a record does.
     if queued is self._items and time.monotonic() - self._written < _LINGER:
       time.sleep(_LINGER)
-    items: list[_Item] = []
+    items = []
     while queued:  # Until it is empty, so that the next `put` makes a call.
       items.append(queued.popleft())
     records: list[Record] = []
@@ -167,10 +159,8 @@ class MetricWriter(contextlib.AbstractContextManager):
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     """Removes what earlier processes wrote after the restored checkpoint.
 
-    Args:
-      step: the restored step; -1 if the run is new.
-      lengths: what `flush` returned at the restored checkpoint. Other log files
-        become empty.
+    `step` is its step, -1 if the run is new, and `lengths` is what `flush`
+    returned then. Other log files become empty.
     """
     self._behind(
       *(functools.partial(x.resume, step, lengths) for x in self._backends)
@@ -202,7 +192,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     except Exception as e:
       if kind is None:
         raise
-      # It often has the same cause as the error that leaves the block.
+      # Often of the same cause as the error that leaves the block.
       logging.error('Closing a writer failed as well: %r', e)
 
 
