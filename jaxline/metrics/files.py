@@ -31,7 +31,7 @@ class Backend(abc.ABC):
 
   @abc.abstractmethod
   def write(self, records: list[Record]) -> None:
-    """Writes the records since the last call, without changing them."""
+    """Writes records, without changing them."""
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:  # noqa: B027
     """Cuts its files: see `MetricWriter.resume`."""

@@ -62,18 +62,13 @@ def weights(arrays: Sequence[Any]) -> str:
   return text if arrays else ''
 
 
-def _rank(name: str) -> tuple[bool, ...]:
-  """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
-  is_first = name != 'loss', name != 'steps_per_sec'
-  return *is_first, '/' in name, name in FORMATS
-
-
 def describe(
   recent: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]] = ()
 ) -> list[str]:
   """Returns the scalars of the last of some steps as texts, or their means.
 
-  The trend of the loss is that since the `earlier` steps.
+  First the loss, with its trend since the `earlier` steps, then the rate,
+  others, other rates, and groups, as in 'g/x'.
   """
 
   def mean(records: Sequence[Mapping[str, Any]]) -> float:
@@ -81,7 +76,10 @@ def describe(
     return sum(values) / len(values) if values else math.nan
 
   texts = []
-  for name in sorted(recent[-1], key=_rank):
+  for name in sorted(
+    recent[-1],
+    key=lambda x: (x != 'loss', x != 'steps_per_sec', '/' in x, x in FORMATS),
+  ):
     value, trend = recent[-1][name], ''
     if name in FORMATS:  # Not averaged. One of 0 is not known yet.
       texts.append(FORMATS[name].format(value) if value else '')

@@ -78,12 +78,9 @@ class TensorBoardWriter(files.FileBackend):
 def _record(wall_time: float, **fields: Any) -> bytes:
   """Returns an event as a record of a file."""
   data = event_pb2.Event(wall_time=wall_time, **fields).SerializeToString()
-  length = struct.pack('<Q', len(data))
-  return b''.join([length, _checksum(length), data, _checksum(data)])
-
-
-def _checksum(data: bytes) -> bytes:
-  return struct.pack('<I', record_writer.masked_crc32c(data))
+  parts = struct.pack('<Q', len(data)), data
+  sums = [struct.pack('<I', record_writer.masked_crc32c(x)) for x in parts]
+  return parts[0] + sums[0] + parts[1] + sums[1]
 
 
 def _value(kind: str, name: str, x: Any) -> Any:
