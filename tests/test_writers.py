@@ -194,14 +194,9 @@ def test_what_is_no_number_is_skipped_with_one_warning(value, logged_warnings):
 
 def test_a_part_that_is_on_another_host_is_skipped(logged_warnings):
   value = jnp.ones(1)
-
-  def refuse(*unused: Any, **also_unused: Any) -> None:
-    raise RuntimeError('spans non-addressable devices')
-
   with (
     mock.patch.object(type(value), 'is_fully_addressable', False),
     mock.patch.object(type(value), 'is_fully_replicated', False),
-    mock.patch.object(np, 'asarray', refuse),
   ):
     assert writers.to_scalars({'elsewhere': value}) == {}
   assert logged_warnings.call_count == 1
@@ -287,12 +282,6 @@ def test_tensorboard_texts_are_shown_verbatim(tmp_path):
   assert block == ('    def f(x):\n      return *x*\n    \n    # <b>end</b>?')
   metadata = _load(tmp_path).SummaryMetadata('sample')
   assert metadata.plugin_data.plugin_name == 'text'
-  with warnings.catch_warnings():
-    warnings.simplefilter('ignore')
-    from tensorboard import plugin_util
-  html = plugin_util.markdown_to_safe_html(block)
-  assert html.count('<pre><code>') == 1
-  assert 'return *x*' in html
 
 
 # --- Files. ---

@@ -29,7 +29,6 @@ from jaxline.metrics import lines
 from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
-from jaxline.metrics import values as values_lib
 from jaxline.metrics import writers
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
@@ -397,8 +396,7 @@ class Hook(periodic.PeriodicAction):
       super()._act(max(steps), steps, True)
 
   def _convert(self, steps: dict[int, Any]) -> dict[int, Any]:
-    values_lib.start_fetch(steps)
-    to_scalars = values_lib.to_scalars
+    to_scalars = writers.to_scalars
     return {k: self._finish(to_scalars(x)) for k, x in steps.items()}
 
   def wait_to_finish(self) -> None:
