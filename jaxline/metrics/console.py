@@ -7,7 +7,7 @@ each interval. The training numbers in them are means over at most 100 steps.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import itertools
 import logging as std_logging
@@ -343,21 +343,15 @@ class Console(contextlib.AbstractContextManager):
 class Hook(periodic.PeriodicAction):
   """Collects the scalars of the newest steps, and shows them where it is due.
 
-  They are fetched on the thread of `log`, if `config.log_async`.
+  They are fetched on the thread of `log`, if `config.log_async`; `finish` is as
+  in `MetricWriter.put`.
   """
 
   def __init__(
-    self,
-    console: Console,
-    config: Any,
-    log: writers.MetricWriter,
-    finish: Callable[[dict[str, Any]], dict[str, Any]],
+    self, console: Console, config: Any, log: writers.MetricWriter, finish: Any
   ):
-    """Sets when a line is due; `finish` is as in `MetricWriter.put`."""
-    every, growth = (
-      config.log_tensors_interval,
-      config.periodic_action_growth_ratios,
-    )
+    every = config.log_tensors_interval
+    growth = config.periodic_action_growth_ratios
     is_on = every is not None and every >= 0 and console.mode != 'silent'
     kind = config.logging_interval_type or config.interval_type
     if console.mode == 'live':

@@ -76,10 +76,8 @@ def describe(
     return sum(values) / len(values) if values else math.nan
 
   texts = []
-  for name in sorted(
-    recent[-1],
-    key=lambda x: (x != 'loss', x != 'steps_per_sec', '/' in x, x in FORMATS),
-  ):
+  order = lambda x: (x != 'loss', x != 'steps_per_sec', '/' in x, x in FORMATS)
+  for name in sorted(recent[-1], key=order):
     value, trend = recent[-1][name], ''
     if name in FORMATS:  # Not averaged. One of 0 is not known yet.
       texts.append(FORMATS[name].format(value) if value else '')

@@ -18,7 +18,7 @@ _COUNTS = ('tokens_per_step', 'examples_per_step')
 
 
 class Rates:
-  """Adds the rates of an experiment in training to its scalars.
+  """Adds the rates of an experiment in training to the scalars of a due step.
 
   - `tokens_per_sec` and `examples_per_sec`, of what the step counts;
   - `tflops_per_sec`, if the experiment is sharded: 10^12 FLOPs of the model a
