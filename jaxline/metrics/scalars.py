@@ -60,13 +60,17 @@ class Scalars(MutableMapping[str, Any]):
     return self.others
 
   def __getitem__(self, name: str) -> Any:
-    return (self.others if name in self.others else self._split())[name]
+    if name not in self.others and name in self._packed.names:
+      self._split()
+    return self.others[name]
 
   def __setitem__(self, name: str, value: Any) -> None:
     self.others[name] = value
 
   def __delitem__(self, name: str) -> None:
-    del self._split()[name]
+    if name in self._packed.names:
+      self._split()
+    del self.others[name]
 
   def __contains__(self, name: object) -> bool:
     return name in self.others or name in self._packed.names
@@ -152,7 +156,7 @@ def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:
 
 
 def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
-  """Returns an array and the index of a scalar, or of its bits, in it."""
+  """Returns an array and the index of a scalar, or of its bits; or None."""
   if isinstance(scalars, Scalars) and name not in scalars.others:
     packed = scalars._packed
     if name not in packed.names:
