@@ -105,7 +105,7 @@ class Together(periodic.Every):
     is_due = super()._is_due(t, step)
     # Intervals of steps, and of 0 seconds (each step), are the same in all
     # processes. Only clocks differ.
-    if self._by_steps or self._seconds < 0:
+    if self._by_steps or not self._interval:
       return is_due
     agreed = self._agreement.is_due(self._name, step, is_due)
     return agreed or step == self._end_step

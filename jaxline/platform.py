@@ -37,7 +37,6 @@ from jaxline.compat import adapters
 from jaxline.compat import checkpoints
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
-from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.storage import owner
 from jaxline.storage import spool
@@ -374,7 +373,8 @@ def main(
   def run(unused_argv: Sequence[str]) -> None:
     factories = checkpointer_factory, writer_factory
     name = flags.FLAGS.jaxline_mode
-    with exits.ending(), log_filter.quiet_log():
+    logging.get_absl_handler().addFilter(console_lib.is_shown)
+    with exits.ending():
       config, origin = _read_config(flags.FLAGS)
       _start_jax(base_config.complete_config(config), name)
       watchdog.covers_exit = True

@@ -1,6 +1,7 @@
 """Scalars of a step's rates: FLOPs, their part of a peak, memory in use."""
 
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -169,17 +170,13 @@ def test_flops_that_cannot_be_counted_are_no_error(
 
 
 def test_memory_in_use():
-  def device(**stats):
-    return types.SimpleNamespace(memory_stats=lambda: stats or None)
+  def device(stats):
+    return types.SimpleNamespace(memory_stats=lambda: stats)
 
-  def refuses():
-    raise NotImplementedError
-
-  found = [device(bytes_in_use=3 << 30), device(bytes_in_use=5 << 30, other=1)]
-  assert rates.bytes_in_use(found) == 5 << 30
-  assert rates.bytes_in_use([*found, device()]) == 5 << 30
-  assert rates.bytes_in_use([device(), device(other=1)]) is None
-  refusing = types.SimpleNamespace(memory_stats=refuses)
+  found = [device({'bytes_in_use': x << 30, 'other': 1}) for x in (3, 5)]
+  assert rates.bytes_in_use([*found, device(None)]) == 5 << 30
+  assert rates.bytes_in_use([device(None), device({'other': 1})]) is None
+  refusing = mock.Mock(**{'memory_stats.side_effect': NotImplementedError})
   assert rates.bytes_in_use([*found, refusing]) is None
 
 

@@ -6,12 +6,11 @@
 import itertools
 import time
 
-from absl import logging
 import numpy as np
 import pytest
 
 from jaxline.inputs import tfdata
-from jaxline.metrics import log_filter
+from jaxline.metrics import console
 
 tf = pytest.importorskip('tensorflow')
 
@@ -208,8 +207,7 @@ def test_determinism_is_turned_on_in_the_open_or_not_at_all(
   )
   assert not calls  # Neither the import nor the construction does it.
   read([inputs], 4)
-  with log_filter.quiet_log():  # As a run has it.
-    shown = list(filter(logging.get_absl_handler().filter, caplog.records))
+  shown = list(filter(console.is_shown, caplog.records))  # As a run has it.
   assert len(calls) == len(shown) == op_determinism
   tfdata._enable_op_determinism.cache_clear()
 

@@ -1,6 +1,5 @@
 """Tests for jaxline.metrics.writers."""
 
-import collections
 from collections.abc import Iterator
 import contextlib
 import io
@@ -30,7 +29,7 @@ import pytest
 
 from jaxline import async_lib
 from jaxline import devices
-from jaxline.metrics import base
+from jaxline.metrics import files
 from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard
@@ -126,7 +125,7 @@ class _Recorder(writers.Backend):
       raise OSError('disk on fire')
     self.calls.append(call)
 
-  def write(self, records: list[base.Record]) -> None:
+  def write(self, records: list[files.Record]) -> None:
     for record in records:
       self._take(record.kind, record.step, record.values)
 
@@ -195,14 +194,9 @@ def test_what_is_no_number_is_skipped_with_one_warning(value, logged_warnings):
 
 def test_a_part_that_is_on_another_host_is_skipped(logged_warnings):
   value = jnp.ones(1)
-
-  def refuse(*unused: Any, **also_unused: Any) -> None:
-    raise RuntimeError('spans non-addressable devices')
-
   with (
     mock.patch.object(type(value), 'is_fully_addressable', False),
     mock.patch.object(type(value), 'is_fully_replicated', False),
-    mock.patch.object(np, 'asarray', refuse),
   ):
     assert writers.to_scalars({'elsewhere': value}) == {}
   assert logged_warnings.call_count == 1
@@ -288,12 +282,6 @@ def test_tensorboard_texts_are_shown_verbatim(tmp_path):
   assert block == ('    def f(x):\n      return *x*\n    \n    # <b>end</b>?')
   metadata = _load(tmp_path).SummaryMetadata('sample')
   assert metadata.plugin_data.plugin_name == 'text'
-  with warnings.catch_warnings():
-    warnings.simplefilter('ignore')
-    from tensorboard import plugin_util
-  html = plugin_util.markdown_to_safe_html(block)
-  assert html.count('<pre><code>') == 1
-  assert 'return *x*' in html
 
 
 # --- Files. ---
@@ -306,8 +294,8 @@ def _jsonl(directory: pathlib.Path) -> writers.Backend:
 both = pytest.mark.parametrize('make', [tensorboard.TensorBoardWriter, _jsonl])
 
 
-def _record(step: int) -> list[base.Record]:
-  return [base.Record('scalars', step, 0.0, {'a': step})]
+def _record(step: int) -> list[files.Record]:
+  return [files.Record('scalars', step, 0.0, {'a': step})]
 
 
 @both
@@ -365,31 +353,22 @@ def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
 # --- Resuming. ---
 
 
-class _Readers:
-  """TensorBoard's two readers, which keep a directory open."""
+class _Reader:
+  """The reader of TensorBoard's pages, which keeps a directory open."""
 
   def __init__(self, directory: Any) -> None:
-    self._scalars = event_accumulator.EventAccumulator(
-      str(directory), size_guidance=dict.fromkeys(_KINDS, 0)
-    )
-    # The pages read with this one.
     self._tensors = plugin_event_accumulator.EventAccumulator(
       str(directory), size_guidance={plugin_event_accumulator.TENSORS: 0}
     )
 
   def points(self) -> list[tuple[int, float]]:
-    """Returns (step, value) of the tag 'a', on which both agree."""
-    self._scalars.Reload()
+    """Returns (step, value) of the tag 'a'."""
     self._tensors.Reload()
-    if 'a' not in self._scalars.Tags()['scalars']:
-      assert not self._tensors.Tags()['tensors']
-      return []
-    points = [(e.step, e.value) for e in self._scalars.Scalars('a')]
-    assert points == [
+    has_any = 'a' in self._tensors.Tags()['tensors']
+    return [
       (e.step, float(tensor_util.make_ndarray(e.tensor_proto)))
-      for e in self._tensors.Tensors('a')
+      for e in (self._tensors.Tensors('a') if has_any else ())
     ]
-    return points
 
 
 _ACTIONS = st.lists(
@@ -414,7 +393,7 @@ def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it():
         writer = writers.MetricWriter(tensorboard.TensorBoardWriter(run), lines)
         return stack.enter_context(writer)
 
-      readers, writer, values = _Readers(run), start(), itertools.count()
+      reader, writer, values = _Reader(run), start(), itertools.count()
       expected: list[tuple[int, float]] = []
       marks: list[tuple[Any, list[tuple[int, float]]]] = []
       for action in [*actions, 'write', 'see']:
@@ -426,7 +405,7 @@ def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it():
           marks.append((writer.flush_async(), expected))
         elif action == 'see':
           writer.flush()
-          assert readers.points() == expected
+          assert reader.points() == expected
         else:
           writer.close()
           for path in run.iterdir():  # Killed within a record.
@@ -473,7 +452,7 @@ def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
 @pytest.mark.parametrize('is_resumed', [False, True])
 @pytest.mark.parametrize('cut', range(1, 12))
 def test_a_record_behind_one_that_was_cut_is_whole(cut, is_resumed, tmp_path):
-  record = [base.Record('fingerprints', 0, 0.0, {7: cut, 8: 5})]
+  record = [files.Record('fingerprints', 0, 0.0, {7: cut, 8: 5})]
   lines, prints = tmp_path / 'm.jsonl', tmp_path / 'prints'
   for start in (0, 1):
     own = [writers.JsonlWriter(lines), fingerprints.FingerprintWriter(prints)]
@@ -658,42 +637,21 @@ def test_an_action_on_the_thread_writes_before_a_later_mark():
 
 
 def test_close_loses_nothing_that_a_write_accepted():
-  class Accepted(collections.deque):
-    def append(self, item: Any) -> None:
-      closing.start()
-      closing.join(0.2)  # It waits for this write.
-      super().append(item)
-
   recorder = _Recorder()
   writer = writers.MetricWriter(recorder)
   closing = threading.Thread(target=writer.close)
-  writer._items = Accepted()
+  put = writer.executor.put
+
+  def put_while_closing(call: Any) -> None:
+    writer.executor.put = put
+    closing.start()
+    closing.join(0.2)  # It waits for this write.
+    put(call)
+
+  writer.executor.put = put_while_closing
   writer.write_scalars(0, {'a': 0})
   closing.join()
   assert [call[0] for call in recorder.calls] == ['scalars', 'close']
-
-
-def test_a_record_that_comes_while_others_are_taken_is_written(gate):
-  class Taken(collections.deque):
-    def popleft(self) -> Any:
-      item = super().popleft()
-      if item[1] < 2:  # Another thread writes between two of them.
-        args = item[1] + 2, {'a': 0}
-        thread = threading.Thread(target=writer.write_scalars, args=args)
-        thread.start()
-        thread.join()
-      return item
-
-  recorder = _Recorder()
-  writer = writers.MetricWriter(recorder)
-  writer._items = Taken()
-  writer.executor.put(gate.wait)
-  for step in range(2):
-    writer.write_scalars(step, {'a': 0})
-  gate.set()
-  writer.wait_to_finish()
-  writer.close()
-  assert [call[1] for call in recorder.calls[:-1]] == [0, 1, 2, 3]
 
 
 def test_what_the_caller_changes_later_is_not_written(gate):

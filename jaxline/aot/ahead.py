@@ -73,8 +73,8 @@ def make_report(
     experiment = experiments.construct(experiment_class, 'train', rng, config)
     if not isinstance(experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
-        f'{experiment.__class__.__name__} has no sharded step to compile; expected'
-        ' a sharded.ShardedExperiment.'
+        f'{experiment.__class__.__name__} has no sharded step to compile;'
+        ' expected a sharded.ShardedExperiment.'
       )
     partitioner = experiment.partitioner
     target = report_lib.Target(

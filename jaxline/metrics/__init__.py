@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -56,22 +55,13 @@ KEYS = (
 )  # fmt: skip
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['total', 'weight'],
-  meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
-  """A weighted mean, as its two sums: to add two of them loses nothing.
+  """A weighted mean, as its two sums: to add two of them loses nothing."""
 
-  Attributes:
-    total: sum of value * weight, a scalar; float32 from `of`.
-    weight: sum of weights, likewise.
-  """
-
-  total: jax.Array
-  weight: jax.Array
+  total: jax.Array  # The sum of value * weight, a scalar; float32 from `of`.
+  weight: jax.Array  # The sum of weights, likewise.
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> 'Mean':
@@ -83,9 +73,6 @@ class Mean:
         value of weight 0 does not count, and gets the gradient 0, though it be
         NaN. (What it was computed from has the gradient 0 * NaN = NaN where
         its derivative is not finite either.) None weighs all 1.
-
-    Raises:
-      ValueError: the shapes do not fit.
     """
     values = jnp.asarray(values, jnp.float32)
     weights = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
@@ -106,11 +93,10 @@ class Mean:
 
   def compute(self) -> jax.Array:
     """Returns the mean; of weight 0 it is 0, with the gradient 0."""
-    is_empty = self.weight == 0
-    if not isinstance(is_empty, jax.Array):  # On the host.
-      return self.total / np.where(is_empty, np.inf, self.weight)
+    if not isinstance(self.weight, jax.Array):  # On the host.
+      return self.total / (self.weight or np.inf)
     inf = jnp.full_like(self.weight, jnp.inf)
-    return self.total / jax.lax.select(is_empty, inf, self.weight)
+    return self.total / jax.lax.select(self.weight == 0, inf, self.weight)
 
 
 Metrics = Mapping[str, Mean]

@@ -2,15 +2,15 @@
 
 On a terminal one line is redrawn; a pipe, a file and a notebook get a line at
 each interval. The training numbers in them are means over at most 100 steps.
-TensorBoard and JSON lines get the numbers of each step.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import itertools
+import logging as std_logging
 import os
 import pathlib
 import shlex
@@ -29,7 +29,6 @@ from jaxline.metrics import lines
 from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
-from jaxline.metrics import values as values_lib
 from jaxline.metrics import writers
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
@@ -37,18 +36,29 @@ _WIDTH = 80  # Of the start block and the summary,
 _PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
 _LIVE_SECS = 1.0  # How often the live line gets new numbers.
 
+_LIBRARIES = tuple(
+  f'{pathlib.Path(file).parent}{os.sep}'
+  for file in (pathlib.Path(__file__).parent, jax.__file__)
+)
+_HEARD = ('console.py', 'token_cache.py', 'xla.py')  # Of what takes minutes.
+
+
+def is_shown(record: std_logging.LogRecord) -> bool:
+  """Filters what this library and JAX inform of out of a log, but for -v 1."""
+  return (
+    record.levelno != std_logging.INFO
+    or not record.pathname.startswith(_LIBRARIES)
+    or record.filename in _HEARD
+    or logging.get_verbosity() >= logging.DEBUG
+  )
+
 
 class Origin(NamedTuple):
-  """How a run was started.
+  """How a run was started."""
 
-  Attributes:
-    command: the command line; empty for a call from Python.
-    config_file: the value of --config; empty without one.
-    overrides: dotted config key -> value, as given by the user.
-  """
-
-  command: tuple[str, ...] = ()
-  config_file: str = ''
+  command: tuple[str, ...] = ()  # Empty for a call from Python.
+  config_file: str = ''  # The value of --config.
+  # Dotted config key -> value, as given by the user.
   overrides: Mapping[str, Any] = types.MappingProxyType({})
 
   @classmethod
@@ -61,15 +71,13 @@ class Origin(NamedTuple):
 class Console(contextlib.AbstractContextManager):
   """Prints what one run does. Any thread may call it.
 
-  Attributes:
-    mode: 'live' redraws a line, 'plain' prints lines, 'off' logs them by absl,
-      and 'silent' does nothing.
-    stopped: why the experiment stopped the run early; '' if it did not.
+  In the mode 'live' it redraws a line, 'plain' prints lines, 'off' logs them by
+  absl, and 'silent' does nothing.
   """
 
   def __init__(self, mode: str = 'off', origin: Origin | None = None):
     self.mode = mode
-    self.stopped = ''
+    self.stopped = ''  # Why the experiment stopped the run early.
     self._origin = origin or Origin()
     self._began, self._spent = time.monotonic(), goodput.spent()
     self._config: Any = None  # Set by `begin`, and the next three.
@@ -99,7 +107,7 @@ class Console(contextlib.AbstractContextManager):
     """Prints text above the live line. In the mode off, logs it."""
     if self.mode == 'off':
       logging.info('%s', lines.escaped(text))
-    if self.mode in ('live', 'plain'):
+    elif self.mode != 'silent':
       lines.say(text)
 
   def begin(
@@ -109,34 +117,28 @@ class Console(contextlib.AbstractContextManager):
     state: Any = None,
     checkpointer: Any = None,
   ) -> None:
-    """Prints the start block, once; without a state, the run only evaluates."""
-    if self._config is not None:
-      return
+    """Prints the start block; without a state, the run only evaluates."""
     self._config, self._experiment, self._state = config, experiment, state
     self._checkpointer, start = checkpointer, ''
     if state is not None:
       step = int(state.global_step)
       source = 'resumed' if step else 'a fresh run'
-      if step and (
-        self.stopped or not experiment.should_run_step(step, config)
-      ):
+      if step and self._is_over(step):
         source = 'resumed, nothing left to train'
       if config.restore_from and self._saved is None:
         source = f'from {config.restore_from}'
-      of = f' of {config.training_steps}' if config.training_steps else ''
-      start = f'step {step}{of}, {source}'
+      start = f'{self._step_text(step).partition(" (")[0]}, {source}'
     kind, directory = experiment.__class__, _relative(config.checkpoint_dir)
     has_events = directory and 'tensorboard' in config.writers
     events = f'tensorboard --logdir {shlex.quote(directory)}'
     overrides = [f'{k}={x}' for k, x in self._origin.overrides.items()]
     devices = f'{jax.device_count()} x {jax.devices()[0].device_kind}'
-    if jax.process_count() > 1:
-      devices += f' in {jax.process_count()} processes'
+    processes = jax.process_count()
     values = {
       'Experiment': config.experiment_class
       or f'{kind.__module__}:{kind.__qualname__}',
       'Config': ', '.join(filter(None, [self._origin.config_file, *overrides])),
-      'Devices': devices,
+      'Devices': devices + f' in {processes} processes' * (processes > 1),
       **experiment.summary(),
       'Run directory': directory,
       'TensorBoard': events if has_events else '',
@@ -149,11 +151,14 @@ class Console(contextlib.AbstractContextManager):
     self.say('\n'.join(map(wrapper.fill, shown)))
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    """Prints the summary, if the run has begun."""
+    """Prints the summary, if the run has begun, and releases the weights."""
     if self._config is not None:
       self.say('\n'.join(self._summary(error)))
-    # Release the weights.
     self._config = self._experiment = self._state = self._checkpointer = None
+
+  def _is_over(self, step: int) -> bool:
+    should_run_step = self._experiment.should_run_step
+    return bool(self.stopped) or not should_run_step(step, self._config)
 
   def _summary(self, error: BaseException | None) -> list[str]:
     """Returns what the run did, where its time went, and the next commands."""
@@ -164,7 +169,7 @@ class Console(contextlib.AbstractContextManager):
       step, how = int(self._state.global_step), 'Trained to'
       if error is not None and not isinstance(error, SystemExit):
         how = 'Failed at'
-      elif self.stopped or self._experiment.should_run_step(step, config):
+      elif self.stopped or not self._is_over(step):
         how = 'Stopped at'
       done = f'{how} {self._step_text(step)}'
     block = [f'{done} in {lines.duration(secs)}.']
@@ -173,10 +178,8 @@ class Console(contextlib.AbstractContextManager):
     if self._best:
       block.append(f'Best {self._best}.')
     if self._texts and self._texts[0].startswith('loss '):
-      loss = self._texts[0].split()[1]
-      block.append(
-        f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
-      )
+      loss = f'Last loss: {self._texts[0].split()[1]}'
+      block.append(f'{loss}, the mean of at most {_MAX_STEPS} steps.')
     spent = [(x - self._spent[k], k) for k, x in goodput.spent().items()]
     percents = [(round(100 * x / secs), k) for x, k in sorted(spent)[::-1]]
     times = ', '.join(f'{k} {percent}%' for percent, k in percents if percent)
@@ -229,7 +232,7 @@ class Console(contextlib.AbstractContextManager):
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Shows the progress of the training steps inside."""
-    state, ended = self._state, contextlib.ExitStack()
+    state, line = self._state, None
     if self._experiment.should_run_step(state.global_step, self._config):
       self.say('Compiling the train step...')
       goodput.listen()
@@ -238,12 +241,12 @@ class Console(contextlib.AbstractContextManager):
         line = live.LiveLine(
           lambda width: self._progress(int(state.global_step), width)
         )
-        ended.callback(line.stop)
     try:
       yield
     finally:
       self._compiled_before = None
-      ended.close()
+      if line:
+        line.stop()
 
   def report_compilation(self) -> bool:
     """Prints the time of the first compilation, once; returns True then."""
@@ -325,7 +328,7 @@ class Console(contextlib.AbstractContextManager):
       self.say(f'Waiting for a checkpoint{after} in {where}.')
 
   def show(self, writer: writers.MetricWriter, log: str) -> None:
-    """Also prints the texts of a log, and the numbers that `Hook` queues."""
+    """Also prints the texts of a log."""
 
     def write_texts(step: int, texts: Mapping[str, str]) -> None:
       for name, text in texts.items():
@@ -334,42 +337,38 @@ class Console(contextlib.AbstractContextManager):
           self.say(f'{log} step {step} | {name}:\n{shown}')
 
     if self.mode != 'silent':
-      own = {'write_console': self.log_training, 'write_texts': write_texts}
-      writer.add(types.SimpleNamespace(**own))
+      writer.add(types.SimpleNamespace(write_texts=write_texts))
 
 
-class Hook(periodic.Every):
-  """Collects the scalars of the newest steps, and queues them for a line."""
+class Hook(periodic.PeriodicAction):
+  """Collects the scalars of the newest steps, and shows them where it is due.
+
+  They are fetched on the thread of `log`, if `config.log_async`; `finish` is as
+  in `MetricWriter.put`.
+  """
 
   def __init__(
-    self,
-    console: Console,
-    config: Any,
-    log: writers.MetricWriter,
-    finish: Callable[[dict[str, Any]], dict[str, Any]],
+    self, console: Console, config: Any, log: writers.MetricWriter, finish: Any
   ):
-    """Sets when a line is due; `finish` is as in `MetricWriter.put`."""
-    every, growth = config.log_tensors_interval, None
+    every = config.log_tensors_interval
+    growth = config.periodic_action_growth_ratios
     is_on = every is not None and every >= 0 and console.mode != 'silent'
     kind = config.logging_interval_type or config.interval_type
     if console.mode == 'live':
-      kind, every = 'secs', _LIVE_SECS
-    else:
-      growth = config.periodic_action_growth_ratios
+      kind, every, growth = 'secs', _LIVE_SECS, None
     super().__init__(
       console.log_training,
       kind,
       every if is_on else None,
+      run_async=config.log_async,
       logging_growth_ratios=growth,
       end_step_to_action=config.training_steps if is_on else None,
       # Arrays that are kept slow the next steps by some microseconds.
       log_all_data=console.mode != 'off',
     )
-    self._console, self._log = console, log
-    self._finish = lambda steps: {k: finish(x) for k, x in steps.items()}
-    self._is_async = config.log_async
+    self.share(log.executor)
+    self._console, self._finish = console, finish
     self._kept = collections.deque[Any](maxlen=_MAX_STEPS)
-    self._large: list[str] = []
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     if self._console.report_compilation():
@@ -378,24 +377,26 @@ class Hook(periodic.Every):
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     others = scalars_lib.others_of(scalars)  # What is packed is small.
-    if not self._kept:  # For each step it would take microseconds.
-      sizes = ((name, getattr(x, 'size', 1)) for name, x in others.items())
-      self._large = [name for name, size in sizes if size != 1]
-    for name in self._large:  # They would fill the memory of the devices.
-      others.pop(name, None)
+    for name in [k for k, x in others.items() if getattr(x, 'size', 1) != 1]:
+      del others[name]  # It would fill the memory of the devices.
     self._kept.append((step, scalars))
     if is_due:
-      self.wait_to_finish()
+      self._show_kept()
 
-  def wait_to_finish(self) -> None:
-    """Queues the scalars that are kept."""
+  def _show_kept(self) -> None:
     steps = dict(self._kept)
     self._kept.clear()
-    if self._is_async and steps:
-      self._log.put('console', max(steps), steps, self._finish)
-    elif steps:
-      numbers = self._finish(values_lib.CONVERSIONS['console'](steps))
-      self._fn(max(steps), numbers)
+    if steps:
+      super()._act(max(steps), steps, True)
+
+  def _convert(self, steps: dict[int, Any]) -> dict[int, Any]:
+    to_scalars = writers.to_scalars
+    return {k: self._finish(to_scalars(x)) for k, x in steps.items()}
+
+  def wait_to_finish(self) -> None:
+    """Shows the scalars that are kept."""
+    self._show_kept()
+    super().wait_to_finish()
 
 
 def _relative(directory: str | None) -> str:

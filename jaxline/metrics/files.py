@@ -1,32 +1,77 @@
-"""Log files, to which backends append and which a resume cuts; JSON lines."""
+"""What a `MetricWriter` writes to: the interface of a backend, log files."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 import math
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from jaxline import disk
-from jaxline.metrics import base
+
+KINDS = ('scalars', 'images', 'texts')
 
 
-class FileBackend(base.Backend):
-  """Appends to a local file and raises the errors of the disk.
+class Record(NamedTuple):
+  """Converted values of one call of a writer."""
 
-  Each write goes to the operating system at once: a reader sees it, a killed
-  process does not lose it, and a full disk is noticed at the record that does
-  not fit. `flush` also waits for the disk.
+  kind: str  # One of `KINDS`, or another that a backend knows.
+  step: int
+  time: float  # In seconds since the epoch.
+  values: dict[str, Any]  # An int or a float; uint8 [B, H, W, C]; a str.
 
-  Attributes:
-    path: the absolute path of the file.
+
+class Backend(abc.ABC):
+  """Where a `MetricWriter` writes; called on that writer's thread only."""
+
+  kinds: Sequence[str] = KINDS  # Of the records that it gets.
+
+  @abc.abstractmethod
+  def write(self, records: list[Record]) -> None:
+    """Writes records, without changing them."""
+
+  def resume(self, step: int, lengths: Mapping[str, int]) -> None:  # noqa: B027
+    """Cuts its files: see `MetricWriter.resume`."""
+
+  def flush(self) -> dict[str, int]:
+    """Waits for the disk; returns path -> length of its log files."""
+    return {}
+
+  def close(self) -> None:  # noqa: B027
+    """Flushes and ends the backend; called once."""
+
+
+class Adapter(Backend):
+  """Writes to a program's own writer, or to the console."""
+
+  def __init__(self, writer: Any):
+    self._writer = writer
+    self.kinds = [kind for kind in KINDS if hasattr(writer, f'write_{kind}')]
+
+  def write(self, records: list[Record]) -> None:
+    for kind, step, _, values in records:
+      getattr(self._writer, f'write_{kind}')(step, dict(values))
+
+  def flush(self) -> dict[str, int]:
+    getattr(self._writer, 'flush', dict)()
+    return {}
+
+  def close(self) -> None:
+    self.flush()
+    getattr(self._writer, 'close', dict)()
+
+
+class FileBackend(Backend):
+  """Appends to a local file, whose absolute path is `path`.
+
+  Each write goes to the operating system at once: a killed process does not
+  lose it, and a full disk is noticed at the record that does not fit.
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
-    """Opens the file to append to it; makes its directory."""
     disk.check_local(path, 'The file of a writer')
     self.path = os.path.abspath(path)
     directory = pathlib.Path(self.path).parent
@@ -37,18 +82,14 @@ class FileBackend(base.Backend):
     disk.sync_directory(directory)
 
   @abc.abstractmethod
-  def encode(self, record: base.Record) -> bytes:
+  def encode(self, record: Record) -> bytes:
     """Returns the bytes of a record in the file."""
 
-  def write(self, records: list[base.Record]) -> None:
-    self._end_record()
+  def write(self, records: list[Record]) -> None:
     self._append(b''.join(map(self.encode, records)))
 
-  def _end_record(self) -> None:
-    """Ends a last record that was cut, so that the next one is not lost."""
-
   def _logs(self) -> list[str]:
-    """Returns the paths of the log files that this library wrote here."""
+    """Returns the paths of this library's log files, which a resume cuts."""
     return [self.path]
 
   def _append(self, data: bytes) -> None:
@@ -60,7 +101,11 @@ class FileBackend(base.Backend):
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     for path in self._logs():
-      _cut(path, lengths.get(path, 0))
+      length = lengths.get(path, 0)
+      if os.lstat(path).st_size > length:
+        with open(path, 'r+b', opener=disk.open_regular) as file:
+          file.truncate(length)
+          os.fsync(file.fileno())
 
   def flush(self) -> dict[str, int]:
     os.fsync(self._file.fileno())
@@ -69,14 +114,6 @@ class FileBackend(base.Backend):
   def close(self) -> None:
     with self._file:
       self.flush()
-
-
-def _cut(path: str, length: int) -> None:
-  """Cuts a file that is longer than a length in bytes; waits for the disk."""
-  if os.lstat(path).st_size > length:
-    with open(path, 'r+b', opener=disk.open_regular) as file:
-      file.truncate(length)
-      os.fsync(file.fileno())
 
 
 class JsonlWriter(FileBackend):
@@ -90,22 +127,22 @@ class JsonlWriter(FileBackend):
     "Infinity" and "-Infinity" stand for them, which Python's `float` and
     pandas' `astype(float)` read.
   - Images are recorded by their shape, [B, H, W, C].
-  - `resume` cuts the file to the length that the checkpoint recorded.
-  - Each record begins a line. Half a line before it stays alone.
   """
 
-  def _end_record(self) -> None:
-    fd = self._file.fileno()
-    size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) != b'\n':
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    super().__init__(path)
+    size = os.path.getsize(self.path)
+    # A killed process may have written half a line: it stays alone.
+    if size and os.pread(self._file.fileno(), 1, size - 1) != b'\n':
       self._append(b'\n')
 
-  def encode(self, record: base.Record) -> bytes:
+  def encode(self, record: Record) -> bytes:
     kind, step, time, values = record
     if kind == 'images':
       values = {name: list(x.shape) for name, x in values.items()}
     elif kind == 'scalars' and not math.isfinite(sum(values.values())):
-      values = {name: _json_value(x) for name, x in values.items()}
+      bad = [name for name, x in values.items() if not math.isfinite(x)]
+      values = values | {name: json.dumps(values[name]) for name in bad}
     fields = {f'{kind}/{k}' if k in KEYS else k: x for k, x in values.items()}
     line = {'step': step, 'time': time, 'kind': kind, **fields}
     return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
@@ -123,9 +160,3 @@ def read_record(
     return record if isinstance(record[key], kind) else {}
   except (ValueError, RecursionError, LookupError, TypeError):
     return {}
-
-
-def _json_value(x: Any) -> Any:
-  if not isinstance(x, float) or math.isfinite(x):
-    return x
-  return 'NaN' if math.isnan(x) else f'{"-" * (x < 0)}Infinity'

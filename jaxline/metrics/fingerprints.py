@@ -1,22 +1,19 @@
 """A number for each training step that tells whether two runs are the same.
 
 The fingerprint of a step is a uint32 of its scalars and its batch, computed by
-a program of its own: the program of the step, and so its bits, stay as they
-are. Sums of integers make it independent of how arrays are sharded. The file
-has two little-endian uint32 for each step: its number and its fingerprint.
+a program of its own: the program of the step stays as it is. Sums of integers
+make it independent of how arrays are sharded. The file has two little-endian
+uint32 for each step: its number and its fingerprint.
 """
 
 from collections.abc import Callable, Mapping
-import functools
 import os
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline.metrics import base
 from jaxline.metrics import files
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
@@ -26,8 +23,8 @@ _DTYPE = np.dtype('<u4')
 _MAX_KEPT = 100
 # Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
 _MULTIPLIER = np.uint32(2654435769)
-# Scalars that depend on the clock or the machine, not on the step.
-_CLOCKED = re.compile(r'input_wait_fraction|\w+_per_sec|mfu|device_memory_gib')
+# Scalars that depend on the clock or the machine, as do the rates by second.
+_CLOCKED = ('input_wait_fraction', 'mfu', 'device_memory_gib')
 
 
 class FingerprintWriter(files.FileBackend):
@@ -35,18 +32,20 @@ class FingerprintWriter(files.FileBackend):
 
   kinds = ('fingerprints',)
 
-  def encode(self, record: base.Record) -> bytes:
-    return np.array([*record.values.items()], _DTYPE).tobytes()
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    super().__init__(path)
+    # A killed process may have written half of one.
+    size = os.path.getsize(self.path)
+    self._file.truncate(size - size % 8)
 
-  def _end_record(self) -> None:
-    if extra := (size := os.path.getsize(self.path)) % 8:
-      os.truncate(self.path, size - extra)
+  def encode(self, record: files.Record) -> bytes:
+    return np.array([*record.values.items()], _DTYPE).tobytes()
 
 
 def read(raw: bytes | None) -> dict[int, int]:
   """Returns step -> fingerprint of a file's bytes."""
   numbers = np.frombuffer(raw or b'', _DTYPE, len(raw or b'') // 8 * 2)
-  return {int(step): int(x) for step, x in numbers.reshape(-1, 2)}
+  return dict(zip(numbers[::2].tolist(), numbers[1::2].tolist(), strict=True))
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -84,26 +83,21 @@ def unclocked(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
   kept = scalars_lib.copied(scalars)
   # Nothing that the compiled step packs depends on a clock.
   others = scalars_lib.others_of(kept)
-  for name in _clocked(tuple(others)):
-    del others[name]
+  for name in [*others]:
+    if name in _CLOCKED or name.endswith('_per_sec'):
+      del others[name]
   return kept
-
-
-@functools.lru_cache
-def _clocked(names: tuple[str, ...]) -> list[str]:
-  return [name for name in names if _CLOCKED.fullmatch(name)]
 
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
-  kept = scalars_lib.leaves(unclocked(scalars))
-  leaves = [*jax.tree.leaves(batch), *kept]
+  leaves = jax.tree.leaves(batch) + scalars_lib.leaves(unclocked(scalars))
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
   try:
     return fingerprint(arrays)
   except ValueError:
-    # In the per-device style, some scalars may be on one device and others on
-    # all, which no program takes together.
+    # Some may be on one device and others on all (per-device style), which no
+    # program takes together.
     devices = arrays[0].devices()
     return fingerprint([x for x in arrays if x.devices() == devices])
 
@@ -112,13 +106,12 @@ class Hook(periodic.Action):
   """Computes a fingerprint after each step, and logs many at once."""
 
   def __init__(self, log: Any, experiment: Any):
-    """Makes the hook of a training that logs to a `MetricWriter`."""
     self._log, self._experiment = log, experiment
     self._kept: dict[int, jax.Array] = {}
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    batch = self._experiment.last_batch
-    self._kept[step] = of_step(scalar_outputs or {}, batch)
+    scalars = scalar_outputs or {}
+    self._kept[step] = of_step(scalars, self._experiment.last_batch)
     if len(self._kept) >= _MAX_KEPT:
       self.wait_to_finish()
 

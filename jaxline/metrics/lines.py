@@ -62,45 +62,32 @@ def weights(arrays: Sequence[Any]) -> str:
   return text if arrays else ''
 
 
-def rank(name: str) -> tuple[bool, ...]:
-  """Orders numbers: the loss, the rate, others, other rates, groups ('g/x')."""
-  is_first = name != 'loss', name != 'steps_per_sec'
-  return *is_first, '/' in name, name in FORMATS
-
-
 def describe(
   recent: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]] = ()
 ) -> list[str]:
   """Returns the scalars of the last of some steps as texts, or their means.
 
-  The trend of the loss is that since the `earlier` steps.
+  First the loss, with its trend since the `earlier` steps, then the rate,
+  others, other rates, and groups, as in 'g/x'.
   """
+
+  def mean(records: Sequence[Mapping[str, Any]]) -> float:
+    values = [x[name] for x in records if name in x]
+    return sum(values) / len(values) if values else math.nan
+
   texts = []
-  for name in sorted(recent[-1], key=rank):
-    value, note = recent[-1][name], ''
-    # Counts and rates are not averaged. One of 0 is not known yet.
-    if name in FORMATS:
+  order = lambda x: (x != 'loss', x != 'steps_per_sec', '/' in x, x in FORMATS)
+  for name in sorted(recent[-1], key=order):
+    value, trend = recent[-1][name], ''
+    if name in FORMATS:  # Not averaged. One of 0 is not known yet.
       texts.append(FORMATS[name].format(value) if value else '')
       continue
     if isinstance(value, float):
-      value, num_bad = _mean(recent, name)
-      if num_bad and len(recent) > 1:
-        note = f' ({num_bad} of {len(recent)} not finite)'
-    if name == 'loss' and earlier and not note:
-      note = f' ({value - _mean(earlier, name)[0]:+.3g})'
-    texts.append(f'{name} {shorten(value)}{note}')
+      value = mean(recent)
+    if name == 'loss' and earlier:
+      trend = f' ({value - mean(earlier):+.3g})'
+    texts.append(f'{name} {shorten(value)}{trend}')
   return texts
-
-
-def _mean(records: Sequence[Mapping[str, Any]], name: str) -> tuple[float, int]:
-  """Returns the mean of the finite values, and the number of the others.
-
-  If none is finite, the last value stands for their mean.
-  """
-  values = [x[name] for x in records if name in x]
-  finite = list(filter(math.isfinite, values))
-  value = sum(finite) / len(finite) if finite else [math.nan, *values][-1]
-  return value, len(values) - len(finite)
 
 
 def fit(parts: Sequence[str], width: int) -> str:

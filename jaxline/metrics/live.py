@@ -26,11 +26,11 @@ class LiveLine:
 
   def __init__(self, text: Callable[[int], str]):
     """Draws the line until `stop`; `text` returns it for a width."""
-    self._text, self._line = text, ''
+    self._text = text
     self._out, self._pid = sys.stdout, os.getpid()
     self._lock = threading.RLock()
     self._stopped = threading.Event()
-    self._unended: set[Any] = set()  # Streams whose last line has no end yet.
+    self._is_mid_line = False
     self._writes: dict[Any, Callable[[str], int]] = {}
     streams: set[Any] = {sys.stdout, sys.stderr}
     for stream in filter(is_terminal, streams):
@@ -42,7 +42,7 @@ class LiveLine:
   def stop(self) -> None:
     """Removes the line."""
     with self._lock, contextlib.suppress(OSError, ValueError):
-      self._line = ''
+      self._text = lambda width: ''
       self._draw()
     self._stopped.set()
     for stream, write in self._writes.items():
@@ -66,23 +66,20 @@ class LiveLine:
         return write(text)
       write(f'\x1b[J{text}')
       # A progress bar ends its text with neither, and is left as it is.
-      is_ended = text.endswith(('\n', '\r'))
-      (self._unended.discard if is_ended else self._unended.add)(stream)
+      self._is_mid_line = not text.endswith(('\n', '\r'))
       self._draw()
     return len(text)
 
   def _draw(self) -> None:
-    if not (self._unended or self._is_hidden()):
-      self._writes[self._out](f'\x1b[J{self._line}\r')
+    if not (self._is_mid_line or self._is_hidden()):
+      columns = os.get_terminal_size(self._out.fileno()).columns or _WIDTH
+      self._writes[self._out](f'\x1b[J{self._text(columns - 1)}\r')
       self._out.flush()
 
   def _run(self) -> None:
     with contextlib.suppress(OSError, ValueError):  # The terminal is gone.
       while not self._stopped.wait(_REFRESH_SECS):
-        columns = os.get_terminal_size(self._out.fileno()).columns or _WIDTH
-        line = self._text(columns - 1)
         with self._lock:
-          self._line = line
           self._draw()
 
 

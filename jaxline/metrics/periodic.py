@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import math
 from typing import Any
 
 from jaxline import async_lib
@@ -43,7 +42,7 @@ class PeriodicAction(Action):
 
   def __init__(
     self,
-    fn: Callable[[int, dict[str, Any]], Any],
+    fn: Callable[[int, Any], Any],
     interval_type: str | None,
     interval: float | None,
     start_time: float = 0.0,
@@ -69,9 +68,6 @@ class PeriodicAction(Action):
       logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
         any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
       end_step_to_action: a step that is also due; the last one.
-
-    Raises:
-      ValueError: the interval_type is unknown or does not allow the ratios.
     """
     ratios = tuple(logging_growth_ratios or ())
     if interval_type not in ('secs', 'steps', None) or (
@@ -83,19 +79,16 @@ class PeriodicAction(Action):
       )
     self._fn = fn
     self._by_steps = interval_type == 'steps'
-    off = interval is None or interval < 0
-    # An interval of 0 is always due: at each step, or after -inf seconds.
-    self._every = None if off else interval or 1
-    self._seconds = math.inf if off else interval or -math.inf
+    is_off = interval is None or interval < 0
+    self._interval = None if is_off else interval
     self._end_step = end_step_to_action
-    factors = (1, *ratios) if ratios else ()
     # Steps of 20 digits, even for a ratio of 1e-9.
+    factors = (1, *ratios) if ratios else ()
     growth = {round(factor * 10**k) for factor in factors for k in range(30)}
     self._due_steps = growth - {0}
     if end_step_to_action is not None:  # It may be an array.
       self._due_steps.add(int(end_step_to_action))
-    can_be_due = not off or ratios or end_step_to_action is not None
-    self._takes_all = bool(log_all_data and can_be_due)
+    self._takes_all = log_all_data and bool(self._due_steps or not is_off)
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
     self._executor: async_lib.SerialExecutor | None = None
@@ -104,8 +97,7 @@ class PeriodicAction(Action):
 
   def update_time(self, t: float, step: int) -> None:
     """Starts the interval, and the measurement of the rate, anew."""
-    self._prev_time = t
-    self._prev_step = step
+    self._prev_time, self._prev_step = t, step
 
   def skip_time(self, seconds: float) -> None:
     """Leaves seconds in which no step could run out of interval and rate."""
@@ -134,15 +126,15 @@ class PeriodicAction(Action):
       self._act(step, scalars, is_due)
 
   def _is_due(self, t: float, step: int) -> bool:
-    if step in self._due_steps:
-      return True
+    if self._interval is None or step in self._due_steps:
+      return step in self._due_steps
     if self._by_steps:
-      return self._every is not None and step % self._every == 0
+      return step % (self._interval or 1) == 0
     elapsed = t - self._prev_time
-    if elapsed < 0 and elapsed < self._seconds:
+    if elapsed < 0 < self._interval:
       # The clock was set back; waiting for it to catch up could take hours.
       self.update_time(t, step)
-    return elapsed >= self._seconds
+    return not self._interval or elapsed >= self._interval
 
   def share(self, executor: async_lib.SerialExecutor) -> None:
     """Makes asynchronous calls on another thread."""
@@ -155,14 +147,15 @@ class PeriodicAction(Action):
       self._executor.wait()
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
-    def call() -> None:
-      self._fn(step, values_lib.fetch(scalars))
-
+    call = lambda: self._fn(step, self._convert(scalars))
     if self._executor is None:
       call()
     else:
       self._executor.wait_for_room()
       self._executor.put(call)
+
+  def _convert(self, scalars: Any) -> Any:
+    return values_lib.fetch(scalars)
 
 
 class Every(PeriodicAction):
@@ -171,5 +164,5 @@ class Every(PeriodicAction):
   def __init__(self, fn: Any, interval_type: Any, interval: Any, **kwargs: Any):
     super().__init__(fn, interval_type, interval, run_async=False, **kwargs)
 
-  def _act(self, step: int, scalars: Any, is_due: bool) -> None:
-    self._fn(step, scalars)
+  def _convert(self, scalars: Any) -> Any:
+    return scalars

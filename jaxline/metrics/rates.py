@@ -1,8 +1,4 @@
-"""Scalars that the loop adds to those of a step: rates, utilization, memory.
-
-All is done where the scalars are written, on the writer's thread, and only with
-scalars that are due: those with `steps_per_sec`.
-"""
+"""Scalars that the loop adds to those of a step: rates, utilization, memory."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ import jax
 from jaxline import chips
 from jaxline import counting
 from jaxline import debug
-from jaxline.metrics import writers
+from jaxline.metrics import values
 
 # What a step may count, and is then logged per second too.
 _COUNTS = ('tokens_per_step', 'examples_per_step')
 
 
 class Rates:
-  """Adds the rates of an experiment in training to its scalars.
+  """Adds the rates of an experiment in training to the scalars of a due step.
 
   - `tokens_per_sec` and `examples_per_sec`, of what the step counts;
   - `tflops_per_sec`, if the experiment is sharded: 10^12 FLOPs of the model a
@@ -40,10 +36,10 @@ class Rates:
     """Returns the scalars of a step, on the host, with those that are added."""
     added = dict(scalars)
     steps_per_sec = scalars.get('steps_per_sec')
-    if steps_per_sec is None:
+    if steps_per_sec is None:  # It is not due.
       return added
     counts = {k: scalars[k] for k in _COUNTS if k in scalars}
-    for name, count in writers.to_scalars(counts).items():
+    for name, count in values.to_scalars(counts).items():
       added[name.replace('_per_step', '_per_sec')] = count * steps_per_sec
     if flops := self._step_flops():
       rate = flops * steps_per_sec / jax.device_count()
@@ -56,15 +52,14 @@ class Rates:
 
   def _step_flops(self) -> float:
     """Returns the FLOPs of the model in a step; 0 where they are not known."""
-    experiment = self._experiment
-    batch = experiment.traced_batch
+    batch = self._experiment.traced_batch
     # Op by op nothing is traced, and a trace would enter breakpoints again.
     if batch is None or debug.settings.disable_pmap_jit:
       return 0.0
     if batch is not self._batch:
       self._batch, self._flops = batch, 0.0
       try:
-        self._flops = model_flops(experiment, batch)
+        self._flops = model_flops(self._experiment, batch)
       except Exception:  # A number in the log is no reason to end the run.
         text = 'No tflops_per_sec and mfu: counting the FLOPs of a step failed.'
         logging.warning(text, exc_info=True)
@@ -72,11 +67,7 @@ class Rates:
 
 
 def model_flops(experiment: Any, batch: Any) -> float:
-  """Returns the FLOPs that the model needs for a training step, in all.
-
-  Counting them in the step of a `ShardedExperiment`, which JAX has traced for
-  the shapes of `batch`, takes milliseconds.
-  """
+  """Returns the FLOPs that the model needs for a training step, in all."""
   args = experiment.abstract_state(), batch, experiment.abstract_rng()
   traced = experiment.compiled_train_step.trace(*args)
   return counting.PRODUCTS_IN_TRAINING * counting.forward_flops(traced.jaxpr)

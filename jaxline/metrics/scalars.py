@@ -14,27 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
+_STATIC = {'static': True}
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['array', 'others'],
-  meta_fields=['names', 'dtypes'],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Packed:
-  """What a compiled step returns of its scalars.
+  """What a compiled step returns of its scalars: an array, and the others."""
 
-  Attributes:
-    names: of the numbers in the array.
-    dtypes: of these numbers, float32 or int32.
-    array: the bits of the numbers, [len(names)] uint32; None without names.
-    others: the other values, by name.
-  """
-
-  names: tuple[str, ...] = ()
-  dtypes: tuple[Any, ...] = ()
-  array: Any = None
+  names: tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
+  dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata=_STATIC)
+  array: Any = None  # The bits of the numbers, [len(names)] uint32.
   others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -64,7 +54,6 @@ class Scalars(MutableMapping[str, Any]):
   def __init__(
     self, packed: Packed = _NOTHING, others: Mapping[str, Any] | None = None
   ):
-    """Makes a mapping of what a step returned; `others` replace its others."""
     self._packed = packed
     self.others = dict(packed.others if others is None else others)
 
@@ -72,8 +61,7 @@ class Scalars(MutableMapping[str, Any]):
     packed = self._packed
     if packed.names:
       numbers = _splitter(packed.dtypes)(packed.array)
-      split = dict(zip(packed.names, numbers, strict=True))
-      self.others = split | self.others
+      self.others = dict(zip(packed.names, numbers, strict=True)) | self.others
       self._packed = _NOTHING
     return self.others
 
@@ -105,36 +93,22 @@ class Scalars(MutableMapping[str, Any]):
   def __or__(self, more: Mapping[str, Any]) -> 'Scalars':
     return Scalars(self._packed, self.others | dict(more))
 
-  def __ror__(self, more: Mapping[str, Any]) -> 'Scalars':
-    kept = {name: x for name, x in more.items() if name not in self}
-    return Scalars(self._packed, kept | self.others)
-
   def copy(self) -> 'Scalars':
-    """Returns a shallow copy."""
+    """Returns a shallow copy, still packed."""
     return Scalars(self._packed, self.others)
-
-  def on_host(self) -> dict[str, Any]:
-    """Returns all values, with NumPy's numbers from the array."""
-    return self.numbers(np.asarray) | self.others
 
   def numbers(
     self, convert: Callable[[np.ndarray], Any] = np.ndarray.tolist
   ) -> dict[str, Any]:
-    """Fetches the array; returns its numbers by name, except replaced ones.
-
-    `convert` maps a NumPy array of the numbers to a list of int or float.
-    """
+    """Fetches the array; returns its numbers by name, except replaced ones."""
     names, dtypes = self._packed.names, self._packed.dtypes
     if not names:
       return {}
     bits = np.asarray(self._packed.array)
     columns = {dtype: convert(bits.view(dtype)) for dtype in {*dtypes}}
-    places = enumerate(zip(names, dtypes, strict=True))
-    return {
-      name: columns[dtype][i]
-      for i, (name, dtype) in places
-      if name not in self.others
-    }
+    values = (columns[dtype][i] for i, dtype in enumerate(dtypes))
+    named = zip(names, values, strict=True)
+    return {name: x for name, x in named if name not in self.others}
 
 
 def _flatten(scalars: Scalars) -> Any:
@@ -188,10 +162,7 @@ def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:
 
 
 def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
-  """Returns an array and the index of a scalar in it; None if it is absent.
-
-  The scalar is `numpy.asarray(array)[index]`; if it is packed, its bits are.
-  """
+  """Returns an array and the index of a scalar, or of its bits; or None."""
   if isinstance(scalars, Scalars) and name not in scalars.others:
     packed = scalars._packed
     if name not in packed.names:

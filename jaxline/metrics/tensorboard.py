@@ -22,10 +22,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.proto import summary_pb2
 from tensorboardX.proto import tensor_pb2
 
-from jaxline.metrics import base
 from jaxline.metrics import files
-
-_Value: Any = summary_pb2.Summary.Value
 
 _TIME = re.compile(r'events\.out\.tfevents\.(\d{10})')
 # TIME.HOST.PID.ID: TensorFlow and PyTorch give no such time and ID.
@@ -35,37 +32,31 @@ _OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 class TensorBoardWriter(files.FileBackend):
   """Writes a new event file in a directory that may have older ones.
 
-  So no record follows one that was cut, which would hide it. Scalars are
-  stored as float32, as TensorBoard has it. A batch of images is one
-  tag with B samples. Texts are shown verbatim (not as Markdown).
+  So no record follows one that was cut, which would hide it. A batch of images
+  is one tag with B samples. Texts are shown verbatim (not as Markdown).
 
-  `resume` cuts the older event files to the lengths that the checkpoint
-  recorded; a file that it does not name becomes empty. Event files of other
-  programs stay. TensorBoard may have a file open: it would show no more points
-  if that file were deleted, or cut and appended to. So the new file goes on
-  with SessionLog START events, which tell it to hide the points that were cut.
+  `resume` cuts the older event files, but not those of other programs.
+  TensorBoard may have a file open: it would show no more points if that file
+  were deleted, or cut and appended to. So the new file goes on with SessionLog
+  START events, which tell it to hide the points that were cut.
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-    """Opens a new event file in a directory, which it makes if need be.
-
-    TensorBoard reads the files in the order of their names, of their times.
-    Give each mode (train, eval) its directory: to TensorBoard it is one curve.
-    """
+    """Opens a new event file in a directory, which it makes if need be."""
     log_dir = os.fspath(log_dir)
     # The suffix distinguishes writers opened within the same second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
     names = os.listdir(log_dir) if os.path.isdir(log_dir) else []
     found = map(_TIME.match, names)
-    # A later name than all others, also if the clock was set back.
+    # TensorBoard reads the files in the order of their names: a later one than
+    # all others, also if the clock was set back.
     now = max([time.time(), *(int(x[1]) + 1 for x in found if x)])
     name = f'events.out.tfevents.{now:017.6f}.{owner}'
     super().__init__(os.path.join(log_dir, name))
     self._append(_record(time.time(), file_version='brain.Event:2'))
 
-  def encode(self, record: base.Record) -> bytes:
-    value = _VALUES[record.kind]
-    values = [value(name, x) for name, x in record.values.items()]
+  def encode(self, record: files.Record) -> bytes:
+    values = [_value(record.kind, k, x) for k, x in record.values.items()]
     summary = summary_pb2.Summary(value=values)
     return _record(record.time, step=record.step, summary=summary)
 
@@ -87,43 +78,28 @@ class TensorBoardWriter(files.FileBackend):
 def _record(wall_time: float, **fields: Any) -> bytes:
   """Returns an event as a record of a file."""
   data = event_pb2.Event(wall_time=wall_time, **fields).SerializeToString()
-  length = struct.pack('<Q', len(data))
-  return b''.join([length, _checksum(length), data, _checksum(data)])
+  parts = struct.pack('<Q', len(data)), data
+  sums = [struct.pack('<I', record_writer.masked_crc32c(x)) for x in parts]
+  return parts[0] + sums[0] + parts[1] + sums[1]
 
 
-def _checksum(data: bytes) -> bytes:
-  return struct.pack('<I', record_writer.masked_crc32c(data))
-
-
-def _strings(
-  name: str, plugin: str, strings: list[bytes], shape: list[int]
-) -> Any:
-  """Returns a tensor of strings, which a plugin of TensorBoard shows."""
-  data = summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin)
+def _value(kind: str, name: str, x: Any) -> Any:
+  """Returns a number, or a tensor of strings that a plugin shows."""
+  if kind == 'scalars':
+    return summary_pb2.Summary.Value(tag=name, simple_value=x)
+  if kind == 'texts':
+    # Indented by four spaces, Markdown shows any text as it is.
+    block = '\n'.join('    ' + line for line in x.split('\n'))
+    plugin, strings = 'text', [block.encode()]
+  else:
+    sizes = [b'%d' % x.shape[axis] for axis in (2, 1)]  # Width, height.
+    plugin, strings = 'images', [*sizes, *map(_to_png, x)]
   tensor = tensor_pb2.TensorProto(dtype='DT_STRING', string_val=strings)
-  for size in shape:
-    tensor.tensor_shape.dim.add(size=size)
+  if kind == 'images':
+    tensor.tensor_shape.dim.add(size=len(strings))
+  data = summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin)
   metadata = summary_pb2.SummaryMetadata(plugin_data=data)
-  return _Value(tag=name, tensor=tensor, metadata=metadata)
-
-
-def _images(name: str, images: np.ndarray) -> Any:
-  sizes = [b'%d' % images.shape[axis] for axis in (2, 1)]  # Width, height.
-  strings = [*sizes, *map(_to_png, images)]
-  return _strings(name, 'images', strings, [len(strings)])
-
-
-def _text(name: str, text: str) -> Any:
-  # Indented by four spaces, Markdown shows any text as it is.
-  block = '\n'.join('    ' + line for line in text.split('\n'))
-  return _strings(name, 'text', [block.encode()], [])
-
-
-_VALUES: Any = {
-  'scalars': lambda name, x: _Value(tag=name, simple_value=x),
-  'images': _images,
-  'texts': _text,
-}
+  return summary_pb2.Summary.Value(tag=name, tensor=tensor, metadata=metadata)
 
 
 def _to_png(image: np.ndarray) -> bytes:
@@ -133,12 +109,9 @@ def _to_png(image: np.ndarray) -> bytes:
   header = struct.pack('>2I5B', width, height, 8, color_type, 0, 0, 0)
   # Each row begins with its filter: 0, none.
   rows = np.pad(image.reshape(height, -1), [(0, 0), (1, 0)]).tobytes()
-  chunks = [(b'IHDR', header), (b'IDAT', zlib.compress(rows)), (b'IEND', b'')]
-  return b'\x89PNG\r\n\x1a\n' + b''.join(
-    struct.pack('>I', len(data))
-    + kind
-    + data
-    # The checksum covers the kind and the data, not the length.
-    + struct.pack('>I', zlib.crc32(kind + data))
-    for kind, data in chunks
-  )
+  png = b'\x89PNG\r\n\x1a\n'
+  chunks = [b'IHDR' + header, b'IDAT' + zlib.compress(rows), b'IEND']
+  for chunk in chunks:  # A kind of four bytes, and its data.
+    png += struct.pack('>I', len(chunk) - 4) + chunk
+    png += struct.pack('>I', zlib.crc32(chunk))
+  return png

@@ -1,18 +1,12 @@
-"""Metric writers: the queue and thread of a run, and its backends by name.
+"""Metric writers: the queue and thread of a run, and its backends by name."""
 
-A record passes: loop or experiment, a bounded queue, one thread that fetches
-and converts it once, the `write` of each backend.
-"""
-
-import collections
 from collections.abc import Callable, Mapping
 import contextlib
 import functools
-import os
 import pathlib
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from absl import logging
 import jax
@@ -20,7 +14,6 @@ import numpy as np
 
 from jaxline import async_lib
 from jaxline import errors
-from jaxline.metrics import base
 from jaxline.metrics import files
 from jaxline.metrics import fingerprints
 from jaxline.metrics import scalars as scalars_lib
@@ -29,19 +22,18 @@ from jaxline.storage import spool
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-# The most bytes of images that may wait: copies, on the devices.
-_MAX_BYTES = 1 << 30
-# How long, in seconds, records that follow others closely wait for more.
-_LINGER = 0.005
-# The arguments of `put`, and the time.
-_Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
-
 # The names that experiments and forks use.
-Backend = base.Backend
-Record = base.Record
-Writer = base.Writer
+Backend = files.Backend
+Record = files.Record
 JsonlWriter = files.JsonlWriter
 to_scalars = values_lib.to_scalars
+
+
+class Writer(Protocol):
+  """A program's own writer; it may have the other methods of `MetricWriter`."""
+
+  def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers at a step."""
 
 
 class MetricWriter(contextlib.AbstractContextManager):
@@ -52,11 +44,9 @@ class MetricWriter(contextlib.AbstractContextManager):
   step, not parts of its state, which is donated to the next step. Images are
   copied at once, on their device.
 
-  - A write waits while the queue is full or has 1 GiB of images.
-  - The first error on the thread is raised by every later write and flush and
-    by the close. The other backends still get what was queued.
-  - Any thread may write and flush; the writer's own thread writes at once.
-    What is queued at the end of the program is written.
+  A write waits while the queue is full. The first error on the thread is raised
+  by every later write and flush and by the close; the other backends still get
+  what was queued. Any thread may write and flush.
 
   Attributes:
     executor: the thread, which periodic actions share.
@@ -64,28 +54,20 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   _conversions = values_lib.CONVERSIONS
 
-  def __init__(self, *backends: base.Backend | base.Writer) -> None:
-    """Starts the thread, which alone calls the backends, in this order.
-
-    They are closed with this writer. Without any, everything is discarded.
-    """
-    self._backends: list[base.Backend] = []
+  def __init__(self, *backends: Backend | Writer) -> None:
+    """Starts the thread, which alone calls and closes the backends."""
+    self._backends: list[Backend] = []
     for backend in backends:
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
-    # The records since the last mark. While there are any, the executor has a
-    # call that writes them all.
-    self._items: collections.deque[_Item] = collections.deque()
-    self._image_bytes = 0  # Since the queue was last known to be empty.
     self._is_closed = False
-    self._written = 0.0  # When the thread last wrote.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
-  def add(self, backend: base.Backend | base.Writer) -> None:
+  def add(self, backend: Backend | Writer) -> None:
     """Also writes to another backend, which is closed with this writer."""
-    if not isinstance(backend, base.Backend):
-      backend = base.Adapter(backend)
+    if not isinstance(backend, Backend):
+      backend = files.Adapter(backend)
     self._backends.append(backend)
 
   def takes(self, kind: str) -> bool:
@@ -103,20 +85,11 @@ class MetricWriter(contextlib.AbstractContextManager):
   def write_images(self, global_step: Any, images: Mapping[str, Any]) -> None:
     """Writes named images.
 
-    Args:
-      global_step: the step they belong to.
-      images: arrays [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB)
-        or 4 (RGBA); uint8 in 0..255, bool, or floating point in 0..1.
-
-    Raises:
-      ValueError: an array has another shape or dtype.
+    They are [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB) or 4
+    (RGBA); uint8 in 0..255, bool, or floating point in 0..1. Any other array
+    raises ValueError.
     """
     copies = {k: values_lib.copy_image(k, x) for k, x in images.items()}
-    size = sum(x.nbytes for x in copies.values())
-    if self._image_bytes + size > _MAX_BYTES:
-      self.wait_to_finish()
-      self._image_bytes = 0
-    self._image_bytes += size
     self.put('images', _snapshot(global_step), copies)
 
   def put(
@@ -128,84 +101,50 @@ class MetricWriter(contextlib.AbstractContextManager):
   ) -> None:
     """Queues a record of values that the caller does not change.
 
-    `kind` is one of `base.KINDS`, or another that a backend knows. `finish`
+    `kind` is one of `files.KINDS`, or another that a backend knows. `finish`
     maps the converted values to those to write; it runs on the thread.
     """
     if not self.takes(kind):
       return
-    item = kind, global_step, time.time(), values, finish
+    write = functools.partial(
+      self._write, kind, global_step, time.time(), values, finish
+    )
     if self.executor.is_current:
-      self._write(collections.deque([item]))
+      write()
       return
-    if len(self._items) >= async_lib.MAX_QUEUED:
-      self.executor.wait()
+    self.executor.wait_for_room()
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
-      self._items.append(item)
-      if len(self._items) == 1:
-        self.executor.put(functools.partial(self._write, self._items))
+      self.executor.put(write)
 
-  def _write(self, queued: collections.deque[_Item]) -> None:
-    """Converts and writes all queued records; keeps the first error."""
-    # A wake of this thread costs the training thread more than a record does.
-    if queued is self._items and time.monotonic() - self._written < _LINGER:
-      time.sleep(_LINGER)
-    items: list[_Item] = []
-    while queued:  # Until it is empty, so that the next `put` makes a call.
-      items.append(queued.popleft())
-    records: list[base.Record] = []
-    values_lib.start_fetch([item[3] for item in items])
-
-    def convert(kind: str, step: Any, now: float, values: Any, fn: Any) -> None:
-      if on_host := fn(self._conversions[kind](values)):
-        step = values_lib.to_step(step)
-        records.append(base.Record(kind, step, now, on_host))
-
-    for item in items:
-      self.executor.run(functools.partial(convert, *item))
-    self._written = time.monotonic()
-    for backend in self._backends:
-      chosen = [record for record in records if record.kind in backend.kinds]
-      if chosen:
-        self.executor.run(functools.partial(backend.write, chosen))
-
-  def _behind(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Calls `wait_async` behind all records so far, before all later ones."""
-    with self._lock:
-      self._items = collections.deque()
-      return self.executor.wait_async(*calls)
+  def _write(
+    self, kind: str, step: Any, now: float, values: Any, finish: Any
+  ) -> None:
+    if on_host := finish(self._conversions[kind](values)):
+      record = Record(kind, values_lib.to_step(step), now, on_host)
+      for backend in self._backends:
+        if kind in backend.kinds:
+          self.executor.run(functools.partial(backend.write, [record]))
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     """Removes what earlier processes wrote after the restored checkpoint.
 
-    A run calls it once, after it has restored and before it writes.
-
-    Args:
-      step: the restored step; -1 if the run is new.
-      lengths: what `flush` returned at the restored checkpoint. Other log files
-        become empty.
+    `step` is its step, -1 if the run is new, and `lengths` is what `flush`
+    returned then. Other log files become empty.
     """
-    resume = lambda x: functools.partial(x.resume, step, lengths)
-    self._behind(*map(resume, self._backends))()
+    self.executor.wait_async(
+      *(functools.partial(x.resume, step, lengths) for x in self._backends)
+    )()
 
   def flush(self) -> dict[str, int]:
-    """Waits until everything written so far has reached the disk.
-
-    Returns:
-      The length in bytes of each local log file, by absolute path.
-    """
+    """Waits for the disk; returns path -> length of the log files in bytes."""
     return self.flush_async()()
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Starts a flush on the thread.
-
-    Returns:
-      A function that waits for the flush and returns the lengths of the log
-      files at this call. It raises no error of a later record.
-    """
-    return self._behind(
+    """Starts a flush, and returns a function that waits for its result."""
+    return self.executor.wait_async(
       lambda: {k: v for x in self._backends for k, v in x.flush().items()}
     )
 
@@ -215,9 +154,12 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   def close(self) -> None:
     """Flushes and ends the writer; closing twice is allowed."""
-    if not self._is_closed:
+    with self._lock:  # Behind what a write has accepted.
+      if self._is_closed:
+        return
       self._is_closed = True
-      self._behind(*(x.close for x in self._backends))()
+      wait = self.executor.wait_async(*(x.close for x in self._backends))
+    wait()
 
   def __exit__(self, kind: object, *unused: object) -> None:
     try:
@@ -225,25 +167,24 @@ class MetricWriter(contextlib.AbstractContextManager):
     except Exception as e:
       if kind is None:
         raise
-      # It often has the same cause as the error that leaves the block.
+      # Often of the same cause as the error that leaves the block.
       logging.error('Closing a writer failed as well: %r', e)
 
 
 class RunWriter(MetricWriter):
-  """The backends of `config.writers` behind one background thread.
+  """Writes to the backends of `config.writers`.
 
-  Their files are below `config.checkpoint_dir/<mode>`.
+  Their files are below `config.checkpoint_dir/<mode>`; each host but the first
+  has a directory of its own there.
   """
 
   def __init__(self, config: Any, mode: str):
-    """Opens the files; each host but the first has a directory of its own."""
     host = jax.process_index()
     folder = f'{mode}/host_{host}' if host else mode
     directory = spool.fetch(config.checkpoint_dir, folder)
     made = [make(name, config, mode, directory) for name in config.writers]
     if config.fingerprint and mode == 'train':
-      path = os.fspath(directory / fingerprints.FILE)
-      made.append(fingerprints.FingerprintWriter(path))
+      made.append(fingerprints.FingerprintWriter(directory / fingerprints.FILE))
     super().__init__(*made)
 
 
@@ -256,31 +197,14 @@ def _snapshot(value: Any) -> Any:
   return value
 
 
-def _make_tensorboard(config: Any, mode: str, directory: pathlib.Path) -> Any:
-  # tensorboardX takes as long to import as half of jax.
-  from jaxline.metrics import tensorboard
-
-  return tensorboard.TensorBoardWriter(directory)
-
-
-_factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {
-  'tensorboard': _make_tensorboard,
-  'jsonl': lambda config, mode, directory: JsonlWriter(
-    directory / 'metrics.jsonl'
-  ),
-}
+_factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {}
 
 
 def register(name: str) -> Callable[[F], F]:
   """Lets `config.writers` name a writer; decorates its factory or class.
 
-    @writers.register('mine')
-    def make_mine(config, mode, directory):
-      return Mine(directory / 'mine.txt')
-
-  `mode` is 'train' or 'eval'. The writer needs no method but `write_scalars`,
-  and is called on the background thread only. A later factory replaces one of
-  the same name.
+  It is called as `factory(config, mode, directory)`, where the mode is 'train'
+  or 'eval'. The writer needs no method but `write_scalars`.
   """
 
   def add(factory: F) -> F:
@@ -290,12 +214,21 @@ def register(name: str) -> Callable[[F], F]:
   return add
 
 
-def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Any:
-  """Returns a new writer of a registered name.
+@register('tensorboard')
+def _make_tensorboard(config: Any, mode: str, directory: pathlib.Path) -> Any:
+  # tensorboardX takes as long to import as half of jax.
+  from jaxline.metrics import tensorboard
 
-  Raises:
-    errors.UsageError: the name is not registered.
-  """
+  return tensorboard.TensorBoardWriter(directory)
+
+
+register('jsonl')(
+  lambda config, mode, directory: JsonlWriter(directory / 'metrics.jsonl')
+)
+
+
+def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Any:
+  """Returns a new writer of a registered name; else raises UsageError."""
   note = ' What the terminal shows is config.console, and no writer.'
   errors.check_names([name], list(_factories), 'writer', 'config.writers', note)
   return _factories[name](config, mode, directory)
