@@ -47,8 +47,8 @@ def unpack(name: str, raw: bytes, check: keys.Check) -> dict[str, Any]:
   """Inverts `pack`.
 
   Raises:
-    DamagedError: the bytes are not as they were written.
-    RefusedError: their checksum is right, and the check does not accept them.
+    DamagedError: the checksum is wrong.
+    RefusedError: the checksum is right, and the check refuses the value.
   """
   try:
     value = json.loads(raw)
@@ -77,8 +77,7 @@ def _texts(x: Any) -> Iterator[str]:
 def _is_of_one_step(manifest: dict[str, Any]) -> bool:
   """Returns whether the fields of a manifest belong together."""
   step, module = manifest['step'], manifest['module']
-  values = [manifest['entries'], *module.values()]
-  used = {*_texts(values)}
+  used = {*_texts([manifest['entries'], *module.values()])}
   trees = tuple(f'{x}/' for x, about in module.items() if 'leaves' in about)
   for name, about in manifest['arrays'].items():
     is_used = name in used or f'{name}/'.startswith(trees)
@@ -134,7 +133,8 @@ _MANIFEST = keys.record(
   versions=keys.optional(keys.each(_PLAIN)),
   devices=keys.optional(keys.each(_PLAIN, list)),
 )
-_MARK = keys.record(data=keys.each(keys.text('the name of data'), list))
+_NAME = keys.text('the name of data')
+_MARK = keys.record(data=keys.each(_NAME, list))
 _END = keys.record(
   step=keys.integer(0), why=keys.optional(keys.text('a reason'))
 )
@@ -142,7 +142,7 @@ _EVALUATION = (
   keys.integer(0),
   keys.text('the name of a metric'),
   keys.optional(NUMBER),
-  keys.text('the name of data'),
+  _NAME,
   _LENGTHS,
 )
 
@@ -159,24 +159,13 @@ EVALUATED = keys.record(
 
 
 def end(store: store_lib.Store) -> dict[str, Any]:
-  """Returns the note of the end of a run's training, or {} before the end.
-
-  Args:
-    store: RUN/checkpoints.
-
-  Raises:
-    RefusedError: the file has something else.
-  """
+  """Returns the note of the end of a run's training, or {} before the end."""
   raw = store.read(ENDED)
   return {} if raw is None else store_lib.checked(f'{store}/{ENDED}', raw, _END)
 
 
 class Manifests:
-  """The manifests of a run.
-
-  Attributes:
-    store: RUN/checkpoints.
-  """
+  """The manifests of a run; `store` is RUN/checkpoints."""
 
   def __init__(self, store: store_lib.Store):
     self.store = store
@@ -184,11 +173,7 @@ class Manifests:
     self._doomed: set[str] = set()
 
   def steps(self, series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending.
-
-    Raises:
-      RefusedError: they are of another format.
-    """
+    """Returns the steps of a series' checkpoints, ascending."""
     names = self.store.names(series)
     if any(re.fullmatch(_STEP, name) for name in names):
       raise store_lib.RefusedError(
@@ -196,11 +181,8 @@ class Manifests:
         f' reads format {FORMAT}. Use the jaxline that wrote them, or give this'
         ' run another config.checkpoint_dir.'
       )
-    return sorted(
-      int(match[1])
-      for name in names
-      if (match := re.fullmatch(rf'({_STEP})\.json', name))
-    )
+    found = (re.fullmatch(rf'({_STEP})\.json', name) for name in names)
+    return sorted(int(match[1]) for match in found if match)
 
   def read(self, series: str, step: int) -> dict[str, Any]:
     """Reads a manifest.
@@ -242,46 +224,42 @@ class Manifests:
       LostClaimError: another process has made a checkpoint of that step.
       DamagedError: the data is not whole, or is being deleted.
     """
-    step = manifest['step']
-    key = f'{series}/{step}.json'
+    key = f'{series}/{manifest["step"]}.json'
     before, version = self.store.versioned(key)
     expected = store_lib.NEW if series == 'latest' else version
-    with contextlib.suppress(ValueError):  # It may replace another one.
-      self._doomed.add(self.read(series, step)['data'])
-    if series == 'best':
-      self._check_data(key, manifest)
+    self._doom(series, manifest['step'])  # It may replace another one.
     check()
     if self.store.write(key, pack(manifest), expected) is None:
       raise owner.LostClaimError(
         f'{self.store}/{key} is there already: another run writes in this'
         ' directory. Nothing was saved.'
       )
-    try:
-      check(renews=False)
-      if series == 'best':
-        self._check_data(key, manifest)
-    except Exception:
-      # A process that has taken over may train on from `latest`.
-      if series == 'best' and before is None:
-        self.store.delete(key)
-      elif series == 'best':
-        self.store.write(key, before)
-      raise
-
-  def _check_data(self, key: str, manifest: dict[str, Any]) -> None:
-    """Raises DamagedError unless data is whole, and nobody deletes it."""
+    if series == 'latest':  # A process that took over may train on from it.
+      return check(renews=False)
     data = manifest['data']
     try:
+      check(renews=False)
       # In this order: doomed data is deleted first, then its doom.
       if self.store.names(f'doomed/{data}'):
         raise store_lib.DamagedError('it is being deleted')
       place = self.store.below(f'data/{data}')
       arrays.verify(place, manifest['arrays'], reads=False)
-    except store_lib.DamagedError as e:
+    except Exception as e:
+      if before is None:
+        self.store.delete(key)
+      else:
+        self.store.write(key, before)
+      if not isinstance(e, store_lib.DamagedError):
+        raise
       raise store_lib.DamagedError(
         f'{self.store}/{key} was not saved, and the older ones stay: its data,'
         f' {data}, was damaged or removed ({e!s:.200}). Start again.'
       ) from e
+
+  def _doom(self, series: str, step: int) -> None:
+    """Notes data that a manifest will no longer name, for `collect`."""
+    with contextlib.suppress(ValueError):
+      self._doomed.add(self.read(series, step)['data'])
 
   def times(self, series: str) -> dict[int, float]:
     """Returns the time of each save whose manifest is readable."""
@@ -300,8 +278,7 @@ class Manifests:
   def retire(self, series: str, steps: Iterable[int]) -> None:
     """Deletes manifests; their data goes with the next `collect`."""
     for step in steps:
-      with contextlib.suppress(ValueError):
-        self._doomed.add(self.read(series, step)['data'])
+      self._doom(series, step)
       self.store.delete(f'{series}/{step}.json')
 
   def collect(self, data: Iterable[str] = ()) -> None:
@@ -309,9 +286,6 @@ class Manifests:
 
     The data was listed first: a writer marks its data before it writes. The
     first look finds what is no longer needed; the second one counts.
-
-    Args:
-      data: names of more data to consider.
     """
     self._doomed |= {*filter(_DATA.fullmatch, data)}
     if not self._doomed:
@@ -336,36 +310,30 @@ class Manifests:
     the data. If a mark, or a manifest of one of these steps, is not readable,
     all counts as marked.
     """
-    marked: set[str] = set()
-    for name in self.store.names('readers'):
-      key = f'readers/{name}'
-      if (raw := self.store.read(key)) is None:
-        continue
-      if self._ages.is_old(name, raw):
-        self.store.delete(key)
-        continue
-      try:
-        mark = store_lib.checked(f'{self.store}/{key}', raw, _MARK)
-      except store_lib.RefusedError as e:
-        logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
-        return set(), {*self._doomed}
-      marked |= {*mark['data']}
-    named: set[str] = set()
+    marked, named = set[str](), set[str]()
     doomed_steps = {int(name.partition('-')[0]) for name in self._doomed}
-    steps = {series: self.steps(series) for series in ('best', 'latest')}
+    try:
+      for name in self.store.names('readers'):
+        key = f'readers/{name}'
+        if (raw := self.store.read(key)) is None:
+          continue
+        if self._ages.is_old(name, raw):
+          self.store.delete(key)
+          continue
+        mark = store_lib.checked(f'{self.store}/{key}', raw, _MARK)
+        marked |= {*mark['data']}
+      steps = {series: self.steps(series) for series in ('best', 'latest')}
+      for series, found in steps.items():
+        for step in doomed_steps.intersection(found):
+          # Read anew: a restarted training saves steps again.
+          with contextlib.suppress(store_lib.GoneError):
+            named.add(self.read(series, step)['data'])
+    except ValueError as e:
+      logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
+      steps = {}
     # GCS lists nothing, without an error, where it refuses to list.
     if not any(steps.values()):
       return set(), {*self._doomed}
-    for series, found in steps.items():
-      for step in doomed_steps.intersection(found):
-        try:
-          # Read anew: a restarted training saves steps again.
-          named.add(self.read(series, step)['data'])
-        except store_lib.GoneError:
-          continue
-        except ValueError as e:
-          logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
-          return set(), {*self._doomed}
     return self._doomed - marked - named, marked
 
 
@@ -389,8 +357,7 @@ def removable(
     every_hours: so does the first that is this much later than the one that
       stayed for ever before it.
   """
-  ordered = sorted(saved)
-  forever = set()
+  ordered, forever = sorted(saved), set[int]()
   last_multiple, last_time = 0, None
   for step, when in ordered:
     if every_steps and step // every_steps > last_multiple:
