@@ -388,7 +388,8 @@ def test_registered_containers(name, own, open_run, tmp_path, capsys):
   _assert_equal(*jax.device_get([published['b'], saved.held()['b']]))
   assert not inspection.main(['show', str(tmp_path / 'run')])
   shown = capsys.readouterr().out
-  assert all(f' {x} ' in shown for x in structure.named_leaves(live._a0, 'a'))
+  names = structure.named_leaves(live._a0, 'a')
+  assert all(f'\n{x} ' in shown for x in names)
   rules = [('a(.*)', r'a\1'), ('b.*', None)]
   fork = open_run(
     directory=tmp_path / 'fork',

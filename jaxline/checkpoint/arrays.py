@@ -155,10 +155,6 @@ def write(
 ) -> dict[str, Any]:
   """Writes what this process has of arrays; all is safe when it returns.
 
-  Args:
-    store: a new folder.
-    arrays: by name.
-
   Returns:
     Name -> description, with the parts that this process has written.
   """
@@ -185,9 +181,8 @@ def write(
     try:
       for future in pending:
         future.result()
-    except BaseException:
+    finally:
       pool.shutdown(cancel_futures=True)
-      raise
   if pending:
     store.sync('')
   return {name: array.about for name, array in arrays.items()}
@@ -197,13 +192,13 @@ def _parts_of(array: HostArray) -> Iterator[tuple[str, np.ndarray]]:
   """Yields name and values of each part in this process."""
   chunk = array.about['chunk']
   for index, block in array.blocks:
-    start = [s.start or 0 for s in index]
-    rows = chunk[0] if chunk else 0
-    for row in range(0, block.shape[0], rows) if rows else [0]:
-      first = [x // c for x, c in zip(start, chunk, strict=True)]
-      if chunk:
-        first[0] += row // rows
-      yield _part(first), block[row : row + rows] if rows else block
+    first = [(s.start or 0) // c for s, c in zip(index, chunk, strict=True)]
+    if not chunk:
+      yield _part(first), block
+      continue
+    for i in range(block.shape[0] // chunk[0]):
+      at = [first[0] + i, *first[1:]]
+      yield _part(at), block[i * chunk[0] : (i + 1) * chunk[0]]
 
 
 def _part(at: Iterable[int]) -> str:
@@ -263,11 +258,7 @@ SMALL = keys.record(
 
 
 class _Reading:
-  """One array that is being read.
-
-  Attributes:
-    size: how many bytes this process reads.
-  """
+  """One array that is being read; `size` is in bytes, of this process."""
 
   def __init__(
     self,
@@ -276,7 +267,6 @@ class _Reading:
     about: Mapping[str, Any],
     target: Any,
   ):
-    """Starts to read the parts that this process needs."""
     self._about, self._target = about, target
     sharding = getattr(target, 'sharding', None)
     self._sharding = None if is_key(target) else sharding
@@ -342,12 +332,10 @@ def _read_part(
 ) -> None:
   """Reads a part, verifies it and copies it to its places."""
   key, chunk = f'{about["file"]}/{part}', tuple(about['chunk'])
-  direct = [
-    view
-    for view, _ in places
-    if view.shape == chunk and view.flags.c_contiguous
-  ]
-  values = direct[0] if direct else np.empty(chunk, jnp.dtype(about['dtype']))
+  views = (view for view, _ in places if view.shape == chunk)
+  values = next((view for view in views if view.flags.c_contiguous), None)
+  if values is None:
+    values = np.empty(chunk, jnp.dtype(about['dtype']))
   raw = _bytes(values)
   store.read_into(key, raw)
   if crc32c.crc32c(raw) != about['parts'][part]:
@@ -372,13 +360,12 @@ def read(
 
   Raises:
     DamagedError: a part is not as it was written.
-    OSError: a part cannot be read.
   """
   left, on_their_way = collections.deque(targets), 0
   started: dict[str, _Reading] = {}
   with futures.ThreadPoolExecutor(store.threads) as pool:
     checks = {
-      name: pool.submit(check_stored, store, described[name])
+      name: pool.submit(_check_stored, store, described[name])
       for name in targets
     }
     try:
@@ -398,12 +385,8 @@ def read(
       pool.shutdown(cancel_futures=True)
 
 
-def check_stored(store: store_lib.Store, about: Mapping[str, Any]) -> None:
-  """Compares a description with the stored array, before memory is taken.
-
-  Raises:
-    DamagedError: the stored array has a different shape or type.
-  """
+def _check_stored(store: store_lib.Store, about: Mapping[str, Any]) -> None:
+  """Compares a description with the stored array, before memory is taken."""
   # A reader can do without it, but it is not of another array.
   meta = store.read(key := f'{about["file"]}/{metadata.ZARR}')
   if meta not in (None, metadata.zarr(about)):
@@ -424,31 +407,26 @@ def verify(
   described: Mapping[str, Mapping[str, Any]],
   reads: bool = True,
 ) -> None:
-  """Verifies all parts: reads them, or only looks at their sizes.
+  """Reads all parts, or only looks at their sizes.
 
   Raises:
-    DamagedError: parts are not as they were written; names them.
-    OSError: a part cannot be read.
+    DamagedError: arrays are not as they were written; names a part of each.
   """
+  check = _read_part if reads else _check_size
 
-  def damage(check: Any, *task: Any) -> str:
+  def damage(about: Mapping[str, Any]) -> str:
     try:
-      check(store, *task)
+      if reads:
+        _check_stored(store, about)
+      for part in about['parts']:
+        check(store, about, part)
     except store_lib.DamagedError as e:
       return str(e)
     return ''
 
-  whole = described.values()
-  check = _read_part if reads else _check_size
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    # Sizes alone are looked at below: one request for each part in a bucket.
-    first = lambda about: damage(check_stored, about) if reads else ''
-    found = [*pool.map(first, whole)]
-    # Only of arrays whose parts have the size that is stored.
-    sound = [x for x, error in zip(whole, found, strict=True) if not error]
-    tasks = [(about, part) for about in sound for part in about['parts']]
-    found += pool.map(lambda task: damage(check, *task), tasks)
-  if found := [*filter(None, found)]:
+    found = [*filter(None, pool.map(damage, described.values()))]
+  if found:
     raise store_lib.DamagedError('; '.join(found))
 
 

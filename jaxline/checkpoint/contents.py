@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import time
 from typing import Any
@@ -28,7 +29,10 @@ from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
 from jaxline.storage import store as store_lib
 
+PARAMS = 'state/params/'
+AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 _MAX_DIFF = 2**20  # Characters.
+_PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
 
 
 class MismatchError(errors.UsageError):
@@ -76,11 +80,10 @@ def content(
   Raises:
     TypeError: a value cannot be stored.
   """
-  arrays: dict[str, Any] = {}
+  arrays, nodes = dict[str, Any](), dict[str, Any]()
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   entries = _encode(entries, arrays, allow_pickle, 'run/')
   saved, per_process = {}, {}
-  nodes: dict[str, Any] = {}
   by_leaves = module.snapshot_template()
   own = set(module.PER_PROCESS_ENTRIES)
   if all_hosts:
@@ -101,7 +104,11 @@ def content(
     'step': int(state['global_step']),
     'time': time.time(),
     'devices': [jax.device_count(), jax.devices()[0].device_kind],
-    'versions': _versions(),
+    'versions': {
+      'jaxline': jaxline.__version__,
+      'python': platform.python_version(),
+      **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    },
     'config': recorded,
     'entries': entries,
     'module': saved,
@@ -110,13 +117,10 @@ def content(
 
 
 def check_storable(state: Any, module: Any) -> None:
-  """Refuses a live state that a save could not store.
+  """Raises TypeError for a live state that a save could not store.
 
   The first save checks the rest: attributes that the experiment makes later,
   and the snapshot of a class with its own `snapshot_state`.
-
-  Raises:
-    TypeError: see `structure.encode`.
   """
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   _encode(entries, {}, False, 'run/')
@@ -165,17 +169,6 @@ def _encode(
   return described
 
 
-@functools.cache  # The lookup takes milliseconds.
-def _versions() -> dict[str, str]:
-  names = ('jax', 'jaxlib', 'numpy', 'optax')
-  versions = {'jaxline': jaxline.__version__}
-  versions['python'] = platform.python_version()
-  for name in names:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions[name] = importlib.metadata.version(name)
-  return versions
-
-
 def git(*args: str) -> str:
   """Returns the output of a git command; '' if it fails."""
   with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -201,6 +194,7 @@ def code() -> tuple[dict[str, str], str]:
 # Reading.
 
 
+@dataclasses.dataclass
 class Checkpoint:
   """A checkpoint to read; its manifest is read at the first use.
 
@@ -211,19 +205,13 @@ class Checkpoint:
     nodes: see `structure.encode`; None until they are needed.
   """
 
-  def __init__(
-    self,
-    manifests: manager.Manifests,
-    series: str,
-    step: int,
-    allow_pickle: bool = False,
-  ):
-    """Reads nothing yet."""
-    self.manifests, self.series, self.step = manifests, series, step
-    self.allow_pickle = allow_pickle
-    self.nodes: dict[str, Any] | None = None
-    self._module: Any = None
-    self._record: dict[str, Any] | None = None
+  manifests: manager.Manifests
+  series: str
+  step: int
+  allow_pickle: bool = False
+  nodes: dict[str, Any] | None = None
+  _module: Any = dataclasses.field(default=None, init=False)
+  _record: Any = dataclasses.field(default=None, init=False)
 
   @property
   def name(self) -> str:
@@ -270,6 +258,38 @@ class Checkpoint:
     """Yields name and array: see `arrays.read`."""
     return arrays_lib.read(self.data, self.described, targets)
 
+  def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
+    """Reads the arrays whose names a pattern matches in full.
+
+    Random keys come as their uint32 data.
+
+    Raises:
+      ValueError: it matches none.
+      DamagedError: they are not as they were written.
+    """
+    names = [name for name in self.described if re.fullmatch(select, name)]
+    if not names and select != '.*':
+      raise ValueError(
+        f'{self.name} has no array whose whole name matches {select!r}; it has'
+        f' {list(self.described)[:8]}, ... (`show` lists them all; `export`'
+        ' takes others by --select).'
+      )
+    with self.reading():
+      return dict(self.read(dict.fromkeys(names)))
+
+  def weights(self, which: str | None = None) -> str:
+    """Returns the prefix that the names of the weights share.
+
+    Args:
+      which: 'raw', 'averaged', or None for the averaged weights if the run has
+        some after a step (see `ShardedExperiment.eval_params`), else the raw.
+    """
+    if which is None:
+      has_averaged = any(name.startswith(AVERAGED) for name in self.described)
+      is_trained = self.record['step'] > 0
+      which = 'averaged' if has_averaged and is_trained else 'raw'
+    return {'raw': PARAMS, 'averaged': AVERAGED}[which]
+
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
     described = self.record['entries']
@@ -289,8 +309,7 @@ class Checkpoint:
     Raises:
       MismatchError: naming each array that does not fit the experiment.
     """
-    trees = module.snapshot_template()
-    wants = module.wants_restored
+    trees, wants = module.snapshot_template(), module.wants_restored
     self._module = module
     saved = {
       entry: about
@@ -298,9 +317,7 @@ class Checkpoint:
       if any(map(wants, [entry, *self._below(entry)]))
     }
     # Maps an array's name to its target sharding; None means host memory.
-    targets: dict[str, Any] = {}
-    for entry, tree in trees.items():
-      targets |= structure.named_leaves(tree, entry)
+    targets = structure.named_leaves(dict(trees))
     have = {n: self._shape(n) for e in trees for n in self._below(e)}
     expected = {n: _shape_of(x) for n, x in targets.items()}
     for entry in saved.keys() - trees.keys():
@@ -339,16 +356,13 @@ class Checkpoint:
     each run begins with its own.
 
     Raises:
-      UsageError: a rule matches nothing, or names no array of the checkpoint.
-      MismatchError: an array of the checkpoint has another shape or type.
+      UsageError: a rule matches nothing; and what `take` raises.
     """
     snapshot = dict(module.snapshot_state())
+    leaves = structure.named_leaves(rules_lib.without_schedules(snapshot))
     live = {
       name: x
-      for entry, tree in snapshot.items()
-      for name, x in structure.named_leaves(
-        rules_lib.without_schedules(tree), entry
-      ).items()
+      for name, x in leaves.items()
       if structure.is_array(x)
       and not arrays_lib.is_key(x)
       and name not in module.NEVER_BY_RULES
@@ -363,12 +377,7 @@ class Checkpoint:
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
     replaced = self.take(sources, live, where)
-    return checkpointing.Fresh(
-      {
-        entry: _with_arrays(tree, entry, replaced)
-        for entry, tree in snapshot.items()
-      }
-    )
+    return checkpointing.Fresh(_with_arrays(snapshot, '', replaced))
 
   def take(
     self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
@@ -420,15 +429,11 @@ class Checkpoint:
   def _shape(self, name: str) -> str:
     return arrays_lib.saved_shape(self.described[name])
 
-  def _check_fit(self, pairs: Iterable[tuple[str, str, str]]) -> None:
-    """Raises MismatchError unless all arrays fit the experiment.
-
-    Args:
-      pairs: name, the saved and the expected shape, as text.
-    """
+  def _check_fit(self, triples: Iterable[tuple[str, str, str]]) -> None:
+    """Raises MismatchError unless saved and expected shapes are equal."""
     wrong = [
       f'\n  {name}: the checkpoint has {have}, the experiment expects {want}'
-      for name, have, want in pairs
+      for name, have, want in triples
       if have != want
     ]
     if wrong:
@@ -440,11 +445,7 @@ class Checkpoint:
       )
 
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
-    """Returns the wanted ones of the entries that each process saves itself.
-
-    Raises:
-      UsageError: other processes saved them, with different values.
-    """
+    """Returns the wanted ones of the entries that each process saves itself."""
     saved = [
       {entry: about for entry, about in of.items() if wants(entry)}
       for of in self.record['processes']
@@ -466,7 +467,7 @@ class Checkpoint:
 
 
 def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts small arrays of this process to JSON."""
+  """Returns small arrays of this process as JSON."""
   return {
     name: {
       'shape': list(x.shape),
@@ -478,7 +479,7 @@ def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Converts the JSON of `_to_json` back to arrays."""
+  """Inverts `_to_json`."""
   arrays = {}
   for name, about in described.items():
     data = bytearray(base64.b64decode(about['base64']))

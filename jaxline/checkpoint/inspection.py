@@ -29,8 +29,6 @@ import re
 import sys
 from typing import Any
 
-import numpy as np
-
 from jaxline import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
@@ -40,8 +38,6 @@ from jaxline.metrics import lines
 from jaxline.storage import store as store_lib
 
 Place = str | os.PathLike[str]  # As the module says.
-PARAMS = 'state/params/'
-AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 _METRICS_SHOWN = 4
 _WIDTH = 200  # Of a plain value that `show` prints.
 
@@ -49,7 +45,7 @@ _WIDTH = 200  # Of a plain value that `show` prints.
 # Finding checkpoints.
 
 
-def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
+def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
   """Returns a run's store, and the checkpoints that are meant, by series."""
   text = os.path.expanduser(os.fspath(where))
   place, _, number = text.rpartition(':')
@@ -74,14 +70,14 @@ def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
   if step is not None and not any(step in x for x in steps.values()):
     raise ValueError(f'{run} has no step {step}. The steps are {steps}.')
   return run, [
-    Checkpoint(manifests, name, s)
+    contents.Checkpoint(manifests, name, s)
     for name in series
     for s in steps[name]
     if step in (None, s)
   ]
 
 
-def find(where: Place) -> 'Checkpoint':
+def find(where: Place) -> contents.Checkpoint:
   """Returns one checkpoint, the newest where no step is named.
 
   Raises:
@@ -91,55 +87,6 @@ def find(where: Place) -> 'Checkpoint':
   if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
   return [x for x in found if x.series == found[0].series][-1]
-
-
-class Checkpoint(contents.Checkpoint):
-  """A checkpoint to read as NumPy arrays; errors name it."""
-
-  def names(self, select: str = '.*') -> list[str]:
-    """Returns the names of the arrays that a pattern matches in full.
-
-    Raises:
-      ValueError: it matches none.
-    """
-    names = [name for name in self.described if re.fullmatch(select, name)]
-    if not names and select != '.*':
-      raise ValueError(
-        f'{self.name} has no array whose whole name matches {select!r}; it has'
-        f' {list(self.described)[:8]}, ... (`show` lists them all; `export`'
-        ' takes others by --select).'
-      )
-    return names
-
-  @property
-  def num_bytes(self) -> int:
-    """The size of all arrays."""
-    return sum(map(arrays_lib.num_bytes, self.described.values()))
-
-  def weights(self, which: str | None = None) -> str:
-    """Returns the prefix that the names of the weights share.
-
-    Args:
-      which: 'raw', 'averaged', or None for the averaged weights if the run has
-        some after a step (see `ShardedExperiment.eval_params`), else the raw.
-    """
-    if which is None:
-      has_averaged = any(name.startswith(AVERAGED) for name in self.described)
-      is_trained = self.record['step'] > 0
-      which = 'averaged' if has_averaged and is_trained else 'raw'
-    return {'raw': PARAMS, 'averaged': AVERAGED}[which]
-
-  def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
-    """Verifies and reads the arrays whose names a pattern matches in full.
-
-    Random keys come as their uint32 data.
-
-    Raises:
-      ValueError: it matches none.
-      DamagedError: they are not as they were written.
-    """
-    with self.reading():
-      return dict(self.read(dict.fromkeys(self.names(select))))
 
 
 # The checkpoints and records of a run.
@@ -166,7 +113,7 @@ def list_run(where: Place) -> list[dict[str, Any]]:
     row |= {'time': None, 'bytes': 0, 'metrics': {}, 'problem': None}
     try:
       record, entries = checkpoint.record, checkpoint.record['entries']
-      row |= {'time': record['time'], 'bytes': checkpoint.num_bytes}
+      row |= {'time': record['time'], 'bytes': _num_bytes(record)}
       if (value := entries.get('best_eval_metric_value')) is not None:
         row['metrics'] = {f'best/{entries["best_model_eval_metric"]}': value}
       row['metrics'] |= metrics[step]
@@ -178,9 +125,8 @@ def list_run(where: Place) -> list[dict[str, Any]]:
   return rows
 
 
-def ended(run: store_lib.Store) -> int | None:
-  """Returns the step at which a run's training has ended, or None."""
-  return manager.end(run.below('checkpoints')).get('step')
+def _num_bytes(record: Mapping[str, Any]) -> int:
+  return sum(map(arrays_lib.num_bytes, record['arrays'].values()))
 
 
 def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -224,21 +170,17 @@ def _size(num_bytes: float) -> str:
 
 
 def print_table(
-  rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
+  rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> None:
   """Prints rows in columns; those in `right` are aligned on the right."""
   rows = [[x.replace('\n', r'\n') for x in map(lines.escaped, r)] for r in rows]
-  if not rows:
-    return
-  if title:
-    lines.say(f'\n{title}')
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   for row in rows:
     cells = (
       cell.rjust(width) if i in right else cell.ljust(width)
       for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     )
-    lines.say(('  ' * bool(title) + '  '.join(cells)).rstrip())
+    lines.say('  '.join(cells).rstrip())
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -263,17 +205,16 @@ def _ls(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
   checkpoint = find(args.dir)
   record, described = checkpoint.record, checkpoint.described
-  num_params = sum(
-    math.prod(x['shape']) for n, x in described.items() if n.startswith(PARAMS)
-  )
+  names = [name for name in described if name.startswith(contents.PARAMS)]
+  num_params = sum(math.prod(described[name]['shape']) for name in names)
   rows = [
     ('checkpoint', checkpoint.name),
     ('step', str(record['step'])),
     ('saved', _when(record['time'])),
-    ('size', _size(checkpoint.num_bytes)),
+    ('size', _size(_num_bytes(record))),
     ('processes', str(len(record['processes']))),
     *made_with(record).items(),
-    ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
+    ('parameters', f'{num_params:,} below {contents.PARAMS[:-1]}'),
   ]
   print_table(rows)
   # As it is stored: a class need not be there, and nothing is unpickled.
@@ -281,13 +222,14 @@ def _show(args: argparse.Namespace) -> int:
   parts |= record['module']
   for i, own in enumerate(record['processes']):
     parts |= {f'process {i}/{k}': x['structure'] for k, x in own.items()}
-  values = [(key, json.dumps(x)[:_WIDTH]) for key, x in parts.items()]
-  print_table(values, 'values')
+  lines.say('\nvalues')
+  print_table([(key, json.dumps(x)[:_WIDTH]) for key, x in parts.items()])
+  lines.say('\narrays')
   arrays = [
     (name, arrays_lib.saved_shape(x), _size(arrays_lib.num_bytes(x)))
     for name, x in described.items()
   ]
-  print_table(arrays, 'arrays', right=(2,))
+  print_table(arrays, right=(2,))
   return 0
 
 
@@ -313,20 +255,20 @@ def _export(args: argparse.Namespace) -> int:
   import safetensors.numpy
 
   out = pathlib.Path(args.out).expanduser()
-  if out.suffix != '.safetensors':
-    raise ValueError(f'{out} ends in {out.suffix!r}; expected .safetensors.')
   if out.exists():
     raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
   prefix = checkpoint.weights(args.weights)
   arrays = checkpoint.arrays(args.select or f'{prefix}.*')
   if args.select:
-    prefix = PARAMS if all(name.startswith(PARAMS) for name in arrays) else ''
+    prefix = (
+      contents.PARAMS
+      if all(name.startswith(contents.PARAMS) for name in arrays)
+      else ''
+    )
   arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
   with disk.replacing(out) as file:
-    safetensors.numpy.save_file(arrays, file.name)
-    with open(file.name, 'rb+') as written:  # It has replaced the file.
-      os.fsync(written.fileno())
+    file.write(safetensors.numpy.save(arrays))
   size = _size(out.stat().st_size)
   lines.say(f'{len(arrays)} arrays, {size}, in {args.out}')
   return 0

@@ -134,7 +134,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     before = step
   manifests = manager.Manifests(store.below('checkpoints'))
   saved = max(manifests.steps('latest'), default=0)
-  has_ended = inspection.ended(store) is not None
+  has_ended = bool(manager.end(manifests.store))
   run = Run(store.url, recorded, curves, saved, seconds, has_ended)
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
