@@ -4,7 +4,6 @@ import base64
 import collections
 import dataclasses
 import enum
-import functools
 import json
 import math
 import os
@@ -54,10 +53,6 @@ class Plain:
   def __post_init__(self):
     if self.a == 'no init':
       raise AssertionError('__post_init__ ran')
-
-  @functools.cached_property
-  def doubled(self):
-    return self.a * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +104,6 @@ class Opaque:
 
 
 class MyDict(dict):
-  pass
-
-
-class ExtraPoint(Point):
   pass
 
 
@@ -426,10 +417,6 @@ def _refused():
   class Local:
     a: int
 
-  stale = Plain(1)
-  stale.later = 2  # type: ignore[attr-defined]
-  extra = ExtraPoint(1, 2)
-  extra.note = 'lost'
   return {
     'set': ({1}, 'builtins.set'),
     'frozenset': (frozenset({1}), 'builtins.frozenset'),
@@ -452,8 +439,6 @@ def _refused():
     'masked': (np.ma.masked_array([1], [1]), 'MaskedArray'),
     'sub_dict': (MyDict(a=1), 'MyDict'),
     'static': (Static(1), 'registered as static'),
-    'stale': (stale, "attributes beside its fields: ['later']"),
-    'extra': (extra, "attributes beside its fields: ['note']"),
     'dict_data': (DictData(a=1), 'DictData'),
     # Functions within, where no live value is at hand.
     'optimizer': (optax.sgd(0.1), "/optimizer/init', a builtins.function"),
