@@ -236,7 +236,7 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
 ):
   """Its mark becomes stale, and what it marks is retired and collected."""
   # Two processes share no claims; here the one would wait for the other's beat.
-  monkeypatch.setattr(owner, '_own', lambda store: [])
+  monkeypatch.setattr(owner, 'own', lambda run: [])
 
   def weights(step):
     live = lib.weights(step)

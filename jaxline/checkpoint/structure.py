@@ -140,7 +140,7 @@ def encode(
   if kind is not None and not is_found:
     why = ' (its class cannot be found by its name)'
   elif kind in ('namedtuple', 'dataclass'):
-    fields = {name: walk(getattr(x, name), name) for name in _fields(cls)}
+    fields = {field: walk(getattr(x, field), field) for field in _fields(cls)}
     return {kind: [address, fields]}
   if allow_pickle:
     data = base64.b64encode(pickle.dumps(x)).decode('ascii')

@@ -42,7 +42,7 @@ class LostClaimError(RuntimeError):
 
 
 class Ages:
-  """Measures how long this process has seen values unchanged."""
+  """How long this process has seen values unchanged."""
 
   def __init__(self) -> None:
     self._seen: dict[str, tuple[Any, float]] = {}
@@ -50,65 +50,50 @@ class Ages:
   def is_old(self, name: str, value: Any) -> bool:
     """Returns whether a value has been the same for STALE_SECS."""
     now = time.monotonic()
-    before, since = self._seen.get(name, (None, now))
-    if before != value:
-      since = now
-    self._seen[name] = value, since
-    return now - since >= STALE_SECS
+    if self._seen.get(name, [None])[0] != value:
+      self._seen[name] = value, now
+    return now - self._seen[name][1] >= STALE_SECS
 
 
 class Beat:
   """An object that is rewritten every BEAT_SECS while this process lives."""
 
   def __init__(self, store: store_lib.Store, key: str, version: Any = None):
-    """Writes nothing yet.
-
-    Args:
-      store: where the object is.
-      key: its key.
-      version: the present one, if nobody else may write the object; None
-        overwrites whatever is there.
-    """
+    """Writes nothing yet; without the present version, `write` overwrites."""
     self._store, self._key, self._version = store, key, version
-    self._is_sole = version is not None
+    self._is_sole, self._is_lost = version is not None, False
     self._count = 0
     self._value: dict[str, Any] = {}
-    self._lock = threading.Lock()
-    self._stopped = threading.Event()
+    self._lock, self._stopped = threading.RLock(), threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True)
-    self.is_lost = False
 
   def write(self, **value: Any) -> bool:
     """Writes a value, or the last one again; returns False if it is lost."""
     with self._lock:
       self._value = value or self._value
-      self._rewrite()
+      if not self._is_lost:
+        raw = json.dumps({**self._value, 'beat': self._count}).encode()
+        expected = self._version if self._is_sole else None
+        self._version = self._store.write(self._key, raw, expected)
+        # Afterwards: a write whose answer was lost is repeated unchanged.
+        self._count += 1
+        self._is_lost = self._version is None
     if self._thread.ident is None and 'first' not in self._value:
       self._thread.start()
-    return not self.is_lost
+    return not self._is_lost
 
   def is_ours(self) -> bool:
     """Returns whether the object has this process's value; writes nothing."""
     found = json.loads(self._store.read(self._key) or b'{}')
-    self.is_lost |= not self._value.items() <= found.items()
-    return not self.is_lost
-
-  def _rewrite(self) -> None:
-    if self.is_lost:
-      return
-    raw = json.dumps({**self._value, 'beat': self._count}).encode()
-    expected = self._version if self._is_sole else None
-    self._version = self._store.write(self._key, raw, expected)
-    # Count afterwards: a write whose answer was lost is repeated unchanged.
-    self._count += 1
-    self.is_lost = self._version is None
+    self._is_lost |= not self._value.items() <= found.items()
+    return not self._is_lost
 
   def _run(self) -> None:
     while not self._stopped.wait(BEAT_SECS):
       with self._lock:
         if not self._stopped.is_set():
           try:
-            self._rewrite()
+            self.write()
           except OSError as e:  # The next beat may succeed.
             logging.warning('%s/%s: %s', self._store, self._key, e)
 
@@ -116,7 +101,7 @@ class Beat:
     """Deletes the object, unless another process has it."""
     self._stopped.set()
     with self._lock, contextlib.suppress(OSError):
-      if not self.is_lost:
+      if not self._is_lost:
         self._store.delete(self._key)
 
 
@@ -140,20 +125,19 @@ class Claim:
       ClaimedError: another run has it.
       OSError: the directory is not writable.
     """
-    store = store_lib.at(directory).below('checkpoints')
+    run = store_lib.at(directory)
+    store = run.below('checkpoints')
     self._name = f'{store}/claims/{what}'
     self._process = os.getpid()
     self._fd: int | None = None
     self._beat: Beat | None = None
     self._first = self  # The claim of this process that shows that it lives.
     with _claiming:
-      # Look before opening the file: closing it would release the lock that
-      # this process has.
+      # Look before opening the file: closing it releases this process's lock.
       has = _claimed.get(self._name)
       if has is None or has._process != os.getpid():
         if isinstance(store, store_lib.Bucket):
-          firsts = (x._first for x in _own(store) if x._beat)
-          self._first = next(firsts, self)
+          self._first = next((x._first for x in own(run) if x._beat), self)
           first = self._first._name.removeprefix(f'{store}/')
           self._beat = _take_object(store, f'claims/{what}', first)
         else:
@@ -188,11 +172,10 @@ class Claim:
       if first is not None and is_held and renews:
         is_held = first.write()
     elif self._fd is not None:
-      try:
+      is_held = False
+      with contextlib.suppress(*store_lib.MISSING):
         found = os.lstat(f'{self._name}.lock')
         is_held = os.path.samestat(found, os.fstat(self._fd))
-      except store_lib.MISSING:
-        is_held = False
     if not is_held:
       raise LostClaimError(
         f'{self._name}: another run has taken over, or the directory was'
@@ -213,16 +196,10 @@ class Claim:
       _claimed.pop(self._name, None)
 
 
-def check(run: store_lib.Store) -> None:
-  """Checks this process's claims on a run: see `Claim.check`."""
-  for claim in _own(f'{run}/checkpoints'):
-    claim.check(renews=claim._first is claim)
-
-
-def _own(store: Any) -> list[Claim]:
-  """Returns this process's claims in a store."""
+def own(run: store_lib.Store) -> list[Claim]:
+  """Returns this process's claims on a run, the first one first."""
   claims = [*_claimed.items()]
-  return [x for name, x in claims if name.startswith(f'{store}/claims/')]
+  return [x for name, x in claims if name.startswith(f'{run}/checkpoints/')]
 
 
 def _lock_file(path: pathlib.Path) -> int | None:
@@ -236,18 +213,16 @@ def _lock_file(path: pathlib.Path) -> int | None:
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except (OSError, ImportError) as e:
     number = getattr(e, 'errno', errno.ENOLCK)
-    if number in _NO_LOCKS:
-      logging.warning(
-        '%s: the file system has no locks (%s), so nothing keeps a second run'
-        ' from writing in this directory. Start no other one there.',
-        path, e,
-      )  # fmt: skip
-      return fd
-    os.close(fd)
-    # POSIX has two errors for a taken lock.
-    if number in (errno.EAGAIN, errno.EACCES):
-      return None
-    raise
+    if number not in _NO_LOCKS:
+      os.close(fd)
+      if number in (errno.EAGAIN, errno.EACCES):  # The lock is taken.
+        return None
+      raise
+    logging.warning(
+      '%s: the file system has no locks (%s), so nothing keeps a second run'
+      ' from writing in this directory. Start no other one there.',
+      path, e,
+    )  # fmt: skip
   return fd
 
 
