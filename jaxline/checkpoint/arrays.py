@@ -184,7 +184,7 @@ def write(
     finally:
       pool.shutdown(cancel_futures=True)
   if pending:
-    store.sync('')
+    store.sync()
   return {name: array.about for name, array in arrays.items()}
 
 

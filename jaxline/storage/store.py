@@ -31,7 +31,7 @@ _MOST_BYTES = 1 << 32
 LINKS = 'checkpoints', 'train', 'eval'
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
-MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class DamagedError(ValueError):
@@ -52,9 +52,6 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   Args:
     place: the directory, or `gs://BUCKET/PATH`, or `s3://BUCKET/PATH`.
     what: the key of the config that has it, for errors.
-
-  Raises:
-    UsageError: it is empty, or an address of another kind.
   """
   text = os.fspath(place)
   scheme, _, path = text.partition('://')
@@ -74,10 +71,7 @@ def checked(name: str, value: Any, check: keys.Check) -> Any:
   Args:
     name: the file.
     value: the bytes of the file, or the value of the JSON.
-    check: accepts a valid value.
-
-  Raises:
-    RefusedError: it is something else; names the file.
+    check: accepts a valid value; for another one a RefusedError is raised.
   """
   try:
     value = json.loads(value) if isinstance(value, bytes) else value
@@ -125,25 +119,21 @@ class Store(abc.ABC):
   def names(self, folder: str = '') -> list[str]:
     """Returns the names of files and folders directly in a folder, sorted."""
 
-  @abc.abstractmethod
   def read(self, key: str) -> bytes | None:
     """Returns a value; None if there is none."""
+    return self.versioned(key)[0]
+
+  @abc.abstractmethod
+  def versioned(self, key: str) -> tuple[bytes | None, Any]:
+    """Returns a value, or None, and its version for `write`."""
 
   @abc.abstractmethod
   def read_into(self, key: str, buffer: memoryview) -> None:
-    """Fills a buffer with a value.
-
-    Raises:
-      DamagedError: the value is not there, or has another size.
-    """
+    """Fills a buffer with a value; DamagedError unless it has that size."""
 
   @abc.abstractmethod
   def check(self, key: str, size: int) -> None:
     """Raises DamagedError unless a value is there and has a size."""
-
-  def versioned(self, key: str) -> tuple[bytes | None, Any]:
-    """Returns a value, and its version for `write`."""
-    return self.read(key), None
 
   @abc.abstractmethod
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
@@ -163,8 +153,8 @@ class Store(abc.ABC):
   def write_part(self, key: str, value: memoryview) -> None:
     """Writes a value under a new key; it is safe after the next `sync`."""
 
-  def sync(self, folder: str) -> None:  # noqa: B027
-    """Returns when the names in a new folder, and its own, are safe."""
+  def sync(self) -> None:  # noqa: B027
+    """Returns when all names, and that of a new store itself, are safe."""
 
   @abc.abstractmethod
   def delete(self, key: str) -> None:
@@ -182,11 +172,7 @@ class Disk(Store):
     return Disk(f'{self.url}/{folder}' if links else str(self.folder(folder)))
 
   def folder(self, key: str) -> pathlib.Path:
-    """Returns the path of a folder, which may not be there yet.
-
-    Raises:
-      disk.ForeignFileError: a link, or something else, is there.
-    """
+    """Returns the path of a folder; refuses a link, or another thing, there."""
     path = self._path(f'{key}/_').parent
     disk.check_kind(path, stat.S_IFDIR, links=key in LINKS)
     return path
@@ -208,20 +194,17 @@ class Disk(Store):
       return []
     return [name for name in names if not name.endswith(disk.PARTIAL)]
 
-  def read(self, key: str) -> bytes | None:
+  def versioned(self, key: str) -> tuple[bytes | None, Any]:
     try:
       with open(self._path(key), 'rb', opener=disk.open_regular) as f:
-        self._check_most(key, os.fstat(f.fileno()).st_size)
-        return f.read()
+        size = os.fstat(f.fileno()).st_size
+        if size <= _MOST_BYTES:
+          return f.read(), None
     except MISSING:
-      return None
-
-  def _check_most(self, key: str, size: int) -> None:
-    """Refuses a file that is too large to be read whole."""
-    if size > _MOST_BYTES:
-      raise RefusedError(
-        f'{self}/{key} has {size} bytes; expected at most {_MOST_BYTES}.'
-      )
+      return None, None
+    raise RefusedError(
+      f'{self}/{key} has {size} bytes; expected at most {_MOST_BYTES}.'
+    )
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
@@ -238,7 +221,6 @@ class Disk(Store):
     check_size(key, found, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
-    self._check_most(key, len(value))  # `read` would refuse it.
     path = self._path(key)
     disk.make_directory(path.parent)
     disk.check_kind(path)
@@ -257,11 +239,10 @@ class Disk(Store):
     except OSError as e:
       raise disk.failed_write(e, path) from None
 
-  def sync(self, folder: str) -> None:
-    top = self.folder(folder)
-    for inner, _, _ in os.walk(top, topdown=False):
+  def sync(self) -> None:
+    for inner, _, _ in os.walk(self.url, topdown=False):
       disk.sync_directory(pathlib.Path(inner))
-    disk.sync_directory(top.parent)
+    disk.sync_directory(pathlib.Path(self.url).parent)
 
   def delete(self, key: str) -> None:
     with contextlib.suppress(*MISSING):
@@ -324,26 +305,20 @@ class Bucket(Store):
       number = kinds.get(text.partition(':')[0], errno.EIO)
       raise OSError(number, text, f'{self.url}/{key}') from e
 
-  def _keys(self, folder: str) -> list[str]:
+  def names(self, folder: str = '') -> list[str]:
     prefix = f'{folder}/' if folder else ''
     # '0' is the character after '/'.
     wanted = self._range(prefix, f'{folder}0' if folder else '')
     with self._os_errors(folder):
       found: Iterable[bytes] = self._kv.list(wanted).result()
-    return [key.decode().removeprefix(prefix) for key in found]
-
-  def names(self, folder: str = '') -> list[str]:
-    return sorted({key.partition('/')[0] for key in self._keys(folder)})
+    keys = (key.decode().removeprefix(prefix) for key in found)
+    return sorted({key.partition('/')[0] for key in keys})
 
   def _read(self, key: str, **more: Any) -> Any:
     with self._os_errors(key):
       return self._kv.read(key, **more).result()
 
-  def read(self, key: str) -> bytes | None:
-    return self.versioned(key)[0]
-
   def versioned(self, key: str) -> tuple[bytes | None, Any]:
-    """Returns a value and its version; (None, NEW) if the key is absent."""
     found = self._read(key)
     is_there = found.state == 'value'
     return (found.value, found.stamp.generation) if is_there else (None, NEW)
