@@ -53,17 +53,16 @@ def of_run(config: Any) -> Iterator[None]:
   there. All processes of a run must call it together.
   """
   path = _path(config)
-  if jax.process_count() > 1 and not _is_shared(path):
-    # A process that finds a program does not take part in autotuning it, and
-    # the GPUs of the processes that compile it would wait for that for ever.
-    if path is not None:
-      logging.warning(
-        'No compilation cache: the processes do not share %s. Set'
-        ' config.compilation_cache to a directory that all of them see.',
-        path,
-      )
-    path = None
-  if path is None:
+  # A process that finds a program does not take part in autotuning it, and the
+  # GPUs of the processes that compile it would wait for that for ever.
+  is_shared = jax.process_count() == 1 or _is_shared(path)
+  if path is not None and not is_shared:
+    logging.warning(
+      'No compilation cache: the processes do not share %s. Set'
+      ' config.compilation_cache to a directory that all of them see.',
+      path,
+    )
+  if path is None or not is_shared:
     yield
     return
   settings = {
@@ -137,18 +136,15 @@ def _path(config: Any) -> pathlib.Path | None:
 
 def _is_shared(path: pathlib.Path | None) -> bool:
   """Returns whether all processes have one directory and see the same files."""
-  token = f'.shared-{os.urandom(8).hex()}'
-  is_chief = jax.process_index() == 0
-  if path is not None and is_chief:
-    with contextlib.suppress(OSError):
-      (path / token).touch()
-  token = distributed.of_chief(token)  # After the file is there.
-  is_seen = path is not None and (path / token).exists()
-  all_see = distributed.decide(is_seen, all, series='cache')
-  if path is not None and is_chief:
-    with contextlib.suppress(OSError):
-      (path / token).unlink()
-  return all_see
+  name = f'.shared-{os.urandom(8).hex()}'
+  with contextlib.ExitStack() as stack:
+    if path is not None and jax.process_index() == 0:
+      with contextlib.suppress(OSError):
+        (path / name).touch()
+        stack.callback((path / name).unlink)
+    name = distributed.of_chief(name)  # After the file is there.
+    is_seen = path is not None and (path / name).exists()
+    return distributed.decide(is_seen, all, series='cache')
 
 
 def _remove_damaged(path: pathlib.Path, since: float) -> None:

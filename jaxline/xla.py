@@ -81,11 +81,7 @@ def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def drop_places(options: Any) -> list[str]:
-  """Removes what names a file, a program or more flags from recorded options.
-
-  Returns:
-    The names that were removed.
-  """
+  """Removes what names a file, or more flags; returns the removed names."""
   dropped = [x for x in ('pgle_save', 'pgle_profile') if options[x]]
   options.update(dict.fromkeys(dropped))
   for flags in (options.flags, options.tpu_flags):
@@ -111,10 +107,6 @@ def apply(options: Mapping[str, Any]) -> list[str]:
 
   Returns:
     Lines for the user that say what was set; none if nothing was.
-
-  Raises:
-    UsageError: `pgle_profile` does not exist; or JAX has started, so that it
-      would ignore the flags.
   """
   profile = options['pgle_profile']
   if profile and not os.path.exists(profile):

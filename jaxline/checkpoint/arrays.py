@@ -9,7 +9,7 @@ CRC-32C of each part. A part is read once, and verified while it is read.
 
 import base64
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import itertools
@@ -158,26 +158,25 @@ def write(
   Returns:
     Name -> description, with the parts that this process has written.
   """
+  described = {name: array.about for name, array in arrays.items()}
 
-  def write_part(task: tuple[HostArray, str, np.ndarray]) -> None:
-    array, part, values = task
+  def write_part(about: dict[str, Any], part: str, values: np.ndarray) -> None:
     raw = _bytes(values)
-    store.write_part(f'{array.about["file"]}/{part}', raw)
-    array.about['parts'][part] = crc32c.crc32c(raw)
-
-  def write_meta(about: dict[str, Any]) -> None:
-    key = f'{about["file"]}/{metadata.ZARR}'
-    store.write_part(key, memoryview(metadata.zarr(about)))
+    store.write_part(f'{about["file"]}/{part}', raw)
+    about['parts'][part] = crc32c.crc32c(raw)
 
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    tasks = [(a, *x) for a in arrays.values() for x in _parts_of(a)]
+    tasks = [(a.about, *x) for a in arrays.values() for x in _parts_of(a)]
     # The largest first, so that all threads end at about the same time.
     tasks.sort(key=lambda task: -task[2].nbytes)
-    pending = [pool.submit(write_part, task) for task in tasks]
+    pending = [pool.submit(write_part, *task) for task in tasks]
     if jax.process_index() == 0:
-      pending += [pool.submit(write_meta, a.about) for a in arrays.values()]
-      tree = memoryview(metadata.orbax({n: a.about for n, a in arrays.items()}))
-      pending.append(pool.submit(store.write_part, metadata.ORBAX, tree))
+      zarr, meta = metadata.ZARR, {metadata.ORBAX: metadata.orbax(described)}
+      meta |= {
+        f'{x["file"]}/{zarr}': metadata.zarr(x) for x in described.values()
+      }
+      for key, text in meta.items():
+        pending.append(pool.submit(store.write_part, key, memoryview(text)))
     try:
       for future in pending:
         future.result()
@@ -185,7 +184,7 @@ def write(
       pool.shutdown(cancel_futures=True)
   if pending:
     store.sync()
-  return {name: array.about for name, array in arrays.items()}
+  return described
 
 
 def _parts_of(array: HostArray) -> Iterator[tuple[str, np.ndarray]]:
@@ -257,71 +256,66 @@ SMALL = keys.record(
 )
 
 
-class _Reading:
-  """One array that is being read; `size` is in bytes, of this process."""
+def _start(
+  store: store_lib.Store,
+  pool: futures.Executor,
+  about: Mapping[str, Any],
+  target: Any,
+) -> tuple[int, Callable[[], Any]]:
+  """Starts to read what this process needs of an array.
 
-  def __init__(
-    self,
-    store: store_lib.Store,
-    pool: futures.Executor,
-    about: Mapping[str, Any],
-    target: Any,
-  ):
-    self._about, self._target = about, target
-    sharding = getattr(target, 'sharding', None)
-    self._sharding = None if is_key(target) else sharding
-    shape = tuple(about['shape'])
-    if self._sharding is None:
-      indices: Iterable[Index] = [(slice(None),) * len(shape)]
-    else:
-      indices = self._sharding.addressable_devices_indices_map(shape).values()
-    self._buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
-    # Several devices may have the same part. (Slices have no hash.)
-    for index in {str(i): i for i in indices}.values():
-      bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-      size = [high - low for low, high in bounds]
-      buffer = np.empty(size, jnp.dtype(about['dtype']))
-      self._buffers[str(index)] = bounds, buffer
-    self.size = sum(x.nbytes for _, x in self._buffers.values())
-    self._pending = [
-      pool.submit(_read_part, store, about, part, places)
-      for part in about['parts']
-      if (places := self._places(part))
-    ]
+  Returns:
+    The bytes that are read, and a function that returns the array.
+  """
+  shape, dtype = tuple(about['shape']), jnp.dtype(about['dtype'])
+  sharding = getattr(target, 'sharding', None)
+  split = None if is_key(target) else sharding
+  indices: Iterable[Index] = [(slice(None),) * len(shape)]
+  if split is not None:
+    indices = split.addressable_devices_indices_map(shape).values()
+  buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
+  # Several devices may have the same part. (Slices have no hash.)
+  for key, index in {str(i): i for i in indices}.items():
+    bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+    buffers[key] = bounds, np.empty([high - low for low, high in bounds], dtype)
+  pending = [
+    pool.submit(_read_part, store, about, part, places)
+    for part in about['parts']
+    if (places := _places(about['chunk'], part, buffers.values()))
+  ]
 
-  def _places(self, part: str) -> list[tuple[np.ndarray, Any]]:
-    """Returns where a part goes: views of buffers, and which values."""
-    chunk = self._about['chunk']
-    at = [int(i) * c for i, c in zip(part.split('.')[1:], chunk, strict=True)]
-    places: list[tuple[np.ndarray, Any]] = []
-    for bounds, buffer in self._buffers.values():
-      axes = [
-        (first, low, max(first, low), min(first + n, high))
-        for first, n, (low, high) in zip(at, chunk, bounds, strict=True)
-      ]
-      if all(begin < end for *_, begin, end in axes):
-        # The ellipsis makes a view, also of an array without axes.
-        into: Any = (..., *(slice(b - low, e - low) for _, low, b, e in axes))
-        of = (..., *(slice(b - first, e - first) for first, _, b, e in axes))
-        places.append((buffer[into], of))
-    return places
-
-  def result(self) -> Any:
-    """Returns the array once all parts are read."""
-    for future in self._pending:
+  def finish() -> Any:
+    for future in pending:
       future.result()
-    buffers = {key: buffer for key, (_, buffer) in self._buffers.items()}
-    if self._sharding is not None:
-      shape = tuple(self._about['shape'])
-      return jax.make_array_from_callback(
-        shape, self._sharding, lambda index: buffers[str(index)]
-      )
+    if split is not None:
+      of = lambda index: buffers[str(index)][1]
+      return jax.make_array_from_callback(shape, split, of)
     x: Any
-    (x,) = buffers.values()
-    if 'key' in self._about and is_key(self._target):
-      x = jax.random.wrap_key_data(jnp.asarray(x), impl=self._about['key'])
-    sharding = getattr(self._target, 'sharding', None)
+    ((_, x),) = buffers.values()
+    if 'key' in about and is_key(target):
+      x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
     return x if sharding is None else jax.device_put(x, sharding)
+
+  return sum(x.nbytes for _, x in buffers.values()), finish
+
+
+def _places(
+  chunk: Sequence[int], part: str, buffers: Iterable[tuple[Any, np.ndarray]]
+) -> list[tuple[np.ndarray, Any]]:
+  """Returns where a part goes: views of buffers, and which values."""
+  at = [int(i) * c for i, c in zip(part.split('.')[1:], chunk, strict=True)]
+  places: list[tuple[np.ndarray, Any]] = []
+  for bounds, buffer in buffers:
+    axes = [
+      (first, low, max(first, low), min(first + n, high))
+      for first, n, (low, high) in zip(at, chunk, bounds, strict=True)
+    ]
+    if all(begin < end for *_, begin, end in axes):
+      # The ellipsis makes a view, also of an array without axes.
+      into: Any = (..., *(slice(b - low, e - low) for _, low, b, e in axes))
+      of = (..., *(slice(b - first, e - first) for first, _, b, e in axes))
+      places.append((buffer[into], of))
+  return places
 
 
 def _read_part(
@@ -361,8 +355,7 @@ def read(
   Raises:
     DamagedError: a part is not as it was written.
   """
-  left, on_their_way = collections.deque(targets), 0
-  started: dict[str, _Reading] = {}
+  left, started, size = [*targets][::-1], collections.deque[Any](), 0
   with futures.ThreadPoolExecutor(store.threads) as pool:
     checks = {
       name: pool.submit(_check_stored, store, described[name])
@@ -370,17 +363,15 @@ def read(
     }
     try:
       for name in targets:
-        while left and (left[0] == name or on_their_way < _READ_BYTES):
-          soon = left.popleft()
-          checks.pop(soon).result()
-          reading = _Reading(store, pool, described[soon], targets[soon])
-          started[soon] = reading
-          on_their_way += reading.size
-        reading = started.pop(name)
-        x = reading.result()
-        on_their_way -= reading.size
+        while left and (not started or size < _READ_BYTES):
+          soon = left.pop()
+          checks[soon].result()
+          started.append(_start(store, pool, described[soon], targets[soon]))
+          size += started[-1][0]
+        size -= started[0][0]
+        x = started.popleft()[1]()
         yield name, x
-        del reading, x
+        del x
     finally:
       pool.shutdown(cancel_futures=True)
 

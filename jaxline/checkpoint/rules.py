@@ -27,12 +27,8 @@ def match_rules(
 
   Returns:
     Name -> that of its source; and the expressions that are used for no name.
-
-  Raises:
-    UsageError: an expression or a source is none.
   """
-  rules = list(rules)
-  used = set()
+  rules, used = list(rules), set()
   sources: dict[str, str] = {}
   for name in names:
     for pattern, source in rules:
