@@ -16,11 +16,11 @@ import os
 import pathlib
 import time
 from typing import Any
-import zlib
 
 from absl import logging
 import filelock
 import jax
+from jax._src import compilation_cache as jax_cache  # Nothing public reads.
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxline import disk
@@ -46,11 +46,10 @@ KEYS = (
 
 @contextlib.contextmanager
 def of_run(config: Any) -> Iterator[None]:
-  """Uses the cache that a config asks for, while inside.
+  """Uses the cache that a config asks for; all processes call it together.
 
-  A directory that the user has given to JAX itself (JAX_COMPILATION_CACHE_DIR,
-  `jax_compilation_cache_dir`) stays, and so does a cache that is switched off
-  there. All processes of a run must call it together.
+  A directory that the user has given to JAX itself stays, and so does a cache
+  that is switched off there.
   """
   path = _path(config)
   # A process that finds a program does not take part in autotuning it, and the
@@ -150,8 +149,8 @@ def _is_shared(path: pathlib.Path | None) -> bool:
 def _remove_damaged(path: pathlib.Path, since: float) -> None:
   """Removes entries that JAX cannot read: of those used after a time, in s.
 
-  It also looks at entries without a time, which a killed process has left. JAX
-  would fail to remove the oldest entries because of one of these.
+  And of those without a time, which a killed process has left: because of one
+  of these JAX would fail to remove the oldest entries.
   """
   with contextlib.suppress(OSError, filelock.Timeout):
     # JAX holds this lock while it reads or writes.
@@ -161,18 +160,8 @@ def _remove_damaged(path: pathlib.Path, since: float) -> None:
         if used.exists() and used.stat().st_mtime < since:
           continue
         try:
-          _decompress(entry.read_bytes())
+          jax_cache.decompress_executable(entry.read_bytes())
           used.touch()
         except Exception as e:  # Each way to compress has its own.
           logging.warning('%s is damaged (%r), and is removed.', entry, e)
           entry.unlink()
-
-
-def _decompress(entry: bytes) -> None:
-  """Raises an error unless an entry can be decompressed."""
-  if not entry.startswith(b'\x28\xb5\x2f\xfd'):
-    zlib.decompress(entry)
-    return
-  import zstandard  # JAX uses it where it is installed.
-
-  zstandard.ZstdDecompressor().decompress(entry)

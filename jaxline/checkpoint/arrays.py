@@ -44,15 +44,10 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass
 class HostArray:
-  """A copy in host memory of an array, or of what this process writes of it.
+  """A copy in host memory of an array, or of what this process writes of it."""
 
-  Attributes:
-    about: its description, with the parts that this process has written.
-    blocks: the index of each block and its values; all of one shape.
-  """
-
-  about: dict[str, Any]
-  blocks: list[tuple[Index, np.ndarray]]
+  about: dict[str, Any]  # With the parts that this process has written.
+  blocks: list[tuple[Index, np.ndarray]]  # All of one shape.
 
 
 def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
@@ -60,9 +55,6 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
 
   Of an array that spans several hosts, each process copies its own shards, and
   of equal ones only the first. Process 0 copies all other arrays.
-
-  Raises:
-    TypeError: a type that Zarr lacks.
   """
   data = {
     name: jax.random.key_data(x) if is_key(x) else x for name, x in live.items()
@@ -262,11 +254,7 @@ def _start(
   about: Mapping[str, Any],
   target: Any,
 ) -> tuple[int, Callable[[], Any]]:
-  """Starts to read what this process needs of an array.
-
-  Returns:
-    The bytes that are read, and a function that returns the array.
-  """
+  """Starts to read an array; returns how many bytes, and what returns it."""
   shape, dtype = tuple(about['shape']), jnp.dtype(about['dtype'])
   sharding = getattr(target, 'sharding', None)
   split = None if is_key(target) else sharding
@@ -351,9 +339,6 @@ def read(
     described: name -> description.
     targets: name -> jax.ShapeDtypeStruct or array with a sharding; without
       one, or None, the array comes as NumPy's.
-
-  Raises:
-    DamagedError: a part is not as it was written.
   """
   left, started, size = [*targets][::-1], collections.deque[Any](), 0
   with futures.ThreadPoolExecutor(store.threads) as pool:
@@ -398,11 +383,7 @@ def verify(
   described: Mapping[str, Mapping[str, Any]],
   reads: bool = True,
 ) -> None:
-  """Reads all parts, or only looks at their sizes.
-
-  Raises:
-    DamagedError: arrays are not as they were written; names a part of each.
-  """
+  """Reads all parts, or only their sizes; a DamagedError names damaged ones."""
   check = _read_part if reads else _check_size
 
   def damage(about: Mapping[str, Any]) -> str:

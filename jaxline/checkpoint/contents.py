@@ -1,7 +1,7 @@
 """Converts a run's state to arrays and JSON, and back."""
 
 import base64
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -44,19 +44,12 @@ class MismatchError(errors.UsageError):
 
 @dataclasses.dataclass
 class Content:
-  """A checkpoint in host memory.
-
-  Attributes:
-    arrays: by name; what this process writes of them.
-    manifest: the fields of the manifest that are known before the write.
-    process: the entries that this process saves for itself.
-    nodes: see `structure.encode`.
-  """
+  """A checkpoint in host memory."""
 
   arrays: dict[str, arrays_lib.HostArray]
-  manifest: dict[str, Any]
-  process: dict[str, Any]
-  nodes: dict[str, Any]
+  manifest: dict[str, Any]  # The fields that are known before the write.
+  process: dict[str, Any]  # What this process saves for itself.
+  nodes: dict[str, Any]  # See `structure.encode`.
 
 
 def content(
@@ -76,13 +69,9 @@ def content(
     all_hosts: whether each process saves its own
       NON_BROADCAST_CHECKPOINT_ATTRS.
     allow_pickle: whether to pickle what has no description.
-
-  Raises:
-    TypeError: a value cannot be stored.
   """
   arrays, nodes = dict[str, Any](), dict[str, Any]()
-  entries = {k: x for k, x in state.items() if k != 'experiment_module'}
-  entries = _encode(entries, arrays, allow_pickle, 'run/')
+  entries = _entries(state, ['experiment_module'], arrays, allow_pickle)
   saved, per_process = {}, {}
   by_leaves = module.snapshot_template()
   own = set(module.PER_PROCESS_ENTRIES)
@@ -94,10 +83,10 @@ def content(
       saved[name] = {'leaves': True}
     elif name in own:
       small: dict[str, Any] = {}
-      about = _encode({name: value}, small, allow_pickle, nodes=nodes)[name]
+      about = _encode(value, name, small, allow_pickle, nodes)
       per_process[name] = {'structure': about, 'arrays': _to_json(small)}
     else:
-      about = _encode({name: value}, arrays, allow_pickle, nodes=nodes)[name]
+      about = _encode(value, name, arrays, allow_pickle, nodes)
       saved[name] = {'structure': about}
   manifest = {
     'format': manager.FORMAT,
@@ -122,10 +111,10 @@ def check_storable(state: Any, module: Any) -> None:
   The first save checks the rest: attributes that the experiment makes later,
   and the snapshot of a class with its own `snapshot_state`.
   """
-  entries = {k: x for k, x in state.items() if k != 'experiment_module'}
-  _encode(entries, {}, False, 'run/')
+  _entries(state, ['experiment_module'], {}, False)
   if not module.overrides('snapshot_state'):
-    _encode(_live(module), {}, False, nodes={})
+    for name, value in _live(module).items():
+      _encode(value, name, {}, False, {})
 
 
 def _live(module: Any) -> dict[str, Any]:
@@ -139,33 +128,40 @@ def _live(module: Any) -> dict[str, Any]:
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
   """Returns what `best` holds besides the evaluated checkpoint, as JSON."""
-  saved = ('global_step', 'train_step_rng', 'experiment_module')
-  more = {key: x for key, x in state.items() if key not in saved}
   arrays: dict[str, Any] = {}
-  entries = _encode(more, arrays, allow_pickle, 'run/')
+  saved = ('global_step', 'train_step_rng', 'experiment_module')
+  entries = _entries(state, saved, arrays, allow_pickle)
   return {'entries': entries, 'small': _to_json(arrays)}
 
 
+def _entries(
+  state: Any, without: Sequence[str], arrays: dict[str, Any], allow_pickle: bool
+) -> dict[str, Any]:
+  """Returns the structures of entries of the live state."""
+  return {
+    key: _encode(x, f'run/{key}', arrays, allow_pickle)
+    for key, x in state.items()
+    if key not in without
+  }
+
+
 def _encode(
-  values: Mapping[str, Any],
+  value: Any,
+  name: str,
   arrays: dict[str, Any],
   allow_pickle: bool,
-  prefix: str = '',
   nodes: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-  """Returns the structures of values by name, and adds their arrays."""
-  described = {}
-  for key, value in values.items():
-    own: dict[str, Any] = {}
-    described[key] = structure.encode(
-      value, f'{prefix}{key}', own, allow_pickle=allow_pickle, nodes=nodes
+) -> Any:
+  """Returns the structure of an entry, and adds its arrays."""
+  own: dict[str, Any] = {}
+  options: Any = {'allow_pickle': allow_pickle, 'nodes': nodes}
+  described = structure.encode(value, name, own, **options)
+  if double := sorted(own.keys() & arrays.keys()):
+    raise ValueError(
+      f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
+      ' one of the entries.'
     )
-    if double := sorted(own.keys() & arrays.keys()):
-      raise ValueError(
-        f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
-        ' one of the entries.'
-      )
-    arrays.update(own)
+  arrays.update(own)
   return described
 
 
@@ -196,19 +192,13 @@ def code() -> tuple[dict[str, str], str]:
 
 @dataclasses.dataclass
 class Checkpoint:
-  """A checkpoint to read; its manifest is read at the first use.
-
-  Attributes:
-    manifests: the run's.
-    series, step: its place in the run.
-    allow_pickle: whether to unpickle.
-    nodes: see `structure.encode`; None until they are needed.
-  """
+  """A checkpoint to read; its manifest is read at the first use."""
 
   manifests: manager.Manifests
   series: str
   step: int
   allow_pickle: bool = False
+  # See `structure.encode`; None until they are needed.
   nodes: dict[str, Any] | None = None
   _module: Any = dataclasses.field(default=None, init=False)
   _record: Any = dataclasses.field(default=None, init=False)
@@ -238,11 +228,7 @@ class Checkpoint:
 
   @contextlib.contextmanager
   def reading(self) -> Iterator[None]:
-    """Names the checkpoint in errors of reading it.
-
-    Raises:
-      GoneError: it was removed meanwhile, which looks like damage.
-    """
+    """Names the checkpoint in errors; a removed one looks damaged before."""
     try:
       yield
     except store_lib.RefusedError as e:
@@ -265,7 +251,6 @@ class Checkpoint:
 
     Raises:
       ValueError: it matches none.
-      DamagedError: they are not as they were written.
     """
     names = [name for name in self.described if re.fullmatch(select, name)]
     if not names and select != '.*':
@@ -304,11 +289,7 @@ class Checkpoint:
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: Any) -> dict[str, Any]:
-    """Reads an experiment's snapshot; unwanted arrays arrive as their shapes.
-
-    Raises:
-      MismatchError: naming each array that does not fit the experiment.
-    """
+    """Reads an experiment's snapshot; unwanted arrays come as their shapes."""
     trees, wants = module.snapshot_template(), module.wants_restored
     self._module = module
     saved = {
@@ -354,9 +335,6 @@ class Checkpoint:
 
     A rule never replaces the counts of steps and schedules, nor random keys:
     each run begins with its own.
-
-    Raises:
-      UsageError: a rule matches nothing; and what `take` raises.
     """
     snapshot = dict(module.snapshot_state())
     leaves = structure.named_leaves(rules_lib.without_schedules(snapshot))
@@ -388,10 +366,6 @@ class Checkpoint:
       sources: name -> the name of the array in the checkpoint.
       live: name -> the live array.
       where: the key that has the names of the sources, for messages.
-
-    Raises:
-      UsageError: the checkpoint lacks a source.
-      MismatchError: a source has another shape or type.
     """
     if absent := sorted(set(sources.values()) - set(self.described)):
       near = errors.nearest(absent[0], self.described, n=3, cutoff=0.3)
@@ -419,7 +393,7 @@ class Checkpoint:
       self.nodes = {}
       for name, value in _live(self._module).items():
         with contextlib.suppress(TypeError):  # A save refuses it.
-          _encode({name: value}, {}, self.allow_pickle, nodes=self.nodes)
+          _encode(value, name, {}, self.allow_pickle, self.nodes)
     return self.nodes
 
   def _below(self, entry: str) -> list[str]:

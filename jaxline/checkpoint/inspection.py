@@ -78,11 +78,7 @@ def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
 
 
 def find(where: Place) -> contents.Checkpoint:
-  """Returns one checkpoint, the newest where no step is named.
-
-  Raises:
-    ValueError: there is none; says which there are.
-  """
+  """Returns one checkpoint, the newest where no step is named."""
   _, found = _locate(where)
   if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
@@ -98,9 +94,6 @@ def list_run(where: Place) -> list[dict[str, Any]]:
   Returns:
     `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
     `problem` of each, the newest of a series last.
-
-  Raises:
-    ValueError: there is no run at this place.
   """
   run, found = _locate(where)
   metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
@@ -186,14 +179,9 @@ def print_table(
 def _ls(args: argparse.Namespace) -> int:
   table = [('series', 'step', 'size', 'saved', 'metrics')]
   for row in list_run(args.dir):
-    # The best value first, losses before others.
-    metrics = sorted(
-      row['metrics'].items(),
-      key=lambda x: (not x[0].startswith('best/'), 'loss' not in x[0], x[0]),
-    )
     shown = ', '.join(
       f'{name} {x:.6g}' if isinstance(x, float) else f'{name} {x}'
-      for name, x in metrics[:_METRICS_SHOWN]
+      for name, x in sorted(row['metrics'].items())[:_METRICS_SHOWN]
     )
     when = _when(row['time']) if row['time'] else ''
     about = (_size(row['bytes']), when, row['problem'] or shown)
@@ -275,17 +263,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs a command.
-
-  Args:
-    argv: its arguments; None are those of the process.
-
-  Returns:
-    The exit status.
-
-  Raises:
-    SystemExit: for --help, and for wrong arguments (status 2).
-  """
+  """Runs a command with these arguments; returns the exit status."""
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.checkpoint',
     description='Reads checkpoints; changes nothing.',

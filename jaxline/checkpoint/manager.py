@@ -44,12 +44,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(name: str, raw: bytes, check: keys.Check) -> dict[str, Any]:
-  """Inverts `pack`.
-
-  Raises:
-    DamagedError: the checksum is wrong.
-    RefusedError: the checksum is right, and the check refuses the value.
-  """
+  """Inverts `pack`; DamagedError for a wrong checksum, else RefusedError."""
   try:
     value = json.loads(raw)
     is_whole = value.pop('crc') == crc_of(value)

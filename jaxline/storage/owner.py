@@ -115,16 +115,7 @@ class Claim:
   """The right to write something in a run's directory; one process has it."""
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
-    """Takes the right.
-
-    Args:
-      directory: the run's.
-      what: 'train', 'eval', 'best'.
-
-    Raises:
-      ClaimedError: another run has it.
-      OSError: the directory is not writable.
-    """
+    """Takes the right to write 'train', 'eval' or a series."""
     run = store_lib.at(directory)
     store = run.below('checkpoints')
     self._name = f'{store}/claims/{what}'
