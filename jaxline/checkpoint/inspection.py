@@ -54,11 +54,10 @@ def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
     place, number = text, ''
   run, series = store_lib.at(place, 'restore_from'), ['latest', 'best']
   match = re.fullmatch(r'(.*)/checkpoints(?:/(\w+))?/*', place)
-  if match is not None:
-    outer = store_lib.at(match[1] or '/', 'restore_from')
-    # A run's own directory may be named checkpoints.
-    if not run.names('checkpoints'):
-      run, series = outer, [match[2]] if match[2] else series
+  # A run's own directory may be named checkpoints.
+  if match and not run.names('checkpoints'):
+    run = store_lib.at(match[1] or '/', 'restore_from')
+    series = [match[2]] if match[2] else series
   manifests = manager.Manifests(run.below('checkpoints'))
   steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
@@ -66,15 +65,15 @@ def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
       f'{text} is no directory of a run (config.checkpoint_dir, which has'
       ' checkpoints/) and no series in it (RUN/checkpoints/best).'
     )
-  step = int(number) if number else None
-  if step is not None and not any(step in x for x in steps.values()):
-    raise ValueError(f'{run} has no step {step}. The steps are {steps}.')
-  return run, [
-    contents.Checkpoint(manifests, name, s)
+  found = [
+    contents.Checkpoint(manifests, name, step)
     for name in series
-    for s in steps[name]
-    if step in (None, s)
+    for step in steps[name]
+    if not number or step == int(number)
   ]
+  if number and not found:
+    raise ValueError(f'{run} has no step {number}. The steps are {steps}.')
+  return run, found
 
 
 def find(where: Place) -> contents.Checkpoint:
@@ -177,6 +176,7 @@ def print_table(
 
 
 def _ls(args: argparse.Namespace) -> int:
+  """Lists series, steps, sizes, times and metrics."""
   table = [('series', 'step', 'size', 'saved', 'metrics')]
   for row in list_run(args.dir):
     shown = ', '.join(
@@ -191,6 +191,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+  """Prints the tree of one checkpoint."""
   checkpoint = find(args.dir)
   record, described = checkpoint.record, checkpoint.described
   names = [name for name in described if name.startswith(contents.PARAMS)]
@@ -222,6 +223,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+  """Exits with 1 unless every part is as it was written."""
   damaged = num = 0
   for checkpoint in _locate(args.dir)[1]:
     try:
@@ -240,6 +242,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+  """Writes the weights of one checkpoint to a file."""
   import safetensors.numpy
 
   out = pathlib.Path(args.out).expanduser()
@@ -249,11 +252,8 @@ def _export(args: argparse.Namespace) -> int:
   prefix = checkpoint.weights(args.weights)
   arrays = checkpoint.arrays(args.select or f'{prefix}.*')
   if args.select:
-    prefix = (
-      contents.PARAMS
-      if all(name.startswith(contents.PARAMS) for name in arrays)
-      else ''
-    )
+    is_params = all(name.startswith(contents.PARAMS) for name in arrays)
+    prefix = contents.PARAMS if is_params else ''
   arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
   with disk.replacing(out) as file:
     file.write(safetensors.numpy.save(arrays))
@@ -270,24 +270,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
   place = 'directory or address of a run, or of a series in it; with :STEP'
-  for run, about, dir_about in (
-    (_ls, 'list series, steps, sizes, times, metrics', place),
-    (_show, 'print the tree of a checkpoint', f'{place}, else the newest'),
-    (_verify, 'exit with 1 unless every part is as it was written', place),
-    (_export, 'write weights to a file', f'{place}, else the newest'),
-  ):
-    name = run.__name__.strip('_')
+  for run in (_ls, _show, _verify, _export):
+    name, about = run.__name__.strip('_'), run.__doc__
     command = commands.add_parser(name, help=about, description=about)
     command.set_defaults(run=run)
-    add = command.add_argument
-    add('dir', help=dir_about)
-    if run is _export:
-      add('out', help='file .safetensors')
-      one = command.add_mutually_exclusive_group()
-      about = 'which weights; default: the averaged ones if there are some'
-      one.add_argument('--weights', choices=('raw', 'averaged'), help=about)
-      about = 'the arrays whose full name matches, instead of the weights'
-      one.add_argument('--select', metavar='REGEX', help=about)
+    command.add_argument('dir', help=place)
+  # `export` is the last one.
+  command.add_argument('out', help='file .safetensors')
+  one = command.add_mutually_exclusive_group()
+  about = 'which weights; default: the averaged ones if there are some'
+  one.add_argument('--weights', choices=('raw', 'averaged'), help=about)
+  about = 'the arrays whose full name matches, instead of the weights'
+  one.add_argument('--select', metavar='REGEX', help=about)
   args = parser.parse_args(argv)
   try:
     return args.run(args)

@@ -30,7 +30,7 @@ STALE_SECS = 120.0
 _LOOK_SECS = 2.0
 
 # What `lockf` raises on a file system without locks.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
 
 
 class ClaimedError(errors.UsageError):
@@ -111,7 +111,7 @@ _claimed: dict[str, 'Claim'] = {}
 _claiming = threading.Lock()
 
 
-class Claim:
+class Claim(contextlib.AbstractContextManager['Claim']):
   """The right to write something in a run's directory; one process has it."""
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
@@ -143,9 +143,6 @@ class Claim:
           f' Wait for its end, stop it, or give this run {key}.'
         )
       _claimed[self._name] = self
-
-  def __enter__(self) -> 'Claim':
-    return self
 
   def __exit__(self, *unused: Any) -> None:
     self.release()

@@ -90,23 +90,16 @@ def check_size(key: str, found: int | None, written: int) -> None:
 
 
 class Store(abc.ABC):
-  """Bytes by key.
+  """Bytes by key. An OSError, which each method may raise, is never damage."""
 
-  Every method may raise OSError, which is never damage.
-
-  Attributes:
-    url: the directory, or the address.
-    threads: how many reads or writes at once are fastest.
-    poll_secs: how long to wait between two listings.
-    mode: on a disk, of what `write` makes: see `disk.replacing`.
-  """
-
-  threads = 16  # In a bucket each may have a copy of a part.
-  poll_secs = 0.0
-  mode = 0o666
+  threads = (
+    16  # Of reads or writes; in a bucket each may have a copy of a part.
+  )
+  poll_secs = 0.0  # To wait between two listings.
+  mode = 0o666  # On a disk, of what `write` makes: see `disk.replacing`.
 
   def __init__(self, url: str):
-    self.url = url
+    self.url = url  # The directory, or the address.
 
   def __str__(self) -> str:
     return self.url
@@ -277,7 +270,7 @@ class Bucket(Store):
       f'{driver}_request_retries': _RETRIES,
       f'{driver}_request_concurrency': {'limit': self.threads},
     }
-    self._range = ts.KvStore.KeyRange
+    self._everything = ts.KvStore.KeyRange()
     try:  # It connects later.
       self._kv = ts.KvStore.open(spec, context=ts.Context(context)).result()
     except ValueError as e:
@@ -297,22 +290,15 @@ class Bucket(Store):
       yield
     except ValueError as e:
       text = str(e).partition(' [')[0]
-      kinds = {
-        'PERMISSION_DENIED': errno.EACCES,
-        'UNAUTHENTICATED': errno.EACCES,
-        'NOT_FOUND': errno.ENOENT,
-      }
-      number = kinds.get(text.partition(':')[0], errno.EIO)
+      is_refused = text.startswith(('PERMISSION_DENIED', 'UNAUTHENTICATED'))
+      number = errno.EACCES if is_refused else errno.EIO
       raise OSError(number, text, f'{self.url}/{key}') from e
 
   def names(self, folder: str = '') -> list[str]:
-    prefix = f'{folder}/' if folder else ''
-    # '0' is the character after '/'.
-    wanted = self._range(prefix, f'{folder}0' if folder else '')
+    place = self.below(folder)._kv if folder else self._kv
     with self._os_errors(folder):
-      found: Iterable[bytes] = self._kv.list(wanted).result()
-    keys = (key.decode().removeprefix(prefix) for key in found)
-    return sorted({key.partition('/')[0] for key in keys})
+      found: Iterable[bytes] = place.list().result()
+    return sorted({key.decode().partition('/')[0] for key in found})
 
   def _read(self, key: str, **more: Any) -> Any:
     with self._os_errors(key):
@@ -363,4 +349,4 @@ class Bucket(Store):
 
   def delete_folder(self, folder: str) -> None:
     with self._os_errors(folder):
-      self._kv.delete_range(self._range(f'{folder}/', f'{folder}0')).result()
+      self.below(folder)._kv.delete_range(self._everything).result()
