@@ -221,17 +221,11 @@ def _is_written(about: dict[str, Any]) -> bool:
   }
 
 
-def _has_bytes(about: dict[str, Any]) -> bool:
-  """Returns whether a small array has the bytes of its shape."""
-  return len(base64.b64decode(about['base64'])) == num_bytes(about)
-
-
-def _is_type(name: Any) -> bool:
-  return bool(_TYPES.fullmatch(name)) and jnp.dtype(name).name == name
-
-
 _SHAPE = keys.each(keys.integer(0), list)
-_TYPE = keys.Check('a type of Zarr', _is_type)
+_TYPE = keys.Check(
+  'a type of Zarr',
+  lambda x: bool(_TYPES.fullmatch(x)) and jnp.dtype(x).name == x,
+)
 # Descriptions in a manifest: of an array, and of one that is in it (see
 # `contents`).
 DESCRIBED = keys.record(
@@ -244,7 +238,10 @@ DESCRIBED = keys.record(
   key=keys.optional(keys.text('an implementation of keys')),
 )
 SMALL = keys.record(
-  _has_bytes, shape=_SHAPE, dtype=_TYPE, base64=keys.text('base64')
+  lambda x: len(base64.b64decode(x['base64'])) == num_bytes(x),
+  shape=_SHAPE,
+  dtype=_TYPE,
+  base64=keys.text('base64'),
 )
 
 

@@ -299,7 +299,8 @@ class Checkpoint:
     }
     # Maps an array's name to its target sharding; None means host memory.
     targets = structure.named_leaves(dict(trees))
-    have = {n: self._shape(n) for e in trees for n in self._below(e)}
+    shapes = {n: arrays_lib.saved_shape(x) for n, x in self.described.items()}
+    have = {n: shapes[n] for entry in trees for n in self._below(entry)}
     expected = {n: _shape_of(x) for n, x in targets.items()}
     for entry in saved.keys() - trees.keys():
       if 'leaves' in saved[entry]:
@@ -373,12 +374,12 @@ class Checkpoint:
         f'{where}: {self.name} has no arrays {absent}; the nearest to the first'
         f' are {near}.'
       )
-    self._check_fit(
-      (f'{name} from {source}', self._shape(source), _shape_of(live[name]))
-      for name, source in sources.items()
-    )
     described = {n: self.described[s] for n, s in sources.items()}
     targets = {name: live[name] for name in sources}
+    self._check_fit(
+      (f'{n} from {sources[n]}', arrays_lib.saved_shape(x), _shape_of(live[n]))
+      for n, x in described.items()
+    )
     return dict(arrays_lib.read(self.data, described, targets))
 
   def _decode(self, described: Any, arrays: Any, **more: Any) -> Any:
@@ -399,9 +400,6 @@ class Checkpoint:
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""
     return [n for n in self.described if f'{n}/'.startswith(f'{entry}/')]
-
-  def _shape(self, name: str) -> str:
-    return arrays_lib.saved_shape(self.described[name])
 
   def _check_fit(self, triples: Iterable[tuple[str, str, str]]) -> None:
     """Raises MismatchError unless saved and expected shapes are equal."""

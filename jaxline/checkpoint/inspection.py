@@ -10,11 +10,8 @@ A place is the directory of a run, or its gs:// or s3:// address, or a series in
 it (runs/a/checkpoints/best). :STEP after it names a step. Without it, the place
 means the newest checkpoint of `latest`, or else of `best`.
 
-The commands change, claim and unpickle nothing. A run that goes on may remove a
-checkpoint while a command reads it; the error says so.
-
-The command exits with 0; with 1 if `verify` finds damage; with 2 after another
-error, which it prints in one line.
+The commands change, claim and unpickle nothing. They exit with 0; with 1 if
+`verify` finds damage; with 2 after another error.
 """
 
 import argparse

@@ -1,16 +1,13 @@
 """Describes a tree in a checkpoint: arrays by name, everything else as JSON.
 
-None, bool, str, int, float and lists describe themselves. Any other value is
-{tag: body}, as docs/reference/checkpoint_files.md lists. A class in a body is
-"module:qualname".
+docs/reference/checkpoint_files.md lists the forms. An object that occurs twice
+is stored, and restored, as two.
 
 A file can be edited, so `decode` imports nothing, looks up no function and
 calls no class that the file names. It finds classes only in imported modules,
 and checks that each is of the kind that its tag says. The code that runs
 belongs to those classes: the function that a type registered with JAX to build
 its nodes, and the hash of a dict's keys.
-
-An object that occurs twice is stored, and restored, as two.
 """
 
 import base64
@@ -174,8 +171,7 @@ def decode(
       value has such nodes.
 
   Raises:
-    store_lib.RefusedError: the description is malformed, or something in it may
-      not be restored here; says what.
+    store_lib.RefusedError: something in it cannot, or may not, be restored.
   """
   if structure is None or isinstance(structure, bool | int | float | str):
     return structure

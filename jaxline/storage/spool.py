@@ -54,9 +54,6 @@ def upload(
     run: the run's directory or address.
     names: relative path -> length in bytes to upload; None means all of them,
       at the end of the run.
-
-  Raises:
-    LostClaimError: another run has taken over.
   """
   if not disk.is_address(run):
     return
