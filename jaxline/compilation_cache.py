@@ -89,19 +89,14 @@ def of_run(config: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def configured(settings: Mapping[str, Any]) -> Iterator[None]:
   """Sets JAX's options of the compilation cache while inside."""
-  before = {key: getattr(jax.config, key) for key in settings}
-  _configure(settings)
-  try:
+  with contextlib.ExitStack() as stack:
+    # JAX reads its settings only when it compiles for the first time.
+    stack.callback(compilation_cache.reset_cache)
+    for key, value in settings.items():
+      stack.callback(jax.config.update, key, getattr(jax.config, key))
+      jax.config.update(key, value)
+    compilation_cache.reset_cache()
     yield
-  finally:
-    _configure(before)
-
-
-def _configure(settings: Mapping[str, Any]) -> None:
-  # JAX reads its settings only when it compiles for the first time.
-  compilation_cache.reset_cache()
-  for key, value in settings.items():
-    jax.config.update(key, value)
 
 
 def _path(config: Any) -> pathlib.Path | None:

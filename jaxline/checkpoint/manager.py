@@ -151,7 +151,7 @@ class Manifests:
 
   def __init__(self, store: store_lib.Store):
     self.store = store
-    self._ages = owner.Ages()
+    self._seen: dict[str, tuple[Any, float]] = {}  # Marks: see `owner.is_old`.
     self._doomed: set[str] = set()
 
   def steps(self, series: str) -> list[int]:
@@ -299,7 +299,7 @@ class Manifests:
         key = f'readers/{name}'
         if (raw := self.store.read(key)) is None:
           continue
-        if self._ages.is_old(name, raw):
+        if owner.is_old(self._seen, name, raw):
           self.store.delete(key)
           continue
         mark = store_lib.checked(f'{self.store}/{key}', raw, _MARK)

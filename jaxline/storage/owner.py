@@ -41,18 +41,12 @@ class LostClaimError(RuntimeError):
   """A run has lost its right to write, after it has begun."""
 
 
-class Ages:
-  """How long this process has seen values unchanged."""
-
-  def __init__(self) -> None:
-    self._seen: dict[str, tuple[Any, float]] = {}
-
-  def is_old(self, name: str, value: Any) -> bool:
-    """Returns whether a value has been the same for STALE_SECS."""
-    now = time.monotonic()
-    if self._seen.get(name, [None])[0] != value:
-      self._seen[name] = value, now
-    return now - self._seen[name][1] >= STALE_SECS
+def is_old(seen: dict[str, tuple[Any, float]], name: str, value: Any) -> bool:
+  """Notes when a value was new; returns whether that is STALE_SECS ago."""
+  now = time.monotonic()
+  if name not in seen or seen[name][0] != value:
+    seen[name] = value, now
+  return now - seen[name][1] >= STALE_SECS
 
 
 class Beat:
@@ -225,7 +219,8 @@ def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
   It waits until the first object of a killed process is stale. `first` is the
   key of the first object of this process, and may be `key`.
   """
-  ages, before = Ages(), None
+  seen: dict[str, tuple[Any, float]] = {}
+  before = None
   while True:
     raw, version = store.versioned(key)
     if raw is None:
@@ -236,7 +231,7 @@ def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
     is_there = sign is not None and (
       store_lib.checked(f'{store}/{at}', sign, _OBJECT)['nonce'] == nonce
     )
-    if nonce in _dead or not is_there or ages.is_old(at, sign):
+    if nonce in _dead or not is_there or is_old(seen, at, sign):
       _dead.add(nonce)
       break
     if before is None:

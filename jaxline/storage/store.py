@@ -166,18 +166,15 @@ class Disk(Store):
 
   def folder(self, key: str) -> pathlib.Path:
     """Returns the path of a folder; refuses a link, or another thing, there."""
-    path = self._path(f'{key}/_').parent
-    disk.check_kind(path, stat.S_IFDIR, links=key in LINKS)
-    return path
+    return self._path(f'{key}/_').parent
 
   def _path(self, key: str) -> pathlib.Path:
-    """Returns the path of a key; refuses links on the way there."""
+    """Returns the path of a key, to which only folders lead."""
     path = pathlib.Path(self.url)
     *folders, name = key.split('/')
     for i, folder in enumerate(folders):
       path /= folder
-      if path.is_symlink() and (i or folder not in LINKS):
-        disk.check_kind(path, stat.S_IFDIR)
+      disk.check_kind(path, stat.S_IFDIR, links=not i and folder in LINKS)
     return path / name
 
   def names(self, folder: str = '') -> list[str]:
