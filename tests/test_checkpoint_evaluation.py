@@ -232,11 +232,9 @@ def suspended(at: int, meanwhile):
 @pytest.mark.parametrize('who', ['evaluation', 'training'])
 @pytest.mark.parametrize('is_pure', [True, False])
 def test_who_is_suspended_at_any_operation_loses_no_best(
-  is_pure, who, url, open_run, clock, monkeypatch
+  is_pure, who, url, open_run, clock
 ):
   """Its mark becomes stale, and what it marks is retired and collected."""
-  # Two processes share no claims; here the one would wait for the other's beat.
-  monkeypatch.setattr(owner, 'own', lambda run: [])
 
   def weights(step):
     live = lib.weights(step)
@@ -474,7 +472,7 @@ def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   older = open_run(directory=url)
   lib.save(older, lib.weights(1), 3)
   monkeypatch.setattr(owner, '_claimed', {})  # As in another process.
-  monkeypatch.setattr(owner, '_dead', {owner._NONCE})
+  monkeypatch.setattr(owner, '_dead', {older._claims['latest']._nonce})
   newer, live = open_run(directory=url), lib.weights()
   assert lib.restore(newer, live).global_step == 3
   with pytest.raises(owner.LostClaimError, match='taken over'):

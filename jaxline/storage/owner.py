@@ -1,9 +1,8 @@
 """Claims on a run's directory: which process may write there.
 
 On a disk a claim is a lock of the operating system, which ends with the
-process. In a bucket it is an object. A process rewrites its first object in a
-run every `BEAT_SECS`; its other objects name the first, and count as long as
-the first does. Clocks of two machines are never compared: an object is stale if
+process. In a bucket it is an object that the process rewrites every
+`BEAT_SECS`. Clocks of two machines are never compared: an object is stale if
 this process has seen it unchanged for `STALE_SECS`.
 """
 
@@ -72,7 +71,7 @@ class Beat:
         # Afterwards: a write whose answer was lost is repeated unchanged.
         self._count += 1
         self._is_lost = self._version is None
-    if self._thread.ident is None and 'first' not in self._value:
+    if self._thread.ident is None:
       self._thread.start()
     return not self._is_lost
 
@@ -110,21 +109,18 @@ class Claim(contextlib.AbstractContextManager['Claim']):
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
     """Takes the right to write 'train', 'eval' or a series."""
-    run = store_lib.at(directory)
-    store = run.below('checkpoints')
+    store = store_lib.at(directory).below('checkpoints')
     self._name = f'{store}/claims/{what}'
     self._process = os.getpid()
     self._fd: int | None = None
     self._beat: Beat | None = None
-    self._first = self  # The claim of this process that shows that it lives.
     with _claiming:
       # Look before opening the file: closing it releases this process's lock.
-      has = _claimed.get(self._name)
-      if has is None or has._process != os.getpid():
+      mine = [x for x in _claimed.values() if x._process == os.getpid()]
+      self._nonce: str = mine[0]._nonce if mine else secrets.token_hex(8)
+      if all(x._name != self._name for x in mine):
         if isinstance(store, store_lib.Bucket):
-          self._first = next((x._first for x in own(run) if x._beat), self)
-          first = self._first._name.removeprefix(f'{store}/')
-          self._beat = _take_object(store, f'claims/{what}', first)
+          self._beat = _take_object(store, f'claims/{what}', self._nonce)
         else:
           claims = store_lib.Disk(store.url).folder('claims')
           self._fd = _lock_file(claims / f'{what}.lock')
@@ -145,14 +141,12 @@ class Claim(contextlib.AbstractContextManager['Claim']):
     """Raises LostClaimError if the right is lost: another may have it.
 
     Args:
-      renews: whether to rewrite the first object in a bucket. GCS slows down
-        who writes an object more than once a second.
+      renews: whether to rewrite the object in a bucket. GCS slows down who
+        writes an object more than once a second.
     """
-    is_held, first = True, self._first._beat
+    is_held = True
     if self._beat is not None:
-      is_held = self._beat.is_ours() and first is not None and first.is_ours()
-      if first is not None and is_held and renews:
-        is_held = first.write()
+      is_held = self._beat.write() if renews else self._beat.is_ours()
     elif self._fd is not None:
       is_held = False
       with contextlib.suppress(*store_lib.MISSING):
@@ -178,10 +172,11 @@ class Claim(contextlib.AbstractContextManager['Claim']):
       _claimed.pop(self._name, None)
 
 
-def own(run: store_lib.Store) -> list[Claim]:
-  """Returns this process's claims on a run, the first one first."""
-  claims = [*_claimed.items()]
-  return [x for name, x in claims if name.startswith(f'{run}/checkpoints/')]
+def check(run: store_lib.Store) -> None:
+  """Checks this process's claims on a run: see `Claim.check`."""
+  for name, claim in [*_claimed.items()]:
+    if name.startswith(f'{run}/checkpoints/'):
+      claim.check()
 
 
 def _lock_file(path: pathlib.Path) -> int | None:
@@ -208,45 +203,36 @@ def _lock_file(path: pathlib.Path) -> int | None:
   return fd
 
 
-_NONCE = secrets.token_hex(8)  # Of this process.
+# All objects of a process have one nonce, until it has given back all.
 _OBJECT = keys.record(nonce=keys.text('a nonce'))
-_dead: set[str] = set()  # Nonces of processes that were found dead.
+_dead: set[str] = set()  # Nonces of processes that have ended: nobody waits.
 
 
-def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
-  """Returns the beat of an object, or None if another process has it.
-
-  It waits until the first object of a killed process is stale. `first` is the
-  key of the first object of this process, and may be `key`.
-  """
+def _take_object(store: store_lib.Bucket, key: str, own: str) -> Beat | None:
+  """Returns the beat of an object, or None if another process has it."""
   seen: dict[str, tuple[Any, float]] = {}
-  before = None
+  before, nonce = None, ''
   while True:
     raw, version = store.versioned(key)
     if raw is None:
+      _dead.add(nonce)
       break
-    held = store_lib.checked(f'{store}/{key}', raw, _OBJECT)
-    nonce, at = held['nonce'], held.get('first', key)
-    sign = raw if at == key else store.read(at)
-    is_there = sign is not None and (
-      store_lib.checked(f'{store}/{at}', sign, _OBJECT)['nonce'] == nonce
-    )
-    if nonce in _dead or not is_there or is_old(seen, at, sign):
+    nonce = store_lib.checked(f'{store}/{key}', raw, _OBJECT)['nonce']
+    if nonce in _dead or is_old(seen, key, raw):
       _dead.add(nonce)
       break
     if before is None:
       logging.warning(
         '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
         ' for a sign of life. (If it has ended, delete this object.)',
-        store, at, STALE_SECS,
+        store, key, STALE_SECS,
       )  # fmt: skip
-    if sign != (before := before or sign):
+    if raw != (before := before or raw):
       return None
     watchdog.give_sign_of_life()  # It may end a run sooner than that.
     time.sleep(_LOOK_SECS)
   beat = Beat(store, key, version)
-  named = {} if key == first else {'first': first}
-  if not beat.write(nonce=_NONCE, **named):
+  if not beat.write(nonce=own):
     return None
   # Without the right to list, GCS lists nothing and TensorStore says nothing.
   if not store.names('claims'):

@@ -58,9 +58,7 @@ def upload(
   if not disk.is_address(run):
     return
   store, top, is_end = store_lib.at(run), directory(run), names is None
-  own = owner.own(store)
-  for claim in own:  # Else these may be the files of a run that took over.
-    claim.check(renews=claim is own[0])
+  owner.check(store)  # Else these may be the files of a run that took over.
   if names is None:
     files = (p for p in top.rglob('*') if p.is_file())
     names = {str(p.relative_to(top)): p.stat().st_size for p in files}
