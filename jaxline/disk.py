@@ -49,10 +49,7 @@ def check_kind(
 ) -> None:
   """Raises ForeignFileError where something of a different kind is.
 
-  Args:
-    path: the path.
-    kind: S_IFREG or S_IFDIR.
-    links: whether a link to a directory will do.
+  The kind is S_IFREG or S_IFDIR; `links` allows a link to a directory.
   """
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
     found = stat.S_IFMT(os.lstat(path).st_mode)
@@ -88,9 +85,8 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
 def replacing(path: pathlib.Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
   """Opens a temporary file, and renames it once it is complete and synced.
 
-  Args:
-    path: the file to replace. It keeps its old content if the block raises.
-    mode: who may read it, from its creation on; less what the umask takes.
+  If the block raises, the file keeps its old content. `mode` says who may read
+  it, from its creation on.
   """
   # Two threads, or machines, may write the same file.
   partial = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{PARTIAL}')

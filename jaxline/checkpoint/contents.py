@@ -248,9 +248,6 @@ class Checkpoint:
     """Reads the arrays whose names a pattern matches in full.
 
     Random keys come as their uint32 data.
-
-    Raises:
-      ValueError: it matches none.
     """
     names = [name for name in self.described if re.fullmatch(select, name)]
     if not names and select != '.*':
@@ -361,7 +358,7 @@ class Checkpoint:
   def take(
     self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
   ) -> dict[str, Any]:
-    """Reads arrays, each onto the devices of a live one.
+    """Reads arrays, each onto the devices of a live one of the same name.
 
     Args:
       sources: name -> the name of the array in the checkpoint.

@@ -121,8 +121,7 @@ def _num_bytes(record: Mapping[str, Any]) -> int:
 def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields step and scalars, by 'folder/name', of each record in a run's logs.
 
-  The values are as in `metrics.jsonl`, where NaN and infinity are text. A line
-  that is no record, such as half a last line, is skipped.
+  NaN and infinity are text. Half a last line is skipped.
   """
   for folder in run.names():
     try:

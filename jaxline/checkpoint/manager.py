@@ -197,10 +197,7 @@ class Manifests:
     or if the data is lost. (No process collects the data of `latest`.) Each
     restore verifies the parts; to read them here would take too long.
 
-    Args:
-      series: 'latest' or 'best'.
-      manifest: the manifest.
-      check: raises an error if the right to write is lost.
+    `check` raises an error if the right to write is lost.
 
     Raises:
       LostClaimError: another process has made a checkpoint of that step.

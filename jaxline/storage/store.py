@@ -49,9 +49,7 @@ class RefusedError(errors.UsageError):
 def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   """Returns the store at a directory or an address; touches nothing.
 
-  Args:
-    place: the directory, or `gs://BUCKET/PATH`, or `s3://BUCKET/PATH`.
-    what: the key of the config that has it, for errors.
+  `what` is the key of the config that has the place, for errors.
   """
   text = os.fspath(place)
   scheme, _, path = text.partition('://')
@@ -66,13 +64,7 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
 
 
 def checked(name: str, value: Any, check: keys.Check) -> Any:
-  """Returns the content of a JSON file of a run.
-
-  Args:
-    name: the file.
-    value: the bytes of the file, or the value of the JSON.
-    check: accepts a valid value; for another one a RefusedError is raised.
-  """
+  """Returns the value of a JSON file, given also as bytes, if it is valid."""
   try:
     value = json.loads(value) if isinstance(value, bytes) else value
     check.require('it', value)
