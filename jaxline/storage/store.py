@@ -64,7 +64,7 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
 
 
 def checked(name: str, value: Any, check: keys.Check) -> Any:
-  """Returns the value of a JSON file, given also as bytes, if it is valid."""
+  """Returns the value of a JSON file, or of its bytes. Raises RefusedError."""
   try:
     value = json.loads(value) if isinstance(value, bytes) else value
     check.require('it', value)
