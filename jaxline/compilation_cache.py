@@ -135,7 +135,7 @@ def _is_shared(path: pathlib.Path | None) -> bool:
     if path is not None and jax.process_index() == 0:
       with contextlib.suppress(OSError):
         (path / name).touch()
-        stack.callback((path / name).unlink)
+        stack.callback((path / name).unlink, missing_ok=True)
     name = distributed.of_chief(name)  # After the file is there.
     is_seen = path is not None and (path / name).exists()
     return distributed.decide(is_seen, all, series='cache')

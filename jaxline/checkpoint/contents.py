@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -16,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
+import optax
 
 import jaxline
 from jaxline import checkpointing
@@ -32,7 +33,7 @@ from jaxline.storage import store as store_lib
 PARAMS = 'state/params/'
 AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 _MAX_DIFF = 2**20  # Characters.
-_PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
+_PACKAGES: Any = jaxline, jax, jaxlib, np, optax
 
 
 class MismatchError(errors.UsageError):
@@ -94,9 +95,8 @@ def content(
     'time': time.time(),
     'devices': [jax.device_count(), jax.devices()[0].device_kind],
     'versions': {
-      'jaxline': jaxline.__version__,
       'python': platform.python_version(),
-      **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      **{x.__name__: x.__version__ for x in _PACKAGES},
     },
     'config': recorded,
     'entries': entries,

@@ -108,7 +108,11 @@ class Claim(contextlib.AbstractContextManager['Claim']):
   """The right to write something in a run's directory; one process has it."""
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
-    """Takes the right to write 'train', 'eval' or a series."""
+    """Takes the right to write 'train', 'eval' or a series.
+
+    Raises:
+      ClaimedError: another run has it.
+    """
     store = store_lib.at(directory).below('checkpoints')
     self._name = f'{store}/claims/{what}'
     self._process = os.getpid()

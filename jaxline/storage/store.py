@@ -64,7 +64,11 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
 
 
 def checked(name: str, value: Any, check: keys.Check) -> Any:
-  """Returns the value of a JSON file, or of its bytes. Raises RefusedError."""
+  """Returns the value of a JSON file, given as bytes or as that value.
+
+  Raises:
+    RefusedError: the check does not accept it; names the file.
+  """
   try:
     value = json.loads(value) if isinstance(value, bytes) else value
     check.require('it', value)
@@ -84,9 +88,7 @@ def check_size(key: str, found: int | None, written: int) -> None:
 class Store(abc.ABC):
   """Bytes by key. An OSError, which each method may raise, is never damage."""
 
-  threads = (
-    16  # Of reads or writes; in a bucket each may have a copy of a part.
-  )
+  threads = 16  # That read or write; in a bucket each may have a part's copy.
   poll_secs = 0.0  # To wait between two listings.
   mode = 0o666  # On a disk, of what `write` makes: see `disk.replacing`.
 
