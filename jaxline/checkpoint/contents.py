@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -15,9 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
-import optax
 
 import jaxline
 from jaxline import checkpointing
@@ -33,7 +32,12 @@ from jaxline.storage import store as store_lib
 PARAMS = 'state/params/'
 AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 _MAX_DIFF = 2**20  # Characters.
-_PACKAGES: Any = jaxline, jax, jaxlib, np, optax
+_PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
+_VERSIONS = {
+  'jaxline': jaxline.__version__,
+  'python': platform.python_version(),
+  **{name: importlib.metadata.version(name) for name in _PACKAGES},
+}
 
 
 class MismatchError(errors.UsageError):
@@ -94,10 +98,7 @@ def content(
     'step': int(state['global_step']),
     'time': time.time(),
     'devices': [jax.device_count(), jax.devices()[0].device_kind],
-    'versions': {
-      'python': platform.python_version(),
-      **{x.__name__: x.__version__ for x in _PACKAGES},
-    },
+    'versions': _VERSIONS,
     'config': recorded,
     'entries': entries,
     'module': saved,
