@@ -293,7 +293,7 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
 
 
 _EVALUATION = """
-import os, signal, sys
+import signal, sys, threading
 from jaxline.checkpoint import durable
 from jaxline.storage import store
 from tests import checkpoints as lib
@@ -306,10 +306,10 @@ write = store.Disk.write
 def stopped(self, key, *args):
   stops = lambda at: key == 'best/5.json' and when == at
   if stops('before'):
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
   write(self, key, *args)
   if stops('after'):
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
   return True
 
 store.Disk.write = stopped
