@@ -16,11 +16,11 @@ import os
 import pathlib
 import time
 from typing import Any
-import zlib
 
 from absl import logging
 import filelock
 import jax
+from jax._src import compilation_cache as jax_cache  # Nothing public reads.
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxline import disk
@@ -46,24 +46,22 @@ KEYS = (
 
 @contextlib.contextmanager
 def of_run(config: Any) -> Iterator[None]:
-  """Uses the cache that a config asks for, while inside.
+  """Uses the cache that a config asks for; all processes call it together.
 
-  A directory that the user has given to JAX itself (JAX_COMPILATION_CACHE_DIR,
-  `jax_compilation_cache_dir`) stays, and so does a cache that is switched off
-  there. All processes of a run must call it together.
+  A directory that the user has given to JAX itself stays, and so does a cache
+  that is switched off there.
   """
   path = _path(config)
-  if jax.process_count() > 1 and not _is_shared(path):
-    # A process that finds a program does not take part in autotuning it, and
-    # the GPUs of the processes that compile it would wait for that for ever.
-    if path is not None:
-      logging.warning(
-        'No compilation cache: the processes do not share %s. Set'
-        ' config.compilation_cache to a directory that all of them see.',
-        path,
-      )
-    path = None
-  if path is None:
+  # A process that finds a program does not take part in autotuning it, and the
+  # GPUs of the processes that compile it would wait for that for ever.
+  is_shared = jax.process_count() == 1 or _is_shared(path)
+  if path is not None and not is_shared:
+    logging.warning(
+      'No compilation cache: the processes do not share %s. Set'
+      ' config.compilation_cache to a directory that all of them see.',
+      path,
+    )
+  if path is None or not is_shared:
     yield
     return
   settings = {
@@ -91,19 +89,14 @@ def of_run(config: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def configured(settings: Mapping[str, Any]) -> Iterator[None]:
   """Sets JAX's options of the compilation cache while inside."""
-  before = {key: getattr(jax.config, key) for key in settings}
-  _configure(settings)
-  try:
+  with contextlib.ExitStack() as stack:
+    # JAX reads its settings only when it compiles for the first time.
+    stack.callback(compilation_cache.reset_cache)
+    for key, value in settings.items():
+      stack.callback(jax.config.update, key, getattr(jax.config, key))
+      jax.config.update(key, value)
+    compilation_cache.reset_cache()
     yield
-  finally:
-    _configure(before)
-
-
-def _configure(settings: Mapping[str, Any]) -> None:
-  # JAX reads its settings only when it compiles for the first time.
-  compilation_cache.reset_cache()
-  for key, value in settings.items():
-    jax.config.update(key, value)
 
 
 def _path(config: Any) -> pathlib.Path | None:
@@ -137,25 +130,22 @@ def _path(config: Any) -> pathlib.Path | None:
 
 def _is_shared(path: pathlib.Path | None) -> bool:
   """Returns whether all processes have one directory and see the same files."""
-  token = f'.shared-{os.urandom(8).hex()}'
-  is_chief = jax.process_index() == 0
-  if path is not None and is_chief:
-    with contextlib.suppress(OSError):
-      (path / token).touch()
-  token = distributed.of_chief(token)  # After the file is there.
-  is_seen = path is not None and (path / token).exists()
-  all_see = distributed.decide(is_seen, all, series='cache')
-  if path is not None and is_chief:
-    with contextlib.suppress(OSError):
-      (path / token).unlink()
-  return all_see
+  name = f'.shared-{os.urandom(8).hex()}'
+  with contextlib.ExitStack() as stack:
+    if path is not None and jax.process_index() == 0:
+      with contextlib.suppress(OSError):
+        (path / name).touch()
+        stack.callback((path / name).unlink, missing_ok=True)
+    name = distributed.of_chief(name)  # After the file is there.
+    is_seen = path is not None and (path / name).exists()
+    return distributed.decide(is_seen, all, series='cache')
 
 
 def _remove_damaged(path: pathlib.Path, since: float) -> None:
   """Removes entries that JAX cannot read: of those used after a time, in s.
 
-  It also looks at entries without a time, which a killed process has left. JAX
-  would fail to remove the oldest entries because of one of these.
+  And of those without a time, which a killed process has left: because of one
+  of these JAX would fail to remove the oldest entries.
   """
   with contextlib.suppress(OSError, filelock.Timeout):
     # JAX holds this lock while it reads or writes.
@@ -165,18 +155,8 @@ def _remove_damaged(path: pathlib.Path, since: float) -> None:
         if used.exists() and used.stat().st_mtime < since:
           continue
         try:
-          _decompress(entry.read_bytes())
+          jax_cache.decompress_executable(entry.read_bytes())
           used.touch()
         except Exception as e:  # Each way to compress has its own.
           logging.warning('%s is damaged (%r), and is removed.', entry, e)
           entry.unlink()
-
-
-def _decompress(entry: bytes) -> None:
-  """Raises an error unless an entry can be decompressed."""
-  if not entry.startswith(b'\x28\xb5\x2f\xfd'):
-    zlib.decompress(entry)
-    return
-  import zstandard  # JAX uses it where it is installed.
-
-  zstandard.ZstdDecompressor().decompress(entry)

@@ -16,7 +16,7 @@ from jaxline import errors
 
 PARTIAL = '.partial'  # The end of the name of a file that is being written.
 # The errno values for a full file system or quota.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FullDiskError(OSError):
@@ -44,39 +44,24 @@ class ForeignFileError(errors.UsageError, OSError):
   """A run's directory has something that no run makes, such as a link."""
 
 
-class ForeignFolderError(ForeignFileError, IsADirectoryError):
-  """A run's directory has a directory in place of a file."""
-
-
 def check_kind(
   path: str | os.PathLike[str], kind: int = stat.S_IFREG, *, links: bool = False
 ) -> None:
-  """Refuses a path where something of a different kind is.
+  """Raises ForeignFileError where something of a different kind is.
 
-  Args:
-    path: the path.
-    kind: S_IFREG or S_IFDIR.
-    links: whether a link to one will do.
-
-  Raises:
-    ForeignFileError: a link, a FIFO or the like is there.
+  The kind is S_IFREG or S_IFDIR; `links` allows a link to a directory.
   """
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
     found = stat.S_IFMT(os.lstat(path).st_mode)
     if found != kind and not (links and os.path.isdir(path)):
-      is_folder = found == stat.S_IFDIR
-      raise (ForeignFolderError if is_folder else ForeignFileError)(
+      raise ForeignFileError(
         f'{os.fspath(path)} is {_KINDS.get(found, "a device")}; expected'
         f' {_KINDS[kind]} of a run. Remove it, or give another directory.'
       )
 
 
 def open_regular(path: str, flags: int) -> int:
-  """Opens a file of a run: the `opener` of `open`.
-
-  Raises:
-    ForeignFileError: something else is there, such as a link or a FIFO.
-  """
+  """Opens a regular file, as the `opener` of `open`; refuses all else."""
   check_kind(path)
   return os.open(path, flags | _FLAGS, 0o666)
 
@@ -87,15 +72,7 @@ def is_address(place: str | os.PathLike[str]) -> bool:
 
 
 def check_local(path: str | os.PathLike[str], what: str) -> None:
-  """Refuses the address of a bucket.
-
-  Args:
-    path: the path to check.
-    what: what it is, for the message.
-
-  Raises:
-    errors.UsageError: it is an address; says how to mount it.
-  """
+  """Raises a UsageError, which names `what`, for the address of a bucket."""
   if is_address(path):
     raise errors.UsageError(
       f'{what} is {os.fspath(path)!r}; expected a path of this machine. Mount'
@@ -105,18 +82,11 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(
-  path: pathlib.Path, *, sync: bool = True, mode: int = 0o666
-) -> Iterator[BinaryIO]:
+def replacing(path: pathlib.Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
   """Opens a temporary file, and renames it once it is complete and synced.
 
-  Args:
-    path: the file to replace. It keeps its old content if the block raises.
-    sync: whether to wait for the disk; else a power failure may cut the file.
-    mode: who may read it, from its creation on; less what the umask takes.
-
-  Raises:
-    OSError: the file cannot be written; says how much room there is.
+  If the block raises, the file keeps its old content. `mode` says who may read
+  it, from its creation on.
   """
   # Two threads, or machines, may write the same file.
   partial = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{PARTIAL}')
@@ -124,9 +94,8 @@ def replacing(
     opener = functools.partial(os.open, mode=mode)
     with open(partial, 'xb', opener=opener) as file:
       yield file
-      if sync:
-        file.flush()
-        os.fsync(file.fileno())
+      file.flush()
+      os.fsync(file.fileno())
     os.replace(partial, path)
   except BaseException as e:
     with contextlib.suppress(OSError):
@@ -134,8 +103,7 @@ def replacing(
     if isinstance(e, OSError):
       raise failed_write(e, path) from None
     raise
-  if sync:
-    sync_directory(path.parent)
+  sync_directory(path.parent)
 
 
 def make_directory(path: pathlib.Path) -> None:
@@ -153,27 +121,17 @@ def to_json(value: Any) -> bytes:
 
 
 def failed_write(error: OSError, path: pathlib.Path) -> OSError:
-  """Returns an error of the same kind that says how much room there is.
-
-  Args:
-    error: what writing failed with.
-    path: what could not be written.
-  """
+  """Returns an error that names a path, and how much room a full disk has."""
   text = error.strerror or str(error)
-  if error.errno not in FULL:
+  if error.errno not in _FULL:
     return OSError(error.errno, text, str(path))
-  if not isinstance(error, FullDiskError):  # Its text has the number already.
-    free = shutil.disk_usage(path.parent).free
-    text += f' ({free / 2**20:.2f} MiB free)'
+  free = shutil.disk_usage(path.parent).free
+  text += f' ({free / 2**20:.2f} MiB free)'
   return FullDiskError(error.errno, text, str(path))
 
 
 def sync_directory(directory: pathlib.Path) -> None:
-  """Waits until the disk knows the names that a directory has now.
-
-  Raises:
-    OSError: the disk is full, or failing.
-  """
+  """Waits until the disk knows the names that a directory has now."""
   try:
     fd = os.open(directory, os.O_RDONLY)
     try:

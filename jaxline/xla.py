@@ -4,11 +4,6 @@
 before JAX starts. XLA and libtpu check the flags themselves: they end the
 process and name a flag that they do not know.
 docs/reference/accelerators.md says what to set, and when.
-
-The Profile Guided Latency Estimator gives XLA's scheduler for GPUs the measured
-durations of a program's instructions, so that it can overlap communication with
-computation. JAX can measure and recompile in one run (automatic), or one run
-saves a profile and the next one compiles with it (manual).
 """
 
 from __future__ import annotations
@@ -19,6 +14,7 @@ import re
 from typing import Any
 
 import jax
+from jax._src import xla_bridge  # Says whether JAX has started.
 
 from jaxline import errors
 from jaxline.keys import BOOLEAN, COUNT, Key, integer, mapping, optional, text
@@ -81,11 +77,7 @@ def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def drop_places(options: Any) -> list[str]:
-  """Removes what names a file, a program or more flags from recorded options.
-
-  Returns:
-    The names that were removed.
-  """
+  """Removes what names a file, or more flags; returns the removed names."""
   dropped = [x for x in ('pgle_save', 'pgle_profile') if options[x]]
   options.update(dict.fromkeys(dropped))
   for flags in (options.flags, options.tpu_flags):
@@ -104,17 +96,10 @@ def uses_pgle(options: Mapping[str, Any]) -> bool:
 
 
 def apply(options: Mapping[str, Any]) -> list[str]:
-  """Sets the environment and JAX as `config.xla` says, before JAX starts.
+  """Sets the environment and JAX as `config.xla` says; returns what was set.
 
   The flags are appended to XLA_FLAGS and LIBTPU_INIT_ARGS. Of two values for
   one flag XLA takes the last.
-
-  Returns:
-    Lines for the user that say what was set; none if nothing was.
-
-  Raises:
-    UsageError: `pgle_profile` does not exist; or JAX has started, so that it
-      would ignore the flags.
   """
   profile = options['pgle_profile']
   if profile and not os.path.exists(profile):
@@ -130,19 +115,16 @@ def apply(options: Mapping[str, Any]) -> list[str]:
       f'--{name}={str(x).lower() if isinstance(x, bool) else x}'
       for name, x in values.items()
     ]
-    added = [flag for flag in flags if flag not in before.split()]
-    # There is no public way to ask.
-    from jax._src import xla_bridge
-
+    added = ' '.join(flag for flag in flags if flag not in before.split())
     if added and xla_bridge.backends_are_initialized():
       raise errors.UsageError(
-        f'config.xla needs {" ".join(added)} in {variable}, but JAX has started'
-        ' and no longer reads it. Call nothing that needs a device before the'
-        f' run, or set {variable} in the shell.'
+        f'config.xla needs {added} in {variable}, but JAX has started and no'
+        ' longer reads it. Call nothing that needs a device before the run, or'
+        f' set {variable} in the shell.'
       )
     if added:
-      os.environ[variable] = ' '.join([before, *added]).strip()
-      lines.append(f'{variable}: {" ".join(added)}')
+      os.environ[variable] = f'{before} {added}'.strip()
+      lines.append(f'{variable}: {added}')
   settings = {
     'jax_enable_pgle': True,
     'jax_pgle_profiling_runs': options['pgle_profiling_runs'],

@@ -6,7 +6,7 @@ import os
 import pathlib
 from typing import Any
 
-from jaxline.checkpoint import inspection
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.storage import notes
 from jaxline.storage import store
@@ -47,7 +47,7 @@ def newest(run_dir: os.PathLike[str], series: str = 'latest') -> int | None:
   there = steps(run_dir, series)
   for step in there:
     with contextlib.suppress(store.GoneError):
-      found = inspection.Checkpoint(manifests(run_dir), series, step)
+      found = contents.Checkpoint(manifests(run_dir), series, step)
       assert found.arrays()
   return max(there, default=None)
 

@@ -31,11 +31,15 @@ from tests.programs import survivor
 Files = dict[str, bytes]  # Path below the run's directory -> content.
 
 
+def keys_of(bucket: store.Bucket) -> list[str]:
+  return [key.decode() for key in bucket._kv.list().result()]
+
+
 def dump(url: str) -> Files:
   """Returns the files of a run."""
   place = store.at(url)
   if isinstance(place, store.Bucket):
-    return {key: place.read(key) or b'' for key in place._keys('')}
+    return {key: place.read(key) or b'' for key in keys_of(place)}
   paths = [p for p in pathlib.Path(url).rglob('*') if p.is_file()]
   return {str(p.relative_to(url)): p.read_bytes() for p in paths}
 
@@ -44,7 +48,7 @@ def load(url: str, files: Files) -> None:
   """Makes these the files of a run, and no others."""
   place = store.at(url)
   if isinstance(place, store.Bucket):
-    for key in place._keys(''):
+    for key in keys_of(place):
       place.delete(key)
     for key, content in files.items():
       place.write(key, content)
@@ -168,7 +172,7 @@ def recorded(url: str, wants: Callable[[int, str], Any]) -> Iterator[Shots]:
         at = f'{at}/'.removeprefix(f'{url}/')
         if not hasattr(on, 'url'):
           at = at.rstrip('/')
-        key = args[1] if hasattr(on, 'url') else ''
+        key = args[1] if hasattr(on, 'url') and len(args) > 1 else ''
         with lock:
           half_way = lambda files: half(files, at, *args[1:])
           before(f'{method} {at}{key}', half_way, synced)

@@ -237,7 +237,7 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
 ):
   """Its mark becomes stale, and what it marks is retired and collected."""
   # Two processes share no claims; here the one would wait for the other's beat.
-  monkeypatch.setattr(owner, '_own', lambda store: [])
+  monkeypatch.setattr(owner, 'check', lambda run: None)
 
   def weights(step):
     live = lib.weights(step)
@@ -296,7 +296,7 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
 
 
 _EVALUATION = """
-import os, signal, sys
+import signal, sys, threading
 from jaxline.checkpoint import durable
 from jaxline.storage import store
 from tests import checkpoints as lib
@@ -308,10 +308,10 @@ write = store.Disk.write
 def stopped(self, key, *args):
   stops = lambda at: key == 'best/5.json' and when == at
   if stops('before'):
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
   write(self, key, *args)
   if stops('after'):
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
   return True
 
 store.Disk.write = stopped
@@ -477,7 +477,7 @@ def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   older = open_run(directory=url)
   lib.save(older, lib.weights(1), 3)
   monkeypatch.setattr(owner, '_claimed', {})  # As in another process.
-  monkeypatch.setattr(owner, '_dead', {owner._NONCE})
+  monkeypatch.setattr(owner, '_dead', {older._claims['latest']._nonce})
   newer, live = open_run(directory=url), lib.weights()
   assert lib.restore(newer, live).global_step == 3
   with pytest.raises(owner.LostClaimError, match='taken over'):

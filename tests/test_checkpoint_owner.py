@@ -131,12 +131,7 @@ def test_a_lock_that_is_removed_is_lost(removed, is_made_anew, tmp_path):
 @pytest.fixture
 def another(monkeypatch):
   """Makes this process another one."""
-
-  def forget():
-    monkeypatch.setattr(owner, '_claimed', {})
-    monkeypatch.setattr(owner, '_NONCE', owner.secrets.token_hex(8))
-
-  return forget
+  return lambda: monkeypatch.setattr(owner, '_claimed', {})
 
 
 BUCKETS = pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)

@@ -4,13 +4,11 @@ import base64
 import collections
 import dataclasses
 import enum
-import functools
 import json
 import math
 import os
 import pickle
 import sys
-import threading
 import types
 from typing import Any, NamedTuple
 
@@ -54,10 +52,6 @@ class Plain:
   def __post_init__(self):
     if self.a == 'no init':
       raise AssertionError('__post_init__ ran')
-
-  @functools.cached_property
-  def doubled(self):
-    return self.a * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +103,6 @@ class Opaque:
 
 
 class MyDict(dict):
-  pass
-
-
-class ExtraPoint(Point):
   pass
 
 
@@ -237,11 +227,12 @@ def test_equal_names_are_numbered_alike_in_any_order():
   assert taken == {'x/y': 1, 'x/y#2': 2, 'x/y#2#2': 3}
 
 
-def _optimizers():
+def _optimizers(x):
+  """Returns states of optimizers of an array."""
   rate = optax.cosine_decay_schedule(0.1, 10)
   is_w = lambda params: {name: 'w' in name for name in params}
   of_name = lambda params: {name: name[0] for name in params}
-  return {
+  optimizers = {
     'inject': optax.chain(
       optax.clip_by_global_norm(1.0),
       optax.inject_hyperparams(optax.adamw)(learning_rate=rate),
@@ -252,25 +243,12 @@ def _optimizers():
     ),
     'multi': optax.MultiSteps(optax.lamb(rate), 2).gradient_transformation(),
   }
-
-
-@pytest.mark.parametrize('name', list(_optimizers()))
-def test_optax_state(name):
-  params = {'linear/~/w': jnp.ones((2, 3)), 'b': jnp.zeros(3)}
-  optimizer = _optimizers()[name]
-  grads = jax.tree.map(jnp.ones_like, params)
+  params = {'linear/~/w': jnp.stack([x, x]), 'b': x}
   with jax.numpy_dtype_promotion('standard'):  # Optax relies on it.
-    _, state = optimizer.update(grads, optimizer.init(params), params)
-  described, arrays = encode(state, 'opt_state')
-  names = structure.named_leaves({'opt_state': state})
-  assert arrays.keys() == names.keys()
-  assert all(arrays[name] is x for name, x in names.items())
-  hosts = {name: np.asarray(x) for name, x in arrays.items()}
-  back = structure.decode(described, hosts)
-  assert jax.tree.structure(back) == jax.tree.structure(state)
-  for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
-    assert x.dtype == y.dtype
-    assert x.tobytes() == np.asarray(y).tobytes()
+    return {
+      name: optimizer.update(params, optimizer.init(params), params)[1]
+      for name, optimizer in optimizers.items()
+    }
 
 
 class Tagged:
@@ -344,6 +322,7 @@ _NODES = {
   'optimizer': lambda x: optax.adam(optax.constant_schedule(0.1)).init(
     hk.data_structures.to_immutable_dict(_dict_of(x))
   ),
+  'optimizers': _optimizers,
   'haiku of nodes': lambda x: hk.data_structures.to_immutable_dict(
     {'a': {'w': Tagged({'x': x}, relu), 'o': collections.OrderedDict(b=x)}}
   ),
@@ -379,7 +358,7 @@ def test_registered_containers(name, own, open_run, tmp_path, capsys):
   lib.save(saver, saved := made(1))
   nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
   live = made(0)
-  if name in ('haiku', 'optimizer'):
+  if name in ('haiku', 'optimizer', 'optimizers'):
     live._a0 = None  # They need no live value, which an evaluation may lack.
   lib.restore(open_run('eval'), live)
   for entry in 'ab':
@@ -388,14 +367,15 @@ def test_registered_containers(name, own, open_run, tmp_path, capsys):
   _assert_equal(*jax.device_get([published['b'], saved.held()['b']]))
   assert not inspection.main(['show', str(tmp_path / 'run')])
   shown = capsys.readouterr().out
-  assert all(f' {x} ' in shown for x in structure.named_leaves(live._a0, 'a'))
+  names = structure.named_leaves(live._a0, 'a')
+  assert all(f'\n{x} ' in shown for x in names)
   rules = [('a(.*)', r'a\1'), ('b.*', None)]
   fork = open_run(
     directory=tmp_path / 'fork',
     restore_from=str(tmp_path / 'run'),
     restore_rules=rules,
   )
-  if name not in ('empty', 'optimizer') and not own:
+  if name not in ('empty', 'optimizer', 'optimizers') and not own:
     lib.restore(fork, live := made(0))
     _assert_equal(live.held()['a'], saved.held()['a'])
     _assert_equal(live.held()['b'], made(0).held()['b'])
@@ -425,34 +405,22 @@ def _refused():
   class Local:
     a: int
 
-  stale = Plain(1)
-  stale.later = 2  # type: ignore[attr-defined]
-  extra = ExtraPoint(1, 2)
-  extra.note = 'lost'
   return {
     'set': ({1}, 'builtins.set'),
-    'frozenset': (frozenset({1}), 'builtins.frozenset'),
-    'range': (range(3), 'builtins.range'),
-    'slice': (slice(1), 'builtins.slice'),
     'enum': (Color.RED, 'Color'),
     'config': (config_dict.ConfigDict({'a': 1}), 'ConfigDict'),
     'dtype': (np.dtype('float32'), 'numpy.dtype'),
     'strings': (np.array(['a']), 'numpy.ndarray'),
     'big_endian': (np.ones(2, '>i4'), 'numpy.ndarray'),
     'date': (np.datetime64('2026-01-02'), 'numpy.datetime64'),
-    'lock': (threading.Lock(), '_thread.lock'),
     'abstract': (jax.ShapeDtypeStruct((2,), jnp.int32), 'ShapeDtypeStruct'),
     'function': (trip, 'a builtins.function'),
-    'type': (int, 'a builtins.type'),
     'class': (Local(1), 'Local'),
-    'rng': (np.random.default_rng(0), 'numpy.random._generator.Generator'),
     'opaque': (Opaque(), 'Opaque'),
     'object_array': (np.array([None]), 'numpy.ndarray'),
     'masked': (np.ma.masked_array([1], [1]), 'MaskedArray'),
     'sub_dict': (MyDict(a=1), 'MyDict'),
     'static': (Static(1), 'registered as static'),
-    'stale': (stale, "attributes beside its fields: ['later']"),
-    'extra': (extra, "attributes beside its fields: ['note']"),
     'dict_data': (DictData(a=1), 'DictData'),
     # Functions within, where no live value is at hand.
     'optimizer': (optax.sgd(0.1), "/optimizer/init', a builtins.function"),

@@ -224,18 +224,14 @@ def test_a_damaged_entry_is_compiled_again_once(
 # The size.
 
 
-@pytest.mark.parametrize('is_foreign', [False, True])
-def test_the_entries_used_least_recently_are_removed(
-  home, monkeypatch, is_foreign
-):
-  """Also those of a cache that JAX has filled without a limit."""
+def test_the_entries_used_least_recently_are_removed(home, monkeypatch):
+  """Those of a cache, too, that JAX has filled without a limit."""
   folder = home / 'jaxline' / 'programs'
   compiled(make_config())
   size = sum(path.stat().st_size for path in programs(folder))
   old = program(folder)
-  if is_foreign:
-    for path in folder.glob('*-atime'):
-      path.unlink()
+  for path in folder.glob('*-atime'):
+    path.unlink()
   notes = folder / 'notes.txt'
   notes.write_bytes(bytes(10_000))
   monkeypatch.setattr(compilation_cache, 'MAX_BYTES', size + 100)

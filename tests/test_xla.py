@@ -70,12 +70,6 @@ def test_the_defaults_set_nothing():
 @pytest.mark.parametrize(
   ('changed', 'flags', 'tpu_flags'),
   [
-    (
-      {'latency_hiding_scheduler': True},
-      {SCHEDULER: True},
-      {'xla_tpu_enable_latency_hiding_scheduler': True},
-    ),
-    ({'pgle_profiling_runs': 3}, {SCHEDULER: True}, {}),
     ({'pgle_save': 'a.pb'}, {SCHEDULER: True, COMMAND_BUFFER: ''}, {}),
     (
       {'pgle_profile': 'a.pb'},

@@ -23,8 +23,8 @@ from examples.pax import config as config_lib
 from examples.pax import experiment_registry
 from jaxline import errors
 from jaxline import platform
-from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
+from jaxline.storage import notes
 from jaxline.storage import store as store_lib
 
 MODES = {
@@ -182,7 +182,7 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
   done = set[int]()
   while True:
     # Asked first: the last checkpoint is there when the run has ended.
-    has_ended = inspection.ended(run) is not None
+    has_ended = bool(notes.read_end(manifests.store))
     new = [s for s in manifests.steps('latest') if s not in done]
     if new:
       done.add(step := new[0])

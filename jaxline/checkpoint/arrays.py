@@ -9,7 +9,7 @@ CRC-32C of each part. A part is read once, and verified while it is read.
 
 import base64
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import itertools
@@ -44,15 +44,10 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass
 class HostArray:
-  """A copy in host memory of an array, or of what this process writes of it.
+  """A copy in host memory of an array, or of what this process writes of it."""
 
-  Attributes:
-    about: its description, with the parts that this process has written.
-    blocks: the index of each block and its values; all of one shape.
-  """
-
-  about: dict[str, Any]
-  blocks: list[tuple[Index, np.ndarray]]
+  about: dict[str, Any]  # With the parts that this process has written.
+  blocks: list[tuple[Index, np.ndarray]]  # All of one shape.
 
 
 def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
@@ -60,9 +55,6 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
 
   Of an array that spans several hosts, each process copies its own shards, and
   of equal ones only the first. Process 0 copies all other arrays.
-
-  Raises:
-    TypeError: a type that Zarr lacks.
   """
   data = {
     name: jax.random.key_data(x) if is_key(x) else x for name, x in live.items()
@@ -155,55 +147,49 @@ def write(
 ) -> dict[str, Any]:
   """Writes what this process has of arrays; all is safe when it returns.
 
-  Args:
-    store: a new folder.
-    arrays: by name.
-
   Returns:
     Name -> description, with the parts that this process has written.
   """
+  described = {name: array.about for name, array in arrays.items()}
 
-  def write_part(task: tuple[HostArray, str, np.ndarray]) -> None:
-    array, part, values = task
+  def write_part(about: dict[str, Any], part: str, values: np.ndarray) -> None:
     raw = _bytes(values)
-    store.write_part(f'{array.about["file"]}/{part}', raw)
-    array.about['parts'][part] = crc32c.crc32c(raw)
-
-  def write_meta(about: dict[str, Any]) -> None:
-    key = f'{about["file"]}/{metadata.ZARR}'
-    store.write_part(key, memoryview(metadata.zarr(about)))
+    store.write_part(f'{about["file"]}/{part}', raw)
+    about['parts'][part] = crc32c.crc32c(raw)
 
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    tasks = [(a, *x) for a in arrays.values() for x in _parts_of(a)]
+    tasks = [(a.about, *x) for a in arrays.values() for x in _parts_of(a)]
     # The largest first, so that all threads end at about the same time.
     tasks.sort(key=lambda task: -task[2].nbytes)
-    pending = [pool.submit(write_part, task) for task in tasks]
+    pending = [pool.submit(write_part, *task) for task in tasks]
     if jax.process_index() == 0:
-      pending += [pool.submit(write_meta, a.about) for a in arrays.values()]
-      tree = memoryview(metadata.orbax({n: a.about for n, a in arrays.items()}))
-      pending.append(pool.submit(store.write_part, metadata.ORBAX, tree))
+      zarr, meta = metadata.ZARR, {metadata.ORBAX: metadata.orbax(described)}
+      meta |= {
+        f'{x["file"]}/{zarr}': metadata.zarr(x) for x in described.values()
+      }
+      for key, text in meta.items():
+        pending.append(pool.submit(store.write_part, key, memoryview(text)))
     try:
       for future in pending:
         future.result()
-    except BaseException:
+    finally:
       pool.shutdown(cancel_futures=True)
-      raise
   if pending:
-    store.sync('')
-  return {name: array.about for name, array in arrays.items()}
+    store.sync()
+  return described
 
 
 def _parts_of(array: HostArray) -> Iterator[tuple[str, np.ndarray]]:
   """Yields name and values of each part in this process."""
   chunk = array.about['chunk']
   for index, block in array.blocks:
-    start = [s.start or 0 for s in index]
-    rows = chunk[0] if chunk else 0
-    for row in range(0, block.shape[0], rows) if rows else [0]:
-      first = [x // c for x, c in zip(start, chunk, strict=True)]
-      if chunk:
-        first[0] += row // rows
-      yield _part(first), block[row : row + rows] if rows else block
+    first = [(s.start or 0) // c for s, c in zip(index, chunk, strict=True)]
+    if not chunk:
+      yield _part(first), block
+      continue
+    for i in range(block.shape[0] // chunk[0]):
+      at = [first[0] + i, *first[1:]]
+      yield _part(at), block[i * chunk[0] : (i + 1) * chunk[0]]
 
 
 def _part(at: Iterable[int]) -> str:
@@ -235,17 +221,11 @@ def _is_written(about: dict[str, Any]) -> bool:
   }
 
 
-def _has_bytes(about: dict[str, Any]) -> bool:
-  """Returns whether a small array has the bytes of its shape."""
-  return len(base64.b64decode(about['base64'])) == num_bytes(about)
-
-
-def _is_type(name: Any) -> bool:
-  return bool(_TYPES.fullmatch(name)) and jnp.dtype(name).name == name
-
-
 _SHAPE = keys.each(keys.integer(0), list)
-_TYPE = keys.Check('a type of Zarr', _is_type)
+_TYPE = keys.Check(
+  'a type of Zarr',
+  lambda x: bool(_TYPES.fullmatch(x)) and jnp.dtype(x).name == x,
+)
 # Descriptions in a manifest: of an array, and of one that is in it (see
 # `contents`).
 DESCRIBED = keys.record(
@@ -258,80 +238,69 @@ DESCRIBED = keys.record(
   key=keys.optional(keys.text('an implementation of keys')),
 )
 SMALL = keys.record(
-  _has_bytes, shape=_SHAPE, dtype=_TYPE, base64=keys.text('base64')
+  lambda x: len(base64.b64decode(x['base64'])) == num_bytes(x),
+  shape=_SHAPE,
+  dtype=_TYPE,
+  base64=keys.text('base64'),
 )
 
 
-class _Reading:
-  """One array that is being read.
+def _start(
+  store: store_lib.Store,
+  pool: futures.Executor,
+  about: Mapping[str, Any],
+  target: Any,
+) -> tuple[int, Callable[[], Any]]:
+  """Starts to read an array; returns how many bytes, and what returns it."""
+  shape, dtype = tuple(about['shape']), jnp.dtype(about['dtype'])
+  sharding = getattr(target, 'sharding', None)
+  split = None if is_key(target) else sharding
+  indices: Iterable[Index] = [(slice(None),) * len(shape)]
+  if split is not None:
+    indices = split.addressable_devices_indices_map(shape).values()
+  buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
+  # Several devices may have the same part. (Slices have no hash.)
+  for key, index in {str(i): i for i in indices}.items():
+    bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+    buffers[key] = bounds, np.empty([high - low for low, high in bounds], dtype)
+  pending = [
+    pool.submit(_read_part, store, about, part, places)
+    for part in about['parts']
+    if (places := _places(about['chunk'], part, buffers.values()))
+  ]
 
-  Attributes:
-    size: how many bytes this process reads.
-  """
-
-  def __init__(
-    self,
-    store: store_lib.Store,
-    pool: futures.Executor,
-    about: Mapping[str, Any],
-    target: Any,
-  ):
-    """Starts to read the parts that this process needs."""
-    self._about, self._target = about, target
-    sharding = getattr(target, 'sharding', None)
-    self._sharding = None if is_key(target) else sharding
-    shape = tuple(about['shape'])
-    if self._sharding is None:
-      indices: Iterable[Index] = [(slice(None),) * len(shape)]
-    else:
-      indices = self._sharding.addressable_devices_indices_map(shape).values()
-    self._buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
-    # Several devices may have the same part. (Slices have no hash.)
-    for index in {str(i): i for i in indices}.values():
-      bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-      size = [high - low for low, high in bounds]
-      buffer = np.empty(size, jnp.dtype(about['dtype']))
-      self._buffers[str(index)] = bounds, buffer
-    self.size = sum(x.nbytes for _, x in self._buffers.values())
-    self._pending = [
-      pool.submit(_read_part, store, about, part, places)
-      for part in about['parts']
-      if (places := self._places(part))
-    ]
-
-  def _places(self, part: str) -> list[tuple[np.ndarray, Any]]:
-    """Returns where a part goes: views of buffers, and which values."""
-    chunk = self._about['chunk']
-    at = [int(i) * c for i, c in zip(part.split('.')[1:], chunk, strict=True)]
-    places: list[tuple[np.ndarray, Any]] = []
-    for bounds, buffer in self._buffers.values():
-      axes = [
-        (first, low, max(first, low), min(first + n, high))
-        for first, n, (low, high) in zip(at, chunk, bounds, strict=True)
-      ]
-      if all(begin < end for *_, begin, end in axes):
-        # The ellipsis makes a view, also of an array without axes.
-        into: Any = (..., *(slice(b - low, e - low) for _, low, b, e in axes))
-        of = (..., *(slice(b - first, e - first) for first, _, b, e in axes))
-        places.append((buffer[into], of))
-    return places
-
-  def result(self) -> Any:
-    """Returns the array once all parts are read."""
-    for future in self._pending:
+  def finish() -> Any:
+    for future in pending:
       future.result()
-    buffers = {key: buffer for key, (_, buffer) in self._buffers.items()}
-    if self._sharding is not None:
-      shape = tuple(self._about['shape'])
-      return jax.make_array_from_callback(
-        shape, self._sharding, lambda index: buffers[str(index)]
-      )
+    if split is not None:
+      of = lambda index: buffers[str(index)][1]
+      return jax.make_array_from_callback(shape, split, of)
     x: Any
-    (x,) = buffers.values()
-    if 'key' in self._about and is_key(self._target):
-      x = jax.random.wrap_key_data(jnp.asarray(x), impl=self._about['key'])
-    sharding = getattr(self._target, 'sharding', None)
+    ((_, x),) = buffers.values()
+    if 'key' in about and is_key(target):
+      x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
     return x if sharding is None else jax.device_put(x, sharding)
+
+  return sum(x.nbytes for _, x in buffers.values()), finish
+
+
+def _places(
+  chunk: Sequence[int], part: str, buffers: Iterable[tuple[Any, np.ndarray]]
+) -> list[tuple[np.ndarray, Any]]:
+  """Returns where a part goes: views of buffers, and which values."""
+  at = [int(i) * c for i, c in zip(part.split('.')[1:], chunk, strict=True)]
+  places: list[tuple[np.ndarray, Any]] = []
+  for bounds, buffer in buffers:
+    axes = [
+      (first, low, max(first, low), min(first + n, high))
+      for first, n, (low, high) in zip(at, chunk, bounds, strict=True)
+    ]
+    if all(begin < end for *_, begin, end in axes):
+      # The ellipsis makes a view, also of an array without axes.
+      into: Any = (..., *(slice(b - low, e - low) for _, low, b, e in axes))
+      of = (..., *(slice(b - first, e - first) for first, _, b, e in axes))
+      places.append((buffer[into], of))
+  return places
 
 
 def _read_part(
@@ -342,12 +311,10 @@ def _read_part(
 ) -> None:
   """Reads a part, verifies it and copies it to its places."""
   key, chunk = f'{about["file"]}/{part}', tuple(about['chunk'])
-  direct = [
-    view
-    for view, _ in places
-    if view.shape == chunk and view.flags.c_contiguous
-  ]
-  values = direct[0] if direct else np.empty(chunk, jnp.dtype(about['dtype']))
+  views = (view for view, _ in places if view.shape == chunk)
+  values = next((view for view in views if view.flags.c_contiguous), None)
+  if values is None:
+    values = np.empty(chunk, jnp.dtype(about['dtype']))
   raw = _bytes(values)
   store.read_into(key, raw)
   if crc32c.crc32c(raw) != about['parts'][part]:
@@ -369,41 +336,30 @@ def read(
     described: name -> description.
     targets: name -> jax.ShapeDtypeStruct or array with a sharding; without
       one, or None, the array comes as NumPy's.
-
-  Raises:
-    DamagedError: a part is not as it was written.
-    OSError: a part cannot be read.
   """
-  left, on_their_way = collections.deque(targets), 0
-  started: dict[str, _Reading] = {}
+  left, started, size = [*targets][::-1], collections.deque[Any](), 0
   with futures.ThreadPoolExecutor(store.threads) as pool:
     checks = {
-      name: pool.submit(check_stored, store, described[name])
+      name: pool.submit(_check_stored, store, described[name])
       for name in targets
     }
     try:
       for name in targets:
-        while left and (left[0] == name or on_their_way < _READ_BYTES):
-          soon = left.popleft()
-          checks.pop(soon).result()
-          reading = _Reading(store, pool, described[soon], targets[soon])
-          started[soon] = reading
-          on_their_way += reading.size
-        reading = started.pop(name)
-        x = reading.result()
-        on_their_way -= reading.size
+        while left and (not started or size < _READ_BYTES):
+          soon = left.pop()
+          checks[soon].result()
+          started.append(_start(store, pool, described[soon], targets[soon]))
+          size += started[-1][0]
+        size -= started[0][0]
+        x = started.popleft()[1]()
         yield name, x
-        del reading, x
+        del x
     finally:
       pool.shutdown(cancel_futures=True)
 
 
-def check_stored(store: store_lib.Store, about: Mapping[str, Any]) -> None:
-  """Compares a description with the stored array, before memory is taken.
-
-  Raises:
-    DamagedError: the stored array has a different shape or type.
-  """
+def _check_stored(store: store_lib.Store, about: Mapping[str, Any]) -> None:
+  """Compares a description with the stored array, before memory is taken."""
   # A reader can do without it, but it is not of another array.
   meta = store.read(key := f'{about["file"]}/{metadata.ZARR}')
   if meta not in (None, metadata.zarr(about)):
@@ -424,31 +380,22 @@ def verify(
   described: Mapping[str, Mapping[str, Any]],
   reads: bool = True,
 ) -> None:
-  """Verifies all parts: reads them, or only looks at their sizes.
+  """Reads all parts, or only their sizes; a DamagedError names damaged ones."""
+  check = _read_part if reads else _check_size
 
-  Raises:
-    DamagedError: parts are not as they were written; names them.
-    OSError: a part cannot be read.
-  """
-
-  def damage(check: Any, *task: Any) -> str:
+  def damage(about: Mapping[str, Any]) -> str:
     try:
-      check(store, *task)
+      if reads:
+        _check_stored(store, about)
+      for part in about['parts']:
+        check(store, about, part)
     except store_lib.DamagedError as e:
       return str(e)
     return ''
 
-  whole = described.values()
-  check = _read_part if reads else _check_size
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    # Sizes alone are looked at below: one request for each part in a bucket.
-    first = lambda about: damage(check_stored, about) if reads else ''
-    found = [*pool.map(first, whole)]
-    # Only of arrays whose parts have the size that is stored.
-    sound = [x for x, error in zip(whole, found, strict=True) if not error]
-    tasks = [(about, part) for about in sound for part in about['parts']]
-    found += pool.map(lambda task: damage(check, *task), tasks)
-  if found := [*filter(None, found)]:
+    found = [*filter(None, pool.map(damage, described.values()))]
+  if found:
     raise store_lib.DamagedError('; '.join(found))
 
 

@@ -1,7 +1,7 @@
 """Converts a run's state to arrays and JSON, and back."""
 
 import base64
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import time
 from typing import Any
@@ -28,7 +29,15 @@ from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
 from jaxline.storage import store as store_lib
 
+PARAMS = 'state/params/'
+AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 _MAX_DIFF = 2**20  # Characters.
+_PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
+_VERSIONS = {
+  'jaxline': jaxline.__version__,
+  'python': platform.python_version(),
+  **{name: importlib.metadata.version(name) for name in _PACKAGES},
+}
 
 
 class MismatchError(errors.UsageError):
@@ -40,19 +49,12 @@ class MismatchError(errors.UsageError):
 
 @dataclasses.dataclass
 class Content:
-  """A checkpoint in host memory.
-
-  Attributes:
-    arrays: by name; what this process writes of them.
-    manifest: the fields of the manifest that are known before the write.
-    process: the entries that this process saves for itself.
-    nodes: see `structure.encode`.
-  """
+  """A checkpoint in host memory."""
 
   arrays: dict[str, arrays_lib.HostArray]
-  manifest: dict[str, Any]
-  process: dict[str, Any]
-  nodes: dict[str, Any]
+  manifest: dict[str, Any]  # The fields that are known before the write.
+  process: dict[str, Any]  # What this process saves for itself.
+  nodes: dict[str, Any]  # See `structure.encode`.
 
 
 def content(
@@ -72,15 +74,10 @@ def content(
     all_hosts: whether each process saves its own
       NON_BROADCAST_CHECKPOINT_ATTRS.
     allow_pickle: whether to pickle what has no description.
-
-  Raises:
-    TypeError: a value cannot be stored.
   """
-  arrays: dict[str, Any] = {}
-  entries = {k: x for k, x in state.items() if k != 'experiment_module'}
-  entries = _encode(entries, arrays, allow_pickle, 'run/')
+  arrays, nodes = dict[str, Any](), dict[str, Any]()
+  entries = _entries(state, ['experiment_module'], arrays, allow_pickle)
   saved, per_process = {}, {}
-  nodes: dict[str, Any] = {}
   by_leaves = module.snapshot_template()
   own = set(module.PER_PROCESS_ENTRIES)
   if all_hosts:
@@ -91,17 +88,17 @@ def content(
       saved[name] = {'leaves': True}
     elif name in own:
       small: dict[str, Any] = {}
-      about = _encode({name: value}, small, allow_pickle, nodes=nodes)[name]
+      about = _encode(value, name, small, allow_pickle, nodes)
       per_process[name] = {'structure': about, 'arrays': _to_json(small)}
     else:
-      about = _encode({name: value}, arrays, allow_pickle, nodes=nodes)[name]
+      about = _encode(value, name, arrays, allow_pickle, nodes)
       saved[name] = {'structure': about}
   manifest = {
     'format': manager.FORMAT,
     'step': int(state['global_step']),
     'time': time.time(),
     'devices': [jax.device_count(), jax.devices()[0].device_kind],
-    'versions': _versions(),
+    'versions': _VERSIONS,
     'config': recorded,
     'entries': entries,
     'module': saved,
@@ -110,18 +107,15 @@ def content(
 
 
 def check_storable(state: Any, module: Any) -> None:
-  """Refuses a live state that a save could not store.
+  """Raises TypeError for a live state that a save could not store.
 
   The first save checks the rest: attributes that the experiment makes later,
   and the snapshot of a class with its own `snapshot_state`.
-
-  Raises:
-    TypeError: see `structure.encode`.
   """
-  entries = {k: x for k, x in state.items() if k != 'experiment_module'}
-  _encode(entries, {}, False, 'run/')
+  _entries(state, ['experiment_module'], {}, False)
   if not module.overrides('snapshot_state'):
-    _encode(_live(module), {}, False, nodes={})
+    for name, value in _live(module).items():
+      _encode(value, name, {}, False, {})
 
 
 def _live(module: Any) -> dict[str, Any]:
@@ -138,51 +132,47 @@ def live_nodes(module: Any, allow_pickle: bool) -> dict[str, Any]:
   nodes: dict[str, Any] = {}
   for name, value in _live(module).items():
     with contextlib.suppress(TypeError):  # A save refuses it.
-      _encode({name: value}, {}, allow_pickle, nodes=nodes)
+      _encode(value, name, {}, allow_pickle, nodes)
   return nodes
 
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
   """Returns what `best` holds besides the evaluated checkpoint, as JSON."""
-  saved = ('global_step', 'train_step_rng', 'experiment_module')
-  more = {key: x for key, x in state.items() if key not in saved}
   arrays: dict[str, Any] = {}
-  entries = _encode(more, arrays, allow_pickle, 'run/')
+  saved = ('global_step', 'train_step_rng', 'experiment_module')
+  entries = _entries(state, saved, arrays, allow_pickle)
   return {'entries': entries, 'small': _to_json(arrays)}
 
 
+def _entries(
+  state: Any, without: Sequence[str], arrays: dict[str, Any], allow_pickle: bool
+) -> dict[str, Any]:
+  """Returns the structures of entries of the live state."""
+  return {
+    key: _encode(x, f'run/{key}', arrays, allow_pickle)
+    for key, x in state.items()
+    if key not in without
+  }
+
+
 def _encode(
-  values: Mapping[str, Any],
+  value: Any,
+  name: str,
   arrays: dict[str, Any],
   allow_pickle: bool,
-  prefix: str = '',
   nodes: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-  """Returns the structures of values by name, and adds their arrays."""
-  described = {}
-  for key, value in values.items():
-    own: dict[str, Any] = {}
-    described[key] = structure.encode(
-      value, f'{prefix}{key}', own, allow_pickle=allow_pickle, nodes=nodes
+) -> Any:
+  """Returns the structure of an entry, and adds its arrays."""
+  own: dict[str, Any] = {}
+  options: Any = {'allow_pickle': allow_pickle, 'nodes': nodes}
+  described = structure.encode(value, name, own, **options)
+  if double := sorted(own.keys() & arrays.keys()):
+    raise ValueError(
+      f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
+      ' one of the entries.'
     )
-    if double := sorted(own.keys() & arrays.keys()):
-      raise ValueError(
-        f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
-        ' one of the entries.'
-      )
-    arrays.update(own)
+  arrays.update(own)
   return described
-
-
-@functools.cache  # The lookup takes milliseconds.
-def _versions() -> dict[str, str]:
-  names = ('jax', 'jaxlib', 'numpy', 'optax')
-  versions = {'jaxline': jaxline.__version__}
-  versions['python'] = platform.python_version()
-  for name in names:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions[name] = importlib.metadata.version(name)
-  return versions
 
 
 def git(*args: str) -> str:
@@ -210,29 +200,18 @@ def code() -> tuple[dict[str, str], str]:
 # Reading.
 
 
+@dataclasses.dataclass
 class Checkpoint:
-  """A checkpoint to read; its manifest is read at the first use.
+  """A checkpoint to read; its manifest is read at the first use."""
 
-  Attributes:
-    manifests: the run's.
-    series, step: its place in the run.
-    allow_pickle: whether to unpickle.
-    nodes: see `structure.encode`; None until they are needed.
-  """
-
-  def __init__(
-    self,
-    manifests: manager.Manifests,
-    series: str,
-    step: int,
-    allow_pickle: bool = False,
-  ):
-    """Reads nothing yet."""
-    self.manifests, self.series, self.step = manifests, series, step
-    self.allow_pickle = allow_pickle
-    self.nodes: dict[str, Any] | None = None
-    self._module: Any = None
-    self._record: dict[str, Any] | None = None
+  manifests: manager.Manifests
+  series: str
+  step: int
+  allow_pickle: bool = False
+  # See `structure.encode`; None until they are needed.
+  nodes: dict[str, Any] | None = None
+  _module: Any = dataclasses.field(default=None, init=False)
+  _record: Any = dataclasses.field(default=None, init=False)
 
   @property
   def name(self) -> str:
@@ -259,11 +238,7 @@ class Checkpoint:
 
   @contextlib.contextmanager
   def reading(self) -> Iterator[None]:
-    """Names the checkpoint in errors of reading it.
-
-    Raises:
-      GoneError: it was removed meanwhile, which looks like damage.
-    """
+    """Names the checkpoint in errors; a removed one looks damaged before."""
     try:
       yield
     except store_lib.RefusedError as e:
@@ -279,6 +254,34 @@ class Checkpoint:
     """Yields name and array: see `arrays.read`."""
     return arrays_lib.read(self.data, self.described, targets)
 
+  def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
+    """Reads the arrays whose names a pattern matches in full.
+
+    Random keys come as their uint32 data.
+    """
+    names = [name for name in self.described if re.fullmatch(select, name)]
+    if not names and select != '.*':
+      raise ValueError(
+        f'{self.name} has no array whose whole name matches {select!r}; it has'
+        f' {list(self.described)[:8]}, ... (`show` lists them all; `export`'
+        ' takes others by --select).'
+      )
+    with self.reading():
+      return dict(self.read(dict.fromkeys(names)))
+
+  def weights(self, which: str | None = None) -> str:
+    """Returns the prefix that the names of the weights share.
+
+    Args:
+      which: 'raw', 'averaged', or None for the averaged weights if the run has
+        some after a step (see `ShardedExperiment.eval_params`), else the raw.
+    """
+    if which is None:
+      has_averaged = any(name.startswith(AVERAGED) for name in self.described)
+      is_trained = self.record['step'] > 0
+      which = 'averaged' if has_averaged and is_trained else 'raw'
+    return {'raw': PARAMS, 'averaged': AVERAGED}[which]
+
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
     described = self.record['entries']
@@ -293,13 +296,8 @@ class Checkpoint:
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: Any) -> dict[str, Any]:
-    """Reads an experiment's snapshot; unwanted arrays arrive as their shapes.
-
-    Raises:
-      MismatchError: naming each array that does not fit the experiment.
-    """
-    trees = module.snapshot_template()
-    wants = module.wants_restored
+    """Reads an experiment's snapshot; unwanted arrays come as their shapes."""
+    trees, wants = module.snapshot_template(), module.wants_restored
     self._module = module
     saved = {
       entry: about
@@ -307,10 +305,9 @@ class Checkpoint:
       if any(map(wants, [entry, *self._below(entry)]))
     }
     # Maps an array's name to its target sharding; None means host memory.
-    targets: dict[str, Any] = {}
-    for entry, tree in trees.items():
-      targets |= structure.named_leaves(tree, entry)
-    have = {n: self._shape(n) for e in trees for n in self._below(e)}
+    targets = structure.named_leaves(dict(trees))
+    shapes = {n: arrays_lib.saved_shape(x) for n, x in self.described.items()}
+    have = {n: shapes[n] for entry in trees for n in self._below(entry)}
     expected = {n: _shape_of(x) for n, x in targets.items()}
     for entry in saved.keys() - trees.keys():
       if 'leaves' in saved[entry]:
@@ -346,18 +343,12 @@ class Checkpoint:
 
     A rule never replaces the counts of steps and schedules, nor random keys:
     each run begins with its own.
-
-    Raises:
-      UsageError: a rule matches nothing, or names no array of the checkpoint.
-      MismatchError: an array of the checkpoint has another shape or type.
     """
     snapshot = dict(module.snapshot_state())
+    leaves = structure.named_leaves(rules_lib.without_schedules(snapshot))
     live = {
       name: x
-      for entry, tree in snapshot.items()
-      for name, x in structure.named_leaves(
-        rules_lib.without_schedules(tree), entry
-      ).items()
+      for name, x in leaves.items()
       if structure.is_array(x)
       and not arrays_lib.is_key(x)
       and name not in module.NEVER_BY_RULES
@@ -372,26 +363,17 @@ class Checkpoint:
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
     replaced = self.take(sources, live, where)
-    return protocol.Fresh(
-      {
-        entry: _with_arrays(tree, entry, replaced)
-        for entry, tree in snapshot.items()
-      }
-    )
+    return protocol.Fresh(_with_arrays(snapshot, '', replaced))
 
   def take(
     self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
   ) -> dict[str, Any]:
-    """Reads arrays, each onto the devices of a live one.
+    """Reads arrays, each onto the devices of a live one of the same name.
 
     Args:
       sources: name -> the name of the array in the checkpoint.
       live: name -> the live array.
       where: the key that has the names of the sources, for messages.
-
-    Raises:
-      UsageError: the checkpoint lacks a source.
-      MismatchError: a source has another shape or type.
     """
     if absent := sorted(set(sources.values()) - set(self.described)):
       near = errors.nearest(absent[0], self.described, n=3, cutoff=0.3)
@@ -399,12 +381,12 @@ class Checkpoint:
         f'{where}: {self.name} has no arrays {absent}; the nearest to the first'
         f' are {near}.'
       )
-    self._check_fit(
-      (f'{name} from {source}', self._shape(source), _shape_of(live[name]))
-      for name, source in sources.items()
-    )
     described = {n: self.described[s] for n, s in sources.items()}
     targets = {name: live[name] for name in sources}
+    self._check_fit(
+      (f'{n} from {sources[n]}', arrays_lib.saved_shape(x), _shape_of(live[n]))
+      for n, x in described.items()
+    )
     return dict(arrays_lib.read(self.data, described, targets))
 
   def _decode(self, described: Any, arrays: Any, **more: Any) -> Any:
@@ -423,18 +405,11 @@ class Checkpoint:
     """Returns the names of an entry's arrays."""
     return [n for n in self.described if f'{n}/'.startswith(f'{entry}/')]
 
-  def _shape(self, name: str) -> str:
-    return arrays_lib.saved_shape(self.described[name])
-
-  def _check_fit(self, pairs: Iterable[tuple[str, str, str]]) -> None:
-    """Raises MismatchError unless all arrays fit the experiment.
-
-    Args:
-      pairs: name, the saved and the expected shape, as text.
-    """
+  def _check_fit(self, triples: Iterable[tuple[str, str, str]]) -> None:
+    """Raises MismatchError unless saved and expected shapes are equal."""
     wrong = [
       f'\n  {name}: the checkpoint has {have}, the experiment expects {want}'
-      for name, have, want in pairs
+      for name, have, want in triples
       if have != want
     ]
     if wrong:
@@ -446,11 +421,7 @@ class Checkpoint:
       )
 
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
-    """Returns the wanted ones of the entries that each process saves itself.
-
-    Raises:
-      UsageError: other processes saved them, with different values.
-    """
+    """Returns the wanted ones of the entries that each process saves itself."""
     saved = [
       {entry: about for entry, about in of.items() if wants(entry)}
       for of in self.record['processes']
@@ -472,7 +443,7 @@ class Checkpoint:
 
 
 def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts small arrays of this process to JSON."""
+  """Returns small arrays of this process as JSON."""
   return {
     name: {
       'shape': list(x.shape),
@@ -484,7 +455,7 @@ def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Converts the JSON of `_to_json` back to arrays."""
+  """Inverts `_to_json`."""
   arrays = {}
   for name, about in described.items():
     data = bytearray(base64.b64decode(about['base64']))

@@ -10,11 +10,8 @@ A place is the directory of a run, or its gs:// or s3:// address, or a series in
 it (runs/a/checkpoints/best). :STEP after it names a step. Without it, the place
 means the newest checkpoint of `latest`, or else of `best`.
 
-The commands change, claim and unpickle nothing. A run that goes on may remove a
-checkpoint while a command reads it; the error says so.
-
-The command exits with 0; with 1 if `verify` finds damage; with 2 after another
-error, which it prints in one line.
+The commands change, claim and unpickle nothing. They exit with 0; with 1 if
+`verify` finds damage; with 2 after another error.
 """
 
 import argparse
@@ -29,20 +26,15 @@ import re
 import sys
 from typing import Any
 
-import numpy as np
-
 from jaxline import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import files
 from jaxline.metrics import lines
-from jaxline.storage import notes
 from jaxline.storage import store as store_lib
 
 Place = str | os.PathLike[str]  # As the module says.
-PARAMS = 'state/params/'
-AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 _METRICS_SHOWN = 4
 _WIDTH = 200  # Of a plain value that `show` prints.
 
@@ -50,7 +42,7 @@ _WIDTH = 200  # Of a plain value that `show` prints.
 # Finding checkpoints.
 
 
-def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
+def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
   """Returns a run's store, and the checkpoints that are meant, by series."""
   text = os.path.expanduser(os.fspath(where))
   place, _, number = text.rpartition(':')
@@ -59,11 +51,10 @@ def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
     place, number = text, ''
   run, series = store_lib.at(place, 'restore_from'), ['latest', 'best']
   match = re.fullmatch(r'(.*)/checkpoints(?:/(\w+))?/*', place)
-  if match is not None:
-    outer = store_lib.at(match[1] or '/', 'restore_from')
-    # A run's own directory may be named checkpoints.
-    if not run.names('checkpoints'):
-      run, series = outer, [match[2]] if match[2] else series
+  # A run's own directory may be named checkpoints.
+  if match and not run.names('checkpoints'):
+    run = store_lib.at(match[1] or '/', 'restore_from')
+    series = [match[2]] if match[2] else series
   manifests = manager.Manifests(run.below('checkpoints'))
   steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
@@ -71,76 +62,23 @@ def _locate(where: Place) -> tuple[store_lib.Store, list['Checkpoint']]:
       f'{text} is no directory of a run (config.checkpoint_dir, which has'
       ' checkpoints/) and no series in it (RUN/checkpoints/best).'
     )
-  step = int(number) if number else None
-  if step is not None and not any(step in x for x in steps.values()):
-    raise ValueError(f'{run} has no step {step}. The steps are {steps}.')
-  return run, [
-    Checkpoint(manifests, name, s)
+  found = [
+    contents.Checkpoint(manifests, name, step)
     for name in series
-    for s in steps[name]
-    if step in (None, s)
+    for step in steps[name]
+    if not number or step == int(number)
   ]
+  if number and not found:
+    raise ValueError(f'{run} has no step {number}. The steps are {steps}.')
+  return run, found
 
 
-def find(where: Place) -> 'Checkpoint':
-  """Returns one checkpoint, the newest where no step is named.
-
-  Raises:
-    ValueError: there is none; says which there are.
-  """
+def find(where: Place) -> contents.Checkpoint:
+  """Returns one checkpoint, the newest where no step is named."""
   _, found = _locate(where)
   if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
   return [x for x in found if x.series == found[0].series][-1]
-
-
-class Checkpoint(contents.Checkpoint):
-  """A checkpoint to read as NumPy arrays; errors name it."""
-
-  def names(self, select: str = '.*') -> list[str]:
-    """Returns the names of the arrays that a pattern matches in full.
-
-    Raises:
-      ValueError: it matches none.
-    """
-    names = [name for name in self.described if re.fullmatch(select, name)]
-    if not names and select != '.*':
-      raise ValueError(
-        f'{self.name} has no array whose whole name matches {select!r}; it has'
-        f' {list(self.described)[:8]}, ... (`show` lists them all; `export`'
-        ' takes others by --select).'
-      )
-    return names
-
-  @property
-  def num_bytes(self) -> int:
-    """The size of all arrays."""
-    return sum(map(arrays_lib.num_bytes, self.described.values()))
-
-  def weights(self, which: str | None = None) -> str:
-    """Returns the prefix that the names of the weights share.
-
-    Args:
-      which: 'raw', 'averaged', or None for the averaged weights if the run has
-        some after a step (see `ShardedExperiment.eval_params`), else the raw.
-    """
-    if which is None:
-      has_averaged = any(name.startswith(AVERAGED) for name in self.described)
-      is_trained = self.record['step'] > 0
-      which = 'averaged' if has_averaged and is_trained else 'raw'
-    return {'raw': PARAMS, 'averaged': AVERAGED}[which]
-
-  def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
-    """Verifies and reads the arrays whose names a pattern matches in full.
-
-    Random keys come as their uint32 data.
-
-    Raises:
-      ValueError: it matches none.
-      DamagedError: they are not as they were written.
-    """
-    with self.reading():
-      return dict(self.read(dict.fromkeys(self.names(select))))
 
 
 # The checkpoints and records of a run.
@@ -152,9 +90,6 @@ def list_run(where: Place) -> list[dict[str, Any]]:
   Returns:
     `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
     `problem` of each, the newest of a series last.
-
-  Raises:
-    ValueError: there is no run at this place.
   """
   run, found = _locate(where)
   metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
@@ -167,7 +102,7 @@ def list_run(where: Place) -> list[dict[str, Any]]:
     row |= {'time': None, 'bytes': 0, 'metrics': {}, 'problem': None}
     try:
       record, entries = checkpoint.record, checkpoint.record['entries']
-      row |= {'time': record['time'], 'bytes': checkpoint.num_bytes}
+      row |= {'time': record['time'], 'bytes': _num_bytes(record)}
       if (value := entries.get('best_eval_metric_value')) is not None:
         row['metrics'] = {f'best/{entries["best_model_eval_metric"]}': value}
       row['metrics'] |= metrics[step]
@@ -179,16 +114,14 @@ def list_run(where: Place) -> list[dict[str, Any]]:
   return rows
 
 
-def ended(run: store_lib.Store) -> int | None:
-  """Returns the step at which a run's training has ended, or None."""
-  return notes.read_end(run.below('checkpoints')).get('step')
+def _num_bytes(record: Mapping[str, Any]) -> int:
+  return sum(map(arrays_lib.num_bytes, record['arrays'].values()))
 
 
 def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields step and scalars, by 'folder/name', of each record in a run's logs.
 
-  The values are as in `metrics.jsonl`, where NaN and infinity are text. A line
-  that is no record, such as half a last line, is skipped.
+  NaN and infinity are text. Half a last line is skipped.
   """
   for folder in run.names():
     try:
@@ -225,34 +158,26 @@ def _size(num_bytes: float) -> str:
 
 
 def print_table(
-  rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
+  rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> None:
   """Prints rows in columns; those in `right` are aligned on the right."""
   rows = [[x.replace('\n', r'\n') for x in map(lines.escaped, r)] for r in rows]
-  if not rows:
-    return
-  if title:
-    lines.say(f'\n{title}')
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   for row in rows:
     cells = (
       cell.rjust(width) if i in right else cell.ljust(width)
       for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     )
-    lines.say(('  ' * bool(title) + '  '.join(cells)).rstrip())
+    lines.say('  '.join(cells).rstrip())
 
 
 def _ls(args: argparse.Namespace) -> int:
+  """Lists series, steps, sizes, times and metrics."""
   table = [('series', 'step', 'size', 'saved', 'metrics')]
   for row in list_run(args.dir):
-    # The best value first, losses before others.
-    metrics = sorted(
-      row['metrics'].items(),
-      key=lambda x: (not x[0].startswith('best/'), 'loss' not in x[0], x[0]),
-    )
     shown = ', '.join(
       f'{name} {x:.6g}' if isinstance(x, float) else f'{name} {x}'
-      for name, x in metrics[:_METRICS_SHOWN]
+      for name, x in sorted(row['metrics'].items())[:_METRICS_SHOWN]
     )
     when = _when(row['time']) if row['time'] else ''
     about = (_size(row['bytes']), when, row['problem'] or shown)
@@ -262,19 +187,19 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+  """Prints the tree of one checkpoint."""
   checkpoint = find(args.dir)
   record, described = checkpoint.record, checkpoint.described
-  num_params = sum(
-    math.prod(x['shape']) for n, x in described.items() if n.startswith(PARAMS)
-  )
+  names = [name for name in described if name.startswith(contents.PARAMS)]
+  num_params = sum(math.prod(described[name]['shape']) for name in names)
   rows = [
     ('checkpoint', checkpoint.name),
     ('step', str(record['step'])),
     ('saved', _when(record['time'])),
-    ('size', _size(checkpoint.num_bytes)),
+    ('size', _size(_num_bytes(record))),
     ('processes', str(len(record['processes']))),
     *made_with(record).items(),
-    ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
+    ('parameters', f'{num_params:,} below {contents.PARAMS[:-1]}'),
   ]
   print_table(rows)
   # As it is stored: a class need not be there, and nothing is unpickled.
@@ -282,17 +207,19 @@ def _show(args: argparse.Namespace) -> int:
   parts |= record['module']
   for i, own in enumerate(record['processes']):
     parts |= {f'process {i}/{k}': x['structure'] for k, x in own.items()}
-  values = [(key, json.dumps(x)[:_WIDTH]) for key, x in parts.items()]
-  print_table(values, 'values')
+  lines.say('\nvalues')
+  print_table([(key, json.dumps(x)[:_WIDTH]) for key, x in parts.items()])
+  lines.say('\narrays')
   arrays = [
     (name, arrays_lib.saved_shape(x), _size(arrays_lib.num_bytes(x)))
     for name, x in described.items()
   ]
-  print_table(arrays, 'arrays', right=(2,))
+  print_table(arrays, right=(2,))
   return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
+  """Exits with 1 unless every part is as it was written."""
   damaged = num = 0
   for checkpoint in _locate(args.dir)[1]:
     try:
@@ -311,64 +238,46 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+  """Writes the weights of one checkpoint to a file."""
   import safetensors.numpy
 
   out = pathlib.Path(args.out).expanduser()
-  if out.suffix != '.safetensors':
-    raise ValueError(f'{out} ends in {out.suffix!r}; expected .safetensors.')
   if out.exists():
     raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
   prefix = checkpoint.weights(args.weights)
   arrays = checkpoint.arrays(args.select or f'{prefix}.*')
   if args.select:
-    prefix = PARAMS if all(name.startswith(PARAMS) for name in arrays) else ''
+    is_params = all(name.startswith(contents.PARAMS) for name in arrays)
+    prefix = contents.PARAMS if is_params else ''
   arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
   with disk.replacing(out) as file:
-    safetensors.numpy.save_file(arrays, file.name)
-    with open(file.name, 'rb+') as written:  # It has replaced the file.
-      os.fsync(written.fileno())
+    file.write(safetensors.numpy.save(arrays))
   size = _size(out.stat().st_size)
   lines.say(f'{len(arrays)} arrays, {size}, in {args.out}')
   return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs a command.
-
-  Args:
-    argv: its arguments; None are those of the process.
-
-  Returns:
-    The exit status.
-
-  Raises:
-    SystemExit: for --help, and for wrong arguments (status 2).
-  """
+  """Runs a command with these arguments; returns the exit status."""
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.checkpoint',
     description='Reads checkpoints; changes nothing.',
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
   place = 'directory or address of a run, or of a series in it; with :STEP'
-  for run, about, dir_about in (
-    (_ls, 'list series, steps, sizes, times, metrics', place),
-    (_show, 'print the tree of a checkpoint', f'{place}, else the newest'),
-    (_verify, 'exit with 1 unless every part is as it was written', place),
-    (_export, 'write weights to a file', f'{place}, else the newest'),
-  ):
-    name = run.__name__.strip('_')
+  for run in (_ls, _show, _verify, _export):
+    name, about = run.__name__.strip('_'), run.__doc__
     command = commands.add_parser(name, help=about, description=about)
     command.set_defaults(run=run)
-    add = command.add_argument
-    add('dir', help=dir_about)
-    if run is _export:
-      add('out', help='file .safetensors')
-      one = command.add_mutually_exclusive_group()
-      about = 'which weights; default: the averaged ones if there are some'
-      one.add_argument('--weights', choices=('raw', 'averaged'), help=about)
-      about = 'the arrays whose full name matches, instead of the weights'
-      one.add_argument('--select', metavar='REGEX', help=about)
+    command.add_argument('dir', help=place)
+  # `export` is the last one.
+  command.add_argument('out', help='file .safetensors')
+  one = command.add_mutually_exclusive_group()
+  about = 'which weights; default: the averaged ones if there are some'
+  one.add_argument('--weights', choices=('raw', 'averaged'), help=about)
+  about = 'the arrays whose full name matches, instead of the weights'
+  one.add_argument('--select', metavar='REGEX', help=about)
   args = parser.parse_args(argv)
   try:
     return args.run(args)

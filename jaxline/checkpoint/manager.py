@@ -14,7 +14,7 @@ deletes data first dooms it, then looks again for names of it; one that names
 data first writes the manifest, then looks for a doom. One sees the other.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 import contextlib
 import re
 import secrets
@@ -36,24 +36,11 @@ _STEP = '0|[1-9][0-9]*'  # One name for each number.
 _DATA = re.compile(f'({_STEP})-[0-9a-f]+')
 
 
-def _texts(x: Any) -> Iterator[str]:
-  """Yields all texts in a JSON value, such as the names of its arrays."""
-  if isinstance(x, str):
-    yield x
-  elif isinstance(x, list | dict):
-    for y in x.values() if isinstance(x, dict) else x:
-      yield from _texts(y)
-
-
 def _is_of_one_step(manifest: dict[str, Any]) -> bool:
   """Returns whether the fields of a manifest belong together."""
-  step, module = manifest['step'], manifest['module']
-  values = [manifest['entries'], *module.values()]
-  used = {*_texts(values)}
-  trees = tuple(f'{x}/' for x, about in module.items() if 'leaves' in about)
+  step = manifest['step']
   for name, about in manifest['arrays'].items():
-    is_used = name in used or f'{name}/'.startswith(trees)
-    if not is_used or not metadata.is_folder_of(about['file'], name):
+    if not metadata.is_folder_of(about['file'], name):
       raise ValueError(f'the array {name!r} is in {about["file"]!r}')
   # `collect` looks for the names of data in manifests of the same step.
   of = [manifest['entries']['global_step'], int(manifest['data'].split('-')[0])]
@@ -64,8 +51,7 @@ def _is_of_one_step(manifest: dict[str, Any]) -> bool:
 
 _PLAIN = keys.optional(keys.Check('plain', lambda x: isinstance(x, int | str)))
 _OWN = keys.record(
-  lambda own: 'structure' in own and {*own['arrays']} <= {*_texts(own)},
-  arrays=keys.each(arrays.SMALL),
+  lambda own: 'structure' in own, arrays=keys.each(arrays.SMALL)
 )
 # What a manifest may be without.
 _MISSING: Any = {'small': {}, 'code': {}, 'versions': {}, 'devices': []}
@@ -100,23 +86,15 @@ _MARK = keys.record(data=keys.each(keys.text('the name of data'), list))
 
 
 class Manifests:
-  """The manifests of a run.
-
-  Attributes:
-    store: RUN/checkpoints.
-  """
+  """The manifests of a run; `store` is RUN/checkpoints."""
 
   def __init__(self, store: store_lib.Store):
     self.store = store
-    self._ages = owner.Ages()
+    self._seen: dict[str, tuple[Any, float]] = {}  # Marks: see `owner.is_old`.
     self._doomed: set[str] = set()
 
   def steps(self, series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending.
-
-    Raises:
-      RefusedError: they are of another format.
-    """
+    """Returns the steps of a series' checkpoints, ascending."""
     names = self.store.names(series)
     if any(re.fullmatch(_STEP, name) for name in names):
       raise store_lib.RefusedError(
@@ -124,11 +102,8 @@ class Manifests:
         f' reads format {FORMAT}. Use the jaxline that wrote them, or give this'
         ' run another config.checkpoint_dir.'
       )
-    return sorted(
-      int(match[1])
-      for name in names
-      if (match := re.fullmatch(rf'({_STEP})\.json', name))
-    )
+    found = (re.fullmatch(rf'({_STEP})\.json', name) for name in names)
+    return sorted(int(match[1]) for match in found if match)
 
   def read(self, series: str, step: int) -> dict[str, Any]:
     """Reads a manifest.
@@ -161,22 +136,17 @@ class Manifests:
     or if the data is lost. (No process collects the data of `latest`.) Each
     restore verifies the parts; to read them here would take too long.
 
-    Args:
-      series: 'latest' or 'best'.
-      manifest: the manifest.
-      check: raises an error if the right to write is lost.
+    `check` raises an error if the right to write is lost.
 
     Raises:
       LostClaimError: another process has made a checkpoint of that step.
       DamagedError: the data is not whole, or is being deleted.
     """
-    step = manifest['step']
-    key = f'{series}/{step}.json'
+    key = f'{series}/{manifest["step"]}.json'
     before, version = self.store.versioned(key)
     expected = store_lib.NEW if series == 'latest' else version
-    with contextlib.suppress(ValueError):  # It may replace another one.
-      self._doomed.add(self.read(series, step)['data'])
-    if series == 'best':
+    self._doom(series, manifest['step'])  # It may replace another one.
+    if series == 'best':  # A process that ends below leaves no lost one.
       self._check_data(key, manifest)
     check()
     if self.store.write(key, notes.pack(manifest), expected) is None:
@@ -184,15 +154,15 @@ class Manifests:
         f'{self.store}/{key} is there already: another run writes in this'
         ' directory. Nothing was saved.'
       )
+    if series == 'latest':  # A process that took over may train on from it.
+      return check(renews=False)
     try:
       check(renews=False)
-      if series == 'best':
-        self._check_data(key, manifest)
+      self._check_data(key, manifest)
     except Exception:
-      # A process that has taken over may train on from `latest`.
-      if series == 'best' and before is None:
+      if before is None:
         self.store.delete(key)
-      elif series == 'best':
+      else:
         self.store.write(key, before)
       raise
 
@@ -211,6 +181,11 @@ class Manifests:
         f' {data}, was damaged or removed ({e!s:.200}). Start again.'
       ) from e
 
+  def _doom(self, series: str, step: int) -> None:
+    """Notes data that a manifest will no longer name, for `collect`."""
+    with contextlib.suppress(ValueError):
+      self._doomed.add(self.read(series, step)['data'])
+
   def times(self, series: str) -> dict[int, float]:
     """Returns the time of each save whose manifest is readable."""
     times = {}
@@ -228,8 +203,7 @@ class Manifests:
   def retire(self, series: str, steps: Iterable[int]) -> None:
     """Deletes manifests; their data goes with the next `collect`."""
     for step in steps:
-      with contextlib.suppress(ValueError):
-        self._doomed.add(self.read(series, step)['data'])
+      self._doom(series, step)
       self.store.delete(f'{series}/{step}.json')
 
   def collect(self, data: Iterable[str] = ()) -> None:
@@ -237,9 +211,6 @@ class Manifests:
 
     The data was listed first: a writer marks its data before it writes. The
     first look finds what is no longer needed; the second one counts.
-
-    Args:
-      data: names of more data to consider.
     """
     self._doomed |= {*filter(_DATA.fullmatch, data)}
     if not self._doomed:
@@ -264,36 +235,30 @@ class Manifests:
     the data. If a mark, or a manifest of one of these steps, is not readable,
     all counts as marked.
     """
-    marked: set[str] = set()
-    for name in self.store.names('readers'):
-      key = f'readers/{name}'
-      if (raw := self.store.read(key)) is None:
-        continue
-      if self._ages.is_old(name, raw):
-        self.store.delete(key)
-        continue
-      try:
-        mark = store_lib.checked(f'{self.store}/{key}', raw, _MARK)
-      except store_lib.RefusedError as e:
-        logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
-        return set(), {*self._doomed}
-      marked |= {*mark['data']}
-    named: set[str] = set()
+    marked, named = set[str](), set[str]()
     doomed_steps = {int(name.partition('-')[0]) for name in self._doomed}
-    steps = {series: self.steps(series) for series in ('best', 'latest')}
+    try:
+      for name in self.store.names('readers'):
+        key = f'readers/{name}'
+        if (raw := self.store.read(key)) is None:
+          continue
+        if owner.is_old(self._seen, name, raw):
+          self.store.delete(key)
+          continue
+        mark = store_lib.checked(f'{self.store}/{key}', raw, _MARK)
+        marked |= {*mark['data']}
+      steps = {series: self.steps(series) for series in ('best', 'latest')}
+      for series, found in steps.items():
+        for step in doomed_steps.intersection(found):
+          # Read anew: a restarted training saves steps again.
+          with contextlib.suppress(store_lib.GoneError):
+            named.add(self.read(series, step)['data'])
+    except ValueError as e:
+      logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
+      steps = {}
     # GCS lists nothing, without an error, where it refuses to list.
     if not any(steps.values()):
       return set(), {*self._doomed}
-    for series, found in steps.items():
-      for step in doomed_steps.intersection(found):
-        try:
-          # Read anew: a restarted training saves steps again.
-          named.add(self.read(series, step)['data'])
-        except store_lib.GoneError:
-          continue
-        except ValueError as e:
-          logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
-          return set(), {*self._doomed}
     return self._doomed - marked - named, marked
 
 
@@ -317,8 +282,7 @@ def removable(
     every_hours: so does the first that is this much later than the one that
       stayed for ever before it.
   """
-  ordered = sorted(saved)
-  forever = set()
+  ordered, forever = sorted(saved), set[int]()
   last_multiple, last_time = 0, None
   for step, when in ordered:
     if every_steps and step // every_steps > last_multiple:

@@ -22,17 +22,12 @@ def match_rules(
     rules: pairs of a regular expression and the name of the source in the
       checkpoint; with None, the array has none.
     where: what has the rules, for messages.
-    matches: `re.fullmatch`, or `re.match` for a regular expression that matches
-      a name's start.
+    matches: `re.match` if a regular expression need not match a whole name.
 
   Returns:
     Name -> that of its source; and the expressions that are used for no name.
-
-  Raises:
-    UsageError: an expression or a source is none.
   """
-  rules = list(rules)
-  used = set()
+  rules, used = list(rules), set()
   sources: dict[str, str] = {}
   for name in names:
     for pattern, source in rules:

@@ -1,20 +1,18 @@
 """Describes a tree in a checkpoint: arrays by name, everything else as JSON.
 
-None, bool, str, int, float and lists describe themselves. Any other value is
-{tag: body}, as docs/reference/checkpoint_files.md lists. A class in a body is
-"module:qualname".
+docs/reference/checkpoint_files.md lists the forms. An object that occurs twice
+is stored, and restored, as two.
 
 A file can be edited, so `decode` imports nothing, looks up no function and
 calls no class that the file names. It finds classes only in imported modules,
 and checks that each is of the kind that its tag says. The code that runs
 belongs to those classes: the function that a type registered with JAX to build
 its nodes, and the hash of a dict's keys.
-
-An object that occurs twice is stored, and restored, as two.
 """
 
 import base64
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -35,11 +33,7 @@ def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
   """Returns the leaves of a tree by name, in the order of `jax.tree.leaves`.
 
   Where the paths of several leaves join to the same name, the second gets '#2',
-  the third '#3'. None is not a leaf.
-
-  Args:
-    tree: the tree.
-    name: the prefix of all names.
+  the third '#3'. None is not a leaf. `name` is the prefix of all names.
   """
   named: dict[str, Any] = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -51,9 +45,8 @@ def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
 def is_array(x: Any) -> bool:
   """Returns whether a value is an array, or a jax.ShapeDtypeStruct of one.
 
-  Arrays are JAX arrays, typed PRNG keys, NumPy arrays and NumPy scalars. Arrays
-  of strings, dates or objects are not, nor subclasses of np.ndarray, which hold
-  more than their elements.
+  Arrays of strings, dates or objects are not, nor subclasses of np.ndarray,
+  which hold more than their elements.
   """
   if type(x) is np.ndarray or isinstance(x, np.generic):
     return arrays_lib.can_store(x)
@@ -68,7 +61,7 @@ def encode(
   allow_pickle: bool = False,
   nodes: dict[str, Any] | None = None,
 ) -> Any:
-  """Describes a value.
+  """Returns the description of a value; JSON gives it back unchanged.
 
   Args:
     x: the value.
@@ -79,22 +72,15 @@ def encode(
       class or the auxiliary data of a pytree can be anything. `decode` takes
       these from a live value. None refuses such nodes.
 
-  Returns:
-    The description; JSON gives it back unchanged.
-
   Raises:
     TypeError: a part of the value has no description; names it.
   """
   if x is None or type(x) in (bool, int, float, str):
     return x
 
-  def each(xs: Iterable[Any]) -> list[Any]:
-    return [walk(y, str(i)) for i, y in enumerate(xs)]
-
-  options: Any = {'allow_pickle': allow_pickle, 'nodes': nodes}
-
   def walk(y: Any, key: str) -> Any:
-    return encode(y, f'{name}/{key}', arrays, **options)
+    inner = f'{name}/{key}'
+    return encode(y, inner, arrays, allow_pickle=allow_pickle, nodes=nodes)
 
   def put(x: Any) -> str:
     unique = _unique(name, arrays)
@@ -102,13 +88,15 @@ def encode(
     return unique
 
   cls, why = type(x), ''
-  if cls is list:
-    return each(x)
-  if cls is tuple:
-    return {'tuple': each(x)}
+  if cls in (list, tuple):
+    each = [walk(y, str(i)) for i, y in enumerate(x)]
+    return each if cls is list else {'tuple': each}
   if cls is dict:
-    # In JAX's order, so that equal names are numbered as in `named_leaves`.
-    values = {key: walk(x[key], str(key)) for key in _ordered(x)}
+    ordered = list(x)
+    with contextlib.suppress(TypeError):
+      # JAX's order, so that equal names are numbered as in `named_leaves`.
+      ordered = sorted(x)
+    values = {key: walk(x[key], str(key)) for key in ordered}
     return {'dict': [[walk(key, f'keys/{key!s}'), values[key]] for key in x]}
   if cls is complex:
     return {'complex': [x.real, x.imag]}
@@ -149,11 +137,8 @@ def encode(
   if kind is not None and not is_found:
     why = ' (its class cannot be found by its name)'
   elif kind in ('namedtuple', 'dataclass'):
-    fields = _field_names(cls)
-    if extra := [key for key in _vars_of(x) if key not in fields]:
-      why = f' (it has attributes beside its fields: {extra})'
-    else:
-      return {kind: [address, {f: walk(getattr(x, f), f) for f in fields}]}
+    fields = {field: walk(getattr(x, field), field) for field in _fields(cls)}
+    return {kind: [address, fields]}
   if allow_pickle:
     data = base64.b64encode(pickle.dumps(x)).decode('ascii')
     return {'pickle': [name, data]}
@@ -186,15 +171,17 @@ def decode(
       value has such nodes.
 
   Raises:
-    store_lib.RefusedError: the description is malformed, lacks an array, holds
-      a pickled value that may not be unpickled, or names a class that is not
-      imported or is not of the kind that the tag says; or the live value lacks
-      a node, or has another one in its place.
+    store_lib.RefusedError: something in it cannot, or may not, be restored.
   """
   if structure is None or isinstance(structure, bool | int | float | str):
     return structure
-  options: Any = {'allow_pickle': allow_pickle, 'on_host': on_host}
-  walk: Any = functools.partial(decode, arrays=arrays, nodes=nodes, **options)
+  walk: Any = functools.partial(
+    decode,
+    arrays=arrays,
+    allow_pickle=allow_pickle,
+    on_host=on_host,
+    nodes=nodes,
+  )
   if isinstance(structure, list):
     return [walk(x) for x in structure]
   try:
@@ -250,11 +237,7 @@ def decode(
 
 
 def _instance(tag: str, body: list[Any], walk: Any) -> Any:
-  """Returns an instance of the class that a body names.
-
-  Raises:
-    Exception: `decode` adds the description.
-  """
+  """Returns an instance of the class that a body names."""
   address = body[0]
   if (cls := _find(address)) is None:
     module, _, qualname = address.partition(':')
@@ -270,8 +253,7 @@ def _instance(tag: str, body: list[Any], walk: Any) -> Any:
     # Not with a PyTreeDef: its C++ code takes the data of a registered
     # dataclass for a tuple of the right length, and crashes if it is not.
     return tree_util._registry[cls].from_iter(walk(aux), tuple(walk(children)))
-  fields = _field_names(cls)
-  if sorted(body[1]) != sorted(fields):
+  if sorted(body[1]) != sorted(fields := _fields(cls)):
     raise TypeError(f'{address} has the fields {sorted(fields)}')
   values = {name: walk(body[1][name]) for name in fields}
   if tag == 'namedtuple':
@@ -289,15 +271,6 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
     count += 1
     unique = f'{name}#{count}'
   return unique
-
-
-def _ordered(keys: Iterable[Any]) -> list[Any]:
-  """Orders keys as JAX does, if they can be ordered."""
-  keys = list(keys)
-  try:
-    return sorted(keys)
-  except TypeError:
-    return keys
 
 
 def _find(address: str) -> Any:
@@ -318,27 +291,12 @@ def _kind(cls: type) -> str | None:
     return 'namedtuple'
   if cls in tree_util._registry:
     return 'node'
-  # A base class written in C (dict, Exception) holds more than the fields:
-  # 1 << 9 is HEAPTYPE.
-  if dataclasses.is_dataclass(cls) and all(
-    base.__flags__ & 1 << 9 for base in cls.__mro__[:-1]
-  ):
-    return 'dataclass'
-  return None
+  # A base class written in C (dict, Exception) holds more than the fields.
+  is_plain = dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__
+  return 'dataclass' if is_plain else None
 
 
-def _field_names(cls: Any) -> list[str]:
+def _fields(cls: Any) -> list[str]:
   if issubclass(cls, tuple):
     return list(cls._fields)
   return [field.name for field in dataclasses.fields(cls)]
-
-
-def _vars_of(x: Any) -> list[str]:
-  """Returns the instance's attributes but for cached properties."""
-  return [
-    key
-    for key in getattr(x, '__dict__', {})
-    if not isinstance(
-      inspect.getattr_static(type(x), key, None), functools.cached_property
-    )
-  ]

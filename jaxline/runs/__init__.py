@@ -20,6 +20,7 @@ from jaxline import keys
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
 from jaxline.metrics import lines
+from jaxline.storage import notes
 from jaxline.storage import store as store_lib
 
 
@@ -103,12 +104,13 @@ def read(path: str | os.PathLike[str]) -> Run:
       with contextlib.suppress(ValueError, TypeError, OverflowError):
         unordered[name][int(step)] = float(value)
   curves = {name: dict(sorted(x.items())) for name, x in unordered.items()}
-  saved = manager.Manifests(store.below('checkpoints')).steps('latest')
+  manifests = manager.Manifests(store.below('checkpoints'))
+  saved = manifests.steps('latest')
   last = max([0, *saved, *(max(curve) for curve in curves.values())])
   # With checkpoints in memory a run leaves no note of its end.
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and last >= steps
-  has_ended = inspection.ended(store) is not None or has_all
+  has_ended = bool(notes.read_end(manifests.store)) or has_all
   return Run(store.url, recorded, curves, last, has_ended)
 
 

@@ -1,9 +1,8 @@
 """Claims on a run's directory: which process may write there.
 
 On a disk a claim is a lock of the operating system, which ends with the
-process. In a bucket it is an object. A process rewrites its first object in a
-run every `BEAT_SECS`; its other objects name the first, and count as long as
-the first does. Clocks of two machines are never compared: an object is stale if
+process. In a bucket it is an object that the process rewrites every
+`BEAT_SECS`. Clocks of two machines are never compared: an object is stale if
 this process has seen it unchanged for `STALE_SECS`.
 """
 
@@ -30,7 +29,7 @@ STALE_SECS = 120.0
 _LOOK_SECS = 2.0
 
 # What `lockf` raises on a file system without locks.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
 
 
 class ClaimedError(errors.UsageError):
@@ -41,74 +40,53 @@ class LostClaimError(RuntimeError):
   """A run has lost its right to write, after it has begun."""
 
 
-class Ages:
-  """Measures how long this process has seen values unchanged."""
-
-  def __init__(self) -> None:
-    self._seen: dict[str, tuple[Any, float]] = {}
-
-  def is_old(self, name: str, value: Any) -> bool:
-    """Returns whether a value has been the same for STALE_SECS."""
-    now = time.monotonic()
-    before, since = self._seen.get(name, (None, now))
-    if before != value:
-      since = now
-    self._seen[name] = value, since
-    return now - since >= STALE_SECS
+def is_old(seen: dict[str, tuple[Any, float]], name: str, value: Any) -> bool:
+  """Notes when a value was new; returns whether that is STALE_SECS ago."""
+  now = time.monotonic()
+  if name not in seen or seen[name][0] != value:
+    seen[name] = value, now
+  return now - seen[name][1] >= STALE_SECS
 
 
 class Beat:
   """An object that is rewritten every BEAT_SECS while this process lives."""
 
   def __init__(self, store: store_lib.Store, key: str, version: Any = None):
-    """Writes nothing yet.
-
-    Args:
-      store: where the object is.
-      key: its key.
-      version: the present one, if nobody else may write the object; None
-        overwrites whatever is there.
-    """
+    """Writes nothing yet; without the present version, `write` overwrites."""
     self._store, self._key, self._version = store, key, version
-    self._is_sole = version is not None
+    self._is_sole, self._is_lost = version is not None, False
     self._count = 0
     self._value: dict[str, Any] = {}
-    self._lock = threading.Lock()
-    self._stopped = threading.Event()
+    self._lock, self._stopped = threading.RLock(), threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True)
-    self.is_lost = False
 
   def write(self, **value: Any) -> bool:
     """Writes a value, or the last one again; returns False if it is lost."""
     with self._lock:
       self._value = value or self._value
-      self._rewrite()
-    if self._thread.ident is None and 'first' not in self._value:
+      if not self._is_lost:
+        raw = json.dumps({**self._value, 'beat': self._count}).encode()
+        expected = self._version if self._is_sole else None
+        self._version = self._store.write(self._key, raw, expected)
+        # Afterwards: a write whose answer was lost is repeated unchanged.
+        self._count += 1
+        self._is_lost = self._version is None
+    if self._thread.ident is None:
       self._thread.start()
-    return not self.is_lost
+    return not self._is_lost
 
   def is_ours(self) -> bool:
     """Returns whether the object has this process's value; writes nothing."""
     found = json.loads(self._store.read(self._key) or b'{}')
-    self.is_lost |= not self._value.items() <= found.items()
-    return not self.is_lost
-
-  def _rewrite(self) -> None:
-    if self.is_lost:
-      return
-    raw = json.dumps({**self._value, 'beat': self._count}).encode()
-    expected = self._version if self._is_sole else None
-    self._version = self._store.write(self._key, raw, expected)
-    # Count afterwards: a write whose answer was lost is repeated unchanged.
-    self._count += 1
-    self.is_lost = self._version is None
+    self._is_lost |= not self._value.items() <= found.items()
+    return not self._is_lost
 
   def _run(self) -> None:
     while not self._stopped.wait(BEAT_SECS):
       with self._lock:
         if not self._stopped.is_set():
           try:
-            self._rewrite()
+            self.write()
           except OSError as e:  # The next beat may succeed.
             logging.warning('%s/%s: %s', self._store, self._key, e)
 
@@ -116,7 +94,7 @@ class Beat:
     """Deletes the object, unless another process has it."""
     self._stopped.set()
     with self._lock, contextlib.suppress(OSError):
-      if not self.is_lost:
+      if not self._is_lost:
         self._store.delete(self._key)
 
 
@@ -126,36 +104,27 @@ _claimed: dict[str, 'Claim'] = {}
 _claiming = threading.Lock()
 
 
-class Claim:
+class Claim(contextlib.AbstractContextManager['Claim']):
   """The right to write something in a run's directory; one process has it."""
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
-    """Takes the right.
-
-    Args:
-      directory: the run's.
-      what: 'train', 'eval', 'best'.
+    """Takes the right to write 'train', 'eval' or a series.
 
     Raises:
       ClaimedError: another run has it.
-      OSError: the directory is not writable.
     """
     store = store_lib.at(directory).below('checkpoints')
     self._name = f'{store}/claims/{what}'
     self._process = os.getpid()
     self._fd: int | None = None
     self._beat: Beat | None = None
-    self._first = self  # The claim of this process that shows that it lives.
     with _claiming:
-      # Look before opening the file: closing it would release the lock that
-      # this process has.
-      has = _claimed.get(self._name)
-      if has is None or has._process != os.getpid():
+      # Look before opening the file: closing it releases this process's lock.
+      mine = [x for x in _claimed.values() if x._process == os.getpid()]
+      self._nonce: str = mine[0]._nonce if mine else secrets.token_hex(8)
+      if all(x._name != self._name for x in mine):
         if isinstance(store, store_lib.Bucket):
-          firsts = (x._first for x in _own(store) if x._beat)
-          self._first = next(firsts, self)
-          first = self._first._name.removeprefix(f'{store}/')
-          self._beat = _take_object(store, f'claims/{what}', first)
+          self._beat = _take_object(store, f'claims/{what}', self._nonce)
         else:
           claims = store_lib.Disk(store.url).folder('claims')
           self._fd = _lock_file(claims / f'{what}.lock')
@@ -169,9 +138,6 @@ class Claim:
         )
       _claimed[self._name] = self
 
-  def __enter__(self) -> 'Claim':
-    return self
-
   def __exit__(self, *unused: Any) -> None:
     self.release()
 
@@ -179,20 +145,17 @@ class Claim:
     """Raises LostClaimError if the right is lost: another may have it.
 
     Args:
-      renews: whether to rewrite the first object in a bucket. GCS slows down
-        who writes an object more than once a second.
+      renews: whether to rewrite the object in a bucket. GCS slows down who
+        writes an object more than once a second.
     """
-    is_held, first = True, self._first._beat
+    is_held = True
     if self._beat is not None:
-      is_held = self._beat.is_ours() and first is not None and first.is_ours()
-      if first is not None and is_held and renews:
-        is_held = first.write()
+      is_held = self._beat.write() if renews else self._beat.is_ours()
     elif self._fd is not None:
-      try:
+      is_held = False
+      with contextlib.suppress(*store_lib.MISSING):
         found = os.lstat(f'{self._name}.lock')
         is_held = os.path.samestat(found, os.fstat(self._fd))
-      except store_lib.MISSING:
-        is_held = False
     if not is_held:
       raise LostClaimError(
         f'{self._name}: another run has taken over, or the directory was'
@@ -215,14 +178,9 @@ class Claim:
 
 def check(run: store_lib.Store) -> None:
   """Checks this process's claims on a run: see `Claim.check`."""
-  for claim in _own(f'{run}/checkpoints'):
-    claim.check(renews=claim._first is claim)
-
-
-def _own(store: Any) -> list[Claim]:
-  """Returns this process's claims in a store."""
-  claims = [*_claimed.items()]
-  return [x for name, x in claims if name.startswith(f'{store}/claims/')]
+  for name, claim in [*_claimed.items()]:
+    if name.startswith(f'{run}/checkpoints/'):
+      claim.check()
 
 
 def _lock_file(path: pathlib.Path) -> int | None:
@@ -236,59 +194,49 @@ def _lock_file(path: pathlib.Path) -> int | None:
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except (OSError, ImportError) as e:
     number = getattr(e, 'errno', errno.ENOLCK)
-    if number in _NO_LOCKS:
-      logging.warning(
-        '%s: the file system has no locks (%s), so nothing keeps a second run'
-        ' from writing in this directory. Start no other one there.',
-        path, e,
-      )  # fmt: skip
-      return fd
-    os.close(fd)
-    # POSIX has two errors for a taken lock.
-    if number in (errno.EAGAIN, errno.EACCES):
-      return None
-    raise
+    if number not in _NO_LOCKS:
+      os.close(fd)
+      if number in (errno.EAGAIN, errno.EACCES):  # The lock is taken.
+        return None
+      raise
+    logging.warning(
+      '%s: the file system has no locks (%s), so nothing keeps a second run'
+      ' from writing in this directory. Start no other one there.',
+      path, e,
+    )  # fmt: skip
   return fd
 
 
-_NONCE = secrets.token_hex(8)  # Of this process.
+# All objects of a process have one nonce, until it has given back all.
 _OBJECT = keys.record(nonce=keys.text('a nonce'))
-_dead: set[str] = set()  # Nonces of processes that were found dead.
+_dead: set[str] = set()  # Nonces of processes that have ended: nobody waits.
 
 
-def _take_object(store: store_lib.Bucket, key: str, first: str) -> Beat | None:
-  """Returns the beat of an object, or None if another process has it.
-
-  It waits until the first object of a killed process is stale. `first` is the
-  key of the first object of this process, and may be `key`.
-  """
-  ages, before = Ages(), None
+def _take_object(store: store_lib.Bucket, key: str, own: str) -> Beat | None:
+  """Returns the beat of an object, or None if another process has it."""
+  seen: dict[str, tuple[Any, float]] = {}
+  before, nonce = None, ''
   while True:
     raw, version = store.versioned(key)
     if raw is None:
+      _dead.add(nonce)
       break
-    held = store_lib.checked(f'{store}/{key}', raw, _OBJECT)
-    nonce, at = held['nonce'], held.get('first', key)
-    sign = raw if at == key else store.read(at)
-    is_there = sign is not None and (
-      store_lib.checked(f'{store}/{at}', sign, _OBJECT)['nonce'] == nonce
-    )
-    if nonce in _dead or not is_there or ages.is_old(at, sign):
+    nonce = store_lib.checked(f'{store}/{key}', raw, _OBJECT)['nonce']
+    if nonce in _dead or is_old(seen, key, raw):
       _dead.add(nonce)
       break
     if before is None:
       logging.warning(
         '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
         ' for a sign of life. (If it has ended, delete this object.)',
-        store, at, STALE_SECS,
+        store, key, STALE_SECS,
       )  # fmt: skip
-    if sign != (before := before or sign):
+    if raw != (before := before or raw):
       return None
     watchdog.give_sign_of_life()  # It may end a run sooner than that.
     time.sleep(_LOOK_SECS)
   beat = Beat(store, key, version)
-  named = {} if key == first else {'first': first}
-  if not beat.write(nonce=_NONCE, **named):
+  if not beat.write(nonce=own):
     return None
   # Without the right to list, GCS lists nothing and TensorStore says nothing.
   if not store.names('claims'):

@@ -19,11 +19,7 @@ _directories: dict[str, pathlib.Path] = {}
 
 
 def directory(run: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns where this process writes the files of a run.
-
-  Args:
-    run: the run's directory, which is returned, or its address.
-  """
+  """Returns where this process writes the files of a run, or of an address."""
   place = os.fspath(run)
   if not disk.is_address(place):
     return pathlib.Path(place)
@@ -33,21 +29,12 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def local(run: str | os.PathLike[str], folder: str) -> pathlib.Path:
-  """Returns where this process writes a folder of a run.
-
-  Raises:
-    disk.ForeignFileError: see `Disk.folder`.
-  """
+  """Returns where this process writes a folder of a run."""
   return store_lib.Disk(str(directory(run))).folder(folder)
 
 
 def fetch(run: str, folder: str) -> pathlib.Path:
-  """Returns the local directory of a log, with the files that it has so far.
-
-  Args:
-    run: the run's directory, or its address, from which they are downloaded.
-    folder: path of the log in it.
-  """
+  """Returns the local directory of a log, with the files that it has so far."""
   path = local(run, folder)
   if disk.is_address(run):
     store = store_lib.at(run)
@@ -61,15 +48,12 @@ def fetch(run: str, folder: str) -> pathlib.Path:
 def upload(
   run: str | os.PathLike[str], names: Mapping[str, int] | None = None
 ) -> None:
-  """Uploads files of a run in a bucket.
+  """Uploads files of a run if that is in a bucket.
 
   Args:
-    run: the run's directory, of which nothing is uploaded, or its address.
+    run: the run's directory or address.
     names: relative path -> length in bytes to upload; None means all of them,
       at the end of the run.
-
-  Raises:
-    ClaimedError: another run has taken over.
   """
   if not disk.is_address(run):
     return

@@ -31,7 +31,7 @@ _MOST_BYTES = 1 << 32
 LINKS = 'checkpoints', 'train', 'eval'
 NEW = object()  # The version of a value that is not there.
 # There is no file of that name.
-MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class DamagedError(ValueError):
@@ -49,12 +49,7 @@ class RefusedError(errors.UsageError):
 def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   """Returns the store at a directory or an address; touches nothing.
 
-  Args:
-    place: the directory, or `gs://BUCKET/PATH`, or `s3://BUCKET/PATH`.
-    what: the key of the config that has it, for errors.
-
-  Raises:
-    UsageError: it is empty, or an address of another kind.
+  `what` is the key of the config that has the place, for errors.
   """
   text = os.fspath(place)
   scheme, _, path = text.partition('://')
@@ -69,15 +64,10 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
 
 
 def checked(name: str, value: Any, check: keys.Check) -> Any:
-  """Returns the content of a JSON file of a run.
-
-  Args:
-    name: the file.
-    value: the bytes of the file, or the value of the JSON.
-    check: accepts a valid value.
+  """Returns the value of a JSON file, given as bytes or as that value.
 
   Raises:
-    RefusedError: it is something else; names the file.
+    RefusedError: the check does not accept it; names the file.
   """
   try:
     value = json.loads(value) if isinstance(value, bytes) else value
@@ -96,23 +86,14 @@ def check_size(key: str, found: int | None, written: int) -> None:
 
 
 class Store(abc.ABC):
-  """Bytes by key.
+  """Bytes by key. An OSError, which each method may raise, is never damage."""
 
-  Every method may raise OSError, which is never damage.
-
-  Attributes:
-    url: the directory, or the address.
-    threads: how many reads or writes at once are fastest.
-    poll_secs: how long to wait between two listings.
-    mode: on a disk, of what `write` makes: see `disk.replacing`.
-  """
-
-  threads = 16  # In a bucket each may have a copy of a part.
-  poll_secs = 0.0
-  mode = 0o666
+  threads = 16  # That read or write; in a bucket each may have a part's copy.
+  poll_secs = 0.0  # To wait between two listings.
+  mode = 0o666  # On a disk, of what `write` makes: see `disk.replacing`.
 
   def __init__(self, url: str):
-    self.url = url
+    self.url = url  # The directory, or the address.
 
   def __str__(self) -> str:
     return self.url
@@ -125,25 +106,21 @@ class Store(abc.ABC):
   def names(self, folder: str = '') -> list[str]:
     """Returns the names of files and folders directly in a folder, sorted."""
 
-  @abc.abstractmethod
   def read(self, key: str) -> bytes | None:
     """Returns a value; None if there is none."""
+    return self.versioned(key)[0]
+
+  @abc.abstractmethod
+  def versioned(self, key: str) -> tuple[bytes | None, Any]:
+    """Returns a value, or None, and its version for `write`."""
 
   @abc.abstractmethod
   def read_into(self, key: str, buffer: memoryview) -> None:
-    """Fills a buffer with a value.
-
-    Raises:
-      DamagedError: the value is not there, or has another size.
-    """
+    """Fills a buffer with a value; DamagedError unless it has that size."""
 
   @abc.abstractmethod
   def check(self, key: str, size: int) -> None:
     """Raises DamagedError unless a value is there and has a size."""
-
-  def versioned(self, key: str) -> tuple[bytes | None, Any]:
-    """Returns a value, and its version for `write`."""
-    return self.read(key), None
 
   @abc.abstractmethod
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
@@ -163,8 +140,8 @@ class Store(abc.ABC):
   def write_part(self, key: str, value: memoryview) -> None:
     """Writes a value under a new key; it is safe after the next `sync`."""
 
-  def sync(self, folder: str) -> None:  # noqa: B027
-    """Returns when the names in a new folder, and its own, are safe."""
+  def sync(self) -> None:  # noqa: B027
+    """Returns when all names, and that of a new store itself, are safe."""
 
   @abc.abstractmethod
   def delete(self, key: str) -> None:
@@ -182,23 +159,16 @@ class Disk(Store):
     return Disk(f'{self.url}/{folder}' if links else str(self.folder(folder)))
 
   def folder(self, key: str) -> pathlib.Path:
-    """Returns the path of a folder, which may not be there yet.
-
-    Raises:
-      disk.ForeignFileError: a link, or something else, is there.
-    """
-    path = self._path(f'{key}/_').parent
-    disk.check_kind(path, stat.S_IFDIR, links=key in LINKS)
-    return path
+    """Returns the path of a folder; refuses a link, or another thing, there."""
+    return self._path(f'{key}/_').parent
 
   def _path(self, key: str) -> pathlib.Path:
-    """Returns the path of a key; refuses links on the way there."""
+    """Returns the path of a key, to which only folders lead."""
     path = pathlib.Path(self.url)
     *folders, name = key.split('/')
     for i, folder in enumerate(folders):
       path /= folder
-      if path.is_symlink() and (i or folder not in LINKS):
-        disk.check_kind(path, stat.S_IFDIR)
+      disk.check_kind(path, stat.S_IFDIR, links=not i and folder in LINKS)
     return path / name
 
   def names(self, folder: str = '') -> list[str]:
@@ -208,20 +178,17 @@ class Disk(Store):
       return []
     return [name for name in names if not name.endswith(disk.PARTIAL)]
 
-  def read(self, key: str) -> bytes | None:
+  def versioned(self, key: str) -> tuple[bytes | None, Any]:
     try:
       with open(self._path(key), 'rb', opener=disk.open_regular) as f:
-        self._check_most(key, os.fstat(f.fileno()).st_size)
-        return f.read()
+        size = os.fstat(f.fileno()).st_size
+        if size <= _MOST_BYTES:
+          return f.read(), None
     except MISSING:
-      return None
-
-  def _check_most(self, key: str, size: int) -> None:
-    """Refuses a file that is too large to be read whole."""
-    if size > _MOST_BYTES:
-      raise RefusedError(
-        f'{self}/{key} has {size} bytes; expected at most {_MOST_BYTES}.'
-      )
+      return None, None
+    raise RefusedError(
+      f'{self}/{key} has {size} bytes; expected at most {_MOST_BYTES}.'
+    )
 
   def read_into(self, key: str, buffer: memoryview) -> None:
     try:
@@ -238,7 +205,6 @@ class Disk(Store):
     check_size(key, found, size)
 
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
-    self._check_most(key, len(value))  # `read` would refuse it.
     path = self._path(key)
     disk.make_directory(path.parent)
     disk.check_kind(path)
@@ -257,11 +223,10 @@ class Disk(Store):
     except OSError as e:
       raise disk.failed_write(e, path) from None
 
-  def sync(self, folder: str) -> None:
-    top = self.folder(folder)
-    for inner, _, _ in os.walk(top, topdown=False):
+  def sync(self) -> None:
+    for inner, _, _ in os.walk(self.url, topdown=False):
       disk.sync_directory(pathlib.Path(inner))
-    disk.sync_directory(top.parent)
+    disk.sync_directory(pathlib.Path(self.url).parent)
 
   def delete(self, key: str) -> None:
     with contextlib.suppress(*MISSING):
@@ -296,7 +261,7 @@ class Bucket(Store):
       f'{driver}_request_retries': _RETRIES,
       f'{driver}_request_concurrency': {'limit': self.threads},
     }
-    self._range = ts.KvStore.KeyRange
+    self._everything = ts.KvStore.KeyRange()
     try:  # It connects later.
       self._kv = ts.KvStore.open(spec, context=ts.Context(context)).result()
     except ValueError as e:
@@ -316,34 +281,21 @@ class Bucket(Store):
       yield
     except ValueError as e:
       text = str(e).partition(' [')[0]
-      kinds = {
-        'PERMISSION_DENIED': errno.EACCES,
-        'UNAUTHENTICATED': errno.EACCES,
-        'NOT_FOUND': errno.ENOENT,
-      }
-      number = kinds.get(text.partition(':')[0], errno.EIO)
+      is_refused = text.startswith(('PERMISSION_DENIED', 'UNAUTHENTICATED'))
+      number = errno.EACCES if is_refused else errno.EIO
       raise OSError(number, text, f'{self.url}/{key}') from e
 
-  def _keys(self, folder: str) -> list[str]:
-    prefix = f'{folder}/' if folder else ''
-    # '0' is the character after '/'.
-    wanted = self._range(prefix, f'{folder}0' if folder else '')
-    with self._os_errors(folder):
-      found: Iterable[bytes] = self._kv.list(wanted).result()
-    return [key.decode().removeprefix(prefix) for key in found]
-
   def names(self, folder: str = '') -> list[str]:
-    return sorted({key.partition('/')[0] for key in self._keys(folder)})
+    place = self.below(folder)._kv if folder else self._kv
+    with self._os_errors(folder):
+      found: Iterable[bytes] = place.list().result()
+    return sorted({key.decode().partition('/')[0] for key in found})
 
   def _read(self, key: str, **more: Any) -> Any:
     with self._os_errors(key):
       return self._kv.read(key, **more).result()
 
-  def read(self, key: str) -> bytes | None:
-    return self.versioned(key)[0]
-
   def versioned(self, key: str) -> tuple[bytes | None, Any]:
-    """Returns a value and its version; (None, NEW) if the key is absent."""
     found = self._read(key)
     is_there = found.state == 'value'
     return (found.value, found.stamp.generation) if is_there else (None, NEW)
@@ -388,4 +340,4 @@ class Bucket(Store):
 
   def delete_folder(self, folder: str) -> None:
     with self._os_errors(folder):
-      self._kv.delete_range(self._range(f'{folder}/', f'{folder}0')).result()
+      self.below(folder)._kv.delete_range(self._everything).result()
