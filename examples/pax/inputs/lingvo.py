@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from examples.pax.inputs import tfdata
 from jaxline import errors
 from jaxline.inputs import base
-from jaxline.inputs import tfdata
 
 # Pax's name for the weights of rows.
 SAMPLE_WEIGHTS = 'eval_sample_weights'

@@ -10,7 +10,7 @@ from absl import logging
 import numpy as np
 import pytest
 
-from jaxline.inputs import tfdata
+from examples.pax.inputs import tfdata
 from jaxline.metrics import log_filter
 
 tf = pytest.importorskip('tensorflow')
