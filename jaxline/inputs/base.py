@@ -11,15 +11,8 @@ If it overrides `position` and `set_position` too, every checkpoint holds the
 position in the data, and a resumed run neither repeats nor skips a record.
 `iterable.as_input` makes an input of anything else that gives batches.
 
-How evaluation reads (`eval_batches`):
-
-                        N = eval_loop_num_batches    N = None or -1
-  reset_for_eval=True   refused (1 is ignored)       one epoch; repeat=False
-  reset_for_eval=False  the next N batches, without  refused
-                        end; repeat=True
-
 The contract is that of Pax's documents, section 'Data inputs'
-(https://github.com/google/paxml).
+(https://github.com/google/paxml). docs/inputs.md has its table of evaluations.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +20,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import operator
 import secrets
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -38,7 +32,6 @@ from jaxline import errors
 from jaxline.inputs import batches
 
 WEIGHTS = batches.WEIGHTS
-PADDINGS = batches.PADDINGS
 Batch = batches.Batch
 num_rows = batches.num_rows
 pad_rows = batches.pad_rows
@@ -102,8 +95,10 @@ class BaseInput:
       numbers. None is 0 if the position is saved or in evaluation; else another
       number at each start, drawn by all hosts together.
     is_training: whether it feeds training.
-    reset_for_eval: whether each evaluation is one epoch from its beginning.
-    eval_loop_num_batches: batches per evaluation; see the top of this module.
+    reset_for_eval: whether each evaluation is one epoch from its beginning;
+      else it is the next `eval_loop_num_batches`.
+    eval_loop_num_batches: batches per evaluation; None or -1 with
+      `reset_for_eval`, which ignores the default.
     input_checkpointing_enabled: whether checkpoints hold the position.
   """
 
@@ -146,7 +141,8 @@ class BaseInput:
     self.infeed_host_index, self.num_infeed_hosts = index, count
 
   def _check_fields(self) -> None:
-    self._check_batch_size()
+    if self.batch_size is not None:  # As many as a batch has.
+      self.check_integer('batch_size')
     n, seed = self.eval_loop_num_batches, self.input_random_seed
     if not (is_epoch := n in (None, -1)):
       self.check_integer('eval_loop_num_batches')
@@ -172,9 +168,6 @@ class BaseInput:
         ' would see the same data again. Or save it'
         ' (input_checkpointing_enabled=True, position() and set_position())',
       )
-
-  def _check_batch_size(self) -> None:
-    self.check_integer('batch_size')
 
   def refuse(self, key: str, expected: str) -> NoReturn:
     """Raises an error about the value of a field."""
@@ -329,7 +322,7 @@ class BaseInput:
     return self.get_next_padded()
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
-    """Yields the batches of one evaluation: see the top of this module.
+    """Yields the batches of one evaluation.
 
     Raises:
       ValueError: the data ends before `eval_loop_num_batches`.
@@ -362,7 +355,9 @@ class BaseInput:
       'identity': self.identity(),
       'position': mark,
     }
-    return json.dumps(state, sort_keys=True, default=_plain).encode()
+    # Of other types, NumPy's numbers are allowed.
+    to_plain = operator.methodcaller('item')
+    return json.dumps(state, sort_keys=True, default=to_plain).encode()
 
   def get_state(self) -> Any:
     """Returns the position for `set_state`, as bytes.
@@ -423,11 +418,4 @@ def is_end(e: Exception) -> bool:
     cls.__name__ == 'OutOfRangeError'
     and cls.__module__.startswith('tensorflow.')
     for cls in type(e).__mro__
-  )
-
-
-def _plain(x: Any) -> Any:
-  """Returns what JSON has for a number of NumPy's."""
-  return (
-    x.item() if isinstance(x, np.generic) else json.JSONEncoder().default(x)
   )

@@ -45,9 +45,6 @@ class IterableInput(base.BaseInput):
         'function', f'one of host_index: {hosts} hosts share the data'
       )
 
-  def _check_batch_size(self) -> None:
-    self.check_integer('batch_size', or_none=True)
-
   def _draw_seed(self) -> int:
     """Returns 0: nothing needs a seed, so no process waits for the others."""
     return 0
@@ -106,9 +103,6 @@ class _SkippingInput(resumable.ResumableInput):
 
   dataset: Any
   batch_size: int | None = None  # type: ignore[assignment]
-
-  def _check_batch_size(self) -> None:
-    """Accepts None: the dataset has the batch size."""
 
   def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
     batches = self.dataset.skip(position).as_numpy_iterator()

@@ -2,7 +2,6 @@
 
 import abc
 from collections.abc import Iterator
-import copy
 import dataclasses
 from typing import Any, ClassVar
 
@@ -33,20 +32,14 @@ class ResumableInput(base.BaseInput, abc.ABC):
 
   @abc.abstractmethod
   def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yields the batches from a position on, each with the position behind it.
-
-    A generator, which ends its threads and workers when it is closed.
-    """
+    """Yields batches from a position on, each with a new position behind it."""
 
   def get_next(self) -> dict[str, Any]:
     try:
       if self._iterator is None:
-        self._iterator = self.read_from(copy.deepcopy(self._at))
-      batch, position = next(self._iterator)
-      self._at = copy.deepcopy(position)  # The generator may change its own.
+        self._iterator = self.read_from(self._at)
+      batch, self._at = next(self._iterator)
       return batch
-    except StopIteration:
-      raise
     except BaseException:
       # The generator has read past the batch that failed, which a retry needs.
       self.close()

@@ -9,21 +9,18 @@ also for notebooks:
   print(show.check(make_input, num_hosts=4))
 
 `make_input` returns a new input, or anything that `iterable.as_input` takes;
-without the argument `shard`, that of a single host. A `batch` is one that
-`next(source)` returned, so it has `weights`. Rows of weight 0 are padding and
-are not counted.
+without the argument `shard`, that of a single host. A `batch` has `weights`;
+rows of weight 0 are padding and are not counted.
 """
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import itertools
 import textwrap
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +48,6 @@ WIDTH = 100  # Columns of what is printed.
 # 2]; zeros in padding.
 _RECORDS = '_records'
 
-
-# One batch.
 
 counts = batches.counts
 describe = batches.describe
@@ -82,9 +77,6 @@ def texts(
   return found
 
 
-# Several batches.
-
-
 def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
   """Returns the hash of each row that has a weight."""
   arrays = batches.arrays(batch)
@@ -92,9 +84,6 @@ def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
     digest([{name: x[i : i + 1] for name, x in arrays.items()}])
     for i in np.flatnonzero(batches.real_rows(arrays)).tolist()
   ]
-
-
-# Several hosts.
 
 
 @contextlib.contextmanager
@@ -120,43 +109,35 @@ def takes_shard(make_input: Callable[..., Any]) -> bool:
   return 'shard' in base.choose_arguments(make_input, {'shard': None})
 
 
-@dataclasses.dataclass
 class _Host:
-  """What one host has read; `totals` are the sums of `counts`.
+  """What one host reads: `num_batches`, or one epoch up to `max_batches`."""
 
-  By batch, `rows` has the hash of each row that has a weight, and `states` the
-  state after the batch, if it is saved. `records` has the `_RECORDS` of each
-  row, if records have numbers.
-  """
+  def __init__(
+    self, source: base.BaseInput, num_batches: int, max_batches: int
+  ):
+    self.source: Any = source
+    self.one_epoch = source.reset_for_eval or not getattr(
+      source, 'repeat', True
+    )
+    # Of each batch: the hashes of the rows that have a weight; the state.
+    self.rows: list[list[str]] = []
+    self.states: list[Any] = []
+    # The `_RECORDS` of all rows, if records have numbers.
+    self.records: list[tuple[int, ...]] = []
+    self.totals: Any = collections.Counter()
+    _number_records(source)
+    limit = max_batches if self.one_epoch else num_batches
+    self.digest = digest(map(self._note, itertools.islice(source, limit)))
+    self.ended = next(source, None) is None
 
-  source: Any
-  one_epoch: bool
-  ended: bool = False
-  rows: list[list[str]] = dataclasses.field(default_factory=list)
-  records: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-  states: list[Any] = dataclasses.field(default_factory=list)
-  digest: str = ''
-  totals: Any = dataclasses.field(default_factory=collections.Counter)
-
-
-def _read(source: base.BaseInput, num_batches: int, max_batches: int) -> _Host:
-  """Reads `num_batches`, or one epoch up to `max_batches`."""
-  one_epoch = source.reset_for_eval or not getattr(source, 'repeat', True)
-  host = _Host(source, one_epoch)
-  _number_records(source)
-  hashed = hashlib.sha256()
-  limit = max_batches if one_epoch else num_batches
-  for batch in itertools.islice(source, limit):
+  def _note(self, batch: dict[str, Any]) -> dict[str, Any]:
     records = batch.pop(_RECORDS, np.zeros((0, 2), int))
-    host.records += map(tuple, records[records[:, 0] > 0].tolist())
-    hashed.update(batches.serialized(batches.arrays(batch)))
-    host.rows.append(_hash_rows(batch))
-    host.totals.update(counts(batch))
-    if source.saves_position:
-      host.states.append(source.state_of(source.mark()))
-  host.ended = next(source, None) is None
-  host.digest = hashed.hexdigest()[:16]
-  return host
+    self.records += map(tuple, records[records[:, 0] > 0].tolist())
+    self.rows.append(_hash_rows(batch))
+    self.totals.update(counts(batch))
+    if self.source.saves_position:
+      self.states.append(self.source.get_state())
+    return batch
 
 
 def _number_records(source: base.BaseInput) -> None:
@@ -181,9 +162,8 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
   return list(itertools.chain.from_iterable(lists))
 
 
-# The checks. Each returns a verdict and the result in words; None if the input
-# does not make the promise.
-
+# A check returns a verdict and the result in words; None if the input does not
+# make the promise.
 _OpenInput = Callable[[base.Shard], Any]
 _Result = tuple[str, str] | None
 
@@ -191,16 +171,14 @@ _Result = tuple[str, str] | None
 def _check_rows(hosts: Sequence[_Host]) -> _Result:
   """Compares the rows of all hosts: their records, or else their contents."""
   source, is_numbered = hosts[0].source, bool(hosts[0].records)
-  read: list[list[Any]] = [
-    host.records if is_numbered else _flat(host.rows) for host in hosts
-  ]
+  read: list[Any] = [h.records if is_numbered else _flat(h.rows) for h in hosts]
   times = collections.Counter(_flat(read))
   again = [row for row, n in times.items() if n > 1]
   text = f'{times.total()} rows of {len(hosts)} hosts'
-  if not again and is_numbered:
-    return OK, f'no record of {text} is read twice'
   if not again:
-    return OK, f'no two of {text} are identical'
+    what = ('two', 'are identical'), ('record', 'is read twice')
+    kind, verb = what[is_numbered]
+    return OK, f'no {kind} of {text} {verb}'
   of = ', '.join(str(i) for i, rows in enumerate(read) if again[0] in rows)
   text = f'of {text}, {len(again)} are read again, one of them by host {of}'
   if is_numbered:
@@ -208,10 +186,8 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
     return WRONG, f'{text}: {source.describe_record(record, epoch - 1)}'
   if any(read.count(rows) > 1 and len(set(rows)) > 1 for rows in read):
     return WRONG, f'{text}; some hosts read the same rows in the same order'
-  return (
-    LOOK,
-    f'{text}; the data has them, or begins again, or hosts read the same',
-  )
+  text += '; the data has them, or begins again, or hosts read the same'
+  return LOOK, text
 
 
 def _check_epoch(
@@ -298,18 +274,8 @@ def _continue(
   return f'reads other rows after {start} batches, or in another order'
 
 
-# All of it.
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-  """The result of one check.
-
-  Attributes:
-    name: of the promise; or 'hosts', 'padding', 'speed'.
-    verdict: OK, LOOK, WRONG or NOTE.
-    text: the result in words.
-  """
+class Finding(NamedTuple):
+  """The result of one check; `name` is also 'hosts', 'padding' or 'speed'."""
 
   name: str
   verdict: str
@@ -324,15 +290,8 @@ class Finding:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-  """What `check` found.
-
-  Attributes:
-    num_batches: how many batches of each host were read.
-    digests: of these batches of each host.
-    findings: of each promise that the input makes, of padding and of speed.
-  """
+class Report(NamedTuple):
+  """What `check` found; each host has read `num_batches`."""
 
   num_batches: int
   digests: tuple[str, ...]
@@ -344,14 +303,10 @@ class Report:
     return all(finding.verdict != WRONG for finding in self.findings)
 
   def __str__(self) -> str:
-    num_hosts = len(self.digests)
-    lines = [
-      f'digest of the first {self.num_batches} batches',
-      *(f'  host {i} of {num_hosts}  {x}' for i, x in enumerate(self.digests)),
-      '',
-      *map(str, self.findings),
-    ]
-    return '\n'.join(lines)
+    lines = [f'digest of the first {self.num_batches} batches']
+    for i, x in enumerate(self.digests):
+      lines.append(f'  host {i} of {len(self.digests)}  {x}')
+    return '\n'.join([*lines, '', *map(str, self.findings)])
 
 
 def check(
@@ -385,7 +340,7 @@ def check(
       num_hosts = 1
   for index in range(num_hosts):
     with open_input(base.Shard(index, num_hosts)) as source:
-      hosts.append(_read(source, num_batches, max_batches))
+      hosts.append(_Host(source, num_batches, max_batches))
   totals: Any = sum((host.totals for host in hosts), collections.Counter())
   share = totals['padding'] / max(1, totals['batches'])
   with open_input(base.Shard(0, num_hosts)) as source:
@@ -406,10 +361,7 @@ def check(
 def _measure(
   source: base.BaseInput, seconds: float, totals: Mapping[str, float]
 ) -> str:
-  """Reads for some seconds, and returns the tokens, rows, batches per second.
-
-  It counts batches only; `totals` tell what a batch holds.
-  """
+  """Reads for some seconds; returns the tokens, rows, batches per second."""
   start = time.perf_counter()
   next(source, None)
   first = last = time.perf_counter()
