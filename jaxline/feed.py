@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
+import types
 from typing import Any, ClassVar
 
 from absl import logging
@@ -35,6 +36,13 @@ class _Feed:
   method: Callable[..., Any]
   partitioner: partitioning.Partitioner
   config: Any  # It has `skip_batches` and the keys of the infeed.
+
+  @property
+  def _ahead(self) -> dict[str, Any]:
+    return {
+      'buffer_size': self.config.infeed_buffer_size,
+      'stall_secs': self.config.infeed_stall_secs,
+    }
 
   def _open_all(self) -> dict[str, inputs.BaseInput]:
     """Returns name -> input of the method; '' names an only one."""
@@ -215,11 +223,10 @@ class TrainFeed(_Feed):
       source,
       functools.partial(placement.put_batch, partitioner=self.partitioner),
       kept=(number not in skipped for number in numbers),
-      **_read_ahead_options(self.config),
+      **self._ahead,
     )
 
 
-@dataclasses.dataclass(eq=False)
 class EvalFeed(_Feed):
   """The batches of the evaluation sets.
 
@@ -229,44 +236,33 @@ class EvalFeed(_Feed):
   """
 
   is_training = False
-  _sources: dict[str, inputs.BaseInput] = dataclasses.field(
-    default_factory=dict, init=False
-  )
+  _sources: Mapping[str, inputs.BaseInput] = types.MappingProxyType({})
   # Name of a set -> the number of evaluations that its input has fed.
-  _evaluations_fed: dict[str, int] = dataclasses.field(
-    default_factory=dict, init=False
-  )
+  _fed: Mapping[str, int] = types.MappingProxyType({})
 
   def sets(self, num_evaluated: int) -> Iterator[tuple[str, Iterator[Batch]]]:
     """Yields name -> batches of each set; '' if there is only one."""
-    for name, source in self._open().items():
-      yield name, self.batches(name, source, num_evaluated)
-
-  def _open(self) -> dict[str, inputs.BaseInput]:
     old = self._sources.items()
     kept = {name: x for name, x in old if not x.reset_for_eval}
-    if kept and len(kept) == len(old):
-      return kept
-    self._sources = self._open_all()
-    for name in kept.keys() & self._sources.keys():
-      if not self._sources[name].reset_for_eval:
-        self._sources[name].close()
-        self._sources[name] = kept[name]
-    return self._sources
+    if not kept or len(kept) < len(old):
+      # What is opened and not used has not begun to read.
+      self._sources = self._open_all() | kept
+    for name, source in self._sources.items():
+      yield name, self.batches(name, source, num_evaluated)
 
   def _host_batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
   ) -> Iterator[Batch]:
     """Returns this process's batches of one evaluation."""
     if not source.reset_for_eval:
-      if self._evaluations_fed.get(name, 0) != num_evaluated:
+      if self._fed.get(name, 0) != num_evaluated:
         # Read and drop the batches of earlier evaluations: a resumed run gets
         # the same batches as a run without an interruption.
         source.reset()
         for _ in range(num_evaluated):
           for _ in source.eval_batches():
             pass
-      self._evaluations_fed[name] = num_evaluated + 1
+      self._fed = {**self._fed, name: num_evaluated + 1}
     return source.eval_batches()
 
   def batches(
@@ -281,7 +277,7 @@ class EvalFeed(_Feed):
     host_batches = infeed.read_ahead(
       source,
       self._host_batches(name, source, num_evaluated),
-      **_read_ahead_options(self.config),
+      **self._ahead,
     )
     rows, last = 0, None
     try:
@@ -310,10 +306,3 @@ class EvalFeed(_Feed):
     finally:
       host_batches.close()
       source.close()
-
-
-def _read_ahead_options(config: Any) -> dict[str, Any]:
-  return {
-    'buffer_size': config.infeed_buffer_size,
-    'stall_secs': config.infeed_stall_secs,
-  }

@@ -72,7 +72,6 @@ def _fitting_devices(sizes: Any) -> Sequence[mesh.AbstractDevice]:
 
 
 def _parser() -> argparse.ArgumentParser:
-  promises = '; '.join(f'{name}: {x}' for name, x in show.PROMISES.items())
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.inputs',
     description='Prints the batches of a config, and checks what several hosts'
@@ -80,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     ' without its model or accelerators. Exits with 1 if something is wrong.',
     usage='%(prog)s show --config=FILE | --jaxline_run=DIR'
     ' [--config.key=value ...] [OPTION ...]',
-    epilog=f'What is checked. {promises}.',
     allow_abbrev=False,
   )
   add = parser.add_argument

@@ -8,13 +8,15 @@ dimension first. To write one, override `get_next`:
       return {'x': np.arange(self.batch_size)}
 
 If it overrides `position` and `set_position` too, every checkpoint holds the
-position in the data, and a resumed run neither repeats nor skips a record.
-`iterable.as_input` makes an input of anything else that gives batches.
+position in the data, and a resumed run neither repeats nor skips a record; a
+`ResumableInput` has them. `iterable.as_input` makes an input of anything else
+that gives batches.
 
 The contract is that of Pax's documents, section 'Data inputs'
 (https://github.com/google/paxml). docs/inputs.md has its table of evaluations.
 """
 
+import abc
 from collections.abc import Callable, Iterator, Mapping
 import copy
 import dataclasses
@@ -32,6 +34,7 @@ from jaxline import errors
 from jaxline.inputs import batches
 
 WEIGHTS = batches.WEIGHTS
+PADDINGS = batches.PADDINGS
 Batch = batches.Batch
 num_rows = batches.num_rows
 pad_rows = batches.pad_rows
@@ -397,6 +400,59 @@ class BaseInput:
       )
     self.set_position(values['position'])
     self._ended = False
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ResumableInput(BaseInput, abc.ABC):
+  """An input that can start to read at any position.
+
+  Attributes:
+    repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
+  """
+
+  repeat: bool | None = None
+
+  # The position of the first batch.
+  FIRST: ClassVar[Any] = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.repeat and self.reset_for_eval:
+      self.refuse('repeat', 'False with reset_for_eval=True: one epoch')
+    if self.repeat is None:
+      self.repeat = not self.reset_for_eval
+    self._at: Any = self.FIRST
+    self._iterator: Iterator[tuple[dict[str, Any], Any]] | None = None
+
+  @abc.abstractmethod
+  def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yields batches from a position on, each with a new position behind it."""
+
+  def get_next(self) -> dict[str, Any]:
+    try:
+      if self._iterator is None:
+        self._iterator = self.read_from(self._at)
+      batch, self._at = next(self._iterator)
+      return batch
+    except BaseException:
+      # The generator has read past the batch that failed, which a retry needs.
+      self.close()
+      raise
+
+  def reset(self) -> None:
+    super().reset()
+    self.set_position(self.FIRST)
+
+  def position(self) -> Any:
+    return self._at
+
+  def set_position(self, position: Any) -> None:
+    self.close()
+    self._at = position
+
+  def close(self) -> None:
+    # Not `close()`, which refuses while another thread reads.
+    self._iterator = None
 
 
 def choose_arguments(

@@ -45,12 +45,8 @@ class Infeed:
   ):
     """Starts to read at the first `next`.
 
-    Args:
-      source: the input.
-      place: puts a batch of numpy arrays on the devices.
-      buffer_size: as `config.infeed_buffer_size`.
-      stall_secs: as `config.infeed_stall_secs`.
-      kept: for each batch, whether it is given; the others are dropped.
+    `place` puts a batch of NumPy arrays on the devices. `kept` tells of each
+    batch whether it is given; the others are dropped.
     """
     goodput.listen()
     self.source = source
@@ -59,9 +55,7 @@ class Infeed:
     self._waited = 0.0
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
-    self._times: collections.deque[tuple[float, float]] = collections.deque(
-      maxlen=_WINDOW_STEPS + 1
-    )
+    self._times: Any = collections.deque(maxlen=_WINDOW_STEPS + 1)
     self._batches = read_ahead(
       source,
       _read(source, place, kept),
@@ -107,31 +101,24 @@ def read_ahead(
   *,
   who: str = 'The evaluation',
   thread_name: str = 'eval_infeed',
-  buffer_size: int = 3,
-  depth_of: Callable[[Any], int] | None = None,
   stall_secs: float | None = None,
+  **options: Any,
 ) -> Generator[Any, None, None]:
-  """Reads batches ahead on a thread, which `close` of the result ends.
+  """Reads batches of `source` ahead, as `async_lib.py_prefetch` does.
 
-  Messages name `source`, which gives the batches, and `who` waits for them. The
-  other arguments go to `async_lib.py_prefetch`.
+  The log says so if `who` waits for `stall_secs`.
   """
 
   def warn() -> None:
-    logging.warning(
-      '%s has waited %.0f s for a batch: %s.',
-      who,
-      stall_secs,
-      source.describe(),
-    )
+    text = '%s has waited %.0f s for a batch: %s.'
+    logging.warning(text, who, stall_secs, source.describe())
 
   return async_lib.py_prefetch(
     lambda: batches,
-    buffer_size,
     thread_name=thread_name,
-    depth_of=depth_of,
     stall_secs=stall_secs,
     on_stall=warn,
+    **options,
   )
 
 

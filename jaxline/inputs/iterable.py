@@ -11,7 +11,6 @@ import itertools
 from typing import Any
 
 from jaxline.inputs import base
-from jaxline.inputs import resumable
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -98,7 +97,7 @@ class IterableInput(base.BaseInput):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _SkippingInput(resumable.ResumableInput):
+class _SkippingInput(base.ResumableInput):
   """The batches of a `tf.data.Dataset`; a resumed run reads them again."""
 
   dataset: Any

@@ -17,15 +17,16 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import functools
+import hashlib
 import itertools
 import textwrap
 import time
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxline.inputs import base
-from jaxline.inputs import batches
 from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 
@@ -35,23 +36,103 @@ LOOK = 'look'
 WRONG = 'WRONG'
 NOTE = ''
 
-# The promises of every input, by the names of their lines in the report.
-PROMISES = {
-  'rows': 'no row is read twice, by one host or by two',
-  'epoch': 'all hosts have the same number of batches in an epoch',
-  'resume': 'a new input continues exactly from a state',
-  'position': 'if ANY_NUMBER_OF_HOSTS is set, a state fits any number of hosts',
-}
-
 WIDTH = 100  # Columns of what is printed.
 # The entry of a batch with (epoch + 1, number) of each row's record, int64 [B,
 # 2]; zeros in padding.
 _RECORDS = '_records'
 
 
-counts = batches.counts
-describe = batches.describe
-digest = batches.digest
+def _arrays(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns name -> array; an entry of a nested batch is 'src.ids'."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='.'): np.asarray(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(batch)
+  }
+
+
+def _real_rows(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns which rows have a weight, bool [B]."""
+  is_real = arrays[base.WEIGHTS] != 0
+  return np.any(is_real, axis=tuple(range(1, is_real.ndim)))
+
+
+def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns which positions hold tokens, bool [B, ..., L], by entry `ids`."""
+  found = {}
+  for name, ids in arrays.items():
+    if name.rpartition('.')[2] != 'ids' or ids.ndim < 2:
+      continue
+    paddings, segments, weights = (
+      arrays.get(name.removesuffix('ids') + key)
+      for key in (base.PADDINGS, 'segment_ids', base.WEIGHTS)
+    )
+    is_token = np.ones(ids.shape, bool)
+    # In this order: a prompt has no weight, but is not padding.
+    if paddings is not None:
+      is_token = paddings == 0
+    elif segments is not None:
+      is_token = segments > 0
+    elif weights is not None and weights.shape == ids.shape:
+      is_token = weights != 0
+    of_rows = _real_rows(arrays).reshape(-1, *[1] * (ids.ndim - 1))
+    found[name] = is_token & of_rows
+  return found
+
+
+def counts(batch: Mapping[str, Any]) -> dict[str, float]:
+  """Counts what is in a batch.
+
+  Returns:
+    'batches': 1. 'rows': those with a weight. 'all_rows': with padding.
+    'weights': their sum. 'padding': the fraction of the tokens, or else of the
+    rows, that is padding. 'tokens', if there are entries `ids`: those that are
+    not padding by `paddings`, or else `segment_ids`, or else `weights`.
+  """
+  found = _arrays(batch)
+  is_row, are_tokens = _real_rows(found), _real_tokens(found)
+  masks = list(are_tokens.values()) or [is_row]
+  num_real = sum(int(x.sum()) for x in masks)
+  return {
+    'batches': 1,
+    'rows': int(is_row.sum()),
+    'all_rows': is_row.size,
+    'weights': float(found[base.WEIGHTS].sum(dtype=np.float64)),
+    'padding': 1 - num_real / sum(x.size for x in masks),
+    **({'tokens': num_real} if are_tokens else {}),
+  }
+
+
+def describe(batch: Mapping[str, Any]) -> str:
+  """Returns a table: each entry's name, shape, dtype, least, greatest, mean."""
+  table = [['entry', 'shape', 'dtype', 'min', 'max', 'mean']]
+  for name, x in _arrays(batch).items():
+    table.append([name, ' x '.join(map(str, x.shape)), x.dtype.name])
+    if x.size and x.dtype.kind not in 'OSU':
+      x = x.astype(np.float64)  # Else sums of bfloat16 are cut off.
+      table[-1] += f'{x.min():.6g}', f'{x.max():.6g}', f'{x.mean():.4g}'
+  columns = []
+  for number, cells in enumerate(itertools.zip_longest(*table, fillvalue='')):
+    align = str.ljust if number < 3 else str.rjust
+    columns.append([align(cell, max(map(len, cells))) for cell in cells])
+  return '\n'.join('  '.join(x).rstrip() for x in zip(*columns, strict=True))
+
+
+def digest(batches: Iterable[Mapping[str, Any]]) -> str:
+  """Returns a hash of batches, 16 letters.
+
+  It is the same for the same names, dtypes, shapes and values in the same
+  order, on every machine and in every process.
+  """
+  hashed = hashlib.sha256()
+  for batch in batches:
+    named = _arrays(batch)
+    hashed.update(f'{len(named)} arrays;'.encode())
+    for name, x in named.items():
+      hashed.update(f'{name} {x.dtype.name} {x.shape};'.encode())
+      # The bytes of an array of objects are addresses.
+      is_object = x.dtype == object
+      hashed.update(repr(x.tolist()).encode() if is_object else x.tobytes())
+  return hashed.hexdigest()[:16]
 
 
 def texts(
@@ -63,9 +144,9 @@ def texts(
     The name of an entry `ids` ('ids', 'tgt.ids') -> text of each row. Empty if
     the input has no `ids_to_strings`.
   """
-  arrays = batches.arrays(batch)
+  arrays = _arrays(batch)
   found = {}
-  for name, is_token in batches.real_tokens(arrays).items():
+  for name, is_token in _real_tokens(arrays).items():
     length = is_token.shape[-1]
     is_token_BL = is_token.reshape(-1, length)[:num_rows]
     ids_BL = arrays[name].reshape(-1, length)[:num_rows]
@@ -79,10 +160,10 @@ def texts(
 
 def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
   """Returns the hash of each row that has a weight."""
-  arrays = batches.arrays(batch)
+  arrays = _arrays(batch)
   return [
     digest([{name: x[i : i + 1] for name, x in arrays.items()}])
-    for i in np.flatnonzero(batches.real_rows(arrays)).tolist()
+    for i in np.flatnonzero(_real_rows(arrays)).tolist()
   ]
 
 
@@ -318,7 +399,7 @@ def check(
   max_batches: int = 1000,
   seconds: float = 1.0,
 ) -> Report:
-  """Tests all `PROMISES`.
+  """Tests what every input promises.
 
   Args:
     make_input: see the top of this module.
