@@ -1,7 +1,4 @@
-"""Mixes inputs row by row, in exact proportions.
-
-Shapes: b rows.
-"""
+"""Mixes inputs row by row, in exact proportions."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -118,7 +115,6 @@ class MixtureInput(indexed.IndexedInput):
 
   @functools.cached_property
   def _no_rows(self) -> dict[str, Any]:
-    """No rows of the first child."""
     row = self._children[0].read_at(np.zeros(1, int))
     return jax.tree.map(lambda x: np.asarray(x)[:0], dict(row))
 
@@ -143,5 +139,4 @@ class MixtureInput(indexed.IndexedInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids, as the first child by name has it."""
     return self._children[0].ids_to_strings(ids, lengths, key)
