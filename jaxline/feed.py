@@ -105,9 +105,8 @@ class TrainFeed(_Feed):
   is_training = True
   num_read = 0
   _infeed: infeed.Infeed | None = None
-  # The position behind the last step's batch is `_saved` until a batch of the
-  # open input is used. Then it is `_mark`, which costs a step nothing, and from
-  # which the input makes a position when a save asks for it.
+  # The position behind the last step's batch is `_saved`, or if a batch of the
+  # open input was used `_mark`, which costs a step nothing.
   _saved: Any = None
   _mark: Any = None
 
@@ -156,8 +155,7 @@ class TrainFeed(_Feed):
   def restore(self, num_read: int, position: Any) -> None:
     """Reads on from the position of a checkpoint; None begins anew.
 
-    Raises:
-      ValueError: the input cannot be set to it; then nothing was changed.
+    A position that the input refuses changes nothing.
     """
     if position is None and num_read:
       logging.warning('The checkpoint has no position: the data begins anew.')
@@ -171,10 +169,9 @@ class TrainFeed(_Feed):
     self.num_read, self._saved = num_read, position
 
   def peek(self) -> tuple[inputs.BaseInput, Batch, list[str]]:
-    """Reads the next step's batch, which stays the next one.
+    """Returns the closed input, the next batch's rows here, and where from.
 
-    Returns:
-      The input, closed; this process's rows; where each row comes from.
+    The batch stays the next one.
     """
     if self.position is None and self.num_read:
       raise errors.UsageError(
@@ -253,7 +250,6 @@ class EvalFeed(_Feed):
   def _host_batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
   ) -> Iterator[Batch]:
-    """Returns this process's batches of one evaluation."""
     if not source.reset_for_eval:
       if self._fed.get(name, 0) != num_evaluated:
         # Read and drop the batches of earlier evaluations: a resumed run gets
@@ -270,8 +266,8 @@ class EvalFeed(_Feed):
   ) -> Iterator[Batch]:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
-    All processes call it together. A process that runs out of batches before
-    the others adds batches of padding. At the end it closes the input.
+    All processes call it together. One that runs out of batches before the
+    others adds batches of padding.
     """
     # Training waits for an evaluation, which must not wait for a disk.
     host_batches = infeed.read_ahead(

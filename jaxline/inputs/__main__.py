@@ -29,9 +29,8 @@ def input_maker(
 ) -> Callable[..., Any]:
   """Returns a function that makes an experiment's input, as a run does.
 
-  It takes a shard if the experiment's method does. It makes the experiment on a
-  mesh of placeholders, but no weights. Without `eval_set`, the input of the
-  split 'eval' is the first evaluation set.
+  It takes a shard if the experiment's method does. It makes no weights. The
+  default of `eval_set` is the first.
   """
   experiment_class = platform.resolve_experiment_class(config)
   method = f'{split}_input'
@@ -54,9 +53,7 @@ def input_maker(
     sets = dict(found) if has_sets else {'': found}
     name = next(iter(sets)) if eval_set is None else eval_set
     note = ' Leave --set out for the first.'
-    errors.check_names(
-      [name], sets, 'evaluation set', config.experiment_class, note
-    )
+    errors.check_names([name], sets, 'set', config.experiment_class, note)
     return sets[name]
 
   if show.takes_shard(getattr(experiment_class, method)):

@@ -42,13 +42,9 @@ pad_rows = batches.pad_rows
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """The part of every global batch that one host reads.
+  """The part of every global batch that host `index` of `count` reads.
 
   Processes that hold the same rows of a batch have the same shard.
-
-  Attributes:
-    index: the number of the host, from 0.
-    count: the number of hosts.
   """
 
   index: int
@@ -63,12 +59,7 @@ def process_shard() -> Shard:
 def per_host(global_batch_size: int, shard: Shard | None = None) -> int:
   """Returns the `batch_size` of each host for a global one.
 
-  Args:
-    global_batch_size: rows of a batch over all hosts.
-    shard: the argument of `train_input`; None is `process_shard()`.
-
-  Raises:
-    UsageError: the rows do not divide over the hosts.
+  `shard` is the argument of `train_input`; None is `process_shard()`.
   """
   count = (shard or process_shard()).count
   if global_batch_size % count:
@@ -125,9 +116,8 @@ class BaseInput:
     self._check_fields()
     self._ended = False
     self._num_read = 0
-    self._default_seed = 0
-    if self.is_training and self.input_random_seed is None:
-      self._default_seed = self._draw_seed()
+    draws = self.is_training and self.input_random_seed is None
+    self._default_seed = self._draw_seed() if draws else 0
 
   def _resolve_hosts(self) -> None:
     shard = self.shard or process_shard()
@@ -288,12 +278,8 @@ class BaseInput:
   def get_next_padded(self) -> dict[str, Any]:
     """Returns the next batch: arrays [batch_size, ...], one of them `weights`.
 
-    A short batch is filled up with zeros. A batch without `weights` gets them,
-    [batch_size], 1 for its rows and 0 for padding.
-
-    Raises:
-      StopIteration: at the end of the data, again and again until `reset` or
-        `set_state`.
+    `pad_rows` fills a short batch up. The end of the data, StopIteration, comes
+    again and again until `reset` or `set_state`.
     """
     if self._ended:
       raise StopIteration
@@ -325,11 +311,7 @@ class BaseInput:
     return self.get_next_padded()
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
-    """Yields the batches of one evaluation.
-
-    Raises:
-      ValueError: the data ends before `eval_loop_num_batches`.
-    """
+    """Yields the batches of one evaluation."""
     if self.reset_for_eval:
       self.reset()
       yield from self
@@ -363,19 +345,14 @@ class BaseInput:
     return json.dumps(state, sort_keys=True, default=to_plain).encode()
 
   def get_state(self) -> Any:
-    """Returns the position for `set_state`, as bytes.
-
-    It counts the batches taken from this object: code that reads ahead of the
-    training step keeps a `mark` with each batch.
-    """
+    """Returns the position behind the last batch, as bytes for `set_state`."""
     return self.state_of(copy.deepcopy(self.position()))
 
   def set_state(self, state: Any) -> None:
     """Continues where `get_state` was called, in this or another process.
 
-    Raises:
-      ValueError: the state belongs to another input, other data or another
-        order, or to other hosts if the input depends on them.
+    It refuses the state of another input, other data or another order, or of
+    other hosts if the input depends on them.
     """
     here = json.loads(BaseInput.state_of(self, None))
     try:

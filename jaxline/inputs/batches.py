@@ -46,12 +46,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
-  """Returns how many rows a batch has.
-
-  Raises:
-    ValueError: its arrays differ in their first dimension, or one has none.
-    TypeError: it is not a dict.
-  """
+  """Returns how many rows a batch has; refuses what is no batch."""
   if not isinstance(batch, Mapping):
     raise TypeError(
       f'A batch is a {type(batch).__name__}; expected a dict of arrays by name,'
@@ -67,15 +62,10 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
 
 def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-  """Fills a batch up to a number of rows.
+  """Fills a batch of arrays [b, ...] up to arrays [rows, ...].
 
-  Args:
-    batch: arrays [b, ...] with b <= rows.
-    rows: the number of rows of the result.
-
-  Returns:
-    Arrays [rows, ...]. The new rows are zeros, or ones in `paddings`, which
-    marks padding. A batch without `weights` gets them, 1 for its own rows.
+  The new rows are zeros, or ones in `paddings`, which marks padding. A batch
+  without `weights` gets them, [rows], 1 for its own rows.
   """
   # A `Batch` stays one.
   batch = type(batch)(batch) if isinstance(batch, Batch) else dict(batch)

@@ -1,8 +1,7 @@
 """Reads batches and puts them on the devices ahead of the step, on a thread.
 
-The training thread only takes batches that are ready, and measures how long it
-waits for them. Each batch comes with the mark behind it (see `BaseInput.mark`),
-since the source has been read further by then.
+Each batch comes with the mark behind it (see `BaseInput.mark`), since the
+source has been read further by then.
 """
 
 import collections

@@ -118,8 +118,7 @@ def as_input(
       dicts of arrays [B, ...], such as a Grain dataset or data loader; a
       function that returns one; a `tf.data.Dataset` of batches that is the same
       each time it is read.
-    is_training: whether it feeds training; otherwise each evaluation reads all
-      of it.
+    is_training: whether it feeds training; each evaluation reads all of it.
     shard: the shard that the source was made for.
   """
   if isinstance(source, base.BaseInput):

@@ -20,12 +20,10 @@ from jaxline.inputs import indexed
 class MixtureInput(indexed.IndexedInput):
   """A mixture of inputs whose records have numbers, in exact proportions.
 
-  The weights and a row's position in the global order fix its child: after any
-  number n of rows, each of k children has given n * weight of them, at most one
-  more and fewer than k less.
-
-  Children repeat, since a mixture has no epoch. Their rows must have the same
-  entries, dtypes and shapes. Their hosts, batch sizes and workers are not used.
+  After any number n of rows, each of k children has given n * weight of them,
+  at most one more and fewer than k less. Children repeat, since a mixture has
+  no epoch. Their rows must have the same entries, dtypes and shapes. Their
+  hosts, batch sizes and workers are not used.
 
   Attributes:
     inputs: the children by name. The mixture has the first one's host, unless

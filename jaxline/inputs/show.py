@@ -82,11 +82,9 @@ def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def counts(batch: Mapping[str, Any]) -> dict[str, float]:
   """Counts what is in a batch.
 
-  Returns:
-    'batches': 1. 'rows': those with a weight. 'all_rows': with padding.
-    'weights': their sum. 'padding': the fraction of the tokens, or else of the
-    rows, that is padding. 'tokens', if there are entries `ids`: those that are
-    not padding by `paddings`, or else `segment_ids`, or else `weights`.
+  'rows' are those with a weight, 'all_rows' all, 'weights' their sum. 'padding'
+  is the fraction of the tokens, or else of the rows, that is padding. 'tokens',
+  if there are entries `ids`, are those that are not padding.
   """
   found = _arrays(batch)
   is_row, are_tokens = _real_rows(found), _real_tokens(found)
@@ -140,9 +138,7 @@ def texts(
 ) -> dict[str, list[str]]:
   """Returns the text of a batch's first rows, without padding.
 
-  Returns:
-    The name of an entry `ids` ('ids', 'tgt.ids') -> text of each row. Empty if
-    the input has no `ids_to_strings`.
+  By name of an entry 'ids' or 'tgt.ids'; empty without `ids_to_strings`.
   """
   arrays = _arrays(batch)
   found = {}
@@ -171,11 +167,7 @@ def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
 def opened(
   make_input: Callable[..., Any], is_training: bool, shard: base.Shard
 ) -> Iterator[base.BaseInput]:
-  """Yields the input of a shard, and closes it afterwards.
-
-  Raises:
-    ValueError: there are several hosts, and `make_input` takes no `shard`.
-  """
+  """Yields the input of a shard, and closes it afterwards."""
   if shard.count > 1 and not takes_shard(make_input):
     raise ValueError('the function that makes the input takes no `shard`')
   source = iterable.as_input(
@@ -403,7 +395,7 @@ def check(
 
   Args:
     make_input: see the top of this module.
-    is_training: whether it feeds training, if it does not say so itself.
+    is_training: whether it feeds training, if the input does not say.
     num_hosts: how many hosts to read as, one after the other. An input that
       refuses with a ValueError is checked as the input of one host.
     num_batches: how many batches of each.

@@ -78,7 +78,8 @@ def load_corpus(
   """Returns the tokens of text files, split; makes them if they are not cached.
 
   The hash of a document's name alone decides whether it is held out: the split
-  is the same on every machine and does not change when files are added.
+  is the same on every machine and does not change when files are added. Each
+  part has at least one document.
 
   Args:
     files: 'stdlib', the source text of the running Python's standard library
@@ -92,9 +93,6 @@ def load_corpus(
       with the name 'path:line'; or 'jsonl', the entry 'text' of each line.
     cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
       below XDG_CACHE_HOME if that is set.
-
-  Returns:
-    The two splits, each with at least one document.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(
@@ -184,11 +182,9 @@ class TextInput(indexed.IndexedInput):
     return np.append(0, np.cumsum(-((1 - sizes) // self.length)))
 
   def num_records(self) -> int:
-    """Returns how many rows an epoch has, or `max_batches` have."""
     return self._num_records
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns rows, each array [b, L]."""
     tokens, length = self._documents.tokens, self.length
     filler = self._documents.tokenizer.document_id
     starts, sizes = self._spans(records, epochs)

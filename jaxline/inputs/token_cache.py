@@ -1,4 +1,4 @@
-"""The token cache: tokenizes a corpus once and maps its tokens from disk.
+"""Tokenizes a corpus once and maps its tokens from disk.
 
 All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
 
