@@ -8,7 +8,7 @@ import collections
 from collections.abc import Callable, Generator, Iterable, Iterator
 import itertools
 import time
-from typing import Any, Self
+from typing import Any
 
 from absl import logging
 import jax
@@ -25,7 +25,7 @@ _MAX_HELD_BYTES = 2**24
 
 
 class Infeed:
-  """An iterator of batches that are on the devices before they are needed.
+  """Gives batches that are on the devices before they are needed.
 
   Attributes:
     mark: what `BaseInput.mark` returned behind the last batch.
@@ -64,9 +64,6 @@ class Infeed:
       depth_of=_depth,
       stall_secs=stall_secs,
     )
-
-  def __iter__(self) -> Self:
-    return self
 
   def __next__(self) -> Any:
     """Returns the next batch, and sets the attributes."""
@@ -128,12 +125,7 @@ def _read(
   try:
     for batch in itertools.compress(source, kept):
       mark = source.mark()
-      try:
-        placed = place(batch)
-      except Exception as e:
-        e.add_note(f'It is the last batch of {source.describe()}.')
-        raise
-      yield placed, mark
+      yield place(batch), mark
   finally:
     # Also here: whoever closes from outside may come while it still starts.
     source.close()
