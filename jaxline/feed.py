@@ -5,6 +5,7 @@ checkpoints store. `EvalFeed` gives every host equally many batches of one
 shape. Neither needs a model.
 """
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
@@ -256,8 +257,7 @@ class EvalFeed(_Feed):
         # the same batches as a run without an interruption.
         source.reset()
         for _ in range(num_evaluated):
-          for _ in source.eval_batches():
-            pass
+          collections.deque(source.eval_batches(), maxlen=0)
       self._fed = {**self._fed, name: num_evaluated + 1}
     return source.eval_batches()
 

@@ -111,7 +111,12 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
       source = stack.enter_context(opened)
     except (ValueError, OSError, ImportError) as e:
       raise errors.UsageError(f'As {host}: {e}') from e
-    print(f'{_about(source)}, for {host}')
+    kind = type(source).__name__
+    text = kind if source.name == kind else f'{kind} {source.name!r}'
+    if source.batch_size is not None:  # Else as many as the iterable gives.
+      total = source.get_global_batch_size()
+      text += f': {source.batch_size} rows a batch, {total} over all hosts'
+    print(f'{text}, for {host}')
     for number, batch in enumerate(itertools.islice(source, args.n)):
       print(f'\nbatch {number}\n{show.describe(batch)}')
       for name, rows in show.texts(source, batch).items():
@@ -130,15 +135,6 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
   )
   print(report)
   return 0 if report.ok else 1
-
-
-def _about(source: base.BaseInput) -> str:
-  kind = type(source).__name__
-  text = kind if source.name == kind else f'{kind} {source.name!r}'
-  if source.batch_size is None:  # As many as the iterable gives.
-    return text
-  total = source.get_global_batch_size()
-  return f'{text}: {source.batch_size} rows a batch, {total} over all hosts'
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,6 @@ from jaxline import errors
 from jaxline.inputs import batches
 
 WEIGHTS = batches.WEIGHTS
-PADDINGS = batches.PADDINGS
 Batch = batches.Batch
 num_rows = batches.num_rows
 pad_rows = batches.pad_rows

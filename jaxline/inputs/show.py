@@ -64,7 +64,7 @@ def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
       continue
     paddings, segments, weights = (
       arrays.get(name.removesuffix('ids') + key)
-      for key in (base.PADDINGS, 'segment_ids', base.WEIGHTS)
+      for key in ('paddings', 'segment_ids', base.WEIGHTS)
     )
     is_token = np.ones(ids.shape, bool)
     # In this order: a prompt has no weight, but is not padding.

@@ -44,7 +44,6 @@ KINDS = ('file', 'line', 'jsonl')
 _FORMAT = 6
 _BINARY_PROBE_BYTES = 8000  # As Git does.
 _BATCH_BYTES = 2**24  # Text to tokenize at once, by several threads.
-_BUFFER_BYTES = 2**16
 # Raised for damaged JSON and gzip files, besides gzip.BadGzipFile.
 _DAMAGED = (EOFError, LookupError, TypeError, ValueError, zlib.error)
 
@@ -77,13 +76,12 @@ class Documents:
   """Documents, sorted by name, as one stream of tokens.
 
   Attributes:
-    names: the name of each document: the path of its file relative to the
-      folder that was read; a line has ':' and its number behind it.
+    names: the path of each document's file relative to the folder that was
+      read; a line has ':' and its number behind it.
     tokens: each document's document token and its text, uint16 or uint32 [N].
     starts: the place of each document token, int64 [D].
     sha256: the hash of the tokens.
     num_bytes: the length of the text.
-    tokenizer: the tokenizer that made the tokens.
   """
 
   names: Sequence[str] = dataclasses.field(repr=False)
@@ -265,7 +263,7 @@ def _texts(
   raw: Any = gzip.GzipFile(path) if path.endswith('.gz') else io.FileIO(path)
   try:
     # GzipFile's own buffer is too small for `peek`.
-    with io.BufferedReader(raw, _BUFFER_BYTES) as file:
+    with io.BufferedReader(raw, 2**16) as file:
       head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
       if not head or (text_only and b'\0' in head):
         return
