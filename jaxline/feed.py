@@ -106,7 +106,7 @@ class TrainFeed(_Feed):
   is_training = True
   num_read = 0
   _infeed: infeed.Infeed | None = None
-  # The position behind the last step's batch is `_saved`, or if a batch of the
+  # The position after the last step's batch is `_saved`, or if a batch of the
   # open input was used `_mark`, which costs a step nothing.
   _saved: Any = None
   _mark: Any = None
@@ -170,9 +170,9 @@ class TrainFeed(_Feed):
     self.num_read, self._saved = num_read, position
 
   def peek(self) -> tuple[inputs.BaseInput, Batch, list[str]]:
-    """Returns the closed input, the next batch's rows here, and where from.
+    """Returns the closed input, and the rows and sources of the next batch.
 
-    The batch stays the next one.
+    The rows are those of this process. The batch stays the next one.
     """
     if self.position is None and self.num_read:
       raise errors.UsageError(

@@ -344,7 +344,7 @@ class BaseInput:
     return json.dumps(state, sort_keys=True, default=to_plain).encode()
 
   def get_state(self) -> Any:
-    """Returns the position behind the last batch, as bytes for `set_state`."""
+    """Returns the position after the last batch, as bytes for `set_state`."""
     return self.state_of(copy.deepcopy(self.position()))
 
   def set_state(self, state: Any) -> None:
@@ -402,7 +402,7 @@ class ResumableInput(BaseInput, abc.ABC):
 
   @abc.abstractmethod
   def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yields batches from a position on, each with a new position behind it."""
+    """Yields batches from a position on, each with a new position after it."""
 
   def get_next(self) -> dict[str, Any]:
     try:

@@ -1,7 +1,7 @@
 """Reads batches and puts them on the devices ahead of the step, on a thread.
 
-Each batch comes with the mark behind it (see `BaseInput.mark`), since the
-source has been read further by then.
+Each batch comes with its mark (see `BaseInput.mark`), since the source has been
+read further when a step takes it.
 """
 
 import collections
@@ -102,7 +102,7 @@ def read_ahead(
 ) -> Generator[Any, None, None]:
   """Reads batches of `source` ahead, as `async_lib.py_prefetch` does.
 
-  The log says so if `who` waits for `stall_secs`.
+  It warns that `who` has waited `stall_secs` for a batch.
   """
 
   def warn() -> None:

@@ -38,7 +38,7 @@ class IterableInput(base.BaseInput):
     super().__post_init__()
     hosts = self.num_infeed_hosts
     if hosts != 1 and 'host_index' not in self._hosts():
-      self.refuse('function', f'one of host_index, for {hosts} hosts')
+      self.refuse('function', f'one that takes host_index, for {hosts} hosts')
 
   def _draw_seed(self) -> int:
     """Returns 0: nothing needs a seed, so no process waits for the others."""
@@ -114,7 +114,7 @@ def as_input(
       dicts of arrays [B, ...], such as a Grain dataset or data loader; a
       function that returns one; a `tf.data.Dataset` of batches that is the same
       each time it is read.
-    is_training: whether it feeds training; each evaluation reads all of it.
+    is_training: whether it feeds training; else an evaluation reads all.
     shard: the shard that the source was made for.
   """
   if isinstance(source, base.BaseInput):

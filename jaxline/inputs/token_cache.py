@@ -77,7 +77,7 @@ class Documents:
 
   Attributes:
     names: the path of each document's file relative to the folder that was
-      read; a line has ':' and its number behind it.
+      read; a line adds ':' and its number.
     tokens: each document's document token and its text, uint16 or uint32 [N].
     starts: the place of each document token, int64 [D].
     sha256: the hash of the tokens.
