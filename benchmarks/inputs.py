@@ -54,6 +54,8 @@ import numpy as np
 
 from benchmarks import harness
 from examples.pax.inputs import seqio as seqio_input
+from examples.pax.inputs import synthetic
+from examples.pax.inputs import tfdata
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import placement
@@ -62,9 +64,7 @@ from jaxline.inputs import grain as grain_input
 from jaxline.inputs import indexed
 from jaxline.inputs import infeed
 from jaxline.inputs import mixture
-from jaxline.inputs import synthetic
 from jaxline.inputs import text
-from jaxline.inputs import tfdata
 
 # Rows and tokens of batches.
 _SIZES = ((8, 256), (32, 1024))

@@ -5,10 +5,12 @@ checkpoints store. `EvalFeed` gives every host equally many batches of one
 shape. Neither needs a model.
 """
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
+import types
 from typing import Any, ClassVar
 
 from absl import logging
@@ -35,6 +37,13 @@ class _Feed:
   method: Callable[..., Any]
   partitioner: partitioning.Partitioner
   config: Any  # It has `skip_batches` and the keys of the infeed.
+
+  @property
+  def _ahead(self) -> dict[str, Any]:
+    return {
+      'buffer_size': self.config.infeed_buffer_size,
+      'stall_secs': self.config.infeed_stall_secs,
+    }
 
   def _open_all(self) -> dict[str, inputs.BaseInput]:
     """Returns name -> input of the method; '' names an only one."""
@@ -97,9 +106,8 @@ class TrainFeed(_Feed):
   is_training = True
   num_read = 0
   _infeed: infeed.Infeed | None = None
-  # The position behind the last step's batch is `_saved` until a batch of the
-  # open input is used. Then it is `_mark`, which costs a step nothing, and from
-  # which the input makes a position when a save asks for it.
+  # The position after the last step's batch is `_saved`, or if a batch of the
+  # open input was used `_mark`, which costs a step nothing.
   _saved: Any = None
   _mark: Any = None
 
@@ -148,8 +156,7 @@ class TrainFeed(_Feed):
   def restore(self, num_read: int, position: Any) -> None:
     """Reads on from the position of a checkpoint; None begins anew.
 
-    Raises:
-      ValueError: the input cannot be set to it; then nothing was changed.
+    A position that the input refuses changes nothing.
     """
     if position is None and num_read:
       logging.warning('The checkpoint has no position: the data begins anew.')
@@ -163,10 +170,9 @@ class TrainFeed(_Feed):
     self.num_read, self._saved = num_read, position
 
   def peek(self) -> tuple[inputs.BaseInput, Batch, list[str]]:
-    """Reads the next step's batch, which stays the next one.
+    """Returns the closed input, and the rows and sources of the next batch.
 
-    Returns:
-      The input, closed; this process's rows; where each row comes from.
+    The rows are those of this process. The batch stays the next one.
     """
     if self.position is None and self.num_read:
       raise errors.UsageError(
@@ -215,11 +221,10 @@ class TrainFeed(_Feed):
       source,
       functools.partial(placement.put_batch, partitioner=self.partitioner),
       kept=(number not in skipped for number in numbers),
-      **_read_ahead_options(self.config),
+      **self._ahead,
     )
 
 
-@dataclasses.dataclass(eq=False)
 class EvalFeed(_Feed):
   """The batches of the evaluation sets.
 
@@ -229,44 +234,31 @@ class EvalFeed(_Feed):
   """
 
   is_training = False
-  _sources: dict[str, inputs.BaseInput] = dataclasses.field(
-    default_factory=dict, init=False
-  )
+  _sources: Mapping[str, inputs.BaseInput] = types.MappingProxyType({})
   # Name of a set -> the number of evaluations that its input has fed.
-  _evaluations_fed: dict[str, int] = dataclasses.field(
-    default_factory=dict, init=False
-  )
+  _fed: Mapping[str, int] = types.MappingProxyType({})
 
   def sets(self, num_evaluated: int) -> Iterator[tuple[str, Iterator[Batch]]]:
     """Yields name -> batches of each set; '' if there is only one."""
-    for name, source in self._open().items():
-      yield name, self.batches(name, source, num_evaluated)
-
-  def _open(self) -> dict[str, inputs.BaseInput]:
     old = self._sources.items()
     kept = {name: x for name, x in old if not x.reset_for_eval}
-    if kept and len(kept) == len(old):
-      return kept
-    self._sources = self._open_all()
-    for name in kept.keys() & self._sources.keys():
-      if not self._sources[name].reset_for_eval:
-        self._sources[name].close()
-        self._sources[name] = kept[name]
-    return self._sources
+    if not kept or len(kept) < len(old):
+      # What is opened and not used has not begun to read.
+      self._sources = self._open_all() | kept
+    for name, source in self._sources.items():
+      yield name, self.batches(name, source, num_evaluated)
 
   def _host_batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
   ) -> Iterator[Batch]:
-    """Returns this process's batches of one evaluation."""
     if not source.reset_for_eval:
-      if self._evaluations_fed.get(name, 0) != num_evaluated:
+      if self._fed.get(name, 0) != num_evaluated:
         # Read and drop the batches of earlier evaluations: a resumed run gets
         # the same batches as a run without an interruption.
         source.reset()
         for _ in range(num_evaluated):
-          for _ in source.eval_batches():
-            pass
-      self._evaluations_fed[name] = num_evaluated + 1
+          collections.deque(source.eval_batches(), maxlen=0)
+      self._fed = {**self._fed, name: num_evaluated + 1}
     return source.eval_batches()
 
   def batches(
@@ -274,14 +266,14 @@ class EvalFeed(_Feed):
   ) -> Iterator[Batch]:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
-    All processes call it together. A process that runs out of batches before
-    the others adds batches of padding. At the end it closes the input.
+    All processes call it together. One that runs out of batches before the
+    others adds batches of padding.
     """
     # Training waits for an evaluation, which must not wait for a disk.
     host_batches = infeed.read_ahead(
       source,
       self._host_batches(name, source, num_evaluated),
-      **_read_ahead_options(self.config),
+      **self._ahead,
     )
     rows, last = 0, None
     try:
@@ -310,10 +302,3 @@ class EvalFeed(_Feed):
     finally:
       host_batches.close()
       source.close()
-
-
-def _read_ahead_options(config: Any) -> dict[str, Any]:
-  return {
-    'buffer_size': config.infeed_buffer_size,
-    'stall_secs': config.infeed_stall_secs,
-  }

@@ -18,12 +18,11 @@ from jaxline import errors
 from jaxline import feed
 from jaxline import partitioning
 from jaxline.inputs import base
-from jaxline.inputs import resumable
 from tests import test_input_base
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Numbers(resumable.ResumableInput):
+class Numbers(base.ResumableInput):
   """The numbers from 1, in rows of their own."""
 
   batch_size: int = 2

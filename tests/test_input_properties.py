@@ -21,12 +21,12 @@ import pytest
 
 from examples.pax.inputs import lingvo
 from examples.pax.inputs import seqio as seqio_input
+from examples.pax.inputs import tfdata
 from jaxline.inputs import base
 from jaxline.inputs import grain
 from jaxline.inputs import iterable
 from jaxline.inputs import mixture
 from jaxline.inputs import text
-from jaxline.inputs import tfdata
 from tests import test_indexed_input
 
 # The same examples each time: a failure is found again, and the time bounded.

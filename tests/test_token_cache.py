@@ -93,7 +93,7 @@ def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
     'a.txt',
   }
   glob = load(f'{files}/*')
-  assert glob.train.num_documents + glob.eval.num_documents == 11
+  assert len(glob.train.names) + len(glob.eval.names) == 11
   # Two folders with the same names and sizes have tokens each, of one identity.
   other = files.with_name('elsewhere')
   shutil.copytree(files, other)

@@ -272,7 +272,11 @@ class Experiment(sharded.ShardedExperiment):
         tokenizer=self.tokenizer,
         cache_dir=self.config.cache_dir,
       )
-      self.data_summary = self.corpus.summary
+      train, held_out = self.corpus
+      self.data_summary = (
+        f'{len(train.names):,} documents, {train.tokens.size:,} tokens;'
+        f' {len(held_out.names):,} documents held out'
+      )
     super().__init__(mode, init_rng, run_config=run_config)
     self.trainable_rules = self.config.trainable
     if self.config.lora.rank:
@@ -328,7 +332,7 @@ class Experiment(sharded.ShardedExperiment):
     documents = self.corpus.train if is_training else self.corpus.eval
     # Each token but the documents' own is a label once: over the whole of an
     # evaluation this is exact.
-    tokens = documents.tokens.size - documents.num_documents
+    tokens = documents.tokens.size - len(documents.names)
     bytes_per_token = documents.num_bytes / tokens
     bits = metrics.Mean(total / float(np.log(2)), weight * bytes_per_token)
     return nats.compute(), {'loss': nats, 'bits_per_byte': bits}, model_state

@@ -165,7 +165,7 @@ def test_another_tokenizer_is_measured_by_the_bytes(config, tmp_path):
     global_step=0, rng=jax.random.PRNGKey(1), writer=None
   )
   documents = subject.corpus.eval
-  tokens = documents.tokens.size - documents.num_documents
+  tokens = documents.tokens.size - len(documents.names)
   assert tokens < 0.8 * documents.num_bytes
   assert scalars['bits_per_byte'] == pytest.approx(
     scalars['loss'] * tokens / documents.num_bytes / np.log(2), rel=1e-5

@@ -25,13 +25,13 @@ from examples.pax import base_experiment
 from examples.pax import base_task
 from examples.pax import config as config_lib
 from examples.pax import loading
+from examples.pax.inputs import synthetic
 from jaxline import base_config
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import placement
 from jaxline import sharded
 from jaxline.inputs import base as inputs
-from jaxline.inputs import synthetic
 from jaxline.metrics import writers
 
 Config = config_lib.Config

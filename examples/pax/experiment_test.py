@@ -15,6 +15,7 @@ from examples.pax import base_experiment
 from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax import experiment_registry
+from examples.pax.inputs import synthetic
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
 from jaxline import errors
@@ -23,7 +24,6 @@ from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
-from jaxline.inputs import synthetic
 
 # One of each family; the others differ in numbers only.
 FAMILIES = (

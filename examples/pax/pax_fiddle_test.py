@@ -19,12 +19,12 @@ from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import pax_fiddle
 from examples.pax import schedules
+from examples.pax.inputs import synthetic
 from examples.pax.layers import activations
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import linears
 from examples.pax.layers import resnets
 from examples.pax.layers import transformers
-from jaxline.inputs import synthetic
 
 LayerTpl = pax_fiddle.Config[base_layer.BaseLayer]
 template_field = base_layer.template_field

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import sys
 from typing import Any
 
@@ -29,9 +28,8 @@ def input_maker(
 ) -> Callable[..., Any]:
   """Returns a function that makes an experiment's input, as a run does.
 
-  It takes a shard if the experiment's method does. It makes the experiment on a
-  mesh of placeholders, but no weights. Without `eval_set`, the input of the
-  split 'eval' is the first evaluation set.
+  It takes a shard if the experiment's method does. It makes no weights. The
+  default of `eval_set` is the first.
   """
   experiment_class = platform.resolve_experiment_class(config)
   method = f'{split}_input'
@@ -54,9 +52,7 @@ def input_maker(
     sets = dict(found) if has_sets else {'': found}
     name = next(iter(sets)) if eval_set is None else eval_set
     note = ' Leave --set out for the first.'
-    errors.check_names(
-      [name], sets, 'evaluation set', config.experiment_class, note
-    )
+    errors.check_names([name], sets, 'set', config.experiment_class, note)
     return sets[name]
 
   if show.takes_shard(getattr(experiment_class, method)):
@@ -72,7 +68,6 @@ def _fitting_devices(sizes: Any) -> Sequence[mesh.AbstractDevice]:
 
 
 def _parser() -> argparse.ArgumentParser:
-  promises = '; '.join(f'{name}: {x}' for name, x in show.PROMISES.items())
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.inputs',
     description='Prints the batches of a config, and checks what several hosts'
@@ -80,7 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     ' without its model or accelerators. Exits with 1 if something is wrong.',
     usage='%(prog)s show --config=FILE | --jaxline_run=DIR'
     ' [--config.key=value ...] [OPTION ...]',
-    epilog=f'What is checked. {promises}.',
     allow_abbrev=False,
   )
   add = parser.add_argument
@@ -117,7 +111,12 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
       source = stack.enter_context(opened)
     except (ValueError, OSError, ImportError) as e:
       raise errors.UsageError(f'As {host}: {e}') from e
-    print(f'{_about(source)}, for {host}')
+    kind = type(source).__name__
+    text = kind if source.name == kind else f'{kind} {source.name!r}'
+    if source.batch_size is not None:  # Else as many as the iterable gives.
+      total = source.get_global_batch_size()
+      text += f': {source.batch_size} rows a batch, {total} over all hosts'
+    print(f'{text}, for {host}')
     for number, batch in enumerate(itertools.islice(source, args.n)):
       print(f'\nbatch {number}\n{show.describe(batch)}')
       for name, rows in show.texts(source, batch).items():
@@ -138,24 +137,11 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
   return 0 if report.ok else 1
 
 
-def _about(source: base.BaseInput) -> str:
-  kind = type(source).__name__
-  text = kind if source.name == kind else f'{kind} {source.name!r}'
-  if source.batch_size is None:  # As many as the iterable gives.
-    return text
-  total = source.get_global_batch_size()
-  return f'{text}: {source.batch_size} rows a batch, {total} over all hosts'
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command, and returns the exit status."""
   args, rest = _parser().parse_known_args(argv)
   try:
     return _show(args, rest)
-  except BrokenPipeError:
-    # Whoever read, such as `head`, has read enough; nothing more is written.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
   except errors.UsageError as e:
     print(f'jaxline.inputs: {" ".join(str(e).split())}', file=sys.stderr)
     return 2

@@ -8,25 +8,21 @@ dimension first. To write one, override `get_next`:
       return {'x': np.arange(self.batch_size)}
 
 If it overrides `position` and `set_position` too, every checkpoint holds the
-position in the data, and a resumed run neither repeats nor skips a record.
-`iterable.as_input` makes an input of anything else that gives batches.
-
-How evaluation reads (`eval_batches`):
-
-                        N = eval_loop_num_batches    N = None or -1
-  reset_for_eval=True   refused (1 is ignored)       one epoch; repeat=False
-  reset_for_eval=False  the next N batches, without  refused
-                        end; repeat=True
+position in the data, and a resumed run neither repeats nor skips a record; a
+`ResumableInput` has them. `iterable.as_input` makes an input of anything else
+that gives batches.
 
 The contract is that of Pax's documents, section 'Data inputs'
-(https://github.com/google/paxml).
+(https://github.com/google/paxml). docs/inputs.md has its table of evaluations.
 """
 
+import abc
 from collections.abc import Callable, Iterator, Mapping
 import copy
 import dataclasses
 import inspect
 import json
+import operator
 import secrets
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -38,7 +34,6 @@ from jaxline import errors
 from jaxline.inputs import batches
 
 WEIGHTS = batches.WEIGHTS
-PADDINGS = batches.PADDINGS
 Batch = batches.Batch
 num_rows = batches.num_rows
 pad_rows = batches.pad_rows
@@ -46,13 +41,9 @@ pad_rows = batches.pad_rows
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """The part of every global batch that one host reads.
+  """The part of every global batch that host `index` of `count` reads.
 
   Processes that hold the same rows of a batch have the same shard.
-
-  Attributes:
-    index: the number of the host, from 0.
-    count: the number of hosts.
   """
 
   index: int
@@ -67,12 +58,7 @@ def process_shard() -> Shard:
 def per_host(global_batch_size: int, shard: Shard | None = None) -> int:
   """Returns the `batch_size` of each host for a global one.
 
-  Args:
-    global_batch_size: rows of a batch over all hosts.
-    shard: the argument of `train_input`; None is `process_shard()`.
-
-  Raises:
-    UsageError: the rows do not divide over the hosts.
+  `shard` is the argument of `train_input`; None is `process_shard()`.
   """
   count = (shard or process_shard()).count
   if global_batch_size % count:
@@ -102,8 +88,10 @@ class BaseInput:
       numbers. None is 0 if the position is saved or in evaluation; else another
       number at each start, drawn by all hosts together.
     is_training: whether it feeds training.
-    reset_for_eval: whether each evaluation is one epoch from its beginning.
-    eval_loop_num_batches: batches per evaluation; see the top of this module.
+    reset_for_eval: whether each evaluation is one epoch from its beginning;
+      else it is the next `eval_loop_num_batches`.
+    eval_loop_num_batches: batches per evaluation; None or -1 with
+      `reset_for_eval`, which ignores the default.
     input_checkpointing_enabled: whether checkpoints hold the position.
   """
 
@@ -127,9 +115,8 @@ class BaseInput:
     self._check_fields()
     self._ended = False
     self._num_read = 0
-    self._default_seed = 0
-    if self.is_training and self.input_random_seed is None:
-      self._default_seed = self._draw_seed()
+    draws = self.is_training and self.input_random_seed is None
+    self._default_seed = self._draw_seed() if draws else 0
 
   def _resolve_hosts(self) -> None:
     shard = self.shard or process_shard()
@@ -146,7 +133,8 @@ class BaseInput:
     self.infeed_host_index, self.num_infeed_hosts = index, count
 
   def _check_fields(self) -> None:
-    self._check_batch_size()
+    if self.batch_size is not None:  # As many as a batch has.
+      self.check_integer('batch_size')
     n, seed = self.eval_loop_num_batches, self.input_random_seed
     if not (is_epoch := n in (None, -1)):
       self.check_integer('eval_loop_num_batches')
@@ -172,9 +160,6 @@ class BaseInput:
         ' would see the same data again. Or save it'
         ' (input_checkpointing_enabled=True, position() and set_position())',
       )
-
-  def _check_batch_size(self) -> None:
-    self.check_integer('batch_size')
 
   def refuse(self, key: str, expected: str) -> NoReturn:
     """Raises an error about the value of a field."""
@@ -292,12 +277,8 @@ class BaseInput:
   def get_next_padded(self) -> dict[str, Any]:
     """Returns the next batch: arrays [batch_size, ...], one of them `weights`.
 
-    A short batch is filled up with zeros. A batch without `weights` gets them,
-    [batch_size], 1 for its rows and 0 for padding.
-
-    Raises:
-      StopIteration: at the end of the data, again and again until `reset` or
-        `set_state`.
+    `pad_rows` fills a short batch up. The end of the data, StopIteration, comes
+    again and again until `reset` or `set_state`.
     """
     if self._ended:
       raise StopIteration
@@ -329,11 +310,7 @@ class BaseInput:
     return self.get_next_padded()
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
-    """Yields the batches of one evaluation: see the top of this module.
-
-    Raises:
-      ValueError: the data ends before `eval_loop_num_batches`.
-    """
+    """Yields the batches of one evaluation."""
     if self.reset_for_eval:
       self.reset()
       yield from self
@@ -362,22 +339,19 @@ class BaseInput:
       'identity': self.identity(),
       'position': mark,
     }
-    return json.dumps(state, sort_keys=True, default=_plain).encode()
+    # Of other types, NumPy's numbers are allowed.
+    to_plain = operator.methodcaller('item')
+    return json.dumps(state, sort_keys=True, default=to_plain).encode()
 
   def get_state(self) -> Any:
-    """Returns the position for `set_state`, as bytes.
-
-    It counts the batches taken from this object: code that reads ahead of the
-    training step keeps a `mark` with each batch.
-    """
+    """Returns the position after the last batch, as bytes for `set_state`."""
     return self.state_of(copy.deepcopy(self.position()))
 
   def set_state(self, state: Any) -> None:
     """Continues where `get_state` was called, in this or another process.
 
-    Raises:
-      ValueError: the state belongs to another input, other data or another
-        order, or to other hosts if the input depends on them.
+    It refuses the state of another input, other data or another order, or of
+    other hosts if the input depends on them.
     """
     here = json.loads(BaseInput.state_of(self, None))
     try:
@@ -404,6 +378,59 @@ class BaseInput:
     self._ended = False
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ResumableInput(BaseInput, abc.ABC):
+  """An input that can start to read at any position.
+
+  Attributes:
+    repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
+  """
+
+  repeat: bool | None = None
+
+  # The position of the first batch.
+  FIRST: ClassVar[Any] = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.repeat and self.reset_for_eval:
+      self.refuse('repeat', 'False with reset_for_eval=True: one epoch')
+    if self.repeat is None:
+      self.repeat = not self.reset_for_eval
+    self._at: Any = self.FIRST
+    self._iterator: Iterator[tuple[dict[str, Any], Any]] | None = None
+
+  @abc.abstractmethod
+  def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yields batches from a position on, each with a new position after it."""
+
+  def get_next(self) -> dict[str, Any]:
+    try:
+      if self._iterator is None:
+        self._iterator = self.read_from(self._at)
+      batch, self._at = next(self._iterator)
+      return batch
+    except BaseException:
+      # The generator has read past the batch that failed, which a retry needs.
+      self.close()
+      raise
+
+  def reset(self) -> None:
+    super().reset()
+    self.set_position(self.FIRST)
+
+  def position(self) -> Any:
+    return self._at
+
+  def set_position(self, position: Any) -> None:
+    self.close()
+    self._at = position
+
+  def close(self) -> None:
+    # Not `close()`, which refuses while another thread reads.
+    self._iterator = None
+
+
 def choose_arguments(
   function: Callable[..., Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -423,11 +450,4 @@ def is_end(e: Exception) -> bool:
     cls.__name__ == 'OutOfRangeError'
     and cls.__module__.startswith('tensorflow.')
     for cls in type(e).__mro__
-  )
-
-
-def _plain(x: Any) -> Any:
-  """Returns what JSON has for a number of NumPy's."""
-  return (
-    x.item() if isinstance(x, np.generic) else json.JSONEncoder().default(x)
   )

@@ -3,8 +3,7 @@
   GrainInput(files='/data/train-*.array_record', transformations=[decode], ...)
   GrainInput(dataset=grain.MapDataset.source(records).map(f), ...)
 
-`IndexedInput` shuffles, divides among hosts and counts the records. For a
-`grain.IterDataset`, a stream, see `iterable.IterableInput`.
+For a `grain.IterDataset`, a stream, see `iterable.IterableInput`.
 """
 
 import bisect
@@ -58,6 +57,7 @@ class GrainInput(indexed.IndexedInput):
     import grain  # Takes a second to import.
 
     self._records: Any = self.dataset
+    self._hash = ''
     if self.files:
       self._open(_find_files(self.files))
     self._is_map_dataset = isinstance(self._records, grain.MapDataset)
@@ -100,8 +100,7 @@ class GrainInput(indexed.IndexedInput):
     return f'{self._paths[i]}, record {number}'
 
   def data_identity(self) -> dict[str, Any]:
-    files = self._hash if self.files else ''
-    return {'data_name': self.data_name, 'files': files}
+    return {'data_name': self.data_name, 'files': self._hash}
 
   def _open(self, paths: list[str]) -> None:
     """Opens ArrayRecord files."""
@@ -140,10 +139,8 @@ def _find_files(
   files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> list[str]:
   """Returns the paths of files: of a glob sorted, of several in their order."""
-  if isinstance(files, (str, os.PathLike)):
-    files = [files]
   paths: list[str] = []
-  for entry in files:
+  for entry in [files] if isinstance(files, str | os.PathLike) else files:
     path = os.path.expanduser(os.fspath(entry))
     place = epath.Path(path)
     if place.exists():

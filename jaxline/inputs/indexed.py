@@ -22,19 +22,15 @@ import threading
 from typing import Any, ClassVar
 
 from absl import flags
-from absl import logging
 import jax
 import numpy as np
 
 from jaxline.inputs import base
-from jaxline.inputs import resumable
 
 # Below this many records, Grain's shuffle takes up to a millisecond per record:
 # the order of an epoch is held in memory instead. Another limit would be
 # another order.
 _SMALL = 2**16
-_mask = getattr(signal, 'pthread_sigmask', lambda *unused: [signal.SIGINT])
-_MAX_CLOSE_SECS = 30  # How long to wait for workers to end.
 
 
 @functools.lru_cache(maxsize=64)  # At most 32 MB.
@@ -47,7 +43,7 @@ def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class IndexedInput(resumable.ResumableInput):
+class IndexedInput(base.ResumableInput):
   """An input that can read any record by its number.
 
   Attributes:
@@ -71,7 +67,6 @@ class IndexedInput(resumable.ResumableInput):
     super().__post_init__()
     if self.shuffle is None:
       self.shuffle = self.is_training
-    self.check_integer('num_workers', 0)  # Grain refuses threads itself.
 
   # What a subclass overrides.
 
@@ -84,11 +79,8 @@ class IndexedInput(resumable.ResumableInput):
     """Returns some records: arrays [b, ...].
 
     It is called in threads and worker processes, and must depend on nothing but
-    its arguments and the fields.
-
-    Args:
-      records: their numbers, int64 [b], each in [0, N).
-      epochs: the epoch in which each is read, int64 [b].
+    its arguments and the fields: the numbers of the records, int64 [b], each in
+    [0, N), and the epochs in which they are read, int64 [b].
     """
 
   def describe_record(self, record: int, epoch: int) -> str:
@@ -104,13 +96,9 @@ class IndexedInput(resumable.ResumableInput):
     return {}
 
   def order(self, positions: np.ndarray) -> np.ndarray:
-    """Returns the record at each position of the global order.
+    """Returns the record at each position of the global order, int64 [b].
 
-    Args:
-      positions: int64 [b], counted over all epochs.
-
-    Returns:
-      int64 [b], each in [0, N).
+    Positions are counted over all epochs, int64 [b].
     """
     epochs, records = np.divmod(positions, self._size)
     if not self.shuffle:
@@ -159,10 +147,9 @@ class IndexedInput(resumable.ResumableInput):
     workers = self.num_workers
     read = self._batch_to_send if workers else self.batch_at
     dataset = starts.map(read).to_iter_dataset(options)
-    self._reader = (
-      _start_workers(dataset, workers) if workers else iter(dataset)
-    )
-    for start, batch in zip(positions, self._reader, strict=True):
+    reader = _start_workers(dataset, workers) if workers else iter(dataset)
+    self._reader = reader
+    for start, batch in zip(positions, reader, strict=True):
       if workers:  # A copy, outside of the memory that is shared with one.
         batch = jax.tree.map(np.array, batch)
       yield batch, start + rows
@@ -170,8 +157,7 @@ class IndexedInput(resumable.ResumableInput):
   def batch_at(self, position: int) -> dict[str, Any]:
     """Returns this host's rows of the global batch that begins at a position.
 
-    Without `repeat` they are less than `batch_size` at the end of the epoch,
-    maybe none.
+    Without `repeat` the end of the epoch may leave less than `batch_size`.
     """
     if (positions := self.positions_at(position)).size:
       return self.read_at(positions)
@@ -186,18 +172,23 @@ class IndexedInput(resumable.ResumableInput):
     return positions if self.repeat else positions[positions < self._size]
 
   def _batch_to_send(self, position: int) -> dict[str, Any]:
-    """Returns `batch_at`, or raises what a worker can send."""
+    """Returns `batch_at`, or raises an error that can be pickled.
+
+    Grain's worker drops others, and its parent would wait for ever.
+    """
     try:
       return self.batch_at(position)
     except Exception as e:
-      raise _picklable(e) from e.__cause__
+      try:
+        pickle.loads(pickle.dumps(e))
+      except Exception:
+        sent = RuntimeError(f'{type(e).__qualname__}: {e}')
+        sent.__notes__ = getattr(e, '__notes__', [])
+        raise sent from e.__cause__
+      raise
 
   def read_at(self, positions: np.ndarray) -> dict[str, Any]:
-    """Returns the records at some positions of the global order, [b, ...].
-
-    Args:
-      positions: int64 [b], counted over all epochs, in ascending order.
-    """
+    """Returns the records at ascending positions of the global order."""
     records, epochs = self.order(positions), positions // self._size
     try:
       return self._read_all(records, epochs)
@@ -260,18 +251,8 @@ class IndexedInput(resumable.ResumableInput):
   def close(self) -> None:
     super().close()
     reader, self._reader = self._reader, None
-    if not hasattr(reader, 'close'):
-      return
-    # Grain waits until its workers have read their batches, for any time.
-    closing = threading.Thread(target=reader.close, daemon=True)
-    closing.start()
-    closing.join(_MAX_CLOSE_SECS)
-    if closing.is_alive():
-      logging.warning(
-        'A worker of %s still reads after %.0f s; it ends with this process.',
-        self.name,
-        _MAX_CLOSE_SECS,
-      )
+    if hasattr(reader, 'close'):
+      reader.close()  # Grain waits until its workers have read their batches.
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None, '_reader': None}
@@ -297,11 +278,11 @@ def _start_workers(dataset: Any, num_workers: int) -> Any:
   # Until `_start_worker` runs in them, the workers have this thread's mask.
   handled = (x for x in signal.Signals if callable(signal.getsignal(x)))
   blocked = {signal.SIGINT, signal.SIGTERM, *handled}
-  before = _mask(signal.SIG_BLOCK, blocked)
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
   try:
     iterator.start_prefetch()
   finally:
-    _mask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
   return iterator
 
 
@@ -310,7 +291,7 @@ def _start_worker(index: int, count: int) -> None:
   del index, count
   # Ctrl-C and schedulers signal every process, but the parent still wants
   # batches for the step that it finishes and saves.
-  for number in _mask(signal.SIG_BLOCK, ()):
+  for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
     signal.signal(number, signal.SIG_IGN)
   # The accelerator is the parent's.
   jax.config.update('jax_platforms', 'cpu')
@@ -325,28 +306,10 @@ def _start_worker(index: int, count: int) -> None:
   threading.Thread(target=watch, name='watch_parent', daemon=True).start()
 
 
-def _picklable(error: Exception) -> Exception:
-  """Returns an error, or a substitute if it cannot be pickled.
-
-  Grain's worker drops others, and its parent would wait for ever.
-  """
-  try:
-    pickle.loads(pickle.dumps(error))
-  except Exception:
-    other = RuntimeError(f'{type(error).__qualname__}: {error}')
-    for note in getattr(error, '__notes__', ()):
-      other.add_note(note)
-    return other
-  return error
-
-
 def record_generator(
   seed: int, stage: int, epoch: int, record: int
 ) -> np.random.Generator:
-  """Returns the random numbers of a record, whoever reads it in an epoch.
-
-  `stage` is the number of their use, at least 0.
-  """
+  """Returns the random numbers of use `stage` of a record in an epoch."""
   bits = np.random.Philox(
     key=np.array([seed % 2**64, 2**63 + stage], np.uint64),
     counter=np.array([0, 0, epoch, record], np.uint64),

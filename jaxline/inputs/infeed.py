@@ -1,15 +1,14 @@
 """Reads batches and puts them on the devices ahead of the step, on a thread.
 
-The training thread only takes batches that are ready, and measures how long it
-waits for them. Each batch comes with the mark behind it (see `BaseInput.mark`),
-since the source has been read further by then.
+Each batch comes with its mark (see `BaseInput.mark`), since the source has been
+read further when a step takes it.
 """
 
 import collections
 from collections.abc import Callable, Generator, Iterable, Iterator
 import itertools
 import time
-from typing import Any, Self
+from typing import Any
 
 from absl import logging
 import jax
@@ -26,7 +25,7 @@ _MAX_HELD_BYTES = 2**24
 
 
 class Infeed:
-  """An iterator of batches that are on the devices before they are needed.
+  """Gives batches that are on the devices before they are needed.
 
   Attributes:
     mark: what `BaseInput.mark` returned behind the last batch.
@@ -45,12 +44,8 @@ class Infeed:
   ):
     """Starts to read at the first `next`.
 
-    Args:
-      source: the input.
-      place: puts a batch of numpy arrays on the devices.
-      buffer_size: as `config.infeed_buffer_size`.
-      stall_secs: as `config.infeed_stall_secs`.
-      kept: for each batch, whether it is given; the others are dropped.
+    `place` puts a batch of NumPy arrays on the devices. `kept` tells of each
+    batch whether it is given; the others are dropped.
     """
     goodput.listen()
     self.source = source
@@ -59,9 +54,7 @@ class Infeed:
     self._waited = 0.0
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
-    self._times: collections.deque[tuple[float, float]] = collections.deque(
-      maxlen=_WINDOW_STEPS + 1
-    )
+    self._times: Any = collections.deque(maxlen=_WINDOW_STEPS + 1)
     self._batches = read_ahead(
       source,
       _read(source, place, kept),
@@ -71,9 +64,6 @@ class Infeed:
       depth_of=_depth,
       stall_secs=stall_secs,
     )
-
-  def __iter__(self) -> Self:
-    return self
 
   def __next__(self) -> Any:
     """Returns the next batch, and sets the attributes."""
@@ -107,31 +97,24 @@ def read_ahead(
   *,
   who: str = 'The evaluation',
   thread_name: str = 'eval_infeed',
-  buffer_size: int = 3,
-  depth_of: Callable[[Any], int] | None = None,
   stall_secs: float | None = None,
+  **options: Any,
 ) -> Generator[Any, None, None]:
-  """Reads batches ahead on a thread, which `close` of the result ends.
+  """Reads batches of `source` ahead, as `async_lib.py_prefetch` does.
 
-  Messages name `source`, which gives the batches, and `who` waits for them. The
-  other arguments go to `async_lib.py_prefetch`.
+  It warns that `who` has waited `stall_secs` for a batch.
   """
 
   def warn() -> None:
-    logging.warning(
-      '%s has waited %.0f s for a batch: %s.',
-      who,
-      stall_secs,
-      source.describe(),
-    )
+    text = '%s has waited %.0f s for a batch: %s.'
+    logging.warning(text, who, stall_secs, source.describe())
 
   return async_lib.py_prefetch(
     lambda: batches,
-    buffer_size,
     thread_name=thread_name,
-    depth_of=depth_of,
     stall_secs=stall_secs,
     on_stall=warn,
+    **options,
   )
 
 
@@ -142,12 +125,7 @@ def _read(
   try:
     for batch in itertools.compress(source, kept):
       mark = source.mark()
-      try:
-        placed = place(batch)
-      except Exception as e:
-        e.add_note(f'It is the last batch of {source.describe()}.')
-        raise
-      yield placed, mark
+      yield place(batch), mark
   finally:
     # Also here: whoever closes from outside may come while it still starts.
     source.close()

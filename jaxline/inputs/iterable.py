@@ -11,7 +11,6 @@ import itertools
 from typing import Any
 
 from jaxline.inputs import base
-from jaxline.inputs import resumable
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -38,28 +37,21 @@ class IterableInput(base.BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     hosts = self.num_infeed_hosts
-    if hosts != 1 and not base.choose_arguments(
-      self.function, {'host_index': 0}
-    ):
-      self.refuse(
-        'function', f'one of host_index: {hosts} hosts share the data'
-      )
-
-  def _check_batch_size(self) -> None:
-    self.check_integer('batch_size', or_none=True)
+    if hosts != 1 and 'host_index' not in self._hosts():
+      self.refuse('function', f'one that takes host_index, for {hosts} hosts')
 
   def _draw_seed(self) -> int:
     """Returns 0: nothing needs a seed, so no process waits for the others."""
     return 0
 
+  def _hosts(self) -> dict[str, Any]:
+    index, count = self.infeed_host_index, self.num_infeed_hosts
+    hosts = {'host_index': index, 'num_hosts': count}
+    return base.choose_arguments(self.function, hosts)
+
   def _open(self) -> Any:
     if self._iterator is None:
-      hosts = {
-        'host_index': self.infeed_host_index,
-        'num_hosts': self.num_infeed_hosts,
-      }
-      arguments = base.choose_arguments(self.function, hosts)
-      self._iterator = iter(self.function(**arguments))
+      self._iterator = iter(self.function(**self._hosts()))
     return self._iterator
 
   def get_next(self) -> dict[str, Any]:
@@ -101,14 +93,11 @@ class IterableInput(base.BaseInput):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _SkippingInput(resumable.ResumableInput):
+class _SkippingInput(base.ResumableInput):
   """The batches of a `tf.data.Dataset`; a resumed run reads them again."""
 
   dataset: Any
   batch_size: int | None = None  # type: ignore[assignment]
-
-  def _check_batch_size(self) -> None:
-    """Accepts None: the dataset has the batch size."""
 
   def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
     batches = self.dataset.skip(position).as_numpy_iterator()
@@ -125,8 +114,7 @@ def as_input(
       dicts of arrays [B, ...], such as a Grain dataset or data loader; a
       function that returns one; a `tf.data.Dataset` of batches that is the same
       each time it is read.
-    is_training: whether it feeds training; otherwise each evaluation reads all
-      of it.
+    is_training: whether it feeds training; else an evaluation reads all.
     shard: the shard that the source was made for.
   """
   if isinstance(source, base.BaseInput):

@@ -1,7 +1,4 @@
-"""Mixes inputs row by row, in exact proportions.
-
-Shapes: b rows.
-"""
+"""Mixes inputs row by row, in exact proportions."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -23,12 +20,10 @@ from jaxline.inputs import indexed
 class MixtureInput(indexed.IndexedInput):
   """A mixture of inputs whose records have numbers, in exact proportions.
 
-  The weights and a row's position in the global order fix its child: after any
-  number n of rows, each of k children has given n * weight of them, at most one
-  more and fewer than k less.
-
-  Children repeat, since a mixture has no epoch. Their rows must have the same
-  entries, dtypes and shapes. Their hosts, batch sizes and workers are not used.
+  After any number n of rows, each of k children has given n * weight of them,
+  at most one more and fewer than k less. Children repeat, since a mixture has
+  no epoch. Their rows must have the same entries, dtypes and shapes. Their
+  hosts, batch sizes and workers are not used.
 
   Attributes:
     inputs: the children by name. The mixture has the first one's host, unless
@@ -118,7 +113,6 @@ class MixtureInput(indexed.IndexedInput):
 
   @functools.cached_property
   def _no_rows(self) -> dict[str, Any]:
-    """No rows of the first child."""
     row = self._children[0].read_at(np.zeros(1, int))
     return jax.tree.map(lambda x: np.asarray(x)[:0], dict(row))
 
@@ -143,5 +137,4 @@ class MixtureInput(indexed.IndexedInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids, as the first child by name has it."""
     return self._children[0].ids_to_strings(ids, lengths, key)

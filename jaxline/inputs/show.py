@@ -9,26 +9,24 @@ also for notebooks:
   print(show.check(make_input, num_hosts=4))
 
 `make_input` returns a new input, or anything that `iterable.as_input` takes;
-without the argument `shard`, that of a single host. A `batch` is one that
-`next(source)` returned, so it has `weights`. Rows of weight 0 are padding and
-are not counted.
+without the argument `shard`, that of a single host. A `batch` has `weights`;
+rows of weight 0 are padding and are not counted.
 """
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
 import textwrap
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxline.inputs import base
-from jaxline.inputs import batches
 from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 
@@ -38,25 +36,101 @@ LOOK = 'look'
 WRONG = 'WRONG'
 NOTE = ''
 
-# The promises of every input, by the names of their lines in the report.
-PROMISES = {
-  'rows': 'no row is read twice, by one host or by two',
-  'epoch': 'all hosts have the same number of batches in an epoch',
-  'resume': 'a new input continues exactly from a state',
-  'position': 'if ANY_NUMBER_OF_HOSTS is set, a state fits any number of hosts',
-}
-
 WIDTH = 100  # Columns of what is printed.
 # The entry of a batch with (epoch + 1, number) of each row's record, int64 [B,
 # 2]; zeros in padding.
 _RECORDS = '_records'
 
 
-# One batch.
+def _arrays(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns name -> array; an entry of a nested batch is 'src.ids'."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='.'): np.asarray(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(batch)
+  }
 
-counts = batches.counts
-describe = batches.describe
-digest = batches.digest
+
+def _real_rows(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns which rows have a weight, bool [B]."""
+  is_real = arrays[base.WEIGHTS] != 0
+  return np.any(is_real, axis=tuple(range(1, is_real.ndim)))
+
+
+def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns which positions hold tokens, bool [B, ..., L], by entry `ids`."""
+  found = {}
+  for name, ids in arrays.items():
+    if name.rpartition('.')[2] != 'ids' or ids.ndim < 2:
+      continue
+    paddings, segments, weights = (
+      arrays.get(name.removesuffix('ids') + key)
+      for key in ('paddings', 'segment_ids', base.WEIGHTS)
+    )
+    is_token = np.ones(ids.shape, bool)
+    # In this order: a prompt has no weight, but is not padding.
+    if paddings is not None:
+      is_token = paddings == 0
+    elif segments is not None:
+      is_token = segments > 0
+    elif weights is not None and weights.shape == ids.shape:
+      is_token = weights != 0
+    of_rows = _real_rows(arrays).reshape(-1, *[1] * (ids.ndim - 1))
+    found[name] = is_token & of_rows
+  return found
+
+
+def counts(batch: Mapping[str, Any]) -> dict[str, float]:
+  """Counts what is in a batch.
+
+  'rows' are those with a weight, 'all_rows' all, 'weights' their sum. 'padding'
+  is the fraction of the tokens, or else of the rows, that is padding. 'tokens',
+  if there are entries `ids`, are those that are not padding.
+  """
+  found = _arrays(batch)
+  is_row, are_tokens = _real_rows(found), _real_tokens(found)
+  masks = list(are_tokens.values()) or [is_row]
+  num_real = sum(int(x.sum()) for x in masks)
+  return {
+    'batches': 1,
+    'rows': int(is_row.sum()),
+    'all_rows': is_row.size,
+    'weights': float(found[base.WEIGHTS].sum(dtype=np.float64)),
+    'padding': 1 - num_real / sum(x.size for x in masks),
+    **({'tokens': num_real} if are_tokens else {}),
+  }
+
+
+def describe(batch: Mapping[str, Any]) -> str:
+  """Returns a table: each entry's name, shape, dtype, least, greatest, mean."""
+  table = [['entry', 'shape', 'dtype', 'min', 'max', 'mean']]
+  for name, x in _arrays(batch).items():
+    table.append([name, ' x '.join(map(str, x.shape)), x.dtype.name])
+    if x.size and x.dtype.kind not in 'OSU':
+      x = x.astype(np.float64)  # Else sums of bfloat16 are cut off.
+      table[-1] += f'{x.min():.6g}', f'{x.max():.6g}', f'{x.mean():.4g}'
+  columns = []
+  for number, cells in enumerate(itertools.zip_longest(*table, fillvalue='')):
+    align = str.ljust if number < 3 else str.rjust
+    columns.append([align(cell, max(map(len, cells))) for cell in cells])
+  return '\n'.join('  '.join(x).rstrip() for x in zip(*columns, strict=True))
+
+
+def digest(batches: Iterable[Mapping[str, Any]]) -> str:
+  """Returns a hash of batches, 16 letters.
+
+  It is the same for the same names, dtypes, shapes and values in the same
+  order, on every machine and in every process.
+  """
+  hashed = hashlib.sha256()
+  for batch in batches:
+    named = _arrays(batch)
+    hashed.update(f'{len(named)} arrays;'.encode())
+    for name, x in named.items():
+      hashed.update(f'{name} {x.dtype.name} {x.shape};'.encode())
+      # The bytes of an array of objects are addresses.
+      is_object = x.dtype == object
+      hashed.update(repr(x.tolist()).encode() if is_object else x.tobytes())
+  return hashed.hexdigest()[:16]
 
 
 def texts(
@@ -64,13 +138,11 @@ def texts(
 ) -> dict[str, list[str]]:
   """Returns the text of a batch's first rows, without padding.
 
-  Returns:
-    The name of an entry `ids` ('ids', 'tgt.ids') -> text of each row. Empty if
-    the input has no `ids_to_strings`.
+  By name of an entry 'ids' or 'tgt.ids'; empty without `ids_to_strings`.
   """
-  arrays = batches.arrays(batch)
+  arrays = _arrays(batch)
   found = {}
-  for name, is_token in batches.real_tokens(arrays).items():
+  for name, is_token in _real_tokens(arrays).items():
     length = is_token.shape[-1]
     is_token_BL = is_token.reshape(-1, length)[:num_rows]
     ids_BL = arrays[name].reshape(-1, length)[:num_rows]
@@ -82,30 +154,20 @@ def texts(
   return found
 
 
-# Several batches.
-
-
 def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
   """Returns the hash of each row that has a weight."""
-  arrays = batches.arrays(batch)
+  arrays = _arrays(batch)
   return [
     digest([{name: x[i : i + 1] for name, x in arrays.items()}])
-    for i in np.flatnonzero(batches.real_rows(arrays)).tolist()
+    for i in np.flatnonzero(_real_rows(arrays)).tolist()
   ]
-
-
-# Several hosts.
 
 
 @contextlib.contextmanager
 def opened(
   make_input: Callable[..., Any], is_training: bool, shard: base.Shard
 ) -> Iterator[base.BaseInput]:
-  """Yields the input of a shard, and closes it afterwards.
-
-  Raises:
-    ValueError: there are several hosts, and `make_input` takes no `shard`.
-  """
+  """Yields the input of a shard, and closes it afterwards."""
   if shard.count > 1 and not takes_shard(make_input):
     raise ValueError('the function that makes the input takes no `shard`')
   source = iterable.as_input(
@@ -120,43 +182,35 @@ def takes_shard(make_input: Callable[..., Any]) -> bool:
   return 'shard' in base.choose_arguments(make_input, {'shard': None})
 
 
-@dataclasses.dataclass
 class _Host:
-  """What one host has read; `totals` are the sums of `counts`.
+  """What one host reads: `num_batches`, or one epoch up to `max_batches`."""
 
-  By batch, `rows` has the hash of each row that has a weight, and `states` the
-  state after the batch, if it is saved. `records` has the `_RECORDS` of each
-  row, if records have numbers.
-  """
+  def __init__(
+    self, source: base.BaseInput, num_batches: int, max_batches: int
+  ):
+    self.source: Any = source
+    self.one_epoch = source.reset_for_eval or not getattr(
+      source, 'repeat', True
+    )
+    # Of each batch: the hashes of the rows that have a weight; the state.
+    self.rows: list[list[str]] = []
+    self.states: list[Any] = []
+    # The `_RECORDS` of all rows, if records have numbers.
+    self.records: list[tuple[int, ...]] = []
+    self.totals: Any = collections.Counter()
+    _number_records(source)
+    limit = max_batches if self.one_epoch else num_batches
+    self.digest = digest(map(self._note, itertools.islice(source, limit)))
+    self.ended = next(source, None) is None
 
-  source: Any
-  one_epoch: bool
-  ended: bool = False
-  rows: list[list[str]] = dataclasses.field(default_factory=list)
-  records: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-  states: list[Any] = dataclasses.field(default_factory=list)
-  digest: str = ''
-  totals: Any = dataclasses.field(default_factory=collections.Counter)
-
-
-def _read(source: base.BaseInput, num_batches: int, max_batches: int) -> _Host:
-  """Reads `num_batches`, or one epoch up to `max_batches`."""
-  one_epoch = source.reset_for_eval or not getattr(source, 'repeat', True)
-  host = _Host(source, one_epoch)
-  _number_records(source)
-  hashed = hashlib.sha256()
-  limit = max_batches if one_epoch else num_batches
-  for batch in itertools.islice(source, limit):
+  def _note(self, batch: dict[str, Any]) -> dict[str, Any]:
     records = batch.pop(_RECORDS, np.zeros((0, 2), int))
-    host.records += map(tuple, records[records[:, 0] > 0].tolist())
-    hashed.update(batches.serialized(batches.arrays(batch)))
-    host.rows.append(_hash_rows(batch))
-    host.totals.update(counts(batch))
-    if source.saves_position:
-      host.states.append(source.state_of(source.mark()))
-  host.ended = next(source, None) is None
-  host.digest = hashed.hexdigest()[:16]
-  return host
+    self.records += map(tuple, records[records[:, 0] > 0].tolist())
+    self.rows.append(_hash_rows(batch))
+    self.totals.update(counts(batch))
+    if self.source.saves_position:
+      self.states.append(self.source.get_state())
+    return batch
 
 
 def _number_records(source: base.BaseInput) -> None:
@@ -181,9 +235,8 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
   return list(itertools.chain.from_iterable(lists))
 
 
-# The checks. Each returns a verdict and the result in words; None if the input
-# does not make the promise.
-
+# A check returns a verdict and the result in words; None if the input does not
+# make the promise.
 _OpenInput = Callable[[base.Shard], Any]
 _Result = tuple[str, str] | None
 
@@ -191,16 +244,14 @@ _Result = tuple[str, str] | None
 def _check_rows(hosts: Sequence[_Host]) -> _Result:
   """Compares the rows of all hosts: their records, or else their contents."""
   source, is_numbered = hosts[0].source, bool(hosts[0].records)
-  read: list[list[Any]] = [
-    host.records if is_numbered else _flat(host.rows) for host in hosts
-  ]
+  read: list[Any] = [h.records if is_numbered else _flat(h.rows) for h in hosts]
   times = collections.Counter(_flat(read))
   again = [row for row, n in times.items() if n > 1]
   text = f'{times.total()} rows of {len(hosts)} hosts'
-  if not again and is_numbered:
-    return OK, f'no record of {text} is read twice'
   if not again:
-    return OK, f'no two of {text} are identical'
+    what = ('two', 'are identical'), ('record', 'is read twice')
+    kind, verb = what[is_numbered]
+    return OK, f'no {kind} of {text} {verb}'
   of = ', '.join(str(i) for i, rows in enumerate(read) if again[0] in rows)
   text = f'of {text}, {len(again)} are read again, one of them by host {of}'
   if is_numbered:
@@ -208,10 +259,8 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
     return WRONG, f'{text}: {source.describe_record(record, epoch - 1)}'
   if any(read.count(rows) > 1 and len(set(rows)) > 1 for rows in read):
     return WRONG, f'{text}; some hosts read the same rows in the same order'
-  return (
-    LOOK,
-    f'{text}; the data has them, or begins again, or hosts read the same',
-  )
+  text += '; the data has them, or begins again, or hosts read the same'
+  return LOOK, text
 
 
 def _check_epoch(
@@ -298,18 +347,8 @@ def _continue(
   return f'reads other rows after {start} batches, or in another order'
 
 
-# All of it.
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-  """The result of one check.
-
-  Attributes:
-    name: of the promise; or 'hosts', 'padding', 'speed'.
-    verdict: OK, LOOK, WRONG or NOTE.
-    text: the result in words.
-  """
+class Finding(NamedTuple):
+  """The result of one check; `name` is also 'hosts', 'padding' or 'speed'."""
 
   name: str
   verdict: str
@@ -324,15 +363,8 @@ class Finding:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-  """What `check` found.
-
-  Attributes:
-    num_batches: how many batches of each host were read.
-    digests: of these batches of each host.
-    findings: of each promise that the input makes, of padding and of speed.
-  """
+class Report(NamedTuple):
+  """What `check` found; each host has read `num_batches`."""
 
   num_batches: int
   digests: tuple[str, ...]
@@ -344,14 +376,10 @@ class Report:
     return all(finding.verdict != WRONG for finding in self.findings)
 
   def __str__(self) -> str:
-    num_hosts = len(self.digests)
-    lines = [
-      f'digest of the first {self.num_batches} batches',
-      *(f'  host {i} of {num_hosts}  {x}' for i, x in enumerate(self.digests)),
-      '',
-      *map(str, self.findings),
-    ]
-    return '\n'.join(lines)
+    lines = [f'digest of the first {self.num_batches} batches']
+    for i, x in enumerate(self.digests):
+      lines.append(f'  host {i} of {len(self.digests)}  {x}')
+    return '\n'.join([*lines, '', *map(str, self.findings)])
 
 
 def check(
@@ -363,11 +391,11 @@ def check(
   max_batches: int = 1000,
   seconds: float = 1.0,
 ) -> Report:
-  """Tests all `PROMISES`.
+  """Tests what every input promises.
 
   Args:
     make_input: see the top of this module.
-    is_training: whether it feeds training, if it does not say so itself.
+    is_training: whether it feeds training, if the input does not say.
     num_hosts: how many hosts to read as, one after the other. An input that
       refuses with a ValueError is checked as the input of one host.
     num_batches: how many batches of each.
@@ -385,7 +413,7 @@ def check(
       num_hosts = 1
   for index in range(num_hosts):
     with open_input(base.Shard(index, num_hosts)) as source:
-      hosts.append(_read(source, num_batches, max_batches))
+      hosts.append(_Host(source, num_batches, max_batches))
   totals: Any = sum((host.totals for host in hosts), collections.Counter())
   share = totals['padding'] / max(1, totals['batches'])
   with open_input(base.Shard(0, num_hosts)) as source:
@@ -406,10 +434,7 @@ def check(
 def _measure(
   source: base.BaseInput, seconds: float, totals: Mapping[str, float]
 ) -> str:
-  """Reads for some seconds, and returns the tokens, rows, batches per second.
-
-  It counts batches only; `totals` tell what a batch holds.
-  """
+  """Reads for some seconds; returns the tokens, rows, batches per second."""
   start = time.perf_counter()
   next(source, None)
   first = last = time.perf_counter()

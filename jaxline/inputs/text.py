@@ -78,7 +78,8 @@ def load_corpus(
   """Returns the tokens of text files, split; makes them if they are not cached.
 
   The hash of a document's name alone decides whether it is held out: the split
-  is the same on every machine and does not change when files are added.
+  is the same on every machine and does not change when files are added. Each
+  part has at least one document.
 
   Args:
     files: 'stdlib', the source text of the running Python's standard library
@@ -92,9 +93,6 @@ def load_corpus(
       with the name 'path:line'; or 'jsonl', the entry 'text' of each line.
     cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
       below XDG_CACHE_HOME if that is set.
-
-  Returns:
-    The two splits, each with at least one document.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(
@@ -163,11 +161,9 @@ class TextInput(indexed.IndexedInput):
       self._num_records = min(self._num_rows, most)
 
   def _load(self) -> Documents:
-    given = {
-      key: value
-      for key in ('files', 'eval_fraction', 'tokenizer', 'cache_dir')
-      if (value := getattr(self, key)) is not None
-    }
+    keys = 'files', 'eval_fraction', 'tokenizer', 'cache_dir'
+    given: dict[str, Any] = {key: getattr(self, key) for key in keys}
+    given = {key: x for key, x in given.items() if x is not None}
     if isinstance(self.documents, Documents):
       for key in given:
         self.refuse(key, 'None, since documents are tokens of some files')
@@ -186,11 +182,9 @@ class TextInput(indexed.IndexedInput):
     return np.append(0, np.cumsum(-((1 - sizes) // self.length)))
 
   def num_records(self) -> int:
-    """Returns how many rows an epoch has, or `max_batches` have."""
     return self._num_records
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns rows, each array [b, L]."""
     tokens, length = self._documents.tokens, self.length
     filler = self._documents.tokenizer.document_id
     starts, sizes = self._spans(records, epochs)
@@ -247,11 +241,10 @@ class TextInput(indexed.IndexedInput):
       following = np.minimum(document + 1, len(firsts) - 1)
       stops = np.where(following > document, firsts[following], num_tokens)
     elif self.is_training:
-      numbers = epochs.tolist()
-      offsets = {
-        e: _epoch_offset(self.seed(), e, num_tokens) for e in set(numbers)
-      }
-      starts = rows * self.length + [offsets[e] for e in numbers]
+      found, which = np.unique(epochs, return_inverse=True)
+      keys = [f'offset/{self.seed()}/{epoch}' for epoch in found]
+      offsets = [token_cache.stable_hash(key) % num_tokens for key in keys]
+      starts = rows * self.length + np.array(offsets)[which]
       return starts % num_tokens, self.length
     else:
       starts, stops = rows * self.length, np.array(num_tokens)
@@ -286,12 +279,6 @@ class TextInput(indexed.IndexedInput):
     state = super().__getstate__()
     state.pop('_first_rows', None)  # Large, and quickly made again.
     return state
-
-
-@functools.lru_cache(maxsize=64)
-def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
-  """Returns where an epoch begins to cut the stream into windows."""
-  return token_cache.stable_hash(f'offset/{seed}/{epoch}') % num_tokens
 
 
 def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:

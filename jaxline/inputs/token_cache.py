@@ -1,4 +1,4 @@
-"""The token cache: tokenizes a corpus once and maps its tokens from disk.
+"""Tokenizes a corpus once and maps its tokens from disk.
 
 All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
 
@@ -26,7 +26,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 import zlib
 
 from absl import logging
@@ -37,16 +37,13 @@ from jaxline import errors
 from jaxline.inputs import tokenization
 
 Path = str | os.PathLike[str]
-Split = Literal['train', 'eval']
 
-SPLITS: tuple[Split, Split] = ('train', 'eval')
 # What a document can be.
 KINDS = ('file', 'line', 'jsonl')
 
 _FORMAT = 6
 _BINARY_PROBE_BYTES = 8000  # As Git does.
 _BATCH_BYTES = 2**24  # Text to tokenize at once, by several threads.
-_BUFFER_BYTES = 2**16
 # Raised for damaged JSON and gzip files, besides gzip.BadGzipFile.
 _DAMAGED = (EOFError, LookupError, TypeError, ValueError, zlib.error)
 
@@ -79,13 +76,12 @@ class Documents:
   """Documents, sorted by name, as one stream of tokens.
 
   Attributes:
-    names: the name of each document: the path of its file relative to the
-      folder that was read; a line has ':' and its number behind it.
+    names: the path of each document's file relative to the folder that was
+      read; a line adds ':' and its number.
     tokens: each document's document token and its text, uint16 or uint32 [N].
     starts: the place of each document token, int64 [D].
     sha256: the hash of the tokens.
     num_bytes: the length of the text.
-    tokenizer: the tokenizer that made the tokens.
   """
 
   names: Sequence[str] = dataclasses.field(repr=False)
@@ -96,11 +92,6 @@ class Documents:
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
   # The arguments of `_open` for tokens that are mapped.
   _origin: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
-
-  @property
-  def num_documents(self) -> int:
-    """Returns D."""
-    return len(self.starts)
 
   def data(self) -> bytes:
     """Returns the text of all documents, one after the other.
@@ -118,20 +109,11 @@ class Documents:
     return (_open, self._origin) if self._origin else object.__reduce__(self)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Corpus:
+class Corpus(NamedTuple):
   """The documents to train on, and those that are held out."""
 
   train: Documents
   eval: Documents
-
-  @property
-  def summary(self) -> str:
-    """The size of the corpus, in one line."""
-    return (
-      f'{self.train.num_documents:,} documents, {self.train.tokens.size:,}'
-      f' tokens; {self.eval.num_documents:,} documents held out'
-    )
 
 
 def stable_hash(key: str) -> int:
@@ -162,18 +144,17 @@ def load(
     logging.info('Tokenizing %d files for %s.', len(sources), folder)
     folder.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
     _make(file, sources, tokenizer, kind, eval_fraction * 2**64)
-  return Corpus(*(_open(file, tokenizer, split) for split in SPLITS))
+  return Corpus(_open(file, tokenizer, 0), _open(file, tokenizer, 1))
 
 
 def _open(
-  path: pathlib.Path, tokenizer: tokenization.Tokenizer, split: Split
+  path: pathlib.Path, tokenizer: tokenization.Tokenizer, i: int
 ) -> Documents:
   # As an array: slicing `np.memmap` is slow.
   data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
   end = 8 + int(data[:8].view('<i8')[0])
   header = json.loads(data[8:end].tobytes())
   parts = np.split(data[end:], np.cumsum(header['sizes']))
-  i = SPLITS.index(split)
   table = parts[i].view('<i8').reshape(-1, 3)
   return Documents(
     names=_Names(header['files'], table),
@@ -182,7 +163,7 @@ def _open(
     sha256=header['sha256'][i],
     num_bytes=header['num_bytes'][i],
     tokenizer=tokenizer,
-    _origin=(path, tokenizer, split),
+    _origin=(path, tokenizer, i),
   )
 
 
@@ -282,7 +263,7 @@ def _texts(
   raw: Any = gzip.GzipFile(path) if path.endswith('.gz') else io.FileIO(path)
   try:
     # GzipFile's own buffer is too small for `peek`.
-    with io.BufferedReader(raw, _BUFFER_BYTES) as file:
+    with io.BufferedReader(raw, 2**16) as file:
       head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
       if not head or (text_only and b'\0' in head):
         return

@@ -40,17 +40,11 @@ _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
 
 
 class Tokenizer(abc.ABC):
-  """Turns text into tokens, and back.
+  """Turns text into tokens, and back."""
 
-  Attributes:
-    vocab_size: tokens are less than it.
-    document_id: the token to put in front of a document.
-    identity: which tokenizer it is, with the hash of its file.
-  """
-
-  vocab_size: int
-  document_id: int
-  identity: str
+  vocab_size: int  # Tokens are less than it.
+  document_id: int  # The token to put in front of a document.
+  identity: str  # Which tokenizer it is, with the hash of its file.
 
   def encode(self, text: Text) -> np.ndarray:
     """Returns the tokens of a text alone, int32 [length].
@@ -89,7 +83,8 @@ class ByteTokenizer(Tokenizer):
   identity = 'bytes'
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    return [np.frombuffer(_bytes(t), np.uint8).astype(np.int32) for t in texts]
+    data = (t.encode() if isinstance(t, str) else t for t in texts)
+    return [np.frombuffer(x, np.uint8).astype(np.int32) for x in data]
 
   def _decode(self, ids: list[int]) -> str:
     return bytes(ids).decode(errors='replace')
@@ -130,9 +125,8 @@ class _FileTokenizer(Tokenizer):
   def _load(self, data: bytes) -> tuple[dict[str, int], Sequence[str]]:
     """Sets `_library` and `vocab_size`.
 
-    Returns:
-      The tokens that no text is encoded to, by name; and the names of document
-      tokens, the preferred one first.
+    Returns the tokens that no text is encoded to, by name, and the names of
+    document tokens, the preferred one first.
     """
 
 
@@ -224,10 +218,6 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
     raise errors.MissingFileError(f'The tokenizer is {spec!r}: no file.')
   kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
   return kinds[match['kind']](path.read_bytes(), str(path), match['token'])
-
-
-def _bytes(text: Text) -> bytes:
-  return text.encode() if isinstance(text, str) else text
 
 
 def _str(text: Text) -> str:

@@ -35,8 +35,8 @@ import jax
 import numpy as np
 
 from examples.pax.inputs import seqio as seqio_input
+from examples.pax.inputs import tfdata
 from jaxline import errors
-from jaxline.inputs import tfdata
 
 # Lines that are parsed at once: each time costs a turn of Python's lock.
 _LINES_AT_ONCE = 64

@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from examples.pax.inputs import tfdata
 from jaxline import errors
 from jaxline.inputs import base
-from jaxline.inputs import tfdata
 
 # Pax's name for the weights of rows.
 SAMPLE_WEIGHTS = 'eval_sample_weights'
@@ -73,6 +73,14 @@ class LingvoInputAdaptor(base.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    if not self._OWN_BATCH_SIZE:
+      self.check_integer('batch_size')
+    elif self.batch_size is not None:
+      self.refuse(
+        'batch_size',
+        "None, as it is the generator's own. Set that, or use"
+        ' LingvoInputAdaptorNewBatchSize to cut its batches into smaller ones',
+      )
     self.check_integer('num_batches', or_none=True)
     if self.cluster_do_eval is None:
       self.cluster_do_eval = self.reset_for_eval
@@ -89,16 +97,6 @@ class LingvoInputAdaptor(base.BaseInput):
     self._begin()
     if self._OWN_BATCH_SIZE:
       self.batch_size = self._told_batch_size()
-
-  def _check_batch_size(self) -> None:
-    if not self._OWN_BATCH_SIZE:
-      super()._check_batch_size()
-    elif self.batch_size is not None:
-      self.refuse(
-        'batch_size',
-        "None, as it is the generator's own. Set that, or use"
-        ' LingvoInputAdaptorNewBatchSize to cut its batches into smaller ones',
-      )
 
   def _settle_seed(self, params: Any) -> None:
     """Checks the generator's seed, and makes it that of this host."""

@@ -8,8 +8,7 @@
 
 A host reads its part of the files or, if a source has fewer files than there
 are hosts, its part of the examples. So a position is valid for this host of
-this number of hosts; `jaxline.inputs.tfdata` says what a position is and what
-it costs.
+this number of hosts; `tfdata.py` says what a position is and what it costs.
 
 - A task that repeats is built again each epoch, with another seed.
 - A mixture that repeats has no epochs: SeqIO repeats each of its tasks
@@ -49,7 +48,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxline.inputs import tfdata
+from examples.pax.inputs import tfdata
 
 # Which example a row is: the number of the part, of how many parts, and the
 # example's place within the part, -1 for a padding row.

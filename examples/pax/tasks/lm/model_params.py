@@ -18,6 +18,7 @@ from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import schedules
 from examples.pax import tasks
+from examples.pax.inputs import synthetic
 from examples.pax.layers import activations
 from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
@@ -26,7 +27,6 @@ from examples.pax.layers import transformers
 from examples.pax.tasks.lm import input as lm_input
 from jaxline import errors
 from jaxline.inputs import base as inputs
-from jaxline.inputs import synthetic
 from jaxline.inputs import tokenization
 
 _DTYPES = ('bfloat16', 'float16', 'float32', 'float64')

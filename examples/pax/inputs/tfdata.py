@@ -44,7 +44,6 @@ import numpy as np
 
 from jaxline import errors
 from jaxline.inputs import base
-from jaxline.inputs import resumable
 
 # TensorFlow's seed is global: only one dataset is built at a time.
 _building = threading.Lock()
@@ -94,7 +93,7 @@ def build(
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class EpochInput(resumable.ResumableInput):
+class EpochInput(base.ResumableInput):
   """Reads datasets of one epoch each; a subclass builds them.
 
   With `ANY_NUMBER_OF_HOSTS`, the dataset is that of all hosts, and a host keeps

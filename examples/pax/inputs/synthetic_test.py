@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxline.inputs import synthetic
+from examples.pax.inputs import synthetic
 
 
 def make(**fields):
