@@ -11,7 +11,6 @@ import json
 import os
 import re
 import threading
-import time
 from typing import Any, TypeVar
 
 from absl import logging
@@ -181,9 +180,7 @@ def _keeps_gpus() -> bool:
 # The next of each series.
 _numbers: dict[str, int] = collections.defaultdict(int)
 _DECIDE_MS = 3600_000  # A process may write its shards that much slower.
-# An agreement asks once in so many seconds, and in at most so many steps.
-_ASK_SECS = 0.1
-_MAX_WAIT = 100
+_FOREVER_MS = 10**12  # JAX takes no infinity.
 
 
 def decide(
@@ -254,29 +251,73 @@ def of_chief(value: T, series: str = 'chief') -> T:
 class Agreement:
   """Lets the clock of process 0 decide what all processes do together.
 
-  All ask process 0 at the same steps, about ten times a second: with each
-  answer it names the next step to ask at, by the rate of the steps.
+  A request of process 0 wakes a thread in each process. These threads hold
+  their training threads at the next `is_due`, exchange the newest step of each,
+  and agree on the step after the largest, which no process has passed. Without
+  a request, `is_due` only takes a lock.
+
+  All processes must call `is_due` with the same names after the same steps.
   """
 
   def __init__(self) -> None:
-    # By name: the time and the step of the last question, the step of the next.
-    self._asked: dict[str, tuple[float, int, int]] = {}
+    self._is_alone = jax.process_count() == 1
+    _numbers['agreement'] += 1
+    self._series = f'agreement/{_numbers["agreement"]}'
+    self._requests = 0
+    self._step = -1
+    self._due: set[tuple[str, int]] = set()
+    self._asked: set[str] = set()  # By this process, and not done yet.
+    self._lock = threading.Lock()
+    self._error: BaseException | None = None
+    self._thread: threading.Thread | None = None
 
   def is_due(self, name: str, step: int, is_wanted: bool) -> bool:
     """Returns whether to do something now: the same in all processes.
 
-    All must call this with the same names after the same steps. `is_wanted` is
-    whether to do it, by the clock of this process, and stays until it is done.
+    `is_wanted` is whether to do it soon: immediately if there is one process.
+    Only the value of process 0 matters.
     """
-    if jax.process_count() == 1:
+    if self._is_alone:
       return is_wanted
-    step, now = int(step), time.monotonic()  # A restored step can be an array.
-    then, last, due = self._asked.get(name, (now, step, step))
-    if step < due:
-      return False
-    seconds = (now - then) / max(1, step - last)
-    wait = int(_ASK_SECS / seconds) if seconds > 0 else 1
-    asked = is_wanted, min(max(1, wait), _MAX_WAIT)
-    is_due, wait = of_chief(asked, series='agreement')
-    self._asked[name] = now, step, step + wait
-    return is_due
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._answer, daemon=True)
+      self._thread.start()
+    with self._lock:
+      if self._error is not None:
+        raise self._error
+      self._step = int(step)  # A restored step can be an array.
+      if (name, self._step) in self._due:
+        self._due.remove((name, self._step))
+        self._asked.discard(name)
+        return True
+      if is_wanted and name not in self._asked and jax.process_index() == 0:
+        self._asked.add(name)
+        self._ask(name)
+    return False
+
+  def close(self) -> None:
+    """Ends the thread; call it once all processes have done their last step."""
+    if self._thread is not None:
+      if jax.process_index() == 0:
+        self._ask('')
+      self._thread.join()
+
+  def _ask(self, name: str) -> None:
+    client: Any = jax_distributed.global_state.client
+    key = f'jaxline/{self._series}/{self._requests}/name'
+    client.key_value_set(key, name)
+    self._requests += 1
+
+  def _answer(self) -> None:
+    """Answers the requests of process 0; the last one has no name."""
+    client: Any = jax_distributed.global_state.client
+    name = None
+    try:
+      while name != '':
+        key = f'jaxline/{self._series}/{_numbers[self._series]}/name'
+        name = client.blocking_key_value_get(key, _FOREVER_MS)
+        with self._lock:
+          newest = decide(self._step, max, series=self._series)
+          self._due.add((name, newest + 1))
+    except BaseException as e:
+      self._error = e

@@ -461,6 +461,8 @@ class Training:
       for hook in self.hooks:
         hook.wait_to_finish()
       self._run.log.wait_to_finish()
+    # Also before a signal ends the run: its thread would abort the process.
+    self.agreement.close()
 
 
 # JAXline's functions. Their arguments are the attributes of `Run`.

@@ -246,32 +246,42 @@ def module_of(process, processes, client):
 def test_processes_agree_on_the_step(seed, processes):
   """Threads are the processes, whose steps take different times."""
   store = Store(random.Random(seed))
+  met = threading.Barrier(processes)
 
   def train(process):
     rng = random.Random(f'{seed} {process}')
     module, done = module_of(process, processes, store), []
-    module._ASK_SECS = 0.005
     for loop in range(3):
-      agreement, wanted = module.Agreement(), set()
+      agreement, asked = module.Agreement(), set()
       for step in range(1, 60):
         time.sleep(rng.random() * 1e-3 * (process + 1))
         for name in ('save', 'evaluation'):
-          if rng.random() < 0.2:
-            wanted.add(name)
-          is_due = agreement.is_due(name, step, name in wanted)
-          assert processes > 1 or is_due == (name in wanted)
+          if is_wanted := rng.random() < 0.2:
+            asked.add(name)
+          is_due = agreement.is_due(name, step, is_wanted)
           if is_due:
             done.append((loop, step, name))
-            assert process or name in wanted
-            wanted.discard(name)
+            assert process or name in asked
+            asked.discard(name)
+          assert processes > 1 or is_due == is_wanted
+      met.wait(60)
+      agreement.close()
     return done
 
   with futures.ThreadPoolExecutor(processes) as executor:
     done = list(executor.map(train, range(processes)))
   assert all(x == done[0] for x in done)
   assert {loop for loop, *_ in done[0]} == {0, 1, 2}
-  # The keys of the last exchange.
-  assert len(store.values) == (processes > 1) * processes
+  # The keys of the last exchange of each loop.
+  assert len(store.values) == (processes > 1) * (processes + 1) * 3
+
+
+def test_no_error_of_an_agreement_is_lost():
+  agreement = module_of(1, 2, types.SimpleNamespace()).Agreement()
+  with pytest.raises(AttributeError, match='blocking_key_value_get'):
+    for step in range(2):
+      agreement.is_due('save', step, False)
+      agreement._thread.join()
 
 
 # --- Real processes ----------------------------------------------------------

@@ -9,13 +9,8 @@ import time
 import numpy as np
 import pytest
 
-<<<<<<< HEAD:tests/test_tfdata_input.py
-from jaxline.inputs import tfdata
-from jaxline.metrics import console
-=======
 from examples.pax.inputs import tfdata
-from jaxline.metrics import log_filter
->>>>>>> h3-inputs:examples/pax/inputs/tfdata_test.py
+from jaxline.metrics import console
 
 tf = pytest.importorskip('tensorflow')
 
