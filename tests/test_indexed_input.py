@@ -40,6 +40,8 @@ class Numbers(indexed.IndexedInput):
     return self.size
 
   def read(self, records, epochs):
+    if self.fail == 'stall' and 7 in records:
+      time.sleep(1000)
     if self.fail and 7 in records:
       raise {'odd': OddError, 'stop': StopIteration, 'error': ValueError}[
         self.fail
@@ -239,6 +241,18 @@ def test_an_error_in_a_worker_comes_up_and_loses_nothing():
   source.fail = ''
   assert take(source, 1) == [[4, 5, 6, 7]]
   source.close()
+
+
+@pytest.mark.process
+def test_closing_does_not_wait_for_ever_for_a_worker(monkeypatch):
+  monkeypatch.setattr(indexed, '_MAX_CLOSE_SECS', 1)
+  source = Numbers(batch_size=4, fail='stall', num_workers=1)
+  take(source, 1)
+  (worker,) = multiprocessing.active_children()
+  source.close()
+  assert worker.is_alive()
+  worker.kill()
+  worker.join()
 
 
 @pytest.mark.process

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import sys
 from typing import Any
 
@@ -142,6 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   args, rest = _parser().parse_known_args(argv)
   try:
     return _show(args, rest)
+  except BrokenPipeError:
+    # Whoever read, such as `head`, has read enough; nothing more is written.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
   except errors.UsageError as e:
     print(f'jaxline.inputs: {" ".join(str(e).split())}', file=sys.stderr)
     return 2

@@ -22,6 +22,7 @@ import threading
 from typing import Any, ClassVar
 
 from absl import flags
+from absl import logging
 import jax
 import numpy as np
 
@@ -31,6 +32,7 @@ from jaxline.inputs import base
 # the order of an epoch is held in memory instead. Another limit would be
 # another order.
 _SMALL = 2**16
+_MAX_CLOSE_SECS = 30  # How long to wait for workers to end.
 
 
 @functools.lru_cache(maxsize=64)  # At most 32 MB.
@@ -251,8 +253,14 @@ class IndexedInput(base.ResumableInput):
   def close(self) -> None:
     super().close()
     reader, self._reader = self._reader, None
-    if hasattr(reader, 'close'):
-      reader.close()  # Grain waits until its workers have read their batches.
+    if not hasattr(reader, 'close'):
+      return
+    # Grain waits until its workers have read their batches, for any time.
+    closing = threading.Thread(target=reader.close, daemon=True)
+    closing.start()
+    closing.join(_MAX_CLOSE_SECS)
+    if closing.is_alive():
+      logging.warning('A worker of %s reads on until the end.', self.name)
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None, '_reader': None}

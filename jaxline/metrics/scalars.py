@@ -93,6 +93,10 @@ class Scalars(MutableMapping[str, Any]):
   def __or__(self, more: Mapping[str, Any]) -> 'Scalars':
     return Scalars(self._packed, self.others | dict(more))
 
+  def __ror__(self, more: Mapping[str, Any]) -> 'Scalars':
+    kept = {name: x for name, x in more.items() if name not in self}
+    return Scalars(self._packed, kept | self.others)
+
   def copy(self) -> 'Scalars':
     """Returns a shallow copy, still packed."""
     return Scalars(self._packed, self.others)
