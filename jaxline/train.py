@@ -92,24 +92,17 @@ class Run:
   stop: errors.StopTraining | None = dataclasses.field(init=False, default=None)
 
   def __post_init__(self) -> None:
-    if own := base_config.own_keys(self.config):
-      logging.warning(
-        "The program's own, so that the library uses its defaults: config.%s."
-        ' %s',
-        ', config.'.join(own),
-        next(iter(own.values())),
-      )
-    self.config = base_config.complete_config(self.config)
+    self.config = adapters.full_config(self.config)
     if self.checkpointer is None:
       self.checkpointer = checkpoints.InMemoryCheckpointer(self.config, 'train')
     self.checkpointer = adapters.full_checkpointer(
       self.checkpointer, self.experiment_class
     )
+    actions = self.periodic_actions
+    self.periodic_actions = [*map(adapters.full_action, actions)]
     self.console = self.console or console_lib.Console()
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
-
-  # The loops.
 
   @debug.disable_pmap_jit
   def train(self) -> experiment_lib.AbstractExperiment:
@@ -273,8 +266,6 @@ class Run:
       until=until,
     )
 
-  # What the loops share.
-
   def saves_here(self, all_hosts: bool) -> bool:
     """Returns whether this process calls `save`; `all_hosts` is the config's.
 
@@ -371,8 +362,7 @@ class Training:
       # The loop waits for that step anyway, right after the hooks.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
-    given = [adapters.full_action(x) for x in run.periodic_actions]
-    for action in given:
+    for action in run.periodic_actions:
       # On one thread, so that a save's mark in the log is behind its records.
       action.share(run.log.executor)
     run.console.show(run.log, 'train')
@@ -381,7 +371,7 @@ class Training:
       self.experiment,
       self.guard,
       self._budget,
-      given,
+      run.periodic_actions,
       run.console,
       run.log,
       self.agreement,

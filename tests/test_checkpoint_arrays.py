@@ -20,7 +20,10 @@ import pytest
 import tensorstore as ts
 import zarr
 
+from configs import lm
+import jaxline
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.storage import store as store_lib
 from tests import checkpoints
@@ -88,18 +91,12 @@ def test_other_programs_read_them(tmp_path):
 ODD = ['a', 'a/b', 'A', 'c/~/w', 'c.~.w', '7/w', 'd//w', 'ü', 'n/' * 200]
 
 
-@pytest.mark.parametrize('style', ['sharded', 'per device'])
-def test_orbax_and_zarr_open_a_run(style, open_run):
-  """As a nested tree, without a target; version 1 also onto devices."""
-  live: Any
-  if style == 'sharded':
-    live = checkpoints.Sharded()
-    checkpoints.advance(live, 1)
-  else:
-    live = checkpoints.PerDevice({name: np.float32([1, 2]) for name in ODD}, {})
-  checkpointer = open_run()
-  checkpoints.save(checkpointer, live)
-  saved = inspection.find(f'{checkpointer._run}:5')
+def assert_others_open(saved: contents.Checkpoint) -> int:
+  """Opens a checkpoint with Orbax 0 and 1, zarr and TensorStore.
+
+  Orbax gets no target, and version 1 also one with a device. Returns how many
+  arrays lie deeper in the tree than at its top.
+  """
   place, want = saved.data.url, saved.arrays()
   trees = [
     ocp.StandardCheckpointer().restore(place),
@@ -123,11 +120,37 @@ def test_orbax_and_zarr_open_a_run(style, open_run):
     for tree in (*trees, placed):
       found = functools.reduce(operator.getitem, path, tree)
       checkpoints.assert_same(np.asarray(found), x)
+    file = {'driver': 'file', 'path': f'{place}/{folder}/'}
+    opened = ts.open({'driver': 'zarr3', 'kvstore': file}, open=True).result()
+    checkpoints.assert_same(np.asarray(opened.read().result()), x)
     if x.dtype.isbuiltin == 1:  # zarr-python lacks the types of ml_dtypes.
       found = zarr.open_array(f'{place}/{folder}', mode='r')[...]
       checkpoints.assert_same(np.asarray(found), x)
   assert len(jax.tree.leaves(trees[0])) == len(want)
-  assert num_nested >= (len(want) if style == 'sharded' else 2)
+  return num_nested
+
+
+@pytest.mark.parametrize('style', ['sharded', 'per device'])
+def test_other_programs_open_a_run(style, open_run):
+  live: Any
+  if style == 'sharded':
+    live = checkpoints.Sharded()
+    checkpoints.advance(live, 1)
+  else:
+    live = checkpoints.PerDevice({name: np.float32([1, 2]) for name in ODD}, {})
+  checkpointer = open_run()
+  checkpoints.save(checkpointer, live)
+  saved = inspection.find(f'{checkpointer.directory.run}:5')
+  num_nested = assert_others_open(saved)
+  assert num_nested >= (len(saved.described) if style == 'sharded' else 2)
+
+
+@pytest.mark.process
+def test_other_programs_open_the_language_model(tmp_path):
+  overrides = {'checkpoint_dir': str(tmp_path), 'training_steps': 1}
+  jaxline.fit(None, lm.get_config(), overrides, mode='train')
+  saved = inspection.find(f'{tmp_path}:1')
+  assert assert_others_open(saved) == len(saved.described) > 20
 
 
 @pytest.mark.parametrize('x', [

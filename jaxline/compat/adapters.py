@@ -12,8 +12,10 @@ from typing import Any
 
 from absl import logging
 import jax
+from ml_collections import config_dict
 import numpy as np
 
+from jaxline import base_config
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import protocol
 from jaxline.compat import checkpoints
@@ -98,6 +100,17 @@ class _ForeignWriter(writers.MetricWriter):
 
   def __exit__(self, *unused: object) -> None:
     """Closes nothing: see the class."""
+
+
+def full_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns a config with all keys; warns of those that a program has taken."""
+  if own := base_config.own_keys(config):
+    logging.warning(
+      "The program's own, so that the library uses its defaults: config.%s. %s",
+      ', config.'.join(own),
+      next(iter(own.values())),
+    )
+  return base_config.complete_config(config)
 
 
 def full_writer(writer: Any) -> writers.MetricWriter:
