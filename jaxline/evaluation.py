@@ -139,7 +139,7 @@ class Evaluation:
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with (
       debug.log_activity(f'evaluation of step {step}', category='evaluation'),
-      oom.explained(self.experiment, self._config),
+      oom.explained(experiment_lib.live(self.experiment), self._config),
     ):
       scalars: Any = self._evaluate(
         global_step=global_step, rng=rng, writer=self._log

@@ -409,7 +409,7 @@ class Training:
           with (
             run.stoppable(),
             run.console.training(),
-            oom.explained(self.experiment, config),
+            oom.explained(experiment_lib.live(self.experiment), config),
           ):
             self.experiment.train_loop(config, state, hooks, run.log)
         self._finish()

@@ -296,7 +296,7 @@ def save_best(checkpointer, live, step, value, **more):
 
 def restore(checkpointer, live, step=None, **more):
   state = fill(checkpointer, live, -1, **more)
-  checkpointer.restore(more.get('series', 'latest'), step)
+  checkpointer.restore(more.get('series', 'latest'), step=step)
   return state
 
 

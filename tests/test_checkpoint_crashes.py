@@ -188,7 +188,7 @@ def recorded(url: str, wants: Callable[[int, str], Any]) -> Iterator[Shots]:
     wrap(kind, 'sync', nothing)
     wrap(logs.FileBackend, '_append', half_append if is_disk else nothing)
     wrap(logs.FileBackend, 'flush', nothing)
-    wrap(logs, '_cut', nothing)
+    wrap(logs.FileBackend, 'resume', nothing)
     yield shots
 
 

@@ -477,7 +477,7 @@ def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   older = open_run(directory=url)
   lib.save(older, lib.weights(1), 3)
   monkeypatch.setattr(owner, '_claimed', {})  # As in another process.
-  monkeypatch.setattr(owner, '_dead', {older._claims['latest']._nonce})
+  monkeypatch.setattr(owner, '_dead', {older.directory.claims['latest']._nonce})
   newer, live = open_run(directory=url), lib.weights()
   assert lib.restore(newer, live).global_step == 3
   with pytest.raises(owner.LostClaimError, match='taken over'):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
+from jaxline import experiment
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
 from jaxline.compat import dictionary
@@ -26,11 +27,15 @@ from tests import remains
 KEPT, EVERY = 2, 4  # The newest; and for ever, as `removable` says.
 
 
-class Experiment:
+class Experiment(experiment.FullExperiment):
   """One weight."""
 
+  step = evaluate = None
   value = -1.0
   EVALUATION_IS_PURE = True  # Then `best` names the data of `latest`.
+
+  def __init__(self) -> None:
+    pass
 
   def snapshot_state(self) -> dict[str, Any]:
     return {'w': np.float32([self.value] * 3)}
@@ -247,7 +252,7 @@ class Machine(stateful.RuleBasedStateMachine):
     assert noted == [step for step, _ in self.evaluated]
     # Nothing is collected while a manifest cannot be read, or none is there.
     if self.latest and not self.damaged:
-      named |= self.left | self.evaluation._marked
+      named |= self.left | self.evaluation._saver._marked
       assert set(place.names('data')) <= named
 
 

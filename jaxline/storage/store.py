@@ -55,7 +55,7 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   scheme, _, path = text.partition('://')
   if text and not disk.is_address(text):
     return Disk(os.path.abspath(text))
-  if scheme in _DRIVERS and path.strip('/'):
+  if scheme in _DRIVERS and path.strip('/') and path[0] != '/':
     return Bucket(f'{scheme}://{path.strip("/")}')
   raise errors.UsageError(
     f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
