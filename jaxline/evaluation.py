@@ -92,7 +92,7 @@ class Evaluation:
     keeps_best: bool,
     until: float = math.inf,
   ):
-    """Reads what is noted, and restores the best value so far.
+    """Reads the notes, and restores the best value so far.
 
     Args:
       experiment: made by `experiments.construct`, in a mode of evaluation.

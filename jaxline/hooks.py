@@ -31,7 +31,7 @@ def make_hooks(
   *,
   is_logged: bool,
 ) -> list[periodic.Action]:
-  """Returns what is done after each step, as `hook(time, step, scalars)`.
+  """Returns the actions after each step, called as `hook(time, step, scalars)`.
 
   `train_and_eval` adds the evaluation behind them, and the last hook of all
   ends the run if a signal, an error or a note asks for it.
@@ -41,10 +41,10 @@ def make_hooks(
     experiment: in training.
     guard: judges whether losses and gradients are finite.
     budget: ends the run after `config.max_seconds`.
-    given: what the program gave.
+    given: the program's own actions.
     console: shows the newest scalars.
     log: gets the scalars.
-    agreement: of the processes, on what they do at intervals of seconds.
+    agreement: lets all processes act at one step at intervals of seconds.
     save: saves `latest`.
     is_logged: whether the program wants scalars to be written.
   """

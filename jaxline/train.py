@@ -317,7 +317,7 @@ class Training:
     experiment: the experiment.
     state: the live state of `latest`, restored.
     guard: judges whether losses and gradients are finite.
-    agreement: of the processes, on what they do at intervals of seconds.
+    agreement: lets all processes act at one step at intervals of seconds.
     hooks: called after each step as `hook(time, step, scalars)`, in this order.
   """
 

@@ -35,6 +35,7 @@ from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import live as live_lib
 from jaxline.metrics import writers
+from jaxline.storage import directory
 from jaxline.supervision import preemption
 from tests import processes
 from tests.experiments import regression
@@ -160,23 +161,24 @@ def begun(
 ):
   """Returns a console of a run that has begun, and the run's state."""
   state = types.SimpleNamespace(global_step=step)
-  checkpointer = types.SimpleNamespace(saved_step=saved)
+  place = directory.RunDirectory()
+  place.saved_step = saved
   console = console_lib.Console(mode, console_lib.Origin(command))
   console.begin(
-    make_config(**overrides), experiment or experiment_of(), state, checkpointer
+    make_config(**overrides), experiment or experiment_of(), state, place
   )
-  return console, state, checkpointer
+  return console, state, place
 
 
 # --- Lines of numbers. ---
 
 
 def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
-  console, _, checkpointer = begun()
+  console, _, place = begun()
   rate = {'steps_per_sec': 20.0, 'mfu': 0.345, 'tokens_per_step': 512}
   console.log_training(1000, {1000: {'loss': 5.0} | rate})
   capsys.readouterr()
-  checkpointer.saved_step = 1100
+  place.saved_step = 1100
   rate |= {'lr': 3e-5, 'tokens': 2048000}
   steps = {
     1198: {'loss': 2.0, 'bad': math.nan, 'new': 3.0},
@@ -372,14 +374,14 @@ def test_the_log_is_quiet_about_the_libraries(path, level, is_shown):
 
 @pytest.mark.parametrize('columns', [30, 80, 200])
 def test_the_live_line_shows_where_the_run_is(columns):
-  console, _, checkpointer = begun('live')
+  console, _, place = begun('live')
   rates = {'steps_per_sec': 20.0, 'tokens_per_sec': 10240.0, 'mfu': 0.345}
   shown = []
   for step in range(1, 1201):
     numbers = {'lr': 0.5, 'loss': float(step), **rates}
     console.log_training(step, {step: numbers})
     shown.append(console._progress(step, columns))
-  checkpointer.saved_step = 1000
+  place.saved_step = 1000
   drawn = console._progress(1200, columns)
   assert len(drawn) <= columns
   assert drawn.startswith('step 1200 of 6000 (20%)')

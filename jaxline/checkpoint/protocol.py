@@ -84,7 +84,7 @@ class FullCheckpointer(Checkpointer):
 
   Attributes:
     collective: whether all hosts take part in `save`.
-    directory: what the run keeps beside its checkpoints.
+    directory: the run's notes, logs and claims.
   """
 
   collective: bool = False

@@ -27,7 +27,7 @@ class Saver:
   """Writes the checkpoints of a run; its methods run on one thread.
 
   Attributes:
-    manifests: of the run.
+    manifests: the run's manifests.
     restored: the manifest of `latest` that was restored; {} if there is none.
   """
 

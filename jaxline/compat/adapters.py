@@ -58,8 +58,8 @@ def full_checkpointer(
   Args:
     checkpointer: any `protocol.Checkpointer`. A subclass of ours whose
       `restore` takes no step counts as foreign.
-    experiment_class: of the run. JAXline's dictionary has the checkpoints of
-      one that is no `FullExperiment`.
+    experiment_class: the run's. JAXline's dictionary has the checkpoints of a
+      class that is no `FullExperiment`.
   """
   found = experiments.class_of(experiment_class)
   is_ours = found and experiments.is_full(found)

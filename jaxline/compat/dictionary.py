@@ -146,7 +146,7 @@ def nest_of(
   """Returns the `pickle_nest` of entries that nothing else changes.
 
   Args:
-    entries: of the experiment state, with a snapshot of the experiment.
+    entries: the experiment state's, with a snapshot of the experiment.
     attributes: the experiment's CHECKPOINT_ATTRS.
   """
   nest = _nest(dict(entries))

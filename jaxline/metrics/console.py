@@ -30,6 +30,7 @@ from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
+from jaxline.storage import directory as directory_lib
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
@@ -83,7 +84,7 @@ class Console(contextlib.AbstractContextManager):
     self._config: Any = None  # Set by `begin`, and the next three.
     self._experiment: Any = None
     self._state: Any = None
-    self._checkpointer: Any = None
+    self._directory: directory_lib.RunDirectory | None = None
     self._activity = ''  # What the run does instead of steps.
     self._compiled_before: float | None = None
     self._earlier: list[dict[str, Any]] = []  # The numbers of earlier steps.
@@ -115,11 +116,11 @@ class Console(contextlib.AbstractContextManager):
     config: Any,
     experiment: Any,
     state: Any = None,
-    checkpointer: Any = None,
+    directory: directory_lib.RunDirectory | None = None,
   ) -> None:
     """Prints the start block; without a state, the run only evaluates."""
     self._config, self._experiment, self._state = config, experiment, state
-    self._checkpointer, start = checkpointer, ''
+    self._directory, start = directory, ''
     if state is not None:
       step = int(state.global_step)
       source = 'resumed' if step else 'a fresh run'
@@ -154,7 +155,7 @@ class Console(contextlib.AbstractContextManager):
     """Prints the summary, if the run has begun, and releases the weights."""
     if self._config is not None:
       self.say('\n'.join(self._summary(error)))
-    self._config = self._experiment = self._state = self._checkpointer = None
+    self._config = self._experiment = self._state = self._directory = None
 
   def _is_over(self, step: int) -> bool:
     should_run_step = self._experiment.should_run_step
@@ -291,7 +292,7 @@ class Console(contextlib.AbstractContextManager):
   @property
   def _saved(self) -> int | None:
     """The step of the last complete checkpoint; None if there is none."""
-    return self._checkpointer and self._checkpointer.saved_step
+    return self._directory and self._directory.saved_step
 
   @property
   def _width(self) -> int:

@@ -1,4 +1,4 @@
-"""The directory of a run: what it keeps beside its checkpoints.
+"""The directory of a run: the files beside its checkpoints.
 
     config.json                      the config that training goes on with
     checkpoints/begun.json           the step from which it goes on
@@ -88,7 +88,7 @@ class RunDirectory:
     """Notes that training goes on from a step, with the run's config."""
 
   def end(self, step: int, why: str = '') -> None:
-    """Notes that training has ended at a step, and what ended it early."""
+    """Notes that training has ended at a step, with the reason if early."""
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""
@@ -108,7 +108,7 @@ class RunDirectory:
 
     Args:
       step: the step.
-      value: of the metric of early stopping; None without it.
+      value: the metric of early stopping; None without one.
       flush: waits until the records of the evaluation are safe; returns
         path -> length of the files in bytes.
     """
@@ -119,7 +119,7 @@ class RunDirectory:
     """Removes records of steps that run again.
 
     Args:
-      log: of training or of evaluation.
+      log: the log of training or of evaluation.
       last: the last step that does not run again; None if all steps do.
       lengths: path -> the length to which each file is cut.
 
@@ -157,10 +157,10 @@ class DurableDirectory(RunDirectory):
 
   Attributes:
     recorded: the config as `base_config.recorded` returns it.
-    run: the directory.
-    store: its folder `checkpoints`.
+    run: the store at the directory.
+    store: the store at the folder `checkpoints` in it.
     thread: writes checkpoints and notes, in order.
-    claims: by the name of a series, in process 0.
+    claims: the claims of process 0, by the name of a series.
   """
 
   keeps = True
@@ -234,7 +234,7 @@ class DurableDirectory(RunDirectory):
     self.thread.raise_error()
 
   def drain(self) -> None:
-    """Waits for what is queued."""
+    """Waits for the queue of the thread."""
     # Not `wait`: an error that nobody has seen is still logged at the end.
     done = threading.Event()
     with contextlib.suppress(RuntimeError):  # The process ends; all is run.
@@ -242,7 +242,7 @@ class DurableDirectory(RunDirectory):
       done.wait()
 
   def close(self) -> None:
-    """Waits for what is queued, and gives back what was claimed."""
+    """Waits for the queue, and gives back all claims."""
     self.drain()
     for claim in filter(None, [*self.claims.values()][::-1]):
       claim.release()
@@ -298,7 +298,7 @@ class DurableDirectory(RunDirectory):
     )
 
   def evaluated(self) -> list[notes.EvaluationNote]:
-    """Returns what was noted in this mode on the first host."""
+    """Returns the notes of this mode, which the first host reads."""
     is_chief = jax.process_index() == 0
     rows = distributed.of_chief(self.noted() if is_chief else [])
     noted = [notes.EvaluationNote(*row) for row in rows]

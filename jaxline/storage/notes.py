@@ -77,7 +77,7 @@ class EvaluationNote(NamedTuple):
 
   Attributes:
     step: the step.
-    metric: that of early stopping; '' without it.
+    metric: the metric of early stopping; '' without one.
     value: the metric's.
     data: the name of the checkpoint's data; '' if the step has no checkpoint.
     lengths: path -> length of each log file after the evaluation, in bytes.
