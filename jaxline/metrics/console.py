@@ -116,11 +116,11 @@ class Console(contextlib.AbstractContextManager):
     config: Any,
     experiment: Any,
     state: Any = None,
-    directory: directory_lib.RunDirectory | None = None,
+    run_directory: directory_lib.RunDirectory | None = None,
   ) -> None:
     """Prints the start block; without a state, the run only evaluates."""
     self._config, self._experiment, self._state = config, experiment, state
-    self._directory, start = directory, ''
+    self._directory, start = run_directory, ''
     if state is not None:
       step = int(state.global_step)
       source = 'resumed' if step else 'a fresh run'
@@ -292,7 +292,7 @@ class Console(contextlib.AbstractContextManager):
   @property
   def _saved(self) -> int | None:
     """The step of the last complete checkpoint; None if there is none."""
-    return self._directory and self._directory.saved_step
+    return self._directory.saved_step if self._directory else None
 
   @property
   def _width(self) -> int:
