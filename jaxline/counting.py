@@ -139,10 +139,15 @@ def count_meetings(
   k * kernel_dilation; that is an element of the input, not padding nor a hole
   of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
   """
-  o, k = np.ogrid[:out, :kernel]
-  x = o * stride - low + k * kernel_dilation
-  is_inside = (x >= 0) & (x <= (size - 1) * dilation)
-  return int((is_inside & (x % dilation == 0)).sum())
+  at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
+  first = np.maximum(-(at // stride), 0)
+  last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
+  common = math.gcd(stride, dilation)
+  every = dilation // common
+  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
+  rest = -at // common * pow(stride // common, -1, every) % every
+  solutions = (last - rest) // every - (first - 1 - rest) // every
+  return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
 
 
 # The primitives that multiply. Each function takes the shapes of the operands,
@@ -203,4 +208,7 @@ _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   ),
   'dot_product_attention_fwd': _attention,
   'ragged_dot_general': _ragged_dot,
+  'scaled_matmul': lambda shapes, out, params: (
+    2 * math.prod(out) * shapes[0][-1]
+  ),
 }

@@ -243,8 +243,11 @@ class EvalFeed(_Feed):
     old = self._sources.items()
     kept = {name: x for name, x in old if not x.reset_for_eval}
     if not kept or len(kept) < len(old):
-      # What is opened and not used has not begun to read.
-      self._sources = self._open_all() | kept
+      opened = self._open_all()
+      for name in kept.keys() & opened.keys():
+        opened[name].close()
+        opened[name] = kept[name]
+      self._sources = opened
     for name, source in self._sources.items():
       yield name, self.batches(name, source, num_evaluated)
 

@@ -106,7 +106,8 @@ def copy(url: str, to: os.PathLike[str]) -> None:
   """Downloads a run that is in a bucket."""
   place = store.at(url)
   assert isinstance(place, store.Bucket)
-  for key in place._keys(''):
+  for raw in place._kv.list().result():
+    key = raw.decode()
     store.at(to).write(key, place.read(key))
 
 

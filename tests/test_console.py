@@ -181,9 +181,9 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
   place.saved_step = 1100
   rate |= {'lr': 3e-5, 'tokens': 2048000}
   steps = {
-    1198: {'loss': 2.0, 'bad': math.nan, 'new': 3.0},
-    1199: {'loss': 4.0, 'bad': 3.0, 'new': 4.0},
-    1200: {'g/w': 1.5, 'loss': 6.0, 'bad': 1.0, 'new': 8.0} | rate,
+    1198: {'loss': 2.0, 'bad': math.nan, 'all': math.nan},
+    1199: {'loss': 4.0, 'bad': 3.0, 'all': math.inf},
+    1200: {'g/w': 1.5, 'loss': 6.0, 'bad': 1.0, 'all': math.nan} | rate,
   }
   console.log_training(1200, steps)
   names = {f'name_{i}': 1.0 for i in range(30)}
@@ -191,14 +191,15 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
   first, second = capsys.readouterr().out.splitlines()
   assert first == (
     'step 1200 of 6000 (20%) | ETA 4:00 | loss 4 (-1) | 20 steps/s'
-    ' | saved 1100 | bad nan | new 5 | lr 3e-05 | +3 more'
+    ' | saved 1100 | bad 2 (1 of 3 not finite) | +5 more'
   )
   assert len(second) <= 120
   assert re.search(r'\| name_0 1 \|.* \| \+\d+ more$', second)
   monkeypatch.setenv('COLUMNS', '200')
   console.log_training(1200, steps)
   assert capsys.readouterr().out.endswith(
-    '| bad nan | new 5 | lr 3e-05 | tokens 2048000 | mfu 34.5% | g/w 1.5\n'
+    '| all nan (3 of 3 not finite) | lr 3e-05 | tokens 2048000 | mfu 34.5%'
+    ' | g/w 1.5\n'
   )
 
 

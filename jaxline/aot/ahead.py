@@ -179,6 +179,11 @@ def _compile(
       compiled = None
     secs = time.monotonic() - start
     text, assignment = memory.dumped(directory)
+  if not text:  # It ended before its dump, or XLA_FLAGS leave this one out.
+    raise errors.UsageError(
+      f'XLA has written no program of the {name}, so nothing can be measured.'
+      f' {" ".join(notes)}'
+    )
   module = hlo.parse(text)
   mesh = partitioner.axis_sizes, partitioner.slices
   measures = measure.measure(module, *mesh)

@@ -52,8 +52,8 @@ def reach(
     varies |= np.ptp(np.unravel_index(group, sizes), axis=1) > 0
   return (
     tuple(axis for axis, v in zip(axis_sizes, varies, strict=True) if v),
-    max(map(len, groups)),
-    max(len(np.unique(slice_of[group])) for group in groups),
+    max(map(len, groups), default=0),
+    max((len(np.unique(slice_of[group])) for group in groups), default=0),
   )
 
 

@@ -36,13 +36,13 @@ class Buffer:
 
 
 def dumped(directory: str) -> tuple[str, str]:
-  """Returns the scheduled program and its buffer assignment."""
+  """Returns the scheduled program and its buffers, or '' without a dump."""
 
   def read(pattern: str) -> str:
     # XLA compiles small programs besides, such as of constants.
     found = pathlib.Path(directory).glob(pattern)
-    largest = max(found, key=lambda path: path.stat().st_size)
-    return largest.read_text(encoding='utf-8')
+    largest = max(found, key=lambda path: path.stat().st_size, default=None)
+    return largest.read_text(encoding='utf-8') if largest else ''
 
   return read('*after_optimizations.txt'), read('*buffer-assignment.txt')
 

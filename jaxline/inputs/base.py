@@ -407,8 +407,9 @@ class ResumableInput(BaseInput, abc.ABC):
   def get_next(self) -> dict[str, Any]:
     try:
       if self._iterator is None:
-        self._iterator = self.read_from(self._at)
-      batch, self._at = next(self._iterator)
+        self._iterator = self.read_from(copy.deepcopy(self._at))
+      batch, position = next(self._iterator)
+      self._at = copy.deepcopy(position)  # The generator may change its own.
       return batch
     except BaseException:
       # The generator has read past the batch that failed, which a retry needs.

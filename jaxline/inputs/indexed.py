@@ -69,6 +69,7 @@ class IndexedInput(base.ResumableInput):
     super().__post_init__()
     if self.shuffle is None:
       self.shuffle = self.is_training
+    self.check_integer('num_workers', 0)
 
   # What a subclass overrides.
 

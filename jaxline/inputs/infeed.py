@@ -125,7 +125,12 @@ def _read(
   try:
     for batch in itertools.compress(source, kept):
       mark = source.mark()
-      yield place(batch), mark
+      try:
+        placed = place(batch)
+      except Exception as e:
+        e.add_note(f'It is the last batch of {source.describe()}.')
+        raise
+      yield placed, mark
   finally:
     # Also here: whoever closes from outside may come while it still starts.
     source.close()

@@ -241,10 +241,11 @@ class TextInput(indexed.IndexedInput):
       following = np.minimum(document + 1, len(firsts) - 1)
       stops = np.where(following > document, firsts[following], num_tokens)
     elif self.is_training:
-      found, which = np.unique(epochs, return_inverse=True)
-      keys = [f'offset/{self.seed()}/{epoch}' for epoch in found]
-      offsets = [token_cache.stable_hash(key) % num_tokens for key in keys]
-      starts = rows * self.length + np.array(offsets)[which]
+      numbers = epochs.tolist()
+      offsets = {
+        e: _epoch_offset(self.seed(), e, num_tokens) for e in set(numbers)
+      }
+      starts = rows * self.length + [offsets[e] for e in numbers]
       return starts % num_tokens, self.length
     else:
       starts, stops = rows * self.length, np.array(num_tokens)
@@ -279,6 +280,12 @@ class TextInput(indexed.IndexedInput):
     state = super().__getstate__()
     state.pop('_first_rows', None)  # Large, and quickly made again.
     return state
+
+
+@functools.lru_cache(maxsize=64)
+def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
+  """Returns where an epoch begins to cut the stream into windows."""
+  return token_cache.stable_hash(f'offset/{seed}/{epoch}') % num_tokens
 
 
 def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:

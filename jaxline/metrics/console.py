@@ -370,6 +370,7 @@ class Hook(periodic.PeriodicAction):
     self.share(log.executor)
     self._console, self._finish = console, finish
     self._kept = collections.deque[Any](maxlen=_MAX_STEPS)
+    self._large: list[str] = []
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     if self._console.report_compilation():
@@ -378,8 +379,11 @@ class Hook(periodic.PeriodicAction):
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     others = scalars_lib.others_of(scalars)  # What is packed is small.
-    for name in [k for k, x in others.items() if getattr(x, 'size', 1) != 1]:
-      del others[name]  # It would fill the memory of the devices.
+    if not self._kept:  # For each step it would take microseconds.
+      sizes = ((name, getattr(x, 'size', 1)) for name, x in others.items())
+      self._large = [name for name, size in sizes if size != 1]
+    for name in self._large:  # They would fill the memory of the devices.
+      others.pop(name, None)
     self._kept.append((step, scalars))
     if is_due:
       self._show_kept()

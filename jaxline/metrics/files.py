@@ -71,6 +71,8 @@ class FileBackend(Backend):
   lose it, and a full disk is noticed at the record that does not fit.
   """
 
+  _is_half = False  # The last write has failed.
+
   def __init__(self, path: str | os.PathLike[str]) -> None:
     disk.check_local(path, 'The file of a writer')
     self.path = os.path.abspath(path)
@@ -80,6 +82,10 @@ class FileBackend(Backend):
       self.path, 'a+b', buffering=0, opener=disk.open_regular
     )
     disk.sync_directory(directory)
+    self._mend()  # A killed process may have written half a record.
+
+  def _mend(self) -> None:
+    """Lets the next record begin at its own place, behind half a record."""
 
   @abc.abstractmethod
   def encode(self, record: Record) -> bytes:
@@ -93,10 +99,14 @@ class FileBackend(Backend):
     return [self.path]
 
   def _append(self, data: bytes) -> None:
+    if self._is_half:
+      self._is_half = False
+      self._mend()
     try:
       while data:
         data = data[self._file.write(data) :]
     except OSError as error:
+      self._is_half = True
       raise disk.failed_write(error, pathlib.Path(self.path)) from None
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
@@ -129,10 +139,8 @@ class JsonlWriter(FileBackend):
   - Images are recorded by their shape, [B, H, W, C].
   """
 
-  def __init__(self, path: str | os.PathLike[str]) -> None:
-    super().__init__(path)
+  def _mend(self) -> None:
     size = os.path.getsize(self.path)
-    # A killed process may have written half a line: it stays alone.
     if size and os.pread(self._file.fileno(), 1, size - 1) != b'\n':
       self._append(b'\n')
 

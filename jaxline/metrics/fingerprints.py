@@ -32,9 +32,7 @@ class FingerprintWriter(files.FileBackend):
 
   kinds = ('fingerprints',)
 
-  def __init__(self, path: str | os.PathLike[str]) -> None:
-    super().__init__(path)
-    # A killed process may have written half of one.
+  def _mend(self) -> None:
     size = os.path.getsize(self.path)
     self._file.truncate(size - size % 8)
 

@@ -71,22 +71,27 @@ def describe(
   others, other rates, and groups, as in 'g/x'.
   """
 
-  def mean(records: Sequence[Mapping[str, Any]]) -> float:
+  def mean(records: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
+    """Returns the mean of finite values, and the number of others."""
     values = [x[name] for x in records if name in x]
-    return sum(values) / len(values) if values else math.nan
+    finite = [x for x in values if math.isfinite(x)]
+    found = sum(finite) / len(finite) if finite else math.nan
+    return found, len(values) - len(finite)
 
   texts = []
   order = lambda x: (x != 'loss', x != 'steps_per_sec', '/' in x, x in FORMATS)
   for name in sorted(recent[-1], key=order):
-    value, trend = recent[-1][name], ''
+    value, note = recent[-1][name], ''
     if name in FORMATS:  # Not averaged. One of 0 is not known yet.
       texts.append(FORMATS[name].format(value) if value else '')
       continue
     if isinstance(value, float):
-      value = mean(recent)
-    if name == 'loss' and earlier:
-      trend = f' ({value - mean(earlier):+.3g})'
-    texts.append(f'{name} {shorten(value)}{trend}')
+      value, num_bad = mean(recent)
+      if num_bad and len(recent) > 1:
+        note = f' ({num_bad} of {len(recent)} not finite)'
+    if name == 'loss' and earlier and not note:
+      note = f' ({value - mean(earlier)[0]:+.3g})'
+    texts.append(f'{name} {shorten(value)}{note}')
   return texts
 
 

@@ -36,6 +36,10 @@ class Writer(Protocol):
     """Writes named numbers at a step."""
 
 
+# Images that wait for the thread, on the devices.
+_MAX_BYTES = 1 << 30
+
+
 class MetricWriter(contextlib.AbstractContextManager):
   """Writes to backends on one background thread, behind a bounded queue.
 
@@ -62,6 +66,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
     self._is_closed = False
+    self._image_bytes = 0  # Since the queue was last known to be empty.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
   def add(self, backend: Backend | Writer) -> None:
@@ -90,6 +95,11 @@ class MetricWriter(contextlib.AbstractContextManager):
     raises ValueError.
     """
     copies = {k: values_lib.copy_image(k, x) for k, x in images.items()}
+    size = sum(x.nbytes for x in copies.values())
+    if self._image_bytes + size > _MAX_BYTES:
+      self.wait_to_finish()
+      self._image_bytes = 0
+    self._image_bytes += size
     self.put('images', _snapshot(global_step), copies)
 
   def put(

@@ -35,8 +35,8 @@ _NAMES = (
 )
 SIGNALS = {x.name: x for x in signal.Signals if x.name in _NAMES}
 _USUAL = (signal.SIGINT, signal.SIGTERM)
-# A closed terminal and Slurm's --signal send these.
-_OTHERS = (signal.SIGHUP, signal.SIGUSR1)
+# A closed terminal and Slurm's --signal send these. Windows has neither.
+_OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
 
 # Packages whose handlers a run may replace. In an event loop or a notebook, a
 # run is interrupted like a program.
