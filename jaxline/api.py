@@ -27,6 +27,7 @@ from jaxline import platform
 from jaxline import runs
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
+from jaxline.compat import adapters
 from jaxline.compat import dictionary
 from jaxline.compat import experiments
 from jaxline.metrics import console
@@ -163,7 +164,9 @@ def _load(
   may_be_own = not experiments.is_full(experiment_class)
   base_config.validate_config(config, may_be_own=may_be_own)
   config = base_config.complete_config(config)
-  full = durable.DurableCheckpointer(config, 'eval_load')
+  full = adapters.full_checkpointer(
+    durable.DurableCheckpointer(config, 'eval_load'), experiment_class
+  )
   full.directory.reads_only = True
   with contextlib.closing(full):
     restored = decode.restored_experiment(

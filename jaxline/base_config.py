@@ -129,6 +129,8 @@ class _BaseConfig(config_dict.ConfigDict):
 
   def __setitem__(self, key: str, value: Any) -> None:
     try:
+      if key in _OTHERS and key in self and isinstance(value, bool):
+        raise TypeError  # It would become 1.0 where a number is expected.
       super().__setitem__(key, value)
     except TypeError:
       if key not in _OTHERS:

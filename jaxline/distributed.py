@@ -188,6 +188,7 @@ def decide(
   choose: Callable[[list[Any]], T],
   error: BaseException | None = None,
   series: str = 'decision',
+  limit_ms: int = _DECIDE_MS,
 ) -> T:
   """Returns in all processes what the first one chooses by the values of all.
 
@@ -200,6 +201,7 @@ def decide(
     error: the failure of this process. It is raised here, and an OSError or a
       RuntimeError elsewhere; nothing is chosen.
     series: the name of the thread's decisions, which are numbered.
+    limit_ms: how long to wait for another process.
   """
   if jax.process_count() == 1:
     if error is not None:
@@ -217,7 +219,7 @@ def decide(
     client.key_value_set(f'{place}/{number}/{key}', said)
 
   def get(key: str) -> Any:
-    said = client.blocking_key_value_get(f'{place}/{number}/{key}', _DECIDE_MS)
+    said = client.blocking_key_value_get(f'{place}/{number}/{key}', limit_ms)
     value, text, is_os_error = json.loads(said)
     if text is not None:
       raise (OSError if is_os_error else RuntimeError)(text)
@@ -245,7 +247,8 @@ def decide(
 
 def of_chief(value: T, series: str = 'chief') -> T:
   """Returns the first process's value in all processes: see `decide`."""
-  return decide(value, lambda values: values[0], series=series)
+  # The first one may wait for a prompt at the terminal.
+  return decide(value, lambda x: x[0], series=series, limit_ms=_FOREVER_MS)
 
 
 class Agreement:

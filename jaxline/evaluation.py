@@ -217,7 +217,7 @@ class Evaluation:
     if not (value > best if is_higher_better else value < best):
       return  # A NaN is not better.
     state.global_step = step
-    state.experiment_module = self.experiment
+    state.experiment_module = experiment_lib.live(self.experiment)
     state.best_eval_metric_value = value
     state.train_step_rng = train_step_rng
     self.experiment.on_new_best_model(state)

@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
   what = 'how long the others may go on after one has failed'
   add('--grace-secs', type=float, default=10.0, help=what)
   add('command', nargs='+', help=argparse.SUPPRESS)
+  if not hasattr(os, 'killpg'):
+    parser.error('Windows has no groups of processes. Use WSL.')
   args = parser.parse_args(argv)
   with socket.create_server(('127.0.0.1', 0)) as server:
     address = f'127.0.0.1:{server.getsockname()[1]}'

@@ -6,6 +6,7 @@ the directory, makes the parts of the run, and calls the function of the mode.
 
 from collections.abc import Callable, Sequence
 import contextlib
+import functools
 import os
 import runpy
 import sys
@@ -101,7 +102,9 @@ def create_checkpointer(
     return checkpoints.InMemoryCheckpointer(config, mode)
   if config.checkpointer == 'memory':
     return checkpoints.InMemoryCheckpointer(config, mode, records_config=True)
-  return durable.DurableCheckpointer(config, mode)
+  checkpointer = durable.DurableCheckpointer(config, mode)
+  checkpointer.complete = experiments.full_experiment  # A program may use it.
+  return checkpointer
 
 
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
@@ -170,6 +173,8 @@ def start(
       full = adapters.full_checkpointer(made, experiment_class)
       stack.callback(full.close)
       full.directory.reads_only = not logs
+      # A program's own factory need not pass the mode on.
+      full.directory.follows = mode.follows or role == 'eval'
       full.directory.check_shared()
       declares = experiments.class_of(experiment_class)
       if isinstance(made, durable.DurableCheckpointer) and declares:
@@ -281,11 +286,21 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
       one, key = values[name], name.removeprefix('config.')
       # The text may be a value of the experiment's own keys, as in JAXline.
       is_text = isinstance(one.value, str) and key not in base_config.DEFAULTS
-      if not (is_text or isinstance(one, flags.MultiFlag)):
+      if isinstance(one, flags.MultiFlag):
+        own = functools.partial(_parse_tuple, one, one.parse)
+        one.parse = own  # type: ignore[method-assign]
+      elif not is_text:
         one.parser = _OrNone(one.parser)
 
   flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
+
+
+def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
+  """Adds a value to a tuple's flag; an empty one clears those before it."""
+  if argument in ('()', '[]') and flag.present:
+    flag.value.clear()
+  parse(argument)
 
 
 class _OrNone(flags.ArgumentParser):

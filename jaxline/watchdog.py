@@ -58,7 +58,7 @@ def limit(secs: float | None) -> Iterator[None]:
   give_sign_of_life()
   _secs, _num_runs = secs, _num_runs + 1
   _arm()  # The ticker may never get the interpreter's lock.
-  if _ticker is None:
+  if _ticker is None or not _ticker.is_alive():  # As in a forked process.
     _ticker = threading.Thread(target=_tick, name='watchdog', daemon=True)
     _ticker.start()
   try:
@@ -130,3 +130,27 @@ def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
       stack = traceback.format_exception(error)
       text += f'\nThread {names.get(ident, ident)!r} had:\n{"".join(stack)}'
   os.write(2, text.encode())  # The run may hang at the lock of sys.stderr.
+
+
+# A forked process has faulthandler's timer without its thread, and would wait
+# for that at its end. So there is no timer while a process is forked.
+
+
+def _before_fork() -> None:
+  _backstop.acquire()
+  if _num_runs:
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _in_child() -> None:
+  global _num_runs
+  _num_runs = 0  # The parent watches over its run.
+  _backstop.release()
+
+
+if hasattr(os, 'register_at_fork'):  # Windows does not fork.
+  os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_backstop.release,  # The next tick winds up the timer.
+    after_in_child=_in_child,
+  )

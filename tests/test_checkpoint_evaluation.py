@@ -22,6 +22,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import saving
+from jaxline.compat import checkpoints
 from jaxline.storage import owner
 from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
@@ -351,11 +352,11 @@ def test_a_process_that_is_stopped_loses_no_best(
 
 
 def test_the_best_of_another_training_of_this_process(open_run):
-  checkpointer, live = open_run(mirrors=True), lib.weights(1)
+  checkpointer, live = open_run(), lib.weights(1)
   live.EVALUATION_IS_PURE = True
-  checkpointer.begin_training(lib.PerDevice)
+  checkpoints.begin_training(checkpointer, lib.PerDevice)
   lib.save(checkpointer, live, 5)
-  checkpointer.begin_training(lib.Sharded)
+  checkpoints.begin_training(checkpointer, lib.Sharded)
   lib.save_best(checkpointer, live, 5, 0.5)
   assert (checkpointer.steps('latest'), checkpointer.steps('best')) == ([], [5])
 

@@ -3,13 +3,16 @@
 Each edit of a manifest has a checksum that fits.
 """
 
+import base64
 import contextlib
 import copy
 import json
 import os
 import pathlib
+import pickle
 import shutil
 import socket
+import sys
 
 import jax
 import numpy as np
@@ -25,12 +28,24 @@ from jaxline.storage import notes
 from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
+
+class Bomb:
+  """Ends the process when it is unpickled."""
+
+  def __reduce__(self):
+    return os._exit, (3,)
+
+
+_BOMB = base64.b64encode(pickle.dumps(Bomb())).decode()
 _DEEP = json.loads('[' * 600 + ']' * 600)
 _ARRAY = 'arrays', 'w'
 _SMALL = 'processes', 0, 'n'
 _REMOVED = object()
 # Several fields at once, which fit each other.
 ATTACKS = {
+  'pickle': {(*_SMALL, 'structure'): {'pickle': ['n', _BOMB]}},
+  'function': {(*_SMALL, 'structure'): {'node': ['os:system', ['exit 3'], 0]}},
+  'import': {(*_SMALL, 'structure'): {'dataclass': ['this:s', {}]}},
   'uninitialised': {(*_ARRAY, 'chunk'): [0], (*_ARRAY, 'parts'): {}},
   'huge part': {(*_ARRAY, 'shape'): [2**40], (*_ARRAY, 'chunk'): [2**40]},
   'another rank': {(*_ARRAY, 'shape'): [1, 3], (*_ARRAY, 'chunk'): [1, 3],
@@ -121,6 +136,7 @@ def test_an_edited_manifest_is_refused_or_changes_nothing(
       assert status in (0, 1, 2)
   assert named == refused > len(edits) // 2
   assert max(sizes) < 10_000
+  assert 'this' not in sys.modules
   capsys.readouterr()
 
 

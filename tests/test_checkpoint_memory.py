@@ -21,7 +21,6 @@ from jaxline import platform
 from jaxline import utils
 from jaxline.checkpoint import protocol
 from jaxline.compat import dictionary
-from jaxline.compat import experiments
 
 SERIES = 'latest'
 
@@ -368,8 +367,7 @@ def test_an_object_that_cannot_change_is_saved(tmp_path, kind):
     platform.create_checkpointer(config, 'train')
   ) as checkpointer:
     state = checkpointer.get_experiment_state('latest')
-    module = experiments.full_experiment(Frozen(2.0))
-    state.update(global_step=1, experiment_module=module)
+    state.update(global_step=1, experiment_module=Frozen(2.0))
     checkpointer.save('latest')
     checkpointer.wait_for_checkpointing_to_finish()
     assert checkpointer.can_be_restored('latest')

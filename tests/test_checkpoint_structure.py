@@ -106,6 +106,10 @@ class MyDict(dict):
   pass
 
 
+class ExtraPoint(Point):
+  pass
+
+
 def encode(value, name='v'):
   """Returns the description, as JSON gives it back, and the arrays."""
   arrays = {}
@@ -405,6 +409,10 @@ def _refused():
   class Local:
     a: int
 
+  stale = Plain(1)
+  stale.later = 2  # type: ignore[attr-defined]
+  extra = ExtraPoint(1, 2)
+  extra.note = 'lost'
   return {
     'set': ({1}, 'builtins.set'),
     'enum': (Color.RED, 'Color'),
@@ -421,6 +429,8 @@ def _refused():
     'masked': (np.ma.masked_array([1], [1]), 'MaskedArray'),
     'sub_dict': (MyDict(a=1), 'MyDict'),
     'static': (Static(1), 'registered as static'),
+    'stale': (stale, "attributes beside its fields: ['later']"),
+    'extra': (extra, "attributes beside its fields: ['note']"),
     'dict_data': (DictData(a=1), 'DictData'),
     # Functions within, where no live value is at hand.
     'optimizer': (optax.sgd(0.1), "/optimizer/init', a builtins.function"),

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import jax
 import pytest
 
 from jaxline.supervision import preemption
@@ -101,6 +102,13 @@ def start():
 
 
 # --- in training -------------------------------------------------------------
+
+
+def test_hosts_that_cannot_agree_leave_at_once(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  with raises_preempted(75), preemption.Watch() as watch, watch.training():
+    signal.raise_signal(signal.SIGTERM)
+    pytest.fail('It goes on.')
 
 
 @pytest.mark.parametrize(

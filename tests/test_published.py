@@ -102,6 +102,23 @@ def test_a_rebound_name_is_called(owner, name, tmp_path):
   assert called.call_count == counts[-1]
 
 
+class FullTeacher(Teacher, experiment.FullExperiment):
+  """A program of this library, whose checkpoints are not in the dictionary."""
+
+
+class FullStudent(Student, experiment.FullExperiment):
+  """Another one."""
+
+
+def test_a_second_class_of_this_library_begins_anew(tmp_path):
+  config = make_config(tmp_path, training_steps=2)
+  ckpt = platform.create_checkpointer(config, 'train')
+  for cls in (FullTeacher, FullStudent):
+    assert steps_of(train.train, cls, config, ckpt, None) == [0, 1]
+  assert remains.steps(tmp_path) == remains.steps(tmp_path / 'run_2') == [2]
+  assert not utils.GLOBAL_CHECKPOINT_DICT.get('latest', ([], []))[1]
+
+
 @pytest.mark.parametrize('empties', [False, True])
 @pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
 def test_one_checkpointer_trains_a_second_class(
@@ -234,6 +251,27 @@ def test_a_programs_own_checkpoint_needs_no_directory(tmp_path):
   path, _ = platform.start(Teacher, config, 'eval')
   log = pathlib.Path(path) / 'eval' / 'metrics.jsonl'
   assert json.loads(log.read_text().splitlines()[-1])['w'] == 2
+
+
+def test_a_program_sees_its_own_experiment(tmp_path):
+  seen = []
+
+  class Program(Teacher):
+    summary = 'mine'
+
+    def __init__(self, mode, init_rng, config):
+      super().__init__(mode, init_rng, config)
+      self.num_evaluated = 77  # The library has this name, too.
+
+    def on_new_best_model(self, best_state):
+      module = best_state.experiment_module
+      seen.append((module is self, module.summary, module.num_evaluated))
+
+  config = make_config(
+    tmp_path, training_steps=2, best_model_eval_metric='w', eval_interval=1
+  )
+  steps_of(main, Program, config, 'train_and_eval')
+  assert {*seen} == {(True, 'mine', 77)}
 
 
 NOT_ASKED_FOR = property(lambda self: pytest.fail('The library reads it.'))

@@ -385,6 +385,20 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
 # Where runs part.
 
 
+def test_another_evaluation_is_no_difference_in_training(
+  shared, tmp_path, capsys
+):
+  runs = [shutil.copytree(shared, tmp_path / name) for name in 'ab']
+  for loss, directory in enumerate(runs):
+    (directory / 'eval').mkdir(exist_ok=True)
+    record = json.dumps({'step': 4, 'kind': 'scalars', 'loss': loss})
+    (directory / 'eval/metrics.jsonl').write_text(record + '\n')
+  assert cli.main(['bisect', *map(str, runs)]) == 1
+  out = capsys.readouterr().out
+  assert 'evaluation that differs: 4, in eval/loss' in out
+  assert 'No difference in training up to step 12' in out
+
+
 def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   other = shutil.copytree(shared, tmp_path / 'other')
   file = other / 'checkpoints/latest/12.json'

@@ -12,6 +12,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -383,18 +384,21 @@ def verify(
   """Reads all parts, or only their sizes; a DamagedError names damaged ones."""
   check = _read_part if reads else _check_size
 
-  def damage(about: Mapping[str, Any]) -> str:
+  def damage(look: Callable[[], Any]) -> str:
     try:
-      if reads:
-        _check_stored(store, about)
-      for part in about['parts']:
-        check(store, about, part)
+      look()
     except store_lib.DamagedError as e:
       return str(e)
     return ''
 
+  looks: list[Callable[[], Any]] = []
+  for about in described.values():
+    if reads:
+      looks.append(functools.partial(_check_stored, store, about))
+    parts = about['parts']
+    looks += [functools.partial(check, store, about, part) for part in parts]
   with futures.ThreadPoolExecutor(store.threads) as pool:
-    found = [*filter(None, pool.map(damage, described.values()))]
+    found = [*filter(None, pool.map(damage, looks))]
   if found:
     raise store_lib.DamagedError('; '.join(found))
 

@@ -39,6 +39,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   collective = True
   directory: directory_lib.DurableDirectory
   _declared = experiment.FullExperiment  # Until the class is known.
+  # Returns an experiment with all attributes of a `FullExperiment`.
+  complete: Callable[[Any], Any] = staticmethod(lambda module: module)
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Reads the config; touches no file.
@@ -88,7 +90,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       futures.wait([self._saving])
     thread.raise_error()
     state = self.get_experiment_state(ckpt_series)
-    module = state['experiment_module']
+    module = self.complete(state['experiment_module'])
     config, step = self._config, int(state['global_step'])
     is_best = ckpt_series == 'best'
     added = contents.added(state, self._allow_pickle) if is_best else {}
@@ -133,7 +135,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     state = self.get_experiment_state('latest')
     module = state.get('experiment_module')
     if module is not None and not self._allow_pickle:
-      contents.check_storable(state, module)
+      contents.check_storable(state, self.complete(module))
     if jax.process_index() == 0:
       # Later checkpoints are damaged: an intact one would have been restored.
       # First, because evaluations look for steps made anew once it has begun.
@@ -181,6 +183,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """
     state, directory = self.get_experiment_state(ckpt_series), self.directory
     module = state.get('experiment_module')
+    if module is not None:
+      module = self.complete(module)
     if isinstance(module, experiment.FullExperiment):
       self._declared = module.__class__
     if not directory.follows:
@@ -194,7 +198,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     else:
       found, entries = self._read_own(ckpt_series, step, state, module)
       own, source = found.record, found.name
-    restoring.fill(state, entries, source)
+    with restoring.refusing(source):
+      restoring.fill(state, entries)
     what = 'Restored' if own else f'Began the series {ckpt_series!r} from'
     logging.info('%s %s.', what, source)
     if ckpt_series != 'latest':

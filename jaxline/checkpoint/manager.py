@@ -14,7 +14,7 @@ deletes data first dooms it, then looks again for names of it; one that names
 data first writes the manifest, then looks for a doom. One sees the other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import re
 import secrets
@@ -36,11 +36,23 @@ _STEP = '0|[1-9][0-9]*'  # One name for each number.
 _DATA = re.compile(f'({_STEP})-[0-9a-f]+')
 
 
+def _texts(x: Any) -> Iterator[str]:
+  """Yields all texts in a JSON value, such as the names of its arrays."""
+  if isinstance(x, str):
+    yield x
+  elif isinstance(x, list | dict):
+    for y in x.values() if isinstance(x, dict) else x:
+      yield from _texts(y)
+
+
 def _is_of_one_step(manifest: dict[str, Any]) -> bool:
   """Returns whether the fields of a manifest belong together."""
-  step = manifest['step']
+  step, module = manifest['step'], manifest['module']
+  used = {*_texts([manifest['entries'], *module.values()])}
+  trees = tuple(f'{x}/' for x, about in module.items() if 'leaves' in about)
   for name, about in manifest['arrays'].items():
-    if not metadata.is_folder_of(about['file'], name):
+    is_used = name in used or f'{name}/'.startswith(trees)
+    if not is_used or not metadata.is_folder_of(about['file'], name):
       raise ValueError(f'the array {name!r} is in {about["file"]!r}')
   # `collect` looks for the names of data in manifests of the same step.
   of = [manifest['entries']['global_step'], int(manifest['data'].split('-')[0])]
@@ -51,7 +63,8 @@ def _is_of_one_step(manifest: dict[str, Any]) -> bool:
 
 _PLAIN = keys.optional(keys.Check('plain', lambda x: isinstance(x, int | str)))
 _OWN = keys.record(
-  lambda own: 'structure' in own, arrays=keys.each(arrays.SMALL)
+  lambda own: 'structure' in own and {*own['arrays']} <= {*_texts(own)},
+  arrays=keys.each(arrays.SMALL),
 )
 # What a manifest may be without.
 _MISSING: Any = {'small': {}, 'code': {}, 'versions': {}, 'devices': []}

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from jaxline import distributed
 from jaxline import errors
+from jaxline import experiment as experiment_lib
 from jaxline.storage import directory as directory_lib
 
 # An entry of the live state that a checkpoint may lack.
@@ -167,7 +168,7 @@ def new_state(
   """Returns the live state of a series, as before the first step."""
   state = checkpointer.get_experiment_state(series)
   state.global_step = 0
-  state.experiment_module = experiment
+  state.experiment_module = experiment_lib.live(experiment)
   state.train_step_rng = rng
   return state
 

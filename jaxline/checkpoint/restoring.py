@@ -1,6 +1,7 @@
 """Reads checkpoints into a run: on all its processes and devices alike."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
 from typing import Any, TypeVar
 
 from absl import logging
@@ -122,25 +123,14 @@ def _place(name: str, value: Any, live: Any, of: str) -> Any:
   return jax.device_put(value, live.sharding)
 
 
-def fill(
-  state: dict[str, Any], entries: Mapping[str, Any], source: str
-) -> None:
-  """Restores the entries that a live state has, or changes nothing.
+@contextlib.contextmanager
+def refusing(source: str) -> Iterator[None]:
+  """Turns errors of values that an experiment cannot have into RefusedErrors.
 
-  Args:
-    state: the live state.
-    entries: the restored ones.
-    source: where they are from, for errors.
-
-  Raises:
-    RefusedError: the experiment cannot have the values.
+  The values are of a file; `source` is its name.
   """
-  found = {key: entries[key] for key in state if key in entries}
-  # First, since it may refuse; then nothing else has changed yet.
   try:
-    if 'experiment_module' in state:
-      snapshot = found.pop('experiment_module')
-      state['experiment_module'].restore_from_snapshot(snapshot)
+    yield
   except errors.UsageError:
     raise
   except _MISFITS as e:
@@ -148,6 +138,15 @@ def fill(
     raise store_lib.RefusedError(
       f'{source} is refused: {type(e).__name__}: {e}'
     ) from e
+
+
+def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
+  """Restores the entries that a live state has, or changes nothing."""
+  found = {key: entries[key] for key in state if key in entries}
+  # First, since it may refuse; then nothing else has changed yet.
+  if 'experiment_module' in state:
+    snapshot = found.pop('experiment_module')
+    state['experiment_module'].restore_from_snapshot(snapshot)
   state.update(found)
 
 

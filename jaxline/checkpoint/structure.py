@@ -137,8 +137,11 @@ def encode(
   if kind is not None and not is_found:
     why = ' (its class cannot be found by its name)'
   elif kind in ('namedtuple', 'dataclass'):
-    fields = {field: walk(getattr(x, field), field) for field in _fields(cls)}
-    return {kind: [address, fields]}
+    fields = _fields(cls)
+    if extra := [key for key in _vars_of(x) if key not in fields]:
+      why = f' (it has attributes beside its fields: {extra})'
+    else:
+      return {kind: [address, {f: walk(getattr(x, f), f) for f in fields}]}
   if allow_pickle:
     data = base64.b64encode(pickle.dumps(x)).decode('ascii')
     return {'pickle': [name, data]}
@@ -294,6 +297,17 @@ def _kind(cls: type) -> str | None:
   # A base class written in C (dict, Exception) holds more than the fields.
   is_plain = dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__
   return 'dataclass' if is_plain else None
+
+
+def _vars_of(x: Any) -> list[str]:
+  """Returns the instance's attributes but for cached properties."""
+  return [
+    key
+    for key in getattr(x, '__dict__', {})
+    if not isinstance(
+      inspect.getattr_static(type(x), key, None), functools.cached_property
+    )
+  ]
 
 
 def _fields(cls: Any) -> list[str]:

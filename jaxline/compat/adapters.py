@@ -16,7 +16,6 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
-from jaxline.checkpoint import durable
 from jaxline.checkpoint import protocol
 from jaxline.compat import checkpoints
 from jaxline.compat import experiments
@@ -61,18 +60,19 @@ def full_checkpointer(
     experiment_class: the run's. JAXline's dictionary has the checkpoints of a
       class that is no `FullExperiment`.
   """
+  place = getattr(checkpointer, 'directory', None)
+  # Or a wrapper around one of ours, which passes on all its attributes.
+  is_full = isinstance(place, directory.RunDirectory)
+  takes_step = lambda restore: 'step' in inspect.signature(restore).parameters
+  if not is_full or not takes_step(checkpointer.restore):
+    return _ForeignCheckpointer(checkpointer)  # type: ignore[abstract]
   found = experiments.class_of(experiment_class)
   is_ours = found and experiments.is_full(found)
-  if isinstance(checkpointer, durable.DurableCheckpointer) and not is_ours:
+  is_mirrored = isinstance(checkpointer, checkpoints.MirroredCheckpointer)
+  is_durable = isinstance(place, directory.DurableDirectory)
+  if is_durable and not is_ours and not is_mirrored:
     return checkpoints.MirroredCheckpointer(checkpointer)  # type: ignore[abstract]
-  is_full = isinstance(checkpointer, protocol.FullCheckpointer)
-  # Or a wrapper around one, which passes on all its attributes.
-  is_full |= isinstance(
-    getattr(checkpointer, 'directory', None), directory.RunDirectory
-  )
-  if is_full and 'step' in inspect.signature(checkpointer.restore).parameters:
-    return checkpointer
-  return _ForeignCheckpointer(checkpointer)  # type: ignore[abstract]
+  return checkpointer
 
 
 class _ForeignWriter(writers.MetricWriter):

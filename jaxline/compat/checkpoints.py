@@ -200,8 +200,7 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
         + f'; there are checkpoints of {saved}.'
       )
     entries = dictionary.entries_of(history[-1], ckpt_series, state)
-    source = f'checkpoint {history[-1].id} of series {ckpt_series!r}'
-    restoring.fill(state, entries, source)
+    restoring.fill(state, entries)
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
@@ -228,10 +227,14 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     """Takes the checkpointer that writes and reads the files."""
     self._durable = durable
     self.collective, self.directory = durable.collective, durable.directory
+    # Through a program's wrapper around it.
+    inner = getattr(durable.save, '__self__', durable)
+    inner.complete = experiments.full_experiment
     for method in (
       'restore_path',
       'steps',
       'begin',
+      'move',
       'close',
       'wait_for_checkpointing_to_finish',
     ):
@@ -241,19 +244,6 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     """Returns the calling thread's live state of the series."""
     dictionary.add_series(ckpt_series)
     return self._durable.get_experiment_state(ckpt_series)
-
-  def begin_training(self, experiment_class: Any) -> None:
-    """Moves to another directory if this process has trained another run here.
-
-    `platform` has done so before it opened the logs; this is for a program that
-    makes its own checkpointer and trains several classes.
-    """
-    dictionary.forget_published()
-    run = self.directory.run.url
-    recorded = self.directory.recorded | {'checkpoint_dir': run}
-    place = run_directory(experiment_class, recorded)
-    if place != run:
-      self._durable.move(place)
 
   def save(self, ckpt_series: str) -> None:
     """Saves the live state, and publishes it once it is written."""
@@ -270,18 +260,23 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint, or the program's snapshot if there is none."""
     state = self.get_experiment_state(ckpt_series)
-    snapshot = None if step is not None else dictionary.seed(ckpt_series)
-    if snapshot is None or self._durable.has_any(ckpt_series):
+    # All processes ask, whichever of them has a snapshot.
+    is_saved = step is not None or self._durable.has_any(ckpt_series)
+    snapshot = dictionary.seed(ckpt_series)
+    if snapshot is None or is_saved:
       self._durable.restore(ckpt_series, step=step)
       is_own = ckpt_series == 'latest' and self._durable.restored
       if is_own and not self.directory.follows:
         dictionary.publish(ckpt_series, self._published(ckpt_series, state))
-      if snapshot is not None:
+      if snapshot is not None and step is None:
         logging.warning('%s is not used: there are checkpoints.', _SEED)
       return
     entries = dictionary.entries_of(snapshot, ckpt_series, state)
-    restoring.fill(state, restoring.place(entries, state, _SEED), _SEED)
+    with restoring.refusing(_SEED):
+      restoring.fill(state, restoring.place(entries, state, _SEED))
     logging.info('Began the series %r from %s.', ckpt_series, _SEED)
+    if self.directory.config.restore_from:
+      logging.warning('config.restore_from is not used: there is %s.', _SEED)
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate."""
@@ -290,10 +285,9 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     def restore_next_or_seed(done: Collection[int]) -> bool:
       if restore_next(done):
         return True
+      is_saved = self._durable.has_any(ckpt_series)
       snapshot = dictionary.seed(ckpt_series)
-      if snapshot is None or self._durable.has_any(ckpt_series):
-        return False
-      if dictionary.step_of(snapshot) in done:
+      if is_saved or snapshot is None or dictionary.step_of(snapshot) in done:
         return False
       self.restore(ckpt_series)
       return True
@@ -305,7 +299,8 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
 
     The experiment is not kept, because it holds the live arrays.
     """
-    step, module = int(state['global_step']), state['experiment_module']
+    step = int(state['global_step'])
+    module = experiments.full_experiment(state['experiment_module'])
     template = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
       dict(module.snapshot_template()),
@@ -336,6 +331,16 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
 
   Called before a training looks for checkpoints; all hosts call it together.
   """
-  checkpointer.directory.follows = False
-  begin = getattr(checkpointer, 'begin_training', lambda _: None)
-  begin(experiment_class)
+  directory = checkpointer.directory
+  directory.follows = False
+  if isinstance(directory, directory_lib.DurableDirectory):
+    # `platform` has done so before it opened the logs; this is for a program
+    # that makes its own checkpointer and trains several classes.
+    dictionary.forget_published()
+    recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
+    place = run_directory(experiment_class, recorded)
+    if place != directory.run.url:
+      checkpointer.move(place)
+  else:
+    begin = getattr(checkpointer, 'begin_training', lambda _: None)
+    begin(experiment_class)

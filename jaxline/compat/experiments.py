@@ -161,32 +161,18 @@ class _Completed:
   def __class__(self) -> Any:
     return type(self._jaxline_live)
 
-  def __setattr__(self, name: str, value: Any) -> None:
-    if name in vars(self)['_defaults']:
-      vars(self)[name] = value
-    else:
-      setattr(self._jaxline_live, name, value)
-
   def should_run_step(self, step: int, config: Any) -> bool:
     config = base_config.programs_view(config)
-    return self._own('should_run_step')(step, config)
+    return self._jaxline_live.should_run_step(step, config)
 
   def train_loop(self, config: Any, *args: Any) -> None:
-    self._own('train_loop')(base_config.programs_view(config), *args)
-
-  def _own(self, name: str) -> Any:
-    """Returns the program's method, or else JAXline's of this object."""
-    default = getattr(experiment_lib.AbstractExperiment, name).__get__(self)
-    return getattr(self._jaxline_live, name, default)
+    self._jaxline_live.train_loop(base_config.programs_view(config), *args)
 
   def __getattr__(self, name: str) -> Any:
     defaults = self.__dict__['_defaults']
     if name not in defaults:
       return getattr(self._jaxline_live, name)
-    default = defaults[name]
-    # Kept, a method would be a cycle of weights.
-    has_self = hasattr(default, '__get__')
-    return default.__get__(self) if has_self else default
+    return _bound(defaults[name], self)  # Kept, it would be a cycle of weights.
 
 
 # The defaults of the names that JAXline does not have.
@@ -208,6 +194,12 @@ def _missing(live: Any) -> dict[str, Any]:
     and name not in base_class.__abstractmethods__
     and not hasattr(live, name)
   }
+
+
+def _bound(default: Any, owner: Any) -> Any:
+  """Returns a default of the class as an attribute of an object."""
+  has_self = hasattr(default, '__get__')
+  return default.__get__(owner) if has_self else default
 
 
 def full_experiment(experiment: Any, **own: Any) -> Any:
@@ -309,6 +301,10 @@ def construct(
   experiment = initialize_experiment(
     experiment_class, mode, rng, config.experiment_kwargs, run_config=config
   )
+  if not isinstance(experiment, experiment_lib.AbstractExperiment):
+    # On the object itself, which the program's own checkpointer may save.
+    for name, default in _missing(experiment).items():
+      setattr(experiment, name, _bound(default, experiment))
   experiment = full_experiment(experiment)
   if config.on_nonfinite:
     experiment.on_nonfinite = config.on_nonfinite

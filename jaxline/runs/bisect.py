@@ -110,6 +110,8 @@ def bisect(*paths: str) -> bool:
     _first('logged step', logged),
     _first('kept checkpoint', kept, _differing_arrays),
   )
+  evaluated = [replay_lib.logged(run, 'eval') for run in both]
+  has_other_evaluation = _first('evaluation', evaluated) < math.inf
   compared, checkpoints = (x.keys() & y.keys() for x, y in (logged, kept))
   compared = {s for s in compared if logged[0][s].keys() & logged[1][s].keys()}
   last = min(max({0, *x, *y}) for x, y in zip(logged, kept, strict=True))
@@ -143,7 +145,7 @@ def bisect(*paths: str) -> bool:
   else:
     if not has_parted:
       lines.say(f'No difference in training up to step {last}.')
-  return has_parted
+  return has_parted or has_other_evaluation
 
 
 def _print_code(both: Sequence[runs.Run]) -> None:

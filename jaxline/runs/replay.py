@@ -159,14 +159,14 @@ def opened(
       full.wait_for_checkpointing_to_finish()
 
 
-def logged(run: runs.Run) -> dict[int, dict[str, Any]]:
+def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
   """Returns step -> its fingerprint and its scalars, but those of clocks."""
   raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
   curves = run.curves | {_FINGERPRINT: fingerprints.read(raw)}
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in curves.items():
-    folder, _, scalar = name.partition('/')
-    if folder == 'train' and fingerprints.unclocked({scalar: curve}):
+    where, _, scalar = name.partition('/')
+    if where == folder and fingerprints.unclocked({scalar: curve}):
       for step, value in curve.items():
         found[step][name] = value
   return found

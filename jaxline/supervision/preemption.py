@@ -115,7 +115,10 @@ class Watch:
         text += ' the run.'
         logging.warning(text, signum.name, signal.getsignal(signum))
     self._act()
-    self._defers = True
+    # Hosts that cannot agree on a step do not wait for one: the host with the
+    # signal leaves at once, and the others fail without it.
+    jax = sys.modules.get('jax')
+    self._defers |= jax is None or jax.process_count() == 1
     try:
       yield
     finally:
@@ -154,7 +157,10 @@ class Watch:
     """Takes the signals; leaves SIGTERM to JAX if that lets the hosts agree."""
     jax = sys.modules.get('jax')  # To import it would take a second.
     self._is_shared = self._defers = (
-      takes_steps and jax is not None and jax.distributed.is_initialized()
+      takes_steps
+      and jax is not None
+      and jax.distributed.is_initialized()
+      and jax.config.jax_enable_preemption_service
     )
     for signum in self._signals if self is _active else ():
       is_term, handler = signum == signal.SIGTERM, signal.getsignal(signum)
@@ -231,4 +237,5 @@ def _in_child() -> None:
         signal.signal(signum, lambda n, unused: signal.signal(n, default))
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, 'register_at_fork'):  # Windows does not fork.
+  os.register_at_fork(after_in_child=_in_child)
