@@ -20,7 +20,7 @@ from benchmarks import harness
 from benchmarks import lm_step
 from examples import decoding
 from examples.lm import experiment as lm_experiment
-from jaxline import placement
+from jaxline.parallel import placement
 
 _PROMPT = 200
 _BEAM = 4

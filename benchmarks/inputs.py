@@ -56,15 +56,15 @@ from benchmarks import harness
 from examples.pax.inputs import seqio as seqio_input
 from examples.pax.inputs import synthetic
 from examples.pax.inputs import tfdata
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
-from jaxline import placement
 from jaxline.inputs import base
 from jaxline.inputs import grain as grain_input
 from jaxline.inputs import indexed
 from jaxline.inputs import infeed
 from jaxline.inputs import mixture
 from jaxline.inputs import text
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
+from jaxline.parallel import placement
 
 # Rows and tokens of batches.
 _SIZES = ((8, 256), (32, 1024))

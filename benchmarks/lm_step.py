@@ -24,9 +24,9 @@ from benchmarks import hand_tuned
 from benchmarks import harness
 from configs import lm as lm_config
 from examples.lm import experiment as lm_experiment
-from jaxline import placement
 from jaxline.inputs import base
 from jaxline.metrics import scalars
+from jaxline.parallel import placement
 
 # What each size changes of configs/lm.py.
 SIZES: dict[str, dict[str, Any]] = {

@@ -50,9 +50,9 @@ def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
   import optax
 
   from jaxline import metrics
-  from jaxline import placement
   from jaxline import sharded
   from jaxline.metrics import scalars as scalars_lib
+  from jaxline.parallel import placement
 
   class Matrix(sharded.ShardedExperiment):
     """One weight matrix, plain gradient descent."""

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from ml_collections import config_dict
 
 from examples.lm import experiment as lm_experiment
-from jaxline import chips
 from jaxline import platform
+from jaxline.base import chips
 from jaxline.metrics import rates
 
 # What each changes of `experiment_kwargs.config`.

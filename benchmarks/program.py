@@ -27,7 +27,7 @@ from configs import lm as lm_config
 from examples.lm import experiment as lm_experiment
 import jaxline
 from jaxline import metrics
-from jaxline import placement
+from jaxline.parallel import placement
 
 _WARM_UP = 20
 

@@ -21,10 +21,10 @@ import jax
 
 from benchmarks import harness
 from examples.pax import experiment_registry
-from jaxline import disk
 from jaxline import platform
-from jaxline.aot import ahead
-from jaxline.aot import report as report_lib
+from jaxline.base import disk
+from jaxline.compile import ahead
+from jaxline.compile import report as report_lib
 
 # Where the reports are kept.
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'scale'

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
-from jaxline import keys
+from jaxline.base import keys
 from jaxline.inputs import tokenization
 
 # (cache, tokens_BL, start_B) -> (logits_BLV, cache)

@@ -21,7 +21,7 @@ from jaxline import metrics
 from jaxline import sharded
 from jaxline.inputs import base
 from jaxline.inputs import text
-from jaxline.partitioning import Logical
+from jaxline.parallel.partitioning import Logical
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from examples import minimal
 import jaxline
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

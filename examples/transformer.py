@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from jaxline import errors
-from jaxline import partitioning
-from jaxline import pipeline
+from jaxline.parallel import partitioning
+from jaxline.parallel import pipeline
 
 # Documents of the queries [B, L] and of the keys [B, M]; see `attend`.
 Segments = tuple[jax.Array, jax.Array] | None

@@ -14,8 +14,8 @@ import pytest
 
 from examples import transformer
 from jaxline import errors
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
 
 
 def _normal(*shape, seed=0):

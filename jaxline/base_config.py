@@ -27,22 +27,30 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from jaxline import compilation_cache
-from jaxline import distributed
 from jaxline import errors
 from jaxline import inputs
-from jaxline import keys
-from jaxline import mesh
 from jaxline import metrics
-from jaxline import partitioning
-from jaxline import prng
-from jaxline import storage
+from jaxline import run_directory
 from jaxline import supervision
-from jaxline import xla
-from jaxline.keys import COUNT, Key, mapping, number, one_of, optional, text
+from jaxline.base import keys
+from jaxline.base import xla
+from jaxline.base.keys import (
+  COUNT,
+  Key,
+  mapping,
+  number,
+  one_of,
+  optional,
+  text,
+)
 from jaxline.metrics import lines
-from jaxline.storage import directory as directory_lib
-from jaxline.storage import store as store_lib
+from jaxline.parallel import distributed
+from jaxline.parallel import mesh
+from jaxline.parallel import partitioning
+from jaxline.parallel import prng
+from jaxline.run_directory import directory as directory_lib
+from jaxline.run_directory import store as store_lib
+from jaxline.supervision import compilation_cache
 
 # For experiments.
 read = keys.read
@@ -107,7 +115,7 @@ KEYS: tuple[Key, ...] = (
       'The step of the checkpoint. None is the newest.'),
   *(key for owner in (
       mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs,
-      storage, supervision, prng) for key in owner.KEYS),
+      run_directory, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
 # Those that JAXline has too; a program of it may use the others for itself.

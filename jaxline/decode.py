@@ -12,16 +12,16 @@ from typing import Any, TextIO
 import jax
 from ml_collections import config_dict
 
-from jaxline import debug
-from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline import prng
+from jaxline.base import debug
 from jaxline.checkpoint import protocol
 from jaxline.compat import experiments
 from jaxline.metrics import files
 from jaxline.metrics import lines
-from jaxline.storage import spool
+from jaxline.parallel import distributed
+from jaxline.parallel import prng
+from jaxline.run_directory import spool
 
 
 def restored_experiment(

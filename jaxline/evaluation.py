@@ -9,16 +9,16 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 
-from jaxline import debug
-from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline import goodput
+from jaxline.base import debug
+from jaxline.base import goodput
 from jaxline.checkpoint import protocol
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
-from jaxline.storage import notes
-from jaxline.storage import store as store_lib
+from jaxline.parallel import distributed
+from jaxline.run_directory import notes
+from jaxline.run_directory import store as store_lib
 from jaxline.supervision import out_of_memory as oom
 
 # How often evaluation looks for a new checkpoint, in seconds.

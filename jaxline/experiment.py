@@ -12,15 +12,15 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import base_config
-from jaxline import debug
-from jaxline import devices
 from jaxline import errors
-from jaxline import lazy
-from jaxline import prng
+from jaxline.base import debug
+from jaxline.base import lazy
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
+from jaxline.parallel import devices
+from jaxline.parallel import prng
 
 lazy.complete(__name__)
 

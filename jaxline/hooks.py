@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from ml_collections import config_dict
 
-from jaxline import distributed
 from jaxline import experiment as experiment_lib
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
+from jaxline.parallel import distributed
 from jaxline.supervision import budget as budget_lib
 from jaxline.supervision import nonfinite
 from jaxline.supervision import profiling

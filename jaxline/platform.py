@@ -21,17 +21,14 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from jaxline import base_config
-from jaxline import compilation_cache
-from jaxline import debug
 from jaxline import decode
-from jaxline import distributed
 from jaxline import errors
-from jaxline import exits
-from jaxline import goodput
-from jaxline import lazy
 from jaxline import train
-from jaxline import watchdog
-from jaxline import xla
+from jaxline.base import debug
+from jaxline.base import goodput
+from jaxline.base import lazy
+from jaxline.base import watchdog
+from jaxline.base import xla
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
@@ -39,9 +36,12 @@ from jaxline.compat import checkpoints
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
-from jaxline.storage import owner
-from jaxline.storage import spool
-from jaxline.storage import store as store_lib
+from jaxline.parallel import distributed
+from jaxline.run_directory import owner
+from jaxline.run_directory import spool
+from jaxline.run_directory import store as store_lib
+from jaxline.supervision import compilation_cache
+from jaxline.supervision import exits
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
 
@@ -57,7 +57,7 @@ lazy.complete(__name__)
 
 
 def _compile(run: train.Run) -> None:
-  from jaxline.aot import ahead
+  from jaxline.compile import ahead
 
   if not ahead.compile_experiment(run.experiment_class, run.config):
     raise SystemExit(1)

@@ -3,7 +3,7 @@
 Of the weights, the loss, the optimizer and the data of a subclass, this makes
 one jitted program `(state, batch, rng) -> (state, metrics)` with donated
 buffers over all devices of all hosts, an evaluation that averages exactly, and
-checkpoints. `train_step` and `accumulate` have the functions that are compiled,
+checkpoints. `train_step` has the functions that are compiled,
 `train_state` the state, `feed` the batches and `partitioning` the shardings.
 """
 
@@ -18,22 +18,21 @@ import jax
 from ml_collections import config_dict
 import optax
 
-from jaxline import accumulate
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment
-from jaxline import feed
 from jaxline import metrics as metrics_lib
-from jaxline import partitioning
-from jaxline import placement
-from jaxline import prng
 from jaxline import train_state
 from jaxline import train_step as step_lib
 from jaxline.checkpoint import protocol
+from jaxline.inputs import feed
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
+from jaxline.parallel import partitioning
+from jaxline.parallel import placement
+from jaxline.parallel import prng
 from jaxline.supervision import recompute
 
 # Names that experiments use.
@@ -215,7 +214,7 @@ class ShardedExperiment(experiment.FullExperiment):
     )
     # A gradient that is only dropped later could still take memory.
     params = self.trained(state.params)
-    loss, metrics, model_state, grads = accumulate.gradients(
+    loss, metrics, model_state, grads = step_lib.accumulate_gradients(
       loss_fn,
       params,
       state.model_state,

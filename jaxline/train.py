@@ -18,19 +18,16 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline import async_lib
 from jaxline import base_config
-from jaxline import debug
-from jaxline import devices
-from jaxline import distributed
 from jaxline import errors
 from jaxline import evaluation
 from jaxline import experiment as experiment_lib
-from jaxline import goodput
 from jaxline import hooks as hooks_lib
-from jaxline import lazy
-from jaxline import prng
-from jaxline import watchdog
+from jaxline.base import async_lib
+from jaxline.base import debug
+from jaxline.base import goodput
+from jaxline.base import lazy
+from jaxline.base import watchdog
 from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import checkpoints
@@ -39,7 +36,10 @@ from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.storage import notes
+from jaxline.parallel import devices
+from jaxline.parallel import distributed
+from jaxline.parallel import prng
+from jaxline.run_directory import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom

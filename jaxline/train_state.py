@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 from jaxline import errors
-from jaxline import partitioning
-from jaxline import placement
 from jaxline.checkpoint import structure
+from jaxline.parallel import partitioning
+from jaxline.parallel import placement
 
 # The entry of a model state with the average of the weights over the steps, if
 # the experiment keeps one: see `average_weights`.

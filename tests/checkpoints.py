@@ -19,14 +19,14 @@ import optax
 import pytest
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline import experiment
 from jaxline import metrics
-from jaxline import partitioning
 from jaxline import sharded
 from jaxline.checkpoint import durable
 from jaxline.compat import checkpoints
-from jaxline.storage import owner
+from jaxline.parallel import devices
+from jaxline.parallel import partitioning
+from jaxline.run_directory import owner
 
 # What is compared: bits, dtypes, types, and where arrays are.
 

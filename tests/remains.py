@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
-from jaxline.storage import notes
-from jaxline.storage import store
+from jaxline.run_directory import notes
+from jaxline.run_directory import store
 
 # Ends of the names of what depends on the clock.
 TIMES = ('_per_sec', '_wait_fraction')

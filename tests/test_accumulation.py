@@ -10,9 +10,9 @@ import pytest
 
 from jaxline import base_config
 from jaxline import metrics
-from jaxline import partitioning
 from jaxline import sharded
 from jaxline.inputs import base as inputs
+from jaxline.parallel import partitioning
 
 KEY = jax.random.PRNGKey(0)
 ROWS, LENGTH, FEATURES = 8, 3, 4

@@ -14,13 +14,13 @@ import optax
 import pytest
 
 from jaxline import base_config
-from jaxline import compilation_cache
 from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics
-from jaxline import partitioning
 from jaxline import sharded
-from jaxline.aot import ahead
+from jaxline.compile import ahead
+from jaxline.parallel import partitioning
+from jaxline.supervision import compilation_cache
 from tests import processes
 
 pytestmark = pytest.mark.usefixtures('compiles')
@@ -209,10 +209,10 @@ def test_for_tpus_their_compiler_is_needed(monkeypatch):
 
 MANY = textwrap.dedent("""
   import sys
-  from jaxline import distributed
+  from jaxline.parallel import distributed
 
   distributed.initialize('auto')
-  from jaxline.aot import ahead
+  from jaxline.compile import ahead
   from tests import test_aot
 
   config = test_aot.make_config(checkpoint_dir=sys.argv[1])

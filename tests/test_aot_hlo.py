@@ -1,4 +1,4 @@
-"""Tests of jaxline.aot.hlo and jaxline.aot.measure.
+"""Tests of jaxline.compile.hlo and jaxline.compile.measure.
 
 Programs compiled here for eight devices, and excerpts of what the compilers for
 TPU and GPU have written, shortened by hand. This file is also the program that
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline.aot import hlo
-from jaxline.aot import measure as measure_lib
+from jaxline.compile import hlo
+from jaxline.compile import measure as measure_lib
 from tests import processes
 
 P = jax.sharding.PartitionSpec

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxline.aot import hlo
-from jaxline.aot import memory
+from jaxline.compile import hlo
+from jaxline.compile import memory
 
 HLO = pathlib.Path(__file__).parent / 'hlo'
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from jaxline import chips
-from jaxline.aot import measure
-from jaxline.aot import memory
-from jaxline.aot import report
+from jaxline.base import chips
+from jaxline.compile import measure
+from jaxline.compile import memory
+from jaxline.compile import report
 
 # 100 FLOP/s, 1000 bytes of memory at 50 bytes/s, 20 and 10 bytes/s of network.
 CHIP = chips.Chip('v4', ('TPU v4',), 100.0, 1000.0, 50.0, 2, 10.0, 10.0)

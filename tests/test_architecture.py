@@ -21,22 +21,18 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # `__main__`, which stands above everything.
 STEPS = """
 errors
-counting goodput lazy watchdog
-async_lib chips debug disk keys
-devices distributed mesh
-partitioning prng storage
-inputs metrics placement
-supervision xla
-compilation_cache feed pipeline
+base
+parallel
+run_directory
+metrics
+inputs supervision
 base_config
 experiment
 checkpoint
 compat evaluation hooks train_state
-decode
-train train_step
-accumulate exits launch
-sharded
-aot
+train train_step decode
+sharded launch
+compile
 platform
 runs utils
 api
@@ -52,7 +48,8 @@ RESERVED = {
   # `indexed` marks the flags as parsed, for Grain, which has some of its own.
   'FLAGS config_flags': ('platform', 'inputs.indexed', 'examples/'),
   'Mesh NamedSharding PartitionSpec make_mesh': (
-    *('mesh', 'partitioning', 'placement', 'devices'),
+    *('parallel.mesh', 'parallel.partitioning'),
+    *('parallel.placement', 'parallel.devices'),
   ),
   'difflib': ('errors', 'examples/pax/base_layer.py'),
 }

@@ -1,4 +1,4 @@
-"""Tests of jaxline.async_lib."""
+"""Tests of jaxline.base.async_lib."""
 
 from concurrent import futures
 import functools
@@ -8,7 +8,7 @@ import traceback
 
 import pytest
 
-from jaxline import async_lib
+from jaxline.base import async_lib
 from tests import processes
 
 TIMEOUT = 10  # Seconds; only a broken test waits that long.
@@ -160,7 +160,7 @@ _PROGRAM = """
   import atexit
   import time
 
-  from jaxline import async_lib
+  from jaxline.base import async_lib
 
   def late():
     try:

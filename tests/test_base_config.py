@@ -11,7 +11,7 @@ import pytest
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline import keys
+from jaxline.base import keys
 from tests import processes
 
 

@@ -25,7 +25,7 @@ import jaxline
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import store as store_lib
 from tests import checkpoints
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

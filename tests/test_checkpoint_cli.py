@@ -17,8 +17,8 @@ import safetensors.numpy
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
-from jaxline.storage import notes
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import notes
+from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
 
 W = np.float32([[1, 2], [3, 4]])

@@ -22,9 +22,9 @@ import pytest
 import jaxline
 from jaxline import platform
 from jaxline.metrics import files as logs
-from jaxline.storage import owner
-from jaxline.storage import spool
-from jaxline.storage import store
+from jaxline.run_directory import owner
+from jaxline.run_directory import spool
+from jaxline.run_directory import store
 from tests import remains
 from tests.programs import survivor
 

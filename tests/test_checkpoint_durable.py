@@ -20,7 +20,7 @@ from jaxline import experiment
 from jaxline import utils
 from jaxline.checkpoint import contents
 from jaxline.compat import experiments
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
 
 

@@ -23,8 +23,8 @@ from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import saving
 from jaxline.compat import checkpoints
-from jaxline.storage import owner
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import owner
+from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
 
 BEST = {'best_eval_metric_value': 9.0, 'best_model_eval_metric': ''}
@@ -299,7 +299,7 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
 _EVALUATION = """
 import signal, sys, threading
 from jaxline.checkpoint import durable
-from jaxline.storage import store
+from jaxline.run_directory import store
 from tests import checkpoints as lib
 run, when = sys.argv[1:]
 config = lib.make_config(run, max_best_checkpoints_to_keep=1)

@@ -23,9 +23,9 @@ from jaxline.checkpoint import arrays
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
 from jaxline.metrics import writers
+from jaxline.run_directory import notes
+from jaxline.run_directory import store as store_lib
 from jaxline.runs import __main__ as runs_main
-from jaxline.storage import notes
-from jaxline.storage import store as store_lib
 from tests import checkpoints as lib
 
 

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from jaxline.checkpoint import manager
-from jaxline.storage import owner
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import owner
+from jaxline.run_directory import store as store_lib
 
 DAY = 24 * 3600.0
 

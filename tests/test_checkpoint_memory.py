@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline import experiment
 from jaxline import platform
 from jaxline import utils
 from jaxline.checkpoint import protocol
 from jaxline.compat import dictionary
+from jaxline.parallel import devices
 
 SERIES = 'latest'
 

@@ -20,7 +20,7 @@ from jaxline import experiment
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manager
 from jaxline.compat import dictionary
-from jaxline.storage import store
+from jaxline.run_directory import store
 from tests import checkpoints
 from tests import remains
 

@@ -1,4 +1,4 @@
-"""Tests of jaxline.storage.owner: who may write, on a disk and in a bucket.
+"""Tests of jaxline.run_directory.owner: who may write, on disk and in buckets.
 
 Of claims in a bucket the other process is played by this one, which forgets
 what it has claimed.
@@ -16,11 +16,11 @@ import threading
 
 import pytest
 
-from jaxline.storage import owner
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import owner
+from jaxline.run_directory import store as store_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-_CLAIM = 'from jaxline.storage import owner; import sys;'
+_CLAIM = 'from jaxline.run_directory import owner; import sys;'
 _CLAIM += 'owner.Claim(sys.argv[1], "train");'
 
 

@@ -27,7 +27,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import restoring
 from jaxline.checkpoint import structure
 from jaxline.compat import experiments
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
 
 # Another config.

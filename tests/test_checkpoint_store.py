@@ -1,4 +1,4 @@
-"""Tests of jaxline.storage.store: bytes by key, on a disk and in buckets."""
+"""Tests of jaxline.run_directory.store: bytes by key, on a disk, in buckets."""
 
 from concurrent import futures
 import contextlib
@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from jaxline import disk
 from jaxline import errors
-from jaxline.storage import store as store_lib
+from jaxline.base import disk
+from jaxline.run_directory import store as store_lib
 from tests import processes
 
 NEW = store_lib.NEW
@@ -208,7 +208,7 @@ def test_two_threads_may_write_the_same_note(tmp_path):
 @pytest.mark.parametrize('url', ['s3'], indirect=True)
 def test_s3_without_profile_files_is_quiet(url, tmp_path):
   program = f"""
-from jaxline.storage import store
+from jaxline.run_directory import store
 store.at({url!r}).write('a', b'x')
 print(store.at({url!r}).below('b').names(), store.at({url!r}).read('a'))
 """

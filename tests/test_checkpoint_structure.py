@@ -26,7 +26,7 @@ from jaxline import errors
 from jaxline import utils
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
 
 HERE = __name__

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from jaxline import chips
 from jaxline import errors
+from jaxline.base import chips
 
 
 def chip_of(kind):

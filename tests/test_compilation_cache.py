@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import compilation_cache
+from jaxline.supervision import compilation_cache
 from tests import processes
 from tests import remains
 

@@ -15,10 +15,10 @@ from examples.pax import base_layer
 from examples.pax import config as pax_config
 from examples.pax import experiment_registry
 from jaxline import base_config
-from jaxline import chips
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
 from jaxline import platform
+from jaxline.base import chips
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
 
 # What config flags load a file with.
 pytestmark = pytest.mark.filterwarnings('ignore:the load_module')

@@ -35,7 +35,7 @@ from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import live as live_lib
 from jaxline.metrics import writers
-from jaxline.storage import directory
+from jaxline.run_directory import directory
 from jaxline.supervision import preemption
 from tests import processes
 from tests.experiments import regression

@@ -1,4 +1,4 @@
-"""Tests of jaxline.counting: answers worked out by hand."""
+"""Tests of jaxline.base.counting: answers worked out by hand."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from examples import transformer
-from jaxline import counting
+from jaxline.base import counting
 
 P = jax.sharding.PartitionSpec
 L, B, D, F = 5, 8, 16, 32

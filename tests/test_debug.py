@@ -1,4 +1,4 @@
-"""Tests of jaxline.debug."""
+"""Tests of jaxline.base.debug."""
 
 from concurrent import futures
 import io
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline import debug
 from jaxline import platform  # noqa: F401  It defines the flags.
 from jaxline import utils
+from jaxline.base import debug
 from tests import processes
 
 P = jax.sharding.PartitionSpec
@@ -153,7 +153,7 @@ def test_post_mortem_without_stdin_lets_the_error_pass(
 def test_an_interrupt_is_for_the_debugger(is_main_thread, debugger):
   program = f"""
 import threading
-from jaxline import debug
+from jaxline.base import debug
 from jaxline.supervision import preemption
 
 debug.settings.post_mortem = True

@@ -19,9 +19,9 @@ import jaxline
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import platform
-from jaxline import prng
 from jaxline import train
 from jaxline import utils
+from jaxline.parallel import prng
 from tests import processes
 
 BEST = 2

@@ -1,4 +1,4 @@
-"""Tests of jaxline.devices."""
+"""Tests of jaxline.parallel.devices."""
 
 import gc
 from unittest import mock
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline import devices
+from jaxline.parallel import devices
 
 P = jax.sharding.PartitionSpec
 

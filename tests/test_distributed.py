@@ -1,4 +1,4 @@
-"""Tests of jaxline.distributed: who a process is, and real rendezvous."""
+"""Tests of jaxline.parallel.distributed: who a process is; real rendezvous."""
 
 from concurrent import futures
 import importlib.util
@@ -15,8 +15,8 @@ import jax
 from jax._src.clusters import cloud_tpu_cluster
 import pytest
 
-from jaxline import distributed
 from jaxline import errors
+from jaxline.parallel import distributed
 from tests import processes
 
 HERE = {'coordinator': 'localhost:1234', 'num_processes': 4, 'process_id': 1}
@@ -288,7 +288,7 @@ def test_no_error_of_an_agreement_is_lost():
 
 MEET = """
 import json, sys
-from jaxline import distributed
+from jaxline.parallel import distributed
 address, count, process = sys.argv[1:]
 distributed.initialize(
   {'coordinator': address, 'num_processes': int(count),

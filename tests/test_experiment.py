@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline import experiment
-from jaxline import prng
 from jaxline.checkpoint import protocol
+from jaxline.parallel import devices
+from jaxline.parallel import prng
 
 
 class Both(experiment.FullExperiment):

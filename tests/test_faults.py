@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxline import runs
-from jaxline.storage import store
+from jaxline.run_directory import store
 from tests import buckets
 from tests import remains
 from tests.programs import events

@@ -1,4 +1,4 @@
-"""Tests of jaxline.feed, without a model, on the two devices of conftest.py."""
+"""Tests of jaxline.inputs.feed, without a model, on two fake devices."""
 
 import copy
 import dataclasses
@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxline import async_lib
 from jaxline import base_config
 from jaxline import errors
-from jaxline import feed
-from jaxline import partitioning
+from jaxline.base import async_lib
 from jaxline.inputs import base
+from jaxline.inputs import feed
+from jaxline.parallel import partitioning
 from tests import test_input_base
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxline import api
-from jaxline import debug
-from jaxline import goodput
 from jaxline import train
+from jaxline.base import debug
+from jaxline.base import goodput
 from jaxline.compat import checkpoints
 from tests.experiments import regression
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxline import goodput
+from jaxline.base import goodput
 from jaxline.inputs import infeed
 from tests import test_input_base
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxline import distributed
 from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import iterable
+from jaxline.parallel import distributed
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -74,7 +74,7 @@ def are_gone(pids):
 # --- JAX ---------------------------------------------------------------------
 
 SUM = """
-from jaxline import distributed
+from jaxline.parallel import distributed
 distributed.initialize('auto')
 import jax
 import jax.numpy as jnp

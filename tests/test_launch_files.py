@@ -73,7 +73,7 @@ sys.exit(max(128 - code if code < 0 else code for code in codes))
 
 MEET = """
 import sys
-from jaxline import distributed
+from jaxline.parallel import distributed
 distributed.initialize('auto')
 from jax.experimental import multihost_utils
 import jax

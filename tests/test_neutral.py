@@ -16,10 +16,10 @@ import optax
 import pytest
 
 from jaxline import metrics
-from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
+from jaxline.parallel import partitioning
 
 FEATURES, HIDDEN, CLASSES, BATCH = 6, 16, 3, 24
 STEPS = 30

@@ -1,4 +1,4 @@
-"""Tests of jaxline.partitioning, on the two fake devices of conftest.py."""
+"""Tests of jaxline.parallel.partitioning, on two fake devices."""
 
 import dataclasses
 import re
@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from jaxline import errors
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
-from jaxline import placement
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
+from jaxline.parallel import placement
 
 Logical = partitioning.Logical
 P = jax.sharding.PartitionSpec

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline import partitioning
-from jaxline import pipeline
+from jaxline.parallel import partitioning
+from jaxline.parallel import pipeline
 from tests import processes
 
 ROWS = 12
@@ -191,9 +191,9 @@ import json, sys
 import jax
 sys.path.insert(0, 'tests')
 import test_pipeline as t
-from jaxline import partitioning, placement
-from jaxline.aot import hlo
-from jaxline.aot import measure
+from jaxline.parallel import partitioning, placement
+from jaxline.compile import hlo
+from jaxline.compile import measure
 
 partitioner = partitioning.Partitioner.make(
   {'stage': 2, 'data': 2, 'mdl': 2}, 'pipeline')

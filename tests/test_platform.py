@@ -19,17 +19,17 @@ import jax
 import pytest
 
 from jaxline import base_config
-from jaxline import disk
 from jaxline import errors
-from jaxline import exits
 from jaxline import platform
 from jaxline import utils
-from jaxline import watchdog
-from jaxline.aot import ahead
+from jaxline.base import disk
+from jaxline.base import watchdog
 from jaxline.compat import checkpoints
+from jaxline.compile import ahead
 from jaxline.metrics import writers
-from jaxline.storage import owner
-from jaxline.storage import store
+from jaxline.run_directory import owner
+from jaxline.run_directory import store
+from jaxline.supervision import exits
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from tests import processes

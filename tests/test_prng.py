@@ -1,4 +1,4 @@
-"""Tests of jaxline.prng."""
+"""Tests of jaxline.parallel.prng."""
 
 import contextlib
 import functools
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline import debug
-from jaxline import devices
-from jaxline import prng
+from jaxline.base import debug
+from jaxline.parallel import devices
+from jaxline.parallel import prng
 
 MODES = [mode.value for mode in prng.DistributedRNGMode]
 MAKE_KEY = {

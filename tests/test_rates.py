@@ -9,15 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline import chips
-from jaxline import counting
-from jaxline import debug
 from jaxline import metrics as metrics_lib
-from jaxline import pipeline
 from jaxline import sharded
 from jaxline import train
-from jaxline.aot import ahead
+from jaxline.base import chips
+from jaxline.base import counting
+from jaxline.base import debug
+from jaxline.compile import ahead
 from jaxline.metrics import rates
+from jaxline.parallel import pipeline
 from tests.experiments import regression
 
 ROWS, WIDTH, HIDDEN = 16, 8, 32

@@ -6,8 +6,8 @@ import pytest
 
 from jaxline import base_config
 from jaxline import runs
+from jaxline.run_directory import store
 from jaxline.runs import __main__ as cli
-from jaxline.storage import store
 
 
 @pytest.fixture

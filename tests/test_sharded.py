@@ -19,9 +19,7 @@ import pytest
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline import mesh as mesh_lib
 from jaxline import metrics
-from jaxline import partitioning
 from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
@@ -29,6 +27,8 @@ from jaxline.checkpoint import inspection
 from jaxline.checkpoint import protocol
 from jaxline.checkpoint import structure
 from jaxline.compat import experiments
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
 
 KEY = jax.random.PRNGKey(0)
 Regression = regression.Regression

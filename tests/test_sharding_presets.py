@@ -13,8 +13,8 @@ import pytest
 
 from examples.lm import model
 from jaxline import base_config
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
 
 P = jax.sharding.PartitionSpec
 

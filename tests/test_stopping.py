@@ -14,7 +14,7 @@ from jaxline import base_config
 from jaxline import experiment
 from jaxline import train
 from jaxline.checkpoint import protocol
-from jaxline.storage import notes
+from jaxline.run_directory import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from tests import remains
@@ -88,7 +88,9 @@ def clock(monkeypatch):
     return fake.secs
 
   monkeypatch.setattr(budget, '_clock', now)
-  monkeypatch.setattr('jaxline.goodput.compiled_secs', lambda: fake.compiled)
+  monkeypatch.setattr(
+    'jaxline.base.goodput.compiled_secs', lambda: fake.compiled
+  )
   return fake
 
 
@@ -194,8 +196,8 @@ class StopsPerDevice(test_train.Toy):
 
 @pytest.mark.parametrize('op_by_op', [False, True])
 def test_stop_training_in_the_per_device_style(op_by_op, monkeypatch):
-  monkeypatch.setattr('jaxline.debug.settings.disable_pmap_jit', op_by_op)
-  monkeypatch.setattr('jaxline.debug.settings.post_mortem', True)
+  monkeypatch.setattr('jaxline.base.debug.settings.disable_pmap_jit', op_by_op)
+  monkeypatch.setattr('jaxline.base.debug.settings.post_mortem', True)
   log = test_train.Log()
   config = test_train.make_config(5, eval_interval=10)
   cls = functools.partial(StopsPerDevice, log=log)

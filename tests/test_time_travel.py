@@ -27,11 +27,11 @@ from jaxline import metrics
 from jaxline import platform
 from jaxline.checkpoint import contents
 from jaxline.metrics import fingerprints
+from jaxline.run_directory import notes
 from jaxline.runs import __main__ as cli
 from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
-from jaxline.storage import notes
 from jaxline.supervision import recompute
 from tests import checkpoints
 from tests import remains

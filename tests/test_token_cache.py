@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from jaxline import disk
+from jaxline.base import disk
 from jaxline.inputs import text
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization

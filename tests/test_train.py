@@ -20,18 +20,18 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import debug
-from jaxline import devices
-from jaxline import distributed
 from jaxline import errors
 from jaxline import evaluation
 from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
+from jaxline.base import debug
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import protocol
 from jaxline.metrics import writers
+from jaxline.parallel import devices
+from jaxline.parallel import distributed
 from jaxline.supervision import nonfinite
 from tests import remains
 

@@ -1,4 +1,4 @@
-"""Tests of jaxline.watchdog: real processes that hang."""
+"""Tests of jaxline.base.watchdog: real processes that hang."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import time
 import pytest
 
 import jaxline
-from jaxline import watchdog
+from jaxline.base import watchdog
 from tests import processes
 from tests.experiments import regression
 
@@ -17,7 +17,7 @@ import concurrent.futures
 import sys
 import threading
 import time
-from jaxline import watchdog
+from jaxline.base import watchdog
 for_ever = threading.Event().wait
 """
 
@@ -77,7 +77,7 @@ with watchdog.limit(0.2): for_ever()
     # A long queue, such as a writer's at the end, is no hang.
     (
       """
-from jaxline import async_lib
+from jaxline.base import async_lib
 executor = async_lib.SerialExecutor()
 with watchdog.limit(0.5):
   for _ in range(10):

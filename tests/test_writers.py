@@ -27,14 +27,14 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from jaxline import async_lib
-from jaxline import devices
+from jaxline.base import async_lib
 from jaxline.metrics import files
 from jaxline.metrics import fingerprints
 from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard
 from jaxline.metrics import values
 from jaxline.metrics import writers
+from jaxline.parallel import devices
 from tests import processes
 
 with warnings.catch_warnings():

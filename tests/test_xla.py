@@ -1,4 +1,4 @@
-"""Tests of jaxline.xla: real processes that start JAX with the flags."""
+"""Tests of jaxline.base.xla: real processes that start JAX with the flags."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline import xla
+from jaxline.base import xla
 from tests import processes
 
 DEFAULTS = base_config.get_base_config().xla.to_dict()
@@ -19,7 +19,7 @@ HEADER = f"""
 import json, os, warnings
 import jax
 
-from jaxline import xla
+from jaxline.base import xla
 from tests import processes
 
 DEFAULTS = {DEFAULTS}

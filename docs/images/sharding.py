@@ -2,7 +2,8 @@
 
   python docs/images/sharding.py
 
-Every piece is where `jaxline.partitioning` puts it, on eight fake devices.
+Every piece is where `jaxline.parallel.partitioning` puts it, on eight fake
+devices.
 
 Shapes: B batch, L length, D embed, F mlp.
 """
@@ -14,7 +15,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 
 
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 # Each preset with a mesh that suits it.
 PRESETS = {

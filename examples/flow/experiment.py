@@ -21,11 +21,11 @@ import optax
 from examples import digits
 from jaxline import base_config
 from jaxline import metrics
-from jaxline import prng
 from jaxline import sharded
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.metrics import writers
+from jaxline.parallel import prng
 
 _PIXELS = 64
 _NUM_EVAL = 256  # Images that are held out, the last ones.

@@ -23,8 +23,8 @@ import optax
 
 from jaxline import base_config
 from jaxline import experiment
-from jaxline import keys
 from jaxline import utils
+from jaxline.base import keys
 
 from . import input as image_input
 from . import model

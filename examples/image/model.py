@@ -16,7 +16,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from jaxline import keys
+from jaxline.base import keys
 
 
 @dataclasses.dataclass(frozen=True)

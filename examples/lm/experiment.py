@@ -22,14 +22,14 @@ from examples import decoding
 from examples import fp8
 from jaxline import base_config
 from jaxline import errors
-from jaxline import keys
 from jaxline import metrics
-from jaxline import placement
 from jaxline import sharded
+from jaxline.base import keys
 from jaxline.inputs import base as inputs
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 from jaxline.metrics import writers
+from jaxline.parallel import placement
 
 from . import lora
 from . import model

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from examples import fp8
-from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
+from jaxline.parallel import partitioning
 
 from . import experiment
 from . import experiment_test

@@ -32,11 +32,8 @@ from configs import lm
 from examples import transformer
 import jaxline
 from jaxline import base_config
-from jaxline import distributed
 from jaxline import errors
-from jaxline import partitioning
 from jaxline import platform
-from jaxline import prng
 from jaxline import sharded
 from jaxline import train_state
 from jaxline.checkpoint import protocol
@@ -44,6 +41,9 @@ from jaxline.checkpoint import structure
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.inputs import tokenization
+from jaxline.parallel import distributed
+from jaxline.parallel import partitioning
+from jaxline.parallel import prng
 
 from . import experiment as experiment_lib
 from . import lora

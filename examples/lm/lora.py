@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxline import partitioning
-from jaxline import prng
 from jaxline import sharded
+from jaxline.parallel import partitioning
+from jaxline.parallel import prng
 
 # The names of the adapters, for `sharded.trainable`.
 TRAINABLE = '.*_lora_[ab]'

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 
 from examples import fp8
 from examples import transformer
-from jaxline import partitioning
-from jaxline import pipeline
+from jaxline.parallel import partitioning
+from jaxline.parallel import pipeline
 
 Params = dict[str, dict[str, Any]]
 Pair = tuple[jax.Array, jax.Array]  # Keys and values.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from examples import transformer
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 from . import model
 

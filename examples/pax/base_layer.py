@@ -30,8 +30,9 @@ be used within a layer. All variables are created in `setup`, so that they are
 known without an input: `abstract_init` lists them with their shapes and axes
 without making one.
 
-`jaxline.partitioning` decides how an array is split: a variable names its axes
-(`tensor_split_dims_mapping`), and the run's sharding maps them to the mesh.
+`jaxline.parallel.partitioning` decides how an array is split: a variable names
+its axes (`tensor_split_dims_mapping`), and the run's sharding maps them to the
+mesh.
 
 Names and behaviour are those of Praxis (Google, 2022).
 """
@@ -57,7 +58,7 @@ from examples import transformer
 from examples.pax import hparams as hparams_lib
 from examples.pax import pax_fiddle
 from jaxline import errors
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field

@@ -12,7 +12,7 @@ import pytest
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import repeats
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 BaseHParams = hparams.BaseHParams
 WeightHParams = base_layer.WeightHParams

@@ -22,10 +22,10 @@ from examples.pax import tasks
 from examples.pax.layers import linears
 from examples.pax.layers import normalizations
 from jaxline import base_config
-from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline.checkpoint import durable
+from jaxline.parallel import partitioning
 
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit

@@ -20,7 +20,7 @@ from examples.pax import base_experiment
 from examples.pax import experiment_registry
 from jaxline import base_config
 from jaxline import errors
-from jaxline import mesh as mesh_lib
+from jaxline.parallel import mesh as mesh_lib
 
 _CONSTANTS = 'experiment_kwargs.config.constants'
 _CLASS = 'examples.pax.experiment:Experiment'

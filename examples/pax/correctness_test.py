@@ -17,9 +17,9 @@ from examples.pax import experiment
 from examples.pax.layers import convolutions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import transformers
-from jaxline import mesh as mesh_lib
 from jaxline import train
 from jaxline import utils
+from jaxline.parallel import mesh as mesh_lib
 
 # A run of 200 steps.
 

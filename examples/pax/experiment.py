@@ -28,11 +28,11 @@ from examples.pax import loading
 from examples.pax.inputs import synthetic
 from jaxline import base_config
 from jaxline import errors
-from jaxline import mesh as mesh_lib
-from jaxline import placement
 from jaxline import sharded
 from jaxline.inputs import base as inputs
 from jaxline.metrics import writers
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import placement
 
 Config = config_lib.Config
 

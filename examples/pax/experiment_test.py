@@ -19,11 +19,11 @@ from examples.pax.inputs import synthetic
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
 from jaxline import errors
-from jaxline import feed
-from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
+from jaxline.inputs import feed
+from jaxline.parallel import mesh as mesh_lib
 
 # One of each family; the others differ in numbers only.
 FAMILIES = (

@@ -40,7 +40,7 @@ from fiddle import printing
 import numpy as np
 
 from jaxline import errors
-from jaxline import keys
+from jaxline.base import keys
 
 C = TypeVar('C')
 

@@ -15,7 +15,7 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import optimizers
-from jaxline import keys
+from jaxline.base import keys
 
 _TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
 

@@ -13,10 +13,10 @@ from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax.tasks.synthetic import input as synthetic_input
 from examples.pax.tasks.synthetic.params import sequences
-from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
+from jaxline.parallel import mesh as mesh_lib
 
 
 @pytest.fixture(autouse=True)

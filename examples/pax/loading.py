@@ -37,12 +37,12 @@ import jax
 
 from examples.pax import base_layer
 from examples.pax import hparams
-from jaxline import distributed
 from jaxline import errors
 from jaxline import sharded
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
+from jaxline.parallel import distributed
 
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
 _STATE = 'model_state/'  # Rules leave this out.

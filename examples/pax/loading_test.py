@@ -23,7 +23,7 @@ from jaxline import errors
 from jaxline import train
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
-from jaxline.storage import store
+from jaxline.run_directory import store
 
 Rules = loading.CheckpointLoadingRules
 WIDTH = 4

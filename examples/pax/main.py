@@ -24,8 +24,8 @@ from examples.pax import experiment_registry
 from jaxline import errors
 from jaxline import platform
 from jaxline.checkpoint import manager
-from jaxline.storage import notes
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import notes
+from jaxline.run_directory import store as store_lib
 
 MODES = {
   'train': 'train, with evaluations between if there is data for them',

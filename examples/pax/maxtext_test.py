@@ -6,7 +6,7 @@ import pytest
 from configs import lm
 from examples.pax import maxtext
 from jaxline import errors
-from jaxline import mesh as mesh_lib
+from jaxline.parallel import mesh as mesh_lib
 
 LM = 'experiment_kwargs.config'
 

@@ -28,7 +28,7 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import schedules
-from jaxline import keys
+from jaxline.base import keys
 
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.

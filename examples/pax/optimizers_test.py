@@ -14,7 +14,7 @@ import pytest
 
 from examples.pax import optimizers
 from examples.pax import schedules
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 _SHAPES = {
   'lm/embed': {'w': (6, 5)},

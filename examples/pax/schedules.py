@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.pax import hparams as hparams_lib
-from jaxline import keys
+from jaxline.base import keys
 
 Point = tuple[int, float]
 

@@ -15,7 +15,7 @@ import aim
 
 from jaxline import base_config
 from jaxline.metrics import writers
-from jaxline.storage import spool
+from jaxline.run_directory import spool
 
 from . import run_id
 

@@ -17,7 +17,7 @@ from mlflow import tracking
 
 from jaxline import base_config
 from jaxline.metrics import writers
-from jaxline.storage import spool
+from jaxline.run_directory import spool
 
 from . import run_id
 

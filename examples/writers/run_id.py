@@ -9,7 +9,7 @@ same run, as for its curves; to make it another one, remove the file.
 
 from collections.abc import Callable
 
-from jaxline.storage import store
+from jaxline.run_directory import store
 
 
 def of(directory: str, service: str, make: Callable[[], str]) -> str:

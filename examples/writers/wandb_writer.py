@@ -16,7 +16,7 @@ import wandb
 
 from jaxline import base_config
 from jaxline.metrics import writers
-from jaxline.storage import spool
+from jaxline.run_directory import spool
 
 from . import run_id
 

@@ -1,1 +1,8 @@
-"""Checkpointers: one protocol, several places to keep things."""
+"""Checkpoints on a disk or in a bucket.
+
+`protocol` has what the loops ask of a checkpointer, `durable` the checkpointer,
+`saving` and `restoring` its halves. `manager` has the manifests, by which a
+checkpoint exists, `arrays` their data, `contents` and `structure` the way from
+a state to these and back. `inspection` is `python -m jaxline.checkpoint`. Read
+`durable` first.
+"""

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline import keys
+from jaxline.base import keys
 from jaxline.checkpoint import metadata
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import store as store_lib
 
 # A part has at most this many bytes, if its array can be split evenly.
 _PART_BYTES = 64 << 20

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxline
-from jaxline import devices
 from jaxline import errors
 from jaxline import experiment
 from jaxline.checkpoint import arrays as arrays_lib
@@ -27,7 +26,8 @@ from jaxline.checkpoint import manager
 from jaxline.checkpoint import protocol
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
-from jaxline.storage import store as store_lib
+from jaxline.parallel import devices
+from jaxline.run_directory import store as store_lib
 
 PARAMS = 'state/params/'
 AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.

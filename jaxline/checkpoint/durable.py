@@ -18,15 +18,15 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import base_config
-from jaxline import distributed
 from jaxline import experiment
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import protocol
 from jaxline.checkpoint import restoring
 from jaxline.checkpoint import saving
-from jaxline.storage import directory as directory_lib
-from jaxline.storage import store as store_lib
+from jaxline.parallel import distributed
+from jaxline.run_directory import directory as directory_lib
+from jaxline.run_directory import store as store_lib
 
 
 class DurableCheckpointer(protocol.FullCheckpointer):

@@ -26,13 +26,13 @@ import re
 import sys
 from typing import Any
 
-from jaxline import disk
+from jaxline.base import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import files
 from jaxline.metrics import lines
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import store as store_lib
 
 Place = str | os.PathLike[str]  # As the module says.
 _METRICS_SHOWN = 4

@@ -23,12 +23,12 @@ from typing import Any
 from absl import logging
 
 from jaxline import base_config
-from jaxline import keys
+from jaxline.base import keys
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import metadata
-from jaxline.storage import notes
-from jaxline.storage import owner
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import notes
+from jaxline.run_directory import owner
+from jaxline.run_directory import store as store_lib
 
 # Of the manifest and all that it names. Another one is refused.
 FORMAT = 2

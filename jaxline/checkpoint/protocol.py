@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline.storage import directory as directory_lib
+from jaxline.parallel import distributed
+from jaxline.run_directory import directory as directory_lib
 
 # An entry of the live state that a checkpoint may lack.
 OPTIONAL = 'trained_secs'

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import base_config
-from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
-from jaxline.storage import store as store_lib
+from jaxline.parallel import distributed
+from jaxline.run_directory import store as store_lib
 
 _T = TypeVar('_T')
 # What restoring raises for values that an experiment cannot have.

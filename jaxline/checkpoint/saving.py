@@ -14,13 +14,13 @@ from typing import Any
 from absl import logging
 import jax
 
-from jaxline import distributed
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
-from jaxline.storage import directory as directory_lib
-from jaxline.storage import owner
-from jaxline.storage import store as store_lib
+from jaxline.parallel import distributed
+from jaxline.run_directory import directory as directory_lib
+from jaxline.run_directory import owner
+from jaxline.run_directory import store as store_lib
 
 
 class Saver:

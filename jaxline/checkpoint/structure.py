@@ -25,8 +25,8 @@ from jax._src import tree_util  # The registry of nodes has no public name.
 import numpy as np
 
 from jaxline.checkpoint import arrays as arrays_lib
-from jaxline.partitioning import name_of
-from jaxline.storage import store as store_lib
+from jaxline.parallel.partitioning import name_of
+from jaxline.run_directory import store as store_lib
 
 
 def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:

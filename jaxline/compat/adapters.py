@@ -22,7 +22,7 @@ from jaxline.compat import experiments
 from jaxline.metrics import periodic
 from jaxline.metrics import values
 from jaxline.metrics import writers
-from jaxline.storage import directory
+from jaxline.run_directory import directory
 
 
 class _ForeignCheckpointer(protocol.FullCheckpointer):

@@ -12,16 +12,16 @@ import jax
 from ml_collections import config_dict
 
 from jaxline import base_config
-from jaxline import devices
-from jaxline import distributed
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable as durable_lib
 from jaxline.checkpoint import protocol
 from jaxline.checkpoint import restoring
 from jaxline.compat import dictionary
 from jaxline.compat import experiments
-from jaxline.storage import directory as directory_lib
-from jaxline.storage import store as store_lib
+from jaxline.parallel import devices
+from jaxline.parallel import distributed
+from jaxline.run_directory import directory as directory_lib
+from jaxline.run_directory import store as store_lib
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline.checkpoint import protocol
 from jaxline.compat import experiments
+from jaxline.parallel import devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 from absl import logging
 
-from jaxline import debug
 from jaxline import errors
+from jaxline.base import debug
 
 # How long a failed training waits for the evaluation, in seconds.
 _GRACE_SECS = 5.0

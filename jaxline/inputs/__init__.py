@@ -1,6 +1,11 @@
-"""Where training and evaluation batches come from, one module per source."""
+"""Where training and evaluation batches come from, one module per source.
 
-from jaxline.keys import POSITIVE, RANGES, Key, integer, optional
+`base` has the contract and the `Shard` of a host, `indexed` the inputs whose
+batch n is a function of (seed, n), `feed` the way to the devices. Read `base`
+first.
+"""
+
+from jaxline.base.keys import POSITIVE, RANGES, Key, integer, optional
 
 KEYS = (
   Key('infeed_buffer_size', 3, integer(2),

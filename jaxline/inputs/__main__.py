@@ -17,11 +17,11 @@ from typing import Any
 import jax
 
 from jaxline import errors
-from jaxline import mesh
 from jaxline import platform
 from jaxline.compat import experiments
 from jaxline.inputs import base
 from jaxline.inputs import show
+from jaxline.parallel import mesh
 
 
 def input_maker(

@@ -29,9 +29,9 @@ from typing import Any, ClassVar, NoReturn, Self
 import jax
 import numpy as np
 
-from jaxline import distributed
 from jaxline import errors
 from jaxline.inputs import batches
+from jaxline.parallel import distributed
 
 WEIGHTS = batches.WEIGHTS
 Batch = batches.Batch

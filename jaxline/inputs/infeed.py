@@ -13,8 +13,8 @@ from typing import Any
 from absl import logging
 import jax
 
-from jaxline import async_lib
-from jaxline import goodput
+from jaxline.base import async_lib
+from jaxline.base import goodput
 from jaxline.inputs import base
 
 _READY_SECS = 1e-4  # Taking a batch that is ready takes less.

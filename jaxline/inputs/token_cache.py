@@ -32,8 +32,8 @@ import zlib
 from absl import logging
 import numpy as np
 
-from jaxline import disk
 from jaxline import errors
+from jaxline.base import disk
 from jaxline.inputs import tokenization
 
 Path = str | os.PathLike[str]

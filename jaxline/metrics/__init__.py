@@ -1,4 +1,9 @@
-"""Weighted means that aggregate exactly over uneven batches and shards."""
+"""Weighted means that aggregate exactly over uneven batches and shards.
+
+`periodic` has the actions at intervals, `writers` the queue and its thread,
+`files` and `tensorboard` what they write, `console` the terminal. Read
+`writers` first.
+"""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -8,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline.keys import BOOLEAN, POSITIVE, Check, Key, number, one_of, optional
+from jaxline.base.keys import (
+  BOOLEAN,
+  POSITIVE,
+  Check,
+  Key,
+  number,
+  one_of,
+  optional,
+)
 
 _INTERVAL = optional(number())
 _INTERVAL_TYPE = optional(one_of('secs', 'steps'))

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from absl import logging
 import jax
 
-from jaxline import goodput
+from jaxline.base import goodput
 from jaxline.metrics import lines
 from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
-from jaxline.storage import directory as directory_lib
+from jaxline.run_directory import directory as directory_lib
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from jaxline import disk
+from jaxline.base import disk
 
 KINDS = ('scalars', 'images', 'texts')
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from jaxline import watchdog
+from jaxline.base import watchdog
 
 _REFRESH_SECS = 0.25
 _WIDTH = 80  # Of a terminal that does not know its width.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxline import async_lib
+from jaxline.base import async_lib
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
 

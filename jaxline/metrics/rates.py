@@ -8,9 +8,9 @@ from typing import Any
 from absl import logging
 import jax
 
-from jaxline import chips
-from jaxline import counting
-from jaxline import debug
+from jaxline.base import chips
+from jaxline.base import counting
+from jaxline.base import debug
 from jaxline.metrics import values
 
 # What a step may count, and is then logged per second too.

@@ -12,13 +12,13 @@ from absl import logging
 import jax
 import numpy as np
 
-from jaxline import async_lib
 from jaxline import errors
+from jaxline.base import async_lib
 from jaxline.metrics import files
 from jaxline.metrics import fingerprints
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
-from jaxline.storage import spool
+from jaxline.run_directory import spool
 
 F = TypeVar('F', bound=Callable[..., Any])
 

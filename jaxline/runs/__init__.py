@@ -16,12 +16,12 @@ from typing import Any
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline import keys
+from jaxline.base import keys
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manager
 from jaxline.metrics import lines
-from jaxline.storage import notes
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import notes
+from jaxline.run_directory import store as store_lib
 
 
 @dataclasses.dataclass(frozen=True)

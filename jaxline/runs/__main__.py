@@ -16,17 +16,17 @@ import sys
 from typing import Any
 
 from jaxline import base_config
-from jaxline import distributed
 from jaxline import errors
 from jaxline import runs as runs_lib
-from jaxline import xla
+from jaxline.base import xla
 from jaxline.checkpoint import inspection
 from jaxline.metrics import lines
+from jaxline.parallel import distributed
+from jaxline.run_directory import store
 from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
 from jaxline.runs import verdict
-from jaxline.storage import store
 
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
 _PROGRESS = ('state', 'step', 'time')

@@ -9,15 +9,15 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from jaxline import errors
-from jaxline import placement
 from jaxline import runs
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import structure
 from jaxline.metrics import lines
 from jaxline.metrics import scalars as scalars_lib
+from jaxline.parallel import placement
+from jaxline.run_directory import store as store_lib
 from jaxline.runs import replay as replay_lib
-from jaxline.storage import store as store_lib
 
 _MAX_SHOWN = 5  # Arrays.
 _MAX_LINES = 60  # Of code.

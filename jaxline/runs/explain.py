@@ -14,14 +14,14 @@ import optax
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline import keys
-from jaxline import placement
 from jaxline import runs
 from jaxline import train_step
+from jaxline.base import keys
 from jaxline.checkpoint import inspection
 from jaxline.inputs import base as inputs
 from jaxline.inputs import show
 from jaxline.metrics import lines
+from jaxline.parallel import placement
 from jaxline.runs import replay as replay_lib
 
 _DEVIATIONS = 8

@@ -24,19 +24,19 @@ import numpy as np
 
 import jaxline
 from jaxline import base_config
-from jaxline import debug
 from jaxline import errors
-from jaxline import keys
 from jaxline import runs
 from jaxline import sharded
 from jaxline import train
+from jaxline.base import debug
+from jaxline.base import keys
 from jaxline.checkpoint import durable
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.metrics import writers
-from jaxline.storage import store as store_lib
+from jaxline.run_directory import store as store_lib
 
 # Files whose lines do not say which operation of the model it was.
 _LIBRARIES = tuple(

@@ -1,7 +1,20 @@
-"""Ends a run early: on a signal, a hang, or a loss that is not finite."""
+"""Ends a run: on a signal, by its budget, at a loss that is not finite.
+
+`preemption` has the signals, `nonfinite` the guard of each step, `exits` the
+table of exit codes. `compilation_cache` and `profiling` serve a start. Read
+`exits` first.
+"""
 
 from jaxline import errors
-from jaxline.keys import COUNT, POSITIVE, RANGES, Check, Key, one_of, optional
+from jaxline.base.keys import (
+  COUNT,
+  POSITIVE,
+  RANGES,
+  Check,
+  Key,
+  one_of,
+  optional,
+)
 from jaxline.supervision import preemption
 
 KEYS = (

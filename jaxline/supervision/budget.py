@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from jaxline import errors
-from jaxline import goodput
+from jaxline.base import goodput
 from jaxline.metrics import periodic
 
 _clock = time.perf_counter

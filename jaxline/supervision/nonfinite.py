@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from jaxline import errors
-from jaxline import partitioning
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
+from jaxline.parallel import partitioning
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxline import partitioning
 from jaxline.metrics import lines as lines_lib
+from jaxline.parallel import partitioning
 
 _NUM_LISTED = 12
 

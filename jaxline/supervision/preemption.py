@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-from jaxline import watchdog
+from jaxline.base import watchdog
 
 # EX_TEMPFAIL of sysexits.h: all is saved, and the run can be started again.
 EXIT_CODE = 75

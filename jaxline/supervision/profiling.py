@@ -11,10 +11,10 @@ from absl import logging
 import jax
 from jax.experimental import profiler
 
-from jaxline import disk
-from jaxline import keys
+from jaxline.base import disk
+from jaxline.base import keys
 from jaxline.metrics import periodic
-from jaxline.storage import spool
+from jaxline.run_directory import spool
 
 
 class Profiler(periodic.Action):

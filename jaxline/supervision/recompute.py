@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from jaxline import distributed
-from jaxline import partitioning
 from jaxline.metrics import fingerprints
+from jaxline.parallel import distributed
+from jaxline.parallel import partitioning
 
 
 class RecomputeError(ArithmeticError):

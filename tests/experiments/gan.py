@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jaxline import metrics
-from jaxline import partitioning
 from jaxline import sharded
+from jaxline.parallel import partitioning
 
 FEATURES, HIDDEN = 2, 32
 MEAN = np.array([2.0, -1.0], np.float32)

@@ -12,8 +12,8 @@ import optax
 
 from jaxline import base_config
 from jaxline import metrics
-from jaxline import partitioning
 from jaxline import sharded
+from jaxline.parallel import partitioning
 
 FEATURES, OUTPUTS = 8, 4
 TRUE_W = np.linspace(-1, 1, FEATURES * OUTPUTS, dtype=np.float32)

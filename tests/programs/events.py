@@ -34,7 +34,7 @@ def write(phase: str, **about: Any) -> None:
 
 def install() -> None:
   """Has each activity of the library write where it starts and ends."""
-  from jaxline import debug
+  from jaxline.base import debug
 
   log_activity = debug.log_activity
 

@@ -17,8 +17,8 @@ from configs import lm
 from examples import transformer
 from examples.lm import experiment
 from examples.lm import model
-from jaxline import mesh as mesh_lib
 from jaxline import train_step
+from jaxline.parallel import mesh as mesh_lib
 from tests.programs import hosts
 
 MODEL = {

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from jaxline import base_config
-from jaxline import distributed
 from jaxline import platform
 from jaxline import utils
 from jaxline.inputs import base as inputs
 from jaxline.inputs import indexed
+from jaxline.parallel import distributed
 from tests.experiments import regression
 
 STEPS = 2  # Of each leg: before, in the processes, after.

@@ -12,7 +12,7 @@ import pytest
 
 from examples.pax import base_layer
 from examples.pax.layers import normalizations
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 KEY = jax.random.key(0, impl='rbg')
 _RNG = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field

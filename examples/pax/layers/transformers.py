@@ -492,8 +492,8 @@ class PipelinedTransformer(_OfRepeat):
   A stage that is a `StackedTransformerRepeated` is a loop over its blocks, and
   a `StackedTransformer` is unrolled. Either way the weights, and the results,
   are those of a `StackedTransformerRepeated` of all the layers, in the same
-  place; it decodes as that does. See `jaxline.pipeline`. Summaries of the
-  layers are not collected.
+  place; it decodes as that does. See `jaxline.parallel.pipeline`. Summaries of
+  the layers are not collected.
 
   Attributes:
     pipeline_stage: the layers that a stage has in one repeat. All of them

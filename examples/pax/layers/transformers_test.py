@@ -21,7 +21,7 @@ from examples.pax.layers import normalizations
 from examples.pax.layers import repeats
 from examples.pax.layers import resnets
 from examples.pax.layers import transformers
-from jaxline import partitioning
+from jaxline.parallel import partitioning
 
 B, L, V, D, H, F = 4, 8, 11, 16, 2, 24
 

@@ -19,9 +19,9 @@ from examples.pax import experiment as experiment_lib
 from examples.pax import experiment_registry
 from examples.pax.tasks.vision import input as vision_input
 from examples.pax.tasks.vision.params import imagenet_resnets
-from jaxline import partitioning
 from jaxline import train
 from jaxline import utils
+from jaxline.parallel import partitioning
 
 ResNet50Pjit = imagenet_resnets.ResNet50Pjit
 WeightInit = base_layer.WeightInit

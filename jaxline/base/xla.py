@@ -17,7 +17,15 @@ import jax
 from jax._src import xla_bridge  # Says whether JAX has started.
 
 from jaxline import errors
-from jaxline.keys import BOOLEAN, COUNT, Key, integer, mapping, optional, text
+from jaxline.base.keys import (
+  BOOLEAN,
+  COUNT,
+  Key,
+  integer,
+  mapping,
+  optional,
+  text,
+)
 
 _PROFILE = optional(
   # XLA ignores a file without this suffix.

@@ -18,7 +18,7 @@ import weakref
 from absl import logging
 
 from jaxline import errors
-from jaxline import watchdog
+from jaxline.base import watchdog
 
 T = TypeVar('T')
 

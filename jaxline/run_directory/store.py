@@ -17,9 +17,9 @@ import shutil
 import stat
 from typing import Any
 
-from jaxline import disk
 from jaxline import errors
-from jaxline import keys
+from jaxline.base import disk
+from jaxline.base import keys
 
 _DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
 # Of requests that fail by a 503, a timeout or a lost connection; TensorStore

@@ -21,8 +21,8 @@ from absl import logging
 import jax
 from jax._src import core  # Only it can wait for each operation.
 
-from jaxline import goodput
-from jaxline import watchdog
+from jaxline.base import goodput
+from jaxline.base import watchdog
 
 F = TypeVar('F', bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from jaxline.aot import hlo
+from jaxline.compile import hlo
 
 
 def reach(

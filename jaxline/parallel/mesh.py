@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 import numpy as np
 
 from jaxline import errors
-from jaxline.keys import Check, Key, mapping, optional
+from jaxline.base.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 

@@ -16,22 +16,22 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline import chips
-from jaxline import compilation_cache
-from jaxline import counting
-from jaxline import disk
 from jaxline import errors
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
-from jaxline import prng
 from jaxline import sharded
-from jaxline.aot import hlo
-from jaxline.aot import measure
-from jaxline.aot import memory
-from jaxline.aot import report as report_lib
+from jaxline.base import chips
+from jaxline.base import counting
+from jaxline.base import disk
 from jaxline.compat import experiments
+from jaxline.compile import hlo
+from jaxline.compile import measure
+from jaxline.compile import memory
+from jaxline.compile import report as report_lib
 from jaxline.metrics import rates
-from jaxline.storage import spool
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
+from jaxline.parallel import prng
+from jaxline.run_directory import spool
+from jaxline.supervision import compilation_cache
 
 
 def compile_experiment(

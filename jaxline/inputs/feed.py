@@ -19,12 +19,12 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from jaxline import errors
-from jaxline import keys
-from jaxline import partitioning
-from jaxline import placement
+from jaxline.base import keys
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
 from jaxline.inputs import iterable
+from jaxline.parallel import partitioning
+from jaxline.parallel import placement
 
 Batch = dict[str, Any]
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline import devices
-from jaxline.keys import BOOLEAN, Key, integer, one_of
+from jaxline.base.keys import BOOLEAN, Key, integer, one_of
+from jaxline.parallel import devices
 
 
 def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:

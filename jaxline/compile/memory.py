@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import re
 
-from jaxline.aot import hlo
+from jaxline.compile import hlo
 
 _ALLOCATION = re.compile(
   r'^allocation \d+: size (?P<size>\d+),'

@@ -22,15 +22,15 @@ from jax.experimental import multihost_utils
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline import async_lib
-from jaxline import debug
-from jaxline import disk
-from jaxline import distributed
 from jaxline import errors
-from jaxline.storage import notes
-from jaxline.storage import owner
-from jaxline.storage import spool
-from jaxline.storage import store as store_lib
+from jaxline.base import async_lib
+from jaxline.base import debug
+from jaxline.base import disk
+from jaxline.parallel import distributed
+from jaxline.run_directory import notes
+from jaxline.run_directory import owner
+from jaxline.run_directory import spool
+from jaxline.run_directory import store as store_lib
 
 RECORD = 'config.json'
 BEGUN = 'begun.json'

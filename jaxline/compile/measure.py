@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxline import counting
-from jaxline.aot import groups
-from jaxline.aot import hlo
+from jaxline.base import counting
+from jaxline.compile import groups
+from jaxline.compile import hlo
 
 _COLLECTIVES = {
   'all-gather', 'all-reduce', 'all-to-all', 'collective-broadcast',

@@ -23,10 +23,10 @@ import jax
 from jax._src import compilation_cache as jax_cache  # Nothing public reads.
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxline import disk
-from jaxline import distributed
-from jaxline import xla
-from jaxline.keys import Key, text
+from jaxline.base import disk
+from jaxline.base import xla
+from jaxline.base.keys import Key, text
+from jaxline.parallel import distributed
 
 # All entries in a directory together.
 MAX_BYTES = 4 << 30

@@ -21,7 +21,7 @@ from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
 
 from jaxline import errors
-from jaxline.keys import MAPPINGS, Check, Key
+from jaxline.base.keys import MAPPINGS, Check, Key
 
 T = TypeVar('T')
 

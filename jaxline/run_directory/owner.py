@@ -18,11 +18,11 @@ from typing import Any
 
 from absl import logging
 
-from jaxline import disk
 from jaxline import errors
-from jaxline import keys
-from jaxline import watchdog
-from jaxline.storage import store as store_lib
+from jaxline.base import disk
+from jaxline.base import keys
+from jaxline.base import watchdog
+from jaxline.run_directory import store as store_lib
 
 BEAT_SECS = 20.0
 STALE_SECS = 120.0

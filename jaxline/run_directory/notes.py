@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import zlib
 
 from jaxline import errors
-from jaxline import keys
-from jaxline.storage import store as store_lib
+from jaxline.base import keys
+from jaxline.run_directory import store as store_lib
 
 ENDED = 'ended.json'
 

@@ -20,8 +20,8 @@ from absl import logging
 import jax
 
 from jaxline import errors
-from jaxline import mesh as mesh_lib
-from jaxline.keys import Check, Key, optional
+from jaxline.base.keys import Check, Key, optional
+from jaxline.parallel import mesh as mesh_lib
 
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec

@@ -11,9 +11,9 @@ import pathlib
 import shutil
 import tempfile
 
-from jaxline import disk
-from jaxline.storage import owner
-from jaxline.storage import store as store_lib
+from jaxline.base import disk
+from jaxline.run_directory import owner
+from jaxline.run_directory import store as store_lib
 
 _directories: dict[str, pathlib.Path] = {}
 

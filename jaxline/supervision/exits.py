@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-from jaxline import disk
-from jaxline import distributed
 from jaxline import errors
+from jaxline.base import disk
 from jaxline.metrics import lines as lines_lib
-from jaxline.storage import owner
-from jaxline.storage import store
+from jaxline.parallel import distributed
+from jaxline.run_directory import owner
+from jaxline.run_directory import store
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 

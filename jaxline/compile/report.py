@@ -9,9 +9,9 @@ import functools
 import math
 import textwrap
 
-from jaxline import chips
-from jaxline.aot import measure
-from jaxline.aot import memory
+from jaxline.base import chips
+from jaxline.compile import measure
+from jaxline.compile import memory
 from jaxline.metrics import lines as lines_lib
 
 _WIDTH = 80

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
 
 
 def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxline import counting
-from jaxline import partitioning
+from jaxline.base import counting
+from jaxline.parallel import partitioning
 
 X = TypeVar('X')
 

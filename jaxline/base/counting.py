@@ -1,6 +1,6 @@
 """Counts the FLOPs of a traced program, without a compiler or an array.
 
-XLA changes the program (fusions, recomputation, dead code); `aot.measure`
+XLA changes the program (fusions, recomputation, dead code); `compile.measure`
 measures the result.
 """
 

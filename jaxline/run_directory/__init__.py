@@ -1,7 +1,12 @@
-"""The directory of a run, on a disk or in a bucket, and its keys."""
+"""The directory of a run, on a disk or in a bucket, and its keys.
 
-from jaxline import keys
-from jaxline.keys import BOOLEAN, COUNT, Key, one_of, optional, text
+`directory` has the notes, logs and claims of a run, `store` the bytes by key
+below them, `owner` who may write, `spool` the logs of a run in a bucket. Read
+`directory` first.
+"""
+
+from jaxline.base import keys
+from jaxline.base.keys import BOOLEAN, COUNT, Key, one_of, optional, text
 
 KEYS = (
   Key('save_initial_train_checkpoint', False, BOOLEAN,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline import debug
+from jaxline.base import debug
 
 T = TypeVar('T')
 

@@ -9,9 +9,9 @@ from typing import Any
 # A name -> the module, or module:attribute, for which it stands.
 _NAMES = {
   'FLAGS': 'absl.flags:FLAGS',
-  'F': 'jaxline.debug:F',
-  'T': 'jaxline.async_lib:T',
-  '_get_function_name': 'jaxline.async_lib:function_name',
+  'F': 'jaxline.base.debug:F',
+  'T': 'jaxline.base.async_lib:T',
+  '_get_function_name': 'jaxline.base.async_lib:function_name',
   '_initialize_experiment': 'jaxline.compat.experiments:initialize_experiment',
   '_log_outputs': 'jaxline.compat.adapters:log_outputs',
   'config_dict': 'ml_collections.config_dict',

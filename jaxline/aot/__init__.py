@@ -1,1 +1,0 @@
-"""Compiles a run's programs ahead of time, and reports what they need."""
