@@ -201,3 +201,41 @@ def test_every_key_is_read_and_has_one_default():
     and node.func.attr in ('get', 'setdefault')
     and name_of(node.func.value).strip('_') in owners
   )
+
+
+def test_the_top_level_has_what_a_forker_reads():
+  top = {m.name for m in LIBRARY if '.' not in m.name and m.path.stem == m.name}
+  assert len(top) <= 14
+  lines = {m.name: (ROOT / m.path).read_text().count('\n') for m in LIBRARY}
+  assert max(lines.values()) <= 500
+
+
+# A parameter of this name, typed as Any, is an object of the unit: the type
+# would be an import that goes up.
+STANDS_FOR = {
+  'run': 'train',
+  'training': 'train',
+  'evaluation': 'evaluation',
+  'experiment': 'experiment',
+  'checkpointer': 'checkpoint',
+}
+# These read a few attributes of an experiment, which hooks give them.
+HIDDEN = {
+  *(('metrics', x) for x in ('console', 'fingerprints', 'rates')),
+  *(('supervision', x) for x in ('nonfinite', 'out_of_memory')),
+  ('compat', 'adapters'),  # JAXline's functions, which a program may rebind.
+}
+
+
+def test_no_parameter_hides_an_import_that_goes_up():
+  refuse(
+    (module, node, f'{argument.arg} is typed as Any')
+    for module in LIBRARY
+    if tuple(module.name.split('.')) not in HIDDEN
+    for node in module.nodes
+    if isinstance(node, ast.FunctionDef)
+    for argument in (*node.args.args, *node.args.kwonlyargs)
+    if name_of(argument.annotation or ast.Name('')) == 'Any'
+    if (unit := STANDS_FOR.get(argument.arg))
+    and STEP[unit] > STEP[module.name.split('.')[0]]
+  )

@@ -1,6 +1,8 @@
 """Reads the directories of runs; `python -m jaxline.runs` is the command.
 
-A run is a directory with a `config.json`.
+A run is a directory with a `config.json`. `replay` runs its steps again,
+`bisect` and `explain` use that; `verdict` compares runs over seeds. Read this
+module first, then `replay`.
 """
 
 import collections
