@@ -67,8 +67,8 @@ class Run:
     eval_checkpointer: for the evaluation in a thread of its own.
     console: what the terminal shows; None logs a line at an interval.
     watch: told by a signal to end the run, which then saves and leaves.
-    trained: of that evaluation: set once the training thread has made its last
-      checkpoint. None in all other modes.
+    trained: set once the training thread beside that evaluation has made its
+      last checkpoint. None in all other modes.
     log: `writer` with all methods, for the loops and for experiments.
     eval_log: the same of `eval_writer`.
     stop: what ended the run before its last step; None if nothing did.

@@ -33,7 +33,7 @@ class Settings:
 
   post_mortem: bool = False
   disable_pmap_jit: bool = False
-  mode: str = 'eval'  # Of the experiment in `train.evaluate`.
+  mode: str = 'eval'  # `train.evaluate` constructs with it.
 
 
 settings = Settings()

@@ -84,7 +84,7 @@ def measure(category: str) -> Iterator[None]:
     yield
   finally:
     _settle()
-    # Also those inside that an interrupt has kept from ending.
+    # An interrupt may have kept those inside from ending.
     del _open[depth:]
 
 

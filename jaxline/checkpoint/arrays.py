@@ -47,7 +47,7 @@ Index = tuple[slice, ...]
 class HostArray:
   """A copy in host memory of an array, or of what this process writes of it."""
 
-  about: dict[str, Any]  # With the parts that this process has written.
+  about: dict[str, Any]  # It has the parts that this process wrote.
   blocks: list[tuple[Index, np.ndarray]]  # All of one shape.
 
 

@@ -115,7 +115,7 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     del mode
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
 
-  # Not of the class: a program's constructor need not call ours.
+  # Each object has its own: a program's constructor need not call ours.
   @functools.cached_property
   def directory(self) -> directory_lib.RunDirectory:  # type: ignore[override]
     """What the run keeps beside its checkpoints: nothing, or the config."""

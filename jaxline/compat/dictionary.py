@@ -76,7 +76,7 @@ class Published:
     """Makes a snapshot.
 
     Args:
-      id: its number.
+      id: the snapshot's number.
       read: returns the `pickle_nest`.
       of: the training that saved it; None if only its own checkpointer restores
         it.
@@ -202,7 +202,7 @@ def entries_of(
   """Returns a copy of a snapshot's entries, as plain dicts.
 
   Args:
-    snapshot: its `pickle_nest` is our own, a ConfigDict, or a dict whose
+    snapshot: one whose `pickle_nest` is our own, a ConfigDict, or a dict whose
       `experiment_module` may be an experiment.
     ckpt_series: the series.
     keys: the entries that it must have, but for `train_step_rng`.

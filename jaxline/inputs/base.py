@@ -133,7 +133,9 @@ class BaseInput:
     self.infeed_host_index, self.num_infeed_hosts = index, count
 
   def _check_fields(self) -> None:
-    if self.batch_size is not None:  # As many as a batch has.
+    # Where the class has None, each batch decides how many rows it has.
+    takes_none = getattr(type(self), 'batch_size', 0) is None
+    if self.batch_size is not None or not takes_none:
       self.check_integer('batch_size')
     n, seed = self.eval_loop_num_batches, self.input_random_seed
     if not (is_epoch := n in (None, -1)):
@@ -339,7 +341,7 @@ class BaseInput:
       'identity': self.identity(),
       'position': mark,
     }
-    # Of other types, NumPy's numbers are allowed.
+    # NumPy's numbers are allowed, too.
     to_plain = operator.methodcaller('item')
     return json.dumps(state, sort_keys=True, default=to_plain).encode()
 

@@ -106,7 +106,7 @@ def describe(batch: Mapping[str, Any]) -> str:
   for name, x in _arrays(batch).items():
     table.append([name, ' x '.join(map(str, x.shape)), x.dtype.name])
     if x.size and x.dtype.kind not in 'OSU':
-      x = x.astype(np.float64)  # Else sums of bfloat16 are cut off.
+      x = x.astype(np.float64)  # A sum in bfloat16 loses small numbers.
       table[-1] += f'{x.min():.6g}', f'{x.max():.6g}', f'{x.mean():.4g}'
   columns = []
   for number, cells in enumerate(itertools.zip_longest(*table, fillvalue='')):
@@ -192,7 +192,7 @@ class _Host:
     self.one_epoch = source.reset_for_eval or not getattr(
       source, 'repeat', True
     )
-    # Of each batch: the hashes of the rows that have a weight; the state.
+    # Each batch adds the hashes of its rows that have a weight, and its state.
     self.rows: list[list[str]] = []
     self.states: list[Any] = []
     # The `_RECORDS` of all rows, if records have numbers.

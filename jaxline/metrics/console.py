@@ -41,7 +41,7 @@ _LIBRARIES = tuple(
   f'{pathlib.Path(file).parent}{os.sep}'
   for file in (pathlib.Path(__file__).parent, jax.__file__)
 )
-_HEARD = ('console.py', 'token_cache.py', 'xla.py')  # Of what takes minutes.
+_HEARD = ('console.py', 'token_cache.py', 'xla.py')  # They log long waits.
 
 
 def is_shown(record: std_logging.LogRecord) -> bool:

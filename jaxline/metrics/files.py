@@ -27,7 +27,7 @@ class Record(NamedTuple):
 class Backend(abc.ABC):
   """Where a `MetricWriter` writes; called on that writer's thread only."""
 
-  kinds: Sequence[str] = KINDS  # Of the records that it gets.
+  kinds: Sequence[str] = KINDS  # It gets these records.
 
   @abc.abstractmethod
   def write(self, records: list[Record]) -> None:

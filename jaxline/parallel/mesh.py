@@ -20,7 +20,7 @@ from jaxline.base.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
-# As Pax's, outermost first. The last ones get the nearest devices.
+# Pax has these, outermost first. The last ones get the nearest devices.
 MESH_AXES = ('stage', 'replica', 'data', 'mdl')
 
 

@@ -161,7 +161,7 @@ class Partitioner:
 
   mesh: mesh_lib.Mesh
   rules: Rules
-  slices: Sequence[int]  # Of the devices of the flattened mesh.
+  slices: Sequence[int]  # One for each device of the flattened mesh.
 
   @classmethod
   def make(

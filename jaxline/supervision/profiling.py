@@ -29,7 +29,7 @@ class Profiler(periodic.Action):
       self._run_directory = spool.directory(config.checkpoint_dir).absolute()
     self._say = say
     self._last = 0
-    self._path: pathlib.Path | None = None  # Of the trace up to that step.
+    self._path: pathlib.Path | None = None  # The trace up to that step.
 
   def update_time(self, t: float, step: int) -> None:
     # Drop the ranges that an earlier process has run; a range may begin with
