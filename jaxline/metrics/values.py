@@ -77,9 +77,11 @@ def _fetch(value: Any) -> Any:
 def start_fetch(tree: Any) -> None:
   """Starts the transfers of all arrays of a tree to the host."""
   if jax.default_backend() != 'cpu':  # There, all are on the host.
-    for x in jax.tree.leaves(tree):
-      if isinstance(x, jax.Array) and not x.is_deleted():
-        x.copy_to_host_async()
+    is_packed = lambda x: isinstance(x, scalars_lib.Scalars)
+    for part in jax.tree.leaves(tree, is_leaf=is_packed):
+      for x in scalars_lib.leaves(part):
+        if isinstance(x, jax.Array) and not x.is_deleted():
+          x.copy_to_host_async()
 
 
 def _to_number(value: Any) -> int | float | None:

@@ -1,5 +1,6 @@
 """Metric writers: the queue and thread of a run, and its backends by name."""
 
+import collections
 from collections.abc import Callable, Mapping
 import contextlib
 import functools
@@ -38,6 +39,10 @@ class Writer(Protocol):
 
 # Images that wait for the thread, on the devices.
 _MAX_BYTES = 1 << 30
+# How long, in seconds, records that follow others closely wait for more.
+_LINGER = 0.005
+# The arguments of `put`, and the time.
+_Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
 
 
 class MetricWriter(contextlib.AbstractContextManager):
@@ -65,7 +70,11 @@ class MetricWriter(contextlib.AbstractContextManager):
       self.add(backend)
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
+    # The records since the last mark. While there are any, the executor has a
+    # call that writes them all.
+    self._items: collections.deque[_Item] = collections.deque()
     self._is_closed = False
+    self._written = 0.0  # When the thread last wrote.
     self._image_bytes = 0  # Since the queue was last known to be empty.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
@@ -116,27 +125,48 @@ class MetricWriter(contextlib.AbstractContextManager):
     """
     if not self.takes(kind):
       return
-    write = functools.partial(
-      self._write, kind, global_step, time.time(), values, finish
-    )
+    item = kind, global_step, time.time(), values, finish
     if self.executor.is_current:
-      write()
+      self._write(collections.deque([item]))
       return
-    self.executor.wait_for_room()
+    if len(self._items) >= async_lib.MAX_QUEUED:
+      self.executor.wait()
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
-      self.executor.put(write)
+      self._items.append(item)
+      if len(self._items) == 1:
+        self.executor.put(functools.partial(self._write, self._items))
 
-  def _write(
-    self, kind: str, step: Any, now: float, values: Any, finish: Any
-  ) -> None:
-    if on_host := finish(self._conversions[kind](values)):
-      record = Record(kind, values_lib.to_step(step), now, on_host)
-      for backend in self._backends:
-        if kind in backend.kinds:
-          self.executor.run(functools.partial(backend.write, [record]))
+  def _write(self, queued: collections.deque[_Item]) -> None:
+    """Converts and writes all queued records; keeps the first error."""
+    # A wake of this thread costs the training thread more than a record does.
+    if queued is self._items and time.monotonic() - self._written < _LINGER:
+      time.sleep(_LINGER)
+    items: list[_Item] = []
+    while queued:  # Until it is empty, so that the next `put` makes a call.
+      items.append(queued.popleft())
+    records: list[Record] = []
+    values_lib.start_fetch([item[3] for item in items])
+
+    def convert(kind: str, step: Any, now: float, values: Any, fn: Any) -> None:
+      if on_host := fn(self._conversions[kind](values)):
+        records.append(Record(kind, values_lib.to_step(step), now, on_host))
+
+    for item in items:
+      self.executor.run(functools.partial(convert, *item))
+    self._written = time.monotonic()
+    for backend in self._backends:
+      chosen = [record for record in records if record.kind in backend.kinds]
+      if chosen:
+        self.executor.run(functools.partial(backend.write, chosen))
+
+  def _behind(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
+    """Calls `wait_async` behind all records so far, before all later ones."""
+    with self._lock:
+      self._items = collections.deque()
+      return self.executor.wait_async(*calls)
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     """Removes what earlier processes wrote after the restored checkpoint.
@@ -144,7 +174,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     `step` is its step, -1 if the run is new, and `lengths` is what `flush`
     returned then. Other log files become empty.
     """
-    self.executor.wait_async(
+    self._behind(
       *(functools.partial(x.resume, step, lengths) for x in self._backends)
     )()
 
@@ -154,7 +184,7 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
     """Starts a flush, and returns a function that waits for its result."""
-    return self.executor.wait_async(
+    return self._behind(
       lambda: {k: v for x in self._backends for k, v in x.flush().items()}
     )
 
@@ -168,7 +198,7 @@ class MetricWriter(contextlib.AbstractContextManager):
       if self._is_closed:
         return
       self._is_closed = True
-      wait = self.executor.wait_async(*(x.close for x in self._backends))
+      wait = self._behind(*(x.close for x in self._backends))
     wait()
 
   def __exit__(self, kind: object, *unused: object) -> None:
