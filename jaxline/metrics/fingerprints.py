@@ -7,6 +7,7 @@ uint32 for each step: its number and its fingerprint.
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import os
 from typing import Any
 
@@ -81,10 +82,14 @@ def unclocked(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
   kept = scalars_lib.copied(scalars)
   # Nothing that the compiled step packs depends on a clock.
   others = scalars_lib.others_of(kept)
-  for name in [*others]:
-    if name in _CLOCKED or name.endswith('_per_sec'):
-      del others[name]
+  for name in _clocked(tuple(others)):
+    del others[name]
   return kept
+
+
+@functools.lru_cache  # Each step asks the same.
+def _clocked(names: tuple[str, ...]) -> list[str]:
+  return [x for x in names if x in _CLOCKED or x.endswith('_per_sec')]
 
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
