@@ -43,6 +43,9 @@ class TensorBoardWriter(files.FileBackend):
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
     """Opens a new event file in a directory, which it makes if need be."""
+    self._names: list[str] = []
+    self._event = event_pb2.Event()
+    self._numbers: list[summary_pb2.Summary.Value] = []
     log_dir = os.fspath(log_dir)
     # The suffix distinguishes writers opened within the same second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
@@ -53,12 +56,29 @@ class TensorBoardWriter(files.FileBackend):
     now = max([time.time(), *(int(x[1]) + 1 for x in found if x)])
     name = f'events.out.tfevents.{now:017.6f}.{owner}'
     super().__init__(os.path.join(log_dir, name))
-    self._append(_record(time.time(), file_version='brain.Event:2'))
+    version = event_pb2.Event(
+      wall_time=time.time(), file_version='brain.Event:2'
+    )
+    self._append(_frame(version))
 
   def encode(self, record: files.Record) -> bytes:
-    values = [_value(record.kind, k, x) for k, x in record.values.items()]
-    summary = summary_pb2.Summary(value=values)
-    return _record(record.time, step=record.step, summary=summary)
+    values = record.values
+    if record.kind == 'scalars':
+      # Most steps have the same names: to make the messages again would take
+      # the thread four times as long.
+      if self._names != (names := list(values)):
+        self._names, self._event = names, event_pb2.Event()
+        add = self._event.summary.value.add
+        self._numbers = [add(tag=name) for name in names]
+      event = self._event
+      for number, x in zip(self._numbers, values.values(), strict=True):
+        number.simple_value = x
+    else:
+      event = event_pb2.Event()
+      for name, x in values.items():
+        event.summary.value.add(tag=name, **_tensor(record.kind, x))
+    event.wall_time, event.step = record.time, record.step
+    return _frame(event)
 
   def _logs(self) -> list[str]:
     directory = os.path.dirname(self.path)
@@ -68,25 +88,26 @@ class TensorBoardWriter(files.FileBackend):
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     own = {self.path: os.path.getsize(self.path)}
     super().resume(step, {**lengths, **own})
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    start = event_pb2.Event(
+      wall_time=time.time(), step=step + 1, session_log=session
+    )
     # Twice: TensorBoard takes the first that it finds in a directory for the
     # start of the run and hides nothing.
     for _ in range(2):
-      self._append(_record(time.time(), step=step + 1, session_log=start))
+      self._append(_frame(start))
 
 
-def _record(wall_time: float, **fields: Any) -> bytes:
+def _frame(event: event_pb2.Event) -> bytes:
   """Returns an event as a record of a file."""
-  data = event_pb2.Event(wall_time=wall_time, **fields).SerializeToString()
+  data = event.SerializeToString()
   parts = struct.pack('<Q', len(data)), data
   sums = [struct.pack('<I', record_writer.masked_crc32c(x)) for x in parts]
   return parts[0] + sums[0] + parts[1] + sums[1]
 
 
-def _value(kind: str, name: str, x: Any) -> Any:
-  """Returns a number, or a tensor of strings that a plugin shows."""
-  if kind == 'scalars':
-    return summary_pb2.Summary.Value(tag=name, simple_value=x)
+def _tensor(kind: str, x: Any) -> dict[str, Any]:
+  """Returns a tensor of strings, and the metadata of the plugin for it."""
   if kind == 'texts':
     # Indented by four spaces, Markdown shows any text as it is.
     block = '\n'.join('    ' + line for line in x.split('\n'))
@@ -99,7 +120,7 @@ def _value(kind: str, name: str, x: Any) -> Any:
     tensor.tensor_shape.dim.add(size=len(strings))
   data = summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin)
   metadata = summary_pb2.SummaryMetadata(plugin_data=data)
-  return summary_pb2.Summary.Value(tag=name, tensor=tensor, metadata=metadata)
+  return {'tensor': tensor, 'metadata': metadata}
 
 
 def _to_png(image: np.ndarray) -> bytes:
