@@ -22,9 +22,9 @@ import numpy as np
 from jaxline import base_config
 from jaxline import decode
 from jaxline import errors
-from jaxline import experiment as experiment_lib
 from jaxline import platform
 from jaxline import runs
+from jaxline.base import stateful
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
 from jaxline.compat import adapters
@@ -143,7 +143,7 @@ def load(
     mode: the experiment's: 'eval', or 'decode', which opens no data.
   """
   loaded = _load(directory, overrides, step, series, experiment_class, mode)
-  return experiment_lib.live(loaded[0])
+  return stateful.live(loaded[0])
 
 
 def _load(

@@ -20,9 +20,7 @@ prints docs/reference/config.md.
 """
 
 from collections.abc import Callable, Mapping
-import json
 import os
-import re
 from typing import Any
 
 from ml_collections import config_dict
@@ -32,6 +30,7 @@ from jaxline import inputs
 from jaxline import metrics
 from jaxline import run_directory
 from jaxline import supervision
+from jaxline.base import config_record
 from jaxline.base import keys
 from jaxline.base import xla
 from jaxline.base.keys import (
@@ -44,6 +43,7 @@ from jaxline.base.keys import (
   text,
 )
 from jaxline.metrics import lines
+from jaxline.parallel import devices
 from jaxline.parallel import distributed
 from jaxline.parallel import mesh
 from jaxline.parallel import partitioning
@@ -55,6 +55,12 @@ from jaxline.supervision import compilation_cache
 # For experiments.
 read = keys.read
 with_defaults = keys.with_defaults
+# For the modules above this one.
+changes = config_record.changes
+flat = config_record.flat
+programs_view = config_record.programs_view
+recorded = config_record.recorded
+value_of = config_record.value
 
 _FILE = optional(text('the name of a file', is_path=True))
 KEYS: tuple[Key, ...] = (
@@ -79,10 +85,6 @@ KEYS: tuple[Key, ...] = (
   Key('gradient_accumulation_steps', 1, COUNT,
       'A sharded step computes its batch in this many parts and adds their'
       ' gradients: less memory for the same step.', 'program', sharded=True),
-  Key('max_steps_in_flight', None, optional(COUNT),
-      'How many training steps may be queued on the devices: 2 keeps them busy,'
-      ' 1 waits for each step. None is 2, or 1 for several CPU devices, whose'
-      ' collectives can starve each other.'),
   Key('topology', None, optional(text("a TPU topology, such as 'v4:4x4x4'")),
       'With --jaxline_mode=compile: for what. None is the devices here.'),
   Key('num_slices', 1, COUNT, 'The number of slices of that topology.'),
@@ -114,10 +116,11 @@ KEYS: tuple[Key, ...] = (
   Key('decode.step', None, optional(keys.integer(0)),
       'The step of the checkpoint. None is the newest.'),
   *(key for owner in (
-      mesh, partitioning, distributed, xla, compilation_cache, metrics, inputs,
-      run_directory, supervision, prng) for key in owner.KEYS),
+      mesh, partitioning, devices, distributed, xla, compilation_cache, metrics,
+      inputs, run_directory, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
+config_record.TABLE.update((key.name, key) for key in KEYS)
 # Those that JAXline has too; a program of it may use the others for itself.
 _JAXLINES = """experiment_kwargs training_steps interval_type log_async
   save_checkpoint_interval log_tensors_interval log_all_hosts
@@ -195,15 +198,6 @@ def validate_keys(
       validate_keys(required, config[key], base_filename)
 
 
-def _value(config: Any, name: str) -> Any:
-  """Returns the value of a key: its default where the config lacks it."""
-  for part in name.split('.'):
-    if not isinstance(config, keys.MAPPINGS) or part not in config:
-      return DEFAULTS[name]
-    config = config[part]
-  return config
-
-
 # Names of keys, whether their values contradict each other, and what to do.
 _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
   (
@@ -232,7 +226,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
 def check_constraints(config: Mapping[str, Any]) -> None:
   """Refuses keys that contradict each other."""
   for names, contradict, advice in _CONTRADICTIONS:
-    values = {name: _value(config, name) for name in names.split()}
+    values = {name: value_of(config, name) for name in names.split()}
     if contradict(*values.values()):
       given = ', '.join(f'config.{k} is {x!r}' for k, x in values.items())
       raise errors.UsageError(f'{given}. {advice}')
@@ -271,7 +265,7 @@ def _problems(config: Any) -> dict[str, errors.UsageError]:
   for key in KEYS:
     name = key.name.partition('.')[0]
     try:
-      key.check.require(f'config.{key.name}', _value(config, key.name))
+      key.check.require(f'config.{key.name}', value_of(config, key.name))
       if key.name in _SECTIONS and name in config:
         where = f'config.{name}'
         errors.check_names(config[name], defaults[name], 'key', where)
@@ -308,81 +302,19 @@ def complete_config(config: Any) -> Any:
   return copy
 
 
-def programs_view(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns a config as the program reads it."""
-  return getattr(config, '_programs', config)
-
-
 def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   """Returns a copy of a run's config in which `~` is the home directory."""
   config = config.copy_and_resolve_references()
   with config.unlocked(), config.ignore_type():
     for key in KEYS:
-      path = key.check.is_path and _value(config, key.name)
+      path = key.check.is_path and value_of(config, key.name)
       if path and isinstance(path, str | os.PathLike):
         config.update_from_flattened_dict({key.name: os.path.expanduser(path)})
   return config
 
 
-def changes(
-  old: Mapping[str, Any], new: Mapping[str, Any], experiment_class: Any
-) -> list[str]:
-  """Returns a line for each key whose change makes another run.
-
-  Both configs are as `recorded` returns them. The class has
-  CHANGEABLE_ON_RESUME and CONFIG_CLASS.
-  """
-  before, now = (_identity(config, experiment_class) for config in (old, new))
-  return [
-    f'{key}: {before.get(key, "absent")!r} then, {now.get(key, "absent")!r} now'
-    for key in sorted(before.keys() | now.keys())
-    # A NaN differs from itself.
-    if before.get(key) != now.get(key)
-    and repr(before.get(key)) != repr(now.get(key))
-    # A program may name its class, or hand it to `platform.main`.
-    and not (key == 'experiment_class' and None in (before[key], now[key]))
-  ]
-
-
-def _identity(config: Mapping[str, Any], declared: Any) -> dict[str, Any]:
-  """Maps the flat keys whose change makes another run to their values."""
-  values = {k.name: _value(config, k.name) for k in KEYS if k.effect == 'run'}
-  kwargs = values['experiment_kwargs']
-  if 'config' in kwargs:
-    own = with_defaults(declared.CONFIG_CLASS, kwargs['config'])
-    values['experiment_kwargs'] = {**kwargs, 'config': own}
-  # Defaults as JSON: tuples become lists.
-  values = recorded(config_dict.ConfigDict(values, allow_dotted_keys=True))
-  free = tuple(f'{path}.' for path in declared.CHANGEABLE_ON_RESUME)
-  return {k: x for k, x in flat(values).items() if not f'{k}.'.startswith(free)}
-
-
-def flat(values: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Returns nested values by dotted key. An empty dict is a value."""
-  found: dict[str, Any] = {}
-  for key, value in values.items():
-    if isinstance(value, Mapping) and value:
-      found |= flat(value, f'{prefix}{key}.')
-    else:
-      found[f'{prefix}{key}'] = value
-  return found
-
-
-def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
-  """Returns a config as JSON values, with what JSON lacks as text."""
-  text = programs_view(config).to_json_best_effort()
-  # A function has its name there; its address differs each time.
-  return json.loads(re.sub(' at 0x[0-9a-f]+', '', text))
-
-
 # The config that a run has recorded in its directory.
 RECORD = directory_lib.RECORD
-# A deeper config would exceed Python's limit of recursion.
-RECORDED = keys.record(
-  lambda config: all(key.count('.') < 100 for key in flat(config)),
-  experiment_kwargs=optional(mapping('a dict of arguments')),
-)
-
 # Keys that are not taken from a record. A pickle and a compiled program can run
 # code, and the file is replaced; the others are about one start.
 _NOT_TAKEN = (
@@ -401,7 +333,7 @@ def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
     raise errors.UsageError(
       f'{directory} is no directory of a run: {RECORD}: {e}'
     ) from e
-  return store_lib.checked(f'{directory}/{RECORD}', raw, RECORDED)
+  return store_lib.checked(f'{directory}/{RECORD}', raw, config_record.RECORDED)
 
 
 def recorded_config(
@@ -420,7 +352,7 @@ def recorded_config(
     with config.ignore_type():
       _fill(config, record)
       for name in _NOT_TAKEN:
-        if _value(config, name) != 'off':
+        if value_of(config, name) != 'off':
           config.update_from_flattened_dict({name: DEFAULTS[name]})
       dropped = xla.drop_places(config.xla)
   except (AttributeError, KeyError, TypeError, ValueError) as e:

@@ -14,6 +14,13 @@ class UsageError(ValueError):
   """
 
 
+class RunError(Exception):
+  """A run cannot go on, and the message says all that its user needs.
+
+  `platform.main` prints only the message, and ends with code 1.
+  """
+
+
 class StopTraining(Exception):
   """Ends a run as finished: raised by `step` or `evaluate`, on all processes.
 

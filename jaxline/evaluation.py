@@ -13,6 +13,7 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.base import debug
 from jaxline.base import goodput
+from jaxline.base import stateful
 from jaxline.checkpoint import protocol
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
@@ -139,7 +140,7 @@ class Evaluation:
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with (
       debug.log_activity(f'evaluation of step {step}', category='evaluation'),
-      oom.explained(experiment_lib.live(self.experiment), self._config),
+      oom.explained(stateful.live(self.experiment), self._config),
     ):
       scalars: Any = self._evaluate(
         global_step=global_step, rng=rng, writer=self._log
@@ -217,7 +218,7 @@ class Evaluation:
     if not (value > best if is_higher_better else value < best):
       return  # A NaN is not better.
     state.global_step = step
-    state.experiment_module = experiment_lib.live(self.experiment)
+    state.experiment_module = stateful.live(self.experiment)
     state.best_eval_metric_value = value
     state.train_step_rng = train_step_rng
     self.experiment.on_new_best_model(state)

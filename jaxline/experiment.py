@@ -11,10 +11,11 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 
-from jaxline import base_config
 from jaxline import errors
 from jaxline.base import debug
+from jaxline.base import keys
 from jaxline.base import lazy
+from jaxline.base import stateful
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
@@ -130,17 +131,16 @@ class AbstractExperiment(abc.ABC):
         `action(time, global_step, scalars)`.
       writer: handed to `step`.
     """
-    own_config, config = config, base_config.complete_config(config)
     actions = tuple(periodic_actions)
     step_inputs = (
       self.step_inputs(config)
       if isinstance(self, FullExperiment)
-      else prng.DeviceStepKeys(config.random_mode_train)
+      else _device_step_keys(config)
     )
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
     with debug.log_activity('training loop', category='steps'):
-      while self.should_run_step(step := state.global_step, own_config):
+      while self.should_run_step(step := state.global_step, config):
         with _trace(step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)
@@ -220,7 +220,7 @@ class AbstractExperiment(abc.ABC):
     del best_state
 
 
-class FullExperiment(AbstractExperiment):
+class FullExperiment(AbstractExperiment, stateful.Stateful):
   """An experiment with all that the library can ask of one.
 
   `sharded.ShardedExperiment` derives from it, and an experiment of the
@@ -229,21 +229,6 @@ class FullExperiment(AbstractExperiment):
   of `AbstractExperiment` only (see `compat.experiments.full_experiment`).
 
   Attributes:
-    PER_PROCESS_ENTRIES: names in the checkpoint of values that differ between
-      processes: each process saves its own. Process 0 saves the other values;
-      an array over several hosts is saved by all of them.
-    CHANGEABLE_ON_RESUME: paths in the config, such as
-      'experiment_kwargs.config.eval_batches', of keys that do not affect
-      training steps. A run may be resumed with other values of these keys and
-      of the keys below them. A change of any other key in `experiment_kwargs`
-      makes it another run.
-    NEVER_BY_RULES: names of arrays that `config.restore_rules` never replace.
-    CONFIG_CLASS: the dataclass that `base_config.read` makes of
-      `experiment_kwargs.config`, or None. A checkpoint from before a field was
-      added counts as made with the field's default.
-    EVALUATION_IS_PURE: whether `evaluate` and `on_new_best_model` leave the
-      values above as they are. Then a checkpoint of `best` names the data of
-      `latest` instead of copying it, and one of them is kept by default.
     FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
       the loss and the gradients were finite, else 1, or with
       `config.on_nonfinite = 'skip'` the number of such steps in a row.
@@ -259,11 +244,6 @@ class FullExperiment(AbstractExperiment):
       compiled last; None if the step is no such program.
   """
 
-  PER_PROCESS_ENTRIES: tuple[str, ...] = ()
-  CHANGEABLE_ON_RESUME: tuple[str, ...] = ()
-  NEVER_BY_RULES: tuple[str, ...] = ()
-  CONFIG_CLASS: type | None = None
-  EVALUATION_IS_PURE: bool = False
   FLAGS_NONFINITE: bool = False
   # JAXline continues after a NaN, and its experiments may log one on purpose.
   on_nonfinite: str = 'warn'
@@ -290,7 +270,8 @@ class FullExperiment(AbstractExperiment):
     """Returns name -> text of lines that the terminal shows at the start."""
     names = self.CHECKPOINT_ATTRS.items()
     found = [k for k, name in names if 'param' in f'{k} {name}']
-    leaves = jax.tree.leaves([getattr(live(self), k, None) for k in found])
+    own = stateful.live(self)
+    leaves = jax.tree.leaves([getattr(own, name, None) for name in found])
     # The first axis counts the devices.
     weights = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
     return {'Parameters': lines.weights(weights), 'Data': self.data_summary}
@@ -300,8 +281,7 @@ class FullExperiment(AbstractExperiment):
 
     `config.random_mode_train` says which hosts and devices get the same keys.
     """
-    config = base_config.complete_config(config)
-    return prng.DeviceStepKeys(config.random_mode_train)
+    return _device_step_keys(config)
 
   def evaluate_inputs(
     self, config: config_dict.ConfigDict, rng: jax.Array
@@ -311,17 +291,17 @@ class FullExperiment(AbstractExperiment):
     `config.random_mode_eval` says which hosts and devices get the same keys,
     which are those of `rng` each time.
     """
-    config = base_config.complete_config(config)
-    host_id = prng.host_id_devices_for_rng(config.random_mode_eval)
-    keys = jax.pmap(
+    mode = keys.value_of(config, prng.KEYS, 'random_mode_eval')
+    host_id = prng.host_id_devices_for_rng(mode)
+    device_keys = jax.pmap(
       lambda key, host: prng.specialize_rng_host_device(
-        key, host, axis_name='i', mode=config.random_mode_eval
+        key, host, axis_name='i', mode=mode
       ),
       axis_name='i',
     )(devices.bcast_local_devices(rng), host_id)
     return lambda global_step: (
       devices.bcast_local_devices(jax.numpy.asarray(global_step)),
-      keys,
+      device_keys,
     )
 
   def decode(
@@ -347,36 +327,16 @@ class FullExperiment(AbstractExperiment):
     """
     raise NotImplementedError(f'{self.__class__.__name__} has no `decode`.')
 
-  def snapshot_template(self) -> dict[str, Any]:
-    """Returns the shapes and shardings of entries that are stored as arrays.
-
-    A durable checkpoint stores such an entry without its tree structure, checks
-    all its arrays against the template before it restores any, and reads them
-    directly onto their devices. Other entries are stored with their structure.
-
-    Returns:
-      Name in the checkpoint -> tree of jax.ShapeDtypeStruct with shardings.
-    """
-    return {}
-
   def wants_restored(self, name: str) -> bool:
     """Returns whether a restore reads an entry or an array.
 
     By default all entries of the attributes are read, or all entries if a class
     has its own `snapshot_state`.
-
-    Args:
-      name: of an entry, or of an array in it, such as 'state/params/w'. An
-        array that is not read arrives as a jax.ShapeDtypeStruct. An entry of
-        which nothing is read is absent.
     """
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     return self.overrides('snapshot_state') or any(
       f'{name}/'.startswith(f'{entry}/') for entry in names.values()
     )
-
-  def make_room(self) -> None:
-    """Frees the state that a restore replaces, once its shapes are checked."""
 
   def share_state(self, trained: AbstractExperiment) -> None:
     """Takes over the live state of an experiment in training without copies.
@@ -393,12 +353,13 @@ class FullExperiment(AbstractExperiment):
     for attribute in (
       self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     ):
-      setattr(live(self), attribute, getattr(live(trained), attribute))
+      value = getattr(stateful.live(trained), attribute)
+      setattr(stateful.live(self), attribute, value)
 
 
-def live(experiment: Any) -> Any:
-  """Returns the program's own object of a completed experiment."""
-  return vars(experiment).get('_jaxline_live', experiment)
+def _device_step_keys(config: config_dict.ConfigDict) -> StepInputs:
+  mode = keys.value_of(config, prng.KEYS, 'random_mode_train')
+  return prng.DeviceStepKeys(mode)
 
 
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
@@ -414,7 +375,7 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
 
 def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
   """Returns how many steps may be dispatched and not finished."""
-  steps = config.max_steps_in_flight
+  steps = keys.value_of(config, devices.KEYS, 'max_steps_in_flight')
   if steps is not None:
     return steps
   # Programs of several CPU devices wait for each other in one thread pool; two

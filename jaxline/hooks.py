@@ -13,6 +13,7 @@ from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.parallel import distributed
+from jaxline.run_directory import spool
 from jaxline.supervision import budget as budget_lib
 from jaxline.supervision import nonfinite
 from jaxline.supervision import profiling
@@ -59,8 +60,9 @@ def make_hooks(
   # These two measure steps: later hooks take time of their own.
   if config.max_seconds is not None:
     hooks.append(budget)
-  if config.profile_steps:
-    hooks.append(profiling.Profiler(config, console.say))
+  if config.profile_steps and config.checkpoint_dir is not None:
+    folder_of = spool.folders(config.checkpoint_dir)
+    hooks.append(profiling.Profiler(config, folder_of, console.say))
   hooks += [*given, console_lib.Hook(console, config, log, finish)]
   if is_logged and (jax.process_index() == 0 or config.log_all_hosts):
     hooks.append(

@@ -37,6 +37,7 @@ from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
 from jaxline.parallel import distributed
+from jaxline.run_directory import logs as logs_lib
 from jaxline.run_directory import owner
 from jaxline.run_directory import spool
 from jaxline.run_directory import store as store_lib
@@ -45,7 +46,7 @@ from jaxline.supervision import exits
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
 
-TensorBoardLogger = writers.RunWriter  # JAXline's name.
+TensorBoardLogger = logs_lib.RunWriter  # JAXline's name.
 resolve_experiment_class = experiments.resolve_experiment_class
 # Programs may rebind that one.
 _CHECKPOINTER = checkpoints.InMemoryCheckpointer
@@ -190,7 +191,8 @@ def start(
       made[log] = (writer_factory or create_writer)(own_config, log)
       closing.enter_context(adapters.full_writer(made[log]))
     profiles = mode.trains and config.xla.pgle_save and not jax.process_index()
-    actions = [profiling.PgleProfiler(config)] if profiles else []
+    folder_of = spool.folders(config.checkpoint_dir)
+    actions = [profiling.PgleProfiler(config, folder_of)] if profiles else []
     run = train.Run(
       experiment_class,
       own_config,

@@ -24,7 +24,7 @@ from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import train_state
 from jaxline import train_step as step_lib
-from jaxline.checkpoint import protocol
+from jaxline.base import stateful
 from jaxline.inputs import feed
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
@@ -463,7 +463,7 @@ class ShardedExperiment(experiment.FullExperiment):
     placed = placement.put(
       dataclasses.replace(saved, **without),
       dataclasses.replace(self.layout.shardings, **without),
-      may_keep=isinstance(snapshot_state, protocol.Fresh),
+      may_keep=isinstance(snapshot_state, stateful.OwnedSnapshot),
     )
     self._state = dataclasses.replace(placed, **on_host)
 

@@ -27,6 +27,7 @@ from jaxline.base import async_lib
 from jaxline.base import debug
 from jaxline.base import goodput
 from jaxline.base import lazy
+from jaxline.base import stateful
 from jaxline.base import watchdog
 from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
@@ -124,7 +125,7 @@ class Run:
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
     self.mark_ended(state.global_step)
-    return experiment_lib.live(training.experiment)
+    return stateful.live(training.experiment)
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> experiment_lib.AbstractExperiment:
@@ -187,15 +188,12 @@ class Run:
       evaluate_now()
     evaluator.wait()
     self.mark_ended(state.global_step)
-    return experiment_lib.live(training.experiment)
+    return stateful.live(training.experiment)
 
   def train_and_eval_in_threads(
     self, train: Callable[['Run'], Any], evaluate: Callable[['Run'], Any]
   ) -> None:
-    """Trains a `Run`, and evaluates another in a second thread meanwhile.
-
-    The `eval_checkpointer` reads what the checkpointer of the training writes.
-    """
+    """Trains; a second thread evaluates what `eval_checkpointer` reads."""
     # Now: the evaluation looks for checkpoints at once.
     checkpoints.begin_training(self.checkpointer, self.experiment_class)
     trained = threading.Event()
@@ -351,7 +349,9 @@ class Training:
       self._budget.check(step, distributed.of_chief)
     last = None if protocol.is_new(checkpointer) else step
     run.resume_log(run.log, last, directory.lengths)
-    run.console.begin(config, self.experiment, self.state, directory)
+    run.console.begin(
+      config, self.experiment, self.state, lambda: directory.saved_step
+    )
     # The step saved last, which is not saved again.
     self._saved_step = directory.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
@@ -409,7 +409,7 @@ class Training:
           with (
             run.stoppable(),
             run.console.training(),
-            oom.explained(experiment_lib.live(self.experiment), config),
+            oom.explained(stateful.live(self.experiment), config),
           ):
             self.experiment.train_loop(config, state, hooks, run.log)
         self._finish()

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxline import errors
-from jaxline.checkpoint import structure
+from jaxline.base import trees
 from jaxline.parallel import partitioning
 from jaxline.parallel import placement
 
@@ -126,7 +126,7 @@ def trainable(params: Any, rules: str | Sequence[str]) -> Any:
   A weight trains if one of the regular expressions `rules` matches its whole
   name, such as 'embedding/norm/scale'; one that matches none is an error.
   """
-  trains = dict.fromkeys(structure.named_leaves(params), False)
+  trains = dict.fromkeys(trees.named_leaves(params), False)
   for rule in [rules] if isinstance(rules, str) else rules:
     found = [name for name in trains if re.fullmatch(rule, name)]
     if not found:
@@ -198,7 +198,7 @@ def differences(
   a: Any, b: Any, a_says: str, b_says: str, name: str = ''
 ) -> list[str]:
   """Returns '{name}/{path}: {a_says} {shape}, {b_says} {shape}' for each."""
-  have, want = (structure.named_leaves(tree, name) for tree in (a, b))
+  have, want = (trees.named_leaves(tree, name) for tree in (a, b))
 
   def shape(x: Any) -> str:
     dtype = getattr(x, 'dtype', type(x).__name__)

@@ -22,7 +22,7 @@ from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
-from jaxline.metrics import writers
+from jaxline.run_directory import logs
 from jaxline.run_directory import notes
 from jaxline.run_directory import store as store_lib
 from jaxline.runs import __main__ as runs_main
@@ -156,7 +156,7 @@ def _train(open_run, run):
   config = lib.make_config(run, fingerprint=True)
   with (
     contextlib.closing(open_run('train', run)) as training,
-    writers.RunWriter(config, 'train') as log,
+    logs.RunWriter(config, 'train') as log,
   ):
     lib.restore(training, lib.weights(7))
     training.begin(5)
@@ -203,7 +203,7 @@ def made(tmp_path_factory):
   run = tmp_path_factory.mktemp('made') / 'run'
   config = lib.make_config(run, fingerprint=True)
   training = durable.DurableCheckpointer(config, 'train')
-  with writers.RunWriter(config, 'train') as log:
+  with logs.RunWriter(config, 'train') as log:
     training.begin(0)
     log.write_scalars(1, {'loss': 1.0})
     training.directory.logs = [log]

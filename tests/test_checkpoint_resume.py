@@ -23,9 +23,9 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
+from jaxline.base import trees
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import restoring
-from jaxline.checkpoint import structure
 from jaxline.compat import experiments
 from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
@@ -376,7 +376,7 @@ class Scheduled(lib.Sharded):
 
 
 def _counts(opt_state):
-  leaves = structure.named_leaves(opt_state).items()
+  leaves = trees.named_leaves(opt_state).items()
   return {n: int(x) for n, x in leaves if n.split('/')[-1] == 'count'}
 
 

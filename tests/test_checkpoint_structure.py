@@ -24,6 +24,7 @@ import pytest
 
 from jaxline import errors
 from jaxline import utils
+from jaxline.base import trees
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 from jaxline.run_directory import store as store_lib
@@ -216,7 +217,7 @@ def test_equal_names_are_numbered_alike_in_any_order():
   one, two, three = jnp.ones(1), jnp.ones(2), jnp.ones(3)
   tree = {'a/b': {'w': two}, 'a': {'b/w': one, 'b': {'w': three}}}
   expected = {'a/b/w': three, 'a/b/w#2': one, 'a/b/w#3': two}
-  leaves = structure.named_leaves(tree)
+  leaves = trees.named_leaves(tree)
   assert list(leaves) == list(expected)
   assert all(leaves[name] is expected[name] for name in expected)
   _, arrays = encode(tree, 'p')
@@ -227,7 +228,7 @@ def test_equal_names_are_numbered_alike_in_any_order():
   assert list(back) == ['a/b', 'a']
   assert back['a/b']['w'] is two
   assert back['a']['b/w'] is one
-  taken = structure.named_leaves({'x': {'y': 1}, 'x/y': 2, 'x/y#2': 3})
+  taken = trees.named_leaves({'x': {'y': 1}, 'x/y': 2, 'x/y#2': 3})
   assert taken == {'x/y': 1, 'x/y#2': 2, 'x/y#2#2': 3}
 
 
@@ -371,7 +372,7 @@ def test_registered_containers(name, own, open_run, tmp_path, capsys):
   _assert_equal(*jax.device_get([published['b'], saved.held()['b']]))
   assert not inspection.main(['show', str(tmp_path / 'run')])
   shown = capsys.readouterr().out
-  names = structure.named_leaves(live._a0, 'a')
+  names = trees.named_leaves(live._a0, 'a')
   assert all(f'\n{x} ' in shown for x in names)
   rules = [('a(.*)', r'a\1'), ('b.*', None)]
   fork = open_run(

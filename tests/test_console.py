@@ -165,7 +165,10 @@ def begun(
   place.saved_step = saved
   console = console_lib.Console(mode, console_lib.Origin(command))
   console.begin(
-    make_config(**overrides), experiment or experiment_of(), state, place
+    make_config(**overrides),
+    experiment or experiment_of(),
+    state,
+    lambda: place.saved_step,
   )
   return console, state, place
 

@@ -23,9 +23,9 @@ from jaxline import metrics
 from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
+from jaxline.base import stateful
+from jaxline.base import trees
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import protocol
-from jaxline.checkpoint import structure
 from jaxline.compat import experiments
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
@@ -302,7 +302,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_decay(
       )
 
     def step_scalars(self, state, grads, updates):
-      assert [*structure.named_leaves(grads)] == [name]
+      assert [*trees.named_leaves(grads)] == [name]
       return super().step_scalars(state, grads, updates)
 
   config = regression.get_config(0)
@@ -326,7 +326,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_decay(
   np.testing.assert_array_equal(after.params[frozen], before.params[frozen])
   assert np.all(after.params[name] != before.params[name])
   adam = after.opt_state[1][0]
-  moments = structure.named_leaves((adam.mu, adam.nu))
+  moments = trees.named_leaves((adam.mu, adam.nu))
   assert [*moments] == [f'0/{name}', f'1/{name}']
   restored.restore_from_snapshot(save(experiment))
   for x in (experiment, restored):
@@ -527,7 +527,7 @@ def test_arrays_just_read_are_kept_and_live_ones_copied():
   regression.train_steps(other, 1)
   assert regression.digest(live) == before
   kept = make()
-  kept.restore_from_snapshot(protocol.Fresh(live))
+  kept.restore_from_snapshot(stateful.OwnedSnapshot(live))
   for got, given in zip(
     jax.tree.leaves(kept.state), jax.tree.leaves(live['state']), strict=True
   ):

@@ -36,13 +36,13 @@ from jaxline import errors
 from jaxline import platform
 from jaxline import sharded
 from jaxline import train_state
+from jaxline.base import stateful
+from jaxline.base import trees
 from jaxline.checkpoint import protocol
-from jaxline.checkpoint import structure
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.inputs import tokenization
 from jaxline.parallel import distributed
-from jaxline.parallel import partitioning
 from jaxline.parallel import prng
 
 from . import experiment as experiment_lib
@@ -556,7 +556,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
       run.mkdir(parents=True, exist_ok=True)
       shutil.copyfile(source / name, tokenizer)
     distributed.of_chief(None)  # The others read it too.
-    experiment.restore_from_snapshot(protocol.Fresh(state=state))
+    experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
     protocol.new_state(checkpointer, experiment, step_rng)
     checkpointer.begin(0)
@@ -575,11 +575,11 @@ def _read_state(
 ) -> sharded.TrainState:
   """Returns the state of step 0; each process reads its part of the weights."""
   abstract, config = experiment.abstract_state(), experiment.config.model
-  _check(tensors, structure.named_leaves(abstract.params), config)
+  _check(tensors, trees.named_leaves(abstract.params), config)
   rows = _rows(config)
 
   def read(path: Any, x: Any) -> jax.Array:
-    row = rows[partitioning.name_of(path)]
+    row = rows[trees.name_of(path)]
     part = functools.partial(row.read, tensors, x.shape)
     return jax.make_array_from_callback(x.shape, x.sharding, part)
 
@@ -630,7 +630,7 @@ def export_run(
   )
   config, weights = _folded(
     base_config.read(model.ModelConfig, kwargs.model),
-    structure.named_leaves(jax.device_get(params)),
+    trees.named_leaves(jax.device_get(params)),
   )
   tokenizer = experiment_lib.find_tokenizer(kwargs.tokenizer, str(run))
   start = tokenization.load_tokenizer(tokenizer).document_id

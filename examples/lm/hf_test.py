@@ -27,7 +27,7 @@ import jaxline
 from jaxline import base_config
 from jaxline import errors
 from jaxline import sharded
-from jaxline.checkpoint import structure
+from jaxline.base import trees
 
 from . import experiment
 from . import hf
@@ -178,7 +178,7 @@ def test_a_process_reads_its_part(run, name):
   config = jaxline.load(run(name), mode='decode').config.model
   tensors, rows = hf._open(REFERENCE / name), hf._rows(config)
   rng = np.random.default_rng(0)
-  for path, whole in structure.named_leaves(
+  for path, whole in trees.named_leaves(
     jaxline.load_weights(run(name))
   ).items():
     for _ in range(4):
@@ -388,13 +388,13 @@ def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
   hf.export_run(tmp_path / 'tuned', tmp_path / 'out')
   hf.import_model(tmp_path / 'out', tmp_path / 'back')
   back, base = (
-    structure.named_leaves(jaxline.load_weights(x))
+    trees.named_leaves(jaxline.load_weights(x))
     for x in (tmp_path / 'back', run('llama3'))
   )
   state, config = result.experiment.state, result.experiment.config
   expected = lora.merge(state.params, config.lora)
   assert back.keys() == base.keys()
-  for name, x in structure.named_leaves(expected).items():
+  for name, x in trees.named_leaves(expected).items():
     np.testing.assert_allclose(back[name], x, rtol=1e-5, atol=1e-7)
   for name in ('q', 'kv', 'out'):
     name = f'layers/attention/{name}'
@@ -462,7 +462,7 @@ def test_a_normalised_embedding_is_folded_into_an_untied_one(is_gemma):
     embedding_scale=is_gemma,
   )
   params = model_test.params_of(config)
-  flat = structure.named_leaves(params)
+  flat = trees.named_leaves(params)
   folded, weights = hf._folded(config, flat)
   nested = {}
   for path, x in weights.items():

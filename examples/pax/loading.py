@@ -39,9 +39,9 @@ from examples.pax import base_layer
 from examples.pax import hparams
 from jaxline import errors
 from jaxline import sharded
+from jaxline.base import trees
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import rules as rules_lib
-from jaxline.checkpoint import structure
 from jaxline.parallel import distributed
 
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
@@ -114,7 +114,7 @@ def load(
     contents.MismatchError: a source has another shape or type.
     store.DamagedError: what is asked for is damaged.
   """
-  live = structure.named_leaves(state)
+  live = trees.named_leaves(state)
   replaced: dict[str, Any] = {}
   for directory, rule in rules.items():
     where = f'init_from_checkpoint_rules[{directory!r}]'

@@ -21,6 +21,7 @@ from examples.pax.layers import linears
 from jaxline import base_config
 from jaxline import errors
 from jaxline import train
+from jaxline.base import trees
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
 from jaxline.run_directory import store
@@ -123,7 +124,7 @@ def saved(source, step=2):
 
 
 def named(state):
-  return loading.structure.named_leaves(jax.device_get(state))
+  return trees.named_leaves(jax.device_get(state))
 
 
 def check(state, expected, old):

@@ -19,7 +19,7 @@ PARTIAL = '.partial'  # The end of the name of a file that is being written.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FullDiskError(OSError):
+class FullDiskError(errors.RunError, OSError):
   """A file system or a quota has no room; the message says what to do."""
 
   def __str__(self) -> str:

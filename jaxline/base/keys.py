@@ -4,7 +4,7 @@ Each subsystem has the rows of its own keys as `KEYS`; `base_config` joins them.
 `read` builds an experiment's own config.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import math
@@ -174,6 +174,19 @@ class Key:
   effect: Literal['run', 'program', 'none'] = 'none'
   # The per-device style refuses a value that is not the default.
   sharded: bool = False
+
+
+def value_of(config: Any, rows: Iterable[Key], name: str) -> Any:
+  """Returns a key's value: the default of its row where a config has none.
+
+  A value that the check refuses is a program's own, of the same name.
+  """
+  row = next(row for row in rows if row.name == name)
+  try:
+    row.check.require(name, config[name])
+  except (KeyError, errors.UsageError):
+    return row.default
+  return config[name]
 
 
 def check_attributes(config: Any, /, **checks: Check) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 
 import jaxline
 from jaxline import errors
-from jaxline import experiment
+from jaxline.base import stateful
+from jaxline.base import trees
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import manager
 from jaxline.checkpoint import protocol
@@ -84,7 +85,7 @@ def content(
     own |= set(module.NON_BROADCAST_CHECKPOINT_ATTRS.values())
   for name, value in module.snapshot_state().items():
     if name in by_leaves:
-      arrays.update(structure.named_leaves(value, name))
+      arrays.update(trees.named_leaves(value, name))
       saved[name] = {'leaves': True}
     elif name in own:
       small: dict[str, Any] = {}
@@ -123,7 +124,7 @@ def _live(module: Any) -> dict[str, Any]:
   if module.overrides('snapshot_state'):
     return dict(module.snapshot_state())
   names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
-  own = experiment.live(module)
+  own = stateful.live(module)
   return {name: getattr(own, x, None) for x, name in names.items()}
 
 
@@ -297,7 +298,7 @@ class Checkpoint:
 
   def snapshot(self, module: Any) -> dict[str, Any]:
     """Reads an experiment's snapshot; unwanted arrays come as their shapes."""
-    trees, wants = module.snapshot_template(), module.wants_restored
+    template, wants = module.snapshot_template(), module.wants_restored
     self._module = module
     saved = {
       entry: about
@@ -305,11 +306,11 @@ class Checkpoint:
       if any(map(wants, [entry, *self._below(entry)]))
     }
     # Maps an array's name to its target sharding; None means host memory.
-    targets = structure.named_leaves(dict(trees))
+    targets = trees.named_leaves(dict(template))
     shapes = {n: arrays_lib.saved_shape(x) for n, x in self.described.items()}
-    have = {n: shapes[n] for entry in trees for n in self._below(entry)}
+    have = {n: shapes[n] for entry in template for n in self._below(entry)}
     expected = {n: _shape_of(x) for n, x in targets.items()}
-    for entry in saved.keys() - trees.keys():
+    for entry in saved.keys() - template.keys():
       if 'leaves' in saved[entry]:
         have[entry] = 'a tree of arrays'
       targets |= dict.fromkeys(self._below(entry))
@@ -323,13 +324,13 @@ class Checkpoint:
     # The experiment puts these onto its devices itself.
     placed = set(module.CHECKPOINT_ATTRS.values())
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      value = getattr(experiment.live(module), attribute, None)
+      value = getattr(stateful.live(module), attribute, None)
       if devices.layout(value) is not None:
         placed.add(entry)
-    snapshot = protocol.Fresh(self._per_process(wants))
+    snapshot = stateful.OwnedSnapshot(self._per_process(wants))
     for entry, about in saved.items():
-      if entry in trees:
-        snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
+      if entry in template:
+        snapshot[entry] = _with_arrays(template[entry], entry, arrays)
       else:
         snapshot[entry] = self._decode(
           about['structure'], arrays, on_host=entry in placed
@@ -345,7 +346,7 @@ class Checkpoint:
     each run begins with its own.
     """
     snapshot = dict(module.snapshot_state())
-    leaves = structure.named_leaves(rules_lib.without_schedules(snapshot))
+    leaves = trees.named_leaves(rules_lib.without_schedules(snapshot))
     live = {
       name: x
       for name, x in leaves.items()
@@ -363,7 +364,7 @@ class Checkpoint:
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
     replaced = self.take(sources, live, where)
-    return protocol.Fresh(_with_arrays(snapshot, '', replaced))
+    return stateful.OwnedSnapshot(_with_arrays(snapshot, '', replaced))
 
   def take(
     self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
@@ -466,7 +467,7 @@ def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
   """Returns a tree with the leaves that `arrays` has replaced."""
-  named = structure.named_leaves(tree, entry)
+  named = trees.named_leaves(tree, entry)
   leaves = [arrays.get(name, x) for name, x in named.items()]
   return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 

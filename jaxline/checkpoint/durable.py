@@ -17,8 +17,8 @@ from absl import logging
 import jax
 from ml_collections import config_dict
 
-from jaxline import base_config
-from jaxline import experiment
+from jaxline.base import config_record
+from jaxline.base import stateful
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import protocol
@@ -38,8 +38,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
 
   collective = True
   directory: directory_lib.DurableDirectory
-  _declared = experiment.FullExperiment  # Until the class is known.
-  # Returns an experiment with all attributes of a `FullExperiment`.
+  _declared = stateful.Stateful  # Until the class is known.
+  # Returns an experiment that is `Stateful`.
   complete: Callable[[Any], Any] = staticmethod(lambda module: module)
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
@@ -51,7 +51,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """
     self._config, self._mode = config, mode
     # Before the experiment is constructed, which may change its own config.
-    self._recorded = base_config.recorded(config)
+    self._recorded = config_record.recorded(config)
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
     self._live = threading.local()
     self._saving: futures.Future[None] | None = None
@@ -185,7 +185,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     module = state.get('experiment_module')
     if module is not None:
       module = self.complete(module)
-    if isinstance(module, experiment.FullExperiment):
+    if isinstance(module, stateful.Stateful):
       self._declared = module.__class__
     if not directory.follows:
       directory.claim(ckpt_series)
@@ -257,12 +257,14 @@ class DurableCheckpointer(protocol.FullCheckpointer):
 
     return restore_next
 
-  def check_config(self, declared: Any = None) -> None:
+  def check_config(
+    self, declared: type[stateful.Stateful] | None = None
+  ) -> None:
     """Compares the config of the newest checkpoint with this run's.
 
     Args:
-      declared: has the attributes of a `FullExperiment` that say which keys may
-        change; None is that class. (`restore` asks the experiment itself.)
+      declared: says which keys may change; None says that none may. (`restore`
+        asks the experiment itself.)
 
     Raises:
       ConfigChangedError: a key that makes another run differs.

@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxline import base_config
+from jaxline.base import config_record
 from jaxline.base import keys
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import metadata
@@ -89,7 +89,7 @@ _MANIFEST = keys.record(
   ),
   processes=keys.each(keys.each(_OWN), list),
   logs=notes.LENGTHS,
-  config=base_config.RECORDED,
+  config=config_record.RECORDED,
   small=keys.optional(keys.each(arrays.SMALL)),
   code=keys.optional(keys.each(_PLAIN)),
   versions=keys.optional(keys.each(_PLAIN)),

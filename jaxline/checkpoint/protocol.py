@@ -4,19 +4,12 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from jaxline import errors
-from jaxline import experiment as experiment_lib
+from jaxline.base import stateful
 from jaxline.parallel import distributed
 from jaxline.run_directory import directory as directory_lib
 
 # An entry of the live state that a checkpoint may lack.
 OPTIONAL = 'trained_secs'
-
-
-class Fresh(dict):
-  """A snapshot just read: a restore may keep its arrays, no one else has them.
-
-  Of any other it makes copies, and the devices hold the state twice meanwhile.
-  """
 
 
 class ExperimentState(dict):
@@ -150,7 +143,9 @@ def is_new(checkpointer: FullCheckpointer) -> bool:
   return not checkpointer.can_be_restored('latest')
 
 
-def num_to_keep(config: Any, ckpt_series: str, module: Any) -> int:
+def num_to_keep(
+  config: Any, ckpt_series: str, module: stateful.Stateful
+) -> int:
   """Returns how many of the newest checkpoints of a series are kept."""
   if ckpt_series != 'best':
     return config.max_checkpoints_to_keep
@@ -168,7 +163,7 @@ def new_state(
   """Returns the live state of a series, as before the first step."""
   state = checkpointer.get_experiment_state(series)
   state.global_step = 0
-  state.experiment_module = experiment_lib.live(experiment)
+  state.experiment_module = stateful.live(experiment)
   state.train_step_rng = rng
   return state
 

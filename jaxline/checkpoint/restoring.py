@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline import base_config
 from jaxline import errors
-from jaxline import experiment
+from jaxline.base import config_record
+from jaxline.base import stateful
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
@@ -30,7 +30,7 @@ class ConfigChangedError(errors.UsageError):
 def check_config(
   found: contents.Checkpoint,
   recorded: Mapping[str, Any],
-  declared: experiment.FullExperiment | type[experiment.FullExperiment],
+  declared: stateful.Stateful | type[stateful.Stateful],
   *,
   continues: bool,
 ) -> None:
@@ -38,14 +38,14 @@ def check_config(
 
   Args:
     found: the checkpoint.
-    recorded: the run's config, as `base_config.recorded` returns it.
+    recorded: the run's config, as `config_record.recorded` returns it.
     declared: the experiment or its class, which says what may change.
     continues: whether the run goes on with the new values, with a warning.
 
   Raises:
     ConfigChangedError: a key that makes another run differs.
   """
-  changes = base_config.changes(found.record['config'], recorded, declared)
+  changes = config_record.changes(found.record['config'], recorded, declared)
   if not changes:
     return
   text = '\n'.join(f'  config.{line}' for line in changes)

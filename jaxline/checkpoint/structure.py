@@ -24,22 +24,9 @@ import jax
 from jax._src import tree_util  # The registry of nodes has no public name.
 import numpy as np
 
+from jaxline.base import trees
 from jaxline.checkpoint import arrays as arrays_lib
-from jaxline.parallel.partitioning import name_of
 from jaxline.run_directory import store as store_lib
-
-
-def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
-  """Returns the leaves of a tree by name, in the order of `jax.tree.leaves`.
-
-  Where the paths of several leaves join to the same name, the second gets '#2',
-  the third '#3'. None is not a leaf. `name` is the prefix of all names.
-  """
-  named: dict[str, Any] = {}
-  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    parts = [part for part in (name, name_of(path)) if part]
-    named[_unique('/'.join(parts), named)] = leaf
-  return named
 
 
 def is_array(x: Any) -> bool:
@@ -83,7 +70,7 @@ def encode(
     return encode(y, inner, arrays, allow_pickle=allow_pickle, nodes=nodes)
 
   def put(x: Any) -> str:
-    unique = _unique(name, arrays)
+    unique = trees.unique_name(name, arrays)
     arrays[unique] = x
     return unique
 
@@ -117,7 +104,7 @@ def encode(
     children, one_level = jax.tree_util.tree_flatten_with_path(
       x, is_leaf=lambda y: y is not x
     )
-    keys = [name_of(path) for path, _ in children]
+    keys = [trees.name_of(path) for path, _ in children]
     parts = [walk(y, key) for key, (_, y) in zip(keys, children, strict=True)]
     aux = jax.tree_util.flatten_one_level_with_keys(x)[1]
     if is_found and aux is not x:
@@ -130,7 +117,7 @@ def encode(
         for key in [*arrays][taken:]:
           del arrays[key]
     if nodes is not None:
-      unique = _unique(name, nodes)
+      unique = trees.unique_name(name, nodes)
       nodes[unique] = one_level, [address, keys]
       return {'live': [unique, [address, keys], parts]}
     why = ' (it is registered as static)'
@@ -266,14 +253,6 @@ def _instance(tag: str, body: list[Any], walk: Any) -> Any:
   for name, value in values.items():
     object.__setattr__(instance, name, value)
   return instance
-
-
-def _unique(name: str, taken: Mapping[str, Any]) -> str:
-  unique, count = name, 1
-  while unique in taken:
-    count += 1
-    unique = f'{name}#{count}'
-  return unique
 
 
 def _find(address: str) -> Any:

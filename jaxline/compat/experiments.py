@@ -26,6 +26,7 @@ from ml_collections import config_dict
 from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment as experiment_lib
+from jaxline.base import stateful
 
 
 def resolve_experiment_class(
@@ -178,7 +179,8 @@ class _Completed:
 # The defaults of the names that JAXline does not have.
 _ADDED = {
   name: x
-  for name, x in vars(experiment_lib.FullExperiment).items()
+  for cls in (stateful.Stateful, experiment_lib.FullExperiment)
+  for name, x in vars(cls).items()
   if not name.startswith('_')
 }
 

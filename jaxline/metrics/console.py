@@ -7,7 +7,7 @@ each interval. The training numbers in them are means over at most 100 steps.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import itertools
 import logging as std_logging
@@ -30,7 +30,6 @@ from jaxline.metrics import live
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
-from jaxline.run_directory import directory as directory_lib
 
 _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
@@ -84,7 +83,7 @@ class Console(contextlib.AbstractContextManager):
     self._config: Any = None  # Set by `begin`, and the next three.
     self._experiment: Any = None
     self._state: Any = None
-    self._directory: directory_lib.RunDirectory | None = None
+    self._saved_step: Callable[[], int | None] = lambda: None
     self._activity = ''  # What the run does instead of steps.
     self._compiled_before: float | None = None
     self._earlier: list[dict[str, Any]] = []  # The numbers of earlier steps.
@@ -116,17 +115,20 @@ class Console(contextlib.AbstractContextManager):
     config: Any,
     experiment: Any,
     state: Any = None,
-    run_directory: directory_lib.RunDirectory | None = None,
+    saved_step: Callable[[], int | None] = lambda: None,
   ) -> None:
-    """Prints the start block; without a state, the run only evaluates."""
+    """Prints the start block; without a state, the run only evaluates.
+
+    `saved_step` returns the step of the last complete checkpoint, if any.
+    """
     self._config, self._experiment, self._state = config, experiment, state
-    self._directory, start = run_directory, ''
+    self._saved_step, start = saved_step, ''
     if state is not None:
       step = int(state.global_step)
       source = 'resumed' if step else 'a fresh run'
       if step and self._is_over(step):
         source = 'resumed, nothing left to train'
-      if config.restore_from and self._saved is None:
+      if config.restore_from and self._saved_step() is None:
         source = f'from {config.restore_from}'
       start = f'{self._step_text(step).partition(" (")[0]}, {source}'
     kind, directory = experiment.__class__, _relative(config.checkpoint_dir)
@@ -155,7 +157,8 @@ class Console(contextlib.AbstractContextManager):
     """Prints the summary, if the run has begun, and releases the weights."""
     if self._config is not None:
       self.say('\n'.join(self._summary(error)))
-    self._config = self._experiment = self._state = self._directory = None
+    self._config = self._experiment = self._state = None
+    self._saved_step = lambda: None
 
   def _is_over(self, step: int) -> bool:
     should_run_step = self._experiment.should_run_step
@@ -188,7 +191,7 @@ class Console(contextlib.AbstractContextManager):
     if not config.checkpoint_dir:
       return block
     directory, commands = _relative(config.checkpoint_dir), {}
-    if self._state is None or self._saved is not None:
+    if self._state is None or self._saved_step() is not None:
       commands = self._next_commands(error)
     commands['Curves'] = f'python -m jaxline.runs compare {directory}'
     block.append(f'Run directory: {directory}')
@@ -278,8 +281,8 @@ class Console(contextlib.AbstractContextManager):
     activity = self._activity if self.mode == 'live' else ''
     if steps and self._rate and step < steps and not activity:
       eta = f'ETA {lines.duration((steps - step) / self._rate)}'
-    if self._saved is not None:
-      saved = f'saved {self._saved}'
+    if self._saved_step() is not None:
+      saved = f'saved {self._saved_step()}'
     head = self._step_text(step) + activity
     first, others = self._texts[:2], self._texts[2:]
     return lines.fit([head, eta, *first, saved, *others], width)
@@ -288,11 +291,6 @@ class Console(contextlib.AbstractContextManager):
     steps = self._config.training_steps
     of = f' of {steps} ({100 * step / steps:.0f}%)' if steps else ''
     return f'step {step}{of}'
-
-  @property
-  def _saved(self) -> int | None:
-    """The step of the last complete checkpoint; None if there is none."""
-    return self._directory.saved_step if self._directory else None
 
   @property
   def _width(self) -> int:

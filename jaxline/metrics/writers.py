@@ -10,16 +10,13 @@ import time
 from typing import Any, Protocol, TypeVar
 
 from absl import logging
-import jax
 import numpy as np
 
 from jaxline import errors
 from jaxline.base import async_lib
 from jaxline.metrics import files
-from jaxline.metrics import fingerprints
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
-from jaxline.run_directory import spool
 
 F = TypeVar('F', bound=Callable[..., Any])
 
@@ -209,23 +206,6 @@ class MetricWriter(contextlib.AbstractContextManager):
         raise
       # Often of the same cause as the error that leaves the block.
       logging.error('Closing a writer failed as well: %r', e)
-
-
-class RunWriter(MetricWriter):
-  """Writes to the backends of `config.writers`.
-
-  Their files are below `config.checkpoint_dir/<mode>`; each host but the first
-  has a directory of its own there.
-  """
-
-  def __init__(self, config: Any, mode: str):
-    host = jax.process_index()
-    folder = f'{mode}/host_{host}' if host else mode
-    directory = spool.fetch(config.checkpoint_dir, folder)
-    made = [make(name, config, mode, directory) for name in config.writers]
-    if config.fingerprint and mode == 'train':
-      made.append(fingerprints.FingerprintWriter(directory / fingerprints.FILE))
-    super().__init__(*made)
 
 
 def _snapshot(value: Any) -> Any:

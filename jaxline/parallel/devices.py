@@ -9,8 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline.base import debug
+from jaxline.base import keys
 
 T = TypeVar('T')
+
+KEYS = (
+  keys.Key('max_steps_in_flight', None, keys.optional(keys.COUNT),
+      'How many training steps may be queued on the devices: 2 keeps them busy,'
+      ' 1 waits for each step. None is 2, or 1 for several CPU devices, whose'
+      ' collectives can starve each other.'),
+)  # fmt: skip
 
 # Sums a tree over the devices of a mapped axis; JAXline's name for it.
 tree_psum = jax.lax.psum

@@ -20,6 +20,7 @@ from absl import logging
 import jax
 
 from jaxline import errors
+from jaxline.base import trees
 from jaxline.base.keys import Check, Key, optional
 from jaxline.parallel import mesh as mesh_lib
 
@@ -92,9 +93,6 @@ WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
 # Of a weight without names: from how many elements on it is split, as a small
 # one is not worth the communication; and how many layers it may have stacked.
 MIN_SPLIT, MAX_LAYERS = 2**16, 256
-
-# The name of a key path, as rules match it, such as 'params/linear/w'.
-name_of = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
 
 # How a dimension is split: by a logical axis, which the rules map to mesh axes;
 # by a mesh axis, under any rules; by several of either; not at all, for None.
@@ -259,7 +257,7 @@ class Partitioner:
       try:
         return self.spec(axes, unbox(x).shape)
       except ValueError as e:
-        e.add_note(f'In the weight {name_of(path)}.')
+        e.add_note(f'In the weight {trees.name_of(path)}.')
         raise
 
     return jax.tree.map_with_path(spec_of, tree, is_leaf=is_logical)
@@ -320,7 +318,7 @@ class Partitioner:
       spec = self.spec(axes, shape)
       if misfits or NamedSharding(self.mesh, spec).is_fully_replicated:
         named = axes if is_logical(x) else 'no axes named'
-        lines.append(f'{name_of(path)} {tuple(shape)} {named}{misfits}')
+        lines.append(f'{trees.name_of(path)} {tuple(shape)} {named}{misfits}')
     return lines if splits else []
 
   def idle_axes(self) -> list[str]:

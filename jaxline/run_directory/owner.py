@@ -36,7 +36,7 @@ class ClaimedError(errors.UsageError):
   """Another process writes to the same directory."""
 
 
-class LostClaimError(RuntimeError):
+class LostClaimError(errors.RunError, RuntimeError):
   """A run has lost its right to write, after it has begun."""
 
 

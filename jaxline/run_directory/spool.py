@@ -4,8 +4,9 @@ Objects cannot be appended to, so logs are downloaded, grow in a local directory
 and are uploaded before each manifest and at the end, which removes them here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
+import functools
 import os
 import pathlib
 import shutil
@@ -31,6 +32,11 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
 def local(run: str | os.PathLike[str], folder: str) -> pathlib.Path:
   """Returns where this process writes a folder of a run."""
   return store_lib.Disk(str(directory(run))).folder(folder)
+
+
+def folders(run: str | os.PathLike[str]) -> Callable[[str], pathlib.Path]:
+  """Returns `local` of a run, also where the process changes its directory."""
+  return functools.partial(local, directory(run).absolute())
 
 
 def fetch(run: str, folder: str) -> pathlib.Path:

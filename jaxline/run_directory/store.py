@@ -34,7 +34,7 @@ NEW = object()  # The version of a value that is not there.
 MISSING = (FileNotFoundError, NotADirectoryError)
 
 
-class DamagedError(ValueError):
+class DamagedError(errors.RunError, ValueError):
   """A checkpoint is not as it was written."""
 
 

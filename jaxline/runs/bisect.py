@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxline import errors
 from jaxline import runs
+from jaxline.base import trees
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import structure
 from jaxline.metrics import lines
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.parallel import placement
@@ -73,7 +73,7 @@ def _inside(path: str, step: int) -> dict[str, Any]:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-  named = structure.named_leaves(tree)
+  named = trees.named_leaves(tree)
   data = {
     k: jax.random.key_data(x) if arrays.is_key(x) else x
     for k, x in named.items()

@@ -19,12 +19,8 @@ from typing import Any, NoReturn
 from absl import logging
 
 from jaxline import errors
-from jaxline.base import disk
 from jaxline.metrics import lines as lines_lib
 from jaxline.parallel import distributed
-from jaxline.run_directory import owner
-from jaxline.run_directory import store
-from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 
 _JAXS_REMARK = 'JAX has removed its internal frames'
@@ -51,12 +47,7 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
       )
     case errors.UsageError():
       return 2, ' '.join(lines)
-    case (
-      store.DamagedError()
-      | owner.LostClaimError()
-      | nonfinite.NonfiniteError()
-      | disk.FullDiskError()
-    ):
+    case errors.RunError():
       return 1, ' '.join(lines)
     case _ if others and errors.is_lost_process(error):
       return errors.LOST_CODE, (

@@ -12,17 +12,17 @@ import jax
 import numpy as np
 
 from jaxline import errors
+from jaxline.base import trees
 from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
-from jaxline.parallel import partitioning
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
 NONFINITE = scalars_lib.NONFINITE
 
 
-class NonfiniteError(ArithmeticError):
+class NonfiniteError(errors.RunError, ArithmeticError):
   """A step's loss or gradients were NaN or infinite."""
 
 
@@ -143,7 +143,7 @@ class Guard(periodic.Action):
 def _leaves(scalars: Any) -> dict[str, Any]:
   """Returns path -> value of a mapping whose values may be nested."""
   leaves = jax.tree.leaves_with_path(dict(scalars))
-  return {partitioning.name_of(path): x for path, x in leaves}
+  return {trees.name_of(path): x for path, x in leaves}
 
 
 def _judged(scalars: Any) -> dict[str, Any]:

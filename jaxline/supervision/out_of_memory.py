@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxline.base import trees
 from jaxline.metrics import lines as lines_lib
-from jaxline.parallel import partitioning
 
 _NUM_LISTED = 12
 
@@ -35,7 +35,7 @@ def _note(experiment: Any, config: Any) -> str:
   # Also the deleted ones: the failed step had taken them as its arguments.
   for path, x in jax.tree.leaves_with_path(attributes):
     if isinstance(x, jax.Array):
-      arrays[id(x)] = x, partitioning.name_of(path)
+      arrays[id(x)] = x, trees.name_of(path)
   sizes = collections.Counter[str]()
   for x, name in arrays.values():
     shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -14,19 +14,22 @@ from jax.experimental import profiler
 from jaxline.base import disk
 from jaxline.base import keys
 from jaxline.metrics import periodic
-from jaxline.run_directory import spool
 
 
 class Profiler(periodic.Action):
-  """Traces steps, if the run has a directory; training waits for the files."""
+  """Traces steps; training waits for the files.
+
+  `folder_of` returns the path of a folder in the run's directory, by its name.
+  """
 
   def __init__(
-    self, config: Any, say: Callable[[str], None] = logging.info
+    self,
+    config: Any,
+    folder_of: Callable[[str], pathlib.Path],
+    say: Callable[[str], None] = logging.info,
   ) -> None:
-    self._ranges: list[tuple[int, int]] = []
-    if config.checkpoint_dir is not None:
-      self._ranges = keys.parse_ranges(config.profile_steps or '')
-      self._run_directory = spool.directory(config.checkpoint_dir).absolute()
+    self._ranges = keys.parse_ranges(config.profile_steps or '')
+    self._folder_of = folder_of
     self._say = say
     self._last = 0
     self._path: pathlib.Path | None = None  # The trace up to that step.
@@ -50,8 +53,8 @@ class Profiler(periodic.Action):
   def _start(self, step: int, last: int) -> None:
     process = jax.process_index()
     folder = f'train/host_{process}' if process else 'train'
-    spool.local(self._run_directory, f'{folder}/plugins/profile')
-    directory = self._run_directory / folder
+    self._folder_of(f'{folder}/plugins/profile')
+    directory = self._folder_of(folder)
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
     options = jax.profiler.ProfileOptions()
     options.session_id = name
@@ -74,7 +77,7 @@ class Profiler(periodic.Action):
     jax.profiler.stop_trace()
     self._say(
       f'Trace: {path}. To see it:'
-      f'\n  tensorboard --logdir={self._run_directory}'
+      f'\n  tensorboard --logdir={self._folder_of("train").parent}'
       ' (with `pip install xprof`), or open perfetto_trace.json.gz there'
       ' at https://ui.perfetto.dev'
     )
@@ -83,8 +86,10 @@ class Profiler(periodic.Action):
 class PgleProfiler(Profiler):
   """Traces some steps, and saves their profile for another run."""
 
-  def __init__(self, config: Any) -> None:
-    super().__init__(config)
+  def __init__(
+    self, config: Any, folder_of: Callable[[str], pathlib.Path]
+  ) -> None:
+    super().__init__(config, folder_of)
     # Absolute: the program may change its directory.
     self._file = pathlib.Path(config.xla.pgle_save).absolute()
     self._num_steps = config.xla.pgle_save_steps

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from jaxline.base import trees
 from jaxline.metrics import fingerprints
 from jaxline.parallel import distributed
-from jaxline.parallel import partitioning
 
 
 class RecomputeError(ArithmeticError):
@@ -37,7 +37,7 @@ def _fingerprints(tree: Any) -> dict[str, Any]:
   """Returns the fingerprint of each part that a device of this process has."""
   found = {}
   for path, x in jax.tree.leaves_with_path(tree):
-    name = partitioning.name_of(path)
+    name = trees.name_of(path)
     # Not of the global array, of whose copies only one would be read.
     for part in x.addressable_shards:
       found[f'{name} on {part.device}'] = fingerprints.fingerprint(part.data)
