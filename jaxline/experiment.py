@@ -139,11 +139,18 @@ class AbstractExperiment(abc.ABC):
     )
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
+    stop: StopTraining | None = None
     with debug.log_activity('training loop', category='steps'):
       while self.should_run_step(step := state.global_step, config):
         with _trace(step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
-          scalars = self.step(global_step=global_step, rng=rng, writer=writer)
+          try:
+            scalars = self.step(global_step=global_step, rng=rng, writer=writer)
+          except StopTraining as e:
+            done = self._scalars_of_done(step + 1)
+            if done is None:
+              raise
+            scalars, stop = done, e  # Raised after the update: it counts.
         check_scalars(scalars, self, 'step')
         # The state's step and key change together: a checkpoint must not hold
         # one without the other.
@@ -157,6 +164,15 @@ class AbstractExperiment(abc.ABC):
         in_flight.append(scalars_lib.leaves(scalars))
         if len(in_flight) >= max_in_flight:
           _wait(in_flight.popleft())
+        if stop is not None:
+          raise stop
+
+  def _scalars_of_done(self, step: int) -> Scalars | None:
+    """Returns the scalars of a step that raised StopTraining once it was done.
+
+    None says that the step has changed nothing, and does not count.
+    """
+    return None
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the experiment's state for a checkpoint.

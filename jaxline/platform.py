@@ -458,7 +458,7 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
   if is_alone and not jax.config.values['jax_platforms']:
     # With libtpu installed JAX would look for TPUs here.
     jax.config.update('jax_platforms', 'cpu')
-  for line in xla.apply(config.xla):
+  for line in xla.apply(config.xla, has_started=distributed.has_started()):
     print(f'[jaxline] {line}', flush=True)
   if is_alone:
     return

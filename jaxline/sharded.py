@@ -11,7 +11,6 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
-import time
 from typing import Any
 
 import jax
@@ -364,19 +363,13 @@ class ShardedExperiment(experiment.FullExperiment):
     )
     try:
       super().train_loop(config, state, periodic_actions, writer)
-    except errors.StopTraining:
-      # An override of `step` may raise it after the update. Then this step
-      # counts: do what the loop does after a step.
-      step = state.global_step + 1
-      if int(self.state.step) == step:
-        state.global_step = step
-        for action in periodic_actions:
-          action(time.time(), step, self._scalars)
-      raise
     finally:
       # The thread would keep the experiment and its arrays alive.
       self.train_feed.close()
       self.last_batch = None
+
+  def _scalars_of_done(self, step: int) -> scalars_lib.Scalars | None:
+    return self._scalars if int(self.state.step) == step else None
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None

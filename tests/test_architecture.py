@@ -166,6 +166,11 @@ def test_only_some_modules_know(names):
   )
 
 
+def test_few_modules_know_what_jax_does_not_publish():
+  private = {m.name for m in LIBRARY for _, x in m.imports if '._src' in x}
+  assert len(private) <= 4, private
+
+
 def test_there_is_one_training_loop():
   loops = [
     module.name

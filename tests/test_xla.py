@@ -20,6 +20,7 @@ import json, os, warnings
 import jax
 
 from jaxline.base import xla
+from jaxline.parallel import distributed
 from tests import processes
 
 DEFAULTS = {DEFAULTS}
@@ -64,7 +65,7 @@ def test_a_recorded_flag_names_no_place():
 
 
 def test_the_defaults_set_nothing():
-  assert xla.apply(DEFAULTS) == []  # JAX has started.
+  assert xla.apply(DEFAULTS, has_started=True) == []  # JAX has started.
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,17 @@ options = DEFAULTS | dict(
   flags={'--xla_force_host_platform_device_count': 3, 'xla_gpu_ftz': True},
   tpu_flags={'xla_tpu_x': 'y'},
 )
-said['lines'] = xla.apply(options)
+assert not distributed.has_started()
+said['lines'] = xla.apply(options, has_started=False)
 said['flags'] = os.environ['XLA_FLAGS']
 said['tpu_flags'] = os.environ['LIBTPU_INIT_ARGS']
 said['devices'] = jax.device_count()
-said['again'] = xla.apply(options)  # Nothing is missing.
+said['again'] = xla.apply(options, has_started=True)  # Nothing is missing.
 try:
-  xla.apply(DEFAULTS | dict(flags={'xla_cpu_ftz': True}))
+  xla.apply(
+    DEFAULTS | dict(flags={'xla_cpu_ftz': True}),
+    has_started=distributed.has_started(),
+  )
 except ValueError as e:
   said['too late'] = str(e)
 
@@ -157,4 +162,4 @@ said['percentile'] = jax.config.values['jax_pgle_aggregation_percentile']
 
 def test_a_missing_profile_is_refused(tmp_path):
   with pytest.raises(errors.UsageError, match='pgle_profile'):
-    xla.apply(options(pgle_profile=str(tmp_path / 'a.pb')))
+    xla.apply(options(pgle_profile=str(tmp_path / 'a.pb')), has_started=False)

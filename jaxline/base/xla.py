@@ -14,7 +14,6 @@ import re
 from typing import Any
 
 import jax
-from jax._src import xla_bridge  # Says whether JAX has started.
 
 from jaxline import errors
 from jaxline.base.keys import (
@@ -103,8 +102,10 @@ def uses_pgle(options: Mapping[str, Any]) -> bool:
   return any(options[key] for key in kinds)
 
 
-def apply(options: Mapping[str, Any]) -> list[str]:
+def apply(options: Mapping[str, Any], *, has_started: bool) -> list[str]:
   """Sets the environment and JAX as `config.xla` says; returns what was set.
+
+  Once JAX has started it does not read the environment.
 
   The flags are appended to XLA_FLAGS and LIBTPU_INIT_ARGS. Of two values for
   one flag XLA takes the last.
@@ -124,7 +125,7 @@ def apply(options: Mapping[str, Any]) -> list[str]:
       for name, x in values.items()
     ]
     added = ' '.join(flag for flag in flags if flag not in before.split())
-    if added and xla_bridge.backends_are_initialized():
+    if added and has_started:
       raise errors.UsageError(
         f'config.xla needs {added} in {variable}, but JAX has started and no'
         ' longer reads it. Call nothing that needs a device before the run, or'

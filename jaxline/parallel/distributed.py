@@ -17,6 +17,7 @@ from absl import logging
 import jax
 from jax._src import clusters  # JAX has no public names for these.
 from jax._src import distributed as jax_distributed
+from jax._src import xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
 
@@ -62,6 +63,11 @@ KEYS = (
       " the launcher's variables; without either, this is one process. `off`:"
       ' this is one process. See docs/reference/launching.md.'),
 )  # fmt: skip
+
+
+def has_started() -> bool:
+  """Returns whether JAX has started, after which it reads no settings."""
+  return xla_bridge.backends_are_initialized()
 
 
 def has_others() -> bool:

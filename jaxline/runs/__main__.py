@@ -131,7 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   try:
     if 'run_dir' in args:
-      for line in xla.apply(base_config.recorded_config(args.run_dir).xla):
+      for line in xla.apply(
+        base_config.recorded_config(args.run_dir).xla,
+        has_started=distributed.has_started(),
+      ):
         lines.say(line)
       distributed.initialize('auto')
     return args.run(args) or 0
