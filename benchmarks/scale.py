@@ -60,7 +60,7 @@ RUNS: dict[str, Sequence[str]] = {
 PUBLISHED = {'C4Spmd16BAdam32Replicas': '42%'}
 
 
-def compile_run(arguments: Sequence[str]) -> report_lib.Report:
+def compile_run(arguments: Sequence[str]) -> report_lib.ProgramReport:
   """Compiles the train step of the run of a command line."""
   # What is traced is kept by mesh, but not by rules of sharding.
   jax.clear_caches()

@@ -64,7 +64,7 @@ class Experiment(sharded.ShardedExperiment):
     self,
     params: Any,
     model_state: Any,
-    batch: sharded.Batch,
+    batch: sharded.BatchDict,
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:

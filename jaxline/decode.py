@@ -124,7 +124,9 @@ def decode(
       file = stack.enter_context(_open(config, step))
     rows = 0
     for number in itertools.count():
-      batch = distributed.of_chief(list(itertools.islice(records, size)))
+      batch = distributed.broadcast_from_process_0(
+        list(itertools.islice(records, size))
+      )
       if not batch:
         break
       prompts = [record['prompt'] for record in batch]
@@ -180,9 +182,9 @@ def _open_new(path: pathlib.Path) -> TextIO:
 
 def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
-  lines.say(f'=== {prompt}')
+  lines.print_text(f'=== {prompt}')
   for continuation in continuations:
     others = {k: x for k, x in continuation.items() if k != 'text'}
     texts = (f'{k} {lines.shorten(x)}' for k, x in others.items())
-    lines.say(' '.join(['---', *texts]))
-    lines.say(continuation['text'])
+    lines.print_text(' '.join(['---', *texts]))
+    lines.print_text(continuation['text'])

@@ -140,7 +140,7 @@ class Evaluation:
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with (
       debug.log_activity(f'evaluation of step {step}', category='evaluation'),
-      oom.explained(stateful.live(self.experiment), self._config),
+      oom.explain_oom(stateful.live(self.experiment), self._config),
     ):
       scalars: Any = self._evaluate(
         global_step=global_step, rng=rng, writer=self._log
@@ -278,4 +278,8 @@ def _metric(
   valid, what = sorted(values), 'scalar of evaluate'
   errors.check_names([metric], valid, what, f'config.{key}')
   value = float(values[metric])
-  return distributed.of_chief(value) if checkpointer.collective else value
+  return (
+    distributed.broadcast_from_process_0(value)
+    if checkpointer.collective
+    else value
+  )

@@ -62,8 +62,8 @@ def make_hooks(
     hooks.append(budget)
   if config.profile_steps and config.checkpoint_dir is not None:
     folder_of = spool.folders(config.checkpoint_dir)
-    hooks.append(profiling.Profiler(config, folder_of, console.say))
-  hooks += [*given, console_lib.Hook(console, config, log, finish)]
+    hooks.append(profiling.Profiler(config, folder_of, console.print))
+  hooks += [*given, console_lib.ConsoleHook(console, config, log, finish)]
   if is_logged and (jax.process_index() == 0 or config.log_all_hosts):
     hooks.append(
       periodic.Every(
@@ -78,11 +78,11 @@ def make_hooks(
   # Another process may have the file, and all compute it together.
   is_kept = log.takes('fingerprints') or jax.process_count() > 1
   if config.fingerprint and is_kept:
-    hooks.append(fingerprints.Hook(log, experiment))
+    hooks.append(fingerprints.FingerprintHook(log, experiment))
   # After the logs: the checkpoint waits for what was logged before it.
   if (config.save_checkpoint_interval or 0) > 0:
     hooks.append(
-      Together(
+      SynchronizedEvery(
         agreement,
         'save',
         lambda *unused: save(),
@@ -94,7 +94,7 @@ def make_hooks(
   return hooks
 
 
-class Together(periodic.Every):
+class SynchronizedEvery(periodic.Every):
   """Is due at the same step in all processes, by the clock of process 0."""
 
   def __init__(

@@ -205,7 +205,7 @@ def start(
       console=console,
       watch=preemption.begin_run(mode.trains, config.preemption_signals),
     )
-    stack.push(exits.leave_if_lost)
+    stack.push(exits.abort_if_lost)
     # Only this call: an error in the parts above needs no debugger.
     return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
 
@@ -222,7 +222,9 @@ def _claim(
     except (owner.ClaimedError, OSError) as e:
       problem = f'Nothing can be written in {config.checkpoint_dir}: {e}'
       is_refused = 'train' in logs or isinstance(e, owner.ClaimedError)
-  problem, is_refused = distributed.of_chief((problem, is_refused))
+  problem, is_refused = distributed.broadcast_from_process_0(
+    (problem, is_refused)
+  )
   if is_refused:
     raise errors.UsageError(problem)
   if problem:  # An evaluation only needs to read.
@@ -380,7 +382,7 @@ def main(
 
   def parse(argv: list[str]) -> list[str]:
     try:
-      with exits.ending():
+      with exits.exit_on_error():
         return _parse(flags.FLAGS, argv)
     except SystemExit as e:
       if e.code == 1:  # absl's --help.
@@ -391,7 +393,7 @@ def main(
     factories = checkpointer_factory, writer_factory
     name = flags.FLAGS.jaxline_mode
     logging.get_absl_handler().addFilter(console_lib.is_shown)
-    with exits.ending():
+    with exits.exit_on_error():
       config, origin = _read_config(flags.FLAGS)
       _start_jax(base_config.complete_config(config), name)
       watchdog.covers_exit = True

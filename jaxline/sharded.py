@@ -35,7 +35,7 @@ from jaxline.parallel import prng
 from jaxline.supervision import recompute
 
 # Names that experiments use.
-Batch = step_lib.Batch
+BatchDict = step_lib.BatchDict
 LossOutput = step_lib.LossOutput
 OVERWRITE = step_lib.OVERWRITE
 EMA = train_state.EMA
@@ -115,7 +115,7 @@ class ShardedExperiment(experiment.FullExperiment):
     self,
     params: Any,
     model_state: Any,
-    batch: Batch,
+    batch: BatchDict,
     rng: jax.Array,
     is_training: bool,
   ) -> LossOutput:
@@ -139,7 +139,7 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns the optimizer."""
 
   @abc.abstractmethod
-  def train_input(self) -> Iterator[Batch]:
+  def train_input(self) -> Iterator[BatchDict]:
     """Returns an endless input: anything that `iterable.as_input` takes.
 
     Each process reads its own rows of every global batch, as numpy arrays that
@@ -148,7 +148,9 @@ class ShardedExperiment(experiment.FullExperiment):
     """
 
   @abc.abstractmethod
-  def eval_input(self) -> Iterable[Batch] | Mapping[str, Iterable[Batch]]:
+  def eval_input(
+    self,
+  ) -> Iterable[BatchDict] | Mapping[str, Iterable[BatchDict]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
 
     It may take `shard`. The metrics of a set in a mapping name -> batches are
@@ -163,7 +165,7 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns scalars to log besides the loss's metrics; part of the step.
 
     `state` is that before the step; the gradients, and the changes of the
-    weights, are like `trained(state.params)`.
+    weights, are like `trainable_only(state.params)`.
     """
     return {'grad_norm': optax.tree.norm(grads)}
 
@@ -187,7 +189,7 @@ class ShardedExperiment(experiment.FullExperiment):
     """`_pure_step` as one program, which donates its state."""
 
     # A partial would keep the experiment alive: JAX caches its signature.
-    def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
+    def step(state: TrainState, batch: BatchDict, rng: jax.Array) -> Any:
       shapes = jax.tree.map(jax.typeof, batch)
       step_lib.warn_of_another_shape(self.traced_batch, shapes)
       self.traced_batch = shapes
@@ -201,18 +203,18 @@ class ShardedExperiment(experiment.FullExperiment):
     )
 
   def _pure_step(
-    self, state: TrainState, batch: Batch, rng: jax.Array
+    self, state: TrainState, batch: BatchDict, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state after a step, and scalars; `rng` is the run's key."""
     loss_fn = lambda params, *args: self.loss_fn(
-      train_state.with_frozen(params, state.params), *args
+      train_state.merge_frozen(params, state.params), *args
     )
     # Split like the weights: no device ever holds the gradients whole.
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
-      grads, self.trained(self.layout.shardings.params)
+      grads, self.trainable_only(self.layout.shardings.params)
     )
     # A gradient that is only dropped later could still take memory.
-    params = self.trained(state.params)
+    params = self.trainable_only(state.params)
     loss, metrics, model_state, grads = step_lib.accumulate_gradients(
       loss_fn,
       params,
@@ -230,7 +232,7 @@ class ShardedExperiment(experiment.FullExperiment):
     after = dataclasses.replace(
       state,
       step=state.step + 1,
-      params=train_state.with_frozen(
+      params=train_state.merge_frozen(
         optax.apply_updates(params, updates), state.params
       ),
       model_state=model_state,
@@ -260,7 +262,7 @@ class ShardedExperiment(experiment.FullExperiment):
     folded into the key. The state needs no `opt_state`.
     """
 
-    def evaluation(state: Any, batch: Batch, rng: Any, place: Any) -> Any:
+    def evaluation(state: Any, batch: BatchDict, rng: Any, place: Any) -> Any:
       for number in place:
         rng = jax.random.fold_in(rng, number)
       args = state.params, state.model_state, batch, rng
@@ -298,9 +300,9 @@ class ShardedExperiment(experiment.FullExperiment):
     )
     return train_state.Layout(init, self._init_rng, self.partitioner)
 
-  def trained(self, params: Any) -> Any:
+  def trainable_only(self, params: Any) -> Any:
     """Returns a tree like the weights', None in place of those frozen."""
-    return train_state.trained(params, self.trainable_rules)
+    return train_state.trainable_only(params, self.trainable_rules)
 
   # The shapes and shardings of a step's arguments.
 
@@ -311,7 +313,7 @@ class ShardedExperiment(experiment.FullExperiment):
     key, sharding = self._init_rng, self.partitioner.replicated
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
 
-  def abstract_batch(self, is_training: bool) -> Batch:
+  def abstract_batch(self, is_training: bool) -> BatchDict:
     """Reads the first batch."""
     source = self.train_feed if is_training else self._eval_feed
     return source.abstract_batch()
@@ -320,7 +322,9 @@ class ShardedExperiment(experiment.FullExperiment):
     sizes = self.partitioner.mesh.shape.items()
     axes = ', '.join(f'{axis} {size}' for axis, size in sizes if size > 1)
     params = self.abstract_state().params
-    weights, trained = map(jax.tree.leaves, (params, self.trained(params)))
+    weights, trained = map(
+      jax.tree.leaves, (params, self.trainable_only(params))
+    )
     text = lines.weights(weights)
     if len(trained) < len(weights):
       text += f'; {sum(x.size for x in trained):,} of them train'
@@ -377,7 +381,7 @@ class ShardedExperiment(experiment.FullExperiment):
     self.last_batch = batch = self.train_feed.take()
     every, step = self._recompute_interval, self.compiled_train_step
     if every and (int(global_step) + 1) % every == 0:
-      step = functools.partial(recompute.twice, step)
+      step = functools.partial(recompute.run_and_verify, step)
     self._state, packed = step(self.state, batch, rng)
     self._scalars = scalars_lib.Scalars(packed)
     # Only now: a checkpoint after a failed step must not skip its batch.

@@ -157,13 +157,13 @@ class Run:
       evaluator(state)
       for hook in training.hooks:
         hook.skip_time(time.time() - began)
-      notes.stop_without_gain(config, evaluator.noted)
+      notes.check_early_stopping(config, evaluator.noted)
 
     interval_type = config.eval_interval_type or config.interval_type
     interval = config.eval_interval
     with self.stoppable():
       if interval is not None and interval >= 0:
-        hook = hooks_lib.Together(
+        hook = hooks_lib.SynchronizedEvery(
           training.agreement,
           'evaluation',
           evaluate_now,
@@ -296,7 +296,7 @@ class Run:
     """Raises Preempted, after `finish()`, if a signal ends the run."""
     # The evaluation beside a training must not hide that the training hangs.
     if self.trained is None:
-      watchdog.give_sign_of_life()
+      watchdog.report_progress()
     if self.watch.reached(step):
       finish()
       self.watch.leave()
@@ -327,7 +327,7 @@ class Training:
     checkpoints.begin_training(checkpointer, run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
-      oom.explained(None, config),
+      oom.explain_oom(None, config),
     ):
       rng, init_rng = prng.run_keys(config)
       self.experiment: Any = experiments.construct(
@@ -340,13 +340,13 @@ class Training:
     self.agreement = distributed.Agreement()
     self._budget = budget.Budget(config.max_seconds, self.state)
     if checkpointer.can_be_restored('latest'):
-      run.console.say('Restoring the newest checkpoint...')
+      run.console.print('Restoring the newest checkpoint...')
       evaluation.restore(checkpointer)
     step = int(self.state.global_step)
     with run.stoppable():
       directory.stop_if_noted(step)
       checkpointer.begin(step)
-      self._budget.check(step, distributed.of_chief)
+      self._budget.check(step, distributed.broadcast_from_process_0)
     last = None if protocol.is_new(checkpointer) else step
     run.resume_log(run.log, last, directory.lengths)
     run.console.begin(
@@ -409,7 +409,7 @@ class Training:
           with (
             run.stoppable(),
             run.console.training(),
-            oom.explained(stateful.live(self.experiment), config),
+            oom.explain_oom(stateful.live(self.experiment), config),
           ):
             self.experiment.train_loop(config, state, hooks, run.log)
         self._finish()

@@ -54,7 +54,7 @@ def init_state(
 ) -> TrainState:
   """Returns the state before the first step; `Logical` weights stay so."""
   params, model_state = strongly_typed(init_fn(rng))
-  trains = trained(partitioning.unbox(params), trainable_rules)
+  trains = trainable_only(partitioning.unbox(params), trainable_rules)
   step = jnp.zeros((), jnp.int32)
   return strongly_typed(
     TrainState(step, params, model_state, optimizer.init(trains))
@@ -138,7 +138,7 @@ def trainable(params: Any, rules: str | Sequence[str]) -> Any:
   return jax.tree.unflatten(jax.tree.structure(params), trains.values())
 
 
-def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
+def trainable_only(params: Any, rules: str | Sequence[str] | None) -> Any:
   """Returns the weights with None for those that do not train, if any."""
   if rules is None:
     return params
@@ -146,7 +146,7 @@ def trained(params: Any, rules: str | Sequence[str] | None) -> Any:
   return jax.tree.map(lambda x, trains: x if trains else None, params, mask)
 
 
-def with_frozen(params: Any, whole: Any) -> Any:
+def merge_frozen(params: Any, whole: Any) -> Any:
   """Returns weights with those of `whole` in place of each None."""
   return jax.tree.map(
     lambda x, frozen: frozen if x is None else x,

@@ -24,11 +24,11 @@ from jaxline.parallel import partitioning
 from jaxline.parallel import placement
 
 TrainState = train_state.TrainState
-Batch = dict[str, Any]
+BatchDict = inputs.BatchDict
 LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]
 # (params, model_state, batch, rng, is_training) ->
 # (loss, metrics, new model_state)
-LossFn = Callable[[Any, Any, Batch, jax.Array, bool], LossOutput]
+LossFn = Callable[[Any, Any, BatchDict, jax.Array, bool], LossOutput]
 # loss, metrics, new model_state, gradients
 Gradients = tuple[jax.Array, metrics_lib.Metrics, Any, Any]
 
@@ -45,7 +45,7 @@ OVERWRITE = '_overwrite_with_gradient'
 SKIPPED_STEPS = 'skipped_steps'
 
 
-def is_empty(batch: Batch) -> jax.Array:
+def is_empty(batch: BatchDict) -> jax.Array:
   """Returns whether nothing in a batch has a weight."""
   return ~batch[WEIGHTS].astype(bool).any()
 
@@ -54,7 +54,7 @@ def gradients(
   loss_fn: LossFn,
   params: Any,
   model_state: Any,
-  batch: Batch,
+  batch: BatchDict,
   rng: jax.Array,
   empty: jax.Array,
 ) -> Gradients:
@@ -136,7 +136,7 @@ def guard_step(
   return state, {scalars_lib.NONFINITE: in_a_row - empty, SKIPPED_STEPS: in_all}
 
 
-def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
+def warn_of_another_shape(before: BatchDict | None, batch: BatchDict) -> None:
   """Warns if the shapes of a batch are not those of the trace before."""
   differ = functools.partial(train_state.differences, batch, before)
   if before and (lines := differ('now', 'before', 'batch')):
@@ -148,7 +148,7 @@ def warn_of_another_shape(before: Batch | None, batch: Batch) -> None:
 def mean_metrics(
   compiled_eval_step: Callable[..., Any],
   state: TrainState,
-  batches: Iterable[Batch],
+  batches: Iterable[BatchDict],
   rng: jax.Array,
   set_number: Any,
 ) -> dict[str, float]:
@@ -178,7 +178,7 @@ def accumulate_gradients(
   loss_fn: LossFn,
   params: Any,
   model_state: Any,
-  batch: Batch,
+  batch: BatchDict,
   rng: jax.Array,
   num_microbatches: int,
   place_grads: Callable[[Any], Any],
@@ -212,7 +212,9 @@ def accumulate_gradients(
     x = x.reshape(size, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
     return partitioning.constrain(x, (None, 'batch') + (None,) * (x.ndim - 2))
 
-  def compute(model_state: Any, microbatch: Batch, i: Any) -> tuple[Any, Any]:
+  def compute(
+    model_state: Any, microbatch: BatchDict, i: Any
+  ) -> tuple[Any, Any]:
     """Returns sums over a microbatch, and the next model state."""
     key = jax.random.fold_in(rng, i)
     weight = microbatch[WEIGHTS].sum(dtype=jnp.float32)

@@ -62,7 +62,7 @@ def make_report(**changes):
     'notes': ('A note.',),
     'versions': {'jax': '0.10.2'},
   }
-  return report.Report(**{**values, **changes})
+  return report.ProgramReport(**{**values, **changes})
 
 
 def test_the_roofline_of_a_step():

@@ -252,7 +252,7 @@ def test_who_is_suspended_at_any_operation_loses_no_best(
     evaluation = open_run('eval', run, max_best_checkpoints_to_keep=1)
     manifests = training._manifests
     store = manifests.store
-    collect = lambda: manifests.collect(store.names('data'))
+    collect = lambda: manifests.collect_garbage(store.names('data'))
 
     def evaluate(step):
       lib.save(training, weights(step), step)
@@ -337,11 +337,11 @@ def test_a_process_that_is_stopped_loses_no_best(
   command = [sys.executable, '-c', _EVALUATION, str(run), when]
   with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
     assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
-    training._manifests.retire('latest', [3, 5])
+    training._manifests.delete_manifests('latest', [3, 5])
     while training._manifests.store.names('readers'):
-      training._manifests.collect(data)
+      training._manifests.collect_garbage(data)
       time.sleep(0.2)
-    training._manifests.collect(data)
+    training._manifests.collect_garbage(data)
     child.send_signal(signal.SIGCONT)
     log = child.communicate()[1]
   assert (child.returncode == 0) == (when == 'after'), log
@@ -440,7 +440,7 @@ def test_a_failed_save_is_raised_and_loses_nothing(
     monkeypatch.setattr(*{
       'arrays': (store_lib.Disk, 'write_part'),
       'manifest': (manager.Manifests, 'write'),
-      'retire': (manager, 'removable'),
+      'retire': (manager, 'steps_to_delete'),
     }[place], fails)  # fmt: skip
   lib.fill(first, lib.weights(2), 6)
   first.save('latest')

@@ -80,7 +80,7 @@ def test_a_step_is_created_once(url):
   with pytest.raises(owner.LostClaimError, match=r'latest/5\.json'):
     write(other, 'latest', 5, data='5-cd')
   assert one.store.read('latest/5.json') == before
-  one.retire('latest', [5])
+  one.delete_manifests('latest', [5])
   write(other, 'latest', 5, data='5-cd')
   write(one, 'best', 5)
   write(one, 'best', 5, data='5-cd')  # The same step may be the best again.
@@ -105,7 +105,7 @@ def test_a_step_is_created_once(url):
    [2, 4, 6, 9]),
 ])  # fmt: skip
 def test_which_stay(keep, saved, stay):
-  gone = manager.removable(saved, *keep)
+  gone = manager.steps_to_delete(saved, *keep)
   assert sorted({step for step, _ in saved} - set(gone)) == stay
 
 
@@ -121,21 +121,21 @@ def test_what_nothing_names_is_collected(manifests):
     write(manifests, 'latest', step)
   write(manifests, 'best', 1)  # The same data.
   manifests.store.write('data/4-ab/0000.w/c', b'')  # Left by a kill.
-  manifests.collect()
+  manifests.collect_garbage()
   assert data(manifests) == ['1-ab', '2-ab', '3-ab', '4-ab']
-  manifests.retire('latest', [1, 2])
-  manifests.collect()
+  manifests.delete_manifests('latest', [1, 2])
+  manifests.collect_garbage()
   assert data(manifests) == ['1-ab', '3-ab', '4-ab']
-  manifests.collect(data(manifests))
+  manifests.collect_garbage(data(manifests))
   assert data(manifests) == ['1-ab', '3-ab']
   assert manifests.store.names('latest') == ['3.json']
   # An evaluation, in another process, has the same step as the best again.
   write(manager.Manifests(manifests.store), 'best', 1, data='1-cd')
-  manifests.collect(data(manifests))
+  manifests.collect_garbage(data(manifests))
   assert data(manifests) == ['1-cd', '3-ab']
-  manifests.retire('best', [1])
+  manifests.delete_manifests('best', [1])
   write(manifests, 'latest', 3, data='3-cd')  # Saved twice.
-  manifests.collect()
+  manifests.collect_garbage()
   assert data(manifests) == ['3-cd']
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_protects_all(key, damage, manifests, monkeypatch):
   write(manifests, 'best', 2)
   manifests.store.write(key, damage or b'')
   fresh = manager.Manifests(manifests.store)
-  fresh.retire('latest', [1])
+  fresh.delete_manifests('latest', [1])
   read, error = fresh.store.read, contextlib.nullcontext()
 
   def fails(name):
@@ -160,10 +160,10 @@ def test_what_cannot_be_read_protects_all(key, damage, manifests, monkeypatch):
       patch.setattr(fresh.store, 'read', fails)
       error = pytest.raises(OSError, match='Input/output')
     with error:
-      fresh.collect(data(fresh))
+      fresh.collect_garbage(data(fresh))
   assert data(fresh) == ['1-ab', '2-ab', '3-ab']
   fresh.store.delete(key)
-  fresh.collect()
+  fresh.collect_garbage()
   assert '1-ab' not in data(fresh)
 
 
@@ -171,7 +171,7 @@ def test_where_nothing_is_listed_nothing_is_collected(manifests):
   # GCS lists nothing, without an error, where listing is not permitted.
   write(manifests, 'latest', 1)
   manifests.store.delete('latest/1.json')
-  manifests.collect(data(manifests))
+  manifests.collect_garbage(data(manifests))
   assert data(manifests) == ['1-ab']
 
 
@@ -181,21 +181,21 @@ def test_where_nothing_is_listed_nothing_is_collected(manifests):
 def test_marked_data_stays_while_the_mark_changes(manifests, clock):
   for step in (1, 2):
     write(manifests, 'latest', step)
-  mark, other = (owner.Beat(manifests.store, f'readers/{x}') for x in 'ab')
+  mark, other = (owner.Heartbeat(manifests.store, f'readers/{x}') for x in 'ab')
   mark.write(data=['1-ab'])
   other.write(data=['2-ab'])
-  manifests.retire('latest', [1])
+  manifests.delete_manifests('latest', [1])
   for _ in range(4):  # As its thread does.
-    manifests.collect()
+    manifests.collect_garbage()
     clock.now += owner.STALE_SECS - 1
     mark.write()
-  manifests.collect()
+  manifests.collect_garbage()
   assert data(manifests) == ['1-ab', '2-ab']
   clock.now += owner.STALE_SECS - 1
-  manifests.collect()  # Nobody has seen it that long without a change.
+  manifests.collect_garbage()  # Nobody has seen it that long without a change.
   assert data(manifests) == ['1-ab', '2-ab']
   clock.now += 1
-  manifests.collect()  # Its process was killed.
+  manifests.collect_garbage()  # Its process was killed.
   assert data(manifests) == ['2-ab']
   assert manifests.store.names('readers') == []
   for each in (mark, other):

@@ -24,7 +24,7 @@ from jaxline.run_directory import store
 from tests import checkpoints
 from tests import remains
 
-KEPT, EVERY = 2, 4  # The newest; and for ever, as `removable` says.
+KEPT, EVERY = 2, 4  # The newest; and for ever, as `steps_to_delete` says.
 
 
 class Experiment(experiment.FullExperiment):

@@ -143,7 +143,7 @@ def test_who_gives_no_sign_of_life_loses_the_claim(
 ):
   older, start, signs = owner.Claim(url, 'train'), clock.now, []
   sign = lambda: signs.append(clock.now)
-  monkeypatch.setattr(owner.watchdog, 'give_sign_of_life', sign)
+  monkeypatch.setattr(owner.watchdog, 'report_progress', sign)
   older.check()
   with pytest.raises(owner.ClaimedError):
     owner.Claim(url, 'train')
@@ -231,13 +231,13 @@ def test_one_of_two_gets_what_is_stale(url, clock, another, monkeypatch):
   older = owner.Claim(url, 'train')
   another()
   store = store_lib.at(url).below('checkpoints')
-  write = owner.Beat.write
+  write = owner.Heartbeat.write
 
   def late(beat, **value):
     store.write('claims/train', b'{"nonce": "of a third"}')
     return write(beat, **value)
 
-  monkeypatch.setattr(owner.Beat, 'write', late)
+  monkeypatch.setattr(owner.Heartbeat, 'write', late)
   with pytest.raises(owner.ClaimedError):
     owner.Claim(url, 'train')
   assert b'third' in store.read('claims/train')
@@ -267,7 +267,7 @@ def test_a_beat_goes_on_after_an_error(tmp_path, monkeypatch, caplog):
     return write(key, value, expected)
 
   monkeypatch.setattr(store, 'write', slow)
-  beat = owner.Beat(store, 'beat')
+  beat = owner.Heartbeat(store, 'beat')
   beat.write(data=[1])
   for _ in range(4):
     assert happened.acquire(timeout=60)

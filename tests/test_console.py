@@ -211,7 +211,7 @@ def run_hook(console, steps, **overrides):
   config = make_config(interval_type='steps', **overrides)
   with writers.MetricWriter() as log:
     console.show(log, 'train')
-    hook = console_lib.Hook(console, config, log, dict)
+    hook = console_lib.ConsoleHook(console, config, log, dict)
     for step, scalars in steps:
       hook(float(step), step, scalars)
     hook.wait_to_finish()
@@ -269,7 +269,7 @@ def test_the_rate_begins_after_the_first_step(capsys):
 def test_of_the_last_steps_no_large_array_is_kept():
   with writers.MetricWriter() as log:
     config = make_config(interval_type='steps', log_tensors_interval=100)
-    hook = console_lib.Hook(begun()[0], config, log, dict)
+    hook = console_lib.ConsoleHook(begun()[0], config, log, dict)
     for step in (1, 2):
       hook(1.0, step, {'loss': jnp.float32(step), 'large': jnp.ones([3])})
     assert [x for _, x in hook._kept] == [{'loss': 1.0}, {'loss': 2.0}]
@@ -334,7 +334,7 @@ def test_a_pipe_that_nobody_reads_ends_no_run():
   program = """
 from jaxline.metrics import console
 for _ in range(3):
-  console.Console('plain').say('x\\n' * 100_000)
+  console.Console('plain').print('x\\n' * 100_000)
 """
   script = 'set -o pipefail; "$0" -c "$1" | head -1'
   result = subprocess.run(
@@ -348,7 +348,7 @@ for _ in range(3):
 def test_a_text_that_the_terminal_cannot_show_is_no_error(monkeypatch):
   out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
   monkeypatch.setattr(sys, 'stdout', out)
-  console_lib.Console('plain').say('caf\xe9')
+  console_lib.Console('plain').print('caf\xe9')
   assert out.buffer.getvalue() == b'caf?\n'
 
 
@@ -456,7 +456,7 @@ def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
     thread.join(20)
     assert not thread.is_alive()
     with mock.patch.object(os, 'dup2') as dup2:
-      console_lib.Console('live').say('Nobody sees it.')
+      console_lib.Console('live').print('Nobody sees it.')
     dup2.assert_called_once()
     line.stop()
 

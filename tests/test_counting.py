@@ -254,7 +254,7 @@ def test_meetings_are_those_of_a_loop():
     for o, k in itertools.product(range(out), range(kernel)):
       x = o * stride - low + k * kernel_dilation
       expected += bool(0 <= x < len(holes) and holes[x])
-    found = counting.count_meetings(
+    found = counting.count_kernel_overlaps(
       size=size,
       kernel=kernel,
       out=out,

@@ -40,10 +40,10 @@ class Since:
   """What has been spent since this was made."""
 
   def __init__(self):
-    self.before = goodput.spent()
+    self.before = goodput.seconds_by_category()
 
   def __call__(self):
-    now = goodput.spent()
+    now = goodput.seconds_by_category()
     return {
       k: x - self.before[k] for k, x in now.items() if x != self.before[k]
     }

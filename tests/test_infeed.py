@@ -114,11 +114,11 @@ def test_wait_fraction_excludes_compilation(clock):
 
 
 def test_waits_are_accounted_for(clock):
-  before = goodput.spent()['input wait']
+  before = goodput.seconds_by_category()['input wait']
   with goodput.run(), goodput.measure('steps'):
     clock.steps(4, wait=0.25, takes=1)
     clock.steps(4, wait=0.00005, takes=1)  # It was ready.
-  assert goodput.spent()['input wait'] - before == 1
+  assert goodput.seconds_by_category()['input wait'] - before == 1
 
 
 def test_a_stall_is_told_with_the_place(caplog):

@@ -134,7 +134,7 @@ def test_no_seed_is_0_unless_training_data_would_come_again():
 
 def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(distributed, 'of_chief', lambda seed: 7)
+  monkeypatch.setattr(distributed, 'broadcast_from_process_0', lambda seed: 7)
   fields = {'batch_size': 2, 'shard': base.Shard(0, 1), 'is_training': True}
   assert Counting(**fields, **UNSAVED).seed() == 7
   # Nothing needs the seed of an iterable, so that no process waits for others.
@@ -344,7 +344,7 @@ def test_anything_that_gives_batches_is_an_input(make, is_saved):
   source = as_input()
   assert source.saves_position == is_saved
   assert sorted(next(source)) == ['weights', 'x']
-  mark = source.mark()
+  mark = source.copy_position()
   list(source)
   assert (mark is not None) == is_saved
   if is_saved:

@@ -50,7 +50,7 @@ def test_any_number_of_processes_goes_on_with_the_same_rows(
   # A step of four processes is explained by one, which has all rows.
   monkeypatch.syspath_prepend(multi.PROGRAM.parent)
   experiment_class = importlib.import_module('multi').Fed
-  with replay.opened(directory, 6, experiment_class) as found:
+  with replay.open_replay(directory, 6, experiment_class) as found:
     rows = explain.explain(found, 6)
   numbers = [int(row.where.removeprefix('record ')) for row in rows]
   assert sum(n * n for n in numbers) == seen(straight)[6]['squares']

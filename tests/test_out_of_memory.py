@@ -88,6 +88,6 @@ def test_another_error_gets_no_note(error, monkeypatch):
   if 'report' in str(error):
     monkeypatch.setattr(out_of_memory, '_note', None)
   with pytest.raises(type(error)) as e:
-    with out_of_memory.explained(None, base_config.get_base_config()):
+    with out_of_memory.explain_oom(None, base_config.get_base_config()):
       raise error
   assert not getattr(e.value, '__notes__', [])

@@ -81,7 +81,7 @@ def here(monkeypatch, capfd, caplog):
     code, error = 0, ''
     with flagsaver.flagsaver():
       try:
-        with exits.ending():
+        with exits.exit_on_error():
           platform._parse(flags.FLAGS, argv)
         platform.main(cls, [])
       except SystemExit as e:
@@ -232,7 +232,7 @@ def outcome(error, others):
     mock.patch.object(jax.distributed, 'is_initialized', return_value=True),
     mock.patch.object(exits.distributed.jax_distributed, 'global_state', state),
     pytest.raises(BaseException) as caught,
-    exits.ending(),
+    exits.exit_on_error(),
   ):
     raise error
   codes = [call.args[0] for call in left.call_args_list]
@@ -649,7 +649,7 @@ def test_flags_are_set_before_the_processes_meet(
   config = mock.Mock(values={'jax_platforms': platforms})
   config.update = lambda key, value: calls.append(value)
   monkeypatch.setattr(platform, 'jax', mock.Mock(config=config))
-  apply = lambda options: calls.append('xla') or ['--a=1']
+  apply = lambda options, has_started: calls.append('xla') or ['--a=1']
   monkeypatch.setattr(platform.xla, 'apply', apply)
   monkeypatch.setattr(platform.distributed, 'initialize', calls.append)
   monkeypatch.setattr(platform, 'start', lambda *_: calls.append('start'))

@@ -150,7 +150,7 @@ READERS = {
   'show': lambda run: inputs_main.input_maker(
     platform.load_config([f'--jaxline_run={run}']), 'train'
   ),
-  'replay': lambda run: replay.opened(run, 1).__enter__(),
+  'replay': lambda run: replay.open_replay(run, 1).__enter__(),
 }
 by_reader = pytest.mark.parametrize('reader', READERS)
 

@@ -50,7 +50,7 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
   with raised if stops else contextlib.nullcontext():
     own = [notes.EvaluationNote(step, '', x) for step, x in values.items()]
     other = notes.EvaluationNote(0, 'of another', -9.0)
-    notes.stop_without_gain(config, [other, *own])
+    notes.check_early_stopping(config, [other, *own])
 
 
 def noted(run_dir):

@@ -130,7 +130,7 @@ def test_scalars_may_lie_on_different_devices(tmp_path, monkeypatch):
   config.skip_batches = '3'
   with pytest.raises(errors.UsageError, match='skip_batches'):
     jaxline.fit(None, config, mode='train')
-  with replay.opened(tmp_path, 11) as found:
+  with replay.open_replay(tmp_path, 11) as found:
     with pytest.raises(errors.UsageError, match='OfDevices'):
       explain.explain(found, 11)
     assert found.state.global_step == 8  # Refused before it was replayed.
@@ -177,7 +177,7 @@ def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more, num):
 def test_steps_that_a_run_lacks_are_refused_before_it_starts(
   shared, args, said, capsys, monkeypatch
 ):
-  monkeypatch.setattr(replay, 'opened', None)
+  monkeypatch.setattr(replay, 'open_replay', None)
   try:
     status = cli.main([args[0], str(shared), *args[1:]])
   except SystemExit as e:
@@ -278,7 +278,7 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   curve = losses(directory)
   spikes = explain.spikes(curve)
   step = max(spikes, key=spikes.get)
-  with replay.opened(directory, step) as found:
+  with replay.open_replay(directory, step) as found:
     rows = explain.explain(found, step, with_grads=True)
     # The loss of the step is the mean of the rows'.
     assert np.mean([r.loss for r in rows]) == pytest.approx(curve[step], 1e-5)
@@ -346,7 +346,7 @@ class Fast(travels.Travels):
 
 def test_an_experiment_may_compute_the_losses_of_all_rows(shared, monkeypatch):
   monkeypatch.setattr(travels, 'Travels', Fast)
-  with replay.opened(shared, 6) as found:
+  with replay.open_replay(shared, 6) as found:
     rows = explain.explain(found, 6)
   assert [(r.number, r.loss) for r in rows] == [(i, i) for i in (3, 2, 1, 0)]
 
@@ -378,7 +378,7 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
   assert prints(part) == prints(lacks)
   # The numbers go on in a run that begins from it and skips none.
   fork = run(tmp_path / 'fork', {'restore_from': f'{part}:8'}, shuffled=False)
-  with replay.opened(fork, 13) as found:
+  with replay.open_replay(fork, 13) as found:
     assert found.experiment.train_feed.next_number == 16
 
 
@@ -582,4 +582,4 @@ def test_each_copy_of_an_array_is_compared():
     jnp.arange(4.0), jax.sharding.NamedSharding(mesh, P('a'))
   )
   with pytest.raises(recompute.RecomputeError, match=r'w on .*:1\.'):
-    recompute.twice(step, state)
+    recompute.run_and_verify(step, state)

@@ -1083,7 +1083,9 @@ def test_of_several_processes_the_first_decides_what_is_best(
   )
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
   evaluate = train.Run(Scored, config, checkpointer).make_evaluation()
-  monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
+  monkeypatch.setattr(
+    distributed, 'broadcast_from_process_0', lambda value: chief
+  )
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
   evaluate(protocol.ExperimentState(global_step=1, train_step_rng=None))

@@ -123,7 +123,7 @@ with watchdog.limit(0.3):
     time.sleep(0.6)
     os._exit(0)
   while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-    watchdog.give_sign_of_life()
+    watchdog.report_progress()
     time.sleep(0.01)
 sys.exit(os.waitstatus_to_exitcode(ended[1]))
 """,

@@ -117,7 +117,7 @@ class Experiment(sharded.ShardedExperiment):
     self,
     params: Any,
     model_state: Any,
-    batch: sharded.Batch,
+    batch: sharded.BatchDict,
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
@@ -146,14 +146,14 @@ class Experiment(sharded.ShardedExperiment):
 
   def train_input(
     self, shard: base.Shard | None = None
-  ) -> Iterator[sharded.Batch]:
+  ) -> Iterator[sharded.BatchDict]:
     """Returns the training images, shuffled anew in each epoch."""
     seed = self.config.seed
     return self._images(shard, is_training=True, input_random_seed=seed)
 
   def eval_input(
     self, shard: base.Shard | None = None
-  ) -> Iterator[sharded.Batch]:
+  ) -> Iterator[sharded.BatchDict]:
     """Returns the images that are held out, once."""
     return self._images(shard, reset_for_eval=True)
 

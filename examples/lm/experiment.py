@@ -322,7 +322,7 @@ class Experiment(sharded.ShardedExperiment):
     self,
     params: Any,
     model_state: Any,
-    batch: sharded.Batch,
+    batch: sharded.BatchDict,
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
@@ -338,7 +338,11 @@ class Experiment(sharded.ShardedExperiment):
     return nats.compute(), {'loss': nats, 'bits_per_byte': bits}, model_state
 
   def row_losses(
-    self, params: Any, model_state: Any, batch: sharded.Batch, rng: jax.Array
+    self,
+    params: Any,
+    model_state: Any,
+    batch: sharded.BatchDict,
+    rng: jax.Array,
   ) -> jax.Array:
     """Returns the mean cross entropy of each row, in one pass."""
     total_B, weight_B = self._sums(
@@ -350,7 +354,7 @@ class Experiment(sharded.ShardedExperiment):
     self,
     params: Any,
     model_state: Any,
-    batch: sharded.Batch,
+    batch: sharded.BatchDict,
     rng: jax.Array,
     is_training: bool,
     by_row: bool = False,

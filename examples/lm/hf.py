@@ -555,7 +555,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     if jax.process_index() == 0:
       run.mkdir(parents=True, exist_ok=True)
       shutil.copyfile(source / name, tokenizer)
-    distributed.of_chief(None)  # The others read it too.
+    distributed.broadcast_from_process_0(None)  # The others read it too.
     experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
     protocol.new_state(checkpointer, experiment, step_rng)

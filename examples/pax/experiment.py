@@ -58,7 +58,7 @@ class TaskExperiment(sharded.ShardedExperiment):
     self,
     params: Any,
     model_state: Any,
-    batch: sharded.Batch,
+    batch: sharded.BatchDict,
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
@@ -272,7 +272,7 @@ class Experiment(TaskExperiment):
       shard=self.experiment.shard,
     )
 
-  def abstract_batch(self, is_training: bool) -> sharded.Batch:
+  def abstract_batch(self, is_training: bool) -> sharded.BatchDict:
     """Returns the shapes of a global batch, if possible without data."""
     self._wants_shapes = True
     try:

@@ -128,7 +128,7 @@ def load(
       directory if rule.step is None else f'{directory}:{rule.step}'
     )
     # Another process may have found a newer one.
-    found.step = distributed.of_chief(found.step)
+    found.step = distributed.broadcast_from_process_0(found.step)
     stored = {name: _ROOT + source for name, source in sources.items()}
     with found.reading():
       replaced |= found.take(stored, live, where)

@@ -200,7 +200,7 @@ def cause(error: BaseException) -> Any:
 def _run_all(calls: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
   for call in iter(calls.get, None):
     call()
-    watchdog.give_sign_of_life()  # So that a long queue is no hang.
+    watchdog.report_progress()  # So that a long queue is no hang.
     del call  # Or its arguments would stay in memory while the next is awaited.
     if calls.empty():
       # What comes meanwhile is run at once. To wake this thread for each call

@@ -124,7 +124,7 @@ def splash_share(rows: int, columns: int) -> float:
   return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
 
-def count_meetings(
+def count_kernel_overlaps(
   size: int,
   kernel: int,
   out: int,
@@ -174,7 +174,7 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
   batch = lhs[numbers.lhs_spec[0]] // params['batch_group_count']
   out_features, in_features = (rhs[d] for d in numbers.rhs_spec[:2])
   met = math.prod(
-    count_meetings(
+    count_kernel_overlaps(
       lhs[numbers.lhs_spec[n + 2]],
       rhs[numbers.rhs_spec[n + 2]],
       out[numbers.out_spec[n + 2]],

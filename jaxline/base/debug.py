@@ -62,7 +62,7 @@ def log_activity(
   logging.info('[jaxline] %s starting...', activity_name)
   measured = goodput.measure(category) if category else contextlib.nullcontext()
   try:
-    watchdog.give_sign_of_life()
+    watchdog.report_progress()
     with measured:
       yield
   except BaseException as e:
@@ -74,7 +74,7 @@ def log_activity(
   else:
     logging.info('[jaxline] %s finished.', activity_name)
   finally:
-    watchdog.give_sign_of_life()
+    watchdog.report_progress()
 
 
 def evaluate_should_return_dict(f: F) -> F:

@@ -95,7 +95,7 @@ def add(category: str, secs: float) -> None:
     _spent[_open[-1]] -= secs
 
 
-def spent() -> dict[str, float]:
+def seconds_by_category() -> dict[str, float]:
   """Returns the seconds that runs in this process have spent, by category."""
   found = _spent.copy()
   for category in _open[-1:]:

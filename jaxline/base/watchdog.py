@@ -36,7 +36,7 @@ _ticker: threading.Thread | None = None
 _backstop = threading.Lock()  # Of faulthandler's timer.
 
 
-def give_sign_of_life() -> None:
+def report_progress() -> None:
   """Counts a sign of life; it takes some tens of nanoseconds."""
   global _signs
   _signs += 1
@@ -55,7 +55,7 @@ def limit(secs: float | None) -> Iterator[None]:
   if secs is None:
     yield
     return
-  give_sign_of_life()
+  report_progress()
   _secs, _num_runs = secs, _num_runs + 1
   _arm()  # The ticker may never get the interpreter's lock.
   if _ticker is None or not _ticker.is_alive():  # As in a forked process.

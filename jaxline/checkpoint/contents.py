@@ -137,7 +137,7 @@ def live_nodes(module: Any, allow_pickle: bool) -> dict[str, Any]:
   return nodes
 
 
-def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
+def best_extras(state: Any, allow_pickle: bool) -> dict[str, Any]:
   """Returns what `best` holds besides the evaluated checkpoint, as JSON."""
   arrays: dict[str, Any] = {}
   saved = ('global_step', 'train_step_rng', 'experiment_module')
@@ -337,7 +337,7 @@ class Checkpoint:
         )
     return snapshot
 
-  def by_rules(
+  def read_by_rules(
     self, module: Any, rules: list[tuple[str, str | None]]
   ) -> dict[str, Any]:
     """Returns the experiment's own snapshot with arrays replaced by rules.
@@ -363,10 +363,10 @@ class Checkpoint:
         ' an earlier rule takes them. (Counts of steps, schedules and keys'
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
-    replaced = self.take(sources, live, where)
+    replaced = self.read_onto(sources, live, where)
     return stateful.OwnedSnapshot(_with_arrays(snapshot, '', replaced))
 
-  def take(
+  def read_onto(
     self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
   ) -> dict[str, Any]:
     """Reads arrays, each onto the devices of a live one of the same name.

@@ -93,7 +93,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     module = self.complete(state['experiment_module'])
     config, step = self._config, int(state['global_step'])
     is_best = ckpt_series == 'best'
-    added = contents.added(state, self._allow_pickle) if is_best else {}
+    added = contents.best_extras(state, self._allow_pickle) if is_best else {}
     content = None
     # `best` can name the data of `latest` if that has this step and evaluation
     # changes nothing that a checkpoint holds. Otherwise copy the state.
@@ -116,7 +116,9 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     )
     keep = protocol.num_to_keep(config, ckpt_series, module)
     # A call of its own: the next save waits for the write, not for removals.
-    thread.put(functools.partial(self._saver.retire, ckpt_series, keep))
+    thread.put(
+      functools.partial(self._saver.apply_retention, ckpt_series, keep)
+    )
 
   def wait_for_checkpointing_to_finish(self) -> None:
     self.directory.thread.wait()
@@ -140,7 +142,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       # Later checkpoints are damaged: an intact one would have been restored.
       # First, because evaluations look for steps made anew once it has begun.
       later = [found for found in self.steps('latest') if found > step]
-      self._manifests.retire('latest', later)
+      self._manifests.delete_manifests('latest', later)
       self.directory.thread.put(self._saver.clean)
     self.directory.begin(step)
 
@@ -244,7 +246,9 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     def restore_next(done: Collection[int]) -> bool:
       is_chief = jax.process_index() == 0
       while True:
-        step = distributed.of_chief(next_step(done) if is_chief else None)
+        step = distributed.broadcast_from_process_0(
+          next_step(done) if is_chief else None
+        )
         if step is None:
           break
         looked_at.add(step)
@@ -290,7 +294,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
 
   def has_any(self, ckpt_series: str) -> bool:
     """Returns whether the first host sees a checkpoint."""
-    return distributed.of_chief(bool(self.steps(ckpt_series)))
+    return distributed.broadcast_from_process_0(bool(self.steps(ckpt_series)))
 
   def checkpoint(self, series: str, step: int) -> contents.Checkpoint:
     """Returns a checkpoint, which may not be written yet; reads nothing."""
@@ -313,7 +317,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         for s in self._manifests.by_time(series)
         if step in (None, s) and s not in reports
       ]
-      at = distributed.of_chief(steps[0] if steps else None)
+      at = distributed.broadcast_from_process_0(steps[0] if steps else None)
       if at is None:
         gone = ValueError if step is None else store_lib.GoneError
         raise (store_lib.DamagedError if reports else gone)(
@@ -338,9 +342,9 @@ class DurableCheckpointer(protocol.FullCheckpointer):
           return found, self._read(found, state, module)
 
       try:
-        return restoring.together(read)
+        return restoring.call_in_all_processes(read)
       except store_lib.DamagedError as e:
-        if not distributed.of_chief(at in self.steps(series)):
+        if not distributed.broadcast_from_process_0(at in self.steps(series)):
           continue  # It was removed while it was read: there may be another.
         logging.error('%s It is passed over.', e)
         reports[at] = str(e)
@@ -359,10 +363,10 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       with found.reading():
         if self._config.restore_rules:
           rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-          return {'experiment_module': found.by_rules(module, rules)}
+          return {'experiment_module': found.read_by_rules(module, rules)}
         return self._read(found, state, module)
 
-    return found.name, restoring.together(read)
+    return found.name, restoring.call_in_all_processes(read)
 
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any

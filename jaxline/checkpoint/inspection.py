@@ -168,7 +168,7 @@ def print_table(
       cell.rjust(width) if i in right else cell.ljust(width)
       for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     )
-    lines.say('  '.join(cells).rstrip())
+    lines.print_text('  '.join(cells).rstrip())
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -207,9 +207,9 @@ def _show(args: argparse.Namespace) -> int:
   parts |= record['module']
   for i, own in enumerate(record['processes']):
     parts |= {f'process {i}/{k}': x['structure'] for k, x in own.items()}
-  lines.say('\nvalues')
+  lines.print_text('\nvalues')
   print_table([(key, json.dumps(x)[:_WIDTH]) for key, x in parts.items()])
-  lines.say('\narrays')
+  lines.print_text('\narrays')
   arrays = [
     (name, arrays_lib.saved_shape(x), _size(arrays_lib.num_bytes(x)))
     for name, x in described.items()
@@ -232,8 +232,10 @@ def _verify(args: argparse.Namespace) -> int:
       problem = f'DAMAGED: {e}'
     num += 1
     damaged += bool(problem)
-    lines.say(f'{checkpoint.series}/{checkpoint.step}  {problem or "ok"}')
-  lines.say(f'{num} checkpoints, {damaged} damaged')
+    lines.print_text(
+      f'{checkpoint.series}/{checkpoint.step}  {problem or "ok"}'
+    )
+  lines.print_text(f'{num} checkpoints, {damaged} damaged')
   return 1 if damaged else 0
 
 
@@ -254,7 +256,7 @@ def _export(args: argparse.Namespace) -> int:
   with disk.replacing(out) as file:
     file.write(safetensors.numpy.save(arrays))
   size = _size(out.stat().st_size)
-  lines.say(f'{len(arrays)} arrays, {size}, in {args.out}')
+  lines.print_text(f'{len(arrays)} arrays, {size}, in {args.out}')
   return 0
 
 
@@ -283,5 +285,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return args.run(args)
   except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
     text = ' '.join(str(e).split()) or type(e).__name__
-  lines.say(f'jaxline.checkpoint: {text}', sys.stderr)
+  lines.print_text(f'jaxline.checkpoint: {text}', sys.stderr)
   return 2

@@ -54,7 +54,7 @@ def _is_of_one_step(manifest: dict[str, Any]) -> bool:
     is_used = name in used or f'{name}/'.startswith(trees)
     if not is_used or not metadata.is_folder_of(about['file'], name):
       raise ValueError(f'the array {name!r} is in {about["file"]!r}')
-  # `collect` looks for the names of data in manifests of the same step.
+  # `collect_garbage` looks for the names of data in manifests of the same step.
   of = [manifest['entries']['global_step'], int(manifest['data'].split('-')[0])]
   if of != [step, step]:
     raise ValueError(f'its entries and data are of {of}, not of step {step}')
@@ -104,7 +104,7 @@ class Manifests:
   def __init__(self, store: store_lib.Store):
     self.store = store
     self._seen: dict[str, tuple[Any, float]] = {}  # Marks: see `owner.is_old`.
-    self._doomed: set[str] = set()
+    self._gc_candidates: set[str] = set()
 
   def steps(self, series: str) -> list[int]:
     """Returns the steps of a series' checkpoints, ascending."""
@@ -195,9 +195,9 @@ class Manifests:
       ) from e
 
   def _doom(self, series: str, step: int) -> None:
-    """Notes data that a manifest will no longer name, for `collect`."""
+    """Notes data that a manifest will no longer name, for `collect_garbage`."""
     with contextlib.suppress(ValueError):
-      self._doomed.add(self.read(series, step)['data'])
+      self._gc_candidates.add(self.read(series, step)['data'])
 
   def times(self, series: str) -> dict[int, float]:
     """Returns the time of each save whose manifest is readable."""
@@ -213,20 +213,20 @@ class Manifests:
     steps = self.steps(series)[::-1]
     return sorted(steps, key=lambda step: -times.get(step, 0.0))
 
-  def retire(self, series: str, steps: Iterable[int]) -> None:
-    """Deletes manifests; their data goes with the next `collect`."""
+  def delete_manifests(self, series: str, steps: Iterable[int]) -> None:
+    """Deletes manifests; their data goes with the next `collect_garbage`."""
     for step in steps:
       self._doom(series, step)
       self.store.delete(f'{series}/{step}.json')
 
-  def collect(self, data: Iterable[str] = ()) -> None:
+  def collect_garbage(self, data: Iterable[str] = ()) -> None:
     """Deletes the data of retired manifests, and `data`, if nothing names it.
 
     The data was listed first: a writer marks its data before it writes. The
     first look finds what is no longer needed; the second one counts.
     """
-    self._doomed |= {*filter(_DATA.fullmatch, data)}
-    if not self._doomed:
+    self._gc_candidates |= {*filter(_DATA.fullmatch, data)}
+    if not self._gc_candidates:
       return
     nonce = secrets.token_hex(4)
     free, marked = self._look()
@@ -239,7 +239,7 @@ class Manifests:
       for name in free & still_free:
         self.store.delete_folder(f'data/{name}')
         self.store.delete_folder(f'doomed/{name}')
-    self._doomed &= marked
+    self._gc_candidates &= marked
 
   def _look(self) -> tuple[set[str], set[str]]:
     """Returns which of the doomed data nothing names, and which are marked.
@@ -249,7 +249,7 @@ class Manifests:
     all counts as marked.
     """
     marked, named = set[str](), set[str]()
-    doomed_steps = {int(name.partition('-')[0]) for name in self._doomed}
+    doomed_steps = {int(name.partition('-')[0]) for name in self._gc_candidates}
     try:
       for name in self.store.names('readers'):
         key = f'readers/{name}'
@@ -271,8 +271,8 @@ class Manifests:
       steps = {}
     # GCS lists nothing, without an error, where it refuses to list.
     if not any(steps.values()):
-      return set(), {*self._doomed}
-    return self._doomed - marked - named, marked
+      return set(), {*self._gc_candidates}
+    return self._gc_candidates - marked - named, marked
 
 
 def new_data(step: int) -> str:
@@ -280,7 +280,7 @@ def new_data(step: int) -> str:
   return f'{step}-{secrets.token_hex(4)}'
 
 
-def removable(
+def steps_to_delete(
   saved: Iterable[tuple[int, float]],
   newest: int,
   every_steps: int | None = None,

@@ -139,7 +139,9 @@ def is_new(checkpointer: FullCheckpointer) -> bool:
   it together.
   """
   if checkpointer.directory.keeps:
-    return distributed.of_chief(not checkpointer.steps('latest'))
+    return distributed.broadcast_from_process_0(
+      not checkpointer.steps('latest')
+    )
   return not checkpointer.can_be_restored('latest')
 
 

@@ -63,7 +63,7 @@ def check_config(
   )
 
 
-def together(read: Callable[[], _T]) -> _T:
+def call_in_all_processes(read: Callable[[], _T]) -> _T:
   """Calls a function in all processes; an error in one is raised in all.
 
   Raises:
@@ -77,7 +77,9 @@ def together(read: Callable[[], _T]) -> _T:
     damage = e
   except Exception as e:
     error = e
-  reports = distributed.decide(str(damage or ''), list, error, 'restore')
+  reports = distributed.gather_and_decide(
+    str(damage or ''), list, error, 'restore'
+  )
   if any(reports):
     raise damage or store_lib.DamagedError(' '.join(filter(None, reports)))
   return result
@@ -160,5 +162,5 @@ def find_foreign(where: str) -> contents.Checkpoint:
     found = inspection.find(where)
   except ValueError as e:
     raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
-  found.step = distributed.of_chief(found.step)
+  found.step = distributed.broadcast_from_process_0(found.step)
   return found

@@ -2,8 +2,8 @@
 
 `write` gets a copy of the state in host memory (`contents`). It waits until the
 logs are safe, writes the arrays as fresh data (`arrays`) and, as its last file,
-the manifest. `retire` removes checkpoints, and collects data that no manifest
-names (`manager`).
+the manifest. `apply_retention` removes checkpoints, and collects data that no
+manifest names (`manager`).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -38,7 +38,7 @@ class Saver:
     self.restored: dict[str, Any] = {}
     # Keeps data that an evaluation reads, or writes and has not named yet.
     mark = f'readers/{mode}-{secrets.token_hex(4)}.json'
-    self._mark, self._marked = owner.Beat(self._store, mark), set[str]()
+    self._mark, self._marked = owner.Heartbeat(self._store, mark), set[str]()
 
   def write(
     self,
@@ -63,7 +63,9 @@ class Saver:
     error: Exception | None = None
     if content is not None:
       process = content.process
-      data = distributed.decide(None, lambda _: manager.new_data(step))
+      data = distributed.gather_and_decide(
+        None, lambda _: manager.new_data(step)
+      )
       if series == 'best':  # No manifest names it yet: training may collect.
         self.keep_data([data])
       try:
@@ -100,7 +102,7 @@ class Saver:
       self.manifests.write(series, manifest, claim.check)
       logging.info('Saved %s/%s/%s.', self._store, series, step)
 
-    distributed.decide((described, process, lengths), publish, error)
+    distributed.gather_and_decide((described, process, lengths), publish, error)
     if series == 'latest':
       self._directory.set_saved(step, data)
 
@@ -120,7 +122,7 @@ class Saver:
         ' be the best.'
       ) from e
 
-  def retire(self, series: str, num_to_keep: int) -> None:
+  def apply_retention(self, series: str, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that the config does not keep."""
     if jax.process_index() != 0 or self._directory.thread.error is not None:
       return
@@ -131,14 +133,14 @@ class Saver:
     else:
       hours = config.keep_checkpoint_every_hours
       times = dict.fromkeys(manifests.steps(series), 0.0)
-      gone = manager.removable(
+      gone = manager.steps_to_delete(
         (manifests.times(series) if hours else times).items(),
         num_to_keep,
         config.keep_checkpoint_every_steps,
         hours,
       )
-    manifests.retire(series, gone)
-    manifests.collect()
+    manifests.delete_manifests(series, gone)
+    manifests.collect_garbage()
 
   def keep_data(self, data: Collection[str] = ()) -> None:
     """Marks data, so that the training beside this evaluation keeps it."""
@@ -150,14 +152,14 @@ class Saver:
     else:
       self._mark.stop()
     # The mark alone may have kept the data that was marked before.
-    self.manifests.collect(self._marked - {*data})
+    self.manifests.collect_garbage(self._marked - {*data})
     self._marked = {*data}
 
   def clean(self) -> None:
     """Removes what killed processes have left."""
     self.write_code()  # Now: the user may edit it before the first save.
     left = (*self._store.names('data'), *self._store.names('doomed'))
-    self.manifests.collect(left)
+    self.manifests.collect_garbage(left)
 
   def write_code(self) -> dict[str, str]:
     """Returns the manifest's field; writes uncommitted changes once a run."""

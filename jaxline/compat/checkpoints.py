@@ -70,7 +70,7 @@ def run_directory(
     name, why = f'run_{number}', why or changes
   if not begins and begun is None:
     name = ''
-  place = f'{first}/{distributed.of_chief(name)}'.rstrip('/')
+  place = f'{first}/{distributed.broadcast_from_process_0(name)}'.rstrip('/')
   if begins:
     _begun[place] = _Begun(training, active)
     if why and (begun is None or changes):

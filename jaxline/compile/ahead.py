@@ -58,7 +58,7 @@ def compile_experiment(
 
 def make_report(
   experiment_class: Any, config: config_dict.ConfigDict
-) -> report_lib.Report:
+) -> report_lib.ProgramReport:
   """Compiles a run's steps and returns the report.
 
   They are for `config.topology`, or else for the devices of this process.
@@ -116,7 +116,7 @@ def make_report(
       programs = [_compile(*step, partitioner, target, notes) for step in steps]
   presets = {rules: name for name, rules in partitioning.PRESETS.items()}
   packages = ('jax', 'jaxlib', *(('libtpu',) if config.topology else ()))
-  return report_lib.Report(
+  return report_lib.ProgramReport(
     experiment=type(experiment).__name__,
     target=target,
     mesh=partitioner.axis_sizes,

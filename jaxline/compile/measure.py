@@ -239,7 +239,7 @@ def _convolution_flops(i: hlo.Instruction, *arrays: hlo.Instruction) -> float:
   met = 1
   for d in filter(str.isdigit, image):
     at = lambda key, default, n=int(d): window.get(key, {n: default})[n]
-    met *= counting.count_meetings(
+    met *= counting.count_kernel_overlaps(
       size=image[d],
       kernel=kernel[d],
       out=result[d],

@@ -100,7 +100,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class ProgramReport:
   """What is known of a run before it runs. Sizes are per chip."""
 
   experiment: str
@@ -165,7 +165,7 @@ def _of_memory(num_bytes: int, target: Target) -> str:
   return f'{text} of {_size(target.hbm_bytes)}' if target.chip else text
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: ProgramReport) -> Iterator[str]:
   target = report.target
   slices = f'{target.num_slices} x ' if target.num_slices > 1 else ''
   yield f'{report.experiment} on {slices}{target.name} ({target.device_kind})'

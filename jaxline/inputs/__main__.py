@@ -108,7 +108,7 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
   host = f'host {shard.index} of {shard.count}'
   with contextlib.ExitStack() as stack:
     try:
-      opened = show.opened(make_input, is_training, shard)
+      opened = show.open_input(make_input, is_training, shard)
       source = stack.enter_context(opened)
     except (ValueError, OSError, ImportError) as e:
       raise errors.UsageError(f'As {host}: {e}') from e

@@ -35,6 +35,7 @@ from jaxline.parallel import distributed
 
 WEIGHTS = batches.WEIGHTS
 Batch = batches.Batch
+BatchDict = batches.BatchDict
 num_rows = batches.num_rows
 pad_rows = batches.pad_rows
 
@@ -267,7 +268,7 @@ class BaseInput:
       return 0
     if self.num_infeed_hosts not in (1, jax.process_count()):
       return 0  # Shards of one process: there is no other to agree with.
-    return distributed.of_chief(secrets.randbits(31))
+    return distributed.broadcast_from_process_0(secrets.randbits(31))
 
   def describe(self) -> str:
     """Returns the name and what is being read."""
@@ -330,7 +331,7 @@ class BaseInput:
 
   # States. A mark is made with every batch, a state with every checkpoint.
 
-  def mark(self) -> Any:
+  def copy_position(self) -> Any:
     """Returns a copy of the position, or None if it is not saved."""
     return copy.deepcopy(self.position()) if self.saves_position else None
 

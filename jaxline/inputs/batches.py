@@ -10,9 +10,11 @@ import numpy as np
 WEIGHTS = 'weights'
 # The entry of a batch that marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
+# What a program gets; a `Batch` is one too.
+BatchDict = dict[str, Any]
 
 
-class Batch(dict[str, Any]):
+class Batch(BatchDict):
   """A dict whose entries are also attributes: `batch.ids` is `batch['ids']`.
 
   Inputs give plain dicts; `Batch(batch)` is for code written for Pax's

@@ -26,7 +26,7 @@ from jaxline.inputs import iterable
 from jaxline.parallel import partitioning
 from jaxline.parallel import placement
 
-Batch = dict[str, Any]
+BatchDict = inputs.BatchDict
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,7 +68,7 @@ class _Feed:
         )
     return sources
 
-  def abstract_batch(self) -> Batch:
+  def abstract_batch(self) -> BatchDict:
     """Returns the shapes and shardings of a global batch: reads the first."""
     sources = self._open_all()
     source = next(iter(sources.values()))
@@ -136,7 +136,7 @@ class TrainFeed(_Feed):
     """The share of the last steps' time that was a wait for batches."""
     return self._infeed.wait_fraction if self._infeed else 0.0
 
-  def take(self) -> Batch:
+  def take(self) -> BatchDict:
     """Returns the next batch. `commit` moves the position behind it."""
     if self._infeed is None:
       self._infeed = self._read_ahead(self._open(self._saved))
@@ -169,7 +169,7 @@ class TrainFeed(_Feed):
     self.close()
     self.num_read, self._saved = num_read, position
 
-  def peek(self) -> tuple[inputs.BaseInput, Batch, list[str]]:
+  def peek(self) -> tuple[inputs.BaseInput, BatchDict, list[str]]:
     """Returns the closed input, and the rows and sources of the next batch.
 
     The rows are those of this process. The batch stays the next one.
@@ -238,7 +238,9 @@ class EvalFeed(_Feed):
   # Name of a set -> the number of evaluations that its input has fed.
   _fed: Mapping[str, int] = types.MappingProxyType({})
 
-  def sets(self, num_evaluated: int) -> Iterator[tuple[str, Iterator[Batch]]]:
+  def sets(
+    self, num_evaluated: int
+  ) -> Iterator[tuple[str, Iterator[BatchDict]]]:
     """Yields name -> batches of each set; '' if there is only one."""
     old = self._sources.items()
     kept = {name: x for name, x in old if not x.reset_for_eval}
@@ -253,7 +255,7 @@ class EvalFeed(_Feed):
 
   def _host_batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
-  ) -> Iterator[Batch]:
+  ) -> Iterator[BatchDict]:
     if not source.reset_for_eval:
       if self._fed.get(name, 0) != num_evaluated:
         # Read and drop the batches of earlier evaluations: a resumed run gets
@@ -266,7 +268,7 @@ class EvalFeed(_Feed):
 
   def batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
-  ) -> Iterator[Batch]:
+  ) -> Iterator[BatchDict]:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
     All processes call it together. One that runs out of batches before the

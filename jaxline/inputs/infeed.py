@@ -1,7 +1,7 @@
 """Reads batches and puts them on the devices ahead of the step, on a thread.
 
-Each batch comes with its mark (see `BaseInput.mark`), since the source has been
-read further when a step takes it.
+Each batch comes with its position (`BaseInput.copy_position`), since
+the source has been read further when a step takes it.
 """
 
 import collections
@@ -28,7 +28,7 @@ class Infeed:
   """Gives batches that are on the devices before they are needed.
 
   Attributes:
-    mark: what `BaseInput.mark` returned behind the last batch.
+    mark: what `BaseInput.copy_position` returned behind the last batch.
     wait_fraction: the share of the last 100 steps' time that was a wait. The
       first wait, for the source to start, and compiling do not count.
   """
@@ -124,7 +124,7 @@ def _read(
   """Yields batches on the devices, each with the mark behind it."""
   try:
     for batch in itertools.compress(source, kept):
-      mark = source.mark()
+      mark = source.copy_position()
       try:
         placed = place(batch)
       except Exception as e:

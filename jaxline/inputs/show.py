@@ -164,7 +164,7 @@ def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(
+def open_input(
   make_input: Callable[..., Any], is_training: bool, shard: base.Shard
 ) -> Iterator[base.BaseInput]:
   """Yields the input of a shard, and closes it afterwards."""
@@ -290,7 +290,7 @@ def _check_epoch(
   return WRONG if left else OK, text
 
 
-def _check_resume(hosts: Sequence[_Host], open_input: _OpenInput) -> _Result:
+def _check_resume(hosts: Sequence[_Host], open_shard: _OpenInput) -> _Result:
   """Continues as the last host from its states."""
   host = hosts[-1]
   if not host.rows:
@@ -302,7 +302,7 @@ def _check_resume(hosts: Sequence[_Host], open_input: _OpenInput) -> _Result:
   # From the middle, like a run that was killed; then back, like a run that
   # takes an older checkpoint.
   middle = (len(host.states) + 1) // 2
-  with open_input(base.Shard(len(hosts) - 1, len(hosts))) as source:
+  with open_shard(base.Shard(len(hosts) - 1, len(hosts))) as source:
     for start in (middle, 1):
       if problem := _continue(source, [host], start):
         return WRONG, f'a new input {problem}'
@@ -312,14 +312,14 @@ def _check_resume(hosts: Sequence[_Host], open_input: _OpenInput) -> _Result:
   return OK, text
 
 
-def _check_position(hosts: Sequence[_Host], open_input: _OpenInput) -> _Result:
+def _check_position(hosts: Sequence[_Host], open_shard: _OpenInput) -> _Result:
   """Compares the hosts' states, and continues as one host from them."""
   states = hosts[0].states
   if not (hosts[1:] and states and hosts[0].source.ANY_NUMBER_OF_HOSTS):
     return None
   if any(host.states != states for host in hosts):
     return WRONG, 'not the same on all hosts, against ANY_NUMBER_OF_HOSTS'
-  with open_input(base.Shard(0, 1)) as source:
+  with open_shard(base.Shard(0, 1)) as source:
     if problem := _continue(source, hosts, (len(states) + 1) // 2):
       return WRONG, f'one host instead of {len(hosts)} {problem}'
   return OK, 'the same on all hosts, and one host goes on from it'
@@ -363,7 +363,7 @@ class Finding(NamedTuple):
     )
 
 
-class Report(NamedTuple):
+class InputReport(NamedTuple):
   """What `check` found; each host has read `num_batches`."""
 
   num_batches: int
@@ -390,7 +390,7 @@ def check(
   num_batches: int = 20,
   max_batches: int = 1000,
   seconds: float = 1.0,
-) -> Report:
+) -> InputReport:
   """Tests what every input promises.
 
   Args:
@@ -402,33 +402,33 @@ def check(
     max_batches: how many instead, at most, of an input of one epoch.
     seconds: how long to measure the speed.
   """
-  open_input = functools.partial(opened, make_input, is_training)
+  open_shard = functools.partial(open_input, make_input, is_training)
   findings, hosts = [], []
   if num_hosts > 1:
     try:
-      with open_input(base.Shard(num_hosts - 1, num_hosts)) as source:
+      with open_shard(base.Shard(num_hosts - 1, num_hosts)) as source:
         next(source, None)
     except ValueError as e:
       findings.append(Finding('hosts', LOOK, f'{num_hosts} are refused: {e}'))
       num_hosts = 1
   for index in range(num_hosts):
-    with open_input(base.Shard(index, num_hosts)) as source:
+    with open_shard(base.Shard(index, num_hosts)) as source:
       hosts.append(_Host(source, num_batches, max_batches))
   totals: Any = sum((host.totals for host in hosts), collections.Counter())
   share = totals['padding'] / max(1, totals['batches'])
-  with open_input(base.Shard(0, num_hosts)) as source:
+  with open_shard(base.Shard(0, num_hosts)) as source:
     speed = _measure(source, seconds, totals)
   results = {
     'rows': _check_rows(hosts),
     'epoch': _check_epoch(hosts, totals),
-    'resume': _check_resume(hosts, open_input),
-    'position': _check_position(hosts, open_input),
+    'resume': _check_resume(hosts, open_shard),
+    'position': _check_position(hosts, open_shard),
     'padding': (NOTE, f'{share:.1%} of what was read is padding'),
     'speed': (NOTE, speed),
   }
   findings += [Finding(name, *x) for name, x in results.items() if x]
   digests = tuple(host.digest for host in hosts)
-  return Report(len(hosts[0].rows), digests, tuple(findings))
+  return InputReport(len(hosts[0].rows), digests, tuple(findings))
 
 
 def _measure(

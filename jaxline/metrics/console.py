@@ -79,7 +79,7 @@ class Console(contextlib.AbstractContextManager):
     self.mode = mode
     self.stopped = ''  # Why the experiment stopped the run early.
     self._origin = origin or Origin()
-    self._began, self._spent = time.monotonic(), goodput.spent()
+    self._began, self._spent = time.monotonic(), goodput.seconds_by_category()
     self._config: Any = None  # Set by `begin`, and the next three.
     self._experiment: Any = None
     self._state: Any = None
@@ -103,12 +103,12 @@ class Console(contextlib.AbstractContextManager):
       mode = 'plain'
     return cls(mode, origin)
 
-  def say(self, text: str) -> None:
+  def print(self, text: str) -> None:
     """Prints text above the live line. In the mode off, logs it."""
     if self.mode == 'off':
       logging.info('%s', lines.escaped(text))
     elif self.mode != 'silent':
-      lines.say(text)
+      lines.print_text(text)
 
   def begin(
     self,
@@ -151,12 +151,12 @@ class Console(contextlib.AbstractContextManager):
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     wrapper.max_lines, wrapper.placeholder = 5, ' ... (see config.json)'
     shown = [f'{f"{k}:":15}{text}' for k, text in values.items() if text]
-    self.say('\n'.join(map(wrapper.fill, shown)))
+    self.print('\n'.join(map(wrapper.fill, shown)))
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
     """Prints the summary, if the run has begun, and releases the weights."""
     if self._config is not None:
-      self.say('\n'.join(self._summary(error)))
+      self.print('\n'.join(self._summary(error)))
     self._config = self._experiment = self._state = None
     self._saved_step = lambda: None
 
@@ -184,7 +184,9 @@ class Console(contextlib.AbstractContextManager):
     if self._texts and self._texts[0].startswith('loss '):
       loss = f'Last loss: {self._texts[0].split()[1]}'
       block.append(f'{loss}, the mean of at most {_MAX_STEPS} steps.')
-    spent = [(x - self._spent[k], k) for k, x in goodput.spent().items()]
+    spent = [
+      (x - self._spent[k], k) for k, x in goodput.seconds_by_category().items()
+    ]
     percents = [(round(100 * x / secs), k) for x, k in sorted(spent)[::-1]]
     times = ', '.join(f'{k} {percent}%' for percent, k in percents if percent)
     block += textwrap.wrap(f'Time: {times}.', _WIDTH)
@@ -238,7 +240,7 @@ class Console(contextlib.AbstractContextManager):
     """Shows the progress of the training steps inside."""
     state, line = self._state, None
     if self._experiment.should_run_step(state.global_step, self._config):
-      self.say('Compiling the train step...')
+      self.print('Compiling the train step...')
       goodput.listen()
       self._compiled_before = goodput.compiled_secs()
       if self.mode == 'live':
@@ -258,7 +260,7 @@ class Console(contextlib.AbstractContextManager):
       return False
     secs = goodput.compiled_secs() - self._compiled_before
     self._compiled_before, self._activity = None, ''
-    self.say(f'Compiled in {secs:.1f} s.')
+    self.print(f'Compiled in {secs:.1f} s.')
     return True
 
   def log_training(self, step: int, numbers: dict[int, Any]) -> None:
@@ -273,7 +275,7 @@ class Console(contextlib.AbstractContextManager):
     if rate is not None:  # Else the steps are those after the last line.
       self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
       if self.mode != 'live':
-        self.say(self._progress(step, self._width))
+        self.print(self._progress(step, self._width))
 
   def _progress(self, step: int, width: int) -> str:
     """Returns a line of progress that fits a width."""
@@ -308,14 +310,14 @@ class Console(contextlib.AbstractContextManager):
     self._activity = ''
     self._num_evaluated += 1
     texts = lines.describe([writers.to_scalars(scalars)])
-    self.say(lines.fit([f'{log} step {step}', *texts], self._width))
+    self.print(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
     """Notes the best value so far; without a step, it is an earlier start's."""
     when = 'before this start' if step is None else f'at step {step}'
     self._best = f'{name}: {lines.shorten(value)} {when}'
     if step is not None:
-      self.say(f'New best {self._best}.')
+      self.print(f'New best {self._best}.')
 
   def log_waiting(self, last: int | None, directory: str | None) -> None:
     """Reports that an evaluation waits for the checkpoint after a step."""
@@ -324,7 +326,7 @@ class Console(contextlib.AbstractContextManager):
       self._waits_after = last
       after = '' if last is None else f' after step {last}'
       where = _relative(directory) or 'memory'
-      self.say(f'Waiting for a checkpoint{after} in {where}.')
+      self.print(f'Waiting for a checkpoint{after} in {where}.')
 
   def show(self, writer: writers.MetricWriter, log: str) -> None:
     """Also prints the texts of a log."""
@@ -333,13 +335,13 @@ class Console(contextlib.AbstractContextManager):
       for name, text in texts.items():
         if name != 'config':  # config.json has the config.
           shown = textwrap.indent(text.expandtabs(), '  ')
-          self.say(f'{log} step {step} | {name}:\n{shown}')
+          self.print(f'{log} step {step} | {name}:\n{shown}')
 
     if self.mode != 'silent':
       writer.add(types.SimpleNamespace(write_texts=write_texts))
 
 
-class Hook(periodic.PeriodicAction):
+class ConsoleHook(periodic.PeriodicAction):
   """Collects the scalars of the newest steps, and shows them where it is due.
 
   They are fetched on the thread of `log`, if `config.log_async`; `finish` is as

@@ -77,7 +77,7 @@ def fingerprint(tree: Any) -> jax.Array:
   return total
 
 
-def unclocked(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_timing_scalars(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the scalars that depend on neither the clock nor the machine."""
   kept = scalars_lib.copied(scalars)
   # Nothing that the compiled step packs depends on a clock.
@@ -94,7 +94,9 @@ def _clocked(names: tuple[str, ...]) -> list[str]:
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   """Returns the fingerprint of a step's scalars and its batch."""
-  leaves = jax.tree.leaves(batch) + scalars_lib.leaves(unclocked(scalars))
+  leaves = jax.tree.leaves(batch) + scalars_lib.leaves(
+    without_timing_scalars(scalars)
+  )
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
   try:
     return fingerprint(arrays)
@@ -105,7 +107,7 @@ def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
     return fingerprint([x for x in arrays if x.devices() == devices])
 
 
-class Hook(periodic.Action):
+class FingerprintHook(periodic.Action):
   """Computes a fingerprint after each step, and logs many at once."""
 
   def __init__(self, log: Any, experiment: Any):

@@ -111,7 +111,7 @@ def escaped(text: str) -> str:
   return _CONTROLS.sub(lambda x: x[0].encode('unicode_escape').decode(), text)
 
 
-def say(text: Any, file: Any = None) -> None:
+def print_text(text: Any, file: Any = None) -> None:
   """Prints text from the files of a run, or an error that may quote them.
 
   The stream None is stdout. Nothing is printed if it is closed.
@@ -131,4 +131,4 @@ def say(text: Any, file: Any = None) -> None:
 @functools.cache
 def warn_once(text: str) -> None:
   """Prints a line on stderr, unless this process has printed it."""
-  say(text, sys.stderr)
+  print_text(text, sys.stderr)

@@ -189,7 +189,7 @@ _DECIDE_MS = 3600_000  # A process may write its shards that much slower.
 _FOREVER_MS = 10**12  # JAX takes no infinity.
 
 
-def decide(
+def gather_and_decide(
   value: Any,
   choose: Callable[[list[Any]], T],
   error: BaseException | None = None,
@@ -251,10 +251,12 @@ def decide(
   return chosen
 
 
-def of_chief(value: T, series: str = 'chief') -> T:
-  """Returns the first process's value in all processes: see `decide`."""
+def broadcast_from_process_0(value: T, series: str = 'chief') -> T:
+  """Returns the first process's value in all processes."""
   # The first one may wait for a prompt at the terminal.
-  return decide(value, lambda x: x[0], series=series, limit_ms=_FOREVER_MS)
+  return gather_and_decide(
+    value, lambda x: x[0], series=series, limit_ms=_FOREVER_MS
+  )
 
 
 class Agreement:
@@ -326,7 +328,7 @@ class Agreement:
         key = f'jaxline/{self._series}/{_numbers[self._series]}/name'
         name = client.blocking_key_value_get(key, _FOREVER_MS)
         with self._lock:
-          newest = decide(self._step, max, series=self._series)
+          newest = gather_and_decide(self._step, max, series=self._series)
           self._due.add((name, newest + 1))
     except BaseException as e:
       self._error = e

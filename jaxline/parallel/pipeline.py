@@ -132,7 +132,7 @@ def pipeline(
       lambda x, names: partitioning.constrain(x, (*leading, *names)), tree, axes
     )
 
-  def deal(w: Any) -> jax.Array:
+  def group_by_stage(w: Any) -> jax.Array:
     """Returns [S, R K, ...]: the weights of each stage, in its order."""
     names: tuple[str | None, ...] = ()
     if partitioning.is_logical(w):
@@ -161,9 +161,11 @@ def pipeline(
   def enter(moved: X, kept: X, time: jax.Array) -> X:
     """Returns [S, B / M, ...]: the inputs of the stages in this iteration."""
     work_S = time - stage_S
-    x = _where(stage_S == 0, _get(kept, time % num_microbatches), moved)
+    x = _select_per_stage(
+      stage_S == 0, _get(kept, time % num_microbatches), moved
+    )
     is_busy = (work_S >= 0) & (work_S < num_microbatches * num_repeats)
-    return _where(is_busy, x, first)
+    return _select_per_stage(is_busy, x, first)
 
   @_again
   def leave(moved: X, kept: X, time: jax.Array) -> X:
@@ -173,7 +175,9 @@ def pipeline(
     put = functools.partial(
       jax.lax.dynamic_update_index_in_dim, index=slot, axis=1
     )
-    return jax.tree.map(put, kept, _where(has_come, moved, _get(kept, slot)))
+    return jax.tree.map(
+      put, kept, _select_per_stage(has_come, moved, _get(kept, slot))
+    )
 
   def iteration(carry: tuple[X, X], time: jax.Array) -> tuple[Any, None]:
     # `moved` [S, B / M, ...] is the output of the previous stage. `kept`
@@ -190,7 +194,7 @@ def pipeline(
     moved = place(jax.tree.map(lambda y: jnp.roll(y, 1, axis=0), out), 'stages')
     return (moved, place(leave(moved, kept, time), 'stages', None)), None
 
-  layers = jax.tree.map(deal, layers, is_leaf=partitioning.is_logical)
+  layers = jax.tree.map(group_by_stage, layers, is_leaf=partitioning.is_logical)
   stages = jax.vmap(
     run_stage,
     in_axes=(0, 0, None if num_repeats == 1 else 0),
@@ -230,13 +234,13 @@ _again = functools.partial(
 )
 
 
-def _where(condition_S: jax.Array, a: X, b: X) -> X:
+def _select_per_stage(condition_S: jax.Array, a: X, b: X) -> X:
   """Chooses for each stage; arrays [S, ...], of `b` or [1, ...]."""
 
-  def one(x: jax.Array, y: jax.Array) -> jax.Array:
+  def select_leaf(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(condition_S.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
-  return jax.tree.map(one, a, b)
+  return jax.tree.map(select_leaf, a, b)
 
 
 def _get(tree: X, index: jax.Array, axis: int = 1) -> X:

@@ -203,20 +203,24 @@ class DurableDirectory(RunDirectory):
       return
     is_chief = jax.process_index() == 0
     claim = owner.Claim(self.run.url, name) if is_chief else None
-    distributed.of_chief(None)  # The others look at the directory afterwards.
+    distributed.broadcast_from_process_0(
+      None
+    )  # The others look at the directory afterwards.
     self.claims[name] = claim
 
   def check_shared(self) -> None:
     if jax.process_count() == 1:
       return
     # A new name: a network file system may remember that an old one was absent.
-    key = distributed.of_chief(f'.shared-{os.urandom(4).hex()}')
+    key = distributed.broadcast_from_process_0(f'.shared-{os.urandom(4).hex()}')
     is_writing = jax.process_index() == 0 and not self.reads_only
     if self.reads_only:
       key = RECORD
     elif is_writing:
       self.run.write(key, b'')
-    distributed.of_chief(None)  # The others look once it is there.
+    distributed.broadcast_from_process_0(
+      None
+    )  # The others look once it is there.
     is_there = self.run.read(key) is not None
     seen = multihost_utils.process_allgather(np.bool_(is_there))
     if is_writing:
@@ -281,7 +285,9 @@ class DurableDirectory(RunDirectory):
       )
 
   def ended(self) -> int | None:
-    return distributed.of_chief(notes.read_end(self.store).get('step'))
+    return distributed.broadcast_from_process_0(
+      notes.read_end(self.store).get('step')
+    )
 
   def stop_if_noted(self, step: int) -> None:
     end, rows = {}, []
@@ -289,18 +295,20 @@ class DurableDirectory(RunDirectory):
       end = notes.read_end(self.store)
       if notes.early_stop(self.config)[1]:
         rows = [x[:3] for x in self.noted() if x.step <= step]
-    end, rows = distributed.of_chief((end, rows))
+    end, rows = distributed.broadcast_from_process_0((end, rows))
     if end.get('why') and end['step'] <= step:
       place = f'{self.store}/{notes.ENDED}'
       raise errors.StopTraining(end['why'], f'remove {place}')
-    notes.stop_without_gain(
+    notes.check_early_stopping(
       self.config, [notes.EvaluationNote(*row) for row in rows]
     )
 
   def evaluated(self) -> list[notes.EvaluationNote]:
     """Returns the notes of this mode, which the first host reads."""
     is_chief = jax.process_index() == 0
-    rows = distributed.of_chief(self.noted() if is_chief else [])
+    rows = distributed.broadcast_from_process_0(
+      self.noted() if is_chief else []
+    )
     noted = [notes.EvaluationNote(*row) for row in rows]
     return [x._replace(lengths=self.local(x.lengths)) for x in noted]
 
@@ -314,7 +322,7 @@ class DurableDirectory(RunDirectory):
     self, step: int, value: float | None, flush: Callable[[], Mapping[str, int]]
   ) -> None:
     # First: what is noted as evaluated is in the log.
-    lengths = distributed.decide(self._uploaded(flush()), merged)
+    lengths = distributed.gather_and_decide(self._uploaded(flush()), merged)
     if jax.process_index() != 0:
       return
     data = self.saved_data if step == self.saved_step else ''

@@ -97,7 +97,9 @@ def early_stop(config: Any) -> tuple[str, Any, float]:
   return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
-def stop_without_gain(config: Any, evaluated: Iterable[EvaluationNote]) -> None:
+def check_early_stopping(
+  config: Any, evaluated: Iterable[EvaluationNote]
+) -> None:
   """Raises StopTraining if early stopping ends a run after evaluations."""
   metric, patience, min_delta = early_stop(config)
   sign = 1 if config.best_model_eval_metric_higher_is_better else -1

@@ -48,7 +48,7 @@ def is_old(seen: dict[str, tuple[Any, float]], name: str, value: Any) -> bool:
   return now - seen[name][1] >= STALE_SECS
 
 
-class Beat:
+class Heartbeat:
   """An object that is rewritten every BEAT_SECS while this process lives."""
 
   def __init__(self, store: store_lib.Store, key: str, version: Any = None):
@@ -117,7 +117,7 @@ class Claim(contextlib.AbstractContextManager['Claim']):
     self._name = f'{store}/claims/{what}'
     self._process = os.getpid()
     self._fd: int | None = None
-    self._beat: Beat | None = None
+    self._beat: Heartbeat | None = None
     with _claiming:
       # Look before opening the file: closing it releases this process's lock.
       mine = [x for x in _claimed.values() if x._process == os.getpid()]
@@ -212,7 +212,9 @@ _OBJECT = keys.record(nonce=keys.text('a nonce'))
 _dead: set[str] = set()  # Nonces of processes that have ended: nobody waits.
 
 
-def _take_object(store: store_lib.Bucket, key: str, own: str) -> Beat | None:
+def _take_object(
+  store: store_lib.Bucket, key: str, own: str
+) -> Heartbeat | None:
   """Returns the beat of an object, or None if another process has it."""
   seen: dict[str, tuple[Any, float]] = {}
   before, nonce = None, ''
@@ -233,9 +235,9 @@ def _take_object(store: store_lib.Bucket, key: str, own: str) -> Beat | None:
       )  # fmt: skip
     if raw != (before := before or raw):
       return None
-    watchdog.give_sign_of_life()  # It may end a run sooner than that.
+    watchdog.report_progress()  # It may end a run sooner than that.
     time.sleep(_LOOK_SECS)
-  beat = Beat(store, key, version)
+  beat = Heartbeat(store, key, version)
   if not beat.write(nonce=own):
     return None
   # Without the right to list, GCS lists nothing and TensorStore says nothing.

@@ -27,7 +27,7 @@ from jaxline.run_directory import store as store_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecord:
   """What a run's directory says."""
 
   path: str
@@ -95,7 +95,7 @@ class Run:
     return {name: list(self.curves[name].values())[-1] for name in names}
 
 
-def read(path: str | os.PathLike[str]) -> Run:
+def read(path: str | os.PathLike[str]) -> RunRecord:
   """Reads a run from its directory or address."""
   recorded = base_config.flat(base_config.read_record(path))
   store = store_lib.at(path)
@@ -113,12 +113,12 @@ def read(path: str | os.PathLike[str]) -> Run:
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and last >= steps
   has_ended = bool(notes.read_end(manifests.store)) or has_all
-  return Run(store.url, recorded, curves, last, has_ended)
+  return RunRecord(store.url, recorded, curves, last, has_ended)
 
 
-def find(places: Sequence[str]) -> list[Run]:
+def find(places: Sequence[str]) -> list[RunRecord]:
   """Returns the runs in directories and below them, by path."""
-  found: dict[str, Run] = {}
+  found: dict[str, RunRecord] = {}
   for place in places:
     paths = list(_below(store_lib.at(place)))
     if not paths:
@@ -157,7 +157,7 @@ def _below(place: store_lib.Store) -> Iterator[str]:
       left += [store.below(x, links=True) for x in reversed(names)]
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
   """Returns the values of the runs that differ, except their directories."""
   keys = sorted({key for run in runs for key in run.recorded})
   found = {key: [run.recorded.get(key) for run in runs] for key in keys}

@@ -32,7 +32,7 @@ _MAX_SHOWN = 3  # Metrics of a run in `ls`.
 _PROGRESS = ('state', 'step', 'time')
 
 
-def _names(runs: Sequence[runs_lib.Run]) -> list[str]:
+def _names(runs: Sequence[runs_lib.RunRecord]) -> list[str]:
   """Returns the shortest paths that tell the runs apart."""
   paths = [run.path for run in runs]
   prefix = os.path.commonprefix(paths)  # noqa: RUF071  It is cut at a slash.
@@ -45,7 +45,7 @@ def _metrics(values: Mapping[str, float]) -> str:
   return ', '.join(f'{name} {value:.5g}' for name, value in shown)
 
 
-def _progress(run: runs_lib.Run) -> tuple[str, str, str]:
+def _progress(run: runs_lib.RunRecord) -> tuple[str, str, str]:
   steps = run.recorded.get('training_steps')
   step = str(run.step) if steps is None else f'{run.step} of {steps}'
   state = 'ended' if run.has_ended else 'not ended'
@@ -83,7 +83,7 @@ def _compare(args: argparse.Namespace) -> int:
         rows.append((f'{what} {name}', *cells))
   inspection.print_table(rows, right=range(1, len(runs) + 1))
   sides = [runs_lib.find([place]) for place in args.dir if args.seeds]
-  return int(args.seeds and not verdict.say(sides, args.metrics))
+  return int(args.seeds and not verdict.print_verdict(sides, args.metrics))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,11 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         base_config.recorded_config(args.run_dir).xla,
         has_started=distributed.has_started(),
       ):
-        lines.say(line)
+        lines.print_text(line)
       distributed.initialize('auto')
     return args.run(args) or 0
   except (errors.UsageError, store.DamagedError) as e:
-    lines.say(e, sys.stderr)
+    lines.print_text(e, sys.stderr)
     return 2
 
 

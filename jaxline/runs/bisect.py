@@ -35,7 +35,7 @@ def _first(
   for step in sorted(a.keys() & b.keys()):
     if names := differing(a[step], b[step]):
       shown = ', '.join(names[:_MAX_SHOWN])
-      lines.say(f'First {what} that differs: {step}, in {shown}.')
+      lines.print_text(f'First {what} that differs: {step}, in {shown}.')
       return step
   return math.inf
 
@@ -50,7 +50,7 @@ def _differing_arrays(one: Any, other: Any) -> list[str]:
 
 def _inside(path: str, step: int) -> dict[str, Any]:
   """Returns the arrays of a step by their kind."""
-  with replay_lib.opened(path, step) as replay:
+  with replay_lib.open_replay(path, step) as replay:
     _, batch, _ = replay.peek(step)
     experiment, rng = replay.experiment, replay.state.train_step_rng
     state = experiment.state
@@ -102,7 +102,7 @@ def bisect(*paths: str) -> bool:
   """Prints where two runs part; returns whether they do."""
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
-    lines.say(f'{key}: {x!r} and {y!r}')
+    lines.print_text(f'{key}: {x!r} and {y!r}')
   _print_code(both)
   logged = [replay_lib.logged(run) for run in both]
   kept = [dict(run.manifests()) for run in both]
@@ -118,7 +118,7 @@ def bisect(*paths: str) -> bool:
   begun = max(run.first_step for run in both)
   missing = sorted({*range(begun, last + 1)} - compared)
   has_parted, replayed = upper < math.inf, []
-  lines.say(
+  lines.print_text(
     f'Compared up to step {last}: {len(compared)} logged steps and'
     f' {len(checkpoints)} kept checkpoints.'
   )
@@ -127,50 +127,50 @@ def bisect(*paths: str) -> bool:
     first, until = max([min(compared, default=1), *equal]), int(upper)
   else:
     first, until = (missing[0], missing[-1]) if missing else (0, 0)
-    lines.say(f'{len(missing)} steps are compared by replays.')
+    lines.print_text(f'{len(missing)} steps are compared by replays.')
   try:
     for path in paths * (until > 0):
-      with replay_lib.opened(path, min(first, until)) as replay:
+      with replay_lib.open_replay(path, min(first, until)) as replay:
         replayed.append(replay.values(1, until))
     if replayed and (step := _first('replayed step', replayed)) < math.inf:
       has_parted = True
       _look_into(paths, int(step))
     elif replayed:
-      lines.say(f'By the code here, both are equal up to step {until}.')
+      lines.print_text(f'By the code here, both are equal up to step {until}.')
     for run, *values in zip(both, logged, replayed, strict=False):
       what = f'step of {run.path} that its replay does not repeat'
       has_parted |= _first(what, values) < math.inf
   except errors.UsageError as e:
-    lines.say(f'The steps up to {until} cannot be compared further: {e}')
+    lines.print_text(f'The steps up to {until} cannot be compared further: {e}')
   else:
     if not has_parted:
-      lines.say(f'No difference in training up to step {last}.')
+      lines.print_text(f'No difference in training up to step {last}.')
   return has_parted or has_other_evaluation
 
 
-def _print_code(both: Sequence[runs.Run]) -> None:
+def _print_code(both: Sequence[runs.RunRecord]) -> None:
   """Prints what differs between the revisions and the changes of two runs."""
   codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
   # A recorded revision must not become an option of git.
   stat = contents.git('diff', '--stat', '--end-of-options', *commits, '--')
   if stat:
-    lines.say(stat.rstrip())
+    lines.print_text(stat.rstrip())
   changes = [*map(_changes, both)]
   for run, own, others in zip(both, changes, changes[::-1], strict=True):
     own = [x for x in own if x.startswith(('+', '-')) and x not in others]
     for line in own[:_MAX_LINES]:
-      lines.say(f'{run.path}: {line}')
+      lines.print_text(f'{run.path}: {line}')
 
 
-def _changes(run: runs.Run) -> list[str]:
+def _changes(run: runs.RunRecord) -> list[str]:
   """Returns the lines of the uncommitted changes of a run's code."""
   store = store_lib.at(run.path).below('checkpoints/code')
   name = f'{run.manifest.get("code", {}).get("changed")}.diff'
   try:
     raw = store.read(name) if name in store.names() else None
   except OSError as e:  # It is another user's.
-    lines.say(f'{store}/{name} is not compared: {e.strerror}')
+    lines.print_text(f'{store}/{name} is not compared: {e.strerror}')
     raw = None
   return (raw or b'').decode(errors='replace').splitlines()
 
@@ -181,9 +181,11 @@ def _look_into(paths: Sequence[str], step: int) -> None:
   for kind in one:
     if differing := _differences(one[kind], other[kind]):
       if kind == _AROUND:
-        lines.say(_HOSTS.format('the state differs before or after them'))
-      lines.say(f'The runs part in step {step}, in the {kind}:')
+        lines.print_text(
+          _HOSTS.format('the state differs before or after them')
+        )
+      lines.print_text(f'The runs part in step {step}, in the {kind}:')
       for name, what in differing[:_MAX_SHOWN]:
-        lines.say(f'  {name or kind}: {what}')
+        lines.print_text(f'  {name or kind}: {what}')
       return
-  lines.say(_HOSTS.format('so are the states'))
+  lines.print_text(_HOSTS.format('so are the states'))

@@ -116,13 +116,13 @@ def _of_rows(
   return jnp.stack([losses, weights, norms])
 
 
-def _find(run: runs.Run) -> int:
+def _find(run: runs.RunRecord) -> int:
   """Prints the spikes of a run, and returns the step of the worst one."""
   found: dict[int, float] = {}
   for name in _JUDGED:
     curve = run.curves.get(name, {})
     for step, above in spikes(curve).items():
-      lines.say(f'Step {step}: {name} is {curve[step]:.5g}.')
+      lines.print_text(f'Step {step}: {name} is {curve[step]:.5g}.')
       found[step] = max(found.get(step, 0.0), above)
   if found:
     return max(found, key=lambda step: found[step])
@@ -134,13 +134,13 @@ def command(args: argparse.Namespace) -> int:
   run = runs.read(args.run_dir)
   step = _find(run) if args.step is None else args.step
   run.check_step(step)
-  with replay_lib.opened(args.run_dir, step) as replay:
+  with replay_lib.open_replay(args.run_dir, step) as replay:
     rows = explain(replay, step, args.grads)
     number = replay.experiment.train_feed.next_number
   losses = run.curves.get('train/loss', {})
   near = [x for s, x in losses.items() if 0 < abs(s - step) <= _NEAR]
   around = f'; around it the loss is {np.nanmedian(near):.5g}' if near else ''
-  lines.say(f'Step {step} trains on batch {number}{around}:')
+  lines.print_text(f'Step {step} trains on batch {number}{around}:')
   table = [('row', 'loss', 'weight', 'grad norm', 'from', 'text')]
   for row, loss, weight, norm, where, text in rows:
     numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
@@ -155,5 +155,5 @@ def command(args: argparse.Namespace) -> int:
   argv += [
     f'--config.{x}={config[x]}' for x in _FORK if config[x] != recorded[x]
   ]
-  lines.say(f'To train without it: {shlex.join(argv)}')
+  lines.print_text(f'To train without it: {shlex.join(argv)}')
   return 0

@@ -54,7 +54,7 @@ _FINGERPRINT = 'train/fingerprint'
 class Replay:
   """A run's training at one of its steps, in memory."""
 
-  of: runs.Run
+  of: runs.RunRecord
   config: Any  # The recorded one, but `restore_from` is where the replay began.
   experiment: Any
   state: Any  # The live one, with `global_step` and `train_step_rng`.
@@ -69,7 +69,7 @@ class Replay:
     rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration((until - step) / rate)}' if rate else ''
     where = f'step {step}' if step else 'the seed'
-    lines.say(f'Replaying {path} from {where} to step {until}{about}.')
+    lines.print_text(f'Replaying {path} from {where} to step {until}{about}.')
 
     def act(unused_time: Any, step: int, scalars: Mapping[str, Any]) -> None:
       on_step(step, scalars)
@@ -90,7 +90,9 @@ class Replay:
 
     def keep(step: int, scalars: Mapping[str, Any]) -> None:
       if step >= first:
-        values = writers.to_scalars(fingerprints.unclocked(scalars)).items()
+        values = writers.to_scalars(
+          fingerprints.without_timing_scalars(scalars)
+        ).items()
         bits = fingerprints.of_step(scalars, self.experiment.last_batch)
         state = fingerprints.of_step({}, self.experiment.snapshot_state())
         found[step] = {f'train/{name}': x for name, x in values}
@@ -111,7 +113,7 @@ class Replay:
 
 
 @contextlib.contextmanager
-def opened(
+def open_replay(
   directory: str | os.PathLike[str],
   before: int,
   experiment_class: Any = None,
@@ -159,14 +161,16 @@ def opened(
       full.wait_for_checkpointing_to_finish()
 
 
-def logged(run: runs.Run, folder: str = 'train') -> dict[int, dict[str, Any]]:
+def logged(
+  run: runs.RunRecord, folder: str = 'train'
+) -> dict[int, dict[str, Any]]:
   """Returns step -> its fingerprint and its scalars, but those of clocks."""
   raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
   curves = run.curves | {_FINGERPRINT: fingerprints.read(raw)}
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in curves.items():
     where, _, scalar = name.partition('/')
-    if where == folder and fingerprints.unclocked({scalar: curve}):
+    if where == folder and fingerprints.without_timing_scalars({scalar: curve}):
       for step, value in curve.items():
         found[step][name] = value
   return found
@@ -191,19 +195,21 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
       del found[_FINGERPRINT]
     names = differing(was, found, rtol)
     for name in names:
-      lines.say(f'step {step}: {name} was {was[name]!r} and is {found[name]!r}')
+      lines.print_text(
+        f'step {step}: {name} was {was[name]!r} and is {found[name]!r}'
+      )
     num_compared = len(was.keys() & found.keys())
     total += num_compared
     num_differing += len(names)
     if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
-      lines.say(f'step {step}: {num_equal} values are equal')
+      lines.print_text(f'step {step}: {num_equal} values are equal')
   if not total:
-    lines.say(f'Nothing is logged of the steps {first} to {until}.')
+    lines.print_text(f'Nothing is logged of the steps {first} to {until}.')
   elif num_differing:
-    lines.say(f'{num_differing} of {total} logged values differ.')
+    lines.print_text(f'{num_differing} of {total} logged values differ.')
   else:
     how = f'within {rtol:.0%}' if rtol else 'to the bit'
-    lines.say(f'All {total} logged values are equal {how}.')
+    lines.print_text(f'All {total} logged values are equal {how}.')
   return not num_differing
 
 
@@ -216,7 +222,7 @@ def find_nonfinite(directory: str, step: int) -> str | None:
   # gradient has no line, and its cause may be an infinity before.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
-      with opened(directory, step) as replay:
+      with open_replay(directory, step) as replay:
         replay.run(step - 1)
         with op_by_op, switch(True):
           run = debug.disable_pmap_jit(replay.run)
@@ -250,7 +256,7 @@ def command(args: argparse.Namespace) -> int:
       )
   if args.nan:
     result = find_nonfinite(args.run_dir, first)
-    lines.say(result or f'All results of step {first} are finite.')
+    lines.print_text(result or f'All results of step {first} are finite.')
     return 0
   steps = logged(run).keys()
   if not args.save:
@@ -261,12 +267,12 @@ def command(args: argparse.Namespace) -> int:
         f' logged step is {max(steps, default=0)}.'
       )
     until = max(found)
-  with opened(args.run_dir, first, saved=args.save) as replay:
+  with open_replay(args.run_dir, first, saved=args.save) as replay:
     rtol = 0.0
     now = [jax.device_count(), jax.devices()[0].device_kind]
     if (was := replay.of.manifest.get('devices', now)) != now:
       rtol = _RTOL
-      lines.say(
+      lines.print_text(
         f'The run had the devices {was}, and here are {now}: values that differ'
         f' by less than {rtol:.0%} count as equal.'
       )

@@ -25,7 +25,9 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
   return difference, float(high - low) / 2, float(1 - test.pvalue)
 
 
-def say(sides: Sequence[Sequence[runs_lib.Run]], metric: str | None) -> bool:
+def print_verdict(
+  sides: Sequence[Sequence[runs_lib.RunRecord]], metric: str | None
+) -> bool:
   """Prints whether the runs of the second side are better; returns whether."""
   first = sides[0][0]
   metric = metric or next(iter(first.last), '')
@@ -46,14 +48,14 @@ def say(sides: Sequence[Sequence[runs_lib.Run]], metric: str | None) -> bool:
     key = 'best_model_eval_metric_higher_is_better'
     higher = first.recorded.get(key, True)
   for name, x in zip(('baseline', 'candidate'), samples, strict=True):
-    lines.say(
+    lines.print_text(
       f'{name}: mean {np.mean(x):.5g}, deviation {np.std(x, ddof=1):.2g}'
     )
   difference, half, confidence = welch(*samples)
   verdict = 'better' if (difference > 0) == higher else 'worse'
   if confidence < 0.95:
     verdict = 'not distinguishable at this number of seeds'
-  lines.say(
+  lines.print_text(
     f'{verdict}: {metric} ({"higher" if higher else "lower"} is better) by'
     f' {difference:+.4g} \N{PLUS-MINUS SIGN} {half:.2g},'
     f' confidence {confidence:.1%}'

@@ -136,9 +136,11 @@ def _is_shared(path: pathlib.Path | None) -> bool:
       with contextlib.suppress(OSError):
         (path / name).touch()
         stack.callback((path / name).unlink, missing_ok=True)
-    name = distributed.of_chief(name)  # After the file is there.
+    name = distributed.broadcast_from_process_0(
+      name
+    )  # After the file is there.
     is_seen = path is not None and (path / name).exists()
-    return distributed.decide(is_seen, all, series='cache')
+    return distributed.gather_and_decide(is_seen, all, series='cache')
 
 
 def _remove_damaged(path: pathlib.Path, since: float) -> None:

@@ -26,7 +26,9 @@ from jaxline.supervision import preemption
 _JAXS_REMARK = 'JAX has removed its internal frames'
 
 
-def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
+def exit_code_and_message(
+  error: BaseException, *, others: bool
+) -> tuple[int, str]:
   """Returns the exit code for an error, and the text to print.
 
   The text is empty if the user needs Python's traceback. `others` tells whether
@@ -59,7 +61,7 @@ def decide(error: BaseException, *, others: bool) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def ending() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
   """Prints the error that leaves the block, and sets the exit code.
 
   A process among others ends at once, unless all end after the same step.
@@ -73,36 +75,36 @@ def ending() -> Iterator[None]:
       cause = cause.__cause__ or cause.__context__
     own = cause if isinstance(cause, preemption.Preempted) else error
     if distributed.has_others() and not getattr(own, 'is_joint', False):
-      leave(own)
-    code, text = decide(own, others=False)
+      abort_process(own)
+    code, text = exit_code_and_message(own, others=False)
     if not text:
       raise
-    lines_lib.say(text, sys.stderr)
+    lines_lib.print_text(text, sys.stderr)
     end = SystemExit(text)
     end.code = code
     raise end from own
 
 
-def leave(error: BaseException) -> NoReturn:
+def abort_process(error: BaseException) -> NoReturn:
   """Ends this process at once, while the others are still in the run.
 
   At a normal exit JAX would wait for the other processes, which wait for this
   one. They notice that it is gone by a lost connection or a heartbeat.
   """
-  code, text = decide(error, others=True)
+  code, text = exit_code_and_message(error, others=True)
   if not (text or isinstance(error, SystemExit)):
     text = ''.join(traceback.format_exception(error))
-  lines_lib.say(text, sys.stderr)
+  lines_lib.print_text(text, sys.stderr)
   with contextlib.suppress(OSError, ValueError):  # It may be closed.
     logging.flush()
     sys.stdout.flush()
   os._exit(code)
 
 
-def leave_if_lost(kind: Any, error: BaseException | None, tb: Any) -> None:
+def abort_if_lost(kind: Any, error: BaseException | None, tb: Any) -> None:
   """Ends this process if it has lost another one.
 
   Push it onto a `contextlib.ExitStack`, whose other callbacks would hang.
   """
   if error and errors.is_lost_process(error) and distributed.has_others():
-    leave(error)
+    abort_process(error)

@@ -15,7 +15,7 @@ _NUM_LISTED = 12
 
 
 @contextlib.contextmanager
-def explained(experiment: Any, config: Any) -> Iterator[None]:
+def explain_oom(experiment: Any, config: Any) -> Iterator[None]:
   """Adds the largest arrays, named by the attributes that hold them."""
   try:
     yield

@@ -14,7 +14,7 @@ class RecomputeError(ArithmeticError):
   """A step that was computed twice gave two results."""
 
 
-def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
+def run_and_verify(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   """Computes a compiled step twice, compares, and returns its results."""
   twin = jax.device_put(
     state, jax.tree.map(lambda x: x.sharding, state), may_alias=False
@@ -22,7 +22,7 @@ def twice(step: Callable[..., Any], state: Any, *args: Any) -> Any:
   results = step(state, *args)
   first, second = map(_fingerprints, (results, step(twin, *args)))
   found = [part for part in first if first[part] != second[part]]
-  if not distributed.decide(bool(found), any, series='recompute'):
+  if not distributed.gather_and_decide(bool(found), any, series='recompute'):
     return results
   raise RecomputeError(
     f'A step was computed twice from one state; process {jax.process_index()}'
