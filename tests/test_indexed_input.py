@@ -13,6 +13,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from jaxline import inputs
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from tests import processes
@@ -327,3 +328,31 @@ def children_of(pid):
     if int(parent) == pid and 'spawn_main' in command:
       found.append(int(path.parent.name))
   return found
+
+
+# Arrays in memory.
+
+
+def test_arrays_are_read_once_in_order_or_shuffled_for_ever():
+  x, y = np.arange(20).reshape(10, 2), np.arange(10)
+  values = {'x': x, 'y': {'z': y}}
+  batches = [*inputs.arrays(values, batch_size=4).eval_batches()]
+  assert [b['y']['z'].tolist() for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7],
+                                                     [8, 9, 0, 0]]  # fmt: skip
+  assert batches[-1]['weights'].tolist() == [1, 1, 0, 0]
+  source = inputs.arrays(values, batch_size=5, is_training=True)
+  epochs = [[next(source), next(source)] for _ in range(2)]
+  orders = [rows(b['y']['z'].tolist() for b in epoch) for epoch in epochs]
+  assert orders[0] != orders[1] != [*range(10)] != orders[0]
+  assert [sorted(order) for order in orders] == [[*range(10)]] * 2
+  for batch in epochs[0]:
+    np.testing.assert_array_equal(batch['x'], x[batch['y']['z']])
+  state = source.get_state()
+  inputs.arrays(values, batch_size=1, is_training=True).set_state(state)
+  for changed in ({'x': x + 1, 'y': {'z': y}}, {'x': x, 'y': {'w': y}}):
+    with pytest.raises(ValueError, match='arrays is '):
+      other = inputs.arrays(changed, batch_size=5, is_training=True)
+      other.set_state(state)
+  for wrong in ({'x': x, 'y': y[1:]}, x, {}):
+    with pytest.raises((TypeError, ValueError), match=r'expected|share'):
+      inputs.arrays(wrong, batch_size=4)

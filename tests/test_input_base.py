@@ -364,6 +364,30 @@ def test_the_state_of_an_iterator_is_that_of_its_host():
       other.set_state(state)
 
 
+def elastic(index, count):
+  records = grain.MapDataset.range(120).map(lambda x: {'x': x})
+  shard = grain.sharding.ShardOptions(index, count)
+  source = grain.experimental.ElasticIterator(records, 6, shard)
+  shard = base.Shard(index, count)
+  return iterable.as_input(source, is_training=True, shard=shard)
+
+
+def test_the_state_of_an_elastic_iterator_is_that_of_any_host():
+  def batch(hosts):
+    return sorted(x for host in hosts for x in next(host)['x'].tolist())
+
+  two = [elastic(i, 2) for i in range(2)]
+  assert [batch(two) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
+  first, second = (source.state_of(source.copy_position()) for source in two)
+  assert first == second  # As a checkpoint for other hosts requires.
+  three = [elastic(i, 3) for i in range(3)]
+  for source in three:
+    source.set_state(first)
+  assert batch(three) == [*range(12, 18)]
+  with pytest.raises(ValueError, match='number of hosts'):
+    three[0].set_state({'host': 0, 'hosts': 2, 'state': {'next_index': 12}})
+
+
 def test_hosts_that_would_read_the_same_are_refused():
   fields = {'is_training': True, 'shard': base.Shard(1, 2)}
   with pytest.raises(errors.UsageError, match='host_index'):

@@ -22,6 +22,7 @@ import pytest
 from examples.pax.inputs import lingvo
 from examples.pax.inputs import seqio as seqio_input
 from examples.pax.inputs import tfdata
+from jaxline import inputs as inputs_lib
 from jaxline.inputs import base
 from jaxline.inputs import grain
 from jaxline.inputs import iterable
@@ -253,6 +254,9 @@ SOURCES = {
   'indexed_workers': Source(
     lambda size, **fields: make_numbers(size, num_workers=1, **fields),
     examples=WORKERS,
+  ),
+  'arrays': Source(
+    lambda size, **fields: inputs_lib.arrays({'x': np.arange(size)}, **fields)
   ),
   'grain_list': Source(
     lambda size, **fields: grain.GrainInput(dataset=listed(size), **fields)

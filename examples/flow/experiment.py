@@ -20,10 +20,10 @@ import optax
 
 from examples import digits
 from jaxline import base_config
+from jaxline import inputs
 from jaxline import metrics
 from jaxline import sharded
 from jaxline.inputs import base
-from jaxline.inputs import indexed
 from jaxline.metrics import writers
 from jaxline.parallel import prng
 
@@ -54,24 +54,6 @@ class Config:
   ema_decay: float = 0.999
   sample_steps: int = 50
   seed: int
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Images(indexed.IndexedInput):
-  """Images as rows of pixels, float32 [B, D] from -1 to 1."""
-
-  def __post_init__(self):
-    super().__post_init__()
-    images = digits.load()[0].reshape(-1, _PIXELS) / 8 - 1
-    part = slice(-_NUM_EVAL) if self.is_training else slice(-_NUM_EVAL, None)
-    self._images = images[part].astype(np.float32)
-
-  def num_records(self) -> int:
-    return len(self._images)
-
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    del epochs
-    return {'x': self._images[records]}
 
 
 def velocity(x_BD: jax.Array, t_B: jax.Array, config: Config) -> jax.Array:
@@ -148,18 +130,24 @@ class Experiment(sharded.ShardedExperiment):
     self, shard: base.Shard | None = None
   ) -> Iterator[sharded.BatchDict]:
     """Returns the training images, shuffled anew in each epoch."""
-    seed = self.config.seed
-    return self._images(shard, is_training=True, input_random_seed=seed)
+    images = slice(-_NUM_EVAL)
+    fields = {'is_training': True, 'input_random_seed': self.config.seed}
+    return self._images(images, shard, **fields)
 
   def eval_input(
     self, shard: base.Shard | None = None
   ) -> Iterator[sharded.BatchDict]:
     """Returns the images that are held out, once."""
-    return self._images(shard, reset_for_eval=True)
+    return self._images(slice(-_NUM_EVAL, None), shard)
 
-  def _images(self, shard: base.Shard | None, **kwargs: Any) -> Images:
+  def _images(
+    self, part: slice, shard: base.Shard | None, **kwargs: Any
+  ) -> base.BaseInput:
+    """Gives images as rows of pixels, float32 [B, D] from -1 to 1."""
+    images = digits.load()[0].reshape(-1, _PIXELS) / 8 - 1
+    x_ND = images[part].astype(np.float32)
     rows = base.per_host(self.config.batch_size, shard)
-    return Images(batch_size=rows, shard=shard, **kwargs)
+    return inputs.arrays({'x': x_ND}, batch_size=rows, shard=shard, **kwargs)
 
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None

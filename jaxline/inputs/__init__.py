@@ -5,6 +5,10 @@ batch n is a function of (seed, n), `feed` the way to the devices. Read `base`
 first.
 """
 
+from collections.abc import Mapping
+import typing
+from typing import Any
+
 from jaxline.base.keys import POSITIVE, RANGES, Key, integer, optional
 
 KEYS = (
@@ -19,3 +23,28 @@ KEYS = (
       'Batches to leave out, counted from 1: the step that would have had the'
       ' first of a range takes the batch after the last.', 'run', sharded=True),
 )  # fmt: skip
+
+if typing.TYPE_CHECKING:
+  from jaxline.inputs import indexed
+
+
+def arrays(
+  values: Mapping[str, Any],
+  *,
+  batch_size: int,
+  is_training: bool = False,
+  **fields: Any,
+) -> 'indexed.ArrayInput':
+  """Returns an input of arrays in memory, such as {'x': [N, ...], 'y': [N]}.
+
+  In training each epoch has an order of its own, and epoch follows epoch. Else
+  it is one pass in the order of the rows. `batch_size` is the rows of a host,
+  as `base.per_host(256, shard)`; `fields` are others of `indexed.ArrayInput`:
+  `shard`, `shuffle`, `repeat`, `input_random_seed`, `num_threads` ...
+  """
+  from jaxline.inputs import indexed  # It needs what imports this package.
+
+  fields = {'reset_for_eval': not is_training, **fields}
+  return indexed.ArrayInput(
+    values=values, batch_size=batch_size, is_training=is_training, **fields
+  )
