@@ -32,6 +32,7 @@ from jaxline.compat import dictionary
 from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
+from jaxline.runs import html
 from jaxline.supervision import preemption
 
 
@@ -43,6 +44,9 @@ class Result:
   experiment: Any  # It has the weights of the last step.
   history: dict[str, np.ndarray]  # 'train/loss' -> [N, 2]: steps and values.
   best: dict[str, float]  # The best `config.best_model_eval_metric`, if any.
+
+  def _repr_html_(self) -> str:
+    return html.show(self.directory, self.best, self.history)
 
 
 def fit(

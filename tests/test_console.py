@@ -206,6 +206,27 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
   )
 
 
+def test_what_matters_most_stands_before_other_numbers(capsys):
+  console, *_ = begun(saved=7, best_model_eval_metric='reward')
+  numbers = {'a': 1.0, 'loss': 4.0, 'steps_per_sec': 20.0}
+  for wait in (0.2, 0.81):
+    console.log_training(3000, {3000: {**numbers, 'input_wait_fraction': wait}})
+  console.log_evaluation(9, {'a': 1.0, 'loss': 2.0, 'reward': 3.0, 'x/a': 4.0})
+  shown = [x.split(' | ')[1:] for x in capsys.readouterr().out.splitlines()]
+  assert shown[-3:] == [
+    ['ETA 2:30', 'loss 4', '20 steps/s', 'saved 7', 'a 1', 'input wait 20%'],
+    [
+      'ETA 2:30',
+      'loss 4 (+0)',
+      '20 steps/s',
+      'input wait 81%',
+      'saved 7',
+      'a 1',
+    ],
+    ['reward 3', 'loss 2', 'a 1', 'x/a 4'],
+  ]
+
+
 def run_hook(console, steps, **overrides):
   """Shows scalars per step, at one step per second."""
   config = make_config(interval_type='steps', **overrides)

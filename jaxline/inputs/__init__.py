@@ -6,7 +6,6 @@ first.
 """
 
 from collections.abc import Mapping
-import typing
 from typing import Any
 
 from jaxline.base.keys import POSITIVE, RANGES, Key, integer, optional
@@ -24,27 +23,15 @@ KEYS = (
       ' first of a range takes the batch after the last.', 'run', sharded=True),
 )  # fmt: skip
 
-if typing.TYPE_CHECKING:
-  from jaxline.inputs import indexed
 
-
-def arrays(
-  values: Mapping[str, Any],
-  *,
-  batch_size: int,
-  is_training: bool = False,
-  **fields: Any,
-) -> 'indexed.ArrayInput':
+def arrays(values: Mapping[str, Any], *, batch_size: int, **fields: Any) -> Any:
   """Returns an input of arrays in memory, such as {'x': [N, ...], 'y': [N]}.
 
-  In training each epoch has an order of its own, and epoch follows epoch. Else
-  it is one pass in the order of the rows. `batch_size` is the rows of a host,
-  as `base.per_host(256, shard)`; `fields` are others of `indexed.ArrayInput`:
-  `shard`, `shuffle`, `repeat`, `input_random_seed`, `num_threads` ...
+  With `is_training=True` it is shuffled anew each epoch, for ever; without, it
+  is one pass in order. `batch_size` is the rows of a host; `fields` are others
+  of `indexed.ArrayInput`, such as `shard`, `shuffle` and `repeat`.
   """
   from jaxline.inputs import indexed  # It needs what imports this package.
 
-  fields = {'reset_for_eval': not is_training, **fields}
-  return indexed.ArrayInput(
-    values=values, batch_size=batch_size, is_training=is_training, **fields
-  )
+  fields.setdefault('reset_for_eval', not fields.get('is_training'))
+  return indexed.ArrayInput(values=values, batch_size=batch_size, **fields)

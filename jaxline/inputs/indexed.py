@@ -34,7 +34,6 @@ from jaxline.inputs import base
 # another order.
 _SMALL = 2**16
 _MAX_CLOSE_SECS = 30  # How long to wait for workers to end.
-_MIN_HASHED = 1024  # Records whose contents identify arrays, if there are more.
 
 
 @functools.lru_cache(maxsize=64)  # At most 32 MB.
@@ -283,13 +282,12 @@ class ArrayInput(IndexedInput):
     super().__post_init__()
     self._length = base.num_rows(self.values)
     self.values = jax.tree.map(np.asarray, dict(self.values))
-    # To hash gigabytes would take seconds.
-    rows = slice(None, None, max(1, self._length // _MIN_HASHED))
+    # Of at least 1024 rows: to hash gigabytes would take seconds.
+    rows = slice(None, None, max(1, self._length // 1024))
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(self.values):
-      name = jax.tree_util.keystr(path)
-      digest.update(f'{name} {x.dtype} {x.shape}'.encode())
-      digest.update(x[rows].tobytes())
+      about = jax.tree_util.keystr(path), str(x.dtype), x.shape
+      digest.update(repr(about).encode() + x[rows].tobytes())
     self._hash = digest.hexdigest()[:32]
 
   def num_records(self) -> int:

@@ -19,8 +19,7 @@ class IterableInput(base.BaseInput):
 
   If the iterator has `get_state` and `set_state`, as Grain's have, checkpoints
   hold its state, a pytree of arrays and plain values. Otherwise a resumed run
-  reads from the beginning again, and logs so. The state is that of its host;
-  that of Grain's `ElasticIterator` is the same on all hosts, of any number.
+  reads from the beginning again, and logs so.
 
   Attributes:
     function: returns an iterable of batches, each a dict of arrays
@@ -71,16 +70,9 @@ class IterableInput(base.BaseInput):
   def position(self) -> Any:
     return self._open().get_state()
 
-  def _is_of_any_host(self, mark: Any) -> bool:
-    """Whether a state is the index in the global order of `ElasticIterator`."""
-    kinds = ((x.__module__, x.__name__) for x in type(self._open()).__mro__)
-    is_elastic = any(m[:6] == 'grain.' and 'Elastic' in x for m, x in kinds)
-    is_index = isinstance(mark, Mapping) and [*mark] == ['global_next_index']
-    return is_elastic and is_index
-
   def state_of(self, mark: Any) -> Any:
-    if self._is_of_any_host(mark):
-      return {'state': mark}
+    if isinstance(mark, Mapping) and [*mark] == ['global_next_index']:
+      return {'state': mark}  # Of Grain's ElasticIterator: one for all hosts.
     return {
       'host': self.infeed_host_index,
       'hosts': self.num_infeed_hosts,
@@ -91,8 +83,7 @@ class IterableInput(base.BaseInput):
     """Sets the state of the iterator; refuses the state of another host."""
     got = state if isinstance(state, Mapping) else {}
     expected = self.state_of(got.get('state'))
-    keys = expected.keys() & {'host', 'hosts'}
-    if any(got.get(key) != expected[key] for key in keys):
+    if any(got.get(key) != expected[key] for key in expected if key != 'state'):
       raise ValueError(
         f'{self.name} got the state {state!r:.200}; expected that of host'
         f' {self.infeed_host_index} of this number of hosts,'

@@ -35,6 +35,7 @@ _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
 _PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
 _LIVE_SECS = 1.0  # How often the live line gets new numbers.
+_MUCH_WAIT = 0.2  # Above this fraction, the wait for input is shown first.
 
 _LIBRARIES = tuple(
   f'{pathlib.Path(file).parent}{os.sep}'
@@ -88,6 +89,7 @@ class Console(contextlib.AbstractContextManager):
     self._compiled_before: float | None = None
     self._earlier: list[dict[str, Any]] = []  # The numbers of earlier steps.
     self._texts: list[str] = []  # The scalars of the newest step, or means.
+    self._num_first = 2  # How many of these stand before the last save.
     self._rate = 0.0  # Smoothed steps per second, for the ETA.
     self._waits_after: Any = ''
     self._num_evaluated = 0
@@ -271,7 +273,11 @@ class Console(contextlib.AbstractContextManager):
       self._earlier = [*earlier, *recent][-2 * _MAX_STEPS :]
       middle = len(self._earlier) // 2
       earlier, recent = self._earlier[:middle], self._earlier[middle:]
-    self._texts = lines.describe(recent, earlier)
+    first = ['loss', 'steps_per_sec']
+    if recent[-1].get('input_wait_fraction', 0) > _MUCH_WAIT:
+      first.append('input_wait_fraction')
+    self._texts = lines.describe(recent, earlier, first)
+    self._num_first = len(first)
     if rate is not None:  # Else the steps are those after the last line.
       self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
       if self.mode != 'live':
@@ -286,8 +292,8 @@ class Console(contextlib.AbstractContextManager):
     if self._saved_step() is not None:
       saved = f'saved {self._saved_step()}'
     head = self._step_text(step) + activity
-    first, others = self._texts[:2], self._texts[2:]
-    return lines.fit([head, eta, *first, saved, *others], width)
+    texts = self._texts[: self._num_first], self._texts[self._num_first :]
+    return lines.fit([head, eta, *texts[0], saved, *texts[1]], width)
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
@@ -309,7 +315,8 @@ class Console(contextlib.AbstractContextManager):
     """Prints the scalars that `evaluate` returned for a step."""
     self._activity = ''
     self._num_evaluated += 1
-    texts = lines.describe([writers.to_scalars(scalars)])
+    best = getattr(self._config, 'best_model_eval_metric', '')
+    texts = lines.describe([writers.to_scalars(scalars)], first=[best, 'loss'])
     self.print(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:

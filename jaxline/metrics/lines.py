@@ -15,7 +15,7 @@ FORMATS = {
   'tokens_per_sec': '{:,.0f} tokens/s',
   'examples_per_sec': '{:,.0f} examples/s',
   'mfu': 'mfu {:.1%}',
-  'input_wait_fraction': 'input wait {:.1%}',
+  'input_wait_fraction': 'input wait {:.0%}',
   'device_memory_gib': 'memory {:.1f} GiB',
   'tflops_per_sec': '{:.3g} TFLOP/s',
   'tokens_per_step': '',
@@ -63,12 +63,14 @@ def weights(arrays: Sequence[Any]) -> str:
 
 
 def describe(
-  recent: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]] = ()
+  recent: Sequence[Mapping[str, Any]],
+  earlier: Sequence[Mapping[str, Any]] = (),
+  first: Sequence[str] = ('loss', 'steps_per_sec'),
 ) -> list[str]:
   """Returns the scalars of the last of some steps as texts, or their means.
 
-  First the loss, with its trend since the `earlier` steps, then the rate,
-  others, other rates, and groups, as in 'g/x'.
+  Those named in `first`, then others, other rates, and groups, as in 'g/x'. The
+  loss has its trend since the `earlier` steps.
   """
 
   def mean(records: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
@@ -79,7 +81,7 @@ def describe(
     return found, len(values) - len(finite)
 
   texts = []
-  order = lambda x: (x != 'loss', x != 'steps_per_sec', '/' in x, x in FORMATS)
+  order = lambda x: ([x != name for name in first], '/' in x, x in FORMATS)
   for name in sorted(recent[-1], key=order):
     value, note = recent[-1][name], ''
     if name in FORMATS:  # Not averaged. One of 0 is not known yet.
