@@ -1,0 +1,1 @@
+"""DDPG on a pendulum: an environment and a replay buffer that resume."""

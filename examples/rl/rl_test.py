@@ -1,0 +1,102 @@
+"""Tests of DDPG on the pendulum, with its state on the device or the host."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import rl
+from examples.rl import pendulum
+import jaxline
+from jaxline.checkpoint import inspection
+from tests import processes
+
+NAMES = ('experiment', 'host')
+STEPS = 3000
+
+
+def test_the_pendulum_of_numpy_and_of_jax():
+  # Upright and hanging it stays at rest; the second costs pi**2 a step.
+  rest = pendulum.State(np.array([0, np.pi]), np.zeros(2), np.array([0, 198]))
+  (one, reward), zero = pendulum.advance(rest, np.zeros(2), np), np.zeros(2)
+  np.testing.assert_allclose(reward, [0, -(np.pi**2)])
+  np.testing.assert_allclose(one.speed, 0, atol=1e-14)
+  # A whole torque makes it faster by 3 * 2 * 0.05; an episode ends by its time.
+  for library in (np, jnp):
+    uniform = library.full([2, 2], 0.5)
+    two, _ = pendulum.transition(rest, np.ones(2), uniform, library)
+    np.testing.assert_allclose(two.speed, 0.3, atol=1e-6)
+    two, _ = pendulum.transition(two, zero, uniform, library)
+    assert two.time.tolist() == [2, 0]
+    np.testing.assert_allclose([two.angle[1], two.speed[1]], [np.pi / 2, 0.5])
+
+
+def fit(directory, name, steps):
+  overrides = {
+    'experiment_class': f'examples.rl.{name}:Experiment',
+    'checkpoint_dir': str(directory),
+    'training_steps': steps,
+    'eval_interval': 5,
+    'save_checkpoint_interval': 5,
+    'experiment_kwargs.config.hidden': 8,
+    'experiment_kwargs.config.capacity': 816,  # It begins again in the run.
+  }
+  return jaxline.fit(None, rl.get_config(), overrides)
+
+
+def saved(directory):
+  return inspection.find(f'{directory}/checkpoints/latest').arrays('.*')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(name, tmp_path):
+  fit(tmp_path / 'straight', name, 10)
+  fit(tmp_path / 'resumed', name, 5)
+  fit(tmp_path / 'resumed', name, 10)
+  straight, resumed = (saved(tmp_path / x) for x in ('straight', 'resumed'))
+  buffers = [x for x in straight if x.endswith('buffer/next_x')]
+  assert [straight[x].shape for x in buffers] == [(816, 3)]
+  assert straight.keys() == resumed.keys()
+  for key, array in straight.items():
+    np.testing.assert_array_equal(resumed[key], array, key)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize('name', NAMES)
+def test_it_learns_and_a_kill_changes_no_bit(name, tmp_path):
+  def command(directory):
+    return (
+      *('experiment.py', '--config=configs/rl.py'),
+      '--jaxline_mode=train_and_eval',
+      f'--config.checkpoint_dir={directory}',
+      f'--config.experiment_class=examples.rl.{name}:Experiment',
+      f'--config.training_steps={STEPS}',
+      '--config.save_checkpoint_interval=500',
+    )
+
+  straight, killed = tmp_path / 'straight', tmp_path / 'killed'
+  done = processes.run(*command(straight))
+  assert done.returncode == 0, done.stderr
+  with processes.started(*command(killed)) as process:
+    while not [*killed.glob('checkpoints/latest/1*.json')]:
+      assert process.poll() is None
+      time.sleep(0.01)
+    process.kill()
+  assert not [*killed.glob(f'checkpoints/latest/{STEPS}.json')]
+  done = processes.run(*command(killed))
+  assert done.returncode == 0, done.stderr
+  assert 'resumed' in done.stdout
+
+  expected = saved(straight)
+  for key, array in saved(killed).items():
+    np.testing.assert_array_equal(array, expected[key], key)
+
+  # An actor of zeros does nothing.
+  experiment = jaxline.load(straight)
+  idle = jax.tree.map(jnp.zeros_like, experiment.state.params['actor'])
+  returns = experiment.play(idle, np.arange(64), jax.random.PRNGKey(0))
+  assert -1400 < returns.mean() < -1000
+  assert jaxline.evaluate(straight)['return'] > -300
