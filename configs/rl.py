@@ -1,10 +1,14 @@
 """DDPG on the pendulum: an actor learns to swing it up and hold it.
 
-Expected: a mean return of about -150; an actor that does nothing gets -1200.
+Expected: a mean return of -140 to -160, depending on the seed, from step 4000
+          on; an actor that does nothing gets -1200.
 Hardware: two CPU cores, shared with other work; no GPU.
-Time:     30 seconds, measured.
+Time:     15 seconds, measured.
 Command:  python experiment.py --config=configs/rl.py \
             --jaxline_mode=train_and_eval
+
+With --config.experiment_class=examples.rl.host:Experiment the environments and
+the replay buffer are in the memory of the host.
 """
 
 import dataclasses

@@ -197,6 +197,44 @@ def test_own_data_and_fine_tuning(copy):
   jax.tree.map(np.testing.assert_array_equal, old, new)
 
 
+@pytest.mark.process
+def test_arrays_bfloat16_and_a_schedule_of_the_clip(copy):
+  for section in (
+    'Read arrays in memory',
+    'Compute in bfloat16',
+    'Clip by a schedule',
+  ):
+    apply(copy, section)
+  minimal = importlib.import_module('examples.minimal')
+  rows = np.arange(20, dtype=np.int32).repeat(9).reshape(20, 9)
+  for name in ('train', 'eval'):
+    np.save(copy / f'{name}.npy', rows)
+  config = minimal.get_config()
+  config.experiment_kwargs.config.files = str(copy)
+  config.experiment_kwargs.config.batch_size = 10
+  first, second = train(config, training_steps=20, eval_interval=10).history[
+    'eval/loss'
+  ][:, 1]
+  assert second < first < np.log(257)
+  experiment = minimal.Experiment('train', jax.random.PRNGKey(0),
+                                  config.experiment_kwargs.config)  # fmt: skip
+  source = experiment.train_input()
+  seen = np.concatenate([next(source)['ids'][:, 0] for _ in range(2)])
+  assert sorted(seen) == [*range(20)] != [*seen]
+  state, batch = experiment.state, next(source)
+  loss_fn = lambda p: experiment.loss_fn(p, {}, batch, None, True)[0]
+  assert 'bf16[8,257' in str(jax.make_jaxpr(loss_fn)(state.params))
+  assert jax.grad(loss_fn)(state.params)['out'].dtype == np.float32
+
+  config = tiny(copy)
+  assert config.experiment_kwargs.config.model.dtype == 'bfloat16'
+  config.log_train_data_interval = 1
+  config.experiment_kwargs.config.warmup_fraction = 0.25
+  norms = train(config).history['train/clip_norm'][:, 1]
+  # Of the step before: from 10 to 1 in 5 steps.
+  np.testing.assert_allclose(norms[:7], [10, 10, 8.2, 6.4, 4.6, 2.8, 1], 1e-6)
+
+
 def test_the_writer_of_a_service_is_imported_and_named(copy):
   pytest.importorskip('wandb')
   apply(copy, 'Log to Weights & Biases, MLflow or Aim')
@@ -210,8 +248,9 @@ def test_all_diffs_apply(copy):
   # Each by itself, but for those that need the config key.
   for section in SECTIONS:
     if blocks(section, 'diff'):
-      for name in ('examples/lm/experiment.py', 'configs/lm.py'):
-        shutil.copy(ROOT / name, copy / name)
+      for name in ('lm/experiment.py', 'minimal.py'):
+        shutil.copy(ROOT / 'examples' / name, copy / 'examples' / name)
+      shutil.copy(ROOT / 'configs' / 'lm.py', copy / 'configs')
       apply(copy, section)
 
 

@@ -2,8 +2,8 @@
 
 The environments, the replay buffer and the target networks are arrays of
 `model_state`. So the devices never wait for the host, and a checkpoint holds
-all of it: a killed run goes on with the same bits. `host.py` has environments
-and a buffer in the memory of the host instead.
+all of it: a killed run resumes with the same bits. `host.py` keeps the
+environments and the buffer in the memory of the host instead.
 
 Shapes: E environments, B rows of a batch, N transitions of the buffer.
 """
@@ -41,11 +41,11 @@ class Config:
     hidden: the width of both networks.
     actor_rate: the actor's learning rate.
     critic_rate: the critic's.
-    discount: of the reward of the next step.
-    noise: the deviation of what is added to actions.
+    discount: the factor of the value of the next step.
+    noise: the deviation of the noise that is added to actions.
     target_rate: the share of the new weights in the target networks.
     eval_episodes: episodes of an evaluation.
-    seed: of the actions.
+    seed: the seed of the noise.
   """
 
   environments: int = 8

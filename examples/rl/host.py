@@ -1,7 +1,8 @@
 """DDPG with environments and a replay buffer in the memory of the host.
 
-For an environment that is no JAX, such as Gym's: here the pendulum in NumPy.
-Each step waits for the one before, since it acts with its weights.
+It shows how to train with an environment that JAX cannot compile, such as one
+of Gym: here the pendulum in NumPy. Each step waits for the one before, since it
+acts with the weights of that step.
 """
 
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ class Experiment(experiment.Experiment):
     return params, {'target': model_state['target']}
 
   def draw(self, model_state: Any, batch: Any, rng: jax.Array) -> Any:
-    """Returns what the host has drawn."""
+    """Returns the transitions that the host has drawn."""
     return batch['drawn']
 
   def act(self, state: Any, actor: Any, step: jax.Array) -> Any:
@@ -79,7 +80,7 @@ class Experiment(experiment.Experiment):
     return super().step(global_step=global_step, rng=rng, writer=writer)
 
   def snapshot_state(self) -> dict[str, Any]:
-    """Adds the host's part to what a checkpoint holds."""
+    """Adds the state of the host to the checkpoint."""
     return {**super().snapshot_state(), 'host': self._host}
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:

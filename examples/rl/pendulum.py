@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-STEPS = 200  # Of an episode. It has no other end.
+STEPS = 200  # An episode has this length, and never ends before.
 _MAX_TORQUE, _MAX_SPEED, _GRAVITY, _SECONDS = 2.0, 8.0, 10.0, 0.05
 
 
@@ -35,7 +35,7 @@ def reset(uniform_E2: Any, np: Any = jnp) -> State:
 
 
 def observe(state: State, np: Any = jnp) -> Any:
-  """Returns what the agent sees, [E, 3]."""
+  """Returns the observations of an agent, [E, 3]."""
   x = np.cos(state.angle), np.sin(state.angle), state.speed / _MAX_SPEED
   return np.stack(x, -1)
 
@@ -56,7 +56,7 @@ def advance(state: State, action_E: Any, np: Any = jnp) -> tuple[State, Any]:
 def transition(
   state: State, action_E: Any, uniform_E2: Any, np: Any = jnp
 ) -> tuple[State, dict[str, Any]]:
-  """Returns the next state, a new one after an episode, and what was seen."""
+  """Returns the next state, and the transition; begins ended episodes again."""
   after, reward_E = advance(state, action_E, np)
   seen = {
     'x': observe(state, np),

@@ -27,9 +27,9 @@ KEYS = (
 def arrays(values: Mapping[str, Any], *, batch_size: int, **fields: Any) -> Any:
   """Returns an input of arrays in memory, such as {'x': [N, ...], 'y': [N]}.
 
-  With `is_training=True` it is shuffled anew each epoch, for ever; without, it
-  is one pass in order. `batch_size` is the rows of a host; `fields` are others
-  of `indexed.ArrayInput`, such as `shard`, `shuffle` and `repeat`.
+  With `is_training=True` it shuffles each epoch and has no end; without, it is
+  one pass in order. `batch_size` is the number of rows of each host; `fields`
+  are more of `indexed.ArrayInput`, such as `shard`, `shuffle` and `repeat`.
   """
   from jaxline.inputs import indexed  # It needs what imports this package.
 

@@ -282,7 +282,7 @@ class ArrayInput(IndexedInput):
     super().__post_init__()
     self._length = base.num_rows(self.values)
     self.values = jax.tree.map(np.asarray, dict(self.values))
-    # Of at least 1024 rows: to hash gigabytes would take seconds.
+    # 1024 rows or more identify the data: to hash all would take seconds.
     rows = slice(None, None, max(1, self._length // 1024))
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(self.values):

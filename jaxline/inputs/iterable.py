@@ -72,7 +72,7 @@ class IterableInput(base.BaseInput):
 
   def state_of(self, mark: Any) -> Any:
     if isinstance(mark, Mapping) and [*mark] == ['global_next_index']:
-      return {'state': mark}  # Of Grain's ElasticIterator: one for all hosts.
+      return {'state': mark}  # All hosts of an `ElasticIterator` share it.
     return {
       'host': self.infeed_host_index,
       'hosts': self.num_infeed_hosts,

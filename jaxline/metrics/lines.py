@@ -69,8 +69,8 @@ def describe(
 ) -> list[str]:
   """Returns the scalars of the last of some steps as texts, or their means.
 
-  Those named in `first`, then others, other rates, and groups, as in 'g/x'. The
-  loss has its trend since the `earlier` steps.
+  The names in `first` come first, then others, other rates, and groups, as in
+  'g/x'. The loss has its trend since the `earlier` steps.
   """
 
   def mean(records: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
