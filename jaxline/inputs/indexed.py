@@ -270,13 +270,9 @@ class IndexedInput(base.ResumableInput):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ArrayInput(IndexedInput):
-  """The rows of arrays in memory, or of memory maps: see `inputs.arrays`.
+  """The rows of arrays [N, ...] that do not change: see `inputs.arrays`."""
 
-  Attributes:
-    values: name -> array [N, ...], in dicts of any depth. They must not change.
-  """
-
-  values: Mapping[str, Any]
+  values: Mapping[str, Any]  # By name, in dicts of any depth.
 
   def __post_init__(self) -> None:
     super().__post_init__()

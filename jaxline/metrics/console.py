@@ -35,7 +35,6 @@ _MAX_STEPS = 100  # The most steps that a mean is over.
 _WIDTH = 80  # Of the start block and the summary,
 _PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
 _LIVE_SECS = 1.0  # How often the live line gets new numbers.
-_MUCH_WAIT = 0.2  # Above this fraction, the wait for input is shown first.
 
 _LIBRARIES = tuple(
   f'{pathlib.Path(file).parent}{os.sep}'
@@ -274,7 +273,7 @@ class Console(contextlib.AbstractContextManager):
       middle = len(self._earlier) // 2
       earlier, recent = self._earlier[:middle], self._earlier[middle:]
     first = ['loss', 'steps_per_sec']
-    if recent[-1].get('input_wait_fraction', 0) > _MUCH_WAIT:
+    if recent[-1].get('input_wait_fraction', 0) > 0.2:  # It costs time.
       first.append('input_wait_fraction')
     self._texts = lines.describe(recent, earlier, first)
     self._num_first = len(first)

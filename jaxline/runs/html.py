@@ -10,10 +10,7 @@ from jaxline.metrics import lines
 
 
 def show(directory: str, best: Mapping[str, float], curves: Any) -> str:
-  """Returns the numbers of a run, and its loss as a curve.
-
-  `curves` maps names to arrays [N, 2], steps and values.
-  """
+  """Shows numbers, and the loss; `curves` are arrays [N, 2], steps, values."""
   step = max((int(curve[-1, 0]) for curve in curves.values()), default=0)
   rows = {'Run directory': directory, 'Step': step}
   rows |= {f'Best {k}': x for k, x in best.items()}
