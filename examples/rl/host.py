@@ -55,6 +55,11 @@ class Experiment(experiment.Experiment):
 
   def draw(self, model_state: Any, batch: Any, rng: jax.Array) -> Any:
     """Returns the transitions that the host has drawn."""
+    if 'drawn' not in batch:
+      raise errors.UsageError(
+        f'The batch has {sorted(batch)}; expected the entry that `step` draws.'
+        ' Only training has it, and not compile, explain or bisect.'
+      )
     return batch['drawn']
 
   def act(self, state: Any, actor: Any, step: jax.Array) -> Any:
