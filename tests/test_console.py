@@ -215,16 +215,10 @@ def test_what_matters_most_stands_before_other_numbers(capsys):
   shown = [x.split(' | ')[1:] for x in capsys.readouterr().out.splitlines()]
   assert shown[-3:] == [
     ['ETA 2:30', 'loss 4', '20 steps/s', 'saved 7', 'a 1', 'input wait 20%'],
-    [
-      'ETA 2:30',
-      'loss 4 (+0)',
-      '20 steps/s',
-      'input wait 81%',
-      'saved 7',
-      'a 1',
-    ],
+    ['ETA 2:30', 'loss 4 (+0)', '20 steps/s', 'input wait 81%', 'saved 7',
+     'a 1'],
     ['reward 3', 'loss 2', 'a 1', 'x/a 4'],
-  ]
+  ]  # fmt: skip
 
 
 def run_hook(console, steps, **overrides):
