@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import sys
 from typing import Any
 
@@ -21,16 +20,16 @@ from jaxline import platform
 from jaxline.compat import experiments
 from jaxline.inputs import base
 from jaxline.inputs import show
+from jaxline.metrics import lines
 from jaxline.parallel import mesh
 
 
 def input_maker(
   config: Any, split: str, eval_set: str | None = None
 ) -> Callable[..., Any]:
-  """Returns a function that makes an experiment's input, as a run does.
+  """Returns a function that makes an experiment's input, without weights.
 
-  It takes a shard if the experiment's method does. It makes no weights. The
-  default of `eval_set` is the first.
+  It takes a shard if the experiment's method does.
   """
   experiment_class = platform.resolve_experiment_class(config)
   method = f'{split}_input'
@@ -83,8 +82,6 @@ def _parser() -> argparse.ArgumentParser:
   add('--split', choices=('eval', 'train'), default='train')
   add('--set', help='one of several evaluation sets; the default is the first')
   add('-n', type=int, default=3, help='batches to print; the default is 3')
-  what = 'batches to read as each host; the default is 20'
-  add('--batches', type=int, default=20, help=what)
   what = 'batches to read at most if the data ends; the default is 1000'
   add('--max_batches', type=int, default=1000, help=what)
   add('--seconds', type=float, default=1.0, help='time to measure the speed')
@@ -117,24 +114,22 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if source.batch_size is not None:  # Else the iterable decides.
       total = source.get_global_batch_size()
       text += f': {source.batch_size} rows a batch, {total} over all hosts'
-    print(f'{text}, for {host}')
+    lines.print_text(f'{text}, for {host}')
     for number, batch in enumerate(itertools.islice(source, args.n)):
-      print(f'\nbatch {number}\n{show.describe(batch)}')
+      lines.print_text(f'\nbatch {number}\n{show.describe(batch)}')
       for name, rows in show.texts(source, batch).items():
         for row, shown in enumerate(rows):
           line = f'row {row} of {name}: {shown!r}'
           is_long = len(line) > show.WIDTH
-          print(f'{line[: show.WIDTH - 3]}...' if is_long else line)
-  print(flush=True)
+          lines.print_text(f'{line[: show.WIDTH - 3]}...' if is_long else line)
   report = show.check(
     make_input,
     is_training=is_training,
     num_hosts=shard.count if args.host or args.hosts else 2,
-    num_batches=args.batches,
     max_batches=args.max_batches,
     seconds=args.seconds,
   )
-  print(report)
+  lines.print_text(f'\n{report}')
   return 0 if report.ok else 1
 
 
@@ -143,12 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   args, rest = _parser().parse_known_args(argv)
   try:
     return _show(args, rest)
-  except BrokenPipeError:
-    # Whoever read, such as `head`, has read enough; nothing more is written.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
   except errors.UsageError as e:
-    print(f'jaxline.inputs: {" ".join(str(e).split())}', file=sys.stderr)
+    lines.print_text(f'jaxline.inputs: {" ".join(str(e).split())}', sys.stderr)
     return 2
 
 
