@@ -1,19 +1,10 @@
 """The contract of an input: Pax's `BaseInput`, with an exact position.
 
 An input gives one process its batches: dicts of numpy arrays with the batch
-dimension first. To write one, override `get_next`:
-
-  class Counting(base.BaseInput):
-    def get_next(self):
-      return {'x': np.arange(self.batch_size)}
-
-If it overrides `position` and `set_position` too, every checkpoint holds the
-position in the data, and a resumed run neither repeats nor skips a record; a
-`ResumableInput` has them. `iterable.as_input` makes an input of anything else
-that gives batches.
-
-The contract is that of Pax's documents, section 'Data inputs'
-(https://github.com/google/paxml). docs/inputs.md has its table of evaluations.
+dimension first. To write one, override `get_next`; with `position` and
+`set_position` too, a resumed run neither repeats nor skips a record. The
+contract is that of Pax (https://github.com/google/paxml, 'Data inputs').
+docs/inputs.md has examples and its table of evaluations.
 """
 
 import abc

@@ -176,14 +176,11 @@ class IndexedInput(base.ResumableInput):
     return positions if self.repeat else positions[positions < self._size]
 
   def _batch_to_send(self, position: int) -> dict[str, Any]:
-    """Returns `batch_at`, or raises an error that can be pickled.
-
-    Grain's worker drops others, and its parent would wait for ever.
-    """
+    """Returns `batch_at`, or raises an error that can be pickled."""
     try:
       return self.batch_at(position)
     except Exception as e:
-      try:
+      try:  # Grain's worker drops others, and its parent would wait for ever.
         pickle.loads(pickle.dumps(e))
       except Exception:
         sent = RuntimeError(f'{type(e).__qualname__}: {e}')

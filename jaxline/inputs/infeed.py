@@ -66,7 +66,6 @@ class Infeed:
     )
 
   def __next__(self) -> Any:
-    """Returns the next batch, and sets the attributes."""
     began = time.perf_counter()
     batch, self.mark = next(self._batches)
     now = time.perf_counter()
@@ -121,7 +120,6 @@ def read_ahead(
 def _read(
   source: base.BaseInput, place: Callable[[Any], Any], kept: Iterable[bool]
 ) -> Iterator[tuple[Any, Any]]:
-  """Yields batches on the devices, each with the mark behind it."""
   try:
     for batch in itertools.compress(source, kept):
       mark = source.copy_position()

@@ -1,16 +1,9 @@
 """Describes and checks an input: its batches, hosts, resuming, speed.
 
-`python -m jaxline.inputs show` prints what these functions return. They are
-also for notebooks:
-
-  source = text.TextInput(batch_size=8, ...)
-  print(show.describe(next(source)))
-  make_input = lambda shard: text.TextInput(batch_size=8, shard=shard, ...)
-  print(show.check(make_input, num_hosts=4))
-
-`make_input` returns a new input, or anything that `iterable.as_input` takes;
-without the argument `shard`, that of a single host. A `batch` has `weights`;
-rows of weight 0 are padding and are not counted.
+`python -m jaxline.inputs show` prints what these functions return, and so may a
+notebook. `make_input(shard)` returns a new input, or anything that
+`iterable.as_input` takes; without the argument `shard`, that of a single host.
+A `batch` has `weights`; rows of weight 0 are padding and are not counted.
 """
 
 import collections
@@ -214,10 +207,7 @@ class _Host:
 
 
 def _number_records(source: base.BaseInput) -> None:
-  """Makes an input add `_RECORDS` to its batches, if records have numbers.
-
-  Each row carries its number through threads, workers and padding.
-  """
+  """Makes an input add `_RECORDS` to its batches, if records have numbers."""
   if not isinstance(source, indexed.IndexedInput):
     return
   # Not the bound method: a worker would find `numbered` by its name.
@@ -328,10 +318,7 @@ def _check_position(hosts: Sequence[_Host], open_shard: _OpenInput) -> _Result:
 def _continue(
   source: base.BaseInput, hosts: Sequence[_Host], start: int
 ) -> str:
-  """Returns '' if an input continues as the hosts have read, else the error.
-
-  For several hosts, the input reads the rows of all as one host.
-  """
+  """Returns '' if an input continues, as one host, as the hosts have read."""
   try:
     source.set_state(hosts[0].states[start - 1])
   except Exception as e:

@@ -166,7 +166,6 @@ class Console(contextlib.AbstractContextManager):
     return bool(self.stopped) or not should_run_step(step, self._config)
 
   def _summary(self, error: BaseException | None) -> list[str]:
-    """Returns what the run did, where its time went, and the next commands."""
     config, secs = self._config, time.monotonic() - self._began
     if self._state is None:
       done = f'Evaluated {self._num_evaluated} checkpoint(s)'
@@ -283,7 +282,6 @@ class Console(contextlib.AbstractContextManager):
         self.print(self._progress(step, self._width))
 
   def _progress(self, step: int, width: int) -> str:
-    """Returns a line of progress that fits a width."""
     steps, eta, saved = self._config.training_steps, '', ''
     activity = self._activity if self.mode == 'live' else ''
     if steps and self._rate and step < steps and not activity:
@@ -411,5 +409,4 @@ class ConsoleHook(periodic.PeriodicAction):
 
 
 def _relative(directory: str | None) -> str:
-  """Returns a directory relative to the working directory, if it is in it."""
   return (directory or '').removeprefix(f'{pathlib.Path.cwd()}{os.sep}')

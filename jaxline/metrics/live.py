@@ -57,7 +57,6 @@ class LiveLine:
     return self._stopped.is_set() or any(map(watchdog.is_debugged, frames))
 
   def _write(self, stream: Any, text: str) -> int:
-    """Writes a text of the program above the line."""
     write = self._writes[stream]
     if os.getpid() != self._pid:  # Forked, perhaps while the lock was held.
       return write(text)

@@ -52,14 +52,13 @@ def of_run(config: Any) -> Iterator[None]:
   path = _path(config)
   # A process that finds a program does not take part in autotuning it, and the
   # GPUs of the processes that compile it would wait for that for ever.
-  is_shared = jax.process_count() == 1 or _is_shared(path)
-  if path is not None and not is_shared:
-    logging.warning(
-      'No compilation cache: the processes do not share %s. Set'
-      ' config.compilation_cache to a directory that all of them see.',
-      path,
-    )
-  if path is None or not is_shared:
+  if jax.process_count() > 1 and not _is_shared(path):
+    if path is not None:
+      text = 'No compilation cache: the processes do not share %s. Set'
+      text += ' config.compilation_cache to a directory that all of them see.'
+      logging.warning(text, path)
+    path = None
+  if path is None:
     yield
     return
   settings = {

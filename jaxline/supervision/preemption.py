@@ -145,7 +145,6 @@ class Watch:
     raise end
 
   def _act(self) -> None:
-    """Acts on a notice, if there is one."""
     if self._notice is None:
       return
     if self._is_shared:  # JAX's handler tells the other hosts.

@@ -67,9 +67,8 @@ class Profiler(periodic.Action):
     self._last = last
 
   def _stop(self, scalars: Any) -> None:
-    """Stops the trace when the step of these scalars has run."""
     path, self._path = self._path, None
-    for x in jax.tree.leaves(scalars):
+    for x in jax.tree.leaves(scalars):  # Their step has to run first.
       # A later step may have been given its buffer.
       if isinstance(x, jax.Array) and not x.is_deleted():
         with contextlib.suppress(RuntimeError):  # The loop raises it.
