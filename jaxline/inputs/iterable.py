@@ -36,22 +36,19 @@ class IterableInput(base.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    hosts = self.num_infeed_hosts
-    if hosts != 1 and 'host_index' not in self._hosts():
-      self.refuse('function', f'one that takes host_index, for {hosts} hosts')
+    index, count = self.infeed_host_index, self.num_infeed_hosts
+    hosts = {'host_index': index, 'num_hosts': count}
+    self._hosts = base.choose_arguments(self.function, hosts)
+    if count != 1 and 'host_index' not in self._hosts:
+      self.refuse('function', f'one that takes host_index, for {count} hosts')
 
   def _draw_seed(self) -> int:
     """Returns 0: nothing needs a seed, so no process waits for the others."""
     return 0
 
-  def _hosts(self) -> dict[str, Any]:
-    index, count = self.infeed_host_index, self.num_infeed_hosts
-    hosts = {'host_index': index, 'num_hosts': count}
-    return base.choose_arguments(self.function, hosts)
-
   def _open(self) -> Any:
     if self._iterator is None:
-      self._iterator = iter(self.function(**self._hosts()))
+      self._iterator = iter(self.function(**self._hosts))
     return self._iterator
 
   def get_next(self) -> dict[str, Any]:
