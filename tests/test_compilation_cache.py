@@ -194,18 +194,26 @@ def test_a_full_disk_costs_no_later_run_its_cache(small_disk, counts, caplog):
   assert counts['hits'] >= 1
 
 
-@pytest.mark.parametrize('kept', [-100, 0])
-def test_what_a_killed_process_has_left_is_compiled_again_once(
-  home, counts, caplog, kept
+@pytest.mark.filterwarnings('ignore:Error reading persistent compilation')
+@pytest.mark.parametrize('was_killed', [False, True])
+@pytest.mark.parametrize('damage', ['flip', 'cut', 'empty'])
+def test_a_damaged_entry_is_compiled_again_once(
+  home, counts, caplog, damage, was_killed
 ):
   first = compiled(make_config())
   path = program(home / 'jaxline' / 'programs')
-  path.write_bytes(path.read_bytes()[:kept])
-  # JAX writes it after the entry.
-  path.with_name(path.name.replace('-cache', '-atime')).unlink()
+  whole = path.read_bytes()
+  flipped = bytearray(whole)
+  flipped[len(whole) // 2] ^= 1
+  path.write_bytes(
+    {'flip': bytes(flipped), 'cut': whole[:-100], 'empty': b''}[damage]
+  )
+  if was_killed:  # Between the entry and its time.
+    path.with_name(path.name.replace('-cache', '-atime')).unlink()
   assert compiled(make_config()).tobytes() == first.tobytes()
   assert f'{path} is damaged' in caplog.text
   caplog.clear()
+  compiled(make_config())  # Without the entry.
   counts.update(hits=0, misses=0)
   assert compiled(make_config()).tobytes() == first.tobytes()
   assert counts['misses'] == 0

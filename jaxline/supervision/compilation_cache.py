@@ -6,13 +6,15 @@ version of jaxlib, the flags of XLA and the devices. A hit is therefore the same
 machine code, and its results have the same bits.
 
 JAX writes an entry in place and never again. If it cannot read an entry, it
-warns and compiles, at every start. So a run deletes what a killed one has left.
+warns and compiles, at every start. So a run deletes what it finds damaged.
 """
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import math
 import os
 import pathlib
+import time
 from typing import Any
 
 from absl import logging
@@ -52,13 +54,14 @@ def of_run(config: Any) -> Iterator[None]:
   path = _path(config)
   # A process that finds a program does not take part in autotuning it, and the
   # GPUs of the processes that compile it would wait for that for ever.
-  if jax.process_count() > 1 and not _is_shared(path):
-    if path is not None:
-      text = 'No compilation cache: the processes do not share %s. Set'
-      text += ' config.compilation_cache to a directory that all of them see.'
-      logging.warning(text, path)
-    path = None
-  if path is None:
+  is_shared = jax.process_count() == 1 or _is_shared(path)
+  if path is not None and not is_shared:
+    logging.warning(
+      'No compilation cache: the processes do not share %s. Set'
+      ' config.compilation_cache to a directory that all of them see.',
+      path,
+    )
+  if path is None or not is_shared:
     yield
     return
   settings = {
@@ -73,9 +76,14 @@ def of_run(config: Any) -> Iterator[None]:
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
   settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
-  _remove_remains(path)
-  with configured(settings):
-    yield
+
+  _remove_damaged(path, since=math.inf)
+  began = time.time()
+  try:
+    with configured(settings):
+      yield
+  finally:
+    _remove_damaged(path, began)
 
 
 @contextlib.contextmanager
@@ -135,15 +143,18 @@ def _is_shared(path: pathlib.Path | None) -> bool:
     return distributed.gather_and_decide(is_seen, all, series='cache')
 
 
-def _remove_remains(path: pathlib.Path) -> None:
-  """Removes entries that a killed process or a full disk has left in part."""
+def _remove_damaged(path: pathlib.Path, since: float) -> None:
+  """Removes entries that JAX cannot read: of those used after a time, in s.
+
+  And of those without a time, which a killed process has left: because of one
+  of these JAX would fail to remove the oldest entries.
+  """
   with contextlib.suppress(OSError, filelock.Timeout):
     # JAX holds this lock while it reads or writes.
     with filelock.FileLock(path / '.lockfile', timeout=_LOCK_SECS):
       for entry in path.glob('*-cache'):
         used = entry.with_name(f'{entry.name.removesuffix("cache")}atime')
-        # JAX writes the time last, and removes no old entry if one has none.
-        if used.exists():
+        if used.exists() and used.stat().st_mtime < since:
           continue
         try:
           jax_cache.decompress_executable(entry.read_bytes())
