@@ -280,6 +280,6 @@ def _metric(
   value = float(values[metric])
   return (
     distributed.broadcast_from_process_0(value)
-    if checkpointer.collective
+    if checkpointer.directory.keeps
     else value
   )

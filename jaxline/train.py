@@ -267,9 +267,10 @@ class Run:
   def saves_here(self, all_hosts: bool) -> bool:
     """Returns whether this process calls `save`; `all_hosts` is the config's.
 
-    A collective checkpointer needs all processes in any case.
+    A checkpointer that writes files needs all processes in any case.
     """
-    return self.checkpointer.collective or all_hosts or jax.process_index() == 0
+    keeps = self.checkpointer.directory.keeps
+    return keeps or all_hosts or jax.process_index() == 0
 
   def resume_log(
     self,

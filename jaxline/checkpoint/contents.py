@@ -55,7 +55,6 @@ class Content:
   arrays: dict[str, arrays_lib.HostArray]
   manifest: dict[str, Any]  # The fields that are known before the write.
   process: dict[str, Any]  # What this process saves for itself.
-  nodes: dict[str, Any]  # See `structure.encode`.
 
 
 def content(
@@ -104,7 +103,7 @@ def content(
     'entries': entries,
     'module': saved,
   }
-  return Content(arrays_lib.to_host(arrays), manifest, per_process, nodes)
+  return Content(arrays_lib.to_host(arrays), manifest, per_process)
 
 
 def check_storable(state: Any, module: Any) -> None:
@@ -264,8 +263,8 @@ class Checkpoint:
     if not names and select != '.*':
       raise ValueError(
         f'{self.name} has no array whose whole name matches {select!r}; it has'
-        f' {list(self.described)[:8]}, ... (`show` lists them all; `export`'
-        ' takes others by --select).'
+        f' {list(self.described)[:8]}, ... (`python -m jaxline.checkpoint show'
+        f' {self.manifests.store.url.removesuffix("/checkpoints")}` lists all.)'
       )
     with self.reading():
       return dict(self.read(dict.fromkeys(names)))

@@ -36,7 +36,6 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   If a checkpoint is removed while it is read, the next one is tried.
   """
 
-  collective = True
   directory: directory_lib.DurableDirectory
   _declared = stateful.Stateful  # Until the class is known.
   # Returns an experiment that is `Stateful`.
@@ -49,19 +48,16 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       config: the run's, resolved.
       mode: the run's mode, or its half's: 'train', 'eval'.
     """
-    self._config, self._mode = config, mode
-    # Before the experiment is constructed, which may change its own config.
-    self._recorded = config_record.recorded(config)
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
     self._live = threading.local()
     self._saving: futures.Future[None] | None = None
-    self.directory = directory_lib.DurableDirectory(
-      config, self._recorded, mode
-    )
+    # Before the experiment is constructed, which may change its own config.
+    recorded = config_record.recorded(config)
+    self.directory = directory_lib.DurableDirectory(config, recorded, mode)
     self._open()
 
   def _open(self) -> None:
-    self._saver = saving.Saver(self.directory, self._mode)
+    self._saver = saving.Saver(self.directory)
     self._manifests = self._saver.manifests
     # The last step of `latest` that was restored or saved.
     self._held_step: int | None = None
@@ -91,7 +87,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     thread.raise_error()
     state = self.get_experiment_state(ckpt_series)
     module = self.complete(state['experiment_module'])
-    config, step = self._config, int(state['global_step'])
+    config, step = self.directory.config, int(state['global_step'])
     is_best = ckpt_series == 'best'
     added = contents.best_extras(state, self._allow_pickle) if is_best else {}
     content = None
@@ -103,7 +99,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       content = contents.content(
         state,
         module,
-        self._recorded,
+        self.directory.recorded,
         all_hosts=config[f'{kind}_checkpoint_all_hosts'],
         allow_pickle=self._allow_pickle,
       )
@@ -196,7 +192,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     if begins and not self.has_any(ckpt_series):
       source, entries = self._read_foreign(state, module)
       # The step, too: that run may go on, and this one is to be replayed.
-      self._recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
+      directory.recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
       found, entries = self._read_own(ckpt_series, step, state, module)
       own, source = found.record, found.name
@@ -208,8 +204,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       return
     self._saver.restored, self._held_step = own, own.get('step')
     if own:
-      self._recorded['restore_from'] = own['config'].get('restore_from')
-      directory.set_saved(own['step'], own['data'])
+      directory.recorded['restore_from'] = own['config'].get('restore_from')
+      directory.saved_step, directory.saved_data = own['step'], own['data']
       directory.lengths = directory.local(own['logs'])
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
@@ -275,7 +271,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       UsageError: `restore_from` names no checkpoint.
     """
     if self._forks('latest') and not self.has_any('latest'):
-      restoring.find_foreign(self._config.restore_from)
+      restoring.find_foreign(self.directory.config.restore_from)
     self._declared = declared or self._declared
     for step in self.steps('latest')[-1:]:
       # `restore` reports damage.
@@ -288,7 +284,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """Returns whether a series without checkpoints begins from another run."""
     return (
       series == 'latest'
-      and bool(self._config.restore_from)
+      and bool(self.directory.config.restore_from)
       and not self.directory.follows
     )
 
@@ -356,13 +352,14 @@ class DurableCheckpointer(protocol.FullCheckpointer):
 
     That run may go on, and remove it meanwhile, which is an error.
     """
-    found = restoring.find_foreign(self._config.restore_from)
+    config = self.directory.config
+    found = restoring.find_foreign(config.restore_from)
     found.allow_pickle = self._allow_pickle
 
     def read() -> dict[str, Any]:
       with found.reading():
-        if self._config.restore_rules:
-          rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
+        if config.restore_rules:
+          rules = [(rule[0], rule[1]) for rule in config.restore_rules]
           return {'experiment_module': found.read_by_rules(module, rules)}
         return self._read(found, state, module)
 
@@ -382,8 +379,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """Raises ConfigChangedError if a checkpoint is of another run."""
     restoring.check_config(
       found,
-      self._recorded,
+      self.directory.recorded,
       self._declared,
       continues=self.directory.follows
-      or self._config.on_config_change == 'continue',
+      or self.directory.config.on_config_change == 'continue',
     )

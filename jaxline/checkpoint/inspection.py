@@ -248,10 +248,7 @@ def _export(args: argparse.Namespace) -> int:
     raise FileExistsError(f'{out} is there already; give another name.')
   checkpoint = find(args.dir)
   prefix = checkpoint.weights(args.weights)
-  arrays = checkpoint.arrays(args.select or f'{prefix}.*')
-  if args.select:
-    is_params = all(name.startswith(contents.PARAMS) for name in arrays)
-    prefix = contents.PARAMS if is_params else ''
+  arrays = checkpoint.arrays(f'{prefix}.*')
   arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
   with disk.replacing(out) as file:
     file.write(safetensors.numpy.save(arrays))
@@ -275,15 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument('dir', help=place)
   # `export` is the last one.
   command.add_argument('out', help='file .safetensors')
-  one = command.add_mutually_exclusive_group()
   about = 'which weights; default: the averaged ones if there are some'
-  one.add_argument('--weights', choices=('raw', 'averaged'), help=about)
-  about = 'the arrays whose full name matches, instead of the weights'
-  one.add_argument('--select', metavar='REGEX', help=about)
+  command.add_argument('--weights', choices=('raw', 'averaged'), help=about)
   args = parser.parse_args(argv)
   try:
     return args.run(args)
-  except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
+  except (ValueError, OSError, ImportError, MemoryError) as e:
     text = ' '.join(str(e).split()) or type(e).__name__
   lines.print_text(f'jaxline.checkpoint: {text}', sys.stderr)
   return 2

@@ -77,11 +77,10 @@ class FullCheckpointer(Checkpointer):
   process. `adapters.full_checkpointer` makes one of any `Checkpointer`.
 
   Attributes:
-    collective: whether all hosts take part in `save`.
-    directory: the run's notes, logs and claims.
+    directory: the run's notes, logs and claims. If it `keeps` them, all hosts
+      take part in `save`.
   """
 
-  collective: bool = False
   directory: directory_lib.RunDirectory
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:

@@ -101,28 +101,25 @@ def place(
   Raises:
     contents.MismatchError: an entry has another type or shape.
   """
-  return {
-    name: _place(name, value, state.get(name), of)
-    for name, value in entries.items()
-  }
-
-
-def _place(name: str, value: Any, live: Any, of: str) -> Any:
-  if not isinstance(live, jax.Array):
-    return value
-  if isinstance(value, np.ndarray):
-    value = jnp.asarray(value)
-  got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
-  # A raw key is a row of numbers itself.
-  rows = live.ndim - (not arrays.is_key(live))
-  if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
-    value = jnp.broadcast_to(value[:1], live.shape)
-  elif got != (live.dtype, live.shape):
-    raise contents.MismatchError(
-      f'{of}: {name}: the checkpoint has {got[0]}{list(got[1])}, expected'
-      f' {live.dtype}{list(live.shape)}; nothing was restored.'
-    )
-  return jax.device_put(value, live.sharding)
+  placed = dict(entries)
+  for name, value in entries.items():
+    live = state.get(name)
+    if not isinstance(live, jax.Array):
+      continue
+    if isinstance(value, np.ndarray):
+      value = jnp.asarray(value)
+    got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
+    # A raw key is a row of numbers itself.
+    rows = live.ndim - (not arrays.is_key(live))
+    if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
+      value = jnp.broadcast_to(value[:1], live.shape)
+    elif got != (live.dtype, live.shape):
+      raise contents.MismatchError(
+        f'{of}: {name}: the checkpoint has {got[0]}{list(got[1])}, expected'
+        f' {live.dtype}{list(live.shape)}; nothing was restored.'
+      )
+    placed[name] = jax.device_put(value, live.sharding)
+  return placed
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from jaxline.checkpoint import manager
 from jaxline.parallel import distributed
 from jaxline.run_directory import directory as directory_lib
 from jaxline.run_directory import owner
-from jaxline.run_directory import store as store_lib
 
 
 class Saver:
@@ -31,13 +30,13 @@ class Saver:
     restored: the manifest of `latest` that was restored; {} if there is none.
   """
 
-  def __init__(self, directory: directory_lib.DurableDirectory, mode: str):
-    """Touches no file; the mode is in the name of this process's mark."""
+  def __init__(self, directory: directory_lib.DurableDirectory):
+    """Touches no file."""
     self._directory, self._store = directory, directory.store
     self.manifests = manager.Manifests(self._store)
     self.restored: dict[str, Any] = {}
     # Keeps data that an evaluation reads, or writes and has not named yet.
-    mark = f'readers/{mode}-{secrets.token_hex(4)}.json'
+    mark = f'readers/{directory.mode}-{secrets.token_hex(4)}.json'
     self._mark, self._marked = owner.Heartbeat(self._store, mark), set[str]()
 
   def write(
@@ -77,7 +76,9 @@ class Saver:
     def publish(all_of: list[Any]) -> None:
       """Writes the manifest, in process 0."""
       if content is None:
-        manifest = self._latest(step)
+        follows = self._directory.follows
+        read = self.manifests.read
+        manifest = self.restored if follows else read('latest', step)
       else:
         for others, _, _ in all_of[1:]:
           for name, about in others.items():
@@ -104,23 +105,7 @@ class Saver:
 
     distributed.gather_and_decide((described, process, lengths), publish, error)
     if series == 'latest':
-      self._directory.set_saved(step, data)
-
-  def _latest(self, step: int) -> dict[str, Any]:
-    """Returns the manifest of `latest` of a step.
-
-    Raises:
-      DamagedError: it is damaged or was removed.
-    """
-    if self._directory.follows:
-      return self.restored
-    try:
-      return self.manifests.read('latest', step)
-    except store_lib.DamagedError as e:
-      raise store_lib.DamagedError(
-        f'{self._store}/latest/{step} is damaged or was removed, and so cannot'
-        ' be the best.'
-      ) from e
+      self._directory.saved_step, self._directory.saved_data = step, data
 
   def apply_retention(self, series: str, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that the config does not keep."""

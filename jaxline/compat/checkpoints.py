@@ -189,15 +189,10 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
       if step is None or dictionary.step_of(s) == step
     ]
     if not history:
-      saved = sorted(
-        name
-        for name in dictionary.GLOBAL_CHECKPOINT_DICT
-        if dictionary.history_of(name)
-      )
+      which = 'to restore' if step is None else f'of step {step}'
       raise ValueError(
-        f'The series {ckpt_series!r} has no checkpoint'
-        + (' to restore' if step is None else f' of step {step}')
-        + f'; there are checkpoints of {saved}.'
+        f'The series {ckpt_series!r} has no checkpoint {which}; its steps are'
+        f' {self.steps(ckpt_series)}.'
       )
     entries = dictionary.entries_of(history[-1], ckpt_series, state)
     restoring.fill(state, entries)
@@ -226,7 +221,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
   def __init__(self, durable: durable_lib.DurableCheckpointer):
     """Takes the checkpointer that writes and reads the files."""
     self._durable = durable
-    self.collective, self.directory = durable.collective, durable.directory
+    self.directory = durable.directory
     # Through a program's wrapper around it.
     inner = getattr(durable.save, '__self__', durable)
     inner.complete = experiments.full_experiment

@@ -178,7 +178,7 @@ class DurableDirectory(RunDirectory):
     """
     self.config, self.recorded = config, recorded
     self.follows = not mode.startswith('train')
-    self._mode = mode
+    self.mode = mode
     # One thread for all series: on several hosts the processes meet while
     # they write, and must do so in one order.
     self.thread = async_lib.SerialExecutor('checkpoint')
@@ -251,10 +251,6 @@ class DurableDirectory(RunDirectory):
     for claim in filter(None, [*self.claims.values()][::-1]):
       claim.release()
     self.claims.clear()
-
-  def set_saved(self, step: int, data: str) -> None:
-    """Takes the checkpoint that was restored, or is complete."""
-    self.saved_step, self.saved_data = step, data
 
   # Notes.
 
@@ -335,7 +331,7 @@ class DurableDirectory(RunDirectory):
 
   @property
   def _own(self) -> str:
-    return f'{self._mode if self.follows else "eval"}.json'
+    return f'{self.mode if self.follows else "eval"}.json'
 
   def noted(self) -> list[notes.EvaluationNote]:
     """Returns the notes of this mode that this process reads."""
