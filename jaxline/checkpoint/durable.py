@@ -301,11 +301,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   def _read_own(
     self, series: str, step: int | None, state: Any, module: Any
   ) -> tuple[contents.Checkpoint, dict[str, Any]]:
-    """Reads a checkpoint of the run: the newest that is whole, or a step's.
-
-    Returns:
-      The checkpoint, and what it has for the entries of the live state.
-    """
+    """Reads a checkpoint of the run: the newest that is whole, or a step's."""
     reports: dict[int, str] = {}  # Step -> the error.
     while True:
       steps = [
@@ -348,10 +344,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   def _read_foreign(
     self, state: Any, module: Any
   ) -> tuple[str, dict[str, Any]]:
-    """Returns name and entries of the checkpoint that `restore_from` means.
-
-    That run may go on, and remove it meanwhile, which is an error.
-    """
+    """Reads the checkpoint of `restore_from`; a removed one is an error."""
     config = self.directory.config
     found = restoring.find_foreign(config.restore_from)
     found.allow_pickle = self._allow_pickle
@@ -368,7 +361,6 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   def _read(
     self, found: contents.Checkpoint, state: Any, module: Any
   ) -> dict[str, Any]:
-    """Returns a checkpoint's values of the entries of the live state."""
     entries = found.entries([k for k in state if k != 'experiment_module'])
     entries = restoring.place(entries, state, found.name)
     if state.get('experiment_module') is not None:
@@ -376,7 +368,6 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     return entries
 
   def _check_config(self, found: contents.Checkpoint) -> None:
-    """Raises ConfigChangedError if a checkpoint is of another run."""
     restoring.check_config(
       found,
       self.directory.recorded,

@@ -122,7 +122,6 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     return directory_lib.RunDirectory()
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
-    """Returns the calling thread's live state of the series."""
     active = vars(dictionary.add_series(ckpt_series).active)
     return active.setdefault('state', protocol.ExperimentState())
 
@@ -166,11 +165,9 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     logging.info('Saved checkpoint %d of series %s.', id_, ckpt_series)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
-    """Returns whether the series has a checkpoint."""
     return bool(dictionary.history_of(ckpt_series))
 
   def steps(self, ckpt_series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending."""
     return sorted(
       dictionary.step_of(s) for s in dictionary.history_of(ckpt_series)
     )
@@ -201,7 +198,6 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     )
 
   def restore_path(self, ckpt_series: str) -> int | None:
-    """Returns the number of the newest checkpoint, or None."""
     newest = dictionary.newest(ckpt_series)
     return newest.id if newest else None
 
@@ -236,7 +232,6 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
       setattr(self, method, getattr(durable, method))
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
-    """Returns the calling thread's live state of the series."""
     dictionary.add_series(ckpt_series)
     return self._durable.get_experiment_state(ckpt_series)
 
@@ -248,7 +243,6 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     self.directory.thread.submit(dictionary.publish, ckpt_series, published)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
-    """Returns whether there is something to restore."""
     found = self._durable.can_be_restored(ckpt_series)
     return found or dictionary.seed(ckpt_series) is not None
 
@@ -274,7 +268,6 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
       logging.warning('config.restore_from is not used: there is %s.', _SEED)
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
-    """Returns a function that restores the next checkpoint to evaluate."""
     restore_next = self._durable.follow(ckpt_series)
 
     def restore_next_or_seed(done: Collection[int]) -> bool:

@@ -15,7 +15,7 @@ import contextlib
 import os
 import secrets
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -26,6 +26,7 @@ from jaxline import errors
 from jaxline.base import async_lib
 from jaxline.base import debug
 from jaxline.base import disk
+from jaxline.metrics import writers
 from jaxline.parallel import distributed
 from jaxline.run_directory import notes
 from jaxline.run_directory import owner
@@ -34,24 +35,9 @@ from jaxline.run_directory import store as store_lib
 
 RECORD = 'config.json'
 BEGUN = 'begun.json'
-# Noted evaluations that are kept.
-_MOST_NOTES = 100_000
 
 # A training and an evaluation thread may change the same note.
 _noting = threading.Lock()
-
-
-class Log(Protocol):
-  """What a directory asks of a writer: see `writers.MetricWriter`."""
-
-  def resume(self, step: int, lengths: Mapping[str, int]) -> None:
-    """Removes the records of later steps."""
-
-  def flush(self) -> Mapping[str, int] | None:
-    """Returns path -> length of each file, once all is written."""
-
-  def flush_async(self) -> Callable[[], Mapping[str, int] | None]:
-    """Begins a flush; returns a function that waits for it."""
 
 
 class RunDirectory:
@@ -114,7 +100,10 @@ class RunDirectory:
     """
 
   def resume_log(
-    self, log: Log, last: int | None, lengths: Mapping[str, int]
+    self,
+    log: writers.MetricWriter,
+    last: int | None,
+    lengths: Mapping[str, int],
   ) -> bool:
     """Removes records of steps that run again.
 
@@ -327,7 +316,7 @@ class DurableDirectory(RunDirectory):
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
       row = notes.EvaluationNote(step, metric, value, data, lengths)
-      self._write_notes(self._own, [*self.noted(), row][-_MOST_NOTES:])
+      self._write_notes(self._own, [*self.noted(), row])
 
   @property
   def _own(self) -> str:
@@ -338,11 +327,6 @@ class DurableDirectory(RunDirectory):
     return self._read_notes(self._own)
 
   def _read_notes(self, name: str) -> list[notes.EvaluationNote]:
-    """Returns the noted evaluations; none without a note.
-
-    Raises:
-      RefusedError: it is not as it was written.
-    """
     if (raw := self.store.read(f'evaluated/{name}')) is None:
       return []
     try:
@@ -361,7 +345,10 @@ class DurableDirectory(RunDirectory):
   # Logs. Files name them by relative paths, because a run may be moved.
 
   def resume_log(
-    self, log: Log, last: int | None, lengths: Mapping[str, int]
+    self,
+    log: writers.MetricWriter,
+    last: int | None,
+    lengths: Mapping[str, int],
   ) -> bool:
     # Those of a run that has moved belong to an earlier training.
     if not self._has_moved:
