@@ -276,7 +276,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     for step in self.steps('latest')[-1:]:
       # `restore` reports damage.
       with contextlib.suppress(store_lib.DamagedError):
-        self._check_config(self.checkpoint('latest', step))
+        found = self.checkpoint('latest', step)
+        restoring.check_config(found, self.directory, self._declared)
 
   # Restoring.
 
@@ -326,7 +327,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
           self._saver.keep_data([found.record['data']])
           # The mark protects the data if the manifest is still there.
           found = self.checkpoint(series, at)
-        self._check_config(found)
+        restoring.check_config(found, self.directory, self._declared)
         with found.reading():
           # Only its value is read, which counts if the weights are there.
           if state.get('experiment_module') is None:
@@ -366,12 +367,3 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     if state.get('experiment_module') is not None:
       entries['experiment_module'] = found.snapshot(module)
     return entries
-
-  def _check_config(self, found: contents.Checkpoint) -> None:
-    restoring.check_config(
-      found,
-      self.directory.recorded,
-      self._declared,
-      continues=self.directory.follows
-      or self.directory.config.on_config_change == 'continue',
-    )

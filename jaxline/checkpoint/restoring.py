@@ -16,6 +16,7 @@ from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.parallel import distributed
+from jaxline.run_directory import directory as directory_lib
 from jaxline.run_directory import store as store_lib
 
 _T = TypeVar('_T')
@@ -29,27 +30,25 @@ class ConfigChangedError(errors.UsageError):
 
 def check_config(
   found: contents.Checkpoint,
-  recorded: Mapping[str, Any],
+  directory: directory_lib.DurableDirectory,
   declared: stateful.Stateful | type[stateful.Stateful],
-  *,
-  continues: bool,
 ) -> None:
   """Compares the config of a checkpoint with a run's.
 
   Args:
     found: the checkpoint.
-    recorded: the run's config, as `config_record.recorded` returns it.
+    directory: the run's.
     declared: the experiment or its class, which says what may change.
-    continues: whether the run goes on with the new values, with a warning.
 
   Raises:
     ConfigChangedError: a key that makes another run differs.
   """
-  changes = config_record.changes(found.record['config'], recorded, declared)
+  before, now = found.record['config'], directory.recorded
+  changes = config_record.changes(before, now, declared)
   if not changes:
     return
   text = '\n'.join(f'  config.{line}' for line in changes)
-  if continues:
+  if directory.follows or directory.config.on_config_change == 'continue':
     logging.log_first_n(
       logging.WARNING,
       '%s was made with another config:\n%s', 1, found.name, text,
