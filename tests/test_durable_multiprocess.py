@@ -414,7 +414,7 @@ def test_an_error_in_one_ends_both(folder, place):
 def test_damage_is_agreed_upon(folder):
   directory = folder / 'damaged'
   run(directory, steps=6)
-  part = max(remains.data_of(directory, 6).glob('*.state.params.w/c*'))
+  part = max(remains.data_of(directory, 6).glob('*state.params.w/c*'))
   content = bytearray(part.read_bytes())
   content[0] ^= 1
   part.write_bytes(content)
