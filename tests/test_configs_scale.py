@@ -129,7 +129,8 @@ def test_run_is_as_published(name):
     slices,
   )
   devices = mesh_lib.abstract_devices(chips_of_slice * slices, slices)
-  sizes = mesh_lib.make(config.mesh, devices)[0].shape
+  with mesh_lib.on_devices(devices):
+    sizes = mesh_lib.make(config.mesh)[0].shape
   assert {k: size for k, size in sizes.items() if size > 1} == {
     k: size for k, size in mesh.items() if size > 1
   }

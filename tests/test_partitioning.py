@@ -107,7 +107,8 @@ def slices_of_tpus(num_slices, side=2):
 
 
 def order(sizes, devices):
-  mesh, slices = mesh_lib.make(sizes, devices)
+  with mesh_lib.on_devices(devices):
+    mesh, slices = mesh_lib.make(sizes)
   return mesh.devices, mesh_lib.mesh_shape(sizes, devices), slices
 
 
@@ -238,7 +239,8 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
   )
   monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
   monkeypatch.setattr(jax, 'process_count', lambda: num_processes)
-  mesh, slices = mesh_lib.make(sizes, list(devices))
+  with mesh_lib.on_devices(list(devices)):
+    mesh, slices = mesh_lib.make(sizes)
   hosts = []
   for process in range(num_processes):
     monkeypatch.setattr(jax, 'process_index', lambda process=process: process)

@@ -59,16 +59,13 @@ def on_devices(devices: Any) -> Iterator[None]:
     _on_devices.reset(token)
 
 
-def make(
-  sizes: Mapping[str, Any] | None, devices: Sequence[Any] | None = None
-) -> tuple[Mesh, list[int]]:
+def make(sizes: Mapping[str, Any] | None) -> tuple[Mesh, list[int]]:
   """Returns a mesh, and the slice of each device of the flattened mesh.
 
-  The devices are by default those of `on_devices`, or of all hosts.
+  The devices are those of `on_devices`, or of all hosts.
   """
-  if devices is None:
-    found = _on_devices.get()
-    devices = found(sizes) if callable(found) else found or jax.devices()
+  found = _on_devices.get()
+  devices = found(sizes) if callable(found) else found or jax.devices()
   ici, dcn = mesh_shape(sizes, devices)
   num_slices = math.prod(dcn)
   slices = np.arange(num_slices).reshape(dcn)
