@@ -9,6 +9,7 @@ from concurrent import futures
 import importlib
 import json
 import os
+import queue
 import re
 import threading
 from typing import Any, TypeVar
@@ -185,8 +186,8 @@ def _keeps_gpus() -> bool:
 
 # The next of each series.
 _numbers: dict[str, int] = collections.defaultdict(int)
-_DECIDE_MS = 3600_000  # A process may write its shards that much slower.
-_FOREVER_MS = 10**12  # JAX takes no infinity.
+# JAX takes no infinity. It ends this process if another one is lost.
+_FOREVER_MS = 10**12
 
 
 def gather_and_decide(
@@ -194,7 +195,6 @@ def gather_and_decide(
   choose: Callable[[list[Any]], T],
   error: BaseException | None = None,
   series: str = 'decision',
-  limit_ms: int = _DECIDE_MS,
 ) -> T:
   """Returns in all processes what the first one chooses by the values of all.
 
@@ -207,7 +207,6 @@ def gather_and_decide(
     error: the failure of this process. It is raised here, and an OSError or a
       RuntimeError elsewhere; nothing is chosen.
     series: the name of the thread's decisions, which are numbered.
-    limit_ms: how long to wait for another process.
   """
   if jax.process_count() == 1:
     if error is not None:
@@ -225,7 +224,7 @@ def gather_and_decide(
     client.key_value_set(f'{place}/{number}/{key}', said)
 
   def get(key: str) -> Any:
-    said = client.blocking_key_value_get(f'{place}/{number}/{key}', limit_ms)
+    said = client.blocking_key_value_get(f'{place}/{number}/{key}', _FOREVER_MS)
     value, text, is_os_error = json.loads(said)
     if text is not None:
       raise (OSError if is_os_error else RuntimeError)(text)
@@ -253,10 +252,7 @@ def gather_and_decide(
 
 def broadcast_from_process_0(value: T, series: str = 'chief') -> T:
   """Returns the first process's value in all processes."""
-  # The first one may wait for a prompt at the terminal.
-  return gather_and_decide(
-    value, lambda x: x[0], series=series, limit_ms=_FOREVER_MS
-  )
+  return gather_and_decide(value, lambda x: x[0], series=series)
 
 
 class Agreement:
@@ -274,7 +270,7 @@ class Agreement:
     self._is_alone = jax.process_count() == 1
     _numbers['agreement'] += 1
     self._series = f'agreement/{_numbers["agreement"]}'
-    self._requests = 0
+    self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     self._step = -1
     self._due: set[tuple[str, int]] = set()
     self._asked: set[str] = set()  # By this process, and not done yet.
@@ -303,30 +299,23 @@ class Agreement:
         return True
       if is_wanted and name not in self._asked and jax.process_index() == 0:
         self._asked.add(name)
-        self._ask(name)
+        self._requests.put(name)
     return False
 
   def close(self) -> None:
     """Ends the thread; call it once all processes have done their last step."""
     if self._thread is not None:
-      if jax.process_index() == 0:
-        self._ask('')
+      self._requests.put('')
       self._thread.join()
-
-  def _ask(self, name: str) -> None:
-    client: Any = jax_distributed.global_state.client
-    key = f'jaxline/{self._series}/{self._requests}/name'
-    client.key_value_set(key, name)
-    self._requests += 1
 
   def _answer(self) -> None:
     """Answers the requests of process 0; the last one has no name."""
-    client: Any = jax_distributed.global_state.client
-    name = None
+    name: str | None = None
+    is_chief = jax.process_index() == 0
     try:
       while name != '':
-        key = f'jaxline/{self._series}/{_numbers[self._series]}/name'
-        name = client.blocking_key_value_get(key, _FOREVER_MS)
+        request = self._requests.get() if is_chief else ''
+        name = broadcast_from_process_0(request, self._series)
         with self._lock:
           newest = gather_and_decide(self._step, max, series=self._series)
           self._due.add((name, newest + 1))
