@@ -33,15 +33,7 @@ from jaxline import supervision
 from jaxline.base import config_record
 from jaxline.base import keys
 from jaxline.base import xla
-from jaxline.base.keys import (
-  COUNT,
-  Key,
-  mapping,
-  number,
-  one_of,
-  optional,
-  text,
-)
+from jaxline.base.keys import COUNT, Key, mapping, optional, text
 from jaxline.metrics import lines
 from jaxline.parallel import devices
 from jaxline.parallel import distributed
@@ -75,7 +67,7 @@ KEYS: tuple[Key, ...] = (
       "The run's directory: checkpoints, logs, resolved config. A run in it is"
       ' resumed. None makes a fresh one in /tmp, which only this user can read.'
       ' In all keys that name a file, `~` is the home directory.'),
-  Key('training_steps', 10000, optional(number(0)),
+  Key('training_steps', 10000, optional(keys.number(0)),
       'Number of training steps. With None the run ends when `should_run_step`'
       ' of the experiment returns False.'),
   Key('max_seconds', None, optional(keys.POSITIVE),
@@ -111,7 +103,7 @@ KEYS: tuple[Key, ...] = (
       ' written, a file in the working directory.'),
   Key('decode.batch_size', 8, COUNT,
       'How many prompts are continued at once, except at a terminal.'),
-  Key('decode.series', 'latest', one_of('latest', 'best'),
+  Key('decode.series', 'latest', keys.one_of('latest', 'best'),
       'The series of the checkpoint.'),
   Key('decode.step', None, optional(keys.integer(0)),
       'The step of the checkpoint. None is the newest.'),

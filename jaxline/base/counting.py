@@ -4,7 +4,7 @@ XLA changes the program (fusions, recomputation, dead code); `compile.measure`
 measures the result.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import functools
 import math
 import re
@@ -12,6 +12,7 @@ from typing import Any
 
 from absl import logging
 import jax
+from jax.extend import core
 import numpy as np
 
 # The forward pass, and for the backward pass one product for each operand.
@@ -74,7 +75,7 @@ def _equation_flops(equation: Any, counted: int) -> float:
       return 0.0
     shapes = [getattr(v.aval, 'shape', ()) for v in equation.invars]
     return float(count(shapes, equation.outvars[0].aval.shape, params))
-  inner = [_jaxpr_flops(jaxpr, counted) for jaxpr in _jaxprs(params)]
+  inner = [_jaxpr_flops(x, counted) for x in core.jaxprs_in_params(params)]
   if name == 'cond':
     return max(inner)
   if name == 'while' and sum(inner):
@@ -106,14 +107,6 @@ def _repeats(equation: Any) -> float:
         return rounds * splash_share(*first.shape[-2:])
     return rounds
   return 1
-
-
-def _jaxprs(params: Any) -> Iterator[Any]:
-  """Yields the jaxprs among the parameters of an equation."""
-  for value in params.values():
-    for x in value if isinstance(value, (tuple, list)) else (value,):
-      if hasattr(x, 'eqns'):
-        yield x
 
 
 def splash_share(rows: int, columns: int) -> float:

@@ -16,25 +16,18 @@ from typing import Any
 import jax
 
 from jaxline import errors
-from jaxline.base.keys import (
-  BOOLEAN,
-  COUNT,
-  Key,
-  integer,
-  mapping,
-  optional,
-  text,
-)
+from jaxline.base import keys
+from jaxline.base.keys import COUNT, Key, integer, mapping, optional
 
 _PROFILE = optional(
   # XLA ignores a file without this suffix.
-  text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
+  keys.text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
 )
 KEYS = (
   Key('xla', {}, mapping('a dict of the keys below'),
       'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
       'program'),
-  Key('xla.latency_hiding_scheduler', None, optional(BOOLEAN),
+  Key('xla.latency_hiding_scheduler', None, optional(keys.BOOLEAN),
       'Communicate while computing. None leaves the choice to XLA.', 'program'),
   Key('xla.pgle_profiling_runs', 0, integer(0),
       'GPU: profile this many runs of the step, then compile it again with what'

@@ -365,19 +365,13 @@ def _collective(i: hlo.Instruction) -> tuple[str, int]:
 
 
 def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
-  """Returns how much one of n devices in some slices must send.
-
-  Returns:
-    The bytes, relative to the larger of operand and result, of the algorithm
-    that sends the fewest (Patarasuk and Yuan 2009); and the part of them that
-    must go to other slices. Reductions and gathers work within slices first,
-    then between them. In an all-to-all, it is the part for chips of other
-    slices. In a permute, it is everything, since all chips wait for one that
-    sends to another slice.
-  """
+  """Returns the part of the bytes to send, and of that between slices."""
+  # By the algorithm that sends the fewest (Patarasuk and Yuan 2009). It works
+  # within slices first, then between them.
   if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
     copies = 2 if kind == 'all-reduce' else 1
     return copies * (n - 1) / n, (slices - 1) / (n - 1)
   if kind in ('all-to-all', 'ragged-all-to-all'):
     return (n - 1) / n, (n - n // slices) / (n - 1)
+  # In a permute, all chips wait for one that sends to another slice.
   return 1.0, float(slices > 1)
