@@ -4,7 +4,7 @@ The text is an optimized, scheduled, SPMD-partitioned HLO module of CPU, GPU or
 TPU, as `compiled.as_text()` returns it and `--xla_dump_to` writes it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -203,20 +203,8 @@ def numbers(text: str) -> list[int]:
 
 # The counters of loops.
 
-# Opcode -> a function of the instruction and its operands' values.
-_VALUES: dict[str, Callable[..., Any]] = {
-  **dict.fromkeys(
-    ('bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'),
-    lambda i, value: value,
-  ),
-  'add': lambda i, a, b: a + b,
-  'compare': lambda i, a, b: getattr(
-    operator, i.attribute('direction').lower()
-  )(a, b),
-  'get-tuple-element': lambda i, values: values[int(i.attribute('index'))],
-  'multiply': lambda i, a, b: a * b,
-  'subtract': lambda i, a, b: a - b,
-}
+_COPIES = {'bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'}
+_OPERATORS = {'add': 'add', 'multiply': 'mul', 'subtract': 'sub'}
 _MAX_ROUNDS = 1 << 16
 
 
@@ -234,6 +222,12 @@ def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
     return values
   if i.opcode == 'fusion':
     return i.fused and _value(i.fused.root, dict(enumerate(values)))
-  if None in values or i.opcode not in _VALUES:
+  if None in values:
     return None
-  return _VALUES[i.opcode](i, *values)
+  if i.opcode in _COPIES:
+    return values[0]
+  if i.opcode == 'get-tuple-element':
+    return values[0][int(i.attribute('index'))]
+  # Of a `compare`, such as LT.
+  name = i.attribute('direction').lower() or _OPERATORS.get(i.opcode)
+  return getattr(operator, name)(*values) if name else None
