@@ -222,9 +222,18 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
   kinds = typing.get_type_hints(cls)
   errors.check_names(values, nested, 'key', cls.__name__)
   for key, value in values.items():
+    kind = kinds[key]
     is_none = isinstance(value, str | tuple) and value in ('None', (None,))
-    if is_none and type(None) in typing.get_args(kinds[key]):
+    if is_none and type(None) in typing.get_args(kind):
       values[key] = None  # A flag sets these in place of a text or a tuple.
+    elif (
+      value is None
+      and kind in (int, float, bool, str, tuple)
+      and getattr(cls, key, kind) is not None  # The default.
+    ):
+      raise errors.UsageError(
+        f'{cls.__name__}: {key} is None; expected {kind.__name__}.'
+      )
     elif nested[key] and isinstance(value, MAPPINGS):
       values[key] = read(nested[key], value)
     elif isinstance(value, config_dict.ConfigDict):
