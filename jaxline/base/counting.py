@@ -12,7 +12,6 @@ from typing import Any
 
 from absl import logging
 import jax
-from jax.extend import core
 import numpy as np
 
 # The forward pass, and for the backward pass one product for each operand.
@@ -62,6 +61,8 @@ def _jaxpr_flops(jaxpr: Any, counted: int) -> float:
 
 
 def _equation_flops(equation: Any, counted: int) -> float:
+  from jax.extend import core  # It would make every import slower.
+
   name, params = equation.primitive.name, equation.params
   if counted != _ALL:
     # The other entries are scopes, which have the names of the model's layers.
