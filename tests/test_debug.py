@@ -83,6 +83,10 @@ def _fail(error):
   raise error
 
 
+class _Terminal(io.StringIO):
+  isatty = lambda self: True
+
+
 @pytest.mark.parametrize(
   ('is_on', 'error', 'entered'),
   [
@@ -99,22 +103,23 @@ def test_post_mortem_enters_once_where_an_error_was_raised(
   nested = debug.debugger_fallback(debug.debugger_fallback(_fail))
   frames = []
 
-  def post_mortem(tb):
-    while tb.tb_next:
-      tb = tb.tb_next
-    frames.append(tb.tb_frame.f_code.co_name)
+  def interact(self, frame, tb):
+    stack, current = self.get_stack(frame, tb)
+    frames.append(stack[current][0].f_code.co_name)
 
-  monkeypatch.setattr(pdb, 'post_mortem', post_mortem)
+  monkeypatch.setattr(pdb.Pdb, 'interaction', interact)
+  monkeypatch.setattr(sys, 'stdin', _Terminal())
   for _ in range(2):
     with pytest.raises(error):
       nested(error())
   assert frames == ['_fail'] * 2 * entered
 
 
-def test_post_mortem_serves_one_thread_at_a_time(post_mortem_on):
+def test_post_mortem_serves_one_thread_at_a_time(post_mortem_on, monkeypatch):
   inside, seen = threading.Lock(), []
+  monkeypatch.setattr(sys, 'stdin', _Terminal())
 
-  def post_mortem(tb):
+  def interact(self, frame, tb):
     assert inside.acquire(blocking=False), 'two debuggers at once'
     seen.append(tb)
     threading.Event().wait(0.05)  # Long enough for the other to come.
@@ -126,7 +131,7 @@ def test_post_mortem_serves_one_thread_at_a_time(post_mortem_on):
     raise ValueError
 
   both = threading.Barrier(2)
-  with mock.patch.object(pdb, 'post_mortem', post_mortem):
+  with mock.patch.object(pdb.Pdb, 'interaction', interact):
     with futures.ThreadPoolExecutor(2) as pool:
       failed = [pool.submit(fail) for _ in range(2)]
   assert [type(x.exception()) for x in failed] == [ValueError] * 2
@@ -145,6 +150,34 @@ def test_post_mortem_without_stdin_lets_the_error_pass(
   monkeypatch.setattr(sys, 'stdin', stdin)
   with pytest.raises(ValueError, match='bad'):
     debug.debugger_fallback(_fail)(ValueError('bad'))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ('typed', 'is_entered'),
+  [('p w.shape, stop\n', True), ('', False), (None, False)],
+)
+def test_post_mortem_shows_the_error_then_the_users_frame(
+  typed, is_entered, tmp_path
+):
+  (tmp_path / 'model.py').write_text("""
+import jax.numpy as jnp
+from jaxline.base import debug
+
+def loss(w, stop='here'):
+  return jnp.dot(w, jnp.ones([5]))
+
+debug.settings.post_mortem = True
+debug.debugger_fallback(loss)(jnp.ones([3, 4]))
+""")
+  with processes.started(tmp_path / 'model.py') as process:
+    if typed is None:  # A pipe that stays open, without a command.
+      process.wait(processes.TIMEOUT_SECS)
+    done = processes.end(process, typed or '')
+  assert done.returncode == 1
+  assert ("((3, 4), 'here')" in done.stdout) == is_entered
+  assert done.stderr.count('TypeError: ') >= 1 + is_entered
+  assert ('pdb does not start' in done.stderr) != is_entered
 
 
 @pytest.mark.process
@@ -176,6 +209,7 @@ with preemption.Watch() as watch, watch.training():
   print('noted', watch.reached(1))
 """
   with processes.started('-c', program) as process:
+    print('p 1', file=process.stdin, flush=True)  # It starts with a command.
     while ')fail()' not in (line := process.stdout.readline()):
       assert line, process.stderr.read()
     time.sleep(0.5)

@@ -1,6 +1,7 @@
 """Debuggers for a run, and the log of its activities.
 
-`--jaxline_post_mortem` (`debugger_fallback`): pdb at the line that raised.
+`--jaxline_post_mortem` (`debugger_fallback`): the error, then pdb at the last
+line of the user's own files that led to it.
 
 `--jaxline_disable_pmap_jit` (`disable_pmap_jit`): every operation runs when its
 line runs. docs/reference/from_jaxline.md has what a value is then.
@@ -12,8 +13,12 @@ from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import functools
+import os
 import pdb
+import select
+import sys
 import threading
+import traceback
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -93,10 +98,10 @@ def evaluate_should_return_dict(f: F) -> F:
 
 
 def debugger_fallback(f: F) -> F:
-  """Enters pdb where an error was raised, if `settings.post_mortem` is on.
+  """Prints an error and enters pdb, if `settings.post_mortem` is on.
 
   pdb starts on the thread that raised, once for each error, and not for
-  SystemExit and KeyboardInterrupt.
+  SystemExit and KeyboardInterrupt, nor without a terminal or piped commands.
   """
 
   @functools.wraps(f)
@@ -108,12 +113,46 @@ def debugger_fallback(f: F) -> F:
         with _debugger_lock:
           if '_jaxline_seen_by_pdb' not in error.__dict__:
             error.__dict__['_jaxline_seen_by_pdb'] = True
-            # pdb raises if stdin is closed: the run's own error counts.
-            with contextlib.suppress(Exception):
-              pdb.post_mortem(error.__traceback__)
+            _post_mortem(error)
       raise
 
   return wrapped  # type: ignore[return-value]
+
+
+def _post_mortem(error: Exception) -> None:
+  stdin: Any = sys.stdin
+  # pdb raises if stdin is closed: the run's own error counts.
+  with contextlib.suppress(Exception):
+    if stdin.isatty() or (
+      select.select([stdin], [], [], 0)[0] and stdin.buffer.peek()
+    ):
+      traceback.print_exception(error)  # pdb may be left by a kill.
+      debugger = _Pdb()
+      debugger.reset()
+      return debugger.interaction(None, error.__traceback__)
+  logging.warning('pdb does not start: stdin is no terminal, nor has commands.')
+
+
+_PYTHON, _JAXLINE = (
+  os.path.join(os.path.dirname(x), '')
+  for x in (os.__file__, os.path.dirname(__file__))
+)
+
+
+def is_installed(file: str) -> bool:
+  """Returns whether a file is Python's or that of an installed package."""
+  return file.startswith(_PYTHON) or f'-packages{os.sep}' in file
+
+
+class _Pdb(pdb.Pdb):
+  """Begins in the innermost frame of the user's own files, if there is one."""
+
+  def get_stack(self, f: Any, t: Any) -> tuple[list[Any], int]:
+    stack, innermost = super().get_stack(f, t)
+    files = [frame.f_code.co_filename for frame, _ in stack]
+    is_own = lambda x: not (x.startswith(('<', _JAXLINE)) or is_installed(x))
+    own = [i for i, file in enumerate(files) if is_own(file)]
+    return stack, max(own, default=innermost)
 
 
 def disable_pmap_jit(fn: F) -> F:
