@@ -246,8 +246,9 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
 
   Attributes:
     FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
-      the loss and the gradients were finite, else 1, or with
-      `config.on_nonfinite = 'skip'` the number of such steps in a row.
+      the loss and the gradients were finite, else 1, or 2 for the loss, 3 for
+      the gradients and 4 for both, or with `config.on_nonfinite = 'skip'` the
+      number of such steps in a row.
     on_nonfinite: what the loop does after a step that is not finite if
       `config.on_nonfinite` is None.
     run_config: the config of the run, if the experiment reads its keys of

@@ -118,11 +118,13 @@ def guard_step(
   # Gradients of several types need promotion.
   with jax.numpy_dtype_promotion('standard'):
     norm = optax.tree.norm(jax.tree.map(wide, grads))
-  is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-  nonfinite = (~is_finite).astype(jnp.int32)
-  empty = empty.astype(jnp.int32)
+  # As few equations as an `and` of both: no step pays for the message.
+  select = lambda x, *of: jax.lax.select(x, *(jnp.int32(y) for y in of))
+  of_norm = functools.partial(select, jnp.isfinite(norm))
+  parts = select(jnp.isfinite(loss), of_norm(0, 3), of_norm(2, 4))
   if on_nonfinite != 'skip':
-    return after, {scalars_lib.NONFINITE: nonfinite - empty}
+    return after, {scalars_lib.NONFINITE: select(empty, -1, parts)}
+  nonfinite = (parts > 0).astype(jnp.int32)
   in_a_row = nonfinite * (before.skipped[0] + 1)
   in_all = before.skipped[1] + nonfinite
   # A select is fused into the optimizer's own pass over the arrays; a branch
@@ -133,7 +135,8 @@ def guard_step(
     after,
   )
   state = dataclasses.replace(state, skipped=jnp.stack([in_a_row, in_all]))
-  return state, {scalars_lib.NONFINITE: in_a_row - empty, SKIPPED_STEPS: in_all}
+  flags = {scalars_lib.NONFINITE: in_a_row - empty.astype(jnp.int32)}
+  return state, flags | {scalars_lib.PARTS: parts, SKIPPED_STEPS: in_all}
 
 
 def warn_of_another_shape(before: BatchDict | None, batch: BatchDict) -> None:

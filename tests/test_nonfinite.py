@@ -249,6 +249,41 @@ def test_the_step_is_named_in_the_sharded_style(cls, factor, bad, sharding):
     train(experiment, 20, 'raise' if cls is Steep else None)
 
 
+class Hidden(Faulty):
+  """The loss is NaN where its metrics and its gradients are finite."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    loss, values, new = super().loss_fn(
+      params, model_state, {**batch, 'y': 0 * batch['y']}, rng, is_training
+    )
+    is_bad = jnp.abs(batch['y']).max() > 1e6
+    return loss + jnp.where(is_bad, NAN, 0.0), values, new
+
+
+@pytest.mark.parametrize(
+  ('cls', 'factor', 'mode', 'parts', 'weights'),
+  [
+    (Faulty, NAN, 'raise', 'loss and gradients', 'after it are not finite'),
+    (Faulty, NAN, 'skip', 'loss and gradients', 'before it are finite'),
+    (Steep, 1e18, 'raise', 'gradients', 'after it are not finite'),
+    (Hidden, 1e18, 'raise', 'loss', 'after it are finite'),
+  ],
+)
+def test_what_is_not_finite_is_named_with_the_next_command(
+  cls, factor, mode, parts, weights, tmp_path
+):
+  config = regression.get_config(1)
+  config.checkpoint_dir = str(tmp_path / 'a run')
+  experiment = make({2: factor}, cls, run_config=config)
+  with pytest.raises(nonfinite.NonfiniteError) as error:
+    train(experiment, 20, mode, most=1)
+  said = str(error.value)
+  assert f'The {parts} of step 3 ' in said
+  assert f'The weights {weights}' in said
+  command = f"python -m jaxline.runs replay '{tmp_path}/a run' 3 --nan"
+  assert said.endswith(command)
+
+
 @pytest.mark.parametrize('mode', ['ignore', 'warn'])
 def test_ignore_and_warn_go_on(mode, caplog):
   rows = train(make({2: NAN}), 5, mode)

@@ -31,10 +31,11 @@ class Packed:
 _NOTHING = Packed()
 
 # The scalar by which a step may judge itself, int32: 0 if the loss and the
-# gradients were finite; else 1, or with 'skip' the number of consecutive steps
-# that were not; -1 if nothing in its batch has a weight. A sharded step returns
-# it.
+# gradients were finite, else 2 if it was the loss, 3 the gradients, 4 both, 1
+# one of them; or with 'skip' the number of consecutive steps that were not; -1
+# if nothing in its batch has a weight. A sharded step returns it.
 NONFINITE = 'nonfinite'
+PARTS = 'nonfinite_parts'  # Beside it with 'skip': 0, 2, 3 or 4.
 
 
 class Scalars(MutableMapping[str, Any]):

@@ -5,10 +5,12 @@ import collections
 from collections.abc import Mapping
 import functools
 import re
+import shlex
 from typing import Any
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
@@ -19,7 +21,13 @@ from jaxline.metrics import values as values_lib
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
-NONFINITE = scalars_lib.NONFINITE
+NONFINITE, PARTS = scalars_lib.NONFINITE, scalars_lib.PARTS
+# By the value of NONFINITE, or with 'skip' of PARTS.
+_PARTS = {
+  2: 'The loss of step {} is',
+  3: 'The gradients of step {} are',
+  4: 'The loss and gradients of step {} are',
+}
 
 
 class NonfiniteError(errors.RunError, ArithmeticError):
@@ -49,7 +57,7 @@ class Guard(periodic.Action):
     self._has_flag = experiment.FLAGS_NONFINITE
     flagging = ('skip', 'raise') if self._has_flag else ('skip',)
     self._needs_flag = self._mode in flagging
-    self._class_name = experiment.__class__.__name__
+    self._experiment = experiment
     self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warned: set[str] = set()
     self._num_empty = 0
@@ -65,8 +73,9 @@ class Guard(periodic.Action):
     scalars: Any = {} if scalar_outputs is None else scalar_outputs
     flag = scalars_lib.find(scalars, NONFINITE) if self._has_flag else None
     if flag is None and self._needs_flag:
+      name = self._experiment.__class__.__name__
       raise errors.UsageError(
-        f'{self._class_name}.step returned {list(scalars)}, without'
+        f'{name}.step returned {list(scalars)}, without'
         f' {NONFINITE!r}. A step of ShardedExperiment must return all scalars'
         ' of the compiled step. Another one does not support on_nonfinite ='
         " 'skip': wrap its optimizer in optax.apply_if_finite."
@@ -85,7 +94,7 @@ class Guard(periodic.Action):
     """Returns the scalars to log, of those that a step returned."""
     if not self._has_flag:
       return scalars
-    return {name: x for name, x in scalars.items() if name != NONFINITE}
+    return {k: x for k, x in scalars.items() if k not in (NONFINITE, PARTS)}
 
   def wait(self) -> None:
     """Waits for all steps so far and judges them, as a call does."""
@@ -118,11 +127,13 @@ class Guard(periodic.Action):
     }
     if not bad and (flag is None or self._warned):
       return
-    what = f'The loss or gradients of step {step} are not finite'
+    parts = int(scalars.get(PARTS, 1)) if self._mode == 'skip' else in_a_row
+    of = _PARTS.get(parts, 'The loss or gradients of step {} are')
+    what = f'{of.format(step)} not finite'
     if self._mode == 'skip':
       what += f', after {in_a_row} such steps in a row that were skipped'
     shown = ', '.join(f'{name} = {text}' for name, text in bad.items())
-    what += f': {shown or "no scalar shows it; log optax.tree.norm(grads)"}.'
+    what += f': {shown}.' if shown else '; no scalar that is logged shows it.'
     if self._mode == 'warn':
       self._warned.update(bad or [NONFINITE])
       text = '%s Training continues, and does not warn of these again;'
@@ -130,14 +141,31 @@ class Guard(periodic.Action):
       logging.warning(text, what)
       return
     self._steps.clear()  # Steps after a nonfinite one say nothing new.
+    how = 'set JAX_DEBUG_NANS=True, with --jaxline_disable_pmap_jit.'
+    if self._has_flag:
+      config = self._experiment.run_config
+      run = (config and config.checkpoint_dir) or 'RUN'
+      how = f'python -m jaxline.runs replay {shlex.quote(run)} {step} --nan'
     raise NonfiniteError(
-      f'{what} The newest checkpoint, if any, is of an earlier step. Resume'
-      ' from it with a smaller learning rate or clipped gradients (a changed'
-      " config needs config.on_config_change = 'continue'), or with"
-      " config.on_nonfinite = 'ignore' ('skip' in the sharded style). To name"
-      ' the operation that was not finite (sharded style), run `python -m'
-      f' jaxline.runs replay RUN {step} --nan` with the directory of the run.'
+      f'{what}{self._about_weights()} The newest checkpoint, if any, is of an'
+      ' earlier step. Resume from it with a smaller learning rate or clipped'
+      ' gradients (a changed config needs config.on_config_change ='
+      " 'continue'), or with config.on_nonfinite = 'ignore' ('skip' in the"
+      f' sharded style). To name the operation that was not finite: {how}'
     )
+
+  def _about_weights(self) -> str:
+    """Says whether this host's part of the weights is finite."""
+    is_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+    try:
+      weights = jax.tree.leaves(self._experiment.state.params)
+      parts = [part.data for x in weights for part in x.addressable_shards]
+      what = 'finite' if all(map(is_finite, parts)) else 'not finite'
+    except (AttributeError, RuntimeError, TypeError):  # No or other weights.
+      return ''
+    # Only skipped steps leave them as they were.
+    when = 'before' if self._mode == 'skip' else 'after'
+    return f' The weights {when} it are {what}.'
 
 
 def _leaves(scalars: Any) -> dict[str, Any]:
