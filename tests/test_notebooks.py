@@ -83,7 +83,7 @@ def execute(notebook, folder):
   ],
 )
 def test_runs(path, tmp_path, monkeypatch):
-  # The library alone, as `pip install -e .` does: not `examples` beside it.
+  # The library alone, as `pip install .` does: not `examples` beside it.
   installed = tmp_path / 'installed'
   installed.mkdir()
   (installed / 'jaxline').symlink_to(ROOT / 'jaxline')
