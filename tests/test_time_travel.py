@@ -1,14 +1,13 @@
 """Replays, explanations, bisections, skipped batches, fingerprints."""
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
 import shlex
 import shutil
-import subprocess
 import sys
+import types
 from unittest import mock
 
 from absl import flags
@@ -25,9 +24,10 @@ from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import platform
-from jaxline.checkpoint import contents
 from jaxline.metrics import fingerprints
 from jaxline.run_directory import notes
+from jaxline.run_directory import sources
+from jaxline.run_directory import store
 from jaxline.runs import __main__ as cli
 from jaxline.runs import bisect
 from jaxline.runs import explain
@@ -406,30 +406,26 @@ def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   del record['crc']
   # An option of git that writes.
   revision = f'--output={tmp_path}/written'
-  record['code'] |= {'revision': revision, 'changed': 'ab'}
-  (other / 'checkpoints/code').mkdir(exist_ok=True)
-  (other / 'checkpoints/code/ab.diff').write_text('+ faster')
+  record['code'] |= {'revision': revision, 'files': 'ab'}
+  changed = {'tests/experiments/travels.py': b'faster\x1b[2J\n'}
+  sources.write(store.at(other / 'checkpoints'), 'ab', changed)
   file.write_text(json.dumps(record | {'crc': notes.crc_of(record)}))
   for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
     assert cli.main(['compare', *map(str, runs)]) == 0
     assert (revision in capsys.readouterr().out) == is_shown
     assert cli.main(['bisect', *map(str, runs)]) == 0
-    assert (f'{other}: + faster' in capsys.readouterr().out) == is_shown
+    said = f'{other}: {next(iter(changed))}: faster\\x1b[2J\n'
+    assert (said in capsys.readouterr().out) == is_shown
   assert not (tmp_path / 'written').exists()
 
 
-def test_changes_of_the_code_are_recorded_for_the_user_alone(
+def test_the_code_is_recorded_once_for_the_user_alone(
   tmp_path, monkeypatch, open_run
 ):
   monkeypatch.chdir(tmp_path)
-  (tmp_path / 'model.py').write_text('before\n')
-  for command in (
-    'init -q',
-    'add .',
-    '-c user.name=a -c user.email=a commit -qm a',
-  ):
-    subprocess.run(['git', *command.split()], check=True)
-  (tmp_path / 'model.py').write_text('after\n')
+  file, run = tmp_path / 'model.py', tmp_path / 'run'
+  module = types.SimpleNamespace(__file__=str(file))
+  monkeypatch.setitem(sys.modules, 'model', module)
   os_open, modes = os.open, {}
 
   def opened(path, flags, mode=0o777, **more):
@@ -439,24 +435,18 @@ def test_changes_of_the_code_are_recorded_for_the_user_alone(
 
   monkeypatch.setattr(os, 'open', opened)
   for first, text in ((1, 'after'), (3, 'again')):  # Two starts of two saves.
-    (tmp_path / 'model.py').write_text(f'{text}\n')
-    anew = functools.cache(contents.code.__wrapped__)
-    monkeypatch.setattr(contents, 'code', anew)
-    for name, is_on in (('run', True), ('off', False)):
-      training = open_run(directory=tmp_path / name, record_git_diff=is_on)
-      checkpoints.save(training, checkpoints.weights(), first, first + 1)
-      training.close()
+    file.write_text(text)
+    training = open_run(directory=run)
+    checkpoints.save(training, checkpoints.weights(), first, first + 1)
+    training.close()
+    file.write_text('edited while it ran')
   written = {p for p in modes if '/code/' in p and p.endswith('.partial')}
   assert len(written) == 2  # Once for each content.
   assert {modes[p] for p in written} == {0o600}
-  for step, text in enumerate(('after', 'after', 'again', 'again'), 1):
-    code = remains.record(tmp_path / 'run', step)['code']
-    file = tmp_path / f'run/checkpoints/code/{code["changed"]}.diff'
-    assert f'-before\n+{text}\n' in file.read_text()
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert code['revision']
-    assert 'before' not in str(code)
-  assert not (tmp_path / 'off/checkpoints/code').exists()
+  kept = store.at(run / 'checkpoints')
+  for step, text in enumerate((b'after', b'after', b'again', b'again'), 1):
+    code = remains.record(run, step)['code']
+    assert sources.read(kept, code['files'])['model.py'] == text
 
 
 @pytest.mark.parametrize('has_prints', [True, False])

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -32,7 +31,6 @@ from jaxline.run_directory import store as store_lib
 
 PARAMS = 'state/params/'
 AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
-_MAX_DIFF = 2**20  # Characters.
 _PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
 _VERSIONS = {
   'jaxline': jaxline.__version__,
@@ -185,16 +183,13 @@ def git(*args: str) -> str:
 
 
 @functools.cache
-def code() -> tuple[dict[str, str], str]:
-  """Returns the manifest's field about the code; and uncommitted changes."""
-  diff = git('diff', 'HEAD')
-  about = {
+def code() -> dict[str, str]:
+  """Returns the manifest's field about the code, but for the files' hash."""
+  return {
     'host': platform.node(),
     'revision': git('rev-parse', 'HEAD').strip(),
-    'changed': hashlib.sha256(diff.encode()).hexdigest() if diff else '',
     'XLA_FLAGS': os.environ.get('XLA_FLAGS', ''),
   }
-  return about, diff[:_MAX_DIFF]
 
 
 # Reading.

@@ -23,6 +23,7 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import sys
 from typing import Any
 
@@ -32,6 +33,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import manager
 from jaxline.metrics import files
 from jaxline.metrics import lines
+from jaxline.run_directory import sources
 from jaxline.run_directory import store as store_lib
 
 Place = str | os.PathLike[str]  # As the module says.
@@ -201,6 +203,10 @@ def _show(args: argparse.Namespace) -> int:
     *made_with(record).items(),
     ('parameters', f'{num_params:,} below {contents.PARAMS[:-1]}'),
   ]
+  store = checkpoint.manifests.store
+  if key := sources.place(store, record['code'].get('files')):
+    archive = shlex.quote(f'{store}/{key}')
+    rows.append(('to see the code', f'python -m zipfile -e {archive} DIR'))
   print_table(rows)
   # As it is stored: a class need not be there, and nothing is unpickled.
   parts = {f'run/{k}': x for k, x in record['entries'].items()}

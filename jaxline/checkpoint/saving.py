@@ -8,6 +8,7 @@ manifest names (`manager`).
 
 from collections.abc import Callable, Collection, Mapping
 import secrets
+import textwrap
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxline.checkpoint import manager
 from jaxline.parallel import distributed
 from jaxline.run_directory import directory as directory_lib
 from jaxline.run_directory import owner
+from jaxline.run_directory import sources
 
 
 class Saver:
@@ -35,6 +37,9 @@ class Saver:
     self._directory, self._store = directory, directory.store
     self.manifests = manager.Manifests(self._store)
     self.restored: dict[str, Any] = {}
+    # See `write_code`.
+    self._files, self._code = dict[str, bytes](), dict[str, str]()
+    self._num_looks = 0
     # Keeps data that an evaluation reads, or writes and has not named yet.
     mark = f'readers/{directory.mode}-{secrets.token_hex(4)}.json'
     self._mark, self._marked = owner.Heartbeat(self._store, mark), set[str]()
@@ -141,17 +146,30 @@ class Saver:
     self._marked = {*data}
 
   def clean(self) -> None:
-    """Removes what killed processes have left."""
+    """Removes what killed processes have left; warns of changed code."""
     self.write_code()  # Now: the user may edit it before the first save.
     left = (*self._store.names('data'), *self._store.names('doomed'))
     self.manifests.collect_garbage(left)
+    before = sources.read(
+      self._store, self.restored.get('code', {}).get('files')
+    )
+    # Only files of both: another program imports others.
+    if names := [k for k, x in self._files.items() if before.get(k, x) != x]:
+      text = (
+        'The code has changed since step %s was saved, and the run uses that'
+      )
+      text += ' of now: %s.'
+      shown = textwrap.shorten(', '.join(names), 400)
+      logging.warning(text, self.restored['step'], shown)
 
   def write_code(self) -> dict[str, str]:
-    """Returns the manifest's field; writes uncommitted changes once a run."""
-    about, changes = contents.code()
-    store, name = self._store.below('code'), f'{about["changed"]}.diff'
-    store.mode = 0o600  # A changed file may have a password.
-    is_kept = changes and self._directory.config.record_git_diff
-    if is_kept and name not in store.names():
-      store.write(name, changes.encode())
-    return about
+    """Returns the manifest's field; writes the files once for each content."""
+    config = self._directory.config
+    if self._num_looks < 2:  # A first step may have imported others.
+      self._num_looks += 1
+      module = (config.experiment_class or '').partition(':')[0]
+      files = sources.add_imported(self._files, module)
+      self._code = contents.code() | {'files': files}
+      if config.record_code and config.record_git_diff:
+        sources.write(self._store, files, self._files)
+    return self._code

@@ -2,7 +2,7 @@
 
 `directory` has the notes, logs and claims of a run, `store` the bytes by key
 below them, `owner` who may write, `logs` the writer of a run, `spool` its logs
-in a bucket. Read `directory` first.
+in a bucket, `sources` the record of the code. Read `directory` first.
 """
 
 from jaxline.base import keys
@@ -31,9 +31,12 @@ KEYS = (
   Key('checkpoint_allow_pickle', False, BOOLEAN,
       'True pickles what is neither array, JSON nor structure, and unpickles it'
       ' at restore, which runs any code in the file: only for your own files.'),
+  Key('record_code', True, BOOLEAN,
+      'Write the Python files that the run has imported from below the working'
+      ' directory into `checkpoints/code`, once for each content, for the user'
+      ' alone to read. False if they hold secrets.'),
   Key('record_git_diff', True, BOOLEAN,
-      'Write the uncommitted changes of the code into `checkpoints/code`, once,'
-      ' for the user alone to read. `runs bisect` compares them.'),
+      'False turns `record_code` off, too: the name of an earlier record.'),
   Key('restore_from', None, optional(text("'DIR' or 'DIR:STEP'", is_path=True)),
       'Begin from a checkpoint of another run, if this run has none of its own.'
       ' Without rules all of it is restored: weights, optimizer, step, random'

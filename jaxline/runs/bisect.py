@@ -16,6 +16,7 @@ from jaxline.checkpoint import contents
 from jaxline.metrics import lines
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.parallel import placement
+from jaxline.run_directory import sources
 from jaxline.run_directory import store as store_lib
 from jaxline.runs import replay as replay_lib
 
@@ -156,23 +157,14 @@ def _print_code(both: Sequence[runs.RunRecord]) -> None:
   stat = contents.git('diff', '--stat', '--end-of-options', *commits, '--')
   if stat:
     lines.print_text(stat.rstrip())
-  changes = [*map(_changes, both)]
-  for run, own, others in zip(both, changes, changes[::-1], strict=True):
-    own = [x for x in own if x.startswith(('+', '-')) and x not in others]
-    for line in own[:_MAX_LINES]:
-      lines.print_text(f'{run.path}: {line}')
-
-
-def _changes(run: runs.RunRecord) -> list[str]:
-  """Returns the lines of the uncommitted changes of a run's code."""
-  store = store_lib.at(run.path).below('checkpoints/code')
-  name = f'{run.manifest.get("code", {}).get("changed")}.diff'
-  try:
-    raw = store.read(name) if name in store.names() else None
-  except OSError as e:  # It is another user's.
-    lines.print_text(f'{store}/{name} is not compared: {e.strerror}')
-    raw = None
-  return (raw or b'').decode(errors='replace').splitlines()
+  stores = [store_lib.at(run.path).below('checkpoints') for run in both]
+  files = [*map(sources.read, stores, (x.get('files') for x in codes))]
+  for run, own, other in zip(both, files, files[::-1], strict=True):
+    for name in sorted(own.keys() & other.keys()):
+      known = {*other[name].splitlines()}
+      shown = [x for x in own[name].splitlines() if x not in known]
+      for line in shown[:_MAX_LINES]:
+        lines.print_text(f'{run.path}: {name}: {line.decode(errors="replace")}')
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:

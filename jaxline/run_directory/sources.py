@@ -1,0 +1,85 @@
+"""The record of the user's own code: checkpoints/code/HASH.zip of a run."""
+
+from collections.abc import Mapping
+import hashlib
+import io
+import os
+import sys
+import zipfile
+
+from absl import logging
+
+from jaxline.base import debug
+from jaxline.base import disk
+from jaxline.run_directory import store as store_lib
+
+_MOST_OF_A_FILE, _MOST_BYTES = 2**20, 2**24
+
+
+def add_imported(files: dict[str, bytes], main: str) -> str:
+  """Adds imported Python files below the working directory by name.
+
+  That of the module `main` and the program's count wherever they are; installed
+  packages do not. Returns the hash of all files.
+  """
+  here = os.path.join(os.path.abspath(''), '')
+  loaded = sys.modules.copy()  # Another thread may import one.
+  for module in sorted(loaded):
+    # A lazy module would be imported by `getattr`.
+    path = getattr(loaded[module], '__dict__', {}).get('__file__')
+    if not isinstance(path, str) or debug.is_installed(path):
+      continue
+    is_below = path.startswith(here)
+    name = path[len(here) :] if is_below else module.replace('.', '/') + '.py'
+    is_own = path.endswith('.py') and (is_below or module in (main, '__main__'))
+    if is_own and name not in files:
+      files[name] = _read(path, _MOST_BYTES - sum(map(len, files.values())))
+  texts = [f'{k}\0{len(x)}\0'.encode() + x for k, x in sorted(files.items())]
+  return hashlib.sha256(b''.join(texts)).hexdigest()
+
+
+def _read(path: str, room: int) -> bytes:
+  try:
+    with open(path, 'rb', opener=disk.open_regular) as file:
+      if len(content := file.read(room + 1)) <= min(room, _MOST_OF_A_FILE):
+        return content
+  except OSError:
+    pass
+  text = '%s is a link, too large or unreadable: checkpoints/code lacks it.'
+  logging.warning(text, path)
+  return b''
+
+
+def place(store: store_lib.Store, name: object) -> str:
+  """Returns the key of a record in RUN/checkpoints, '' if there is none."""
+  return f'code/{name}.zip' * (f'{name}.zip' in store.names('code'))
+
+
+def write(
+  store: store_lib.Store, name: str, files: Mapping[str, bytes]
+) -> None:
+  """Writes files, whose hash is the name, into RUN/checkpoints once."""
+  if place(store, name):
+    return
+  packed, store = io.BytesIO(), store.below('code')
+  with zipfile.ZipFile(packed, 'w', zipfile.ZIP_DEFLATED) as archive:
+    for path, content in files.items():
+      archive.writestr(path, content)
+  store.mode = 0o600  # A file may have a password.
+  store.write(f'{name}.zip', packed.getvalue())
+
+
+def read(store: store_lib.Store, name: object) -> dict[str, bytes]:
+  """Returns the files of a record; none, with a warning, if it is no record."""
+  try:
+    raw = store.read(key) if (key := place(store, name)) else None
+    if raw is None:
+      return {}
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+      # `read` takes no more bytes than these.
+      if sum(x.file_size for x in archive.infolist()) > _MOST_BYTES:
+        raise ValueError(f'it has more than {_MOST_BYTES} bytes')
+      return {x.filename: archive.read(x) for x in archive.infolist()}
+  except Exception as e:  # Any bytes may be there.
+    logging.warning('%s/code/%r is not compared: %r', store, name, e)
+    return {}
