@@ -102,7 +102,7 @@ class Experiment(sharded.ShardedExperiment):
 def get_config() -> config_dict.ConfigDict:
   """Returns the numbers of the run."""
   config = base_config.get_base_config()
-  config.experiment_class = 'examples.minimal:Experiment'
+  config.experiment_class = f'{__name__}:Experiment'
   config.training_steps = 3000
   config.interval_type = 'steps'
   config.log_tensors_interval = 100

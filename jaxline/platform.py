@@ -251,7 +251,12 @@ class _ConfigParser(flags.ArgumentParser):
         ' a run'
       )
     try:
-      config = runpy.run_path(file)['get_config'](*option)
+      # A class in the file is `f'{__name__}:Class'`.
+      name = experiments.importable(file)
+      values = runpy.run_path(file, run_name=name)
+      config = values['get_config'](*option)
+      named = getattr(config, 'experiment_class', None)
+      experiments.check_own_class(file, values, str(named))
       base_config.open_nones(config)
       return config.lock()
     except errors.UsageError:

@@ -28,6 +28,8 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.base import stateful
 
+_MODULE = r'\w+(\.\w+)*'
+
 
 def resolve_experiment_class(
   config: config_dict.ConfigDict, *, recorded_in: str = ''
@@ -45,7 +47,7 @@ def resolve_experiment_class(
   """
   name = base_config.complete_config(config).experiment_class
   module_name, _, class_name = (name or '').partition(':')
-  if not re.fullmatch(r'\w+(\.\w+)*:\w+', name or ''):
+  if not re.fullmatch(rf'{_MODULE}:\w+', name or ''):
     raise errors.UsageError(
       f"config.experiment_class is {name!r}; expected 'package.module:Class',"
       " such as 'examples.lm.experiment:Experiment'. (`jaxline.load` and"
@@ -61,9 +63,16 @@ def resolve_experiment_class(
     # A missing dependency of the module is not a wrong name: let it through.
     if e.name and module_name.startswith(e.name):
       raise errors.UsageError(
-        f'config.experiment_class is {name!r}: {e}.'
+        f'config.experiment_class is {name!r}: {e}. Start in the directory that'
+        ' has it, or set PYTHONPATH to that.'
       ) from e
     raise
+  file, other = _named.get(module_name), getattr(module, '__file__', None)
+  if file and other and not run and file != os.path.realpath(other):
+    raise errors.UsageError(
+      f'config.experiment_class is {name!r} of {other}, and not of {file}. Give'
+      ' the file another name.'
+    )
   found = getattr(module, class_name, None)
   if found is None:
     raise errors.UsageError(
@@ -145,6 +154,36 @@ def _prefer_working_directory(module: str, run: str) -> None:
     # The installed package of the same name has been imported.
     for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
       del sys.modules[name]
+
+
+# Module -> the config file that the user has named, if it has the class.
+_named: dict[str, str] = {}
+
+
+def importable(file: str) -> str:
+  """Returns the name by which a file can be imported as a module."""
+  path = pathlib.Path(os.path.abspath(file)).with_suffix('')
+  places = map(os.path.abspath, ('', *sys.path))
+  above = [path.relative_to(x) for x in places if path.is_relative_to(x)]
+  names = ['.'.join(x.parts) for x in above]
+  names = [x for x in names if re.fullmatch(_MODULE, x)]
+  return min(names, key=len, default=path.name)
+
+
+def check_own_class(file: str, values: Mapping[str, Any], named: str) -> None:
+  """Raises UsageError if a config names a namesake of a class in its file."""
+  module, _, name = named.partition(':')
+  path = pathlib.Path(os.path.abspath(file))
+  if getattr(values.get(name), '__module__', '') != values['__name__']:
+    return
+  if not path.as_posix().endswith(f'/{module.replace(".", "/")}.py'):
+    raise errors.UsageError(  # It is a copy, such as of an example.
+      f'config.experiment_class is {named!r}, but {file} has a {name} of its'
+      f" own. Write config.experiment_class = f'{{__name__}}:{name}' there."
+    )
+  _named[module] = os.path.realpath(file)
+  if '.' not in module and not path.parent.stat().st_mode & stat.S_ISVTX:
+    sys.path.insert(0, str(path.parent))  # As Python does for a program.
 
 
 class _Completed:

@@ -1,0 +1,217 @@
+"""The user's own code: which class trains, and the record of its files."""
+
+import json
+import pathlib
+import stat
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import jaxline
+from jaxline import errors
+from jaxline import platform
+from jaxline.checkpoint import inspection
+from jaxline.run_directory import sources
+from jaxline.run_directory import store
+from tests import checkpoints
+from tests import processes
+from tests import remains
+
+ROOT = processes.ROOT
+MINIMAL = (ROOT / 'examples/minimal.py').read_text()
+
+
+def files_of(run, step):
+  """Returns name -> text of the code of a checkpoint, as a user sees it."""
+  name = remains.record(run, step)['code']['files']
+  file = run / f'checkpoints/code/{name}.zip'
+  assert stat.S_IMODE(file.stat().st_mode) == 0o600
+  with zipfile.ZipFile(file) as archive:
+    return {x: archive.read(x).decode() for x in archive.namelist()}
+
+
+@pytest.mark.process
+def test_a_copy_of_the_example_trains_and_its_code_is_kept(
+  tmp_path, monkeypatch, capsys
+):
+  for i in 'ab':
+    (tmp_path / f'{i}.txt').write_text('text ' * 200)
+  own, run = tmp_path / 'own', tmp_path / 'run'
+  own.mkdir()
+  (own / 'helper.py').write_text('RATE = 0.0')
+  (tmp_path / 'far.py').write_text('LINKED = 1')
+  (own / 'link.py').symlink_to(tmp_path / 'far.py')
+  (own / 'huge.py').write_text(f'# {"x" * 2**20}')
+  code = f'from own import helper, huge, link\n{MINIMAL}'
+  code = code.replace('adam(self.config.learning_rate)', 'adam(helper.RATE)')
+  (own / 'yours.py').write_text(code)
+
+  def train(steps):
+    values = {
+      'checkpoint_dir': run,
+      'training_steps': steps,
+      'writers': 'jsonl',
+    }
+    values |= {'log_train_data_interval': 1, 'save_checkpoint_interval': 2}
+    kwargs = {'files': '*.txt', 'length': 16}
+    values |= {f'experiment_kwargs.config.{k}': x for k, x in kwargs.items()}
+    flags = [f'--config.{k}={x}' for k, x in values.items()]
+    program = [ROOT / 'experiment.py', '--config=own/yours.py', *flags]
+    path = f'{ROOT}:{tmp_path}'
+    with processes.started(*program, cwd=tmp_path, PYTHONPATH=path) as process:
+      done = processes.end(process)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+  said = train(2)
+  assert {x for x in ('link.py', 'huge.py') if f'own/{x}' in said} == {
+    'link.py',
+    'huge.py',
+  }
+  (own / 'helper.py').write_text('RATE = 0.1')
+  (changed,) = [x for x in train(4).splitlines() if 'since step 2' in x]
+  assert 'own/helper.py' in changed
+  assert 'yours' not in changed
+  rows = map(json.loads, (run / 'train/metrics.jsonl').read_text().splitlines())
+  before, _, *after = [x['loss'] for x in rows if 'loss' in x]
+  assert before == pytest.approx(5.549, abs=1e-3)  # All bytes equally likely.
+  assert after[-1] < before - 0.1
+  first, last = files_of(run, 2), files_of(run, 4)
+  assert (first['own/helper.py'], last['own/helper.py']) == (
+    'RATE = 0.0',
+    'RATE = 0.1',
+  )
+  assert first['own/yours.py'] == last['own/yours.py'] == code
+  assert first['own/link.py'] == first['own/huge.py'] == ''
+  assert not [x for x in first if 'jax' in x]
+  # What `show` prints is the command.
+  assert inspection.main(['show', f'{run}:2']) == 0
+  (shown,) = [x for x in capsys.readouterr().out.splitlines() if 'zipfile' in x]
+  command = shown.split('python ')[1].split()
+  command = [*command[:-1], str(tmp_path / 'out')]
+  subprocess.run([sys.executable, *command], check=True)
+  assert (tmp_path / 'out/own/yours.py').read_text() == code
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  assert type(jaxline.load(run)).__module__ == 'own.yours'
+
+
+CONFIG = """
+from jaxline import base_config
+class Own: pass
+def get_config():
+  config = base_config.get_base_config()
+  config.experiment_class = {}
+  return config
+"""
+
+
+# The working directory and the file; the name of its module.
+@pytest.mark.parametrize(
+  ('cwd', 'file', 'module'),
+  [
+    ('.', 'mine.py', 'mine'),
+    ('.', 'a/b/mine.py', 'a.b.mine'),
+    ('a', 'b/mine.py', 'b.mine'),
+    ('a', '../b/mine.py', 'mine'),
+    ('.', 'my-runs/mine.py', 'mine'),
+    ('.', 'my-run.py', None),
+  ],
+)
+def test_a_config_names_the_class_of_its_own_file(
+  cwd, file, module, tmp_path, monkeypatch
+):
+  (tmp_path / cwd).mkdir(exist_ok=True)
+  monkeypatch.chdir(tmp_path / cwd)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  place = pathlib.Path(file)
+  place.parent.mkdir(parents=True, exist_ok=True)
+  place.write_text(CONFIG.format("f'{__name__}:Own'"))
+  before = {*sys.modules}
+  try:
+    if module is None:
+      with pytest.raises(errors.UsageError, match='experiment_class'):
+        platform.resolve_experiment_class(
+          platform.load_config([f'--config={file}'])
+        )
+      return
+    config = platform.load_config([f'--config={file}'])
+    assert config.experiment_class == f'{module}:Own'
+    found = platform.resolve_experiment_class(config)
+    assert place.samefile(sys.modules[found.__module__].__file__)
+  finally:
+    for name in {*sys.modules} - before:
+      del sys.modules[name]
+
+
+def test_another_module_of_the_same_name_is_refused(tmp_path, monkeypatch):
+  for place in ('program', 'here'):
+    (tmp_path / place / 'own').mkdir(parents=True)
+    file = tmp_path / place / 'own/mine.py'
+    file.write_text(CONFIG.format("f'{__name__}:Own'"))
+  monkeypatch.syspath_prepend(tmp_path / 'program')
+  monkeypatch.chdir(tmp_path / 'here')
+  config = platform.load_config(['--config=own/mine.py'])
+  with pytest.raises(errors.UsageError, match=r'program/own/mine\.py'):
+    platform.resolve_experiment_class(config)
+  for name in ('own', 'own.mine'):
+    del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+  ('named', 'is_refused'),
+  [
+    ('examples.minimal:Own', True),
+    ('mine:Own', False),
+    ('examples.minimal:Experiment', False),
+  ],
+)
+def test_a_copy_that_names_the_class_of_the_original_is_refused(
+  named, is_refused, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  file = tmp_path / 'mine.py'
+  file.write_text(CONFIG.format(repr(named)))
+  if is_refused:
+    with pytest.raises(errors.UsageError, match='mine'):
+      platform.load_config([f'--config={file}'])
+  else:
+    assert platform.load_config([f'--config={file}']).experiment_class == named
+
+
+def test_a_record_is_read_as_data(tmp_path, caplog):
+  place = store.at(tmp_path / 'checkpoints')
+  names = {'bomb': {'a.py': b'0' * 2**25}, 'good': {'../a.py': b'raise'}}
+  for name, files in names.items():
+    sources.write(place, name, files)
+  place.write('code/none.zip', b'PK\x03\x04 no archive')
+  assert sources.read(place, 'good') == names['good']
+  for name in ('bomb', 'none'):
+    assert sources.read(place, name) == {}
+    assert name in caplog.messages[-1]
+  (tmp_path / 'checkpoints/code/link.zip').symlink_to(tmp_path)
+  for name in ('link', '../../x', None, 7):
+    assert sources.read(place, name) == {}
+
+
+def test_a_key_turns_the_record_off(tmp_path, open_run):
+  for key in ('record_code', 'record_git_diff'):
+    training = open_run(directory=tmp_path / key, **{key: False})
+    checkpoints.save(training, checkpoints.weights(), 1)
+    training.close()
+    code = remains.record(tmp_path / key, 1)['code']
+    assert len(code['files']) == 64
+    assert not (tmp_path / key / 'checkpoints/code').exists()
+
+
+@pytest.mark.process
+def test_the_library_is_found_in_the_directory_above_a_clone(tmp_path):
+  (tmp_path / 'jaxline/jaxline').mkdir(parents=True)
+  program = 'import jaxline; print(jaxline.__version__)'
+  env = {'PYTHONPATH': ''}
+  with processes.started('-c', program, cwd=tmp_path, **env) as process:
+    done = processes.end(process)
+  assert done.returncode == 0, f'pip install -e . again: {done.stderr}'
+  assert done.stdout.strip() == jaxline.__version__
