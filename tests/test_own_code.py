@@ -112,11 +112,11 @@ def get_config():
 @pytest.mark.parametrize(
   ('cwd', 'file', 'module'),
   [
-    ('.', 'mine.py', 'mine'),
-    ('.', 'a/b/mine.py', 'a.b.mine'),
-    ('a', 'b/mine.py', 'b.mine'),
-    ('a', '../b/mine.py', 'mine'),
-    ('.', 'my-runs/mine.py', 'mine'),
+    ('.', 'ours.py', 'ours'),
+    ('.', 'a/b/ours.py', 'a.b.ours'),
+    ('a', 'b/ours.py', 'b.ours'),
+    ('a', '../b/ours.py', 'ours'),
+    ('.', 'my-runs/ours.py', 'ours'),
     ('.', 'my-run.py', None),
   ],
 )
@@ -149,14 +149,14 @@ def test_a_config_names_the_class_of_its_own_file(
 def test_another_module_of_the_same_name_is_refused(tmp_path, monkeypatch):
   for place in ('program', 'here'):
     (tmp_path / place / 'own').mkdir(parents=True)
-    file = tmp_path / place / 'own/mine.py'
+    file = tmp_path / place / 'own/ours.py'
     file.write_text(CONFIG.format("f'{__name__}:Own'"))
   monkeypatch.syspath_prepend(tmp_path / 'program')
   monkeypatch.chdir(tmp_path / 'here')
-  config = platform.load_config(['--config=own/mine.py'])
-  with pytest.raises(errors.UsageError, match=r'program/own/mine\.py'):
+  config = platform.load_config(['--config=own/ours.py'])
+  with pytest.raises(errors.UsageError, match=r'program/own/ours\.py'):
     platform.resolve_experiment_class(config)
-  for name in ('own', 'own.mine'):
+  for name in ('own', 'own.ours'):
     del sys.modules[name]
 
 
@@ -164,7 +164,7 @@ def test_another_module_of_the_same_name_is_refused(tmp_path, monkeypatch):
   ('named', 'is_refused'),
   [
     ('examples.minimal:Own', True),
-    ('mine:Own', False),
+    ('ours:Own', False),
     ('examples.minimal:Experiment', False),
   ],
 )
@@ -172,10 +172,10 @@ def test_a_copy_that_names_the_class_of_the_original_is_refused(
   named, is_refused, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(sys, 'path', list(sys.path))
-  file = tmp_path / 'mine.py'
+  file = tmp_path / 'ours.py'
   file.write_text(CONFIG.format(repr(named)))
   if is_refused:
-    with pytest.raises(errors.UsageError, match='mine'):
+    with pytest.raises(errors.UsageError, match='ours'):
       platform.load_config([f'--config={file}'])
   else:
     assert platform.load_config([f'--config={file}']).experiment_class == named
