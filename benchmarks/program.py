@@ -121,7 +121,9 @@ def _evaluation(options: harness.Options) -> harness.Row:
     sums: Any = None
     for i, batch in enumerate(placed):
       place = np.array([0, i], np.uint32)
-      new = experiment.compiled_eval_step(experiment.state, batch, rng, place)
+      new, _ = experiment.compiled_eval_step(
+        experiment.state, batch, rng, place
+      )
       sums = new if sums is None else metrics.add(sums, new)
     return float(metrics.compute(sums)['loss'])
 

@@ -1,6 +1,6 @@
 """Evaluates weights, keeps the best ones, and notes what is evaluated."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import math
 import time
 from typing import Any
@@ -24,6 +24,7 @@ from jaxline.supervision import out_of_memory as oom
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
+_MAX_NAMED = 4
 
 
 def restore(
@@ -106,9 +107,13 @@ class Evaluation:
         true in the sharded style, false in JAXline's.
       keeps_best: whether this process saves the series `best`, if the config
         names a metric.
-      until: steps after it count as not evaluated.
+      until: steps after it count as not evaluated; given by `train_and_eval`.
     """
     self.experiment, self._config = experiment, config
+    # Whether all processes evaluate the same steps, if there are several.
+    together = checkpointer.directory.keeps or until < math.inf
+    self._compares = together and jax.process_count() > 1
+    self._differed: set[str] = set()
     self._checkpointer, self._directory = checkpointer, checkpointer.directory
     self._log, self._console, self._name = log, console, name
     self._starts_as_run = starts_as_run
@@ -146,11 +151,13 @@ class Evaluation:
         global_step=global_step, rng=rng, writer=self._log
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
+    scalars = {} if scalars is None else scalars
+    agreed = self._agreed(scalars)
     self._log.write_scalars(step, scalars)
     self._console.log_evaluation(step, scalars, self._name)
     self.last = step
     if is_of_run:
-      self._note(step, scalars, state.train_step_rng)
+      self._note(step, agreed, state.train_step_rng)
 
   def follow(
     self,
@@ -196,6 +203,38 @@ class Evaluation:
         with goodput.measure('waiting'):
           time.sleep(max(_POLL_SECS, self._directory.poll_secs))
 
+  def _agreed(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns process 0's scalars, after a comparison with those of all.
+
+    It warns of a difference once.
+
+    Raises:
+      UsageError: the metric of `best` or of early stopping differs. A program
+        of JAXline gets the warning, since it may evaluate in process 0 alone.
+    """
+    if not self._compares:
+      return scalars
+    agreed, differences = distributed.gather_and_decide(
+      writers.to_scalars(scalars),
+      lambda found: (found[0], _differences(found)),
+      series='evaluation',
+    )
+    metric, *_ = notes.early_stop(self._config)
+    keys = {self._config.best_model_eval_metric, metric}
+    is_own = isinstance(self.experiment, experiment_lib.FullExperiment)
+    is_wrong = is_own and not keys.isdisjoint(differences)
+    if is_wrong or differences.keys() - self._differed:
+      self._differed.update(differences)
+      text = '; '.join(f'{name} is {x}' for name, x in differences.items())
+      text = f'The processes return different scalars from evaluate: {text}.'
+      if is_wrong:
+        raise errors.UsageError(
+          f'{text} The best weights are chosen by them: compute them from the'
+          ' data of all processes, as reduce_outputs does (docs/metrics.md).'
+        )
+      logging.warning('%s The run uses the scalars of process 0.', text)
+    return agreed
+
   def _note(self, step: int, scalars: Any, train_step_rng: Any) -> None:
     """Saves the best checkpoint, and notes that the step is evaluated."""
     if self._best is not None:
@@ -204,7 +243,7 @@ class Evaluation:
     metric, patience, _ = notes.early_stop(self._config)
     value = None
     if patience:
-      value = _metric('early_stop.metric', metric, scalars, self._checkpointer)
+      value = _metric('early_stop.metric', metric, scalars)
     name = '' if value is None else metric
     self.noted.append(notes.EvaluationNote(step, name, value))
     self._directory.note_evaluation(step, value, flushed)
@@ -212,7 +251,7 @@ class Evaluation:
   def _save_if_best(self, step: int, scalars: Any, train_step_rng: Any) -> None:
     config, checkpointer = self._config, self._checkpointer
     state, name = self._best, config.best_model_eval_metric
-    value = _metric('best_model_eval_metric', name, scalars, checkpointer)
+    value = _metric('best_model_eval_metric', name, scalars)
     best = float(state.best_eval_metric_value)
     is_higher_better = config.best_model_eval_metric_higher_is_better
     if not (value > best if is_higher_better else value < best):
@@ -267,19 +306,20 @@ def _restored_best(config: Any, checkpointer: protocol.FullCheckpointer) -> Any:
   return state
 
 
-def _metric(
-  key: str,
-  metric: str,
-  scalars: Mapping[str, Any],
-  checkpointer: protocol.FullCheckpointer,
-) -> float:
-  """Returns the metric of `config.<key>`; process 0's, if all save together."""
+def _differences(scalars: Sequence[Mapping[str, float]]) -> dict[str, str]:
+  """Returns the values of each name that differs, with their processes."""
+  found = {}
+  for name in dict.fromkeys(name for own in scalars for name in own):
+    values = [repr(own.get(name)) for own in scalars]  # A NaN equals itself.
+    if len(kinds := [*dict.fromkeys(values)]) > 1:
+      texts = [f'{x} in process {values.index(x)}' for x in kinds[:_MAX_NAMED]]
+      found[name] = ', '.join(texts)
+  return found
+
+
+def _metric(key: str, metric: str, scalars: Mapping[str, Any]) -> float:
+  """Returns the metric of `config.<key>`."""
   values = writers.to_scalars(scalars)
   valid, what = sorted(values), 'scalar of evaluate'
   errors.check_names([metric], valid, what, f'config.{key}')
-  value = float(values[metric])
-  return (
-    distributed.broadcast_from_process_0(value)
-    if checkpointer.directory.keeps
-    else value
-  )
+  return float(values[metric])

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from ml_collections import config_dict
+import numpy as np
 import optax
 
 from jaxline import base_config
@@ -24,6 +25,7 @@ from jaxline import metrics as metrics_lib
 from jaxline import train_state
 from jaxline import train_step as step_lib
 from jaxline.base import stateful
+from jaxline.inputs import base as inputs
 from jaxline.inputs import feed
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
@@ -131,7 +133,7 @@ class ShardedExperiment(experiment.FullExperiment):
 
     Returns:
       A scalar to minimise; name -> `metrics.Mean`, in which an example counts
-      by its weight; the new model state.
+      by its weight, or the mean itself, by `weights`; the new model state.
     """
 
   @abc.abstractmethod
@@ -158,6 +160,24 @@ class ShardedExperiment(experiment.FullExperiment):
     set is a `BaseInput` with `reset_for_eval=False`, which continues where it
     stopped.
     """
+
+  def eval_outputs(
+    self, params: Any, model_state: Any, batch: BatchDict, rng: jax.Array
+  ) -> Any:
+    """Returns arrays [B, ...] for `reduce_outputs`: a row for each of a batch.
+
+    Part of the program of an evaluation, with the arguments that `loss_fn`
+    gets there. None if all metrics are means.
+    """
+    return None
+
+  def reduce_outputs(self, outputs: Any) -> Mapping[str, Any]:
+    """Returns numbers and images that need all rows of an evaluation set.
+
+    Each process gets the rows of all batches and processes, without padding, in
+    the order in which one process reads them, as NumPy arrays [N, ...].
+    """
+    raise NotImplementedError(f'{type(self).__name__} has no reduce_outputs.')
 
   def step_scalars(
     self, state: TrainState, grads: Any, updates: Any
@@ -256,7 +276,7 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
-    """The program of an evaluation: (state, batch, rng, place) -> metrics.
+    """Evaluates: (state, batch, rng, place) -> metrics and `eval_outputs`.
 
     `place`, [2] uint32, is the numbers of the set and of the batch, which are
     folded into the key. The state needs no `opt_state`.
@@ -266,11 +286,14 @@ class ShardedExperiment(experiment.FullExperiment):
       for number in place:
         rng = jax.random.fold_in(rng, number)
       args = state.params, state.model_state, batch, rng
-      return dict(self.loss_fn(*args, False)[1])
+      outputs = self.eval_outputs(*args)
+      weights = batch[step_lib.WEIGHTS]
+      inputs.num_rows({'batch': weights, 'eval_outputs': outputs})
+      _, metrics, _ = self.loss_fn(*args, False)
+      return metrics_lib.complete(metrics, weights), outputs
 
-    return jax.jit(
-      self.in_mesh(evaluation), out_shardings=self.partitioner.replicated
-    )
+    whole, split = self.partitioner.replicated, self.partitioner.batch_sharding
+    return jax.jit(self.in_mesh(evaluation), out_shardings=(whole, split))
 
   def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `partitioning.constrain` work while `fn` is traced by `jax.jit`."""
@@ -401,18 +424,21 @@ class ShardedExperiment(experiment.FullExperiment):
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, float]:
-    """Returns the means of the loss's metrics: [<set>/]<name> -> mean."""
+    """Returns [<set>/]<name> -> number, of all sets; writes the images."""
     # The optimizer's state may be on the host: see `restore_from_snapshot`.
     params = self.eval_params
     state = dataclasses.replace(self.state, params=params, opt_state=None)
-    scalars: dict[str, float] = {}
+    found: dict[str, Any] = {}
+    ends = self._eval_feed.rows_of, self.reduce_outputs
     for name, batches in self._eval_feed.sets(self.num_evaluated):
-      means = step_lib.mean_metrics(
-        self.compiled_eval_step, state, batches, rng, prng.stream_number(name)
-      )
+      args = state, batches, rng, prng.stream_number(name), *ends
+      metrics = step_lib.set_metrics(self.compiled_eval_step, *args)
       prefix = f'{name}/' if name else ''
-      scalars |= {f'{prefix}{key}': mean for key, mean in means.items()}
-    return scalars
+      found |= {f'{prefix}{key}': x for key, x in metrics.items()}
+    images = {k: found.pop(k) for k in [*found] if np.ndim(found[k]) > 1}
+    if images and writer is not None:
+      writer.write_images(global_step, images)
+    return found
 
   # Checkpoints.
 

@@ -25,7 +25,7 @@ from jaxline.parallel import placement
 
 TrainState = train_state.TrainState
 BatchDict = inputs.BatchDict
-LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]
+LossOutput = tuple[jax.Array, Mapping[str, Any], Any]
 # (params, model_state, batch, rng, is_training) ->
 # (loss, metrics, new model_state)
 LossFn = Callable[[Any, Any, BatchDict, jax.Array, bool], LossOutput]
@@ -75,6 +75,7 @@ def gradients(
   def compute_loss(params: Any, overwritten: Any) -> tuple[jax.Array, Any]:
     old = {**model_state, **overwritten} if overwritten else model_state
     loss, metrics, new = loss_fn(params, old, batch, rng, True)
+    metrics = metrics_lib.complete(metrics, weights)
     loss = jax.lax.select(empty, jnp.zeros_like(loss), loss)
     return loss, (metrics, new)
 
@@ -148,30 +149,49 @@ def warn_of_another_shape(before: BatchDict | None, batch: BatchDict) -> None:
     logging.warning('%s\n%s', text, '\n'.join(lines))
 
 
-def mean_metrics(
+def set_metrics(
   compiled_eval_step: Callable[..., Any],
-  state: TrainState,
-  batches: Iterable[BatchDict],
+  state: Any,
+  batches: Iterable[tuple[BatchDict, int]],
   rng: jax.Array,
   set_number: Any,
-) -> dict[str, float]:
-  """Returns the means of an evaluation, summed in float64 on the host."""
-  sums: Any = None
-  metrics: Any = None
+  rows_of: Callable[[Any, int], Any],
+  reduce_outputs: Callable[[Any], Mapping[str, Any]],
+) -> dict[str, Any]:
+  """Returns the metrics of an evaluation set, of one pass over its batches.
 
-  def add_metrics() -> Any:
+  They are the means, summed in float64 on the host, and if the step has outputs
+  what `reduce_outputs` makes of them. An `EvalFeed` gives `batches`, `rows_of`.
+  """
+  sums: Any = None
+  last: Any = None  # What the devices compute of a batch, and its rows.
+  rows: list[Any] = []
+
+  def fetch() -> Any:
+    (metrics, outputs), num_given = last
     fetched = jax.tree.map(np.float64, jax.device_get(metrics))
+    if jax.tree.leaves(outputs):
+      rows.append(rows_of(outputs, num_given))
     return fetched if sums is None else metrics_lib.add(sums, fetched)
 
-  for i, batch in enumerate(batches):
+  for i, (batch, num_given) in enumerate(batches):
     # This waits for the batch before, while this batch is transferred. Without
     # it, batches that wait for the devices would fill their memory.
-    sums = add_metrics() if i else None
+    sums, last = fetch() if i else None, None
     place = np.array([set_number, i], np.uint32)
-    metrics = compiled_eval_step(state, batch, rng, place)
-  sums = add_metrics()
+    last = compiled_eval_step(state, batch, rng, place), num_given
+  sums = fetch()
   means = metrics_lib.compute(sums).items()  # A 0 would be the best loss.
-  return {k: float(x) if sums[k].weight else np.nan for k, x in means}
+  found: dict[str, Any] = {
+    k: float(x) if sums[k].weight else np.nan for k, x in means
+  }
+  if rows:
+    outputs = jax.tree.map(lambda *x: np.concatenate(x), *rows)
+    reduced = reduce_outputs(outputs)
+    if taken := sorted(found.keys() & reduced.keys()):
+      raise ValueError(f'reduce_outputs and loss_fn both return {taken}.')
+    found |= reduced
+  return found
 
 
 # Gradient accumulation.

@@ -9,6 +9,7 @@ import json
 import pathlib
 import re
 import sys
+import zlib
 
 import jax
 import numpy as np
@@ -108,9 +109,12 @@ def test_an_uneven_evaluation_counts_every_example_once(name, four):
   # Three global batches, each with a key of its own.
   draw = hosts.regression.drawn(jax.random.PRNGKey(2), [''], batches=3)['']
   expected = {'loss': loss, 'rows': total / 3, 'draw': draw}
+  x = regression.examples(1, total)['x'][hosts.uneven_rows(num_hosts), 0]
+  order = zlib.crc32(x.tobytes())
   for process in four:
     found, error = process[name]['uneven']
     for scalars in found:
+      assert scalars.pop('order') == order
       assert scalars == pytest.approx(expected, rel=2e-5)
     assert ('gave no batch' in error) == (num_hosts > 1)
 

@@ -235,7 +235,8 @@ class Fixed(Regression):
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
     loss = metrics.Mean.of(batch['y'] + params['w'], batch['weights'])
-    return loss.compute(), {'loss': loss}, model_state
+    values = {'loss': loss, 'plain': loss.compute(), 'three': 3.0}
+    return loss.compute(), values, model_state
 
   def make_optimizer(self):
     return optax.sgd(0.0)
@@ -268,19 +269,21 @@ def test_the_inputs_own_weights(shape, weight_shape, weight_dtype):
   expected = np.average(
     np.concatenate([y, y[:3]]), weights=np.concatenate([w, w[:3]])
   )
-  np.testing.assert_allclose(
-    regression.evaluate(experiment)['loss'], expected, rtol=1e-5
-  )
+  found = regression.evaluate(experiment)
+  want = {'loss': expected, 'plain': expected, 'three': 3.0}
+  assert found == pytest.approx(want, rel=1e-5)
 
 
-def test_a_metric_that_is_no_mean_is_refused_by_name():
+@pytest.mark.parametrize('wrap', [lambda x: x[None], lambda x: {'of': x}])
+def test_a_metric_that_is_no_mean_is_refused_by_name(wrap):
   class Wrong(Regression):
     def loss_fn(self, *args):
       loss, values, new = super().loss_fn(*args)
-      return loss, {**values, 'norm': loss}, new
+      return loss, {**values, 'norm': wrap(loss)}, new
 
-  with pytest.raises(TypeError, match="'norm'"):
-    regression.train_steps(make(Wrong), 1)
+  for call in (lambda x: regression.train_steps(x, 1), regression.evaluate):
+    with pytest.raises(TypeError, match=r"'norm'.*Mean\.of"):
+      call(make(Wrong))
 
 
 # Frozen weights.

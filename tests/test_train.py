@@ -1074,7 +1074,13 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
 def test_of_several_processes_the_first_decides_what_is_best(
   chief, is_best, tmp_path, monkeypatch
 ):
-  class Scored(Plain):
+  class Scored(experiment.AbstractExperiment):  # As a program of JAXline.
+    def __init__(self, mode, init_rng):
+      super().__init__(mode, init_rng)
+
+    def step(self, **unused):
+      raise NotImplementedError
+
     def evaluate(self, **unused):
       return {'score': NAN if is_best else 1.0}  # What another process sees.
 
@@ -1082,13 +1088,19 @@ def test_of_several_processes_the_first_decides_what_is_best(
     1, checkpoint_dir=str(tmp_path), best_model_eval_metric='score'
   )
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-  evaluate = train.Run(Scored, config, checkpointer).make_evaluation()
-  monkeypatch.setattr(
-    distributed, 'broadcast_from_process_0', lambda value: chief
-  )
+
+  def decide(value, choose, series='', **unused):
+    is_ours = series == 'evaluation'
+    return choose([{'score': chief}, value] if is_ours else [value])
+
+  monkeypatch.setattr(distributed, 'decide', decide)
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, 'process_count', lambda: 2)
+    evaluate = train.Run(Scored, config, checkpointer).make_evaluation()
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
   evaluate(protocol.ExperimentState(global_step=1, train_step_rng=None))
+  evaluate.wait()
   assert saved == (['best'] if is_best else [])
 
 

@@ -85,6 +85,8 @@ class BaseInput:
     eval_loop_num_batches: batches per evaluation; None or -1 with
       `reset_for_eval`, which ignores the default.
     input_checkpointing_enabled: whether checkpoints hold the position.
+    num_given: how many rows `get_next` gave for the last batch; padding follows
+      them. None if an override of `get_next_padded` does not call this one.
   """
 
   name: str = ''
@@ -107,6 +109,7 @@ class BaseInput:
     self._check_fields()
     self._ended = False
     self._num_read = 0
+    self.num_given: int | None = None
     draws = self.is_training and self.input_random_seed is None
     self._default_seed = self._draw_seed() if draws else 0
 
@@ -294,6 +297,7 @@ class BaseInput:
       e.add_note(f'It was {self.describe()}.')
       raise
     self._num_read += 1
+    self.num_given = have
     return batch
 
   def __iter__(self) -> Self:

@@ -27,6 +27,7 @@ from jaxline.parallel import partitioning
 from jaxline.parallel import placement
 
 BatchDict = inputs.BatchDict
+Batches = Iterator[tuple[BatchDict, int]]  # Each with the number of rows read.
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,9 +239,7 @@ class EvalFeed(_Feed):
   # Name of a set -> the number of evaluations that its input has fed.
   _fed: Mapping[str, int] = types.MappingProxyType({})
 
-  def sets(
-    self, num_evaluated: int
-  ) -> Iterator[tuple[str, Iterator[BatchDict]]]:
+  def sets(self, num_evaluated: int) -> Iterator[tuple[str, Batches]]:
     """Yields name -> batches of each set; '' if there is only one."""
     old = self._sources.items()
     kept = {name: x for name, x in old if not x.reset_for_eval}
@@ -255,7 +254,7 @@ class EvalFeed(_Feed):
 
   def _host_batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
-  ) -> Iterator[BatchDict]:
+  ) -> Batches:
     if not source.reset_for_eval:
       if self._fed.get(name, 0) != num_evaluated:
         # Read and drop the batches of earlier evaluations: a resumed run gets
@@ -264,15 +263,16 @@ class EvalFeed(_Feed):
         for _ in range(num_evaluated):
           collections.deque(source.eval_batches(), maxlen=0)
       self._fed = {**self._fed, name: num_evaluated + 1}
-    return source.eval_batches()
+    return _counted(source)
 
   def batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
-  ) -> Iterator[BatchDict]:
+  ) -> Batches:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
-    All processes call it together. One that runs out of batches before the
-    others adds batches of padding.
+    It also yields how many rows of each batch this process has read; padding
+    follows them. All processes call it together. One that runs out of batches
+    before the others adds batches of padding.
     """
     # Training waits for an evaluation, which must not wait for a disk.
     host_batches = infeed.read_ahead(
@@ -283,7 +283,7 @@ class EvalFeed(_Feed):
     rows, last = 0, None
     try:
       while True:
-        batch = next(host_batches, None)
+        batch, num_given = next(host_batches, (None, 0))
         num_rows = inputs.num_rows(batch) if batch else 0
         sizes = multihost_utils.process_allgather(np.asarray(num_rows)).tolist()
         if last is None and not all(sizes):
@@ -303,7 +303,35 @@ class EvalFeed(_Feed):
         last = batch or jax.tree.map(lambda x: x[:0], last)
         size = placement.padded_rows(rows, self.partitioner)
         padded = inputs.pad_rows(last, size)
-        yield placement.put_batch(padded, self.partitioner)
+        yield placement.put_batch(padded, self.partitioner), num_given
     finally:
       host_batches.close()
       source.close()
+
+  def rows_of(self, outputs: Any, num_given: int) -> Any:
+    """Returns the rows of all processes without padding, as NumPy arrays.
+
+    The rows of each host follow those of the host before. All processes call it
+    together.
+
+    Args:
+      outputs: a tree of arrays [B, ...], split like the batch.
+      num_given: the number that `batches` yielded.
+    """
+    index, num_hosts = self.partitioner.host
+    size = len(jax.tree.leaves(outputs)[0]) // num_hosts
+    places = np.arange(size, dtype=np.int32)
+    places = np.where(places < num_given, index * size + places, -1)
+    # Placed like the batch: a mesh may order the rows of the hosts differently.
+    placed = placement.put_batch(places, self.partitioner)
+    split = outputs, placed
+    whole, places = multihost_utils.process_allgather(split, tiled=True)
+    order = np.argsort(places)[np.sum(places < 0) :]
+    return jax.tree.map(lambda x: x[order], whole)
+
+
+def _counted(source: inputs.BaseInput) -> Batches:
+  """Yields the batches of an evaluation, and how many rows of each are read."""
+  for batch in source.eval_batches():
+    num_given = source.num_given
+    yield batch, inputs.num_rows(batch) if num_given is None else num_given

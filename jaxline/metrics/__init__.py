@@ -120,12 +120,24 @@ def add(a: Metrics, b: Metrics) -> dict[str, Mean]:
   return {name: a[name] + b[name] for name in {**a, **b}}
 
 
+def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
+  """Returns the metrics of a batch, with a `Mean` in place of each scalar.
+
+  A scalar is taken for the mean by the batch's `weights`, whose sum it gets.
+  """
+  found = dict(metrics)
+  for name, x in found.items():
+    if not isinstance(x, Mean):
+      shape = () if isinstance(x, int | float) else getattr(x, 'shape', None)
+      if shape != ():
+        raise TypeError(
+          f'The metric {name!r} is a {type(x).__name__} of shape {shape}.'
+          ' Expected metrics.Mean.of(values, weights), or a scalar.'
+        )
+      found[name] = Mean.of(x, jnp.sum(weights, dtype=jnp.float32))
+  return found
+
+
 def compute(metrics: Metrics) -> dict[str, Any]:
   """Returns name -> mean."""
-  for name, metric in metrics.items():
-    if not isinstance(metric, Mean):
-      raise TypeError(
-        f'The metric {name!r} is a {type(metric).__name__}, expected a'
-        ' metrics.Mean: Mean.of(values, weights) makes one.'
-      )
   return {name: metric.compute() for name, metric in metrics.items()}

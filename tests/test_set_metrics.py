@@ -1,0 +1,201 @@
+"""Metrics that are no means: docs/metrics.md, in one process and in several.
+
+test_scale_multiprocess.py has the rows on meshes across processes.
+"""
+
+import fractions
+import json
+import math
+import re
+import runpy
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxline
+from tests import processes
+from tests.experiments import regression
+
+BLOCK = re.compile(r'^```python\n# (examples/\S+)\n(.*?)^```$', re.M | re.S)
+ROOT = processes.ROOT
+
+
+@pytest.fixture(scope='module')
+def clone(tmp_path_factory):
+  """A folder with the files of the page, beside experiment.py."""
+  root = tmp_path_factory.mktemp('clone')
+  (root / 'examples').mkdir()
+  (root / 'examples' / '__init__.py').touch()
+  shutil.copy(ROOT / 'experiment.py', root)
+  text = (ROOT / 'docs' / 'metrics.md').read_text(encoding='utf-8')
+  for name, code in BLOCK.findall(text):
+    (root / name).write_text(code)
+  assert len(BLOCK.findall(text)) == text.count('```python') == 2
+  return root
+
+
+def fit(path, folder, **overrides):
+  page = runpy.run_path(str(path))
+  overrides['checkpoint_dir'] = str(folder)
+  result = jaxline.fit(page['Experiment'], page['get_config'](), overrides)
+  return result.history, result.experiment
+
+
+def bleu(ours, theirs):
+  """Returns BLEU by exact fractions."""
+  product = fractions.Fraction(1)
+  for n in range(1, 5):
+    found = total = 0
+    for x, y in zip(ours, theirs, strict=True):
+      x, y = (
+        [tuple(s[i : i + n]) for i in range(len(s) - n + 1)] for s in (x, y)
+      )
+      total += len(x)
+      found += sum(min(x.count(gram), y.count(gram)) for gram in {*x})
+    product *= fractions.Fraction(found, total)
+  short = 1 - sum(map(len, theirs)) / sum(map(len, ours))
+  return float(product) ** 0.25 * math.exp(min(0, short))
+
+
+@pytest.fixture(scope='module')
+def alone(clone, tmp_path_factory):
+  history, live = fit(
+    clone / 'examples' / 'yours_bleu.py', tmp_path_factory.mktemp('alone')
+  )
+  table = np.asarray(live.state.params['table'])
+  pairs = [x for batch in live.eval_input(None) for x in _pairs(batch, table)]
+  ours, theirs = zip(*pairs[:500], strict=True)
+  assert history['eval/bleu'][-1, 1] == pytest.approx(bleu(ours, theirs))
+  assert [] in theirs  # A row whose weights are all 0.
+  return history['eval/bleu'].tolist(), history['eval/loss']
+
+
+def _pairs(batch, table):
+  for source, target in zip(batch['source'], batch['target'], strict=True):
+    ours = table[source[source > 0]].argmax(-1).tolist()
+    yield ours, target[target > 0].tolist()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(('count', 'devices'), [(1, 8), (2, 1), (3, 2)])
+def test_any_number_of_processes_has_the_same_bleu(
+  clone, alone, count, devices, tmp_path
+):
+  done = processes.run(
+    *('-m', 'jaxline.launch', '--processes', count),
+    *('--devices-per-process', devices, '--', sys.executable, 'experiment.py'),
+    *('--config=examples/yours_bleu.py', '--jaxline_mode=train_and_eval'),
+    f'--config.checkpoint_dir={tmp_path}',
+    cwd=clone,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  lines = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
+  rows = [row for row in map(json.loads, lines) if 'bleu' in row]
+  scores, losses = alone
+  assert [[row['step'], row['bleu']] for row in rows] == scores
+  assert [row['pairs'] for row in rows] == [500] * len(rows)
+  np.testing.assert_allclose([row['loss'] for row in rows], losses[:, 1], 1e-5)
+
+
+def test_auc_f1_and_a_confusion_image(clone, tmp_path):
+  path = clone / 'examples' / 'yours.py'
+  history, live = fit(path, tmp_path, training_steps=20)
+  w, b = (np.asarray(live.state.params[k]) for k in ('w', 'b'))
+  data = [*live.eval_input(None)]
+  x, label = (
+    np.concatenate([d[k] for d in data])[:500] for k in ('x', 'label')
+  )
+  score = x @ w + b
+  yes, no = score[label == 1], score[label == 0]
+  auc = np.mean(yes[:, None] > no) + np.mean(yes[:, None] == no) / 2
+  wrong = (yes <= 0).sum() + (no > 0).sum()
+  f1 = 2 * (yes > 0).sum() / (2 * (yes > 0).sum() + wrong)
+  assert history['eval/auc'][-1, 1] == pytest.approx(auc)
+  assert history['eval/f1'][-1, 1] == pytest.approx(f1)
+  assert 'eval/confusion' not in history
+  lines = (tmp_path / 'eval' / 'metrics.jsonl').read_text()
+  assert '"confusion":[1,2,2,1]' in lines
+
+
+class Outputs(regression.Drawing):
+  """Evaluates two sets, and keeps what it reduces."""
+
+  sizes = (15, 15, 4)  # Filled up to 16 on two devices.
+  name = 'number'
+
+  def eval_input(self):
+    self.seen = []
+    return {'a': self.read(), 'b': [regression.examples(2, 3)]}
+
+  def read(self):
+    first = 0
+    for rows in self.sizes:
+      batch = regression.examples(1, rows, first)
+      yield batch | {'weights': self.weights(rows)}
+      first += rows
+
+  def weights(self, rows):
+    return np.resize(np.float32([0, 1, 2]), rows)
+
+  def eval_outputs(self, params, model_state, batch, rng):
+    draw = jnp.full(batch['weights'].shape, jax.random.uniform(rng))
+    return {'x': batch['x'], 'of': (batch['weights'], draw)}
+
+  def reduce_outputs(self, outputs):
+    self.seen.append(outputs)
+    return {self.name: len(outputs['x'])}
+
+
+def test_each_row_comes_once_in_order_whatever_its_weight():
+  live = Outputs('eval', jax.random.PRNGKey(0))
+  found = regression.evaluate(live)
+  assert (found['a/number'], found['b/number']) == (34, 3)
+  outputs, _ = live.seen
+  assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(outputs))
+  np.testing.assert_array_equal(outputs['x'], regression.examples(1, 34)['x'])
+  weights, draws = outputs['of']
+  given = [live.weights(rows) for rows in live.sizes]
+  np.testing.assert_array_equal(weights, np.concatenate(given))
+  # The key of a batch is that of loss_fn.
+  assert found['a/draw'] == pytest.approx(np.mean(draws[[0, 15, 30]]))
+  live.name = 'loss'
+  with pytest.raises(ValueError, match="'loss'"):
+    regression.evaluate(live)
+
+
+def test_outputs_that_are_no_rows_are_refused():
+  class Scalar(Outputs):
+    def eval_outputs(self, params, model_state, batch, rng):
+      return {'x': batch['x'].sum()}
+
+  with pytest.raises(ValueError, match=r'eval_outputs.*\(\)'):
+    regression.evaluate(Scalar('eval', jax.random.PRNGKey(0)))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ('name', 'metric', 'code'),
+  [('Sharded', 'own', 2), ('Sharded', 'loss', 0), ('PerDevice', 'own', 0)],
+)
+def test_processes_that_disagree_are_told(name, metric, code, tmp_path):
+  done = processes.run(
+    *('-m', 'jaxline.launch', '--processes', 2, '--devices-per-process', 1),
+    *('--', sys.executable, ROOT / 'experiment.py'),
+    f'--config={ROOT}/tests/programs/disagree.py:{name}',
+    *('--jaxline_mode=train_and_eval', f'--config.checkpoint_dir={tmp_path}'),
+    f'--config.best_model_eval_metric={metric}',
+  )
+  output = done.stdout + done.stderr
+  assert done.returncode == code, output
+  other = {
+    'Sharded': '0.5 in process 0, 1.5',
+    'PerDevice': '1.0 in process 0, None',
+  }
+  said = f'own is {other[name]} in process 1'
+  ours = [x for x in output.splitlines() if x.startswith('[0]') and said in x]
+  assert len(ours) == 1, output  # Once, although it is evaluated three times.
+  assert ('New best' in output) == (code == 0)
