@@ -3,7 +3,15 @@
 import importlib
 import typing
 
-__all__ = ['Result', 'evaluate', 'fit', 'load', 'load_weights']
+__all__ = [
+  'Result',
+  'evaluate',
+  'fit',
+  'history',
+  'load',
+  'load_weights',
+  'sweep',
+]
 __version__ = '0.2.0'
 
 if typing.TYPE_CHECKING:
@@ -11,8 +19,10 @@ if typing.TYPE_CHECKING:
   from jaxline.api import Result
   from jaxline.api import evaluate
   from jaxline.api import fit
+  from jaxline.api import history
   from jaxline.api import load
   from jaxline.api import load_weights
+  from jaxline.api import sweep
 else:
 
   def __getattr__(name):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from jaxline.compat import experiments
 from jaxline.metrics import console
 from jaxline.metrics import writers
 from jaxline.runs import html
+from jaxline.runs import sweep as sweep_lib
 from jaxline.supervision import preemption
 
 
@@ -42,7 +44,7 @@ class Result:
 
   directory: str
   experiment: Any  # It has the weights of the last step.
-  history: dict[str, np.ndarray]  # 'train/loss' -> [N, 2]: steps and values.
+  history: runs.History  # 'train/loss' -> [N, 2]: steps and values.
   best: dict[str, float]  # The best `config.best_model_eval_metric`, if any.
 
   def _repr_html_(self) -> str:
@@ -92,8 +94,42 @@ def fit(
     text = ' '.join([str(e), *getattr(e, '__notes__', [])])
     raise KeyboardInterrupt(text) from None
   run = runs.read(directory)
-  history = {k: np.array([*x.items()], float) for k, x in run.curves.items()}
-  return Result(directory, experiment, history, run.best)
+  return Result(directory, experiment, run.history, run.best)
+
+
+def sweep(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  axes: sweep_lib.Axes,
+  *,
+  draws: int | None = None,
+  index: int | None = None,
+  mode: str = 'train_and_eval',
+) -> list[runs.RunRecord]:
+  """Trains a config with several values of keys; returns runs, the best first.
+
+  Called again, it resumes what was interrupted and trains what is new.
+
+  Args:
+    experiment_class: as for `fit`.
+    config: as for `fit`; its `checkpoint_dir` has the points.
+    axes: dotted key -> its values, for all combinations. With `draws`, also
+      'uniform:LOW:HIGH', 'int:LOW:HIGH' or 'log:LOW:HIGH'.
+    draws: the number of random points, in place of all combinations.
+    index: the only point to train, from 0.
+    mode: as for `fit`.
+  """
+  return sweep_lib.run(
+    sweep_lib.points(axes, draws),
+    functools.partial(_override, config),
+    functools.partial(fit, experiment_class, mode=mode),
+    index,
+  )[0]
+
+
+def history(directory: str | os.PathLike[str]) -> runs.History:
+  """Returns what a run has logged, in a dict with a method `to_pandas`."""
+  return runs.read(directory).history
 
 
 def _override(

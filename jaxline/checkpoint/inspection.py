@@ -44,7 +44,9 @@ _WIDTH = 200  # Of a plain value that `show` prints.
 # Finding checkpoints.
 
 
-def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
+def _locate(
+  where: Place, name: str | None = None
+) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
   """Returns a run's store, and the checkpoints that are meant, by series."""
   text = os.path.expanduser(os.fspath(where))
   place, _, number = text.rpartition(':')
@@ -57,6 +59,7 @@ def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
   if match and not run.names('checkpoints'):
     run = store_lib.at(match[1] or '/', 'restore_from')
     series = [match[2]] if match[2] else series
+  series = [name] if name else series
   manifests = manager.Manifests(run.below('checkpoints'))
   steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
@@ -75,9 +78,9 @@ def _locate(where: Place) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
   return run, found
 
 
-def find(where: Place) -> contents.Checkpoint:
+def find(where: Place, series: str | None = None) -> contents.Checkpoint:
   """Returns one checkpoint, the newest where no step is named."""
-  _, found = _locate(where)
+  _, found = _locate(where, series)
   if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
   return [x for x in found if x.series == found[0].series][-1]
@@ -86,14 +89,14 @@ def find(where: Place) -> contents.Checkpoint:
 # The checkpoints and records of a run.
 
 
-def list_run(where: Place) -> list[dict[str, Any]]:
+def list_run(where: Place, series: str | None = None) -> list[dict[str, Any]]:
   """Describes the checkpoints of a run, or of a series.
 
   Returns:
     `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
     `problem` of each, the newest of a series last.
   """
-  run, found = _locate(where)
+  run, found = _locate(where, series)
   metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for step, scalars in logged(run):
     metrics[step] |= scalars
@@ -176,7 +179,7 @@ def print_table(
 def _ls(args: argparse.Namespace) -> int:
   """Lists series, steps, sizes, times and metrics."""
   table = [('series', 'step', 'size', 'saved', 'metrics')]
-  for row in list_run(args.dir):
+  for row in list_run(args.dir, args.series):
     shown = ', '.join(
       f'{name} {x:.6g}' if isinstance(x, float) else f'{name} {x}'
       for name, x in sorted(row['metrics'].items())[:_METRICS_SHOWN]
@@ -190,7 +193,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
   """Prints the tree of one checkpoint."""
-  checkpoint = find(args.dir)
+  checkpoint = find(args.dir, args.series)
   record, described = checkpoint.record, checkpoint.described
   names = [name for name in described if name.startswith(contents.PARAMS)]
   num_params = sum(math.prod(described[name]['shape']) for name in names)
@@ -227,7 +230,7 @@ def _show(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
   """Exits with 1 unless every part is as it was written."""
   damaged = num = 0
-  for checkpoint in _locate(args.dir)[1]:
+  for checkpoint in _locate(args.dir, args.series)[1]:
     try:
       with checkpoint.reading():
         arrays_lib.verify(checkpoint.data, checkpoint.described)
@@ -252,7 +255,7 @@ def _export(args: argparse.Namespace) -> int:
   out = pathlib.Path(args.out).expanduser()
   if out.exists():
     raise FileExistsError(f'{out} is there already; give another name.')
-  checkpoint = find(args.dir)
+  checkpoint = find(args.dir, args.series)
   prefix = checkpoint.weights(args.weights)
   arrays = checkpoint.arrays(f'{prefix}.*')
   arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
@@ -275,9 +278,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, about = run.__name__.strip('_'), run.__doc__
     command = commands.add_parser(name, help=about, description=about)
     command.set_defaults(run=run)
-    command.add_argument('dir', help=place)
+    command.add_argument('dir', metavar='RUN', help=place)
+    about = 'which series; by default latest, and best after it'
+    command.add_argument('--series', choices=('latest', 'best'), help=about)
   # `export` is the last one.
-  command.add_argument('out', help='file .safetensors')
+  command.add_argument('out', metavar='FILE', help='file .safetensors')
   about = 'which weights; default: the averaged ones if there are some'
   command.add_argument('--weights', choices=('raw', 'averaged'), help=about)
   args = parser.parse_args(argv)

@@ -10,11 +10,14 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
 import os
 from typing import Any
+
+import numpy as np
 
 from jaxline import base_config
 from jaxline import errors
@@ -82,9 +85,15 @@ class RunRecord:
     metric = self.recorded.get('best_model_eval_metric')
     curve = self.curves.get(f'eval/{metric}', {})
     values = [x for x in curve.values() if not math.isnan(x)]
-    key = 'best_model_eval_metric_higher_is_better'
-    best = max if self.recorded.get(key, True) else min
+    best = max if self.prefers_higher(f'eval/{metric}') else min
     return {f'eval/{metric}': best(values)} if values else {}
+
+  def prefers_higher(self, name: str) -> bool:
+    """Returns whether more of a metric is better; less is of a loss."""
+    if name == f'eval/{self.recorded.get("best_model_eval_metric")}':
+      key = 'best_model_eval_metric_higher_is_better'
+      return bool(self.recorded.get(key, True))
+    return 'loss' not in name
 
   @property
   def last(self) -> dict[str, float]:
@@ -93,6 +102,32 @@ class RunRecord:
     rank = lambda x: (x != best, not x.startswith('eval'), 'loss' not in x, x)
     names = sorted(self.curves, key=rank)
     return {name: list(self.curves[name].values())[-1] for name in names}
+
+  @property
+  def history(self) -> 'History':
+    curves = self.curves.items()
+    return History({k: np.array([*x.items()], float) for k, x in curves})
+
+
+class History(dict[str, np.ndarray]):
+  """A run's curves: 'train/loss' -> [N, 2], steps and values."""
+
+  def to_pandas(self) -> Any:
+    """Returns a DataFrame with a row for each step, a column for each name."""
+    curves = {k: dict(zip(*x.T, strict=True)) for k, x in self.items()}
+    frame = optional('pandas').DataFrame(curves)
+    frame.index = frame.index.astype(int).rename('step')
+    return frame.sort_index()
+
+
+def optional(name: str) -> Any:
+  """Returns a module of a package that need not be installed."""
+  try:
+    return importlib.import_module(name)
+  except ImportError as e:
+    package = name.partition('.')[0]
+    text = f'{package} is not installed: pip install {package}'
+    raise errors.UsageError(text) from e
 
 
 def read(path: str | os.PathLike[str]) -> RunRecord:

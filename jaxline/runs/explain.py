@@ -119,6 +119,12 @@ def _of_rows(
 def _find(run: runs.RunRecord) -> int:
   """Prints the spikes of a run, and returns the step of the worst one."""
   found: dict[int, float] = {}
+  logged = set().union(*(run.curves.get(name, {}) for name in _JUDGED))
+  total = run.step - run.first_step + 1
+  text = f'{len(logged)} of {total} steps are logged'
+  if len(logged) < total:
+    text += '; config.log_train_data_interval=1 logs all'
+  lines.print_text(f'{text}.')
   for name in _JUDGED:
     curve = run.curves.get(name, {})
     for step, above in spikes(curve).items():
@@ -126,7 +132,9 @@ def _find(run: runs.RunRecord) -> int:
       found[step] = max(found.get(step, 0.0), above)
   if found:
     return max(found, key=lambda step: found[step])
-  raise errors.UsageError(f'No step of {run.path} stands out; give a step.')
+  raise errors.UsageError(
+    f'No logged step of {run.path} stands out; give a step.'
+  )
 
 
 def command(args: argparse.Namespace) -> int:

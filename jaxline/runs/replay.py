@@ -244,10 +244,11 @@ def find_nonfinite(directory: str, step: int) -> str | None:
 
 def command(args: argparse.Namespace) -> int:
   """Runs `runs replay`; returns the exit status."""
-  run, first = runs.read(args.run_dir), args.step
+  run, (first, last) = runs.read(args.run_dir), args.step
   keys.integer(0).require('--steps', args.steps)
   run.check_step(first)
-  until = first + args.steps
+  keys.integer(first).require('The last step', last)
+  until = last + args.steps
   if args.save:
     run.check_step(until)
     if store_lib.at(args.save).names():

@@ -43,10 +43,7 @@ def print_verdict(
         ' config.random_seed and have ended, with finite values.'
       )
     samples.append(sample)
-  higher = 'loss' not in metric
-  if metric == f'eval/{first.recorded.get("best_model_eval_metric")}':
-    key = 'best_model_eval_metric_higher_is_better'
-    higher = first.recorded.get(key, True)
+  higher = first.prefers_higher(metric)
   for name, x in zip(('baseline', 'candidate'), samples, strict=True):
     lines.print_text(
       f'{name}: mean {np.mean(x):.5g}, deviation {np.std(x, ddof=1):.2g}'

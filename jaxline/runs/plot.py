@@ -1,0 +1,58 @@
+"""Draws curves of runs: in a notebook, `plot.plot(['runs'], 'eval/loss')`."""
+
+import argparse
+from collections.abc import Sequence
+import os
+from typing import Any
+
+import numpy as np
+
+from jaxline import runs as runs_lib
+from jaxline.metrics import lines
+from jaxline.runs import tables
+
+
+def curve(group: tables.Group, name: str) -> np.ndarray:
+  """Returns [N, 3]: the steps that all runs have, means, standard errors."""
+  curves = [run.curves[name] for run in group if name in run.curves]
+  steps = sorted(set.intersection(*map(set, curves))) if curves else []
+  means = [tables.mean([x[step] for x in curves]) for step in steps]
+  found = [(step, *x) for step, x in zip(steps, means, strict=True)]
+  return np.array(found, float).reshape(-1, 3)
+
+
+def plot(
+  places: Sequence[str], metrics: str | None = None, by_seed: bool = False
+) -> Any:
+  """Returns a figure of matplotlib with axes for each metric.
+
+  Args:
+    places: directories of runs, or of what has runs below.
+    metrics: names with commas between; None is those of `compare`.
+    by_seed: whether runs that differ only in their seed are one line, with a
+      band of the standard error.
+  """
+  pyplot = runs_lib.optional('matplotlib.pyplot')
+  runs = runs_lib.find(places)
+  names, groups = tables.metrics(runs, metrics), tables.groups(runs, by_seed)
+  size = 8, 4 * max(1, len(names))
+  figure = pyplot.figure(figsize=size, layout='constrained')
+  for i, name in enumerate(names):
+    axes = figure.add_subplot(len(names), 1, i + 1, xlabel='step', ylabel=name)
+    for label, group in zip(tables.names(groups), groups, strict=True):
+      steps, means, deviations = curve(group, name).T
+      # With a space, since one that begins with _ would be left out.
+      label = f' {label}'.replace('$', r'\$')
+      (line,) = axes.plot(steps, means, label=label)
+      edges = means - deviations, means + deviations
+      axes.fill_between(steps, *edges, color=line.get_color(), alpha=0.2, lw=0)
+    axes.legend()
+  pyplot.close(figure)  # Else a notebook shows it twice.
+  return figure
+
+
+def command(args: argparse.Namespace) -> None:
+  """Runs `runs plot`."""
+  os.environ['MPLBACKEND'] = 'agg'  # It needs no screen.
+  plot(args.dir, args.metrics, args.group).savefig(args.out, format='png')
+  lines.print_text(f'Wrote {args.out}.')

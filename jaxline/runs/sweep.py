@@ -1,0 +1,122 @@
+"""Trains a config with several values of its keys, a run for each point.
+
+A point that has ended is skipped, and one that was interrupted is resumed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+import re
+from typing import Any
+
+import jax
+from ml_collections import config_dict
+import numpy as np
+
+from jaxline import base_config
+from jaxline import errors
+from jaxline import runs as runs_lib
+from jaxline.base import keys
+from jaxline.metrics import lines
+from jaxline.run_directory import notes
+from jaxline.run_directory import store as store_lib
+from jaxline.runs import tables
+
+# Dotted key -> its values, or the text of a range to draw from.
+Axes = Mapping[str, Sequence[Any] | str]
+RANGE = re.compile(r'(uniform|log|int):([^:]+):([^:]+)')
+
+
+def points(axes: Axes, draws: int | None = None) -> list[dict[str, Any]]:
+  """Returns the points of a grid, or random ones; more draws add to them."""
+  if draws is None:
+    ranges = {k: axis for k, axis in axes.items() if isinstance(axis, str)}
+    if ranges or not axes:
+      raise errors.UsageError(
+        f'The ranges are {ranges}, of {len(axes)} keys; expected a key or more'
+        ' with values. To draw from ranges, give the number of draws.'
+      )
+    grid = itertools.product(*axes.values())
+    return [dict(zip(axes, values, strict=True)) for values in grid]
+  keys.integer(1).require('draws', draws)
+  streams = map(np.random.default_rng, range(draws))
+  return [{k: _draw(x, rng) for k, x in axes.items()} for rng in streams]
+
+
+def _draw(axis: Sequence[Any] | str, rng: np.random.Generator) -> Any:
+  if not isinstance(axis, str):
+    return axis[int(rng.integers(len(axis)))]
+  try:
+    kind, *ends = RANGE.fullmatch(axis).groups()  # type: ignore[union-attr]
+    low, high = map(float, ends)
+    if kind == 'log':
+      return float(
+        f'{low * math.exp(rng.uniform(0, math.log(high / low))):.3g}'
+      )
+    value = rng.uniform(low, high)
+    return round(value) if kind == 'int' else float(f'{value:.3g}')
+  except (ValueError, ArithmeticError, AttributeError) as e:
+    raise errors.UsageError(
+      f'The range is {axis!r}; expected uniform:LOW:HIGH, int:LOW:HIGH for'
+      ' whole numbers, or log:LOW:HIGH with both above 0.'
+    ) from e
+
+
+def run(
+  made: Sequence[Mapping[str, Any]],
+  config_of: Callable[[Mapping[str, Any]], config_dict.ConfigDict],
+  train: Callable[..., Any],
+  index: int | None = None,
+) -> tuple[list[runs_lib.RunRecord], list[str]]:
+  """Trains points in directories below `config.checkpoint_dir`.
+
+  Args:
+    made: what `points` returns.
+    config_of: returns the config of a point.
+    train: trains a config with overrides; it resumes an interrupted run.
+    index: the only point to train; None is all, one after the other.
+
+  Returns:
+    The runs so far, the best first, and the directories of those that failed.
+  """
+  configs, failed = {}, []
+  for point in made:  # All, before the first one trains.
+    config = config_of(point)
+    if not config.checkpoint_dir:
+      raise errors.UsageError(
+        'config.checkpoint_dir is None; expected a directory for the sweep.'
+      )
+    values = base_config.flat(base_config.recorded(config))
+    pairs = zip(tables.short([*point]), point, strict=True)
+    name = ','.join(f'{head}={values[key]}' for head, key in pairs)
+    name = re.sub(r'[^\w.,=+-]+', '_', name)
+    configs[store_lib.at(config.checkpoint_dir).below(name).url] = config
+  if index is not None:
+    keys.integer(0, len(configs) - 1).require('index', index)
+  for number, (path, config) in enumerate(configs.items()):
+    if index not in (None, number) or _has_ended(path, config):
+      continue
+    lines.print_text(f'Point {number} of {len(configs)}: {path}')
+    try:
+      train(config, {'checkpoint_dir': path})
+    except errors.RunError as e:  # Other points may be well.
+      lines.warn_once(f'{path}: {e}')
+      failed.append(path)
+  places = [x for x in configs if base_config.RECORD in store_lib.at(x).names()]
+  found = runs_lib.find(places) if places else []
+  metric = next((name for x in found for name in x.last), None)
+  groups = tables.groups(found, 'random_seed' in made[0], metric)
+  if metric and not jax.process_index():
+    tables.print_comparison(groups, tables.metrics(found))
+    best = tables.cell(tables.values(groups[0], metric))
+    where = f'{config.checkpoint_dir}/{tables.names(groups)[0]}'
+    lines.print_text(f'Best {metric}: {best}, in {where}')
+  return [x for group in groups for x in group], failed
+
+
+def _has_ended(path: str, config: config_dict.ConfigDict) -> bool:
+  """Returns whether there is a run with this config, and it has ended."""
+  store, now = store_lib.at(path), base_config.recorded(config)
+  is_noted = notes.read_end(store.below('checkpoints'))
+  now |= {'checkpoint_dir': path}
+  return bool(is_noted) and base_config.read_record(path) == now

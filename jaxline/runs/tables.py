@@ -1,0 +1,127 @@
+"""Tables of runs, or of groups of runs that differ only in their seed."""
+
+import collections
+from collections.abc import Sequence
+import json
+import math
+import os
+
+import numpy as np
+
+from jaxline import errors
+from jaxline import runs as runs_lib
+from jaxline.checkpoint import inspection
+from jaxline.metrics import lines
+
+_MAX_SHOWN = 3  # Metrics of a run in `ls`.
+_MAX_COLUMNS = 3  # Of `compare`: more runs have a row each.
+_PROGRESS = ('state', 'step', 'time')
+
+Group = Sequence[runs_lib.RunRecord]
+
+
+def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
+  """Returns groups of runs, the best first by the metric `sort`."""
+  found: dict[str, list[runs_lib.RunRecord]] = collections.defaultdict(list)
+  for run in runs:
+    own = run.recorded | {'checkpoint_dir': '', 'random_seed': 0}
+    found[json.dumps(own, sort_keys=True) if by_seed else run.path].append(run)
+  if sort is None:
+    return [*found.values()]
+  metrics(runs, sort, '--sort')
+  sign = -1 if runs[0].prefers_higher(sort) else 1
+  ranks = {k: sign * mean(values(x, sort))[0] for k, x in found.items()}
+  is_worse = lambda key: (math.isnan(ranks[key]), ranks[key])
+  return [found[key] for key in sorted(found, key=is_worse)]
+
+
+def metrics(
+  runs: Group, given: str | None = None, flag: str = '--metrics'
+) -> list[str]:
+  """Splits names; the default is all of evaluation, and training losses."""
+  if given is None:
+    names = dict.fromkeys(name for run in runs for name in run.last)
+    return [x for x in names if x.startswith('eval') or 'loss' in x]
+  known = sorted({name for run in runs for name in run.curves})
+  errors.check_names(given.split(','), known, 'metric', flag)
+  return given.split(',')
+
+
+def values(group: Group, name: str, what: str = '') -> list[float]:
+  """Returns a metric's `best` or `last`; by default best, where it is kept."""
+  of = [getattr(x, what) if what else x.last | x.best for x in group]
+  return [found[name] for found in of if name in found]
+
+
+def mean(of: Sequence[float]) -> tuple[float, float]:
+  """Returns the mean and its standard error, 0 for one value."""
+  error = np.std(of, ddof=1) / math.sqrt(len(of)) if len(of) > 1 else 0.0
+  return float(np.mean(of)) if of else math.nan, float(error)
+
+
+def cell(of: Sequence[float]) -> str:
+  """Returns the text of a value, or of the mean of several."""
+  value, error = mean(of)
+  text = f'{value:.5g}' if of else ''
+  return f'{text} \N{PLUS-MINUS SIGN} {error:.2g}' if len(of) > 1 else text
+
+
+def names(of: Sequence[Group]) -> list[str]:
+  """Returns the shortest paths that tell the groups apart; * for the seed."""
+  paths = [os.path.commonprefix([x.path for x in group]) for group in of]  # noqa: RUF071
+  prefix = os.path.commonprefix(paths)  # noqa: RUF071  It is cut at a slash.
+  folder, slash, _ = prefix.rpartition('/')
+  paths = [path.removeprefix(f'{folder}{slash}') for path in paths]
+  return [x + '*' * (len(g) > 1) for x, g in zip(paths, of, strict=True)]
+
+
+def short(keys: Sequence[str]) -> list[str]:
+  """Returns the last names of dotted keys, where they tell them apart."""
+  ends = [key.rpartition('.')[2] for key in keys]
+  both = zip(keys, ends, strict=True)
+  return [end if ends.count(end) == 1 else key for key, end in both]
+
+
+def _progress(group: Group) -> tuple[str, str, str]:
+  steps = group[0].recorded.get('training_steps')
+  step = str(min(run.step for run in group))
+  step += '' if steps is None else f' of {steps}'
+  state = 'ended' if all(run.has_ended for run in group) else 'not ended'
+  return state, step, lines.duration(mean([x.seconds for x in group])[0])
+
+
+def print_list(of: Sequence[Group], sort: str | None = None) -> None:
+  """Prints a line for each group."""
+
+  def texts(group: Group, what: str) -> str:
+    known = dict.fromkeys(name for run in group for name in getattr(run, what))
+    shown = sorted(known, key=lambda name: name != sort)[:_MAX_SHOWN]
+    return ', '.join(f'{x} {cell(values(group, x, what))}' for x in shown)
+
+  rows: list[tuple[str, ...]] = [('run', *_PROGRESS, 'best', 'last')]
+  for name, group in zip(names(of), of, strict=True):
+    both = texts(group, 'best'), texts(group, 'last')
+    rows.append((name, *_progress(group), *both))
+  inspection.print_table(rows, right=(2, 3))
+
+
+def print_comparison(of: Sequence[Group], shown: Sequence[str]) -> None:
+  """Prints how groups differ, and metrics; many groups have a row each."""
+  has_rows = len(of) > _MAX_COLUMNS
+  table: list[tuple[str, ...]] = [('run' if has_rows else '', *names(of))]
+  differing = runs_lib.differences([group[0] for group in of])
+  if any(len(group) > 1 for group in of):
+    seeds = [[str(x.recorded.get('random_seed')) for x in g] for g in of]
+    differing['random_seed'] = [','.join(x) for x in seeds]
+  heads = short([*differing]) if has_rows else [*differing]
+  for head, found in zip(heads, differing.values(), strict=True):
+    table.append((head, *map(str, found)))
+  table += zip(_PROGRESS, *map(_progress, of), strict=True)
+  for what in ('best', 'last'):
+    for name in shown:
+      cells = [cell(values(group, name, what)) for group in of]
+      if any(cells):
+        table.append((f'{what} {name}', *cells))
+  if has_rows:
+    table = [*zip(*table, strict=True)]
+  inspection.print_table(table, right=range(1, len(table[0])))
