@@ -646,7 +646,7 @@ def test_the_next_commands(
   name = 'Decode' if 'decode' in how else 'Evaluate'
   labels = ('Go on:   ', f'{name}:'.ljust(9))
   shown = [f'{k} {x}' for k, x in zip(labels, expected, strict=True) if x]
-  shown.append('Curves:   python -m jaxline.runs compare DIR')
+  shown.append('Results:  python -m jaxline.runs compare DIR')
   assert out[out.index('Run directory: DIR') + 1 :] == shown
 
 
@@ -742,7 +742,7 @@ def test_an_error_comes_after_the_summary(tmp_path, terminal):
   shown = '\n'.join(terminal.close()).strip()
   before, after = shown.split('Failed at step 3 of 6 (50%) in ')
   assert re.search(r'^Compiled in ', before, re.MULTILINE)
-  assert 'Curves: ' in after
+  assert 'Results: ' in after
   assert after.splitlines()[-1].endswith('Failure: step at 3')
   assert 'Traceback' not in before
 

@@ -277,14 +277,18 @@ def test_from_python(copy):
 
 
 @pytest.mark.process
-def test_a_sweep_from_python(copy, monkeypatch, capsys):
+@pytest.mark.usefixtures('compiles')
+def test_a_sweep_from_python_compiles_one_step(copy, monkeypatch, capsys):
+  apply(copy, 'Sweep a learning rate')
   (code,) = blocks('Sweep a learning rate', 'python')
   lm = importlib.import_module('configs.lm')
   config = tiny(copy)
   config.training_steps = config.eval_interval = 2
+  config.compilation_cache = str(copy / 'programs')
   monkeypatch.setattr(lm, 'get_config', config.copy_and_resolve_references)
   exec(code, {})
-  printed = re.findall(
-    r"^(\S+) {'eval/bits_per_byte'", capsys.readouterr().out, re.M
-  )
-  assert printed == ['0.001', '0.003', '0.01']
+  out = capsys.readouterr().out
+  rates = re.findall(r"rate=(\S+) {'eval/bits_per_byte': (\S+)}$", out, re.M)
+  assert {rate for rate, _ in rates} == {'0.001', '0.003', '0.01'}
+  assert [x for _, x in rates] == sorted(x for _, x in rates)
+  assert len([*(copy / 'programs').glob('jit_step-*-cache')]) == 1

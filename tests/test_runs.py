@@ -1,13 +1,21 @@
 """Tests of `python -m jaxline.runs`."""
 
+import collections
 import json
+import re
+import sys
 
 import pytest
 
+import jaxline
 from jaxline import base_config
+from jaxline import errors
 from jaxline import runs
+from jaxline.checkpoint import inspection
+from jaxline.inputs import __main__ as inputs_cli
 from jaxline.run_directory import store
 from jaxline.runs import __main__ as cli
+from jaxline.runs import plot
 
 
 @pytest.fixture
@@ -113,6 +121,118 @@ def test_compare_has_a_column_for_each_run(sweep, capsys):
   assert cli.main(argv) == 0
   rows |= {'last train/steps_per_sec': ['1', '0.1']}
   assert table(capsys.readouterr().out) == rows
+
+
+@pytest.fixture
+def rates(make_run, tmp_path):
+  """Two rates with seeds: the second is better, and one run fell behind."""
+  for rate, losses in {0.1: [1.0, 2.0, 6.0], 0.2: [2.0, 1.0]}.items():
+    for seed, loss in enumerate(losses):
+      make_run(
+        f'{rate}_{seed}',
+        train=[(10, {'loss': loss + 1}), (20, {'loss': loss})],
+        evals=[(20, {'accuracy': -loss})],
+        ended=None if loss == 6.0 else 30,
+        random_seed=seed,
+        experiment_kwargs={'config': {'rate': rate}},
+      )
+  return tmp_path
+
+
+def test_groups_have_the_mean_and_standard_error_of_their_seeds(rates, capsys):
+  argv = ['compare', str(rates), '--group', '--sort=train/loss']
+  assert cli.main(argv) == 0
+  # The mean of 1, 2 and 6 is 3, and of squares of deviations 14 / 2 = 7: the
+  # error is (7 / 3) ** 0.5. Of 2 and 1: 0.5 ** 0.5 / 2 ** 0.5.
+  assert table(capsys.readouterr().out) == {
+    '0.2_*': ['0.1_*'],
+    'experiment_kwargs.config.rate': ['0.2', '0.1'],
+    'random_seed': ['0,1', '0,1,2'],
+    'state': ['ended', 'not ended'],
+    'step': ['20 of 30', '20 of 30'],
+    'time': ['0:00', '0:00'],
+    'last eval/accuracy': ['-1.5 ± 0.5', '-3 ± 1.5'],
+    'last train/loss': ['1.5 ± 0.5', '3 ± 1.5'],
+  }
+  assert cli.main(['ls', str(rates), '--group']) == 0
+  assert 'train/loss 3 ± 1.5' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('metric', ['train/loss', 'eval/accuracy'])
+@pytest.mark.parametrize('command', ['ls', 'compare'])
+def test_the_best_of_many_runs_is_in_the_first_row(
+  rates, command, metric, capsys
+):
+  assert cli.main([command, str(rates), f'--sort={metric}']) == 0
+  head, *rows = table(capsys.readouterr().out).items()
+  assert head[0] == 'run'
+  names = [name for name, _ in rows]
+  assert names == ['0.1_0', '0.2_1', '0.1_1', '0.2_0', '0.1_2']
+  if command == 'compare':
+    assert head[1][:2] == ['rate', 'random_seed']
+    assert [row[1] for _, row in rows] == ['0', '1', '1', '0', '2']
+
+
+def test_a_curve_of_seeds_has_a_band_where_all_have_steps(rates, capsys):
+  log = rates / '0.1_2/train/metrics.jsonl'
+  log.write_text(log.read_text().splitlines()[0])
+  group = runs.find([str(rates / f'0.1_{seed}') for seed in range(3)])
+  (row,) = plot.curve(group, 'train/loss')
+  assert row == pytest.approx([10, 4, (7 / 3) ** 0.5])
+  out = rates / 'x.png'
+  argv = ['plot', str(rates), '--group', '--metrics=train/loss', '--out']
+  assert cli.main([*argv, str(out)]) == 0
+  assert out.read_bytes()[:4] == b'\x89PNG'
+  (axes,) = plot.plot([str(rates)], 'train/loss', by_seed=True).axes
+  assert [line.get_xdata().tolist() for line in axes.lines] == [[10], [10, 20]]
+
+
+def test_history_is_arrays_and_a_frame(make_run, monkeypatch):
+  folder = make_run(
+    'a',
+    train=[(20, {'loss': 2}), (10, {'loss': 3})],
+    evals=[(20, {'x': 'NaN'})],
+  )
+  history = jaxline.history(folder)
+  assert history['train/loss'].tolist() == [[10, 3], [20, 2]]
+  frame = history.to_pandas()
+  assert frame.index.tolist() == [10, 20]
+  assert frame['train/loss'].tolist() == [3, 2]
+  assert frame['eval/x'].isna().all()
+  for name, call in (
+    ('pandas', history.to_pandas),
+    ('matplotlib', lambda: plot.plot([str(folder)])),
+  ):
+    for module in [x for x in sys.modules if x.partition('.')[0] == name]:
+      monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)  # As if it were missing.
+    with pytest.raises(errors.UsageError, match=f'pip install {name}'):
+      call()
+
+
+def test_explain_counts_the_steps_that_it_can_judge(make_run, capsys):
+  train = [(10, {'loss': 2.0}), (20, {'loss': 1.0})]
+  assert cli.main(['explain', str(make_run('a', train=train))]) == 2
+  assert '2 of 20 steps are logged' in capsys.readouterr().out
+
+
+def test_one_name_has_one_meaning_in_all_commands(capsys):
+  names = ['ls', 'compare', 'plot', 'sweep', 'replay', 'explain', 'bisect']
+  commands = [(inputs_cli, []), *((cli, [name]) for name in names)]
+  commands += [(inspection, [x]) for x in ('ls', 'show', 'verify', 'export')]
+  meanings = collections.defaultdict(set)
+  for module, argv in commands:
+    with pytest.raises(SystemExit):
+      module.main([*argv, '--help'])
+    text = ' '.join(capsys.readouterr().out.split())
+    _, _, shown = text.partition('options: ')
+    shown = shown.partition(' Example: ')[0]
+    for entry in re.split(r' (?=--?[a-z])', shown):
+      flag, _, meaning = entry.partition(' ')
+      meanings[flag].add(meaning)
+  assert {'--metrics', '--series', '--group', '--out'} <= meanings.keys()
+  assert {k: x for k, x in meanings.items() if len(x) > 1} == {}
+  assert all(re.fullmatch(r'-\w,?|--[a-z_]+', flag) for flag in meanings)
 
 
 @pytest.mark.parametrize(

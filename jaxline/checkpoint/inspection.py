@@ -279,11 +279,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser(name, help=about, description=about)
     command.set_defaults(run=run)
     command.add_argument('dir', metavar='RUN', help=place)
-    about = 'which series; by default latest, and best after it'
+    about = 'a series; the default is latest, then best'
     command.add_argument('--series', choices=('latest', 'best'), help=about)
   # `export` is the last one.
   command.add_argument('out', metavar='FILE', help='file .safetensors')
-  about = 'which weights; default: the averaged ones if there are some'
+  about = 'the default is averaged, if there are some'
   command.add_argument('--weights', choices=('raw', 'averaged'), help=about)
   args = parser.parse_args(argv)
   try:

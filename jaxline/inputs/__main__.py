@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     ' would read, whether a run could resume exactly, and how fast it reads,'
     ' without its model or accelerators. Exits with 1 if something is wrong.',
     usage='%(prog)s show --config=FILE | --jaxline_run=DIR'
-    ' [--config.key=value ...] [OPTION ...]',
+    ' [--config.KEY=VALUE ...] [OPTION ...]',
     allow_abbrev=False,
   )
   add = parser.add_argument
@@ -83,10 +83,12 @@ def _parser() -> argparse.ArgumentParser:
   add('--set', help='one of several evaluation sets; the default is the first')
   add('-n', type=int, default=3, help='batches to print; the default is 3')
   what = 'batches to read at most if the data ends; the default is 1000'
-  add('--max_batches', type=int, default=1000, help=what)
+  add('--max_batches', type=int, metavar='N', default=1000, help=what)
   add('--seconds', type=float, default=1.0, help='time to measure the speed')
   add = parser.add_mutually_exclusive_group().add_argument
-  add('--hosts', type=int, help='hosts to compare; the default is 2')
+  add(
+    '--hosts', type=int, metavar='N', help='hosts to compare; the default is 2'
+  )
   what = 'the host to print, from 0, and the hosts to compare, such as 1/4'
   add('--host', type=_shard, metavar='INDEX/COUNT', help=what)
   return parser

@@ -195,7 +195,7 @@ class Console(contextlib.AbstractContextManager):
     directory, commands = _relative(config.checkpoint_dir), {}
     if self._state is None or self._saved_step() is not None:
       commands = self._next_commands(error)
-    commands['Curves'] = f'python -m jaxline.runs compare {directory}'
+    commands['Results'] = f'python -m jaxline.runs compare {directory}'
     block.append(f'Run directory: {directory}')
     return block + [f'{f"{k}:":10}{x}' for k, x in commands.items() if x]
 

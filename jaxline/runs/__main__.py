@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser(
       name,
       help=what,
-      description=f'Prints {what}.',
+      description=f'{what[0].upper()}{what[1:]}.',
       epilog=example,
       allow_abbrev=False,
     )
@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = 'the runs that differ only in their seed as one, with means'
     arg('--group', action='store_true', help=what)
     if name != 'ls':
-      what = 'with commas between; all of evaluation, and losses, by default'
-      arg('--metrics', '--metric', metavar='METRICS', help=what)
+      what = 'the default is all of evaluation, and losses'
+      arg('--metrics', '--metric', metavar='METRIC,METRIC', help=what)
     if name != 'plot':
       arg('--sort', metavar='METRIC', help='put the best run first')
     return arg
@@ -127,9 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   arg = add_table('compare', _compare, what, 'runs/lr_* --metrics=eval/loss')
   what = 'then, whether the runs in the second DIR are better than in the first'
   arg('--seeds', action='store_true', help=what)
-  what = 'the name of a PNG with the curves of runs'
+  what = 'the curves of runs, in a PNG'
   arg = add_table('plot', plot.command, what, 'runs --metrics=eval/loss')
-  what = 'the file to write; by default %(default)s'
+  what = 'the file to write; the default is %(default)s'
   arg('--out', metavar='FILE', default='runs.png', help=what)
   what = 'what a config reaches with several values of its keys'
   such = '--config=FILE --config.checkpoint_dir=DIR --sweep.KEY=1,2'
@@ -138,12 +138,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     '%(prog)s --config=FILE [--config.KEY=VALUE ...]'
     ' --sweep.KEY=VALUE,VALUE [--sweep.KEY=log:LOW:HIGH ...] [OPTION ...]'
   )
-  what = 'how many random points; by default all combinations of the values'
+  what = 'random points; the default is all combinations of the values'
   arg('--draws', type=int, metavar='N', help=what)
   what = 'the only point to train, from 0, as $SLURM_ARRAY_TASK_ID'
   arg('--index', type=int, metavar='N', help=what)
   modes = 'train_and_eval', 'train'
-  arg('--jaxline_mode', choices=modes, default=modes[0], help="a run's mode")
+  arg(
+    '--jaxline_mode',
+    choices=modes,
+    default=modes[0],
+    help='the default is %(default)s',
+  )
   what = 'whether the steps of a run give the same numbers again'
   arg = add('replay', replay.command, what, 'runs/a 7310-7320')
   arg('run_dir', metavar='RUN', help='the directory of a run')
@@ -158,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   what = 'the rows of the batch of a step, the worst first'
   arg = add('explain', explain.command, what, 'runs/a 7310 --grads')
   arg('run_dir', metavar='RUN', help='the directory of a run')
-  what = 'the step; by default the worst spike'
+  what = 'the step; the default is the worst spike'
   arg('step', metavar='STEP', type=int, nargs='?', help=what)
   arg('--grads', action='store_true', help="also the rows' gradient norms")
   what = 'the first step at which two runs part, and the arrays that part'

@@ -108,7 +108,7 @@ def run(
   groups = tables.groups(found, 'random_seed' in made[0], metric)
   if metric and not jax.process_index():
     tables.print_comparison(groups, tables.metrics(found))
-    best = tables.cell(tables.values(groups[0], metric))
+    best = tables.cell(groups[0], metric)
     where = f'{config.checkpoint_dir}/{tables.names(groups)[0]}'
     lines.print_text(f'Best {metric}: {best}, in {where}')
   return [x for group in groups for x in group], failed

@@ -30,7 +30,12 @@ def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
     return [*found.values()]
   metrics(runs, sort, '--sort')
   sign = -1 if runs[0].prefers_higher(sort) else 1
-  ranks = {k: sign * mean(values(x, sort))[0] for k, x in found.items()}
+  # A mean that lacks a run is no better than none.
+  has_all = lambda group: len(values(group, sort)) == len(group)
+  ranks = {
+    k: sign * mean(values(x, sort) if has_all(x) else [])[0]
+    for k, x in found.items()
+  }
   is_worse = lambda key: (math.isnan(ranks[key]), ranks[key])
   return [found[key] for key in sorted(found, key=is_worse)]
 
@@ -59,11 +64,14 @@ def mean(of: Sequence[float]) -> tuple[float, float]:
   return float(np.mean(of)) if of else math.nan, float(error)
 
 
-def cell(of: Sequence[float]) -> str:
-  """Returns the text of a value, or of the mean of several."""
+def cell(group: Group, name: str, what: str = '') -> str:
+  """Returns the text of a metric, or of its mean over those that have it."""
+  of = values(group, name, what)
   value, error = mean(of)
   text = f'{value:.5g}' if of else ''
-  return f'{text} \N{PLUS-MINUS SIGN} {error:.2g}' if len(of) > 1 else text
+  text += f' \N{PLUS-MINUS SIGN} {error:.2g}' if len(of) > 1 else ''
+  text += f' ({len(of)} of {len(group)})' if 0 < len(of) < len(group) else ''
+  return text
 
 
 def names(of: Sequence[Group]) -> list[str]:
@@ -96,7 +104,7 @@ def print_list(of: Sequence[Group], sort: str | None = None) -> None:
   def texts(group: Group, what: str) -> str:
     known = dict.fromkeys(name for run in group for name in getattr(run, what))
     shown = sorted(known, key=lambda name: name != sort)[:_MAX_SHOWN]
-    return ', '.join(f'{x} {cell(values(group, x, what))}' for x in shown)
+    return ', '.join(f'{x} {cell(group, x, what)}' for x in shown)
 
   rows: list[tuple[str, ...]] = [('run', *_PROGRESS, 'best', 'last')]
   for name, group in zip(names(of), of, strict=True):
@@ -119,7 +127,7 @@ def print_comparison(of: Sequence[Group], shown: Sequence[str]) -> None:
   table += zip(_PROGRESS, *map(_progress, of), strict=True)
   for what in ('best', 'last'):
     for name in shown:
-      cells = [cell(values(group, name, what)) for group in of]
+      cells = [cell(group, name, what) for group in of]
       if any(cells):
         table.append((f'{what} {name}', *cells))
   if has_rows:

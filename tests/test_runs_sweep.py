@@ -1,0 +1,134 @@
+"""Tests of `python -m jaxline.runs sweep` and of `jaxline.sweep`."""
+
+import math
+import pathlib
+import re
+import time
+
+import pytest
+
+import jaxline
+from jaxline import errors
+from jaxline.runs import sweep
+from tests import processes
+from tests.experiments import regression
+
+
+def test_points_of_a_grid_and_draws():
+  grid = {'a': [1, 2], 'b': ['x', 'y']}
+  expected = [(1, 'x'), (1, 'y'), (2, 'x'), (2, 'y')]
+  assert [(p['a'], p['b']) for p in sweep.points(grid)] == expected
+  axes = {
+    'r': 'log:1e-4:1e-2',
+    'd': 'uniform:-1:1',
+    'n': 'int:1:3',
+    'a': [5, 6],
+  }
+  drawn = sweep.points(axes, 300)
+  assert drawn[:9] == sweep.points(axes, 9)
+  columns = {key: [point[key] for point in drawn] for key in axes}
+  # Half of them are below the middle, for the rate that of the logarithms.
+  for key, low, middle, high in (('r', 1e-4, 1e-3, 1e-2), ('d', -1, 0, 1)):
+    assert low <= min(columns[key]) <= max(columns[key]) <= high
+    below = sum(x < middle for x in columns[key])
+    assert abs(below - 150) < 4 * math.sqrt(300) / 2
+  assert set(columns['n']) == {1, 2, 3}
+  assert set(columns['a']) == {5, 6}
+
+
+@pytest.mark.parametrize(
+  ('axes', 'draws', 'said'),
+  [
+    ({}, None, 'expected a key'),
+    ({'a': 'log:1:2'}, None, 'log:1:2'),
+    ({'a': 'log:0:1'}, 3, 'log:0:1'),
+    ({'a': 'uniform:x:1'}, 3, 'uniform:x:1'),
+    ({'a': [1]}, 0, 'draws is 0'),
+  ],
+)
+def test_axes_that_mean_nothing_are_refused(axes, draws, said):
+  with pytest.raises(errors.UsageError, match=said):
+    sweep.points(axes, draws)
+
+
+class Diverges(regression.Regression):
+  """Its loss is not finite with one seed."""
+
+  def loss_fn(self, *args):
+    loss, scalars, state = super().loss_fn(*args)
+    bad = self.run_config.random_seed == 2
+    return loss * (math.nan if bad else 1.0), scalars, state
+
+
+def test_a_point_that_fails_ends_no_sweep(tmp_path, monkeypatch, capsys):
+  config = regression.get_config(4)
+  config.checkpoint_dir = str(tmp_path)
+  config.best_model_eval_metric = 'loss'
+  config.best_model_eval_metric_higher_is_better = False
+  config.on_nonfinite = 'raise'
+  seeds = {'random_seed': [2, 3]}
+  found = jaxline.sweep(Diverges, config, seeds)
+  assert ' (1 of 2), in ' in capsys.readouterr().out.splitlines()[-1]
+  states = {run.recorded['random_seed']: run.has_ended for run in found}
+  assert states == {2: False, 3: True}
+  names = {pathlib.Path(run.path).name for run in found}
+  assert names == {'random_seed=2', 'random_seed=3'}
+  with pytest.raises(errors.UsageError, match='index is 2'):
+    jaxline.sweep(Diverges, config, seeds, index=2)
+  with pytest.raises(errors.UsageError, match='random_sed'):
+    jaxline.sweep(Diverges, config, {'random_sed': [1]})
+  monkeypatch.setattr(
+    jaxline.api, 'fit', pytest.fail
+  )  # Nothing is left to train.
+  jaxline.sweep(Diverges, config, seeds, index=1)
+
+
+@pytest.mark.process
+def test_a_sweep_that_is_killed_goes_on(tmp_path):
+  for name in 'abcd':
+    (tmp_path / f'{name}.txt').write_text('for item in items:\n' * 200)
+  argv = ['-m', 'jaxline.runs', 'sweep', '--config=examples/minimal.py']
+  argv += [
+    f'--config.{key}'
+    for key in (
+      f'checkpoint_dir={tmp_path}/runs',
+      f'experiment_kwargs.config.files={tmp_path}/*.txt',
+      'experiment_kwargs.config.hidden=8',
+      'training_steps=200',
+      'eval_interval=100',
+      'save_checkpoint_interval=20',
+    )
+  ]
+  argv += ['--sweep.experiment_kwargs.config.learning_rate=1e-3,1e-2']
+  argv += ['--sweep.random_seed=1,2']
+  folders = [
+    tmp_path / f'runs/learning_rate={rate},random_seed={seed}'
+    for rate in (0.001, 0.01)
+    for seed in (1, 2)
+  ]
+  with processes.started(*argv) as process:
+    deadline = time.monotonic() + processes.TIMEOUT_SECS
+    while not [*folders[1].glob('checkpoints/latest/*.json')]:
+      assert process.poll() is None, process.stderr.read()
+      assert time.monotonic() < deadline
+      time.sleep(0.02)
+  ended = [(x / 'checkpoints/ended.json').exists() for x in folders]
+  assert ended == [True, False, False, False]
+  log = folders[0] / 'train/metrics.jsonl'
+  before = log.stat().st_mtime_ns
+
+  done = processes.run(*argv, '--index=3')
+  assert done.returncode == 0, done.stderr
+  assert 'Point 3 of 4' in done.stdout
+  done = processes.run(*argv)
+  assert done.returncode == 0, done.stderr
+  numbers = re.findall(r'^Point (\d) of 4', done.stdout, re.M)
+  assert numbers == ['1', '2']
+  assert re.search(r'^Start: .* resumed$', done.stdout, re.M)
+  assert log.stat().st_mtime_ns == before
+  for folder in folders:
+    steps = jaxline.history(folder)['train/loss'][:, 0]
+    assert steps.tolist() == [*range(10, 201, 10)]
+  *_, best = done.stdout.splitlines()
+  assert best.startswith('Best eval/bits_per_byte: ')
+  assert best.endswith(f'{tmp_path}/runs/learning_rate=0.01,random_seed=*')
