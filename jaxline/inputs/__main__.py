@@ -86,9 +86,8 @@ def _parser() -> argparse.ArgumentParser:
   add('--max_batches', type=int, metavar='N', default=1000, help=what)
   add('--seconds', type=float, default=1.0, help='time to measure the speed')
   add = parser.add_mutually_exclusive_group().add_argument
-  add(
-    '--hosts', type=int, metavar='N', help='hosts to compare; the default is 2'
-  )
+  what = 'hosts to compare; the default is 2'
+  add('--hosts', type=int, metavar='N', help=what)
   what = 'the host to print, from 0, and the hosts to compare, such as 1/4'
   add('--host', type=_shard, metavar='INDEX/COUNT', help=what)
   return parser

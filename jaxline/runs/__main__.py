@@ -5,9 +5,9 @@
   python -m jaxline.runs plot runs --metrics=eval/loss
   python -m jaxline.runs replay runs/a 7310-7320
 
-The exit status is 0; 1 where a replay differs from the run, two runs differ or
-`compare --seeds` finds nothing better; 2 where there is no run or nothing of
-that name, in one line on stderr.
+The exit status is 0; 1 where a replay differs from the run, two runs differ, a
+point of a sweep failed or `compare --seeds` finds nothing better; 2 where there
+is no run or nothing of that name, in one line on stderr.
 """
 
 import argparse
@@ -52,15 +52,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-  axes: dict[str, Sequence[str] | str] = {}
-  others = []
-  for text in args.rest:
+  is_axis = lambda x: x.startswith('--sweep.')
+  others = [x for x in args.rest if not is_axis(x)]
+  axes: dict[str, Any] = {}
+  for text in filter(is_axis, args.rest):
     key, _, values = text.removeprefix('--sweep.').partition('=')
-    if key == text.partition('=')[0]:
-      others.append(text)
-    else:
-      is_range = sweep.RANGE.fullmatch(values)
-      axes[key] = values if is_range else values.split(',')
+    axes[key] = values if sweep.RANGE.fullmatch(values) else values.split(',')
 
   def config_of(point: Mapping[str, Any]) -> config_dict.ConfigDict:
     flags = (f'--config.{key}={value}' for key, value in point.items())
@@ -142,13 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   arg('--draws', type=int, metavar='N', help=what)
   what = 'the only point to train, from 0, as $SLURM_ARRAY_TASK_ID'
   arg('--index', type=int, metavar='N', help=what)
-  modes = 'train_and_eval', 'train'
-  arg(
-    '--jaxline_mode',
-    choices=modes,
-    default=modes[0],
-    help='the default is %(default)s',
-  )
+  modes, what = ('train_and_eval', 'train'), 'the default is %(default)s'
+  arg('--jaxline_mode', choices=modes, default=modes[0], help=what)
   what = 'whether the steps of a run give the same numbers again'
   arg = add('replay', replay.command, what, 'runs/a 7310-7320')
   arg('run_dir', metavar='RUN', help='the directory of a run')

@@ -121,10 +121,7 @@ def _find(run: runs.RunRecord) -> int:
   found: dict[int, float] = {}
   logged = set().union(*(run.curves.get(name, {}) for name in _JUDGED))
   total = run.step - run.first_step + 1
-  text = f'{len(logged)} of {total} steps are logged'
-  if len(logged) < total:
-    text += '; config.log_train_data_interval=1 logs all'
-  lines.print_text(f'{text}.')
+  lines.print_text(f'{len(logged)} of {total} steps are logged.')
   for name in _JUDGED:
     curve = run.curves.get(name, {})
     for step, above in spikes(curve).items():
@@ -133,7 +130,8 @@ def _find(run: runs.RunRecord) -> int:
   if found:
     return max(found, key=lambda step: found[step])
   raise errors.UsageError(
-    f'No logged step of {run.path} stands out; give a step.'
+    f'No logged step of {run.path} stands out; give a step. (A run with'
+    ' config.log_train_data_interval=1 logs all.)'
   )
 
 

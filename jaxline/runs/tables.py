@@ -28,16 +28,16 @@ def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
     found[json.dumps(own, sort_keys=True) if by_seed else run.path].append(run)
   if sort is None:
     return [*found.values()]
-  metrics(runs, sort, '--sort')
+  sort = metrics(runs, sort, '--sort')[0]
   sign = -1 if runs[0].prefers_higher(sort) else 1
-  # A mean that lacks a run is no better than none.
-  has_all = lambda group: len(values(group, sort)) == len(group)
-  ranks = {
-    k: sign * mean(values(x, sort) if has_all(x) else [])[0]
-    for k, x in found.items()
-  }
-  is_worse = lambda key: (math.isnan(ranks[key]), ranks[key])
-  return [found[key] for key in sorted(found, key=is_worse)]
+
+  def rank(group: Group) -> tuple[bool, float]:
+    of = values(group, sort)
+    value = sign * mean(of)[0]
+    # A mean that lacks a run comes last.
+    return len(of) < len(group) or math.isnan(value), value
+
+  return sorted(found.values(), key=rank)
 
 
 def metrics(
