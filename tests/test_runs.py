@@ -139,7 +139,9 @@ def rates(make_run, tmp_path):
   return tmp_path
 
 
-def test_groups_have_the_mean_and_standard_error_of_their_seeds(rates, capsys):
+def test_groups_have_the_mean_and_standard_error_of_their_seeds(
+  rates, make_run, capsys
+):
   argv = ['compare', str(rates), '--group', '--sort=train/loss']
   assert cli.main(argv) == 0
   # The mean of 1, 2 and 6 is 3, and of squares of deviations 14 / 2 = 7: the
@@ -154,8 +156,15 @@ def test_groups_have_the_mean_and_standard_error_of_their_seeds(rates, capsys):
     'last eval/accuracy': ['-1.5 ± 0.5', '-3 ± 1.5'],
     'last train/loss': ['1.5 ± 0.5', '3 ± 1.5'],
   }
-  assert cli.main(['ls', str(rates), '--group']) == 0
-  assert 'train/loss 3 ± 1.5' in capsys.readouterr().out
+  for seed, logged in enumerate(([(20, {'loss': 0.1})], [])):
+    kwargs = {'config': {'rate': 0.3}}
+    make_run(
+      f'0.3_{seed}', train=logged, random_seed=seed, experiment_kwargs=kwargs
+    )
+  assert cli.main(['ls', str(rates), '--group', '--sort=train/loss']) == 0
+  *_, before, last = capsys.readouterr().out.splitlines()
+  assert 'train/loss 3 ± 1.5' in before
+  assert 'train/loss 0.1 (1 of 2)' in last  # A mean of less is no better.
 
 
 @pytest.mark.parametrize('metric', ['train/loss', 'eval/accuracy'])
