@@ -60,6 +60,22 @@ class Diverges(regression.Regression):
     return loss * (math.nan if bad else 1.0), scalars, state
 
 
+def test_each_value_has_a_directory_of_its_own(tmp_path, capsys):
+  config = regression.get_config(1)
+  config.checkpoint_dir = str(tmp_path)
+  config.experiment_kwargs = {'a': ''}
+  points = sweep.points({'experiment_kwargs.a': ['x/y', 'x_y', '..', 'x y']})
+
+  def config_of(point):
+    config.update_from_flattened_dict(dict(point))
+    return config.copy_and_resolve_references()
+
+  made = []
+  sweep.run(points, config_of, lambda _, x: made.append(x['checkpoint_dir']))
+  assert len({*made}) == 4
+  assert {pathlib.Path(path).parent for path in made} == {tmp_path}
+
+
 def test_a_point_that_fails_ends_no_sweep(tmp_path, monkeypatch, capsys):
   config = regression.get_config(4)
   config.checkpoint_dir = str(tmp_path)

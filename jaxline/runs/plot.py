@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxline import errors
 from jaxline import runs as runs_lib
 from jaxline.metrics import lines
 from jaxline.runs import tables
@@ -54,5 +55,9 @@ def plot(
 def command(args: argparse.Namespace) -> None:
   """Runs `runs plot`."""
   os.environ['MPLBACKEND'] = 'agg'  # It needs no screen.
-  plot(args.dir, args.metrics, args.group).savefig(args.out, format='png')
+  figure = plot(args.dir, args.metrics, args.group)
+  try:
+    figure.savefig(args.out, format='png')
+  except OSError as e:
+    raise errors.UsageError(f'--out: {e}') from e
   lines.print_text(f'Wrote {args.out}.')

@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from typing import Any
+from urllib import parse
 
 import jax
 from ml_collections import config_dict
@@ -81,7 +82,7 @@ def run(
   """
   configs, failed = {}, []
   for point in made:  # All, before the first one trains.
-    config = config_of(point)
+    config = base_config.expand_paths(config_of(point))
     if not config.checkpoint_dir:
       raise errors.UsageError(
         'config.checkpoint_dir is None; expected a directory for the sweep.'
@@ -89,7 +90,7 @@ def run(
     values = base_config.flat(base_config.recorded(config))
     pairs = zip(tables.short([*point]), point, strict=True)
     name = ','.join(f'{head}={values[key]}' for head, key in pairs)
-    name = re.sub(r'[^\w.,=+-]+', '_', name)
+    name = parse.quote(name, safe='=,')  # Two values have two names.
     configs[store_lib.at(config.checkpoint_dir).below(name).url] = config
   if index is not None:
     keys.integer(0, len(configs) - 1).require('index', index)
