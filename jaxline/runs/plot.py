@@ -29,7 +29,7 @@ def plot(
 
   Args:
     places: directories of runs, or of what has runs below.
-    metrics: names with commas between; None is those of `compare`.
+    metrics: names with commas between; None means those of `compare`.
     by_seed: whether runs that differ only in their seed are one line, with a
       band of the standard error.
   """
@@ -42,7 +42,7 @@ def plot(
     axes = figure.add_subplot(len(names), 1, i + 1, xlabel='step', ylabel=name)
     for label, group in zip(tables.names(groups), groups, strict=True):
       steps, means, deviations = curve(group, name).T
-      # With a space, since one that begins with _ would be left out.
+      # Matplotlib leaves a label out that begins with _, so a space comes first.
       label = f' {label}'.replace('$', r'\$')
       (line,) = axes.plot(steps, means, label=label)
       edges = means - deviations, means + deviations

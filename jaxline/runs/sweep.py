@@ -75,7 +75,7 @@ def run(
     made: what `points` returns.
     config_of: returns the config of a point.
     train: trains a config with overrides; it resumes an interrupted run.
-    index: the only point to train; None is all, one after the other.
+    index: the only point to train; None means all, one after the other.
 
   Returns:
     The runs so far, the best first, and the directories of those that failed.
