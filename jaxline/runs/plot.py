@@ -42,7 +42,7 @@ def plot(
     axes = figure.add_subplot(len(names), 1, i + 1, xlabel='step', ylabel=name)
     for label, group in zip(tables.names(groups), groups, strict=True):
       steps, means, deviations = curve(group, name).T
-      # Matplotlib leaves a label out that begins with _, so a space comes first.
+      # Matplotlib would leave out a label that begins with _.
       label = f' {label}'.replace('$', r'\$')
       (line,) = axes.plot(steps, means, label=label)
       edges = means - deviations, means + deviations
