@@ -23,6 +23,7 @@ import numpy as np
 from jaxline import base_config
 from jaxline import decode
 from jaxline import errors
+from jaxline import experiment as experiment_lib
 from jaxline import platform
 from jaxline import runs
 from jaxline.base import stateful
@@ -198,7 +199,7 @@ def _load(
   config = _override(base_config.recorded_config(directory), overrides)
   if experiment_class is None:
     is_users = 'experiment_class' in (overrides or {})
-    experiment_class = platform.resolve_experiment_class(
+    experiment_class = experiment_lib.resolve_experiment_class(
       config, recorded_in='' if is_users else os.fspath(directory)
     )
   may_be_own = not experiments.is_full(experiment_class)

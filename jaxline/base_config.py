@@ -333,7 +333,7 @@ def recorded_config(
 ) -> config_dict.ConfigDict:
   """Returns the config of a run from its directory, which may have moved.
 
-  The class that it names is not checked: `experiments.resolve_experiment_class`
+  The class that it names is not checked: `experiment.resolve_experiment_class`
   does that. Of the settings of XLA those that name files or programs are left
   out, with a line on stderr.
   """

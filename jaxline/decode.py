@@ -21,7 +21,7 @@ from jaxline.metrics import files
 from jaxline.metrics import lines
 from jaxline.parallel import distributed
 from jaxline.parallel import prng
-from jaxline.run_directory import spool
+from jaxline.run_directory import logs
 
 
 def restored_experiment(
@@ -152,8 +152,8 @@ def decode(
 def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   """Opens the file of the continuations."""
   output, prompts = config.decode.output, config.decode.prompts
-  directory = spool.directory(config.checkpoint_dir)
-  folder = spool.local(directory, 'decode')
+  directory = logs.directory(config.checkpoint_dir)
+  folder = logs.local(directory, 'decode')
   path = pathlib.Path(output or folder / f'step_{step}.jsonl')
   if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
     raise errors.UsageError(

@@ -15,6 +15,7 @@ from jaxline import errors
 from jaxline.base import debug
 from jaxline.base import keys
 from jaxline.base import lazy
+from jaxline.base import named_class
 from jaxline.base import stateful
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
@@ -377,6 +378,14 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
 def _device_step_keys(config: config_dict.ConfigDict) -> StepInputs:
   mode = keys.value_of(config, prng.KEYS, 'random_mode_train')
   return prng.DeviceStepKeys(mode)
+
+
+def resolve_experiment_class(
+  config: config_dict.ConfigDict, *, recorded_in: str = ''
+) -> Any:
+  """Returns the class of `config.experiment_class`: see `named_class.find`."""
+  name = getattr(config, 'experiment_class', None)
+  return named_class.find(f'{name}', AbstractExperiment, recorded_in)
 
 
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:

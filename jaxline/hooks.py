@@ -13,7 +13,7 @@ from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.parallel import distributed
-from jaxline.run_directory import spool
+from jaxline.run_directory import logs
 from jaxline.supervision import budget as budget_lib
 from jaxline.supervision import nonfinite
 from jaxline.supervision import profiling
@@ -61,7 +61,7 @@ def make_hooks(
   if config.max_seconds is not None:
     hooks.append(budget)
   if config.profile_steps and config.checkpoint_dir is not None:
-    folder_of = spool.folders(config.checkpoint_dir)
+    folder_of = logs.folders(config.checkpoint_dir)
     hooks.append(profiling.Profiler(config, folder_of, console.print))
   hooks += [*given, console_lib.ConsoleHook(console, config, log, finish)]
   if is_logged and (jax.process_index() == 0 or config.log_all_hosts):

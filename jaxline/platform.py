@@ -23,10 +23,12 @@ from ml_collections import config_flags
 from jaxline import base_config
 from jaxline import decode
 from jaxline import errors
+from jaxline import experiment as experiment_lib
 from jaxline import train
 from jaxline.base import debug
 from jaxline.base import goodput
 from jaxline.base import lazy
+from jaxline.base import named_class
 from jaxline.base import watchdog
 from jaxline.base import xla
 from jaxline.checkpoint import durable
@@ -39,7 +41,6 @@ from jaxline.metrics import writers
 from jaxline.parallel import distributed
 from jaxline.run_directory import logs as logs_lib
 from jaxline.run_directory import owner
-from jaxline.run_directory import spool
 from jaxline.run_directory import store as store_lib
 from jaxline.supervision import compilation_cache
 from jaxline.supervision import exits
@@ -47,7 +48,7 @@ from jaxline.supervision import preemption
 from jaxline.supervision import profiling
 
 TensorBoardLogger = logs_lib.RunWriter  # JAXline's name.
-resolve_experiment_class = experiments.resolve_experiment_class
+resolve_experiment_class = experiment_lib.resolve_experiment_class
 # Programs may rebind that one.
 _CHECKPOINTER = checkpoints.InMemoryCheckpointer
 
@@ -191,7 +192,7 @@ def start(
       made[log] = (writer_factory or create_writer)(own_config, log)
       closing.enter_context(adapters.full_writer(made[log]))
     profiles = mode.trains and config.xla.pgle_save and not jax.process_index()
-    folder_of = spool.folders(config.checkpoint_dir)
+    folder_of = logs_lib.folders(config.checkpoint_dir)
     actions = [profiling.PgleProfiler(config, folder_of)] if profiles else []
     run = train.Run(
       experiment_class,
@@ -231,7 +232,7 @@ def _claim(
     logging.warning('%s. Only the console shows this evaluation.', problem)
     return []
   if logs:
-    stack.callback(spool.upload, config.checkpoint_dir)
+    stack.callback(logs_lib.upload, config.checkpoint_dir)
   return logs
 
 
@@ -252,11 +253,11 @@ class _ConfigParser(flags.ArgumentParser):
       )
     try:
       # A class in the file is `f'{__name__}:Class'`.
-      name = experiments.importable(file)
+      name = named_class.importable(file)
       values = runpy.run_path(file, run_name=name)
       config = values['get_config'](*option)
       named = getattr(config, 'experiment_class', None)
-      experiments.check_own_class(file, values, str(named))
+      named_class.check_own_class(file, values, str(named))
       base_config.open_nones(config)
       return config.lock()
     except errors.UsageError:

@@ -33,7 +33,6 @@ from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import checkpoints
 from jaxline.compat import experiments
-from jaxline.compat import threads
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
@@ -68,8 +67,7 @@ class Run:
     eval_checkpointer: for the evaluation in a thread of its own.
     console: what the terminal shows; None logs a line at an interval.
     watch: told by a signal to end the run, which then saves and leaves.
-    trained: set once the training thread beside that evaluation has made its
-      last checkpoint. None in all other modes.
+    trained: set by the thread that trains after its last checkpoint, or None.
     log: `writer` with all methods, for the loops and for experiments.
     eval_log: the same of `eval_writer`.
     stop: what ended the run before its last step; None if nothing did.
@@ -194,6 +192,8 @@ class Run:
     self, train: Callable[['Run'], Any], evaluate: Callable[['Run'], Any]
   ) -> None:
     """Trains; a second thread evaluates what `eval_checkpointer` reads."""
+    from jaxline.compat import threads  # Few runs need it.
+
     # Now: the evaluation looks for checkpoints at once.
     checkpoints.begin_training(self.checkpointer, self.experiment_class)
     trained = threading.Event()

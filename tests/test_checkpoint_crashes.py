@@ -21,9 +21,9 @@ import pytest
 
 import jaxline
 from jaxline import platform
-from jaxline.metrics import files as logs
+from jaxline.metrics import files as files_lib
+from jaxline.run_directory import logs
 from jaxline.run_directory import owner
-from jaxline.run_directory import spool
 from jaxline.run_directory import store
 from tests import remains
 from tests.programs import survivor
@@ -75,7 +75,7 @@ def config_of(url: str) -> config_dict.ConfigDict:
 
 def train(url: str) -> None:
   """Runs from where the files are to the end, as on another machine."""
-  spool._directories.clear()
+  logs._directories.clear()
   jaxline.fit(survivor.Survivor, config_of(url))
 
 
@@ -186,9 +186,9 @@ def recorded(url: str, wants: Callable[[int, str], Any]) -> Iterator[Shots]:
     wrap(kind, 'delete_folder', half_folder)
     wrap(kind, 'delete', nothing)
     wrap(kind, 'sync', nothing)
-    wrap(logs.FileBackend, '_append', half_append if is_disk else nothing)
-    wrap(logs.FileBackend, 'flush', nothing)
-    wrap(logs.FileBackend, 'resume', nothing)
+    wrap(files_lib.FileBackend, '_append', half_append if is_disk else nothing)
+    wrap(files_lib.FileBackend, 'flush', nothing)
+    wrap(files_lib.FileBackend, 'resume', nothing)
     yield shots
 
 
@@ -274,7 +274,7 @@ def test_a_start_keeps_the_logs_that_are_there(
   train(url)
   log = functools.partial(store.at(url).read, 'eval/metrics.jsonl')
   before, config = log(), config_of(url)
-  spool._directories.clear()
+  logs._directories.clear()
   config.eval_steps = '8'
   if fails:
     fail = lambda *unused, **more: 1 // 0

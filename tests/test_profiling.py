@@ -16,7 +16,7 @@ from jaxline import base_config
 from jaxline import experiment
 from jaxline import platform
 from jaxline import train
-from jaxline.run_directory import spool
+from jaxline.run_directory import logs
 from jaxline.supervision import profiling
 
 
@@ -86,7 +86,7 @@ def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
 
 def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
   config = make_config(tmp_path, profile_steps='2-3,9-20,30')
-  folder_of = spool.folders(tmp_path)
+  folder_of = logs.folders(tmp_path)
   action = profiling.Profiler(config, folder_of)
   action.update_time(0.0, 10)  # Within the second range.
   for step in range(10, 13):
@@ -125,7 +125,7 @@ def test_the_last_step_has_run_when_the_trace_stops(tmp_path, monkeypatch):
     lambda: (was_ready.append(last.is_ready()), stop()),
   )
   config = make_config(tmp_path, profile_steps='2')
-  action = profiling.Profiler(config, spool.folders(tmp_path))
+  action = profiling.Profiler(config, logs.folders(tmp_path))
   action.update_time(0.0, 0)
   action(0.0, 1, {})
   last = slow(x)
@@ -137,7 +137,7 @@ def test_the_last_step_has_run_when_the_trace_stops(tmp_path, monkeypatch):
 def test_each_process_traces_itself(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 3)
   config = make_config(tmp_path, profile_steps='1')
-  action = profiling.Profiler(config, spool.folders(tmp_path))
+  action = profiling.Profiler(config, logs.folders(tmp_path))
   action.update_time(0.0, 0)
   action(0.0, 1, {})
   action.wait_to_finish()
@@ -190,9 +190,7 @@ def test_the_profile_of_some_steps_is_saved(
 
 @pytest.mark.parametrize('num_steps', [1, 5])
 def test_a_run_that_ends_early_saves_no_profile(num_steps, tmp_path, caplog):
-  action = profiling.PgleProfiler(
-    pgle_config(tmp_path), spool.folders(tmp_path)
-  )
+  action = profiling.PgleProfiler(pgle_config(tmp_path), logs.folders(tmp_path))
   action.update_time(0.0, 1000)  # A resumed run.
   for step in range(1001, 1001 + num_steps):
     action(0.0, step, {'loss': jnp.zeros([])})

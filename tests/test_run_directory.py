@@ -22,7 +22,6 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.compat import experiments
 from jaxline.inputs import __main__ as inputs_main
 from jaxline.runs import __main__ as runs_main
 from jaxline.runs import replay
@@ -438,7 +437,7 @@ def add(folder):
 
 def place():
   config = config_dict.ConfigDict({'experiment_class': 'shown.mine.own:Mine'})
-  return experiments.resolve_experiment_class(config).place
+  return experiment.resolve_experiment_class(config).place
 
 
 # Folders with the module, the working directory, where it is found: the nearest

@@ -15,7 +15,7 @@ import aim
 
 from jaxline import base_config
 from jaxline.metrics import writers
-from jaxline.run_directory import spool
+from jaxline.run_directory import logs
 
 from . import run_id
 
@@ -41,7 +41,7 @@ class AimWriter:
     with _lock:
       if self._key not in _runs:
         options = {
-          'repo': os.environ.get('AIM_REPO') or str(spool.directory(self._key)),
+          'repo': os.environ.get('AIM_REPO') or str(logs.directory(self._key)),
           # Two threads less.
           'capture_terminal_logs': False,
           'system_tracking_interval': None,

@@ -17,7 +17,7 @@ from mlflow import tracking
 
 from jaxline import base_config
 from jaxline.metrics import writers
-from jaxline.run_directory import spool
+from jaxline.run_directory import logs
 
 from . import run_id
 
@@ -38,7 +38,7 @@ class MlflowWriter:
     """Connects; at the first record, on the writer's thread."""
     directory = self._config.checkpoint_dir
     uri = os.environ.get('MLFLOW_TRACKING_URI') or (
-      f'sqlite:///{spool.directory(directory)}/mlflow.db'
+      f'sqlite:///{logs.directory(directory)}/mlflow.db'
     )
     with _lock:  # Training and evaluation begin at once.
       self._client = tracking.MlflowClient(uri)

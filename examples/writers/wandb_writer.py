@@ -16,7 +16,7 @@ import wandb
 
 from jaxline import base_config
 from jaxline.metrics import writers
-from jaxline.run_directory import spool
+from jaxline.run_directory import logs
 
 from . import run_id
 
@@ -42,7 +42,7 @@ class WandbWriter:
     with _lock:
       if self._key not in _runs:
         _runs[self._key] = run = wandb.init(
-          dir=spool.directory(self._key),
+          dir=logs.directory(self._key),
           id=run_id.of(self._key, 'wandb', lambda: uuid.uuid4().hex[:8]),
           resume='allow',
           project=os.environ.get('WANDB_PROJECT', 'jaxline'),

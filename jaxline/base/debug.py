@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pdb
 import select
 import sys
 import threading
@@ -120,6 +119,8 @@ def debugger_fallback(f: F) -> F:
 
 
 def _post_mortem(error: Exception) -> None:
+  import pdb  # Few runs need it, and every start would load it.
+
   stdin: Any = sys.stdin
   # pdb raises if stdin is closed: the run's own error counts.
   with contextlib.suppress(Exception):
@@ -127,7 +128,8 @@ def _post_mortem(error: Exception) -> None:
       select.select([stdin], [], [], 0)[0] and stdin.buffer.peek()
     ):
       traceback.print_exception(error)  # pdb may be left by a kill.
-      debugger = _Pdb()
+      debugger: Any = pdb.Pdb()
+      debugger.get_stack = functools.partial(_own_stack, debugger.get_stack)
       debugger.reset()
       return debugger.interaction(None, error.__traceback__)
   logging.warning('pdb does not start: stdin is no terminal, nor has commands.')
@@ -144,15 +146,13 @@ def is_installed(file: str) -> bool:
   return file.startswith(_PYTHON) or f'-packages{os.sep}' in file
 
 
-class _Pdb(pdb.Pdb):
-  """Begins in the innermost frame of the user's own files, if there is one."""
-
-  def get_stack(self, f: Any, t: Any) -> tuple[list[Any], int]:
-    stack, innermost = super().get_stack(f, t)
-    files = [frame.f_code.co_filename for frame, _ in stack]
-    is_own = lambda x: not (x.startswith(('<', _JAXLINE)) or is_installed(x))
-    own = [i for i, file in enumerate(files) if is_own(file)]
-    return stack, max(own, default=innermost)
+def _own_stack(get_stack: Any, *args: Any) -> tuple[list[Any], int]:
+  """Returns a stack, and its innermost frame of the user's own files."""
+  stack, innermost = get_stack(*args)
+  files = [frame.f_code.co_filename for frame, _ in stack]
+  is_own = lambda x: not (x.startswith(('<', _JAXLINE)) or is_installed(x))
+  own = [i for i, file in enumerate(files) if is_own(file)]
+  return stack, max(own, default=innermost)
 
 
 def disable_pmap_jit(fn: F) -> F:

@@ -30,7 +30,7 @@ from jaxline.metrics import rates
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
 from jaxline.parallel import prng
-from jaxline.run_directory import spool
+from jaxline.run_directory import logs
 from jaxline.supervision import compilation_cache
 
 
@@ -41,7 +41,7 @@ def compile_experiment(
 
   Returns whether the run fits, as far as is known.
   """
-  directory = spool.local(config.checkpoint_dir, 'compile')
+  directory = logs.local(config.checkpoint_dir, 'compile')
   directory.mkdir(parents=True, exist_ok=True)
   report = make_report(experiment_class, config)
   if jax.process_index() == 0:

@@ -1,8 +1,8 @@
 """The directory of a run, on a disk or in a bucket, and its keys.
 
 `directory` has the notes, logs and claims of a run, `store` the bytes by key
-below them, `owner` who may write, `logs` the writer of a run, `spool` its logs
-in a bucket, `sources` the record of the code. Read `directory` first.
+below them, `owner` who may write, `logs` the writer of a run and its files,
+`sources` the record of the code. Read `directory` first.
 """
 
 from jaxline.base import keys

@@ -28,9 +28,9 @@ from jaxline.base import debug
 from jaxline.base import disk
 from jaxline.metrics import writers
 from jaxline.parallel import distributed
+from jaxline.run_directory import logs
 from jaxline.run_directory import notes
 from jaxline.run_directory import owner
-from jaxline.run_directory import spool
 from jaxline.run_directory import store as store_lib
 
 RECORD = 'config.json'
@@ -368,15 +368,15 @@ class DurableDirectory(RunDirectory):
 
   def _uploaded(self, lengths: Mapping[str, int]) -> dict[str, int]:
     """Uploads the logs of a run in a bucket; returns relative paths."""
-    top = spool.directory(self.run.url)
+    top = logs.directory(self.run.url)
     found = {os.path.relpath(path, top): n for path, n in lengths.items()}
     own = {x: n for x, n in found.items() if not x.startswith('..')}
-    spool.upload(self.run.url, own)
+    logs.upload(self.run.url, own)
     return own
 
   def local(self, lengths: Mapping[str, int]) -> dict[str, int]:
     """Returns lengths of logs by the paths at which this process has them."""
-    top = spool.directory(self.run.url)
+    top = logs.directory(self.run.url)
     return {str(top / name): length for name, length in lengths.items()}
 
 

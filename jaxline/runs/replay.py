@@ -25,6 +25,7 @@ import numpy as np
 import jaxline
 from jaxline import base_config
 from jaxline import errors
+from jaxline import experiment as experiment_lib
 from jaxline import runs
 from jaxline import sharded
 from jaxline import train
@@ -32,7 +33,6 @@ from jaxline.base import debug
 from jaxline.base import keys
 from jaxline.checkpoint import durable
 from jaxline.compat import adapters
-from jaxline.compat import experiments
 from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.metrics import writers
@@ -126,9 +126,10 @@ def open_replay(
   """
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
-  experiment_class = experiment_class or experiments.resolve_experiment_class(
-    config, recorded_in=os.fspath(directory)
-  )
+  if experiment_class is None:
+    experiment_class = experiment_lib.resolve_experiment_class(
+      config, recorded_in=os.fspath(directory)
+    )
   # A fork of the run, or at last one that begins as the run did.
   forks = ((f'{run.path}:{step}', ()) for step, _ in run.manifests(before))
   recorded = config.restore_from, config.restore_rules
