@@ -1093,7 +1093,7 @@ def test_of_several_processes_the_first_decides_what_is_best(
     is_ours = series == 'evaluation'
     return choose([{'score': chief}, value] if is_ours else [value])
 
-  monkeypatch.setattr(distributed, 'decide', decide)
+  monkeypatch.setattr(distributed, 'gather_and_decide', decide)
   with monkeypatch.context() as patch:
     patch.setattr(jax, 'process_count', lambda: 2)
     evaluate = train.Run(Scored, config, checkpointer).make_evaluation()

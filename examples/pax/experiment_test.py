@@ -296,7 +296,7 @@ def test_a_record_may_lack_a_constant_that_is_newer():
   old = copy.deepcopy(new)
   del old['experiment_kwargs']['config']['constants']['WEIGHT_DECAY']
   compare = functools.partial(
-    base_config.changes, experiment_class=experiment.Experiment
+    base_config.changes, declared=experiment.Experiment
   )
   assert compare(old, new) == compare(new, old) == []
   new['experiment_kwargs']['config']['constants']['WEIGHT_DECAY'] = 0.5

@@ -131,7 +131,7 @@ def load(
     found.step = distributed.broadcast_from_process_0(found.step)
     stored = {name: _ROOT + source for name, source in sources.items()}
     with found.reading():
-      replaced |= found.take(stored, live, where)
+      replaced |= found.read_onto(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), found.name)
   kept = [name for name, x in _variables(live).items() if x not in replaced]
   logging.info(
