@@ -1,4 +1,4 @@
-"""The parts of a training step, as pure functions, and the evaluation's sums.
+"""The pure functions of a training step, and the sums of an evaluation.
 
 `sharded.ShardedExperiment._pure_step` puts them together: gradients, update,
 select if finite.

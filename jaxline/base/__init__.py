@@ -1,6 +1,6 @@
 """What needs no run: threads, files, checks of values, XLA's flags, FLOPs.
 
-Each module stands alone. `async_lib` has the threads of all other packages,
+`async_lib` has the threads of all other packages,
 `keys` the checks behind each config key and each JSON file, `disk` the way to
 open and to replace a file. Read `keys` first.
 """

@@ -1,4 +1,4 @@
-"""Files of a run: regular ones only, replaced in one rename; a full disk."""
+"""Opens and replaces regular files; the error and text of a full disk."""
 
 from collections.abc import Iterator
 import contextlib

@@ -1,4 +1,4 @@
-"""Names that modules of JAXline have because they import or define them."""
+"""Gives modules the names that JAXline's had, and imports them when used."""
 
 from collections.abc import Mapping
 import importlib

@@ -1,4 +1,7 @@
-"""What a checkpoint asks of an experiment, besides JAXline's two methods."""
+"""`Stateful`: how an experiment declares what a checkpoint stores.
+
+It is in `base` since `experiment` and `checkpoint` both need it.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk or in a bucket.
+"""Saves and restores a run's state; `run_directory` has the config keys.
 
 `protocol` has what the loops ask of a checkpointer, `durable` the checkpointer,
 `saving` and `restoring` its halves. `manager` has the manifests, by which a

@@ -1,4 +1,4 @@
-"""The door for programs that were written for JAXline.
+"""Constructs experiments, and adapts what was written for JAXline.
 
 `adapters` gives the parts of a run all methods when a `train.Run` is made,
 `experiments` an experiment all attributes, `checkpoints` keeps JAXline's

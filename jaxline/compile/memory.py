@@ -1,4 +1,4 @@
-"""The largest buffers of a program, from what XLA dumps about its memory.
+"""Reads the largest buffers of a program from what XLA dumps of its memory.
 
 It dumps a program that does not fit too, for which there is no compiled object.
 """

@@ -1,4 +1,4 @@
-"""Weighted means that aggregate exactly over uneven batches and shards.
+"""What a run measures and shows; here, exact weighted means and the keys.
 
 `periodic` has the actions at intervals, `writers` the queue and its thread,
 `files` and `tensorboard` what they write, `console` the terminal. Read

@@ -1,4 +1,4 @@
-"""What a `MetricWriter` writes to: the interface of a backend, log files."""
+"""`Backend`, to which a `MetricWriter` writes, and files of JSON lines."""
 
 import abc
 from collections.abc import Mapping, Sequence

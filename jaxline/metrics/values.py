@@ -1,4 +1,4 @@
-"""Converts logged values (arrays, images, texts) to what the backends write."""
+"""Fetches logged values from the devices and converts them for backends."""
 
 from collections.abc import Callable, Mapping
 import numbers

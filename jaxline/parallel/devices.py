@@ -1,4 +1,4 @@
-"""Moving values between the host and the devices of this host."""
+"""Moves the values of the per-device style between host and devices."""
 
 import collections
 from collections.abc import Generator, Iterable

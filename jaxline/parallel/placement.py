@@ -1,4 +1,4 @@
-"""Places arrays on the devices of a mesh."""
+"""Places the arrays of the sharded style on the devices of a mesh."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Reads the directories of runs; `python -m jaxline.runs` is the command.
+"""Reads the directories of runs; `python -m jaxline.runs` prints tables.
 
 A run is a directory with a `config.json`. `replay` runs its steps again,
 `bisect` and `explain` use that; `verdict` compares runs over seeds. Read this

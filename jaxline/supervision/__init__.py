@@ -1,4 +1,4 @@
-"""Ends a run: on a signal, by its budget, at a loss that is not finite.
+"""Guards a run from its start to its end: signals, losses, exit codes.
 
 `preemption` has the signals, `nonfinite` the guard of each step, `exits` the
 table of exit codes. `compilation_cache` and `profiling` serve a start. Read

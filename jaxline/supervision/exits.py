@@ -1,4 +1,4 @@
-"""How a process ends: the exit code and the message for each error.
+"""Maps an error to its exit code; the text is the error's own.
 
 0    the run has ended
 1    an error
