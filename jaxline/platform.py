@@ -192,8 +192,10 @@ def start(
       made[log] = (writer_factory or create_writer)(own_config, log)
       closing.enter_context(adapters.full_writer(made[log]))
     profiles = mode.trains and config.xla.pgle_save and not jax.process_index()
-    folder_of = logs_lib.folders(config.checkpoint_dir)
-    actions = [profiling.PgleProfiler(config, folder_of)] if profiles else []
+    actions = []
+    if profiles:
+      folder_of = logs_lib.folders(config.checkpoint_dir)
+      actions.append(profiling.PgleProfiler(config, folder_of))
     run = train.Run(
       experiment_class,
       own_config,

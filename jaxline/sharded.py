@@ -25,7 +25,6 @@ from jaxline import metrics as metrics_lib
 from jaxline import train_state
 from jaxline import train_step as step_lib
 from jaxline.base import stateful
-from jaxline.inputs import base as inputs
 from jaxline.inputs import feed
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
@@ -288,7 +287,12 @@ class ShardedExperiment(experiment.FullExperiment):
       args = state.params, state.model_state, batch, rng
       outputs = self.eval_outputs(*args)
       weights = batch[step_lib.WEIGHTS]
-      inputs.num_rows({'batch': weights, 'eval_outputs': outputs})
+      shapes = {jax.numpy.shape(x) for x in jax.tree.leaves(outputs)}
+      if any(shape[:1] != weights.shape for shape in shapes):
+        raise ValueError(
+          f'eval_outputs returned arrays of the shapes {sorted(shapes)}; expected'
+          f' a row for each of the {len(weights)} of the batch.'
+        )
       _, metrics, _ = self.loss_fn(*args, False)
       return metrics_lib.complete(metrics, weights), outputs
 

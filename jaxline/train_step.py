@@ -188,6 +188,11 @@ def set_metrics(
   if rows:
     outputs = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     reduced = reduce_outputs(outputs)
+    if not isinstance(reduced, Mapping):
+      raise TypeError(
+        f'reduce_outputs returned a {type(reduced).__name__}; expected a dict'
+        ' of numbers and images.'
+      )
     if taken := sorted(found.keys() & reduced.keys()):
       raise ValueError(f'reduce_outputs and loss_fn both return {taken}.')
     found |= reduced

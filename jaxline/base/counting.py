@@ -118,7 +118,6 @@ def splash_share(rows: int, columns: int) -> float:
   return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
 
-@functools.cache
 def count_kernel_overlaps(
   size: int,
   kernel: int,
@@ -134,12 +133,15 @@ def count_kernel_overlaps(
   k * kernel_dilation; that is an element of the input, not padding nor a hole
   of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
   """
-  starts = np.arange(out) * stride - low
-  met = 0
-  for x in (starts + k * kernel_dilation for k in range(kernel)):
-    is_met = (x >= 0) & (x <= (size - 1) * dilation) & (x % dilation == 0)
-    met += int(np.count_nonzero(is_met))
-  return met
+  at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
+  first = np.maximum(-(at // stride), 0)
+  last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
+  common = math.gcd(stride, dilation)
+  every = dilation // common
+  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
+  rest = -at // common * pow(stride // common, -1, every) % every
+  solutions = (last - rest) // every - (first - 1 - rest) // every
+  return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
 
 
 # The primitives that multiply. Each function takes the shapes of the operands,

@@ -157,8 +157,8 @@ def check_own_class(file: str, values: Mapping[str, Any], named: str) -> None:
     return
   if not path.as_posix().endswith(f'/{module.replace(".", "/")}.py'):
     raise errors.UsageError(  # It is a copy, such as of an example.
-      f'config.experiment_class is {named!r}, but {file} has a {name} of its'
-      f" own. Write config.experiment_class = f'{{__name__}}:{name}' there."
+      f'config.experiment_class is {named!r}, but {file} has a class {name} of'
+      f" its own. Write config.experiment_class = f'{{__name__}}:{name}' there."
     )
   _named[module] = os.path.realpath(file)
   if '.' not in module and not path.parent.stat().st_mode & stat.S_ISVTX:

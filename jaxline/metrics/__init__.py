@@ -130,9 +130,10 @@ def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
     if not isinstance(x, Mean):
       shape = () if isinstance(x, int | float) else getattr(x, 'shape', None)
       if shape != ():
+        what = type(x).__name__ if shape is None else f'array {[*shape]}'
         raise TypeError(
-          f'The metric {name!r} is a {type(x).__name__} of shape {shape}.'
-          ' Expected metrics.Mean.of(values, weights), or a scalar.'
+          f'The metric {name!r} of loss_fn is of the type {what}; expected'
+          " metrics.Mean.of(values, batch['weights']), or a scalar."
         )
       found[name] = Mean.of(x, jnp.sum(weights, dtype=jnp.float32))
   return found

@@ -67,9 +67,10 @@ class TensorBoardWriter(files.FileBackend):
       # Most steps have the same names: to make the messages again would take
       # the thread four times as long.
       if self._names != (names := list(values)):
-        self._names, self._event = names, event_pb2.Event()
+        self._event = event_pb2.Event()
         add = self._event.summary.value.add
         self._numbers = [add(tag=name) for name in names]
+        self._names = names
       event = self._event
       for number, x in zip(self._numbers, values.values(), strict=True):
         number.simple_value = x

@@ -90,7 +90,7 @@ class RunRecord:
 
   def prefers_higher(self, name: str) -> bool:
     """Returns whether more of a metric is better; less is of a loss."""
-    if name == f'eval/{self.recorded.get("best_model_eval_metric")}':
+    if name.partition('/')[2] == self.recorded.get('best_model_eval_metric'):
       key = 'best_model_eval_metric_higher_is_better'
       return bool(self.recorded.get(key, True))
     return 'loss' not in name

@@ -39,17 +39,23 @@ def plot(
   size = 8, 4 * max(1, len(names))
   figure = pyplot.figure(figsize=size, layout='constrained')
   for i, name in enumerate(names):
-    axes = figure.add_subplot(len(names), 1, i + 1, xlabel='step', ylabel=name)
+    axes = figure.add_subplot(len(names), 1, i + 1, xlabel='step')
+    axes.set_ylabel(_shown(name))
     for label, group in zip(tables.names(groups), groups, strict=True):
       steps, means, deviations = curve(group, name).T
       # Matplotlib would leave out a label that begins with _.
-      label = f' {label}'.replace('$', r'\$')
+      label = f' {_shown(label)}'
       (line,) = axes.plot(steps, means, label=label)
       edges = means - deviations, means + deviations
       axes.fill_between(steps, *edges, color=line.get_color(), alpha=0.2, lw=0)
     axes.legend()
   pyplot.close(figure)  # Else a notebook shows it twice.
   return figure
+
+
+def _shown(text: str) -> str:
+  """Returns text that matplotlib shows as it is, without control characters."""
+  return lines.escaped(text).replace('$', r'\$')
 
 
 def command(args: argparse.Namespace) -> None:

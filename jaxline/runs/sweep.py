@@ -88,7 +88,11 @@ def run(
         'config.checkpoint_dir is None; expected a directory for the sweep.'
       )
     values = base_config.flat(base_config.recorded(config))
-    pairs = zip(tables.short([*point]), point, strict=True)
+    # The seed last, so that runs of a group begin with the same name.
+    pairs = sorted(
+      zip(tables.short([*point]), point, strict=True),
+      key=lambda pair: pair[1] == 'random_seed',
+    )
     name = ','.join(f'{head}={values[key]}' for head, key in pairs)
     name = parse.quote(name, safe='=,')  # Two values have two names.
     configs[store_lib.at(config.checkpoint_dir).below(name).url] = config
@@ -110,8 +114,7 @@ def run(
   if metric and not jax.process_index():
     tables.print_comparison(groups, tables.metrics(found))
     best = tables.cell(groups[0], metric)
-    where = f'{config.checkpoint_dir}/{tables.names(groups)[0]}'
-    lines.print_text(f'Best {metric}: {best}, in {where}')
+    lines.print_text(f'Best {metric}: {best}, in {groups[0][0].path}')
   return [x for group in groups for x in group], failed
 
 

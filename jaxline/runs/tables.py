@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import json
 import math
 import os
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +24,25 @@ Group = Sequence[runs_lib.RunRecord]
 def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
   """Returns groups of runs, the best first by the metric `sort`."""
   found: dict[str, list[runs_lib.RunRecord]] = collections.defaultdict(list)
-  for run in runs:
+  code_of: dict[str, str] = {}
+  seen = collections.Counter[tuple[str, Any]]()
+
+  def key_of(run: runs_lib.RunRecord) -> str:
     own = run.recorded | {'checkpoint_dir': '', 'random_seed': 0}
-    found[json.dumps(own, sort_keys=True) if by_seed else run.path].append(run)
+    key = json.dumps(own, sort_keys=True)
+    # A run without a checkpoint counts as one of the same code as the others.
+    code = run.manifest.get('code', {}).get('files') or code_of.get(key, '')
+    code_of.setdefault(key, code)
+    return f'{key} {code}'
+
+  for run in sorted(runs, key=lambda run: not run.manifest) if by_seed else ():
+    key_of(run)  # Those with a checkpoint first.
+  for run in runs:
+    key = key_of(run) if by_seed else run.path
+    # A second run of a seed is no sample of its own.
+    sample = key, run.recorded.get('random_seed')
+    found[f'{key} {seen[sample]}'].append(run)
+    seen[sample] += 1
   if sort is None:
     return [*found.values()]
   sort = metrics(runs, sort, '--sort')[0]
@@ -80,7 +97,11 @@ def names(of: Sequence[Group]) -> list[str]:
   prefix = os.path.commonprefix(paths)  # noqa: RUF071  It is cut at a slash.
   folder, slash, _ = prefix.rpartition('/')
   paths = [path.removeprefix(f'{folder}{slash}') for path in paths]
-  return [x + '*' * (len(g) > 1) for x, g in zip(paths, of, strict=True)]
+  shown = [x + '*' * (len(g) > 1) for x, g in zip(paths, of, strict=True)]
+  firsts = (g[0].path.removeprefix(f'{folder}{slash}') for g in of)
+  # Groups of one name are called by their first run.
+  both = zip(shown, firsts, strict=True)
+  return [x if shown.count(x) == 1 else f'{first} ...' for x, first in both]
 
 
 def short(keys: Sequence[str]) -> list[str]:

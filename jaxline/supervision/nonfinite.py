@@ -161,11 +161,10 @@ class Guard(periodic.Action):
       weights = jax.tree.leaves(self._experiment.state.params)
       parts = [part.data for x in weights for part in x.addressable_shards]
       what = 'finite' if all(map(is_finite, parts)) else 'not finite'
+      step = int(self._experiment.state.step)  # A later one may have run.
     except (AttributeError, RuntimeError, TypeError):  # No or other weights.
       return ''
-    # Only skipped steps leave them as they were.
-    when = 'before' if self._mode == 'skip' else 'after'
-    return f' The weights {when} it are {what}.'
+    return f' The weights after step {step} are {what}.'
 
 
 def _leaves(scalars: Any) -> dict[str, Any]:
