@@ -290,8 +290,8 @@ class ShardedExperiment(experiment.FullExperiment):
       shapes = {jax.numpy.shape(x) for x in jax.tree.leaves(outputs)}
       if any(shape[:1] != weights.shape for shape in shapes):
         raise ValueError(
-          f'eval_outputs returned arrays of the shapes {sorted(shapes)}; expected'
-          f' a row for each of the {len(weights)} of the batch.'
+          f'eval_outputs returned arrays {sorted(shapes)}; expected a row for'
+          f' each of the {len(weights)} of the batch.'
         )
       _, metrics, _ = self.loss_fn(*args, False)
       return metrics_lib.complete(metrics, weights), outputs
