@@ -6,8 +6,9 @@
   python -m examples.lm.hf parity RUN DIR
 
 DIR has `config.json`, `*.safetensors` and `tokenizer.json`. `_FAMILIES` lists
-the models. `import` makes a run with a checkpoint of step 0. `parity` compares
-the logits of a run and of transformers, which needs torch.
+the models. `import` makes a run with a checkpoint of step 0, and keeps what
+else DIR has (`folder.py`), so that `export` can write it. `parity` compares the
+logits of a run and of transformers, which needs torch.
 """
 
 import argparse
@@ -42,10 +43,12 @@ from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.inputs import tokenization
+from jaxline.metrics import lines
 from jaxline.parallel import distributed
 from jaxline.parallel import prng
 
 from . import experiment as experiment_lib
+from . import folder
 from . import lora
 from . import model
 
@@ -526,7 +529,10 @@ def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
 
 def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   """Makes a run of a folder: config, tokenizer, and checkpoint of step 0."""
-  hf = json.loads((source / 'config.json').read_bytes())
+  raw = folder.read(source, folder.CONFIG)
+  if raw is None:
+    raise errors.MissingFileError(f'{source / folder.CONFIG}: no file.')
+  hf = json.loads(raw)
   config, tensors = _run_config(hf), _open(source)
   names = ('tokenizer.json', 'tokenizer.model')
   name = next((x for x in names if (source / x).exists()), None)
@@ -536,15 +542,19 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
       ' download the whole folder of the model.'
     )
   config.checkpoint_dir = str(run)
-  config.experiment_kwargs.config.tokenizer = str((source / name).absolute())
+  kwargs = config.experiment_kwargs.config
+  kwargs.tokenizer = str((source / name).absolute())
+  kwargs.decode.stop_ids = folder.stop_ids(source)
+  if name == 'tokenizer.json':
+    kwargs.prompt_format = 'special'
   distributed.initialize(config.distributed)
   # All that may be refused is read before the run is there.
   cls = platform.resolve_experiment_class(config)
   step_rng, init_rng = prng.run_keys(config)
   experiment = experiments.construct(cls, 'decode', init_rng, config)
   state = _read_state(tensors, experiment, init_rng)
-  tokenizer = run.absolute() / name
-  config.experiment_kwargs.config.tokenizer = str(tokenizer)
+  beside = run.absolute() / folder.NAME
+  kwargs.tokenizer = str(beside / name)
   config = platform.resolve_config(config)
   checkpointer = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'train'), cls
@@ -553,8 +563,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     if not protocol.is_new(checkpointer):
       raise errors.UsageError(f'{run} has checkpoints already; give another.')
     if jax.process_index() == 0:
-      run.mkdir(parents=True, exist_ok=True)
-      shutil.copyfile(source / name, tokenizer)
+      left_out = folder.copy(source, beside)
     distributed.broadcast_from_process_0(None)  # The others read it too.
     experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
@@ -563,6 +572,8 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     checkpointer.save('latest')
     checkpointer.wait_for_checkpointing_to_finish()
   if jax.process_index() == 0:
+    if left_out:
+      lines.print_text(f'Not copied: {", ".join(left_out)}.')
     print(
       f'{hf["model_type"]} of {source}, step 0 of {run}. Continue prompts:\n'
       f'  python experiment.py --jaxline_run={run} --jaxline_mode=decode\n'
@@ -606,9 +617,6 @@ def _run_config(hf: Mapping[str, Any]) -> config_dict.ConfigDict:
   kwargs.update(learning_rate=1e-5, warmup_fraction=0.05, sample_prompt='The')
   kwargs.sample_length = min(64, length // 2)
   kwargs.decode.max_decode_steps = min(128, length // 2)
-  ends = hf.get('eos_token_id')
-  ends = ends if isinstance(ends, list) else [ends]
-  kwargs.decode.stop_ids = tuple(x for x in ends if x is not None)
   return config
 
 
@@ -633,11 +641,19 @@ def export_run(
     trees.named_leaves(jax.device_get(params)),
   )
   tokenizer = experiment_lib.find_tokenizer(kwargs.tokenizer, str(run))
-  start = tokenization.load_tokenizer(tokenizer).document_id
-  # Decoding stops at the document token too.
-  stops = [*dict.fromkeys([*kwargs.decode.stop_ids, start])]
-  ends = {'bos_token_id': start, 'eos_token_id': stops}
-  hf = _write_config(config) | ends | {'torch_dtype': dtype}
+  source = folder.of_tokenizer(tokenizer)
+  is_of_model = folder.is_of(source, config.vocab_size)
+  hf = _write_config(config)
+  if source and is_of_model:
+    more, generation = _as_imported(source, kwargs.decode.stop_ids)
+    hf = more | hf
+  else:
+    start = tokenization.load_tokenizer(tokenizer).document_id
+    # Decoding stops at the document token too.
+    stops = [*dict.fromkeys([*kwargs.decode.stop_ids, start])]
+    generation = {'bos_token_id': start, 'eos_token_id': stops}
+    hf |= generation
+  hf['torch_dtype'] = dtype
 
   files: dict[int, dict[str, np.ndarray]] = {}
   total = 0
@@ -645,6 +661,7 @@ def export_run(
     files.setdefault(total // _MAX_FILE, {})[name] = x
     total += x.size * np.dtype(dtype).itemsize
   out.mkdir(parents=True, exist_ok=True)
+  _write(out, folder.GENERATION, generation)
   places: dict[str, str] = {}
   for i, tensors in enumerate(files.values(), 1):
     part = f'-{i:05d}-of-{len(files):05d}' if len(files) > 1 else ''
@@ -652,19 +669,42 @@ def export_run(
     converted = {k: np.ascontiguousarray(x, dtype) for k, x in tensors.items()}
     file = out / f'model{part}.safetensors'
     safetensors.numpy.save_file(converted, file, {'format': 'pt'})
-  path = pathlib.Path(str(tokenizer).partition('#')[0])
-  if path.suffix in ('.json', '.model'):
+    shutil.copymode(out / folder.GENERATION, file)  # It makes private files.
+  if source:
+    folder.export(source, out, is_of_model)
+    path = pathlib.Path(str(tokenizer).partition('#')[0])
     shutil.copyfile(path, out / f'tokenizer{path.suffix}')
   else:
     print(f'No tokenizer is written: {kwargs.tokenizer!r} is no file.')
   index = {'metadata': {'total_size': total}, 'weight_map': places}
-  for name, content in (
-    ('model.safetensors.index', index),
-    ('generation_config', ends),
-    ('config', hf),  # Last: all is there.
-  ):
-    (out / f'{name}.json').write_text(json.dumps(content, indent=2) + '\n')
+  _write(out, 'model.safetensors.index.json', index)
+  _write(out, folder.CONFIG, hf)  # Last: all is there.
   print(f'{hf["model_type"]}, {total:,} bytes of {dtype}, in {out}')
+
+
+def _as_imported(
+  source: pathlib.Path, stops: Sequence[int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns what two files of a folder have besides the options of the model.
+
+  They are its `config.json` and its `generation_config.json`. If the run stops
+  at other tokens than the folder says, both have these.
+  """
+  original = folder.read_json(source, folder.CONFIG)
+  kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}
+  config = {key: x for key, x in original.items() if key in kept}
+  ids = {k: x for k, x in config.items() if k.endswith('_token_id')}
+  generation = folder.read_json(source, folder.GENERATION) or ids
+  if tuple(stops) != folder.stop_ids(source):
+    config |= {'eos_token_id': [*stops]}
+    generation |= {'eos_token_id': [*stops]}
+  if isinstance(end := config.get('eos_token_id'), int):
+    config['eos_token_id'] = [end]
+  return config, generation
+
+
+def _write(out: pathlib.Path, name: str, content: Any) -> None:
+  (out / name).write_text(json.dumps(content, indent=2) + '\n')
 
 
 def _folded(
