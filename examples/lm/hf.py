@@ -633,7 +633,7 @@ def export_run(
     raise errors.UsageError(f'{out} is not empty; give another folder.')
   kwargs = base_config.recorded_config(run).experiment_kwargs.config
   params = lora.merge(
-    jaxline.load_weights(run, **which),
+    jaxline.load_weights(run, model_state=True, **which)['params'],
     base_config.read(lora.Config, kwargs.get('lora', {})),
   )
   config, weights = _folded(

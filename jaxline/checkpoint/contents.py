@@ -31,7 +31,8 @@ from jaxline.parallel import devices
 from jaxline.run_directory import store as store_lib
 
 PARAMS = 'state/params/'
-AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
+MODEL_STATE = 'state/model_state'
+AVERAGED = f'{MODEL_STATE}/ema/'  # See `train_state.average_weights`.
 _MAX_DIFF = 2**20  # Characters.
 _PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
 _VERSIONS = {
@@ -281,6 +282,14 @@ class Checkpoint:
       is_trained = self.record['step'] > 0
       which = 'averaged' if has_averaged and is_trained else 'raw'
     return {'raw': PARAMS, 'averaged': AVERAGED}[which]
+
+  def model_state(self) -> list[str]:
+    """Returns the names of what a model needs besides its weights.
+
+    For example the statistics of batch normalisation.
+    """
+    averaged = {n for n in self.described if n.startswith(AVERAGED)}
+    return [n for n in self._below(MODEL_STATE) if n not in averaged]
 
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
