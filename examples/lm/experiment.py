@@ -288,7 +288,11 @@ class Experiment(sharded.ShardedExperiment):
         cache_dir=self.config.cache_dir,
       )
       train, held_out = self.corpus
-      self._check_corpus()
+      if self.config.model.vocab_size < self.tokenizer.vocab_size:
+        for documents in self.corpus:
+          texts = np.split(documents.tokens, documents.starts[1:])
+          for name, ids in zip(documents.names, texts, strict=True):
+            self._check_rows(ids, name)
       self.data_summary = (
         f'{len(train.names):,} documents, {train.tokens.size:,} tokens;'
         f' {len(held_out.names):,} documents held out'
@@ -332,19 +336,8 @@ class Experiment(sharded.ShardedExperiment):
         f' model.max_length, {config.model.max_length}, and no less than 0.'
       )
 
-  def _check_corpus(self) -> None:
-    """Refuses a document with a token of which the model has no row."""
-    if self.config.model.vocab_size >= self.tokenizer.vocab_size:
-      return
-    for documents in self.corpus:
-      for n, start in enumerate(documents.starts):
-        end = documents.starts[n + 1 : n + 2]
-        self._check_rows(
-          documents.tokens[start : end[0] if end.size else None],
-          documents.names[n],
-        )
-
   def _check_rows(self, ids: np.ndarray, what: str) -> None:
+    """Refuses a text with a token of which the model has no row."""
     rows = self.config.model.vocab_size
     if wrong := ids[ids >= rows][:1].tolist():
       raise errors.UsageError(

@@ -9,7 +9,8 @@ All that a folder says is data: a template runs in the sandbox of Jinja2, and
 nothing is imported or unpickled.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
 import datetime
 import functools
 import json
@@ -36,10 +37,25 @@ _OF_TOKENIZERS = (
   'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
   'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
 )  # fmt: skip
+_WEIGHTS = '.safetensors', '.safetensors.index.json'
 _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
 _NOT_COPIED = 'not_copied.txt'
 _MAX_BYTES = 2**28  # Of a file; the largest tokenizers have 2**25.
 _MAX_TEXT = 2**26  # Characters that a template may write.
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+  """Names what cannot be read: a file may be of any shape."""
+  try:
+    yield
+  except (errors.UsageError, ImportError):
+    raise
+  except Exception as e:  # A template, and Jinja2, may raise anything.
+    raise errors.UsageError(
+      f'{what} cannot be read: {lines.escaped(str(e) or repr(e))}. Copy it'
+      ' again, or correct it.'
+    ) from e
 
 
 # Files.
@@ -61,19 +77,11 @@ def read(folder: Path, name: str) -> bytes | None:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
   """Returns the object in a file, {} if there is no file."""
-  if (raw := read(folder, name)) is None:
-    return {}
-  try:
-    value = json.loads(raw)
-    if isinstance(value, dict):
-      return value
-    problem = f'a {type(value).__name__}'
-  except (ValueError, RecursionError) as e:
-    problem = f'not JSON ({e})'
-  raise errors.UsageError(
-    f'{pathlib.Path(folder) / name} is {problem}; expected an object. Copy it'
-    ' again.'
-  )
+  with _reading(str(pathlib.Path(folder) / name)):
+    value = json.loads(read(folder, name) or b'{}')
+    if not isinstance(value, dict):
+      raise ValueError(f'it is a {type(value).__name__}; expected an object')
+  return value
 
 
 def of_tokenizer(spec: str) -> pathlib.Path | None:
@@ -84,37 +92,33 @@ def of_tokenizer(spec: str) -> pathlib.Path | None:
 
 def is_of(folder: Path | None, vocab_size: int) -> bool:
   """Returns whether a folder has a model with so many rows."""
-  if folder is None:
-    return False
-  return read_json(folder, CONFIG).get('vocab_size') == vocab_size
+  return bool(folder) and (
+    read_json(folder, CONFIG).get('vocab_size') == vocab_size
+  )
 
 
-def _names(folder: pathlib.Path) -> dict[str, bool]:
-  """Returns the names of what is no weights -> whether it is copied."""
-  names = {}
+def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
+  """Returns the names of files to copy, and of what else is no weights."""
+  names: tuple[list[str], list[str]] = [], []
   for path in sorted([*folder.iterdir(), *folder.glob(f'{TEMPLATES}/*')]):
     name = path.relative_to(folder).as_posix()
-    is_weights = name.endswith(('.safetensors', '.safetensors.index.json'))
-    if is_weights or name in (TEMPLATES, _NOT_COPIED) or name[0] == '.':
+    if name.endswith(_WEIGHTS) or name in (TEMPLATES, _NOT_COPIED):
       continue
+    # Another link may lead anywhere, and an export may be published.
     is_known = name in (*_OF_TOKENIZERS, CONFIG, GENERATION)
-    # A link may lead anywhere, and an export may be published.
-    is_own = path.is_file() and (is_known or not path.is_symlink())
-    is_data = path.suffix in _COPIED
-    names[name] = is_own and is_data and path.stat().st_size <= _MAX_BYTES
+    is_data = path.suffix in _COPIED and (is_known or not path.is_symlink())
+    is_data &= path.is_file() and path.stat().st_size <= _MAX_BYTES
+    names[not is_data].append(name)
   return names
 
 
-def copy(source: pathlib.Path, target: pathlib.Path) -> list[str]:
-  """Copies what is beside the weights; returns what is not copied, by name."""
-  names = _names(source)
-  _copy(
-    source, target, [name for name, is_copied in names.items() if is_copied]
-  )
-  left_out = [name for name, is_copied in names.items() if not is_copied]
-  if left_out:
-    (target / _NOT_COPIED).write_text('\n'.join(left_out) + '\n')
-  return left_out
+def copy(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copies what is beside the weights; prints what is not copied."""
+  names, others = _names(source)
+  _copy(source, target, names)
+  if others := [name for name in others if name[0] != '.']:
+    (target / _NOT_COPIED).write_text('\n'.join(others) + '\n')
+    lines.print_text(f'Not copied: {", ".join(others)}.')
 
 
 def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
@@ -122,32 +126,33 @@ def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
 
   Prints what a whole folder would have besides.
   """
-  names = [x for x in _OF_TOKENIZERS if (source / x).is_file()]
-  lacks = [] if _TOKENIZER_CONFIG in names else [_TOKENIZER_CONFIG]
+  names, _ = _names(source)
   if is_whole:
-    names = [name for name, is_copied in _names(source).items() if is_copied]
-    names = [name for name in names if name not in (CONFIG, GENERATION)]
     lacks = (read(source, _NOT_COPIED) or b'').decode().split('\n')[:-1]
+    names = [name for name in names if name not in (CONFIG, GENERATION)]
+  else:
+    names = [name for name in names if name in _OF_TOKENIZERS]
+    lacks = [x for x in (_TOKENIZER_CONFIG, TEMPLATE) if x not in names]
   _copy(source, target, names)
-  if not is_whole and not _templates(target):
-    lacks.append('a chat template')
   if lacks:
     lines.print_text(f'Not in the export: {", ".join(lacks)}.')
 
 
-def _copy(
-  source: pathlib.Path, target: pathlib.Path, names: Iterable[str]
-) -> None:
+def _copy(source: pathlib.Path, to: pathlib.Path, names: Iterable[str]) -> None:
   for name in names:
-    (target / name).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source / name, target / name)
+    (to / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / name, to / name)
 
 
 # What the files say.
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
-  """Returns the tokens that end a text: transformers reads the same files."""
+  """Returns the tokens that end a text, from the files in transformers' order.
+
+  Raises:
+    errors.UsageError: they are no tokens.
+  """
   for name in (GENERATION, CONFIG):
     ends = read_json(folder, name).get('eos_token_id')
     ids = ends if isinstance(ends, list) else [ends]
@@ -162,93 +167,71 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
   return ()
 
 
-def _templates(folder: Path) -> dict[str, str]:
-  """Returns the chat templates of a folder, by name."""
-  found: dict[str, str] = {}
-  paths = sorted((pathlib.Path(folder) / TEMPLATES).glob('*.jinja'))
-  files = {path.stem: f'{TEMPLATES}/{path.name}' for path in paths}
-  for name, file in {'default': TEMPLATE, **files}.items():
-    if (raw := read(folder, file)) is not None:
-      found[name] = raw.decode(errors='replace')
-  given = read_json(folder, _TOKENIZER_CONFIG).get('chat_template')
-  if found or given is None:
-    return found
-  try:
-    given = {'default': given} if isinstance(given, str) else given
-    if isinstance(given, list):
-      given = {x['name']: x['template'] for x in given}
-    return {str(name): x + '' for name, x in given.items()}
-  except (TypeError, LookupError, AttributeError) as e:
-    raise errors.UsageError(
-      f'chat_template in {pathlib.Path(folder) / _TOKENIZER_CONFIG} is of type'
-      f' {type(given).__name__}; expected text. Copy it again.'
-    ) from e
+def _template_of(folder: Path) -> str | None:
+  """Returns the chat template of a folder."""
+  if (raw := read(folder, TEMPLATE)) is not None:
+    return raw.decode()
+  found = read_json(folder, _TOKENIZER_CONFIG).get('chat_template')
+  if isinstance(found, list):
+    found = {x['name']: x['template'] for x in found}
+  return found.get('default') if isinstance(found, dict) else found
 
 
 def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
-  """Returns a tokenizer's named special tokens, and all that may be new."""
-  config = dict(read_json(folder, _TOKENIZER_CONFIG))
+  """Returns a tokenizer's special tokens by name, and all it may lack."""
+  config = read_json(folder, _TOKENIZER_CONFIG)
   added = config.get('added_tokens_decoder')
   if added is None:  # Only old folders need the other file.
-    config |= read_json(folder, 'special_tokens_map.json')
-    added = {}
+    config = {**config, **read_json(folder, 'special_tokens_map.json')}
   extra = config.get('extra_special_tokens')
   extra = extra or config.get('additional_special_tokens') or []
   named = {k: x for k, x in config.items() if k.endswith('_token')}
   if isinstance(extra, dict):
     named, extra = {**named, **extra}, []
-  named = {k: x for k, x in named.items() if isinstance(x, str) or _is_token(x)}
-  tokens = [added[i] for i in sorted(added, key=int)]
+  named = {k: x for k, x in named.items() if isinstance(x, str | dict)}
+  tokens = [added[i] for i in sorted(added or {}, key=int)]
   return named, [*tokens, *named.values(), *extra]
 
 
-def _is_token(x: Any) -> bool:
-  return isinstance(x, dict) and isinstance(x.get('content'), str)
-
-
-def _content(x: Any) -> str:
-  return x['content'] if _is_token(x) else str(x)
+def _content(token: Any) -> str:
+  return token['content'] if isinstance(token, dict) else str(token)
 
 
 class Prompts:
   """Turns prompts into the tokens that transformers makes of them.
 
   Unlike `tokenization.Tokenizer` it reads the names of special tokens in a text
-  as these tokens, and puts before it what the folder's post-processor says.
+  as these tokens, and puts before it what the file's post-processor says.
   """
 
   def __init__(self, path: Path):
     """Loads `path`, a tokenizer.json, and the files beside it."""
     import tokenizers
 
-    self._folder = pathlib.Path(path).parent
-    raw = read(self._folder, pathlib.Path(path).name)
-    if raw is None or pathlib.Path(path).suffix != '.json':
+    path = pathlib.Path(path)
+    self._folder = path.parent
+    if path.suffix != '.json':
       raise errors.UsageError(
         f"{path} is no tokenizer.json, which prompt_format 'special' and 'chat'"
         " need. Set prompt_format='text'."
       )
-    library = self._library = tokenizers.Tokenizer.from_buffer(raw)
+    with _reading(str(path)):
+      raw = read(self._folder, path.name) or b''
+      library = self._library = tokenizers.Tokenizer.from_buffer(raw)
     library.no_truncation()
     library.no_padding()
-    try:
+    with _reading(f'The special tokens of {self._folder}'):
       named, tokens = _special_tokens(self._folder)
+      self._named = {name: _content(x) for name, x in named.items()}
       known = {x.content for x in library.get_added_tokens_decoder().values()}
       options = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
       for x in tokens:
         if (text := _content(x)) in known:
           continue
         known.add(text)
-        given = x if isinstance(x, dict) else {}
-        given = {k: bool(given[k]) for k in options if k in given}
+        given = {k: x[k] for k in options if isinstance(x, dict) and k in x}
         token = tokenizers.AddedToken(text, **{'special': True, **given})
         library.add_tokens([token])
-    except (TypeError, ValueError, LookupError, AttributeError) as e:
-      raise errors.UsageError(
-        f'The special tokens in {self._folder / _TOKENIZER_CONFIG} cannot be'
-        f' read: {e!r}. Copy it again.'
-      ) from e
-    self._named = {name: _content(x) for name, x in named.items()}
 
   def encode(self, prompt: str | Messages) -> np.ndarray:
     """Returns the tokens of a text or of a conversation, int32 [length]."""
@@ -262,7 +245,7 @@ class Prompts:
     """Returns the text of a conversation, by the folder's template.
 
     Args:
-      messages: dicts with `role` and `content`, and what the template reads.
+      messages: dicts with `role`, `content`, and what else the template reads.
       **options: variables of the template. `add_generation_prompt` says whether
         to begin the next answer; the default is True.
     """
@@ -271,51 +254,36 @@ class Prompts:
         f'A conversation is {messages!r:.200}; expected messages, such as'
         " [{'role': 'user', 'content': 'Hi'}]."
       )
-    variables = {'add_generation_prompt': True, **self._named, **options}
-    variables |= {'messages': [*map(_message, messages)]}
-    variables = {'tools': None, 'documents': None, **variables}
-    written, size, template = [], 0, self._template
-    try:
-      for piece in template.generate(**variables):
+    size, template, written = 0, self._template, []
+    given = {'tools': None, 'documents': None, 'add_generation_prompt': True}
+    given |= {**self._named, **options, 'messages': [*map(_message, messages)]}
+    with _reading(f'A conversation by the chat template of {self._folder}'):
+      for piece in template.generate(**given):
         size += len(piece)
         if size > _MAX_TEXT:
-          raise ValueError(f'it writes more than {_MAX_TEXT:,} characters')
+          raise ValueError(f'more than {_MAX_TEXT:,} characters')
         written.append(piece)
-    except Exception as e:  # A template may raise anything.
-      raise errors.UsageError(
-        f'The chat template of {self._folder} refuses a conversation:'
-        f' {lines.escaped(str(e))}.'
-      ) from e
     return ''.join(written)
 
   @functools.cached_property
   def _template(self) -> Any:
-    import jinja2
-
-    found = _templates(self._folder)
-    if 'default' not in found:
-      raise errors.UsageError(
-        f'{self._folder} has no chat template (it has {[*found]}); expected'
-        f' {TEMPLATE}, or chat_template in {_TOKENIZER_CONFIG}. Take the folder'
-        " of a model for chats, or prompt_format='special' and texts."
-      )
-    try:
-      return _environment().from_string(found['default'])
-    except (jinja2.TemplateError, RecursionError) as e:
-      raise errors.UsageError(
-        f'The chat template of {self._folder} cannot be read:'
-        f' {lines.escaped(str(e))}. Copy it again.'
-      ) from e
+    with _reading(f'The chat template of {self._folder}'):
+      if found := _template_of(self._folder):
+        return _environment().from_string(found)
+    raise errors.UsageError(
+      f'{self._folder} has no chat template; expected {TEMPLATE}, or'
+      f' chat_template in {_TOKENIZER_CONFIG}. Take the folder of a model for'
+      " chats, or texts with prompt_format='special'."
+    )
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a message as transformers gives it to a template."""
   given = {k: x for k, x in message.items() if x is not None}
   names = 'reasoning_content', 'thinking', 'reasoning'
-  reasoning = [given[name] for name in names if name in given]
-  if not reasoning:
-    return given
-  return {'thinking': reasoning[0], **given, 'reasoning_content': reasoning[0]}
+  for reasoning in [given[name] for name in names if name in given][:1]:
+    given = {'thinking': reasoning, **given, 'reasoning_content': reasoning}
+  return given
 
 
 @functools.cache
@@ -342,26 +310,12 @@ def _environment() -> Any:
   def strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
-  def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-  ) -> str:
-    return json.dumps(
-      value,
-      ensure_ascii=ensure_ascii,
-      indent=indent,
-      separators=separators,
-      sort_keys=sort_keys,
-    )
-
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[Generation, ext.loopcontrols],
   )
+  to_json = functools.partial(json.dumps, ensure_ascii=False)
   environment.filters['tojson'] = to_json
   environment.globals['raise_exception'] = raise_exception
   environment.globals['strftime_now'] = strftime_now

@@ -43,7 +43,6 @@ from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.inputs import tokenization
-from jaxline.metrics import lines
 from jaxline.parallel import distributed
 from jaxline.parallel import prng
 
@@ -563,7 +562,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     if not protocol.is_new(checkpointer):
       raise errors.UsageError(f'{run} has checkpoints already; give another.')
     if jax.process_index() == 0:
-      left_out = folder.copy(source, beside)
+      folder.copy(source, beside)
     distributed.broadcast_from_process_0(None)  # The others read it too.
     experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
@@ -572,8 +571,6 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     checkpointer.save('latest')
     checkpointer.wait_for_checkpointing_to_finish()
   if jax.process_index() == 0:
-    if left_out:
-      lines.print_text(f'Not copied: {", ".join(left_out)}.')
     print(
       f'{hf["model_type"]} of {source}, step 0 of {run}. Continue prompts:\n'
       f'  python experiment.py --jaxline_run={run} --jaxline_mode=decode\n'

@@ -31,8 +31,7 @@ from jaxline.parallel import devices
 from jaxline.run_directory import store as store_lib
 
 PARAMS = 'state/params/'
-MODEL_STATE = 'state/model_state'
-AVERAGED = f'{MODEL_STATE}/ema/'  # See `train_state.average_weights`.
+AVERAGED = 'state/model_state/ema/'  # See `train_state.average_weights`.
 _MAX_DIFF = 2**20  # Characters.
 _PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
 _VERSIONS = {
@@ -288,8 +287,8 @@ class Checkpoint:
 
     For example the statistics of batch normalisation.
     """
-    averaged = {n for n in self.described if n.startswith(AVERAGED)}
-    return [n for n in self._below(MODEL_STATE) if n not in averaged]
+    names = self._below('state/model_state')
+    return [n for n in names if not n.startswith(AVERAGED)]
 
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
