@@ -37,6 +37,7 @@ _OF_TOKENIZERS = (
   'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
   'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
 )  # fmt: skip
+_LLAMA = 'LlamaTokenizer', 'LlamaTokenizerFast'
 _WEIGHTS = '.safetensors', '.safetensors.index.json'
 _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
 _NOT_COPIED = 'not_copied.txt'
@@ -218,9 +219,23 @@ class Prompts:
     with _reading(str(path)):
       raw = read(self._folder, path.name) or b''
       library = self._library = tokenizers.Tokenizer.from_buffer(raw)
+      config = read_json(self._folder, _TOKENIZER_CONFIG)
+      model_type = read_json(self._folder, CONFIG).get('model_type')
     library.no_truncation()
     library.no_padding()
-    with _reading(f'The special tokens of {self._folder}'):
+    library.encode_special_tokens = config.get('split_special_tokens') is True
+    # transformers 5 does not take this class's pre-tokenizer from the file.
+    is_llama = (
+      config.get('tokenizer_class') in _LLAMA and model_type != 'mistral'
+    )
+    if is_llama and b'"ByteLevel"' not in raw:
+      has_prefix = config.get('add_prefix_space') in (None, True)
+      scheme = 'always' if config.get('legacy') else 'first'
+      library.normalizer = None
+      library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+        prepend_scheme=scheme if has_prefix else 'never', split=False
+      )
+    with _reading(f'{self._folder / _TOKENIZER_CONFIG}: special tokens'):
       named, tokens = _special_tokens(self._folder)
       self._named = {name: _content(x) for name, x in named.items()}
       known = {x.content for x in library.get_added_tokens_decoder().values()}
