@@ -513,8 +513,8 @@ def continue_texts(
     start_id: the token in front of each prompt; None is none.
     max_length: tokens that the model can see, `max_decode_steps` among them.
     rows: see `pad_prompts`.
-    encode: returns the tokens of a prompt behind `start_id`; None is those of
-      the tokenizer.
+    encode: returns the tokens of a prompt, which follow `start_id`; None means
+      `tokenizer.encode`.
 
   Returns:
     For each prompt its continuations, the best first: 'text', without the token

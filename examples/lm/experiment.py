@@ -80,11 +80,11 @@ class Config:
     sample_prompt: what the sample of each evaluation continues.
     sample_length: tokens of the sample, besides the prompt; 0 for none.
     sample_temperature: 1 samples the model's distribution, 0 its likeliest.
-    prompt_format: how a prompt is read. 'text': no token in it is special, and
-      the token between documents is put before it, and stops its continuation
-      too. 'special': as transformers reads it, which finds special tokens by
-      their names, and puts before it what the tokenizer.json says. 'chat': as
-      what a user says, by the chat template beside the tokenizer.json.
+    prompt_format: how a prompt is read. 'text': it begins with the token
+      between documents, which also stops a continuation, and no other token in
+      it is special. 'special': as transformers reads it with the tokenizer.json,
+      which finds special tokens by their names. 'chat': as the message of a
+      user, by the chat template in the folder of the tokenizer.json.
     decode: how --jaxline_mode=decode continues prompts.
   """
 
@@ -331,8 +331,8 @@ class Experiment(sharded.ShardedExperiment):
     length = prompt + config.sample_length
     if config.sample_length < 0 or length > config.model.max_length:
       raise errors.UsageError(
-        f'sample_length is {config.sample_length}; with sample_prompt and what'
-        f' is put before it that makes {length} tokens, expected at most'
+        f'sample_length is {config.sample_length}; with sample_prompt and its'
+        f' special tokens that makes {length} tokens, expected at most'
         f' model.max_length, {config.model.max_length}, and no less than 0.'
       )
 

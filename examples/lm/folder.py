@@ -1,4 +1,4 @@
-"""What a Hugging Face folder has beside the weights: prompts, stops, files.
+"""Reads a Hugging Face folder, except its weights: prompts, stops, files.
 
   folder.stop_ids('models/qwen')  # (151645, 151643)
   prompts = folder.Prompts('models/qwen/tokenizer.json')
@@ -71,7 +71,7 @@ def read(folder: Path, name: str) -> bytes | None:
     return None
   if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
     raise errors.UsageError(
-      f'{path} is no file of at most {_MAX_BYTES:,} bytes. Copy it again.'
+      f'{path} is not a file of at most {_MAX_BYTES:,} bytes. Copy it again.'
     )
   return path.read_bytes()
 
@@ -86,7 +86,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def of_tokenizer(spec: str) -> pathlib.Path | None:
-  """Returns the folder of `Config.tokenizer`, None if that is no file."""
+  """Returns the folder of `Config.tokenizer`, or None for 'bytes' and such."""
   path = pathlib.Path(str(spec).partition('#')[0])
   return path.parent if path.suffix in ('.json', '.model') else None
 
@@ -99,7 +99,7 @@ def is_of(folder: Path | None, vocab_size: int) -> bool:
 
 
 def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
-  """Returns the names of files to copy, and of what else is no weights."""
+  """Returns the names of the files to copy, and of the others but weights."""
   names: tuple[list[str], list[str]] = [], []
   for path in sorted([*folder.iterdir(), *folder.glob(f'{TEMPLATES}/*')]):
     name = path.relative_to(folder).as_posix()
@@ -114,7 +114,7 @@ def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
 
 
 def copy(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies what is beside the weights; prints what is not copied."""
+  """Copies a folder except its weights; prints what else is not copied."""
   names, others = _names(source)
   _copy(source, target, names)
   if others := [name for name in others if name[0] != '.']:
@@ -125,7 +125,7 @@ def copy(source: pathlib.Path, target: pathlib.Path) -> None:
 def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
   """Copies a folder but for its configs, or only the files of its tokenizer.
 
-  Prints what a whole folder would have besides.
+  It prints the names of the files that are missing.
   """
   names, _ = _names(source)
   if is_whole:
@@ -152,7 +152,7 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
   """Returns the tokens that end a text, from the files in transformers' order.
 
   Raises:
-    errors.UsageError: they are no tokens.
+    errors.UsageError: a value is not a token.
   """
   for name in (GENERATION, CONFIG):
     ends = read_json(folder, name).get('eos_token_id')
@@ -180,13 +180,13 @@ def _template_of(folder: Path) -> str | None:
 
 def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
   """Returns a tokenizer's special tokens by name, and all it may lack."""
-  config = read_json(folder, _TOKENIZER_CONFIG)
-  added = config.get('added_tokens_decoder')
+  values = read_json(folder, _TOKENIZER_CONFIG)
+  added = values.get('added_tokens_decoder')
   if added is None:  # Only old folders need the other file.
-    config = {**config, **read_json(folder, 'special_tokens_map.json')}
-  extra = config.get('extra_special_tokens')
-  extra = extra or config.get('additional_special_tokens') or []
-  named = {k: x for k, x in config.items() if k.endswith('_token')}
+    values = {**values, **read_json(folder, 'special_tokens_map.json')}
+  extra = values.get('extra_special_tokens')
+  extra = extra or values.get('additional_special_tokens') or []
+  named = {k: x for k, x in values.items() if k.endswith('_token')}
   if isinstance(extra, dict):
     named, extra = {**named, **extra}, []
   named = {k: x for k, x in named.items() if isinstance(x, str | dict)}
@@ -206,31 +206,31 @@ class Prompts:
   """
 
   def __init__(self, path: Path):
-    """Loads `path`, a tokenizer.json, and the files beside it."""
+    """Loads the tokenizer.json `path` and the other files of its folder."""
     import tokenizers
 
     path = pathlib.Path(path)
     self._folder = path.parent
     if path.suffix != '.json':
       raise errors.UsageError(
-        f"{path} is no tokenizer.json, which prompt_format 'special' and 'chat'"
-        " need. Set prompt_format='text'."
+        f"The tokenizer is {path}, but prompt_format 'special' and 'chat' need"
+        " a tokenizer.json. Set prompt_format='text'."
       )
     with _reading(str(path)):
       raw = read(self._folder, path.name) or b''
       library = self._library = tokenizers.Tokenizer.from_buffer(raw)
-      config = read_json(self._folder, _TOKENIZER_CONFIG)
+      values = read_json(self._folder, _TOKENIZER_CONFIG)
       model_type = read_json(self._folder, CONFIG).get('model_type')
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = config.get('split_special_tokens') is True
+    library.encode_special_tokens = values.get('split_special_tokens') is True
     # transformers 5 does not take this class's pre-tokenizer from the file.
     is_llama = (
-      config.get('tokenizer_class') in _LLAMA and model_type != 'mistral'
+      values.get('tokenizer_class') in _LLAMA and model_type != 'mistral'
     )
     if is_llama and b'"ByteLevel"' not in raw:
-      has_prefix = config.get('add_prefix_space') in (None, True)
-      scheme = 'always' if config.get('legacy') else 'first'
+      has_prefix = values.get('add_prefix_space') in (None, True)
+      scheme = 'always' if values.get('legacy') else 'first'
       library.normalizer = None
       library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
         prepend_scheme=scheme if has_prefix else 'never', split=False
@@ -260,9 +260,9 @@ class Prompts:
     """Returns the text of a conversation, by the folder's template.
 
     Args:
-      messages: dicts with `role`, `content`, and what else the template reads.
-      **options: variables of the template. `add_generation_prompt` says whether
-        to begin the next answer; the default is True.
+      messages: dicts with `role`, `content` and other keys of the template.
+      **options: variables of the template. With `add_generation_prompt`, True
+        by default, the text ends with the beginning of the next answer.
     """
     if not messages or not all(isinstance(x, Mapping) for x in messages):
       raise errors.UsageError(

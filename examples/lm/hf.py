@@ -6,9 +6,9 @@
   python -m examples.lm.hf parity RUN DIR
 
 DIR has `config.json`, `*.safetensors` and `tokenizer.json`. `_FAMILIES` lists
-the models. `import` makes a run with a checkpoint of step 0, and keeps what
-else DIR has (`folder.py`), so that `export` can write it. `parity` compares the
-logits of a run and of transformers, which needs torch.
+the models. `import` makes a run with a checkpoint of step 0. The run keeps the
+other files of DIR (`folder.py`), and `export` writes them again. `parity`
+compares the logits of a run and of transformers, which needs torch.
 """
 
 import argparse
@@ -682,22 +682,22 @@ def export_run(
 def _as_imported(
   source: pathlib.Path, stops: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns what two files of a folder have besides the options of the model.
+  """Returns the rest of a folder's `config.json`, and `generation_config.json`.
 
-  They are its `config.json` and its `generation_config.json`. If the run stops
-  at other tokens than the folder says, both have these.
+  The rest has no options of the model. If the run has other stops than the
+  folder, both have those of the run.
   """
   original = folder.read_json(source, folder.CONFIG)
   kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}
-  config = {key: x for key, x in original.items() if key in kept}
-  ids = {k: x for k, x in config.items() if k.endswith('_token_id')}
+  values = {key: x for key, x in original.items() if key in kept}
+  ids = {k: x for k, x in values.items() if k.endswith('_token_id')}
   generation = folder.read_json(source, folder.GENERATION) or ids
   if tuple(stops) != folder.stop_ids(source):
-    config |= {'eos_token_id': [*stops]}
+    values |= {'eos_token_id': [*stops]}
     generation |= {'eos_token_id': [*stops]}
-  if isinstance(end := config.get('eos_token_id'), int):
-    config['eos_token_id'] = [end]
-  return config, generation
+  if isinstance(end := values.get('eos_token_id'), int):
+    values['eos_token_id'] = [end]
+  return values, generation
 
 
 def _write(out: pathlib.Path, name: str, content: Any) -> None:

@@ -283,7 +283,7 @@ class Checkpoint:
     return {'raw': PARAMS, 'averaged': AVERAGED}[which]
 
   def model_state(self) -> list[str]:
-    """Returns the names of what a model needs besides its weights.
+    """Returns the names of the arrays in `model_state`, without the average.
 
     For example the statistics of batch normalisation.
     """
