@@ -81,8 +81,8 @@ class Config:
     sample_length: tokens of the sample, besides the prompt; 0 for none.
     sample_temperature: 1 samples the model's distribution, 0 its likeliest.
     prompt_format: how a prompt is read. 'text': it begins with the token
-      between documents, which also stops a continuation, and no other token in
-      it is special. 'special': as transformers reads it with the tokenizer.json,
+      between documents, which stops a continuation too, and no other token in
+      it is special. 'special': as transformers reads it by the tokenizer.json,
       which finds special tokens by their names. 'chat': as the message of a
       user, by the chat template in the folder of the tokenizer.json.
     decode: how --jaxline_mode=decode continues prompts.
@@ -114,7 +114,7 @@ class Config:
   sample_prompt: str
   sample_length: int
   sample_temperature: float
-  prompt_format: str = 'text'  # Of runs that were begun before the key.
+  prompt_format: str = 'text'  # Older runs have no such key.
   decode: decoding.Options
 
   def __post_init__(self):

@@ -28,7 +28,7 @@ from jaxline.metrics import lines
 Path = str | os.PathLike[str]
 Messages = Sequence[Mapping[str, Any]]
 
-NAME = 'huggingface'  # Of the copy in a run that was imported.
+NAME = 'huggingface'  # An imported run has its copy there.
 CONFIG, GENERATION = 'config.json', 'generation_config.json'
 TEMPLATE, TEMPLATES = 'chat_template.jinja', 'additional_chat_templates'
 _TOKENIZER_CONFIG = 'tokenizer_config.json'
@@ -41,7 +41,7 @@ _LLAMA = 'LlamaTokenizer', 'LlamaTokenizerFast'
 _WEIGHTS = '.safetensors', '.safetensors.index.json'
 _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
 _NOT_COPIED = 'not_copied.txt'
-_MAX_BYTES = 2**28  # Of a file; the largest tokenizers have 2**25.
+_MAX_BYTES = 2**28  # The files of the largest tokenizers have 2**25.
 _MAX_TEXT = 2**26  # Characters that a template may write.
 
 

@@ -684,8 +684,8 @@ def _as_imported(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns the rest of a folder's `config.json`, and `generation_config.json`.
 
-  The rest has no options of the model. If the run has other stops than the
-  folder, both have those of the run.
+  The rest has no options of the model. If the stops of the run and of the
+  folder differ, both have the stops of the run.
   """
   original = folder.read_json(source, folder.CONFIG)
   kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}
