@@ -328,6 +328,11 @@ class Experiment(sharded.ShardedExperiment):
         f' {config.tokenizer!r} needs at least {tokenizer.vocab_size}.'
       )
     prompt = len(self.encode_prompt(config.sample_prompt))
+    if config.sample_length and not prompt:
+      raise errors.UsageError(
+        f'sample_prompt is {config.sample_prompt!r}, which has no token;'
+        ' expected some text, or sample_length=0.'
+      )
     length = prompt + config.sample_length
     if config.sample_length < 0 or length > config.model.max_length:
       raise errors.UsageError(

@@ -66,7 +66,8 @@ def read(folder: Path, name: str) -> bytes | None:
   """Returns the content of a file, or None if there is none."""
   path = pathlib.Path(folder) / name
   try:
-    found = path.stat()  # The cache of Hugging Face has links.
+    # The cache of Hugging Face has links, and a run has none.
+    found = path.lstat() if path.parent.name == NAME else path.stat()
   except (FileNotFoundError, NotADirectoryError):
     return None
   if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
@@ -101,15 +102,20 @@ def is_of(folder: Path | None, vocab_size: int) -> bool:
 def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
   """Returns the names of the files to copy, and of the others but weights."""
   names: tuple[list[str], list[str]] = [], []
+  # Another link may lead anywhere, and an export may be published.
+  base = folder.resolve()
+  targets = base, base.parent.parent / 'blobs'
   for path in sorted([*folder.iterdir(), *folder.glob(f'{TEMPLATES}/*')]):
     name = path.relative_to(folder).as_posix()
-    if name.endswith(_WEIGHTS) or name in (TEMPLATES, _NOT_COPIED):
+    is_passed = name.startswith('.') or name in (TEMPLATES, _NOT_COPIED)
+    if is_passed or name.endswith(_WEIGHTS):
       continue
-    # Another link may lead anywhere, and an export may be published.
-    is_known = name in (*_OF_TOKENIZERS, CONFIG, GENERATION)
-    is_data = path.suffix in _COPIED and (is_known or not path.is_symlink())
-    is_data &= path.is_file() and path.stat().st_size <= _MAX_BYTES
-    names[not is_data].append(name)
+    is_read = name in (*_OF_TOKENIZERS, CONFIG, GENERATION)
+    is_own = not path.is_symlink() or path.resolve().parent in targets
+    is_own |= is_read and folder.name != NAME
+    is_data = path.suffix in _COPIED and path.is_file()
+    is_data = is_data and path.stat().st_size <= _MAX_BYTES
+    names[not (is_own and is_data)].append(name)
   return names
 
 
@@ -117,7 +123,7 @@ def copy(source: pathlib.Path, target: pathlib.Path) -> None:
   """Copies a folder except its weights; prints what else is not copied."""
   names, others = _names(source)
   _copy(source, target, names)
-  if others := [name for name in others if name[0] != '.']:
+  if others:
     (target / _NOT_COPIED).write_text('\n'.join(others) + '\n')
     lines.print_text(f'Not copied: {", ".join(others)}.')
 
@@ -127,13 +133,15 @@ def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
 
   It prints the names of the files that are missing.
   """
-  names, _ = _names(source)
+  names, lacks = _names(source)
   if is_whole:
-    lacks = (read(source, _NOT_COPIED) or b'').decode().split('\n')[:-1]
+    lacks += (read(source, _NOT_COPIED) or b'').decode().split('\n')[:-1]
     names = [name for name in names if name not in (CONFIG, GENERATION)]
   else:
     names = [name for name in names if name in _OF_TOKENIZERS]
-    lacks = [x for x in (_TOKENIZER_CONFIG, TEMPLATE) if x not in names]
+    has_template = 'chat_template' in read_json(source, _TOKENIZER_CONFIG)
+    there = [*names, *[TEMPLATE] * has_template]
+    lacks = [x for x in (_TOKENIZER_CONFIG, TEMPLATE) if x not in there]
   _copy(source, target, names)
   if lacks:
     lines.print_text(f'Not in the export: {", ".join(lacks)}.')

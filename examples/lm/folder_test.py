@@ -175,7 +175,7 @@ def imported(path):
 
 @pytest.mark.parametrize('stops', [None, [3]])
 def test_a_folder_comes_out_as_it_went_in(stops, tmp_path, capsys):
-  source, out = tmp_path / 'hf', tmp_path / 'out'
+  source, out = tmp_path / 'snapshots' / 'hf', tmp_path / 'out'
   make(source, size=61, jinja=CHATML, map={'bos_token': '<|im_start|>'})
   (source / folder.TEMPLATES).mkdir()
   generation = {'eos_token_id': [63, 61], 'temperature': 0.7}
@@ -189,6 +189,12 @@ def test_a_folder_comes_out_as_it_went_in(stops, tmp_path, capsys):
   for name, text in {**given, **refused}.items():
     (source / name).write_text(text)
   (source / 'linked.md').symlink_to('/etc/passwd')
+  # As in the cache of Hugging Face.
+  blobs = tmp_path / 'blobs'
+  blobs.mkdir()
+  for name in ('LICENSE', 'tokenizer_config.json'):
+    (source / name).rename(blobs / name)
+    (source / name).symlink_to(blobs / name)
   umask = os.umask(0o027)
   try:
     run = imported(source)
