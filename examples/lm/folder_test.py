@@ -67,6 +67,7 @@ KINDS = {
   'both ends': {'post': '<|endoftext|> $A <|im_end|>', 'jinja': CHATML},
   'added': {
     'eos_token': '<x>',
+    'map': {'bos_token': '<y>'},  # Not read, unlike in old folders.
     'added_tokens_decoder': {
       '259': {'content': '<y>', 'lstrip': True, 'special': False},
     },
