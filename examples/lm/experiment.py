@@ -346,7 +346,7 @@ class Experiment(sharded.ShardedExperiment):
     rows = self.config.model.vocab_size
     if wrong := ids[ids >= rows][:1].tolist():
       raise errors.UsageError(
-        f'{what:.80} has token {wrong[0]}, {self.tokenizer.decode(wrong)!r},'
+        f'{what} has token {wrong[0]}, {self.tokenizer.decode(wrong)!r},'
         f' and the model has {rows} rows (model.vocab_size). Leave it out.'
       )
 
@@ -368,7 +368,7 @@ class Experiment(sharded.ShardedExperiment):
       ids = self.prompts.encode([{'role': 'user', 'content': prompt}])
     else:
       ids = self.prompts.encode(prompt)
-    self._check_rows(ids, f'The prompt {prompt!r}')
+    self._check_rows(ids, f'The prompt {prompt!r:.80}')
     return ids
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
