@@ -95,6 +95,8 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.sample_length = 240  # With the prompt, no longer than max_length.
   kwargs.sample_temperature = 0.8  # Below 1: likelier, and less noisy, text.
 
+  # 'special' and 'chat' are for models whose folder says how to read a prompt.
+  kwargs.prompt_format = 'text'
   # --jaxline_mode=decode. With the prompt, too, no longer than max_length.
   kwargs.decode = config_dict.ConfigDict()
   kwargs.decode.method = 'sample'  # 'greedy' and 'beam' soon repeat themselves.

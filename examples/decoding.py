@@ -494,13 +494,14 @@ def pad_prompts(
 
 def continue_texts(
   run: Callable[[np.ndarray, np.ndarray], Decoded],
-  prompts: Sequence[str],
+  prompts: Sequence[Any],
   options: Options,
   *,
   tokenizer: tokenization.Tokenizer,
   start_id: int | None,
   max_length: int,
   rows: int,
+  encode: Callable[[Any], np.ndarray] | None = None,
 ) -> list[list[dict[str, Any]]]:
   """Continues texts with texts: what an experiment's `decode` returns.
 
@@ -512,10 +513,12 @@ def continue_texts(
     start_id: the token in front of each prompt; None is none.
     max_length: tokens that the model can see, `max_decode_steps` among them.
     rows: see `pad_prompts`.
+    encode: returns the tokens of a prompt, which follow `start_id`; None means
+      `tokenizer.encode`.
 
   Returns:
-    For each prompt its continuations, the best first: 'text', 'score'
-    (see `Decoded`) and 'tokens', their number.
+    For each prompt its continuations, the best first: 'text', without the token
+    that stopped it, 'score' (see `Decoded`) and 'tokens', their number.
 
   Raises:
     errors.UsageError: a prompt is too long, or has no token; or there is no
@@ -529,14 +532,19 @@ def continue_texts(
       f' at most {max_length - 1}.'
     )
   start = np.array([] if start_id is None else [start_id], np.int32)
-  encoded = [np.append(start, tokenizer.encode(prompt)) for prompt in prompts]
+  encode = encode or tokenizer.encode
+  encoded = [np.append(start, encode(prompt)) for prompt in prompts]
   decoded = jax.device_get(
     run(*pad_prompts(encoded, rows=rows, max_length=longest))
   )
   return [
     [
       {
-        'text': _new_text(tokenizer, tokens[len(start) :], ids[:length]),
+        'text': _new_text(
+          tokenizer,
+          tokens[len(start) :],
+          ids[: length - (ids[length - 1] in options.stop_ids)],
+        ),
         **({'score': float(score)} if options.scores else {}),
         'tokens': int(length),
       }

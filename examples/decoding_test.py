@@ -588,12 +588,13 @@ def test_a_text_may_go_on_without_a_token_before_it():
     assert prompts_BT[0, :2].tolist() == [1, 2]
     assert lengths_B.tolist() == [2]
     return decoding.Decoded(
-      ids=np.array([[[3, 3]]]), lengths=np.array([[2]]), scores=np.zeros([1, 1])
+      ids=np.array([[[3, 4]]]), lengths=np.array([[2]]), scores=np.zeros([1, 1])
     )
 
-  options = decoding.Options(method='greedy', max_decode_steps=2)
+  options = decoding.Options(method='greedy', max_decode_steps=2, stop_ids=(4,))
   kwargs = {'tokenizer': Words(), 'start_id': None, 'max_length': 6, 'rows': 1}
   ((found,),) = decoding.continue_texts(run, ['ab'], options, **kwargs)
-  assert found['text'] == ' c c'
+  # The token that stopped it counts, and is no text.
+  assert (found['text'], found['tokens']) == (' c', 2)
   with pytest.raises(ValueError, match=r'1 has 0 tokens.*some text'):
     decoding.continue_texts(run, [''], options, **kwargs)

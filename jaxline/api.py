@@ -33,6 +33,7 @@ from jaxline.compat import adapters
 from jaxline.compat import dictionary
 from jaxline.compat import experiments
 from jaxline.metrics import console
+from jaxline.metrics import lines
 from jaxline.metrics import writers
 from jaxline.runs import html
 from jaxline.runs import sweep as sweep_lib
@@ -222,6 +223,7 @@ def load_weights(
   step: int | None = None,
   series: str = 'latest',
   weights: Literal['raw', 'averaged'] | None = None,
+  model_state: bool = False,
 ) -> dict[str, Any]:
   """Returns the weights of a checkpoint as nested dicts of NumPy arrays.
 
@@ -233,17 +235,37 @@ def load_weights(
     series: 'latest' or 'best'.
     weights: 'averaged' (see `sharded.average_weights`) or 'raw'; None is the
       averaged weights if the run has some, as evaluation uses them.
+    model_state: whether to return {'params': weights, 'model_state': ...}, with
+      what the model needs besides, such as the statistics of batch
+      normalisation.
   """
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:
     found = inspection.find(where if step is None else f'{where}:{step}')
     prefix = found.weights(weights)
     arrays = found.arrays(f'{prefix}.*')
+    others = found.model_state()
+    if others and not model_state:
+      lines.warn_once(
+        f'{found.name}: left out {len(others)} arrays of model_state, such as'
+        f' {others[0]}; load_weights(..., model_state=True) returns them too.'
+      )
+    with found.reading():
+      more = dict(found.read(dict.fromkeys(others if model_state else ())))
   except ValueError as e:
     raise errors.UsageError(str(e)) from e
+  params = _nested({k.removeprefix(prefix): x for k, x in arrays.items()})
+  if not model_state:
+    return params
+  state = _nested({k.removeprefix('state/'): x for k, x in more.items()})
+  return {'model_state': {}, **state, 'params': params}
+
+
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns arrays as nested dicts."""
   nested: dict[str, Any] = {}
   for name, array in arrays.items():
-    *folders, last = name.removeprefix(prefix).split('/')
+    *folders, last = name.split('/')
     inner = nested
     for folder in folders:
       inner = inner.setdefault(folder, {})

@@ -1,6 +1,7 @@
 """Averaged weights: their values, their sharding, and who uses them."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,33 @@ def test_evaluation_best_load_and_export_use_the_average(tmp_path, capsys):
     for weights in (exported, jaxline.load_weights(run, weights=which)):
       expected = raw if which == 'raw' else averaged
       jax.tree.map(np.testing.assert_array_equal, dict(weights), expected)
+
+
+@pytest.mark.parametrize('weights', ['raw', 'averaged'])
+def test_what_a_model_needs_besides_its_weights(weights, tmp_path, capsys):
+  config = regression.get_config(2)
+  config.checkpoint_dir = run = str(tmp_path / 'run')
+  state = jaxline.fit(Averaged, config, mode='train').experiment.state
+  params = {'raw': state.params, 'averaged': state.model_state[sharded.EMA]}
+  params, mean = dict(params[weights]), state.model_state['mean']
+  expected = {'params': params, 'model_state': {'mean': mean}}
+  capsys.readouterr()
+  assert set(jaxline.load_weights(run, weights=weights)) == set(params)
+  assert 'state/model_state/mean' in capsys.readouterr().err
+  both = jaxline.load_weights(run, weights=weights, model_state=True)
+  jax.tree.map(np.testing.assert_array_equal, both, expected)
+  for flags in [], ['--model_state']:
+    out = tmp_path / f'{len(flags)}.safetensors'
+    argv = ['export', run, str(out), f'--weights={weights}', *flags]
+    assert inspection.main(argv) == 0
+    assert ('state/model_state/mean' in capsys.readouterr().out) != bool(flags)
+    named = {**params, 'model_state/mean': mean} if flags else params
+    exported = safetensors.numpy.load_file(out)
+    jax.tree.map(np.testing.assert_array_equal, exported, named)
+  with safetensors.safe_open(out, 'np') as file:
+    about = file.metadata()
+  assert about['step'] == '2'
+  assert json.loads(about['config'])['training_steps'] == 2
 
 
 def test_where_there_is_no_average(tmp_path):

@@ -31,12 +31,14 @@ from jaxline.inputs import tokenization
 from jaxline.metrics import writers
 from jaxline.parallel import placement
 
+from . import folder
 from . import lora
 from . import model
 
 # In the class below, `lora` is the field.
 _Lora = lora.Config
 _DECAYS = ('linear', 'cosine')
+_PROMPT_FORMATS = ('text', 'special', 'chat')
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
 
@@ -78,8 +80,12 @@ class Config:
     sample_prompt: what the sample of each evaluation continues.
     sample_length: tokens of the sample, besides the prompt; 0 for none.
     sample_temperature: 1 samples the model's distribution, 0 its likeliest.
-    decode: how --jaxline_mode=decode continues prompts. The token between
-      documents stops it, besides its `stop_ids`.
+    prompt_format: how a prompt is read. 'text': it begins with the token
+      between documents, which stops a continuation too, and no other token in
+      it is special. 'special': as transformers reads it by the tokenizer.json,
+      which finds special tokens by their names. 'chat': as the message of a
+      user, by the chat template in the folder of the tokenizer.json.
+    decode: how --jaxline_mode=decode continues prompts.
   """
 
   model: model.ModelConfig
@@ -108,6 +114,7 @@ class Config:
   sample_prompt: str
   sample_length: int
   sample_temperature: float
+  prompt_format: str = 'text'  # Older runs have no such key.
   decode: decoding.Options
 
   def __post_init__(self):
@@ -130,6 +137,11 @@ class Config:
     )
     if self.decay not in _DECAYS:
       raise ValueError(f'decay must be one of {_DECAYS}; got {self.decay!r}.')
+    if self.prompt_format not in _PROMPT_FORMATS:
+      raise ValueError(
+        f'prompt_format must be one of {_PROMPT_FORMATS}; got'
+        f' {self.prompt_format!r}.'
+      )
     if self.length > self.model.max_length:
       raise ValueError(
         f'length is {self.length}, more than model.max_length'
@@ -214,10 +226,13 @@ def compression_baselines(documents: text.Documents) -> dict[str, float]:
 
 def find_tokenizer(spec: str, run: str | None) -> str:
   """Returns `Config.tokenizer`, or its file in a run that has been moved."""
-  path, mark, rest = str(spec).partition('#')
-  moved = pathlib.Path(run or '.') / pathlib.Path(path).name
-  is_moved = run and not pathlib.Path(path).exists() and moved.is_file()
-  return f'{moved}{mark}{rest}' if is_moved else spec
+  text, mark, rest = str(spec).partition('#')
+  path = pathlib.Path(text)
+  if run and not path.exists():
+    for moved in (pathlib.Path(run, x, path.name) for x in (folder.NAME, '.')):
+      if moved.is_file():
+        return f'{moved}{mark}{rest}'
+  return spec
 
 
 class Experiment(sharded.ShardedExperiment):
@@ -242,6 +257,7 @@ class Experiment(sharded.ShardedExperiment):
       'sample_length',
       'sample_prompt',
       'sample_temperature',
+      'prompt_format',
       'decode',
     )
   )
@@ -258,11 +274,10 @@ class Experiment(sharded.ShardedExperiment):
       run_config: the config of the run: see `sharded.ShardedExperiment`.
     """
     self.config = base_config.read(Config, config)
-    self.tokenizer = tokenization.load_tokenizer(
-      find_tokenizer(
-        self.config.tokenizer, run_config and run_config.checkpoint_dir
-      )
+    self._tokenizer_file = find_tokenizer(
+      self.config.tokenizer, run_config and run_config.checkpoint_dir
     )
+    self.tokenizer = tokenization.load_tokenizer(self._tokenizer_file)
     self._check_tokens()
     if mode != 'decode':
       self.corpus = text.load_corpus(
@@ -273,6 +288,11 @@ class Experiment(sharded.ShardedExperiment):
         cache_dir=self.config.cache_dir,
       )
       train, held_out = self.corpus
+      if self.config.model.vocab_size < self.tokenizer.vocab_size:
+        for documents in self.corpus:
+          texts = np.split(documents.tokens, documents.starts[1:])
+          for name, ids in zip(documents.names, texts, strict=True):
+            self._check_rows(ids, name)
       self.data_summary = (
         f'{len(train.names):,} documents, {train.tokens.size:,} tokens;'
         f' {len(held_out.names):,} documents held out'
@@ -298,19 +318,58 @@ class Experiment(sharded.ShardedExperiment):
   def _check_tokens(self) -> None:
     """Refuses a model that is too small for the tokens, or for the sample."""
     config, tokenizer = self.config, self.tokenizer
-    if config.model.vocab_size < tokenizer.vocab_size:
+    source = folder.of_tokenizer(self._tokenizer_file)
+    # Published tokenizers may have tokens of which the model has no row.
+    if config.model.vocab_size < tokenizer.vocab_size and not folder.is_of(
+      source, config.model.vocab_size
+    ):
       raise errors.UsageError(
         f'model.vocab_size is {config.model.vocab_size}; the tokenizer'
         f' {config.tokenizer!r} needs at least {tokenizer.vocab_size}.'
       )
-    prompt = 1 + len(tokenizer.encode(config.sample_prompt))
+    prompt = len(self.encode_prompt(config.sample_prompt))
+    if config.sample_length and not prompt:
+      raise errors.UsageError(
+        f'sample_prompt is {config.sample_prompt!r}, which has no token;'
+        ' expected some text, or sample_length=0.'
+      )
     length = prompt + config.sample_length
     if config.sample_length < 0 or length > config.model.max_length:
       raise errors.UsageError(
-        f'sample_length is {config.sample_length}; with the document token and'
-        f' sample_prompt that makes {length} tokens, expected at most'
+        f'sample_length is {config.sample_length}; with sample_prompt and its'
+        f' special tokens that makes {length} tokens, expected at most'
         f' model.max_length, {config.model.max_length}, and no less than 0.'
       )
+
+  def _check_rows(self, ids: np.ndarray, what: str) -> None:
+    """Refuses a text with a token of which the model has no row."""
+    rows = self.config.model.vocab_size
+    if wrong := ids[ids >= rows][:1].tolist():
+      raise errors.UsageError(
+        f'{what} has token {wrong[0]}, {self.tokenizer.decode(wrong)!r},'
+        f' and the model has {rows} rows (model.vocab_size). Leave it out.'
+      )
+
+  @functools.cached_property
+  def prompts(self) -> folder.Prompts:
+    """What the folder of the tokenizer says of prompts."""
+    return folder.Prompts(str(self._tokenizer_file).partition('#')[0])
+
+  def encode_prompt(self, prompt: str | folder.Messages) -> np.ndarray:
+    """Returns the tokens of a prompt, as `config.prompt_format` says.
+
+    A conversation is always read by the chat template.
+    """
+    form = self.config.prompt_format
+    if isinstance(prompt, str) and form == 'text':
+      ids = self.tokenizer.encode(prompt)
+      ids = np.append(np.int32(self.tokenizer.document_id), ids)
+    elif isinstance(prompt, str) and form == 'chat':
+      ids = self.prompts.encode([{'role': 'user', 'content': prompt}])
+    else:
+      ids = self.prompts.encode(prompt)
+    self._check_rows(ids, f'The prompt {prompt!r:.80}')
+    return ids
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
     """Returns the initial weights, and what FP8 products keep, if any."""
@@ -463,27 +522,32 @@ class Experiment(sharded.ShardedExperiment):
     return prompt + sample['text']
 
   def decode(
-    self, prompts: Sequence[str], rng: jax.Array
+    self, prompts: Sequence[str | folder.Messages], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
-    """Continues prompts as `config.decode` says; each begins a document.
+    """Continues prompts as `config.decode` says.
 
     Args:
-      prompts: texts; with `max_decode_steps`, no longer than `max_length`.
+      prompts: texts, or conversations as lists of messages; with
+        `max_decode_steps`, no longer than `max_length`.
       rng: a key.
 
     Returns:
-      For each its continuations, the best first: 'text', 'score' (see
-      `decoding.Decoded`) and 'tokens', their number.
+      For each its continuations, the best first: see
+      `decoding.continue_texts`.
     """
     options = self.config.decode
-    document = self.tokenizer.document_id
-    options = dataclasses.replace(
-      options, stop_ids=(*options.stop_ids, document)
-    )
+    stops = options.stop_ids
+    # A folder says by itself what ends a text.
+    if self.config.prompt_format == 'text' or not stops:
+      stops = (*stops, self.tokenizer.document_id)
+    options = dataclasses.replace(options, stop_ids=stops)
     return self._continue(prompts, rng, options)
 
   def _continue(
-    self, prompts: Sequence[str], rng: jax.Array, options: decoding.Options
+    self,
+    prompts: Sequence[str | folder.Messages],
+    rng: jax.Array,
+    options: decoding.Options,
   ) -> list[list[dict[str, Any]]]:
     """Decodes texts to texts, as many rows on each device."""
     rng = placement.put(rng, self.partitioner.replicated)
@@ -499,7 +563,8 @@ class Experiment(sharded.ShardedExperiment):
       prompts,
       options,
       tokenizer=self.tokenizer,
-      start_id=self.tokenizer.document_id,
+      start_id=None,
+      encode=self.encode_prompt,
       max_length=self.config.model.max_length,
       rows=self.partitioner.batch_shards,
     )

@@ -6,8 +6,9 @@
   python -m examples.lm.hf parity RUN DIR
 
 DIR has `config.json`, `*.safetensors` and `tokenizer.json`. `_FAMILIES` lists
-the models. `import` makes a run with a checkpoint of step 0. `parity` compares
-the logits of a run and of transformers, which needs torch.
+the models. `import` makes a run with a checkpoint of step 0. The run keeps the
+other files of DIR (`folder.py`), and `export` writes them again. `parity`
+compares the logits of a run and of transformers, which needs torch.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from jaxline.parallel import distributed
 from jaxline.parallel import prng
 
 from . import experiment as experiment_lib
+from . import folder
 from . import lora
 from . import model
 
@@ -526,7 +528,10 @@ def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
 
 def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   """Makes a run of a folder: config, tokenizer, and checkpoint of step 0."""
-  hf = json.loads((source / 'config.json').read_bytes())
+  raw = folder.read(source, folder.CONFIG)
+  if raw is None:
+    raise errors.MissingFileError(f'{source / folder.CONFIG}: no file.')
+  hf = json.loads(raw)
   config, tensors = _run_config(hf), _open(source)
   names = ('tokenizer.json', 'tokenizer.model')
   name = next((x for x in names if (source / x).exists()), None)
@@ -536,15 +541,19 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
       ' download the whole folder of the model.'
     )
   config.checkpoint_dir = str(run)
-  config.experiment_kwargs.config.tokenizer = str((source / name).absolute())
+  kwargs = config.experiment_kwargs.config
+  kwargs.tokenizer = str((source / name).absolute())
+  kwargs.decode.stop_ids = folder.stop_ids(source)
+  if name == 'tokenizer.json':
+    kwargs.prompt_format = 'special'
   distributed.initialize(config.distributed)
   # All that may be refused is read before the run is there.
   cls = platform.resolve_experiment_class(config)
   step_rng, init_rng = prng.run_keys(config)
   experiment = experiments.construct(cls, 'decode', init_rng, config)
   state = _read_state(tensors, experiment, init_rng)
-  tokenizer = run.absolute() / name
-  config.experiment_kwargs.config.tokenizer = str(tokenizer)
+  beside = run.absolute() / folder.NAME
+  kwargs.tokenizer = str(beside / name)
   config = platform.resolve_config(config)
   checkpointer = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'train'), cls
@@ -553,8 +562,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     if not protocol.is_new(checkpointer):
       raise errors.UsageError(f'{run} has checkpoints already; give another.')
     if jax.process_index() == 0:
-      run.mkdir(parents=True, exist_ok=True)
-      shutil.copyfile(source / name, tokenizer)
+      folder.copy(source, beside)
     distributed.broadcast_from_process_0(None)  # The others read it too.
     experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
@@ -606,9 +614,6 @@ def _run_config(hf: Mapping[str, Any]) -> config_dict.ConfigDict:
   kwargs.update(learning_rate=1e-5, warmup_fraction=0.05, sample_prompt='The')
   kwargs.sample_length = min(64, length // 2)
   kwargs.decode.max_decode_steps = min(128, length // 2)
-  ends = hf.get('eos_token_id')
-  ends = ends if isinstance(ends, list) else [ends]
-  kwargs.decode.stop_ids = tuple(x for x in ends if x is not None)
   return config
 
 
@@ -625,7 +630,7 @@ def export_run(
     raise errors.UsageError(f'{out} is not empty; give another folder.')
   kwargs = base_config.recorded_config(run).experiment_kwargs.config
   params = lora.merge(
-    jaxline.load_weights(run, **which),
+    jaxline.load_weights(run, model_state=True, **which)['params'],
     base_config.read(lora.Config, kwargs.get('lora', {})),
   )
   config, weights = _folded(
@@ -633,11 +638,19 @@ def export_run(
     trees.named_leaves(jax.device_get(params)),
   )
   tokenizer = experiment_lib.find_tokenizer(kwargs.tokenizer, str(run))
-  start = tokenization.load_tokenizer(tokenizer).document_id
-  # Decoding stops at the document token too.
-  stops = [*dict.fromkeys([*kwargs.decode.stop_ids, start])]
-  ends = {'bos_token_id': start, 'eos_token_id': stops}
-  hf = _write_config(config) | ends | {'torch_dtype': dtype}
+  source = folder.of_tokenizer(tokenizer)
+  is_of_model = folder.is_of(source, config.vocab_size)
+  hf = _write_config(config)
+  if source and is_of_model:
+    more, generation = _as_imported(source, kwargs.decode.stop_ids)
+    hf = more | hf
+  else:
+    start = tokenization.load_tokenizer(tokenizer).document_id
+    # Decoding stops at the document token too.
+    stops = [*dict.fromkeys([*kwargs.decode.stop_ids, start])]
+    generation = {'bos_token_id': start, 'eos_token_id': stops}
+    hf |= generation
+  hf['torch_dtype'] = dtype
 
   files: dict[int, dict[str, np.ndarray]] = {}
   total = 0
@@ -645,6 +658,7 @@ def export_run(
     files.setdefault(total // _MAX_FILE, {})[name] = x
     total += x.size * np.dtype(dtype).itemsize
   out.mkdir(parents=True, exist_ok=True)
+  _write(out, folder.GENERATION, generation)
   places: dict[str, str] = {}
   for i, tensors in enumerate(files.values(), 1):
     part = f'-{i:05d}-of-{len(files):05d}' if len(files) > 1 else ''
@@ -652,19 +666,42 @@ def export_run(
     converted = {k: np.ascontiguousarray(x, dtype) for k, x in tensors.items()}
     file = out / f'model{part}.safetensors'
     safetensors.numpy.save_file(converted, file, {'format': 'pt'})
-  path = pathlib.Path(str(tokenizer).partition('#')[0])
-  if path.suffix in ('.json', '.model'):
+    shutil.copymode(out / folder.GENERATION, file)  # It makes private files.
+  if source:
+    folder.export(source, out, is_of_model)
+    path = pathlib.Path(str(tokenizer).partition('#')[0])
     shutil.copyfile(path, out / f'tokenizer{path.suffix}')
   else:
     print(f'No tokenizer is written: {kwargs.tokenizer!r} is no file.')
   index = {'metadata': {'total_size': total}, 'weight_map': places}
-  for name, content in (
-    ('model.safetensors.index', index),
-    ('generation_config', ends),
-    ('config', hf),  # Last: all is there.
-  ):
-    (out / f'{name}.json').write_text(json.dumps(content, indent=2) + '\n')
+  _write(out, 'model.safetensors.index.json', index)
+  _write(out, folder.CONFIG, hf)  # Last: all is there.
   print(f'{hf["model_type"]}, {total:,} bytes of {dtype}, in {out}')
+
+
+def _as_imported(
+  source: pathlib.Path, stops: Sequence[int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns the rest of a folder's `config.json`, and `generation_config.json`.
+
+  The rest has no options of the model. If the stops of the run and of the
+  folder differ, both have the stops of the run.
+  """
+  original = folder.read_json(source, folder.CONFIG)
+  kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}
+  values = {key: x for key, x in original.items() if key in kept}
+  ids = {k: x for k, x in values.items() if k.endswith('_token_id')}
+  generation = folder.read_json(source, folder.GENERATION) or ids
+  if tuple(stops) != folder.stop_ids(source):
+    values |= {'eos_token_id': [*stops]}
+    generation |= {'eos_token_id': [*stops]}
+  if isinstance(end := values.get('eos_token_id'), int):
+    values['eos_token_id'] = [end]
+  return values, generation
+
+
+def _write(out: pathlib.Path, name: str, content: Any) -> None:
+  (out / name).write_text(json.dumps(content, indent=2) + '\n')
 
 
 def _folded(

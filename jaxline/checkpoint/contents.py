@@ -277,6 +277,14 @@ class Checkpoint:
       which = 'averaged' if has_averaged and is_trained else 'raw'
     return {'raw': PARAMS, 'averaged': AVERAGED}[which]
 
+  def model_state(self) -> list[str]:
+    """Returns the names of the arrays in `model_state`, without the average.
+
+    For example the statistics of batch normalisation.
+    """
+    names = self._below('state/model_state')
+    return [n for n in names if not n.startswith(AVERAGED)]
+
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
     """Returns entries of the live state; raises ValueError if one is absent."""
     described = self.record['entries']

@@ -259,10 +259,23 @@ def _export(args: argparse.Namespace) -> int:
   prefix = checkpoint.weights(args.weights)
   arrays = checkpoint.arrays(f'{prefix}.*')
   arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
+  others = checkpoint.model_state()
+  with checkpoint.reading():
+    wanted = dict.fromkeys(others if args.model_state else ())
+    for name, x in checkpoint.read(wanted):
+      if arrays.setdefault(name.removeprefix('state/'), x) is not x:
+        raise ValueError(f'{checkpoint.name} has weights below model_state/.')
+  config = json.dumps(checkpoint.record['config'])
+  about = {'step': str(checkpoint.step), 'config': config}
   with disk.replacing(out) as file:
-    file.write(safetensors.numpy.save(arrays))
+    file.write(safetensors.numpy.save(arrays, about))
   size = _size(out.stat().st_size)
   lines.print_text(f'{len(arrays)} arrays, {size}, in {args.out}')
+  if others and not args.model_state:
+    lines.print_text(
+      f'Left out: {len(others)} arrays of model_state, such as {others[0]};'
+      ' --model_state writes them too.'
+    )
   return 0
 
 
@@ -285,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   command.add_argument('out', metavar='FILE', help='file .safetensors')
   about = 'the default is averaged, if there are some'
   command.add_argument('--weights', choices=('raw', 'averaged'), help=about)
+  about = 'also what the model needs besides, such as running statistics'
+  command.add_argument('--model_state', action='store_true', help=about)
   args = parser.parse_args(argv)
   try:
     return args.run(args)

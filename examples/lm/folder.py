@@ -1,0 +1,345 @@
+"""Reads a Hugging Face folder, except its weights: prompts, stops, files.
+
+  folder.stop_ids('models/qwen')  # (151645, 151643)
+  prompts = folder.Prompts('models/qwen/tokenizer.json')
+  prompts.encode('<|im_start|>user')  # As transformers' tokenizer does.
+  prompts.encode([{'role': 'user', 'content': 'Hi'}])  # By its chat template.
+
+All that a folder says is data: a template runs in the sandbox of Jinja2, and
+nothing is imported or unpickled.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import datetime
+import functools
+import json
+import os
+import pathlib
+import shutil
+import stat
+from typing import Any
+
+import numpy as np
+
+from jaxline import errors
+from jaxline.metrics import lines
+
+Path = str | os.PathLike[str]
+Messages = Sequence[Mapping[str, Any]]
+
+NAME = 'huggingface'  # An imported run has its copy there.
+CONFIG, GENERATION = 'config.json', 'generation_config.json'
+TEMPLATE, TEMPLATES = 'chat_template.jinja', 'additional_chat_templates'
+_TOKENIZER_CONFIG = 'tokenizer_config.json'
+# What transformers reads of a folder to make a tokenizer.
+_OF_TOKENIZERS = (
+  'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
+  'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
+)  # fmt: skip
+_LLAMA = 'LlamaTokenizer', 'LlamaTokenizerFast'
+_WEIGHTS = '.safetensors', '.safetensors.index.json'
+_COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
+_NOT_COPIED = 'not_copied.txt'
+_MAX_BYTES = 2**28  # The files of the largest tokenizers have 2**25.
+_MAX_TEXT = 2**26  # Characters that a template may write.
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+  """Names what cannot be read: a file may be of any shape."""
+  try:
+    yield
+  except (errors.UsageError, ImportError):
+    raise
+  except Exception as e:  # A template, and Jinja2, may raise anything.
+    raise errors.UsageError(
+      f'{what} cannot be read: {lines.escaped(str(e) or repr(e))}. Copy it'
+      ' again, or correct it.'
+    ) from e
+
+
+# Files.
+
+
+def read(folder: Path, name: str) -> bytes | None:
+  """Returns the content of a file, or None if there is none."""
+  path = pathlib.Path(folder) / name
+  try:
+    # The cache of Hugging Face has links, and a run has none.
+    found = path.lstat() if path.parent.name == NAME else path.stat()
+  except (FileNotFoundError, NotADirectoryError):
+    return None
+  if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+    raise errors.UsageError(
+      f'{path} is not a file of at most {_MAX_BYTES:,} bytes. Copy it again.'
+    )
+  return path.read_bytes()
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+  """Returns the object in a file, {} if there is no file."""
+  with _reading(str(pathlib.Path(folder) / name)):
+    value = json.loads(read(folder, name) or b'{}')
+    if not isinstance(value, dict):
+      raise ValueError(f'it is a {type(value).__name__}; expected an object')
+  return value
+
+
+def of_tokenizer(spec: str) -> pathlib.Path | None:
+  """Returns the folder of `Config.tokenizer`, or None for 'bytes' and such."""
+  path = pathlib.Path(str(spec).partition('#')[0])
+  return path.parent if path.suffix in ('.json', '.model') else None
+
+
+def is_of(folder: Path | None, vocab_size: int) -> bool:
+  """Returns whether a folder has a model with so many rows."""
+  return bool(folder) and (
+    read_json(folder, CONFIG).get('vocab_size') == vocab_size
+  )
+
+
+def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
+  """Returns the names of the files to copy, and of the others but weights."""
+  names: tuple[list[str], list[str]] = [], []
+  # Another link may lead anywhere, and an export may be published.
+  base = folder.resolve()
+  targets = base, base.parent.parent / 'blobs'
+  for path in sorted([*folder.iterdir(), *folder.glob(f'{TEMPLATES}/*')]):
+    name = path.relative_to(folder).as_posix()
+    is_passed = name.startswith('.') or name in (TEMPLATES, _NOT_COPIED)
+    if is_passed or name.endswith(_WEIGHTS):
+      continue
+    is_read = name in (*_OF_TOKENIZERS, CONFIG, GENERATION)
+    is_own = not path.is_symlink() or path.resolve().parent in targets
+    is_own |= is_read and folder.name != NAME
+    is_data = path.suffix in _COPIED and path.is_file()
+    is_data = is_data and path.stat().st_size <= _MAX_BYTES
+    names[not (is_own and is_data)].append(name)
+  return names
+
+
+def copy(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copies a folder except its weights; prints what else is not copied."""
+  names, others = _names(source)
+  _copy(source, target, names)
+  if others:
+    (target / _NOT_COPIED).write_text('\n'.join(others) + '\n')
+    lines.print_text(f'Not copied: {", ".join(others)}.')
+
+
+def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
+  """Copies a folder but for its configs, or only the files of its tokenizer.
+
+  It prints the names of the files that are missing.
+  """
+  names, lacks = _names(source)
+  if is_whole:
+    lacks += (read(source, _NOT_COPIED) or b'').decode().split('\n')[:-1]
+    names = [name for name in names if name not in (CONFIG, GENERATION)]
+  else:
+    names = [name for name in names if name in _OF_TOKENIZERS]
+    has_template = 'chat_template' in read_json(source, _TOKENIZER_CONFIG)
+    there = [*names, *[TEMPLATE] * has_template]
+    lacks = [x for x in (_TOKENIZER_CONFIG, TEMPLATE) if x not in there]
+  _copy(source, target, names)
+  if lacks:
+    lines.print_text(f'Not in the export: {", ".join(lacks)}.')
+
+
+def _copy(source: pathlib.Path, to: pathlib.Path, names: Iterable[str]) -> None:
+  for name in names:
+    (to / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / name, to / name)
+
+
+# What the files say.
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+  """Returns the tokens that end a text, from the files in transformers' order.
+
+  Raises:
+    errors.UsageError: a value is not a token.
+  """
+  for name in (GENERATION, CONFIG):
+    ends = read_json(folder, name).get('eos_token_id')
+    ids = ends if isinstance(ends, list) else [ends]
+    if ids in ([None], []):
+      continue
+    if any(type(i) is not int or i < 0 for i in ids):
+      raise errors.UsageError(
+        f'eos_token_id in {pathlib.Path(folder) / name} is {ends!r}; expected a'
+        ' token or a list of tokens, such as [2].'
+      )
+    return tuple(ids)
+  return ()
+
+
+def _template_of(folder: Path) -> str | None:
+  """Returns the chat template of a folder."""
+  if (raw := read(folder, TEMPLATE)) is not None:
+    return raw.decode()
+  found = read_json(folder, _TOKENIZER_CONFIG).get('chat_template')
+  if isinstance(found, list):
+    found = {x['name']: x['template'] for x in found}
+  return found.get('default') if isinstance(found, dict) else found
+
+
+def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
+  """Returns a tokenizer's special tokens by name, and all it may lack."""
+  values = read_json(folder, _TOKENIZER_CONFIG)
+  added = values.get('added_tokens_decoder')
+  if added is None:  # Only old folders need the other file.
+    values = {**values, **read_json(folder, 'special_tokens_map.json')}
+  extra = values.get('extra_special_tokens')
+  extra = extra or values.get('additional_special_tokens') or []
+  named = {k: x for k, x in values.items() if k.endswith('_token')}
+  if isinstance(extra, dict):
+    named, extra = {**named, **extra}, []
+  named = {k: x for k, x in named.items() if isinstance(x, str | dict)}
+  tokens = [added[i] for i in sorted(added or {}, key=int)]
+  return named, [*tokens, *named.values(), *extra]
+
+
+def _content(token: Any) -> str:
+  return token['content'] if isinstance(token, dict) else str(token)
+
+
+class Prompts:
+  """Turns prompts into the tokens that transformers makes of them.
+
+  Unlike `tokenization.Tokenizer` it reads the names of special tokens in a text
+  as these tokens, and puts before it what the file's post-processor says.
+  """
+
+  def __init__(self, path: Path):
+    """Loads the tokenizer.json `path` and the other files of its folder."""
+    import tokenizers
+
+    path = pathlib.Path(path)
+    self._folder = path.parent
+    if path.suffix != '.json':
+      raise errors.UsageError(
+        f"The tokenizer is {path}, but prompt_format 'special' and 'chat' need"
+        " a tokenizer.json. Set prompt_format='text'."
+      )
+    with _reading(str(path)):
+      raw = read(self._folder, path.name) or b''
+      library = self._library = tokenizers.Tokenizer.from_buffer(raw)
+      values = read_json(self._folder, _TOKENIZER_CONFIG)
+      model_type = read_json(self._folder, CONFIG).get('model_type')
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = values.get('split_special_tokens') is True
+    # transformers 5 does not take this class's pre-tokenizer from the file.
+    is_llama = (
+      values.get('tokenizer_class') in _LLAMA and model_type != 'mistral'
+    )
+    if is_llama and b'"ByteLevel"' not in raw:
+      has_prefix = values.get('add_prefix_space') in (None, True)
+      scheme = 'always' if values.get('legacy') else 'first'
+      library.normalizer = None
+      library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+        prepend_scheme=scheme if has_prefix else 'never', split=False
+      )
+    with _reading(f'{self._folder / _TOKENIZER_CONFIG}: special tokens'):
+      named, tokens = _special_tokens(self._folder)
+      self._named = {name: _content(x) for name, x in named.items()}
+      known = {x.content for x in library.get_added_tokens_decoder().values()}
+      options = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
+      for x in tokens:
+        if (text := _content(x)) in known:
+          continue
+        known.add(text)
+        given = {k: x[k] for k in options if isinstance(x, dict) and k in x}
+        token = tokenizers.AddedToken(text, **{'special': True, **given})
+        library.add_tokens([token])
+
+  def encode(self, prompt: str | Messages) -> np.ndarray:
+    """Returns the tokens of a text or of a conversation, int32 [length]."""
+    is_text = isinstance(prompt, str)
+    text = prompt if isinstance(prompt, str) else self.render(prompt)
+    # A template writes all special tokens itself.
+    encoding = self._library.encode(text, add_special_tokens=is_text)
+    return np.array(encoding.ids, np.int32)
+
+  def render(self, messages: Messages, **options: Any) -> str:
+    """Returns the text of a conversation, by the folder's template.
+
+    Args:
+      messages: dicts with `role`, `content` and other keys of the template.
+      **options: variables of the template. With `add_generation_prompt`, True
+        by default, the text ends with the beginning of the next answer.
+    """
+    if not messages or not all(isinstance(x, Mapping) for x in messages):
+      raise errors.UsageError(
+        f'A conversation is {messages!r:.200}; expected messages, such as'
+        " [{'role': 'user', 'content': 'Hi'}]."
+      )
+    size, template, written = 0, self._template, []
+    given = {'tools': None, 'documents': None, 'add_generation_prompt': True}
+    given |= {**self._named, **options, 'messages': [*map(_message, messages)]}
+    with _reading(f'A conversation by the chat template of {self._folder}'):
+      for piece in template.generate(**given):
+        size += len(piece)
+        if size > _MAX_TEXT:
+          raise ValueError(f'more than {_MAX_TEXT:,} characters')
+        written.append(piece)
+    return ''.join(written)
+
+  @functools.cached_property
+  def _template(self) -> Any:
+    with _reading(f'The chat template of {self._folder}'):
+      if found := _template_of(self._folder):
+        return _environment().from_string(found)
+    raise errors.UsageError(
+      f'{self._folder} has no chat template; expected {TEMPLATE}, or'
+      f' chat_template in {_TOKENIZER_CONFIG}. Take the folder of a model for'
+      " chats, or texts with prompt_format='special'."
+    )
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a message as transformers gives it to a template."""
+  given = {k: x for k, x in message.items() if x is not None}
+  names = 'reasoning_content', 'thinking', 'reasoning'
+  for reasoning in [given[name] for name in names if name in given][:1]:
+    given = {'thinking': reasoning, **given, 'reasoning_content': reasoning}
+  return given
+
+
+@functools.cache
+def _environment() -> Any:
+  """Returns the Jinja2 of transformers: its settings, functions and tags."""
+  import jinja2
+  from jinja2 import ext
+  from jinja2 import nodes
+  from jinja2 import sandbox
+
+  class Generation(ext.Extension):
+    """Accepts the tag around what an assistant writes."""
+
+    tags = {'generation'}
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+      return nodes.Scope(body, lineno=line)
+
+  def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  def strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[Generation, ext.loopcontrols],
+  )
+  to_json = functools.partial(json.dumps, ensure_ascii=False)
+  environment.filters['tojson'] = to_json
+  environment.globals['raise_exception'] = raise_exception
+  environment.globals['strftime_now'] = strftime_now
+  return environment

@@ -1,0 +1,275 @@
+"""Tests of what surrounds the weights of a Hugging Face folder."""
+
+import json
+import os
+import shutil
+import stat
+
+import jax
+import pytest
+import tokenizers
+from tokenizers import normalizers
+from tokenizers import pre_tokenizers
+from tokenizers import processors
+
+import jaxline
+from jaxline import base_config
+from jaxline import errors
+
+from . import folder
+from . import hf
+from . import hf_test
+
+CHATML = (
+  '{% for m in messages %}\n  {% generation %}\n'
+  "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}\n"
+  '  {% endgeneration %}\n{% endfor %}\n'
+  "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# As the templates of seven families do it: BOS, roles in turns, loops with
+# `break`, namespaces, JSON of what a tool gets, reasoning.
+LLAMA = (
+  '{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}'
+  "{% if m.role == 'system' %}{% continue %}{% endif %}"
+  "{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+  "{{ raise_exception('roles must alternate') }}{% endif %}"
+  "{% set ns.n = ns.n + 1 %}[{{ m.role }}] {{ m['content'] | trim }}"
+  '{% if m.tool_calls %}{{ m.tool_calls | tojson }}'
+  '{{ m.tool_calls | tojson(indent=2) }}{% endif %}'
+  '{% if m.reasoning_content %}<|im_start|>{{ m.thinking }}{% endif %}'
+  '{% if m.role != "user" %}{{ eos_token }}{% endif %}{% endfor %}'
+)
+CALL = {'role': 'assistant', 'content': '', 'tool_calls': [{'name': 'é<&>'}]}
+USER = {'role': 'user', 'content': 'x'}
+CONVERSATIONS = [
+  [{'role': 'user', 'content': 'Hi'}],
+  [{'role': 'system', 'content': 'a <|im_end|>'}, {**USER, 'content': ' a\n'}],
+  [USER, {'role': 'assistant', 'content': 'y '}, USER],
+  [{'role': 'user', 'content': 'naïve 中'}, CALL],
+  [USER, CALL | {'thinking': 'so', 'tool_calls': None}],
+]
+TEXTS = ['Hi <|im_start|>user\n', '<|endoftext|>', '<x> <y>', 'naïve', '']
+# What varies: files, and what is put before a text.
+KINDS = {
+  'plain': {'chat_template': CHATML},
+  'no bos': {'bos_token': None, 'add_bos_token': False, 'jinja': CHATML},
+  'bos': {'bos_token': '<|endoftext|>', 'add_bos_token': True, 'jinja': LLAMA},
+  'post': {
+    'bos_token': {'__type': 'AddedToken', 'content': '<|endoftext|>'},
+    'eos_token': '<|im_end|>',
+    'add_bos_token': False,
+    'post': '<|endoftext|> $A',
+    'chat_template': [
+      {'name': 'tool_use', 'template': 'no'},
+      {'name': 'default', 'template': LLAMA},
+    ],
+  },
+  'both ends': {'post': '<|endoftext|> $A <|im_end|>', 'jinja': CHATML},
+  'added': {
+    'eos_token': '<x>',
+    'map': {'bos_token': '<y>'},  # Not read, unlike in old folders.
+    'added_tokens_decoder': {
+      '259': {'content': '<y>', 'lstrip': True, 'special': False},
+    },
+    'jinja': LLAMA,
+    'chat_template': CHATML,
+  },
+  'llama': {
+    'tokenizer_class': 'LlamaTokenizer',
+    'words': True,
+    'post': '<|im_start|> $A',
+    'chat_template': CHATML,
+  },
+  'old': {
+    'map': {'bos_token': '<x>', 'additional_special_tokens': ['<y>']},
+    'chat_template': LLAMA,
+  },
+}  # fmt: skip
+
+
+def make(
+  path,
+  *,
+  reference='qwen2',
+  size=256,
+  words=False,
+  post=None,
+  jinja=None,
+  map=None,
+  **config,
+):
+  """Makes a folder with a tokenizer of `size` and three special tokens."""
+  shutil.copytree(hf_test.REFERENCE / reference, path)
+  names = [f'<0x{i:02X}>' for i in range(256)] + ['\u2581', *'Hiauser']
+  alphabet = names if words else sorted(pre_tokenizers.ByteLevel.alphabet())
+  vocab = {name: i for i, name in enumerate(dict.fromkeys(alphabet[:size]))}
+  library = tokenizers.Tokenizer(
+    tokenizers.models.BPE(vocab, [], byte_fallback=words)
+  )
+  if words:  # As SentencePiece's.
+    library.normalizer = normalizers.Sequence(
+      [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')]
+    )
+  else:
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+  names = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+  library.add_special_tokens(names)
+  if post:
+    tokens = [(x, library.token_to_id(x)) for x in names if x in post]
+    library.post_processor = processors.TemplateProcessing(
+      single=post, special_tokens=tokens
+    )
+  library.save(str(path / 'tokenizer.json'))
+  config = {'tokenizer_class': 'PreTrainedTokenizerFast', **config}
+  files = {'tokenizer_config.json': config, 'special_tokens_map.json': map}
+  for name, content in files.items():
+    if content:
+      (path / name).write_text(json.dumps(content))
+  if jinja:
+    (path / 'chat_template.jinja').write_text(jinja)
+  return path
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_ids_are_those_of_transformers(kind, tmp_path):
+  transformers = pytest.importorskip('transformers', minversion='5')
+  path = make(tmp_path / 'hf', reference='llama', **KINDS[kind])
+  theirs = transformers.AutoTokenizer.from_pretrained(path)
+  ours = folder.Prompts(path / 'tokenizer.json')
+  for text in TEXTS:
+    assert ours.encode(text).tolist() == theirs(text)['input_ids']
+  for messages in CONVERSATIONS:
+    for ends in (True, False):
+      want = theirs.apply_chat_template(
+        messages, add_generation_prompt=ends, tokenize=False
+      )
+      assert ours.render(messages, add_generation_prompt=ends) == want
+    want = theirs.apply_chat_template(messages, add_generation_prompt=True)
+    assert ours.encode(messages).tolist() == want['input_ids']
+
+
+@pytest.mark.parametrize(
+  ('template', 'message'),
+  [
+    ("{{ raise_exception('no roles') }}", 'no roles'),
+    ('{{ messages.append(1) }}', 'append'),
+    ("{{ ''.__class__.__base__.__subclasses__() }}", '__class__'),
+    ('{{ cycler.__init__.__globals__.os.getcwd() }}', '__init__'),
+    ("{% for i in range(999) %}{{ 'x' * 999999 }}{% endfor %}", 'characters'),
+    ('{% for %}', 'template'),
+    ("{% include 'tokenizer.json' %}", 'loader'),
+    (None, 'no chat template'),
+  ],
+)
+def test_a_template_is_data(template, message, tmp_path):
+  path = make(tmp_path / 'hf', jinja=template)
+  with pytest.raises(errors.UsageError, match=message):
+    folder.Prompts(path / 'tokenizer.json').encode(CONVERSATIONS[0])
+
+
+def imported(path):
+  run = path.with_name('run')
+  assert hf.main(['import', str(path), str(run)]) == 0
+  return run
+
+
+@pytest.mark.parametrize('stops', [None, [3]])
+def test_a_folder_comes_out_as_it_went_in(stops, tmp_path, capsys):
+  source, out = tmp_path / 'snapshots' / 'hf', tmp_path / 'out'
+  make(source, size=61, jinja=CHATML, map={'bos_token': '<|im_start|>'})
+  (source / folder.TEMPLATES).mkdir()
+  generation = {'eos_token_id': [63, 61], 'temperature': 0.7}
+  given = {
+    'generation_config.json': json.dumps(generation),
+    f'{folder.TEMPLATES}/rag.jinja': 'x',
+    'added_tokens.json': '{}',
+    'LICENSE': 'free',
+  }
+  refused = {'custom.py': 'raise', 'pytorch_model.bin': 'pickle'}
+  for name, text in {**given, **refused}.items():
+    (source / name).write_text(text)
+  (source / 'linked.md').symlink_to('/etc/passwd')
+  # As in the cache of Hugging Face.
+  blobs = tmp_path / 'blobs'
+  blobs.mkdir()
+  for name in ('LICENSE', 'tokenizer_config.json'):
+    (source / name).rename(blobs / name)
+    (source / name).symlink_to(blobs / name)
+  umask = os.umask(0o027)
+  try:
+    run = imported(source)
+    config = base_config.recorded_config(run).experiment_kwargs.config
+    assert tuple(config.decode.stop_ids) == (63, 61)
+    if stops:
+      values = json.loads((run / 'config.json').read_text())
+      kwargs = values['experiment_kwargs']['config']
+      kwargs['decode']['stop_ids'] = stops
+      (run / 'config.json').write_text(json.dumps(values))
+    sources = {x.name: x.read_bytes() for x in source.glob('*.js*')}
+    shutil.rmtree(source)
+    assert hf.main(['export', str(run), str(out)]) == 0
+  finally:
+    os.umask(umask)
+  assert 'custom.py, linked.md, pytorch_model.bin' in capsys.readouterr().out
+  files = [x for x in out.rglob('*') if x.is_file()]
+  assert {stat.S_IMODE(x.stat().st_mode) for x in files} == {0o640}
+  names = {x.relative_to(out).as_posix() for x in files}
+  weights = {'model.safetensors', 'model.safetensors.index.json'}
+  jinja = folder.TEMPLATE
+  assert names == {*given, *sources, jinja, *weights}
+  changed = {'config.json', 'generation_config.json'}
+  for name in sources.keys() - changed:
+    assert (out / name).read_bytes() == sources[name], name
+  assert (out / jinja).read_text() == CHATML
+  assert (out / f'{folder.TEMPLATES}/rag.jinja').read_text() == 'x'
+  want = generation | ({'eos_token_id': stops} if stops else {})
+  assert folder.read_json(out, 'generation_config.json') == want
+  config = folder.read_json(out, 'config.json')
+  assert config['eos_token_id'] == (stops or [2])
+  assert (config['bos_token_id'], config['pad_token_id']) == (1, 0)
+
+
+def test_a_model_without_a_row_of_its_tokenizer(tmp_path):
+  path = make(tmp_path / 'hf', size=61, eos_token='<|im_end|>', jinja=CHATML)
+  library = tokenizers.Tokenizer.from_file(str(path / 'tokenizer.json'))
+  library.add_tokens(['<x>'])
+  library.save(str(path / 'tokenizer.json'))
+  run = imported(path)
+  model = jaxline.load(run, mode='decode')
+  # The ids are the characters from '!' to ']'; others have none.
+  assert model.encode_prompt('<|im_start|>!').tolist() == [62, 0]
+  # In a corpus no name is special.
+  assert 62 not in model.tokenizer.encode('<|im_start|>!')
+  messages = [{'role': '!', 'content': '"'}]
+  assert model.encode_prompt(messages).tolist()[:4] == [62, 0, 1, 63]
+  chat = {'experiment_kwargs.config.prompt_format': 'chat'}
+  ids = jaxline.load(run, chat, mode='decode').encode_prompt('!')
+  assert ids.tolist() == [62, 0, 63, 62]
+  ((found,),) = model.decode(['!"#'], jax.random.key(0))
+  assert found['tokens']
+  with pytest.raises(errors.UsageError, match=r"'<x>' has token 64"):
+    model.decode(['!', '<x>'], jax.random.key(0))
+  (tmp_path / '99.txt').write_text('! <x>')
+  with pytest.raises(errors.UsageError, match=r'99.txt has token 64'):
+    hf_test.tuned(run, tmp_path)
+  (tmp_path / '99.txt').unlink()
+  assert hf_test.tuned(run, tmp_path).history['eval/loss'][-1, 1] > 0
+
+
+@pytest.mark.parametrize(
+  ('name', 'content'),
+  [
+    ('generation_config.json', '{"eos_token_id": "2"}'),
+    ('generation_config.json', '[1]'),
+    ('tokenizer_config.json', '{"added_tokens_decoder": {"x": 1}}'),
+    ('special_tokens_map.json', '{'),
+  ],
+)
+def test_a_file_that_cannot_be_read_is_named(name, content, tmp_path):
+  path = make(tmp_path / 'hf', size=61)
+  (path / name).write_text(content)
+  with pytest.raises(errors.UsageError, match=f'{path}.*') as raised:
+    hf.import_model(path, tmp_path / 'run')
+  assert name.split('_')[0] in str(raised.value)
+  assert not (tmp_path / 'run').exists()
