@@ -8,52 +8,42 @@ All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
   tokens of 'train', then of 'eval'      uint16 or uint32 [N]
 
 `key` is a hash of the tokenizer, the kind of documents, the fraction that is
-held out, and the names, paths, sizes and times of the text files. The file is
-renamed into place once it is complete, also where several processes make it.
+held out, and the names, paths, sizes and times of the text files.
 
-Shapes: N tokens of a split, D documents.
+One process makes it, and the others wait. It writes <key>.parts/<number>.npz, a
+few megabytes of text each, renamed into place once complete: after a kill, all
+parts but the last one are there. Then it joins them.
+
+Shapes: N tokens of a split, D documents, P pieces of a part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import gzip
 import hashlib
-import io
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
 import tempfile
+import time
 from typing import Any, NamedTuple
-import zlib
 
 from absl import logging
+import filelock
 import numpy as np
 
 from jaxline import errors
 from jaxline.base import disk
+from jaxline.inputs import text_files
 from jaxline.inputs import tokenization
 
-Path = str | os.PathLike[str]
-
-# What a document can be.
-KINDS = ('file', 'line', 'jsonl')
-
-_FORMAT = 6
-_BINARY_PROBE_BYTES = 8000  # As Git does.
-_BATCH_BYTES = 2**24  # Text to tokenize at once, by several threads.
-# Raised for damaged JSON and gzip files, besides gzip.BadGzipFile.
-_DAMAGED = (EOFError, LookupError, TypeError, ValueError, zlib.error)
-
-
-class Source(NamedTuple):
-  """A file of a corpus: its name there, its path, whether to skip binaries."""
-
-  name: str
-  path: str
-  text_only: bool
+_FORMAT = 7
+_BATCH_BYTES = 2**23  # Text of a part, which several threads tokenize.
+_PROGRESS_SECS = 10.0
+_MAX_NAMED = 5  # Files and documents that are printed.
 
 
 class _Names(Sequence[str]):
@@ -68,7 +58,7 @@ class _Names(Sequence[str]):
 
   def __getitem__(self, index: Any) -> Any:
     _, file, line = self._table[index].tolist()
-    return _name(self._files[file], line)
+    return text_files.name_document(self._files[file], line)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,6 +72,8 @@ class Documents:
     starts: the place of each document token, int64 [D].
     sha256: the hash of the tokens.
     num_bytes: the length of the text.
+    num_files: how many files it is from.
+    notes: what to know about files that were left out, by name.
   """
 
   names: Sequence[str] = dataclasses.field(repr=False)
@@ -90,6 +82,8 @@ class Documents:
   sha256: str
   num_bytes: int
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
+  num_files: int = 0
+  notes: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
   # The arguments of `_open` for tokens that are mapped.
   _origin: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
@@ -104,6 +98,20 @@ class Documents:
     documents = np.split(self.tokens, self.starts[1:])
     return b''.join(self.tokenizer.decode(ids).encode() for ids in documents)
 
+  def totals(self) -> str:
+    """Returns what the text has, and its largest documents, line by line."""
+    sizes = np.diff(self.starts, append=self.tokens.size)
+    largest = np.argsort(sizes)[: -_MAX_NAMED - 1 : -1].tolist()
+    shares = (
+      f'{self.names[i]} ({sizes[i] / self.tokens.size:.1%})' for i in largest
+    )
+    return (
+      f'{self.num_files:,} files, {len(self.starts):,} documents,'
+      f' {self.tokens.size:,} tokens of {self.num_bytes:,} bytes,'
+      f' {self.num_bytes / self.tokens.size:.2f} bytes a token\n'
+      f'most tokens: {", ".join(shares)}\n{join_notes(self.notes)}'
+    ).rstrip()
+
   def __reduce__(self) -> Any:
     # A worker process maps the file itself: pickle would copy the tokens.
     return (_open, self._origin) if self._origin else object.__reduce__(self)
@@ -115,40 +123,104 @@ class Corpus(NamedTuple):
   train: Documents
   eval: Documents
 
+  @property
+  def summary(self) -> str:
+    """What there is in one line."""
+    documents = len(self.train.starts), len(self.eval.starts)
+    text = f'{documents[0]:,} documents to train on, {documents[1]:,} held out'
+    notes = join_notes(self.train.notes)
+    return f'{text}; {notes}' if notes else text
 
-def stable_hash(key: str) -> int:
-  """Returns 64 bits that are the same in every process and version."""
-  digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
-  return int.from_bytes(digest[:8], 'big')
+
+def join_notes(notes: Mapping[str, str]) -> str:
+  """Returns notes on files in a line, the first of them; '' for none."""
+  shown = [f'{name}: {why}' for name, why in sorted(notes.items())]
+  more = [f'{len(shown) - _MAX_NAMED} more'] * (len(shown) > _MAX_NAMED)
+  return '; '.join([*shown[:_MAX_NAMED], *more])
 
 
 def load(
-  sources: Sequence[Source],
-  tokenizer: tokenization.Tokenizer,
-  kind: str,
-  eval_fraction: float,
-  cache_dir: Path | None = None,
+  reader: text_files.Reader,
+  notes: dict[str, str],
+  cache_dir: text_files.Path | None = None,
 ) -> Corpus:
-  """Returns the tokens of files, sorted by name; see `text.load_corpus`."""
-  request: list[Any] = [_FORMAT, tokenizer.identity, kind, eval_fraction]
+  """Returns the tokens of files; `notes` are added to those of the reader."""
+  tokenizer, sources = reader.tokenizer, reader.sources
+  request: list[Any] = [_FORMAT, tokenizer.identity, reader.kind]
+  request += reader.eval_fraction, reader.text_key
   for name, path, text_only in sources:
     status = os.stat(path)
     times = status.st_mtime_ns, status.st_ctime_ns
     path = os.path.realpath(path)
     request.append([name, path, text_only, status.st_size, *times])
   key = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:40]
-  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens').expanduser()
-  file = folder.absolute() / f'{key}.tokens'
+  folder = _choose_folder(cache_dir, f'{key}.tokens')
+  file = folder / f'{key}.tokens'
   if not file.exists():
-    logging.info('Tokenizing %d files for %s.', len(sources), folder)
+    parts = folder / f'{key}.parts'
+    with _lock(folder / f'{key}.lock'):
+      if not file.exists():
+        parts.mkdir(exist_ok=True)
+        try:
+          _join(file, _make_parts(parts, reader), reader)
+        except errors.UsageError:  # Others leave the parts for the next start.
+          shutil.rmtree(parts, ignore_errors=True)
+          raise
+        shutil.rmtree(parts, ignore_errors=True)
+  corpus = Corpus(*(_open(file, tokenizer, i, notes) for i in range(2)))
+  if corpus.train.notes:
+    logging.warning('Text: %s.', join_notes(corpus.train.notes))
+  return corpus
+
+
+def _choose_folder(
+  cache_dir: text_files.Path | None, name: str
+) -> pathlib.Path:
+  """Returns the folder with a file, or else one that can be written."""
+  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens')
+  folder = folder.expanduser().absolute()
+  with contextlib.suppress(OSError):  # It may be readable only.
+    if (folder / name).exists():
+      return folder
+  try:
     folder.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
-    _make(file, sources, tokenizer, kind, eval_fraction * 2**64)
-  return Corpus(_open(file, tokenizer, 0), _open(file, tokenizer, 1))
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as e:
+    text = f'Tokens cannot be kept in {folder}: {e.strerror}.'
+    if cache_dir:
+      raise errors.UsageError(f'{text} Name another `cache_dir`.') from e
+    folder = pathlib.Path(tempfile.gettempdir(), f'jaxline-{os.getuid()}')
+    folder.mkdir(0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+      raise errors.UsageError(f'{text} Name a `cache_dir`.') from e
+    logging.warning('%s They go to %s; name a `cache_dir`.', text, folder)
+  return folder
+
+
+@contextlib.contextmanager
+def _lock(path: pathlib.Path) -> Iterator[None]:
+  """Lets one process make a corpus, while the others wait."""
+  lock = filelock.FileLock(path)
+  try:
+    lock.acquire(timeout=0)
+  except filelock.Timeout:
+    logging.info('Waiting for the process that tokenizes: %s.', path.parent)
+    lock.acquire()
+  except NotImplementedError:
+    logging.warning('%s has no locks: do not tokenize twice at once.', path)
+  try:
+    yield
+  finally:
+    path.unlink(missing_ok=True)  # Who waits for it finds the tokens.
+    lock.release()
 
 
 def _open(
-  path: pathlib.Path, tokenizer: tokenization.Tokenizer, i: int
+  path: pathlib.Path,
+  tokenizer: tokenization.Tokenizer,
+  i: int,
+  notes: Mapping[str, str],
 ) -> Documents:
   # As an array: slicing `np.memmap` is slow.
   data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
@@ -163,129 +235,176 @@ def _open(
     sha256=header['sha256'][i],
     num_bytes=header['num_bytes'][i],
     tokenizer=tokenizer,
-    _origin=(path, tokenizer, i),
+    num_files=header['num_files'][i],
+    notes=header['notes'] | notes,
+    _origin=(path, tokenizer, i, notes),
   )
 
 
-def _make(
-  path: pathlib.Path,
-  sources: Sequence[Source],
-  tokenizer: tokenization.Tokenizer,
-  kind: str,
-  threshold: float,
-) -> None:
-  """Writes a corpus; holds out the documents with a hash below a threshold."""
-  files = [source.name for source in sources]
-  num_bytes, digests = [0, 0], [hashlib.sha256(), hashlib.sha256()]
-  least, most = 2**64, -1
-  with contextlib.ExitStack() as stack:
-    parts: list[Any] = [
-      stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
-      for _ in range(4)
-    ]
-    for places, texts in _batches(sources, kind):
-      names = [_name(files[file], line) for file, line in places]
-      hashes = [stable_hash(f'eval/{name}') for name in names]
-      least, most = min(least, *hashes), max(most, *hashes)
-      is_held_out = np.array([value < threshold for value in hashes])
-      stream, lengths = _encode(texts, tokenizer)
-      for i in range(2):
-        table, tokens, chosen = parts[i], parts[i + 2], is_held_out == i
-        starts = np.cumsum(lengths[chosen]) - lengths[chosen]
-        starts += tokens.tell() // stream.itemsize
-        rows = np.column_stack([starts, np.array(places)[chosen]])
-        table.write(rows.astype('<i8').data)
-        data = stream[np.repeat(chosen, lengths)].data
-        tokens.write(data)
-        digests[i].update(data)
-        num_bytes[i] += sum(map(len, itertools.compress(texts, chosen)))
-    if least >= most:
+def _make_parts(
+  folder: pathlib.Path, reader: text_files.Reader
+) -> list[pathlib.Path]:
+  """Writes the parts of a corpus that are not there; returns all of them."""
+  tokenizer, parts, file, number = reader.tokenizer, [], 0, 0
+  for count in itertools.count():
+    path = folder / f'{count:06}.npz'
+    if not path.exists():
+      break
+    parts.append(path)
+  if parts:
+    with np.load(parts[-1]) as part:
+      state = json.loads(part['state'].tobytes())
+    file, number = state['next']
+    reader.notes, reader.nulls = state['notes'], state['nulls']
+  progress = Progress(reader)
+  for pieces in _batches(reader.read(file, number)):
+    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
+    ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
+    if (ids == tokenizer.document_id).any():
       raise errors.UsageError(
-        f'{len(files)} files hold {int(most >= 0)} documents with text, and 2'
-        " are needed. Give more files, or documents='line'."
+        f'The tokenizer {tokenizer.identity} encodes text to its document'
+        f' token, {tokenizer.document_id}. Use a token that no text has.'
       )
-    if not least < threshold <= most:
-      # Never hold out none or all: hold out one, or all but one.
-      threshold = most if least < threshold else least + 1
-      return _make(path, sources, tokenizer, kind, threshold)
-    header = {
-      'files': files,
-      'num_bytes': num_bytes,
-      'sizes': [part.tell() for part in parts],
-      'sha256': [digest.hexdigest() for digest in digests],
+    sizes = np.array([*map(len, encoded)])
+    begins = np.array([piece.begins for piece in pieces])
+    firsts = (np.cumsum(sizes) - sizes)[begins]
+    last = pieces[-1]
+    state = {
+      'next': [last.file, last.number + 1],
+      'notes': reader.notes,
+      'nulls': reader.nulls,
     }
-    encoded = json.dumps(header).encode()
-    encoded += b' ' * (-len(encoded) % 8)
-    with disk.replacing(path) as out:
-      out.write(len(encoded).to_bytes(8, 'little') + encoded)
-      for part in parts:
-        part.seek(0)
-        shutil.copyfileobj(part, out)
-
-
-def _encode(
-  texts: Sequence[bytes], tokenizer: tokenization.Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the tokens of documents as one stream, and their lengths."""
-  encoded, token = tokenizer.encode_batch(texts), tokenizer.document_id
-  ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
-  if (ids == token).any():
-    raise errors.UsageError(
-      f'The tokenizer {tokenizer.identity} encodes text to its document token,'
-      f' {token}. Use a token that no text has.'
-    )
-  sizes = np.array([*map(len, encoded)])
-  return np.insert(ids, np.cumsum(sizes) - sizes, token), sizes + 1
+    parts.append(folder / f'{len(parts):06}.npz')
+    with disk.replacing(parts[-1]) as out:
+      np.savez(
+        out,
+        ids=np.insert(ids, firsts, tokenizer.document_id),
+        sizes=sizes + begins,
+        begins=begins,
+        places=np.array([(x.file, x.line) for x in pieces], np.int64),
+        num_bytes=np.array([len(x.text) for x in pieces]),
+        hashes=np.array([x.hash for x in pieces], np.uint64),
+        state=np.frombuffer(json.dumps(state).encode(), np.uint8),
+      )
+    progress.report(last.file)
+  return parts
 
 
 def _batches(
-  sources: Sequence[Source], kind: str
-) -> Iterator[tuple[list[tuple[int, int]], list[bytes]]]:
-  """Yields documents: the file and the line, or 0 for all of it; the text."""
-  places, texts, size = [], [], 0
-  for i, (_, path, text_only) in enumerate(sources):
-    for line, text in _texts(path, text_only, kind):
-      places.append((i, line))
-      texts.append(text)
-      size += len(text)
-      if size >= _BATCH_BYTES:
-        yield places, texts
-        places, texts, size = [], [], 0
-  if texts:
-    yield places, texts
+  pieces: Iterator[text_files.Piece],
+) -> Iterator[list[text_files.Piece]]:
+  """Yields pieces with so much text as a part has."""
+  batch, size = [], 0
+  for piece in pieces:
+    batch.append(piece)
+    size += len(piece.text)
+    if size >= _BATCH_BYTES:
+      yield batch
+      batch, size = [], 0
+  if batch:
+    yield batch
 
 
-def _texts(
-  path: str, text_only: bool, kind: str
-) -> Iterator[tuple[int, bytes]]:
-  """Yields the line and the text of each document of a file."""
-  line, row = 0, b''
-  raw: Any = gzip.GzipFile(path) if path.endswith('.gz') else io.FileIO(path)
-  try:
-    # GzipFile's own buffer is too small for `peek`.
-    with io.BufferedReader(raw, 2**16) as file:
-      head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
-      if not head or (text_only and b'\0' in head):
-        return
-      if kind == 'file':
-        yield 0, file.read()
-        return
-      for line, row in enumerate(file, 1):
-        text = row.rstrip(b'\r\n')
-        if kind == 'jsonl' and (text := text.strip()):
-          # JSON can hold halves of characters, which UTF-8 cannot.
-          text = str.encode(json.loads(text)['text'], errors='replace')
-        if text:
-          yield line, text
-  except (gzip.BadGzipFile, *_DAMAGED) as e:
+class Progress:
+  """Logs from time to time how much of the text is tokenized."""
+
+  def __init__(self, reader: text_files.Reader):
+    self._reader = reader
+    sizes = [os.path.getsize(source.path) for source in reader.sources]
+    self._ends = np.cumsum([0, *sizes])
+    self._start = self._last = time.monotonic()
+    self._first: int | None = None
+
+  def report(self, file: int) -> None:
+    """Logs the progress, if it is time; `file` is being read."""
+    now, total = time.monotonic(), int(self._ends[-1])
+    done = int(self._ends[file]) + self._reader.done_bytes
+    if self._first is None:  # The first part of this process ends here.
+      self._first, self._start = done, now
+    if now - self._last < _PROGRESS_SECS:
+      return
+    self._last = now
+    speed = max(1, done - self._first) / max(1e-9, now - self._start)
+    minutes, seconds = divmod(round((total - done) / speed), 60)
+    logging.info(
+      'Tokenized %d of %d files, %.1f of %.1f MiB, %.2f MiB/s, %d:%02d left.',
+      file, len(self._ends) - 1, done / 2**20, total / 2**20, speed / 2**20,
+      minutes, seconds,
+    )  # fmt: skip
+
+
+def _join(
+  path: pathlib.Path,
+  parts: Sequence[pathlib.Path],
+  reader: text_files.Reader,
+) -> None:
+  """Writes a corpus; holds out the documents with a hash below a threshold."""
+  threshold = math.ceil(reader.eval_fraction * 2**64)
+  least, most, num_documents = 2**64, -1, 0
+  for part in parts:
+    with np.load(part) as found:
+      hashes = found['hashes']
+      least, most = min(least, int(hashes.min())), max(most, int(hashes.max()))
+      num_documents += int(found['begins'].sum())
+  names = [source.name for source in reader.sources]
+  for name, count in reader.nulls.items():
+    text = f'{count} lines are left out, since {reader.text_key!r} is null'
+    reader.notes[name] = text
+  num_nulls = sum(reader.nulls.values())
+  if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):
     raise errors.UsageError(
-      f'{path}:{line} cannot be read as {kind!r} ({e!r}): {row[:80]!r}. A line'
-      " of 'jsonl' is an object with a string 'text'."
-    ) from e
+      f'{num_nulls} of {num_documents + num_nulls} lines have null as'
+      f' {reader.text_key!r}; expected text. `text_key` names another entry.'
+    )
+  if least >= most:
+    raise errors.UsageError(
+      f'{len(names)} files hold {num_documents} documents with text, and 2 are'
+      " needed. Give more files, or documents='line'."
+      f' {join_notes(reader.notes)}'
+    )
+  if not least < threshold <= most:
+    # Never hold out none or all: hold out one, or all but one.
+    threshold = most if least < threshold else least + 1
 
+  def select(i: int) -> Iterator[tuple[Any, np.ndarray]]:
+    for part in parts:
+      with np.load(part) as found:
+        yield found, (found['hashes'] < threshold) == i
 
-def _name(file: str, line: int) -> str:
-  return f'{file}:{line}' if line else file
+  # Numbers that take the most room: the header is written last.
+  header: dict[str, Any] = {
+    'files': names,
+    'notes': reader.notes,
+    'num_bytes': [2**63] * 2,
+    'num_files': [2**63] * 2,
+    'sizes': [2**63] * 4,
+    'sha256': ['0' * 64] * 2,
+  }
+  room = len(json.dumps(header)) // 8 * 8 + 8
+  with disk.replacing(path) as out:
+    out.seek(8 + room)
+    for i in range(2):
+      start, num_bytes, files, before = 0, 0, set(), out.tell()
+      for found, chosen in select(i):
+        sizes, places = found['sizes'] * chosen, found['places']
+        rows = np.column_stack([start + np.cumsum(sizes) - sizes, places])
+        out.write(rows[chosen & found['begins']].astype('<i8').data)
+        start += int(sizes.sum())
+        num_bytes += int(found['num_bytes'][chosen].sum())
+        files.update(places[chosen, 0].tolist())
+      header['sizes'][i] = out.tell() - before
+      header['num_bytes'][i], header['num_files'][i] = num_bytes, len(files)
+    for i in range(2):
+      digest, before = hashlib.sha256(), out.tell()
+      for found, chosen in select(i):
+        data = found['ids'][np.repeat(chosen, found['sizes'])].data
+        out.write(data)
+        digest.update(data)
+      header['sizes'][i + 2] = out.tell() - before
+      header['sha256'][i] = digest.hexdigest()
+    out.seek(0)
+    encoded = json.dumps(header).encode().ljust(room)
+    out.write(room.to_bytes(8, 'little') + encoded)
 
 
 def _dtype(tokenizer: tokenization.Tokenizer) -> str:

@@ -11,6 +11,7 @@ encoded to it.
 import abc
 from collections.abc import Sequence
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -36,6 +37,12 @@ WELL_KNOWN_TOKENS = (
 _STDLIB = pathlib.Path(__file__).with_name('stdlib.model')
 
 _REPLACEMENT = '\ufffd'
+_SPACE = '\u2581'  # As SentencePiece writes it.
+# Of Llama 3 and Qwen 2; that of GPT-2 is in `ByteLevel`.
+_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+  r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
 _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
 
 
@@ -56,6 +63,15 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     """Returns the tokens of each text, int32 [length], in parallel."""
+
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    """Returns the places, ascending, at which a text can be cut.
+
+    The tokens of the two parts are those of the whole, whatever stands before
+    and behind `text`. Empty if no such place is known.
+    """
+    del text
+    return np.zeros(0, np.int64)
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of tokens, [length].
@@ -85,6 +101,9 @@ class ByteTokenizer(Tokenizer):
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     data = (t.encode() if isinstance(t, str) else t for t in texts)
     return [np.frombuffer(x, np.uint8).astype(np.int32) for x in data]
+
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    return np.arange(1, len(text))
 
   def _decode(self, ids: list[int]) -> str:
     return bytes(ids).decode(errors='replace')
@@ -146,12 +165,17 @@ class SentencePieceTokenizer(_FileTokenizer):
     self.vocab_size = library.vocab_size()
     name = library.id_to_piece
     control = filter(library.is_control, range(self.vocab_size))
+    self._can_cut = _find_bytes_to_cut_between(data)
     ends = library.bos_id(), library.eos_id()
     return {name(i): i for i in control}, [name(i) for i in ends if i >= 0]
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     ids = self._library.encode([_str(t) for t in texts], out_type=int)
     return [np.array(x, np.int32) for x in ids]
+
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    codes = np.frombuffer(text, np.uint8)
+    return 1 + np.flatnonzero(self._can_cut[codes[:-1], codes[1:]])
 
   def _decode(self, ids: list[int]) -> str:
     return self._library.decode(ids)
@@ -174,6 +198,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
+    self._can_cut = _splits_before_words(json.loads(library.to_str()))
     self.vocab_size = 1 + max(library.get_vocab().values(), default=-1)
     added = library.get_added_tokens_decoder().items()
     return {x.content: i for i, x in added if x.special}, WELL_KNOWN_TOKENS
@@ -184,8 +209,79 @@ class HuggingFaceTokenizer(_FileTokenizer):
     )
     return [np.array(x.ids, np.int32) for x in encodings]
 
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    if not self._can_cut:
+      return super().find_cuts(text)
+    codes = np.frombuffer(text, np.uint8)
+    before, code, after = codes[:-2], codes[1:-1], codes[2:]
+    is_letter = (after | 32) - np.uint8(ord('a')) < 26
+    is_cut = (before > ord(' ')) & (before < 127) & (code == ord(' '))
+    return 1 + np.flatnonzero(is_cut & is_letter)
+
   def _decode(self, ids: list[int]) -> str:
     return self._library.decode(ids, skip_special_tokens=False)
+
+
+def _splits_before_words(spec: dict[str, Any]) -> bool:
+  """Returns whether a tokenizer.json splits text before ' a' in 'x a'.
+
+  In these patterns no word has a space before a letter but as its first
+  character, and none looks behind.
+  """
+  first = spec['pre_tokenizer'] or {'type': None}
+  steps = first.get('pretokenizers', [first])
+  patterns = [
+    step['pattern'].get('Regex')
+    for step in steps
+    if step['type'] == 'Split' and step['behavior'] == 'Isolated'
+  ]
+  *others, last = steps
+  return (
+    all(x['type'] in ('Digits', 'Split') for x in others)
+    and last['type'] == 'ByteLevel'
+    and not last['add_prefix_space']
+    and {*patterns} <= {_WORDS % '', _WORDS % '{1,3}'}
+    and len(patterns) == sum(x['type'] == 'Split' for x in others)
+    and (last['use_regex'] or bool(patterns))
+    and (spec['normalizer'] or {'type': 'NFC'})['type'] == 'NFC'
+    and spec['model']['type'] == 'BPE'
+    and not spec['model'].get('dropout')
+    # Others, not special, are found in the text before it is split.
+    and all(token['special'] for token in spec['added_tokens'])
+  )
+
+
+def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
+  """Returns whether a text can be cut between two bytes, bool [256, 256].
+
+  BPE merges neighbours only, the best first, so what no piece of the vocabulary
+  crosses separates a text: the merges on one side do not depend on the other.
+  """
+  can_cut = np.zeros([256, 256], bool)
+  try:
+    from sentencepiece import sentencepiece_model_pb2
+  except ImportError:  # It needs protobuf.
+    return can_cut
+  parsed = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+  how, trained = parsed.normalizer_spec, parsed.trainer_spec
+  if (
+    # Unigram adds up numbers over the whole text, and rounds them.
+    trained.model_type != trained.BPE
+    # Else neighbours that are unknown become one token.
+    or not trained.byte_fallback
+    or how.precompiled_charsmap
+    or how.add_dummy_prefix
+    or how.remove_extra_whitespaces
+  ):
+    return can_cut
+  can_cut[:128] = True  # Behind ASCII: never within a character.
+  for piece in parsed.pieces:
+    code = np.frombuffer(piece.piece.replace(_SPACE, ' ').encode(), np.uint8)
+    can_cut[code[:-1], code[1:]] = False
+  # A byte that is no text is read as U+FFFD, and U+2581 as a space.
+  can_cut[:, 128:] &= can_cut[:, _REPLACEMENT.encode()[0], None]
+  can_cut[:, _SPACE.encode()[0]] &= can_cut[:, ord(' ')]
+  return can_cut
 
 
 BYTES = ByteTokenizer()
