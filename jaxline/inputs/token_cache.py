@@ -41,7 +41,7 @@ from jaxline.inputs import text_files
 from jaxline.inputs import tokenization
 
 _FORMAT = 7
-_BATCH_BYTES = 2**23  # Text of a part, which several threads tokenize.
+_BATCH_BYTES = 2**22  # Text of a part, which several threads tokenize.
 _PROGRESS_SECS = 10.0
 _MAX_NAMED = 5  # Files and documents that are printed.
 
