@@ -167,7 +167,7 @@ class Reader:
 
   Attributes:
     nulls: the number of lines without text, by file.
-    done_bytes: how much of the current file is read, as it is on disk.
+    file, done_bytes: which file is read, and how much of it on disk.
   """
 
   def __init__(
@@ -182,13 +182,15 @@ class Reader:
     self.text_key, self.eval_fraction = text_key, eval_fraction
     self.notes: dict[str, str] = {}
     self.nulls: dict[str, int] = {}
-    self.done_bytes = 0
+    self.file = self.done_bytes = 0
 
   def read(self, file: int = 0, number: int = 0) -> Iterator[Piece]:
     """Yields the pieces of all files, from a piece of a file on."""
     for i in range(file, len(self.sources)):
+      self.file = i
       pieces = self._read_file(i)
-      yield from itertools.islice(pieces, number * (i == file), None)
+      yield from itertools.islice(pieces, number, None)
+      number = 0
 
   def _read_file(self, file: int) -> Iterator[Piece]:
     name, path, _ = self.sources[file]

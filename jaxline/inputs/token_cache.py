@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -158,12 +157,16 @@ def load(
   file = folder / f'{key}.tokens'
   if not file.exists():
     parts = folder / f'{key}.parts'
-    with _lock(folder / f'{key}.lock'):
-      if not file.exists():
+    lock = folder / f'{key}.lock'
+    logging.info('Tokenizing %d files for %s.', len(sources), folder)
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(filelock.FileLock(lock))
+      stack.callback(lock.unlink, missing_ok=True)
+      if not file.exists():  # Else another process has made it.
         parts.mkdir(exist_ok=True)
         try:
           _join(file, _make_parts(parts, reader), reader)
-        except errors.UsageError:  # Others leave the parts for the next start.
+        except errors.UsageError:  # Others leave the parts to the next start.
           shutil.rmtree(parts, ignore_errors=True)
           raise
         shutil.rmtree(parts, ignore_errors=True)
@@ -198,24 +201,6 @@ def _choose_folder(
   return folder
 
 
-@contextlib.contextmanager
-def _lock(path: pathlib.Path) -> Iterator[None]:
-  """Lets one process make a corpus, while the others wait."""
-  lock = filelock.FileLock(path)
-  try:
-    lock.acquire(timeout=0)
-  except filelock.Timeout:
-    logging.info('Waiting for the process that tokenizes: %s.', path.parent)
-    lock.acquire()
-  except NotImplementedError:
-    logging.warning('%s has no locks: do not tokenize twice at once.', path)
-  try:
-    yield
-  finally:
-    path.unlink(missing_ok=True)  # Who waits for it finds the tokens.
-    lock.release()
-
-
 def _open(
   path: pathlib.Path,
   tokenizer: tokenization.Tokenizer,
@@ -245,19 +230,16 @@ def _make_parts(
   folder: pathlib.Path, reader: text_files.Reader
 ) -> list[pathlib.Path]:
   """Writes the parts of a corpus that are not there; returns all of them."""
-  tokenizer, parts, file, number = reader.tokenizer, [], 0, 0
-  for count in itertools.count():
-    path = folder / f'{count:06}.npz'
-    if not path.exists():
-      break
-    parts.append(path)
+  tokenizer, start = reader.tokenizer, (0, 0)
+  parts = sorted(folder.glob('[0-9]*.npz'))
   if parts:
     with np.load(parts[-1]) as part:
       state = json.loads(part['state'].tobytes())
-    file, number = state['next']
-    reader.notes, reader.nulls = state['notes'], state['nulls']
-  progress = Progress(reader)
-  for pieces in _batches(reader.read(file, number)):
+    start, reader.notes, reader.nulls = state
+  pieces_left = reader.read(*start)
+  progress = _log_progress(reader)
+  while pieces := _take_part(pieces_left):
+    next(progress)
     encoded = tokenizer.encode_batch([piece.text for piece in pieces])
     ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
     if (ids == tokenizer.document_id).any():
@@ -268,13 +250,9 @@ def _make_parts(
     sizes = np.array([*map(len, encoded)])
     begins = np.array([piece.begins for piece in pieces])
     firsts = (np.cumsum(sizes) - sizes)[begins]
-    last = pieces[-1]
-    state = {
-      'next': [last.file, last.number + 1],
-      'notes': reader.notes,
-      'nulls': reader.nulls,
-    }
-    parts.append(folder / f'{len(parts):06}.npz')
+    start = pieces[-1].file, pieces[-1].number + 1
+    state = json.dumps([start, reader.notes, reader.nulls]).encode()
+    parts.append(folder / f'{len(parts):08}.npz')
     with disk.replacing(parts[-1]) as out:
       np.savez(
         out,
@@ -284,53 +262,39 @@ def _make_parts(
         places=np.array([(x.file, x.line) for x in pieces], np.int64),
         num_bytes=np.array([len(x.text) for x in pieces]),
         hashes=np.array([x.hash for x in pieces], np.uint64),
-        state=np.frombuffer(json.dumps(state).encode(), np.uint8),
+        state=np.frombuffer(state, np.uint8),
       )
-    progress.report(last.file)
   return parts
 
 
-def _batches(
+def _take_part(
   pieces: Iterator[text_files.Piece],
-) -> Iterator[list[text_files.Piece]]:
-  """Yields pieces with so much text as a part has."""
-  batch, size = [], 0
+) -> list[text_files.Piece]:
+  """Returns the next pieces, as many as a part has; [] at the end."""
+  part, size = [], 0
   for piece in pieces:
-    batch.append(piece)
-    size += len(piece.text)
-    if size >= _BATCH_BYTES:
-      yield batch
-      batch, size = [], 0
-  if batch:
-    yield batch
+    part.append(piece)
+    if (size := size + len(piece.text)) >= _BATCH_BYTES:
+      break
+  return part
 
 
-class Progress:
-  """Logs from time to time how much of the text is tokenized."""
-
-  def __init__(self, reader: text_files.Reader):
-    self._reader = reader
-    sizes = [os.path.getsize(source.path) for source in reader.sources]
-    self._ends = np.cumsum([0, *sizes])
-    self._start = self._last = time.monotonic()
-    self._first: int | None = None
-
-  def report(self, file: int) -> None:
-    """Logs the progress, if it is time; `file` is being read."""
-    now, total = time.monotonic(), int(self._ends[-1])
-    done = int(self._ends[file]) + self._reader.done_bytes
-    if self._first is None:  # The first part of this process ends here.
-      self._first, self._start = done, now
-    if now - self._last < _PROGRESS_SECS:
-      return
-    self._last = now
-    speed = max(1, done - self._first) / max(1e-9, now - self._start)
-    minutes, seconds = divmod(round((total - done) / speed), 60)
-    logging.info(
-      'Tokenized %d of %d files, %.1f of %.1f MiB, %.2f MiB/s, %d:%02d left.',
-      file, len(self._ends) - 1, done / 2**20, total / 2**20, speed / 2**20,
-      minutes, seconds,
-    )  # fmt: skip
+def _log_progress(reader: text_files.Reader) -> Iterator[None]:
+  """Logs how much is tokenized: at each `next`, if it is time."""
+  sizes = [os.path.getsize(source.path) for source in reader.sources]
+  ends, total = np.cumsum([0, *sizes]).tolist(), sum(sizes)
+  start = last = time.monotonic()
+  first = ends[reader.file] + reader.done_bytes
+  while True:
+    yield
+    if (now := time.monotonic()) - last > _PROGRESS_SECS:
+      done, last = ends[reader.file] + reader.done_bytes, now
+      speed = max(1, done - first) / (now - start)
+      text = (
+        'Tokenized %d of %d files, %.0f of %.0f MiB, %.2f MiB/s, %.0f s left.'
+      )
+      mib = [x / 2**20 for x in (done, total, speed)]
+      logging.info(text, reader.file, len(sizes), *mib, (total - done) / speed)
 
 
 def _join(
