@@ -53,6 +53,10 @@ def test_made_once(files, cache, monkeypatch):
   (name,) = names_in(cache)
   assert name.endswith('.tokens')
   assert_same(first, again)
+  # The file alone is the corpus, for hosts without the text.
+  assert_same(first, text.load_corpus(cache / name))
+  with pytest.raises(errors.UsageError, match='`tokenizer` is sentencepiece'):
+    text.load_corpus(cache / name, tokenizer='stdlib')
   for split in again.train, again.eval:
     for array in split.tokens, split.starts:
       assert not array.flags.writeable

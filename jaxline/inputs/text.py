@@ -33,6 +33,8 @@ import bisect
 from collections.abc import Sequence
 import dataclasses
 import functools
+import os
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -76,7 +78,8 @@ def load_corpus(
       hidden; or a file; or a glob such as 'notes/**/*.md'; or a list of these.
       Links are followed, to each folder once. Text is UTF-8, or UTF-16 with a
       byte order mark. A file of which more than 1% is neither is left out.
-      Files that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked.
+      Files that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked. A file
+      '.tokens' of a `cache_dir` is taken as it is.
     eval_fraction: the fraction of the documents to hold out, between 0 and 1.
     tokenizer: as for `tokenization.load_tokenizer`.
     documents: what a document is: 'file'; 'line', each line that is not empty,
@@ -91,10 +94,15 @@ def load_corpus(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1.'
     )
   errors.check_names([documents], text_files.KINDS, 'kind', 'documents')
+  loaded = tokenization.load_tokenizer(tokenizer)
+  if isinstance(files, str | os.PathLike):
+    path = pathlib.Path(files).expanduser().absolute()
+    if path.suffix == '.tokens' and path.is_file():
+      return token_cache.open_corpus(path, loaded)
   sources, notes = text_files.find(files)
   reader = text_files.Reader(
     sources,
-    tokenization.load_tokenizer(tokenizer),
+    loaded,
     documents,
     text_key,
     float(eval_fraction),

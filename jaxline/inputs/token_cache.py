@@ -170,10 +170,19 @@ def load(
           shutil.rmtree(parts, ignore_errors=True)
           raise
         shutil.rmtree(parts, ignore_errors=True)
-  corpus = Corpus(*(_open(file, tokenizer, i, notes) for i in range(2)))
+  corpus = open_corpus(file, tokenizer, notes)
   if corpus.train.notes:
     logging.warning('Text: %s.', join_notes(corpus.train.notes))
   return corpus
+
+
+def open_corpus(
+  path: pathlib.Path,
+  tokenizer: tokenization.Tokenizer,
+  notes: dict[str, str] | None = None,
+) -> Corpus:
+  """Maps the tokens of a file that `load` has made."""
+  return Corpus(*(_open(path, tokenizer, i, notes or {}) for i in range(2)))
 
 
 def _choose_folder(
@@ -211,6 +220,11 @@ def _open(
   data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
   end = 8 + int(data[:8].view('<i8')[0])
   header = json.loads(data[8:end].tobytes())
+  if header['tokenizer'] != tokenizer.identity:
+    raise errors.UsageError(
+      f'{path} has tokens of {header["tokenizer"]}; `tokenizer` is'
+      f' {tokenizer.identity}. Name the one that made the file.'
+    )
   parts = np.split(data[end:], np.cumsum(header['sizes']))
   table = parts[i].view('<i8').reshape(-1, 3)
   return Documents(
@@ -338,6 +352,7 @@ def _join(
   # Numbers that take the most room: the header is written last.
   header: dict[str, Any] = {
     'files': names,
+    'tokenizer': reader.tokenizer.identity,
     'notes': reader.notes,
     'num_bytes': [2**63] * 2,
     'num_files': [2**63] * 2,
