@@ -421,7 +421,7 @@ def test_totals_of_text(command, tmp_path, capsys):
           for k, v in values.items()]  # fmt: skip
   config = f'--config={processes.ROOT}/configs/lm.py'
   assert program.main([*command.split(), config, *args]) == 0
-  train = capsys.readouterr().out.split('eval: ')[0]
+  train = capsys.readouterr().out.split('\nTextInput')[0]
   assert ' 4 documents, 993 tokens of 989 bytes, ' in train
   assert 'large.txt (98.2%)' in train
   assert 'binary: left out' in train

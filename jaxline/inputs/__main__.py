@@ -1,11 +1,11 @@
-"""`python -m jaxline.inputs show`, and `prepare`, which only makes tokens.
+"""`python -m jaxline.inputs show`: see show.py; `prepare` makes tokens only.
 
 The exit status is 0; 1 if a check found something wrong; 2 if the command line,
 the config or the input itself is refused, in one line on stderr.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import functools
 import itertools
@@ -21,7 +21,7 @@ from jaxline import platform
 from jaxline.compat import experiments
 from jaxline.inputs import base
 from jaxline.inputs import show
-from jaxline.inputs import text
+from jaxline.inputs import text as text_input
 from jaxline.metrics import lines
 from jaxline.parallel import mesh
 
@@ -74,14 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     prog='python -m jaxline.inputs',
     description='Prints the batches of a config, and checks what several hosts'
     ' would read, whether a run could resume exactly, and how fast it reads,'
-    ' without its model or accelerators. Exits with 1 if something is wrong.'
-    ' `prepare` tokenizes the text of both splits, before a run needs it.',
-    usage='%(prog)s show | prepare --config=FILE | --jaxline_run=DIR'
+    ' without its model or accelerators. Exits with 1 if something is wrong.',
+    usage='%(prog)s show --config=FILE | --jaxline_run=DIR'
     ' [--config.key=value ...] [OPTION ...]',
     allow_abbrev=False,
   )
   add = parser.add_argument
-  add('command', choices=['show', 'prepare'])
+  what = '`prepare` makes the tokens of both splits, and prints their totals'
+  add('command', choices=['show', 'prepare'], help=what)
   add('--split', choices=('eval', 'train'), default='train')
   add('--set', help='one of several evaluation sets; the default is the first')
   add('-n', type=int, default=3, help='batches to print; the default is 3')
@@ -100,49 +100,27 @@ def _shard(text: str) -> base.Shard:
   return base.Shard(*map(int, text.split('/')))
 
 
-def _prepare(config: Any) -> int:
-  logging.set_verbosity(logging.INFO)  # How far it is, and how long it takes.
-  for split in 'train', 'eval':
-    make_input, shard = input_maker(config, split), base.Shard(0, 1)
-    with _open(make_input, split == 'train', shard) as source:
-      lines.print_text(f'{split}: {_describe_text(source)}')
-  return 0
-
-
-@contextlib.contextmanager
-def _open(
-  make_input: Callable[..., Any], is_training: bool, shard: base.Shard
-) -> Iterator[base.BaseInput]:
+def _show(args: argparse.Namespace, config: Any) -> int:
+  make_input = input_maker(config, args.split, args.set)
+  is_training = args.split == 'train'
+  shard = args.host or base.Shard(0, args.hosts or 1)
+  host = f'host {shard.index} of {shard.count}'
   with contextlib.ExitStack() as stack:
     try:
       opened = show.open_input(make_input, is_training, shard)
       source = stack.enter_context(opened)
     except (ValueError, OSError, ImportError) as e:
-      host = f'host {shard.index} of {shard.count}'
       raise errors.UsageError(f'As {host}: {e}') from e
-    yield source
-
-
-def _describe_text(source: base.BaseInput) -> str:
-  if not isinstance(source, text.TextInput):
-    return f'{type(source).__name__} has no tokens on disk'
-  assert isinstance(source.documents, text.Documents)
-  return source.documents.totals()
-
-
-def _show(args: argparse.Namespace, config: Any) -> int:
-  make_input = input_maker(config, args.split, args.set)
-  is_training = args.split == 'train'
-  shard = args.host or base.Shard(0, args.hosts or 1)
-  with _open(make_input, is_training, shard) as source:
     kind = type(source).__name__
-    head = kind if source.name == kind else f'{kind} {source.name!r}'
+    text = kind if source.name == kind else f'{kind} {source.name!r}'
     if source.batch_size is not None:  # Else the iterable decides.
       total = source.get_global_batch_size()
-      head += f': {source.batch_size} rows a batch, {total} over all hosts'
-    lines.print_text(f'{head}, for host {shard.index} of {shard.count}')
-    if isinstance(source, text.TextInput):
-      lines.print_text(_describe_text(source))
+      text += f': {source.batch_size} rows a batch, {total} over all hosts'
+    lines.print_text(f'{text}, for {host}')
+    if isinstance(source, text_input.TextInput):
+      lines.print_text(source.describe())
+    if args.command == 'prepare':
+      return 0
     for number, batch in enumerate(itertools.islice(source, args.n)):
       lines.print_text(f'\nbatch {number}\n{show.describe(batch)}')
       for name, rows in show.texts(source, batch).items():
@@ -166,8 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   args, rest = _parser().parse_known_args(argv)
   try:
     config = platform.load_config(rest)
-    is_show = args.command == 'show'
-    return _show(args, config) if is_show else _prepare(config)
+    if args.command == 'prepare':
+      logging.set_verbosity(logging.INFO)  # How much is done.
+      args.split = 'train'
+      _show(args, config)
+      args.split = 'eval'
+    return _show(args, config)
   except errors.UsageError as e:
     lines.print_text(f'jaxline.inputs: {" ".join(str(e).split())}', sys.stderr)
     return 2

@@ -257,6 +257,10 @@ class TextInput(indexed.IndexedInput):
       starts, stops = rows * self.length, np.array(num_tokens)
     return starts, np.minimum(stops - starts - 1, self.length)[:, None]
 
+  def describe(self) -> str:
+    """Returns what the text has, line by line."""
+    return self._documents.totals()
+
   def describe_record(self, record: int, epoch: int) -> str:
     starts = self._documents.starts
     (start,), _ = self._spans(np.array([record]), np.array([epoch]))

@@ -52,6 +52,9 @@ class _Names(Sequence[str]):
     self._files = files
     self._table = table
 
+  def count_files(self) -> int:
+    return np.unique(self._table[:, 1]).size
+
   def __len__(self) -> int:
     return len(self._table)
 
@@ -71,7 +74,6 @@ class Documents:
     starts: the place of each document token, int64 [D].
     sha256: the hash of the tokens.
     num_bytes: the length of the text.
-    num_files: how many files it is from.
     notes: what to know about files that were left out, by name.
   """
 
@@ -81,7 +83,6 @@ class Documents:
   sha256: str
   num_bytes: int
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
-  num_files: int = 0
   notes: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
   # The arguments of `_open` for tokens that are mapped.
   _origin: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
@@ -104,8 +105,11 @@ class Documents:
     shares = (
       f'{self.names[i]} ({sizes[i] / self.tokens.size:.1%})' for i in largest
     )
+    num_files = len(self.names)
+    if isinstance(self.names, _Names):
+      num_files = self.names.count_files()
     return (
-      f'{self.num_files:,} files, {len(self.starts):,} documents,'
+      f'{num_files:,} files, {len(self.starts):,} documents,'
       f' {self.tokens.size:,} tokens of {self.num_bytes:,} bytes,'
       f' {self.num_bytes / self.tokens.size:.2f} bytes a token\n'
       f'most tokens: {", ".join(shares)}\n{join_notes(self.notes)}'
@@ -234,7 +238,6 @@ def _open(
     sha256=header['sha256'][i],
     num_bytes=header['num_bytes'][i],
     tokenizer=tokenizer,
-    num_files=header['num_files'][i],
     notes=header['notes'] | notes,
     _origin=(path, tokenizer, i, notes),
   )
@@ -355,7 +358,6 @@ def _join(
     'tokenizer': reader.tokenizer.identity,
     'notes': reader.notes,
     'num_bytes': [2**63] * 2,
-    'num_files': [2**63] * 2,
     'sizes': [2**63] * 4,
     'sha256': ['0' * 64] * 2,
   }
@@ -363,16 +365,15 @@ def _join(
   with disk.replacing(path) as out:
     out.seek(8 + room)
     for i in range(2):
-      start, num_bytes, files, before = 0, 0, set(), out.tell()
+      start, num_bytes, before = 0, 0, out.tell()
       for found, chosen in select(i):
         sizes, places = found['sizes'] * chosen, found['places']
         rows = np.column_stack([start + np.cumsum(sizes) - sizes, places])
         out.write(rows[chosen & found['begins']].astype('<i8').data)
         start += int(sizes.sum())
         num_bytes += int(found['num_bytes'][chosen].sum())
-        files.update(places[chosen, 0].tolist())
       header['sizes'][i] = out.tell() - before
-      header['num_bytes'][i], header['num_files'][i] = num_bytes, len(files)
+      header['num_bytes'][i] = num_bytes
     for i in range(2):
       digest, before = hashlib.sha256(), out.tell()
       for found, chosen in select(i):

@@ -229,20 +229,20 @@ def _splits_before_words(spec: dict[str, Any]) -> bool:
   character, and none looks behind.
   """
   first = spec['pre_tokenizer'] or {'type': None}
-  steps = first.get('pretokenizers', [first])
-  patterns = [
-    step['pattern'].get('Regex')
-    for step in steps
-    if step['type'] == 'Split' and step['behavior'] == 'Isolated'
-  ]
-  *others, last = steps
+  *others, last = first.get('pretokenizers', [first])
+  splits = [x for x in others if x['type'] != 'Digits']
+  known = [{'Regex': _WORDS % x} for x in ('', '{1,3}')]
   return (
-    all(x['type'] in ('Digits', 'Split') for x in others)
-    and last['type'] == 'ByteLevel'
+    last['type'] == 'ByteLevel'
     and not last['add_prefix_space']
-    and {*patterns} <= {_WORDS % '', _WORDS % '{1,3}'}
-    and len(patterns) == sum(x['type'] == 'Split' for x in others)
-    and (last['use_regex'] or bool(patterns))
+    and (last['use_regex'] or bool(splits))
+    and all(
+      x['type'] == 'Split'
+      and x['pattern'] in known
+      and x['behavior'] == 'Isolated'
+      and not x['invert']
+      for x in splits
+    )
     and (spec['normalizer'] or {'type': 'NFC'})['type'] == 'NFC'
     and spec['model']['type'] == 'BPE'
     and not spec['model'].get('dropout')
