@@ -340,7 +340,7 @@ def _join(
   if least >= most:
     raise errors.UsageError(
       f'{len(names)} files hold {num_documents} documents with text, and 2 are'
-      " needed. Give more files, or documents='line'."
+      " needed. Give more files, or one alone, or documents='line'."
       f' {join_notes(reader.notes)}'
     )
   if not least < threshold <= most:

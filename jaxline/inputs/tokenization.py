@@ -10,6 +10,7 @@ encoded to it.
 
 import abc
 from collections.abc import Sequence
+import functools
 import hashlib
 import json
 import os
@@ -165,13 +166,16 @@ class SentencePieceTokenizer(_FileTokenizer):
     self.vocab_size = library.vocab_size()
     name = library.id_to_piece
     control = filter(library.is_control, range(self.vocab_size))
-    self._can_cut = _find_bytes_to_cut_between(data)
     ends = library.bos_id(), library.eos_id()
     return {name(i): i for i in control}, [name(i) for i in ends if i >= 0]
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     ids = self._library.encode([_str(t) for t in texts], out_type=int)
     return [np.array(x, np.int32) for x in ids]
+
+  @functools.cached_property
+  def _can_cut(self) -> np.ndarray:
+    return _find_bytes_to_cut_between(self._arguments[0])
 
   def find_cuts(self, text: bytes) -> np.ndarray:
     codes = np.frombuffer(text, np.uint8)
@@ -198,7 +202,6 @@ class HuggingFaceTokenizer(_FileTokenizer):
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
-    self._can_cut = _splits_before_words(json.loads(library.to_str()))
     self.vocab_size = 1 + max(library.get_vocab().values(), default=-1)
     added = library.get_added_tokens_decoder().items()
     return {x.content: i for i, x in added if x.special}, WELL_KNOWN_TOKENS
@@ -209,8 +212,12 @@ class HuggingFaceTokenizer(_FileTokenizer):
     )
     return [np.array(x.ids, np.int32) for x in encodings]
 
+  @functools.cached_property
+  def _splits_before_words(self) -> bool:
+    return _splits_before_words(json.loads(self._library.to_str()))
+
   def find_cuts(self, text: bytes) -> np.ndarray:
-    if not self._can_cut:
+    if not self._splits_before_words:
       return super().find_cuts(text)
     codes = np.frombuffer(text, np.uint8)
     before, code, after = codes[:-2], codes[1:-1], codes[2:]
@@ -260,7 +267,7 @@ def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
   can_cut = np.zeros([256, 256], bool)
   try:
     from sentencepiece import sentencepiece_model_pb2
-  except ImportError:  # It needs protobuf.
+  except Exception:  # It needs protobuf, of a version that fits.
     return can_cut
   parsed = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
   how, trained = parsed.normalizer_spec, parsed.trainer_spec
