@@ -101,11 +101,7 @@ def load_corpus(
       return token_cache.open_corpus(path, loaded)
   sources, notes = text_files.find(files)
   reader = text_files.Reader(
-    sources,
-    loaded,
-    documents,
-    text_key,
-    float(eval_fraction),
+    sources, loaded, documents, text_key, float(eval_fraction)
   )
   return token_cache.load(reader, notes, cache_dir)
 

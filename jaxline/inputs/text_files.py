@@ -230,13 +230,15 @@ class Reader:
     first = [*itertools.islice(blocks, 2)]
     size = wrong = 0
     decoder = codecs.getincrementaldecoder('utf-8')('replace')
-    is_binary = first and b'\0' in first[0][:_BINARY_PROBE_BYTES]
-    for block in itertools.chain(first, blocks):
+    is_binary = source.text_only and any(
+      b'\0' in block[:_BINARY_PROBE_BYTES] for block in first[:1]
+    )
+    for block in itertools.chain(first, () if is_binary else blocks):
       size += len(block)
       wrong += decoder.decode(block).count('\ufffd')
       wrong -= block.count('\ufffd'.encode())  # The text has it.
       wrong += len(block) - len(block.translate(None, _CONTROLS))
-    if wrong > size * MAX_SHARE or (is_binary and source.text_only):
+    if wrong > size * MAX_SHARE or is_binary:
       share = f'{wrong / size:.1%} is no text in UTF-8 or UTF-16'
       self.notes[source.name] = f'left out, {share}'
       return (), 0

@@ -291,7 +291,9 @@ def _take_part(
   part, size = [], 0
   for piece in pieces:
     part.append(piece)
-    if (size := size + len(piece.text)) >= _BATCH_BYTES:
+    # A short line takes ten times its bytes.
+    size += max(len(piece.text), 64)
+    if size >= _BATCH_BYTES:
       break
   return part
 
@@ -329,7 +331,7 @@ def _join(
       num_documents += int(found['begins'].sum())
   names = [source.name for source in reader.sources]
   for name, count in reader.nulls.items():
-    text = f'{count} lines are left out, since {reader.text_key!r} is null'
+    text = f'left out where {reader.text_key!r} is null, {count} of the lines'
     reader.notes[name] = text
   num_nulls = sum(reader.nulls.values())
   if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):
