@@ -288,8 +288,8 @@ class Reader:
         continue
       wanted = range(_PIECE_BYTES, len(left), _PIECE_BYTES)
       chosen = cuts.searchsorted(wanted).clip(max=cuts.size - 1)
-      places = np.unique(cuts[chosen]).tolist()
-      for first, last in itertools.pairwise([0, *places]):
+      places = [0, *np.unique(cuts[chosen]).tolist()]
+      for first, last in itertools.pairwise(places):
         yield bytes(left[first:last])
       del left[: places[-1]]
     if left:
@@ -322,11 +322,15 @@ def _unpack(path: str, raw: Any) -> Any:
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-  left = b''
+  left: list[bytes] = []
   for block in blocks:
-    *rows, left = (left + block).split(b'\n')
-    yield from rows
-  yield left
+    first, *rows = block.split(b'\n')
+    left.append(first)
+    if rows:
+      yield b''.join(left)
+      yield from rows[:-1]
+      left = rows[-1:]
+  yield b''.join(left)
 
 
 def _split_at(
