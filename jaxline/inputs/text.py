@@ -254,7 +254,7 @@ class TextInput(indexed.IndexedInput):
     return starts, np.minimum(stops - starts - 1, self.length)[:, None]
 
   def describe(self) -> str:
-    """Returns what the text has, line by line."""
+    """Returns the size of the text and its largest documents, in lines."""
     return self._documents.totals()
 
   def describe_record(self, record: int, epoch: int) -> str:

@@ -29,9 +29,10 @@ from jaxline.inputs import tokenization
 Path = str | os.PathLike[str]
 
 KINDS = ('file', 'line', 'jsonl')  # What a document can be.
-MAX_SHARE = 0.01  # Of bytes that are no text, and of lines without text.
+# A file may have this share of bytes that are not text, a corpus of nulls.
+MAX_SHARE = 0.01
 
-_BINARY_PROBE_BYTES = 8000  # As Git does.
+_BINARY_PROBE_BYTES = 8000  # Git looks at as many.
 _BLOCK_BYTES = 2**20  # To read at once.
 _PIECE_BYTES = 2**16  # One of 1 MiB takes SentencePiece twice as long.
 _BOMS = (
@@ -62,7 +63,7 @@ class Piece(NamedTuple):
   """A part of a document, which begins at a line; 0 for all of a file."""
 
   file: int
-  number: int  # Of the pieces of this file.
+  number: int  # It counts the pieces of this file.
   line: int
   begins: bool  # Whether it is the document's first.
   hash: int  # Decides on the split.
@@ -239,7 +240,7 @@ class Reader:
       wrong -= block.count('\ufffd'.encode())  # The text has it.
       wrong += len(block) - len(block.translate(None, _CONTROLS))
     if wrong > size * MAX_SHARE or is_binary:
-      share = f'{wrong / size:.1%} is no text in UTF-8 or UTF-16'
+      share = f'{wrong / size:.1%} is not text in UTF-8 or UTF-16'
       self.notes[source.name] = f'left out, {share}'
       return (), 0
     return (first if len(first) < 2 else self._read_blocks(source.path)), size
@@ -305,7 +306,7 @@ def refuse(path: str, error: OSError) -> errors.UsageError:
 
 
 def _unpack(path: str, raw: Any) -> Any:
-  """Returns the content of a file, unpacked as the end of its name says."""
+  """Returns the content of a file; the end of its name tells the packing."""
   end = os.path.splitext(path)[1]
   if end in _OPEN:
     return io.BufferedReader(_OPEN[end](raw), 2**16)

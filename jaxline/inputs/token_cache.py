@@ -99,7 +99,7 @@ class Documents:
     return b''.join(self.tokenizer.decode(ids).encode() for ids in documents)
 
   def totals(self) -> str:
-    """Returns what the text has, and its largest documents, line by line."""
+    """Returns the size of the text and its largest documents, in lines."""
     sizes = np.diff(self.starts, append=self.tokens.size)
     largest = np.argsort(sizes)[: -_MAX_NAMED - 1 : -1].tolist()
     shares = (
@@ -128,7 +128,7 @@ class Corpus(NamedTuple):
 
   @property
   def summary(self) -> str:
-    """What there is in one line."""
+    """The numbers of documents, and the notes, in one line."""
     documents = len(self.train.starts), len(self.eval.starts)
     text = f'{documents[0]:,} documents to train on, {documents[1]:,} held out'
     notes = join_notes(self.train.notes)
@@ -147,7 +147,7 @@ def load(
   notes: dict[str, str],
   cache_dir: text_files.Path | None = None,
 ) -> Corpus:
-  """Returns the tokens of files; `notes` are added to those of the reader."""
+  """Returns the tokens of files; adds `notes` to the notes of the reader."""
   tokenizer, sources = reader.tokenizer, reader.sources
   request: list[Any] = [_FORMAT, tokenizer.identity, reader.kind]
   request += reader.eval_fraction, reader.text_key
@@ -166,7 +166,7 @@ def load(
     with contextlib.ExitStack() as stack:
       stack.enter_context(filelock.FileLock(lock))
       stack.callback(lock.unlink, missing_ok=True)
-      if not file.exists():  # Else another process has made it.
+      if not file.exists():  # Another process may have made it.
         parts.mkdir(exist_ok=True)
         try:
           _join(file, _make_parts(parts, reader), reader)

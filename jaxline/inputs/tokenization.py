@@ -38,8 +38,8 @@ WELL_KNOWN_TOKENS = (
 _STDLIB = pathlib.Path(__file__).with_name('stdlib.model')
 
 _REPLACEMENT = '\ufffd'
-_SPACE = '\u2581'  # As SentencePiece writes it.
-# Of Llama 3 and Qwen 2; that of GPT-2 is in `ByteLevel`.
+_SPACE = '\u2581'  # SentencePiece writes a space so.
+# Llama 3 and Qwen 2 split words so. `ByteLevel` has the pattern of GPT-2.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -68,8 +68,8 @@ class Tokenizer(abc.ABC):
   def find_cuts(self, text: bytes) -> np.ndarray:
     """Returns the places, ascending, at which a text can be cut.
 
-    The tokens of the two parts are those of the whole, whatever stands before
-    and behind `text`. Empty if no such place is known.
+    The two parts have the tokens of the whole, whatever comes before and after
+    `text`. Empty if no such place is known.
     """
     del text
     return np.zeros(0, np.int64)
@@ -274,18 +274,18 @@ def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
   if (
     # Unigram adds up numbers over the whole text, and rounds them.
     trained.model_type != trained.BPE
-    # Else neighbours that are unknown become one token.
+    # Without it, neighbours that are unknown become one token.
     or not trained.byte_fallback
     or how.precompiled_charsmap
     or how.add_dummy_prefix
     or how.remove_extra_whitespaces
   ):
     return can_cut
-  can_cut[:128] = True  # Behind ASCII: never within a character.
+  can_cut[:128] = True  # After ASCII a character begins.
   for piece in parsed.pieces:
     code = np.frombuffer(piece.piece.replace(_SPACE, ' ').encode(), np.uint8)
     can_cut[code[:-1], code[1:]] = False
-  # A byte that is no text is read as U+FFFD, and U+2581 as a space.
+  # A wrong byte is read as U+FFFD, and U+2581 as a space.
   can_cut[:, 128:] &= can_cut[:, _REPLACEMENT.encode()[0], None]
   can_cut[:, _SPACE.encode()[0]] &= can_cut[:, ord(' ')]
   return can_cut
