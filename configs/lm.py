@@ -57,6 +57,7 @@ def get_config() -> config_dict.ConfigDict:
 
   kwargs.files = 'stdlib'
   kwargs.documents = 'file'
+  kwargs.text_key = 'text'  # Of documents='jsonl'.
   kwargs.eval_fraction = 0.05
   kwargs.tokenizer = 'stdlib'  # 3 bytes a token: as many steps read more text.
   # Windows of the stream. To tell documents apart ('packed') costs attention a

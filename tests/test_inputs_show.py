@@ -242,6 +242,7 @@ def test_counts(batch, tokens, share, rows):
   found = show.counts(batch)
   assert found.get('tokens') == tokens
   assert found['padding'] == pytest.approx(share)
+  assert found['zeros'] == np.mean(batch['weights'] == 0)
   assert found['rows'] == rows
   assert found['weights'] == batch['weights'].sum()
 
@@ -402,3 +403,27 @@ def test_status(config, args, status, words, capsys):
   out, err = capsys.readouterr()
   assert found == status, (out, err)
   assert words in (err if status == 2 else out)
+
+
+@loads_config
+@pytest.mark.parametrize('command', ['prepare', 'show -n0 --seconds=0'])
+def test_totals_of_text(command, tmp_path, capsys):
+  folder, cache = tmp_path / 'text', tmp_path / 'cache'
+  folder.mkdir()
+  for i in range(4):
+    (folder / f'{i}.txt').write_text('a' * 5)
+  (folder / 'large.txt').write_text('b' * 974)  # 975 of 993 tokens.
+  (folder / 'binary').write_bytes(bytes(99))
+  (folder / 'gone').symlink_to('nowhere')
+  values = {'files': folder, 'cache_dir': cache, 'tokenizer': 'bytes',
+            'model.vocab_size': 257, 'eval_fraction': 1e-9}  # fmt: skip
+  args = [f'--config.experiment_kwargs.config.{k}={v}'
+          for k, v in values.items()]  # fmt: skip
+  config = f'--config={processes.ROOT}/configs/lm.py'
+  assert program.main([*command.split(), config, *args]) == 0
+  train = capsys.readouterr().out.split('\nTextInput')[0]
+  assert ' 4 documents, 993 tokens of 989 bytes, ' in train
+  assert 'large.txt (98.2%)' in train
+  assert 'binary: left out' in train
+  assert 'gone: a link to nothing' in train
+  assert len([*cache.iterdir()]) == 1

@@ -75,7 +75,7 @@ def assert_same(actual: dict, expected: dict) -> None:
     (['x'], ['a-b.txt', 'b.txt', 'y/z.py', 'zip.gz']),
     (['x/y/**/*.py', 'x/?.txt'], ['../1/b.txt', 'z.py']),
     (['[xz]/*.txt'], ['x/a-b.txt', 'x/b.txt', 'z/b.txt']),
-    # A file is read once. A glob takes even what looks binary.
+    # A file is read once. A glob takes even what looks binary, if it is text.
     (['x/y', 'z', 'z/b.txt'], ['../1/b.txt', 'z.py']),
     (['x/i*', 'x/y'], ['../1/z.py', 'image.png']),
     (['x', 'nowhere'], 'nowhere'),
@@ -88,10 +88,10 @@ def assert_same(actual: dict, expected: dict) -> None:
 def test_files(tmp_path, monkeypatch, files, expected):
   contents = {
     'x/b.txt': b'b',
-    'x/y/z.py': b'z\xff',
+    'x/y/z.py': b'z',
     'x/a-b.txt': b'-',
     'x/empty.txt': b'',
-    'x/image.png': b'\x89PNG\0',
+    'x/image.png': b'\0' + b'PNG' * 50,
     'x/.hidden': b'no',
     'x/.git/config': b'no',
     'x/zip.gz': gzip.compress(b'zip', mtime=0),
@@ -113,7 +113,8 @@ def test_files(tmp_path, monkeypatch, files, expected):
   assert sorted([*corpus.train.names, *corpus.eval.names]) == expected
 
 
-LINES = b'one\n\ntwo\xff \r\n  \nthree\n'
+THREE = b'three' * 30
+LINES = b'one\n\ntwo\xff \r\n  \n' + THREE + b'\n'
 FILES = {'b.txt': LINES, 'a.gz': gzip.compress(b'zip\nped', mtime=0)}
 VALUES = ['na\u00efve', '', 'two\nlines', '\ud800', 'last']
 JSON = '\n'.join(json.dumps({'id': 1, 'text': v}) for v in VALUES) + '\n\n'
@@ -132,7 +133,7 @@ JSON = '\n'.join(json.dumps({'id': 1, 'text': v}) for v in VALUES) + '\n\n'
         'b.txt:1': b'one',
         'b.txt:3': b'two\xff ',
         'b.txt:4': b'  ',
-        'b.txt:5': b'three',
+        'b.txt:5': THREE,
       },
     ),
     (

@@ -2,15 +2,21 @@
 
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
+import time
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from jaxline.base import disk
+from jaxline import errors
 from jaxline.inputs import text
+from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
+from tests import processes
 
 
 @pytest.fixture
@@ -42,11 +48,15 @@ def assert_same(first, again):
 
 def test_made_once(files, cache, monkeypatch):
   first = text.load_corpus(files, cache_dir=cache)
-  monkeypatch.delattr(token_cache, '_make')
+  monkeypatch.delattr(token_cache, '_make_parts')
   again = text.load_corpus(files, cache_dir=cache)
   (name,) = names_in(cache)
   assert name.endswith('.tokens')
   assert_same(first, again)
+  # The file alone is the corpus, for hosts without the text.
+  assert_same(first, text.load_corpus(cache / name))
+  with pytest.raises(errors.UsageError, match='`tokenizer` is sentencepiece'):
+    text.load_corpus(cache / name, tokenizer='stdlib')
   for split in again.train, again.eval:
     for array in split.tokens, split.starts:
       assert not array.flags.writeable
@@ -86,8 +96,8 @@ def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
   assert load().train.sha256 != first.train.sha256
   (files / '9.txt').rename(files / 'a.txt')
   load()
-  # Binary content is left out, unless a glob names the file.
-  (files / 'b.png').write_bytes(b'\0')
+  # What looks binary is left out, unless a glob names the file.
+  (files / 'b.png').write_bytes(b'\0' + b'text' * 50)
   assert {*load().train.names, *load().eval.names} == {
     *(f'{i}.txt' for i in range(9)),
     'a.txt',
@@ -101,29 +111,103 @@ def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
   assert len(names_in(cache)) == 9
 
 
-def test_another_process_may_make_the_same_file_meanwhile(
-  files, cache, monkeypatch
-):
-  replacing = disk.replacing
-  corpora = []
+class Counting(tokenization.ByteTokenizer):
+  """Notes each part that it encodes, and takes a while, as larger ones do."""
 
-  def wait(path):
-    monkeypatch.setattr(disk, 'replacing', replacing)
-    corpora.append(text.load_corpus(files, cache_dir=cache))
-    return replacing(path)
+  identity = 'counting'
 
-  monkeypatch.setattr(disk, 'replacing', wait)
-  corpora.append(text.load_corpus(files, cache_dir=cache))
+  def encode_batch(self, texts):
+    with open(os.environ['NOTES'], 'a') as file:
+      print(os.getpid(), *map(len, texts), file=file, flush=True)
+    time.sleep(0.1)
+    return super().encode_batch(texts)
+
+
+def load_small_parts(folder, cache):
+  token_cache._BATCH_BYTES = 2**16
+  return text.load_corpus(folder, tokenizer=Counting(), cache_dir=cache)
+
+
+LOAD = (
+  'from tests import test_token_cache as t; import sys;'
+  ' t.load_small_parts(*sys.argv[1:])'
+)
+
+
+@pytest.fixture
+def start(files, cache, tmp_path, monkeypatch):
+  """Starts processes that tokenize one file of twenty parts."""
+  notes = tmp_path / 'notes'
+  notes.touch()
+  (files / 'large').write_text('word\n' * (2**18))
+  monkeypatch.setenv('NOTES', str(notes))
+  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
+  command = [sys.executable, '-c', LOAD, str(files), str(cache)]
+  running = []
+
+  def start():
+    running.append(subprocess.Popen(command, cwd=processes.ROOT))
+    return running[-1], notes
+
+  yield start
+  for process in running:
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.process
+def test_one_process_makes_the_tokens(start, files, cache):
+  running = [start() for _ in range(4)]
+  assert [process.wait(60) for process, _ in running] == [0] * 4
+  lines = running[0][1].read_text().splitlines()
+  assert len({line.split()[0] for line in lines}) == 1
   assert len(names_in(cache)) == 1
-  assert_same(*corpora)
 
 
-@pytest.mark.parametrize('kind', ['line', 'jsonl'])
+@pytest.mark.process
+def test_a_kill_loses_one_part_at_most(start, files, cache):
+  process, notes = start()
+  while len(notes.read_text().splitlines()) < 4:
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.kill()
+  process.wait()
+  (parts,) = cache.glob('*.parts')
+  made = len([*parts.glob('[0-9]*.npz')])
+  before = len(notes.read_text().splitlines())
+  assert 3 <= made >= before - 1
+  corpus = load_small_parts(files, cache)
+  again = len(notes.read_text().splitlines()) - before
+  assert len(names_in(cache)) == 1
+  notes.write_text('')
+  assert_same(load_small_parts(files, cache / 'other'), corpus)
+  assert again + made == len(notes.read_text().splitlines())
+
+
+@pytest.mark.parametrize('given', [False, True])
+def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch, given):
+  (tmp_path / 'file').touch()
+  folder = tmp_path / 'file' / 'cache'
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  monkeypatch.setenv('XDG_CACHE_HOME', str(folder))
+  if given:
+    with pytest.raises(errors.UsageError, match='cache_dir'):
+      text.load_corpus(files, cache_dir=folder)
+    return
+  text.load_corpus(files)
+  (found,) = tmp_path.glob('jaxline-*')
+  assert len(names_in(found)) == 1
+  assert found.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize('kind', text_files.KINDS)
 def test_memory_does_not_grow_with_the_text(files, cache, monkeypatch, kind):
   """9 MB of text, 18 MB of tokens, in 1 MB of memory."""
   line = b'{"text": "%s"}\n' % (b'some words of text ' * 10)
   (files / 'large').write_bytes(line * (9 * 2**20 // len(line)))
   monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
+  monkeypatch.setattr(text_files, '_BLOCK_BYTES', 2**13)
+  monkeypatch.setattr(text_files, '_PIECE_BYTES', 2**12)
   tracemalloc.start()
   try:
     corpus = text.load_corpus(f'{files}/l*', documents=kind, cache_dir=cache)

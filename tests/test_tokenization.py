@@ -6,6 +6,8 @@ import pathlib
 import pickle
 import sysconfig
 
+import hypothesis
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -32,18 +34,20 @@ def lines():
 def train_sentencepiece(path: pathlib.Path, **kwargs) -> pathlib.Path:
   sentencepiece = pytest.importorskip('sentencepiece')
   model = io.BytesIO()
+  # Text comes back as it was.
+  options = {
+    'model_type': 'bpe',
+    'byte_fallback': True,
+    'normalization_rule_name': 'identity',
+    'remove_extra_whitespaces': False,
+    'add_dummy_prefix': False,
+  }
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=lines(),
     model_writer=model,
     vocab_size=400,
-    model_type='bpe',
-    byte_fallback=True,
-    # Text comes back as it was.
-    normalization_rule_name='identity',
-    remove_extra_whitespaces=False,
-    add_dummy_prefix=False,
     minloglevel=2,
-    **kwargs,
+    **(options | kwargs),
   )
   path.write_bytes(model.getvalue())
   return path
@@ -107,6 +111,53 @@ def test_text_comes_back(spec):
     # Longer than the file's own limit, not filled up to its own length.
     assert max(sizes) > 6
     assert 1 in sizes
+
+
+BITS = [
+  '\n', '\n\n', '\r\n', ' ', '    ', '\t', '#', ')', ':', '"""', 'def ', 'a',
+  '.',  '0', '\0', '\xa0', '\u2028', '\u2581', '\ufffd', 'é', '字', '🙂',
+  'e\u0301',
+  "'s", '<s>', '<|endoftext|>', b'\xff', b'\xe2', b'\xf0\x9f',
+]  # fmt: skip
+
+
+@hypothesis.settings(deadline=None, max_examples=300)
+@hypothesis.given(st.lists(st.sampled_from(BITS) | st.binary(max_size=3)))
+@pytest.mark.parametrize('name', ['bytes', 'stdlib', 'huggingface'])
+def test_a_cut_text_has_the_same_tokens(huggingface_model, name, bits):
+  spec = huggingface_model if name == 'huggingface' else name
+  tokenizer = tokenization.load_tokenizer(spec)
+  text = b''.join(x.encode() if isinstance(x, str) else x for x in bits)
+  whole = tokenizer.encode(text)
+  cuts = tokenizer.find_cuts(text).tolist()
+  assert cuts == sorted({*cuts} & {*range(1, len(text))})
+  for cut in cuts:
+    parts = tokenizer.encode_batch([text[:cut], text[cut:]])
+    np.testing.assert_array_equal(
+      np.concatenate(parts), whole, repr(text[cut:])
+    )
+
+
+def test_text_has_places_to_cut(spec):
+  tokenizer = tokenization.load_tokenizer(spec)
+  source = '\n'.join(lines()).encode()
+  cuts = tokenizer.find_cuts(source)
+  assert np.diff(cuts, prepend=0, append=len(source)).max() < 2000
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'model_type': 'unigram'},
+    {'byte_fallback': False},
+    {'add_dummy_prefix': True},
+    {'remove_extra_whitespaces': True},
+    {'normalization_rule_name': 'nmt_nfkc'},
+  ],
+)
+def test_models_that_look_at_the_whole_text_cut_nothing(tmp_path, options):
+  path = train_sentencepiece(tmp_path / 'a.model', **options)
+  assert not tokenization.load_tokenizer(path).find_cuts(b'a\nb c').size
 
 
 def test_decode_never_fails(spec):

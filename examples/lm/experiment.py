@@ -51,6 +51,7 @@ class Config:
     model: the transformer.
     files: 'stdlib', a folder, a glob, or a list of these.
     documents: what is held out whole: 'file', 'line' or 'jsonl'.
+    text_key: the entry of a line of 'jsonl' that has the text.
     eval_fraction: share of the documents that is held out.
     tokenizer: 'bytes', 'stdlib', a SentencePiece '.model' or a
       'tokenizer.json'.
@@ -91,6 +92,7 @@ class Config:
   model: model.ModelConfig
   files: Any
   documents: str
+  text_key: str = 'text'
   eval_fraction: float
   tokenizer: str
   packing: str
@@ -286,6 +288,7 @@ class Experiment(sharded.ShardedExperiment):
         eval_fraction=self.config.eval_fraction,
         tokenizer=self.tokenizer,
         cache_dir=self.config.cache_dir,
+        text_key=self.config.text_key,
       )
       train, held_out = self.corpus
       if self.config.model.vocab_size < self.tokenizer.vocab_size:

@@ -1,4 +1,4 @@
-"""`python -m jaxline.inputs show`: see show.py.
+"""`python -m jaxline.inputs show`: see show.py; `prepare` makes tokens only.
 
 The exit status is 0; 1 if a check found something wrong; 2 if the command line,
 the config or the input itself is refused, in one line on stderr.
@@ -13,6 +13,7 @@ import math
 import sys
 from typing import Any
 
+from absl import logging
 import jax
 
 from jaxline import errors
@@ -20,6 +21,7 @@ from jaxline import platform
 from jaxline.compat import experiments
 from jaxline.inputs import base
 from jaxline.inputs import show
+from jaxline.inputs import text as text_input
 from jaxline.metrics import lines
 from jaxline.parallel import mesh
 
@@ -78,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   add = parser.add_argument
-  add('command', choices=['show'])
+  what = '`prepare` makes the tokens of both splits, and prints their totals'
+  add('command', choices=['show', 'prepare'], help=what)
   add('--split', choices=('eval', 'train'), default='train')
   add('--set', help='one of several evaluation sets; the default is the first')
   add('-n', type=int, default=3, help='batches to print; the default is 3')
@@ -98,8 +101,7 @@ def _shard(text: str) -> base.Shard:
   return base.Shard(*map(int, text.split('/')))
 
 
-def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
-  config = platform.load_config(rest)
+def _show(args: argparse.Namespace, config: Any) -> int:
   make_input = input_maker(config, args.split, args.set)
   is_training = args.split == 'train'
   shard = args.host or base.Shard(0, args.hosts or 1)
@@ -116,6 +118,10 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
       total = source.get_global_batch_size()
       text += f': {source.batch_size} rows a batch, {total} over all hosts'
     lines.print_text(f'{text}, for {host}')
+    if isinstance(source, text_input.TextInput):
+      lines.print_text(source.describe())
+    if args.command == 'prepare':
+      return 0
     for number, batch in enumerate(itertools.islice(source, args.n)):
       lines.print_text(f'\nbatch {number}\n{show.describe(batch)}')
       for name, rows in show.texts(source, batch).items():
@@ -138,7 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command, and returns the exit status."""
   args, rest = _parser().parse_known_args(argv)
   try:
-    return _show(args, rest)
+    config = platform.load_config(rest)
+    if args.command == 'prepare':
+      logging.set_verbosity(logging.INFO)  # How much is done.
+      args.split = 'train'
+      _show(args, config)
+      args.split = 'eval'
+    return _show(args, config)
   except errors.UsageError as e:
     lines.print_text(f'jaxline.inputs: {" ".join(str(e).split())}', sys.stderr)
     return 2

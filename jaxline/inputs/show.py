@@ -76,8 +76,9 @@ def counts(batch: Mapping[str, Any]) -> dict[str, float]:
   """Counts what is in a batch.
 
   'rows' are those with a weight, 'all_rows' all, 'weights' their sum. 'padding'
-  is the fraction of the tokens, or else of the rows, that is padding. 'tokens',
-  if there are entries `ids`, are those that are not padding.
+  is the fraction of the tokens, or else of the rows, that is padding; 'zeros'
+  is that of the weights that are 0. 'tokens', if there are entries `ids`, are
+  those that are not padding.
   """
   found = _arrays(batch)
   is_row, are_tokens = _real_rows(found), _real_tokens(found)
@@ -89,6 +90,7 @@ def counts(batch: Mapping[str, Any]) -> dict[str, float]:
     'all_rows': is_row.size,
     'weights': float(found[base.WEIGHTS].sum(dtype=np.float64)),
     'padding': 1 - num_real / sum(x.size for x in masks),
+    'zeros': float(np.mean(found[base.WEIGHTS] == 0)),
     **({'tokens': num_real} if are_tokens else {}),
   }
 
@@ -402,7 +404,10 @@ def check(
     with open_shard(base.Shard(index, num_hosts)) as source:
       hosts.append(_Host(source, num_batches, max_batches))
   totals: Any = sum((host.totals for host in hosts), collections.Counter())
-  share = totals['padding'] / max(1, totals['batches'])
+  padding, zeros = (
+    totals[x] / max(1, totals['batches']) for x in ('padding', 'zeros')
+  )
+  padded = f'{padding:.1%} of what was read is padding, '
   with open_shard(base.Shard(0, num_hosts)) as source:
     speed = _measure(source, seconds, totals)
   results = {
@@ -410,7 +415,7 @@ def check(
     'epoch': _check_epoch(hosts, totals),
     'resume': _check_resume(hosts, open_shard),
     'position': _check_position(hosts, open_shard),
-    'padding': (NOTE, f'{share:.1%} of what was read is padding'),
+    'padding': (NOTE, f'{padded}{zeros:.1%} of the weights are 0'),
     'speed': (NOTE, speed),
   }
   findings += [Finding(name, *x) for name, x in results.items() if x]

@@ -30,20 +30,18 @@ row, b rows to read.
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
-import glob
 import os
 import pathlib
-import re
-import sysconfig
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from jaxline import errors
 from jaxline.inputs import indexed
+from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
 
@@ -54,17 +52,9 @@ decode = tokenization.BYTES.decode
 
 Corpus = token_cache.Corpus
 Documents = token_cache.Documents
-Path = token_cache.Path
+Path = text_files.Path
 
 PACKINGS = ('stream', 'packed', 'padded')
-
-_NOT_HIDDEN = re.compile(r'[^.].*', re.DOTALL)
-# The tests are larger than the library and mostly tables. Python's build writes
-# `config-*` and `_sysconfigdata*`, which differ between machines.
-_STDLIB_FOLDERS = re.compile(
-  r'(?!(tests?|idle_test|(site|dist)-packages|__pycache__|config-.*)$).*'
-)
-_STDLIB_FILES = re.compile(r'(?!_sysconfigdata)[^.].*\.py')
 
 
 def load_corpus(
@@ -74,35 +64,46 @@ def load_corpus(
   tokenizer: Path | tokenization.Tokenizer = 'bytes',
   documents: str = 'file',
   cache_dir: Path | None = None,
+  text_key: str = 'text',
 ) -> Corpus:
   """Returns the tokens of text files, split; makes them if they are not cached.
 
   The hash of a document's name alone decides whether it is held out: the split
   is the same on every machine and does not change when files are added. Each
-  part has at least one document.
+  part has at least one document. Of a file alone, the end is held out.
 
   Args:
     files: 'stdlib', the source text of the running Python's standard library
       without its tests; or a folder, for all text files below it that are not
-      hidden; or a glob such as 'notes/**/*.md'; or a list of these. Bytes need
-      not be UTF-8. Empty files are left out. Files that end in '.gz' are
-      unpacked.
+      hidden; or a file; or a glob such as 'notes/**/*.md'; or a list of these.
+      Links are followed, to each folder once. Text is UTF-8, or UTF-16 with a
+      byte order mark. A file of which more than 1% is neither is left out.
+      Files that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked. A file
+      '.tokens' of a `cache_dir` is taken as it is.
     eval_fraction: the fraction of the documents to hold out, between 0 and 1.
     tokenizer: as for `tokenization.load_tokenizer`.
     documents: what a document is: 'file'; 'line', each line that is not empty,
-      with the name 'path:line'; or 'jsonl', the entry 'text' of each line.
+      with the name 'path:line'; or 'jsonl', an entry of each line.
     cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
       below XDG_CACHE_HOME if that is set.
+    text_key: the entry with the text of each line of 'jsonl'. Lines where it
+      is null are left out; more than 1% of them are refused.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1.'
     )
-  errors.check_names([documents], token_cache.KINDS, 'kind', 'documents')
+  errors.check_names([documents], text_files.KINDS, 'kind', 'documents')
   loaded = tokenization.load_tokenizer(tokenizer)
-  return token_cache.load(
-    _find(files), loaded, documents, float(eval_fraction), cache_dir
+  if isinstance(files, str | os.PathLike):
+    path = pathlib.Path(files).expanduser().absolute()
+    if path.suffix == '.tokens' and path.is_file():
+      return token_cache.open_corpus(path, loaded)
+  sources, notes = text_files.find(files)
+  reader = text_files.Reader(
+    sources, loaded, documents, text_key, float(eval_fraction)
   )
+  return token_cache.load(reader, notes, cache_dir)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -120,9 +121,9 @@ class TextInput(indexed.IndexedInput):
   Attributes:
     documents: a split of `load_corpus`; or, with `files`, what a document is,
       of the split that `is_training` names. Afterwards the documents.
-    files, eval_fraction, tokenizer, cache_dir: the arguments of `load_corpus`;
-      None is its default. All None if `documents` is a split. Afterwards
-      `tokenizer` is the tokenizer.
+    files, eval_fraction, tokenizer, cache_dir, text_key: the arguments of
+      `load_corpus`; None is its default. All None if `documents` is a split.
+      Afterwards `tokenizer` is the tokenizer.
     length: L, tokens of a row.
     packing: what a row is: 'stream', 'packed' or 'padded'.
     max_batches: global batches of an evaluation epoch at most: always the same
@@ -137,6 +138,7 @@ class TextInput(indexed.IndexedInput):
   packing: str = 'stream'
   max_batches: int | None = None
   cache_dir: Path | None = None
+  text_key: str | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -161,7 +163,7 @@ class TextInput(indexed.IndexedInput):
       self._num_records = min(self._num_rows, most)
 
   def _load(self) -> Documents:
-    keys = 'files', 'eval_fraction', 'tokenizer', 'cache_dir'
+    keys = 'files', 'eval_fraction', 'tokenizer', 'cache_dir', 'text_key'
     given: dict[str, Any] = {key: getattr(self, key) for key in keys}
     given = {key: x for key, x in given.items() if x is not None}
     if isinstance(self.documents, Documents):
@@ -251,6 +253,10 @@ class TextInput(indexed.IndexedInput):
       starts, stops = rows * self.length, np.array(num_tokens)
     return starts, np.minimum(stops - starts - 1, self.length)[:, None]
 
+  def describe(self) -> str:
+    """Returns the size of the text and its largest documents, in lines."""
+    return self._documents.totals()
+
   def describe_record(self, record: int, epoch: int) -> str:
     starts = self._documents.starts
     (start,), _ = self._spans(np.array([record]), np.array([epoch]))
@@ -285,49 +291,4 @@ class TextInput(indexed.IndexedInput):
 @functools.lru_cache(maxsize=64)
 def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
   """Returns where an epoch begins to cut the stream into windows."""
-  return token_cache.stable_hash(f'offset/{seed}/{epoch}') % num_tokens
-
-
-def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:
-  """Returns all files, sorted by name."""
-  entries = [files] if isinstance(files, str | os.PathLike) else files
-  sources: dict[str, token_cache.Source] = {}
-  for number, entry in enumerate(entries):
-    root, is_folder = os.path.expanduser(entry), False
-    if os.fspath(entry) == 'stdlib':
-      root = sysconfig.get_path('stdlib')
-      paths = [*_walk(root, _STDLIB_FOLDERS, _STDLIB_FILES)]
-    elif is_folder := os.path.isdir(root):
-      paths = [*_walk(root, _NOT_HIDDEN, _NOT_HIDDEN)]
-    else:
-      paths = glob.glob(root, recursive=True)
-      root = os.path.dirname(root)
-      while re.search(r'[*?[]', root):
-        root = os.path.dirname(root)
-    if not (paths := sorted(filter(os.path.isfile, paths))):
-      raise errors.UsageError(
-        f'No files found: looked for {entry}; expected "stdlib", a folder, a'
-        ' glob, or a list of these.'
-      )
-    for path in paths:
-      name = pathlib.Path(os.path.relpath(path, root)).as_posix()
-      # Two folders may contain the same file name.
-      name = f'../{number}/{name}' if number else name
-      # Read a file that has two names once: the second could be held out.
-      sources.setdefault(
-        os.path.realpath(path), token_cache.Source(name, path, is_folder)
-      )
-  return sorted(sources.values())
-
-
-def _walk(
-  folder: str, folders: re.Pattern[str], files: re.Pattern[str]
-) -> Iterator[str]:
-  """Yields the files below a folder whose names match, or raises OSError."""
-
-  def fail(error: OSError) -> NoReturn:
-    raise error
-
-  for path, below, names in os.walk(folder, onerror=fail):
-    below[:] = filter(folders.fullmatch, below)
-    yield from (os.path.join(path, x) for x in filter(files.fullmatch, names))
+  return text_files.stable_hash(f'offset/{seed}/{epoch}') % num_tokens

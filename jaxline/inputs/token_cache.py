@@ -8,52 +8,41 @@ All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
   tokens of 'train', then of 'eval'      uint16 or uint32 [N]
 
 `key` is a hash of the tokenizer, the kind of documents, the fraction that is
-held out, and the names, paths, sizes and times of the text files. The file is
-renamed into place once it is complete, also where several processes make it.
+held out, and the names, paths, sizes and times of the text files.
 
-Shapes: N tokens of a split, D documents.
+One process makes it, and the others wait. It writes <key>.parts/<number>.npz, a
+few megabytes of text each, renamed into place once complete: after a kill, all
+parts but the last one are there. Then it joins them.
+
+Shapes: N tokens of a split, D documents, P pieces of a part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import gzip
 import hashlib
-import io
-import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
 import tempfile
+import time
 from typing import Any, NamedTuple
-import zlib
 
 from absl import logging
+import filelock
 import numpy as np
 
 from jaxline import errors
 from jaxline.base import disk
+from jaxline.inputs import text_files
 from jaxline.inputs import tokenization
 
-Path = str | os.PathLike[str]
-
-# What a document can be.
-KINDS = ('file', 'line', 'jsonl')
-
-_FORMAT = 6
-_BINARY_PROBE_BYTES = 8000  # As Git does.
-_BATCH_BYTES = 2**24  # Text to tokenize at once, by several threads.
-# Raised for damaged JSON and gzip files, besides gzip.BadGzipFile.
-_DAMAGED = (EOFError, LookupError, TypeError, ValueError, zlib.error)
-
-
-class Source(NamedTuple):
-  """A file of a corpus: its name there, its path, whether to skip binaries."""
-
-  name: str
-  path: str
-  text_only: bool
+_FORMAT = 7
+_BATCH_BYTES = 2**22  # Text of a part, which several threads tokenize.
+_PROGRESS_SECS = 10.0
+_MAX_NAMED = 5  # Files and documents that are printed.
 
 
 class _Names(Sequence[str]):
@@ -63,12 +52,15 @@ class _Names(Sequence[str]):
     self._files = files
     self._table = table
 
+  def count_files(self) -> int:
+    return np.unique(self._table[:, 1]).size
+
   def __len__(self) -> int:
     return len(self._table)
 
   def __getitem__(self, index: Any) -> Any:
     _, file, line = self._table[index].tolist()
-    return _name(self._files[file], line)
+    return text_files.name_document(self._files[file], line)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,6 +74,7 @@ class Documents:
     starts: the place of each document token, int64 [D].
     sha256: the hash of the tokens.
     num_bytes: the length of the text.
+    notes: what to know about files that were left out, by name.
   """
 
   names: Sequence[str] = dataclasses.field(repr=False)
@@ -90,6 +83,7 @@ class Documents:
   sha256: str
   num_bytes: int
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
+  notes: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
   # The arguments of `_open` for tokens that are mapped.
   _origin: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
@@ -104,6 +98,23 @@ class Documents:
     documents = np.split(self.tokens, self.starts[1:])
     return b''.join(self.tokenizer.decode(ids).encode() for ids in documents)
 
+  def totals(self) -> str:
+    """Returns the size of the text and its largest documents, in lines."""
+    sizes = np.diff(self.starts, append=self.tokens.size)
+    largest = np.argsort(sizes)[: -_MAX_NAMED - 1 : -1].tolist()
+    shares = (
+      f'{self.names[i]} ({sizes[i] / self.tokens.size:.1%})' for i in largest
+    )
+    num_files = len(self.names)
+    if isinstance(self.names, _Names):
+      num_files = self.names.count_files()
+    return (
+      f'{num_files:,} files, {len(self.starts):,} documents,'
+      f' {self.tokens.size:,} tokens of {self.num_bytes:,} bytes,'
+      f' {self.num_bytes / self.tokens.size:.2f} bytes a token\n'
+      f'most tokens: {", ".join(shares)}\n{join_notes(self.notes)}'
+    ).rstrip()
+
   def __reduce__(self) -> Any:
     # A worker process maps the file itself: pickle would copy the tokens.
     return (_open, self._origin) if self._origin else object.__reduce__(self)
@@ -115,45 +126,109 @@ class Corpus(NamedTuple):
   train: Documents
   eval: Documents
 
+  @property
+  def summary(self) -> str:
+    """The numbers of documents, and the notes, in one line."""
+    documents = len(self.train.starts), len(self.eval.starts)
+    text = f'{documents[0]:,} documents to train on, {documents[1]:,} held out'
+    notes = join_notes(self.train.notes)
+    return f'{text}; {notes}' if notes else text
 
-def stable_hash(key: str) -> int:
-  """Returns 64 bits that are the same in every process and version."""
-  digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
-  return int.from_bytes(digest[:8], 'big')
+
+def join_notes(notes: Mapping[str, str]) -> str:
+  """Returns notes on files in a line, the first of them; '' for none."""
+  shown = [f'{name}: {why}' for name, why in sorted(notes.items())]
+  more = [f'{len(shown) - _MAX_NAMED} more'] * (len(shown) > _MAX_NAMED)
+  return '; '.join([*shown[:_MAX_NAMED], *more])
 
 
 def load(
-  sources: Sequence[Source],
-  tokenizer: tokenization.Tokenizer,
-  kind: str,
-  eval_fraction: float,
-  cache_dir: Path | None = None,
+  reader: text_files.Reader,
+  notes: dict[str, str],
+  cache_dir: text_files.Path | None = None,
 ) -> Corpus:
-  """Returns the tokens of files, sorted by name; see `text.load_corpus`."""
-  request: list[Any] = [_FORMAT, tokenizer.identity, kind, eval_fraction]
+  """Returns the tokens of files; adds `notes` to the notes of the reader."""
+  tokenizer, sources = reader.tokenizer, reader.sources
+  request: list[Any] = [_FORMAT, tokenizer.identity, reader.kind]
+  request += reader.eval_fraction, reader.text_key
   for name, path, text_only in sources:
     status = os.stat(path)
     times = status.st_mtime_ns, status.st_ctime_ns
     path = os.path.realpath(path)
     request.append([name, path, text_only, status.st_size, *times])
   key = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:40]
-  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens').expanduser()
-  file = folder.absolute() / f'{key}.tokens'
+  folder = _choose_folder(cache_dir, f'{key}.tokens')
+  file = folder / f'{key}.tokens'
   if not file.exists():
+    parts = folder / f'{key}.parts'
+    lock = folder / f'{key}.lock'
     logging.info('Tokenizing %d files for %s.', len(sources), folder)
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(filelock.FileLock(lock))
+      stack.callback(lock.unlink, missing_ok=True)
+      if not file.exists():  # Another process may have made it.
+        parts.mkdir(exist_ok=True)
+        try:
+          _join(file, _make_parts(parts, reader), reader)
+        except errors.UsageError:  # Others leave the parts to the next start.
+          shutil.rmtree(parts, ignore_errors=True)
+          raise
+        shutil.rmtree(parts, ignore_errors=True)
+  corpus = open_corpus(file, tokenizer, notes)
+  if corpus.train.notes:
+    logging.warning('Text: %s.', join_notes(corpus.train.notes))
+  return corpus
+
+
+def open_corpus(
+  path: pathlib.Path,
+  tokenizer: tokenization.Tokenizer,
+  notes: dict[str, str] | None = None,
+) -> Corpus:
+  """Maps the tokens of a file that `load` has made."""
+  return Corpus(*(_open(path, tokenizer, i, notes or {}) for i in range(2)))
+
+
+def _choose_folder(
+  cache_dir: text_files.Path | None, name: str
+) -> pathlib.Path:
+  """Returns the folder with a file, or else one that can be written."""
+  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens')
+  folder = folder.expanduser().absolute()
+  with contextlib.suppress(OSError):  # It may be readable only.
+    if (folder / name).exists():
+      return folder
+  try:
     folder.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
-    _make(file, sources, tokenizer, kind, eval_fraction * 2**64)
-  return Corpus(_open(file, tokenizer, 0), _open(file, tokenizer, 1))
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as e:
+    text = f'Tokens cannot be kept in {folder}: {e.strerror}.'
+    if cache_dir:
+      raise errors.UsageError(f'{text} Name another `cache_dir`.') from e
+    folder = pathlib.Path(tempfile.gettempdir(), f'jaxline-{os.getuid()}')
+    folder.mkdir(0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+      raise errors.UsageError(f'{text} Name a `cache_dir`.') from e
+    logging.warning('%s They go to %s; name a `cache_dir`.', text, folder)
+  return folder
 
 
 def _open(
-  path: pathlib.Path, tokenizer: tokenization.Tokenizer, i: int
+  path: pathlib.Path,
+  tokenizer: tokenization.Tokenizer,
+  i: int,
+  notes: Mapping[str, str],
 ) -> Documents:
   # As an array: slicing `np.memmap` is slow.
   data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
   end = 8 + int(data[:8].view('<i8')[0])
   header = json.loads(data[8:end].tobytes())
+  if header['tokenizer'] != tokenizer.identity:
+    raise errors.UsageError(
+      f'{path} has tokens of {header["tokenizer"]}; `tokenizer` is'
+      f' {tokenizer.identity}. Name the one that made the file.'
+    )
   parts = np.split(data[end:], np.cumsum(header['sizes']))
   table = parts[i].view('<i8').reshape(-1, 3)
   return Documents(
@@ -163,129 +238,155 @@ def _open(
     sha256=header['sha256'][i],
     num_bytes=header['num_bytes'][i],
     tokenizer=tokenizer,
-    _origin=(path, tokenizer, i),
+    notes=header['notes'] | notes,
+    _origin=(path, tokenizer, i, notes),
   )
 
 
-def _make(
+def _make_parts(
+  folder: pathlib.Path, reader: text_files.Reader
+) -> list[pathlib.Path]:
+  """Writes the parts of a corpus that are not there; returns all of them."""
+  tokenizer, start = reader.tokenizer, (0, 0)
+  parts = sorted(folder.glob('[0-9]*.npz'))
+  if parts:
+    with np.load(parts[-1]) as part:
+      state = json.loads(part['state'].tobytes())
+    start, reader.notes, reader.nulls = state
+  pieces_left = reader.read(*start)
+  progress = _log_progress(reader)
+  while pieces := _take_part(pieces_left):
+    next(progress)
+    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
+    ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
+    if (ids == tokenizer.document_id).any():
+      raise errors.UsageError(
+        f'The tokenizer {tokenizer.identity} encodes text to its document'
+        f' token, {tokenizer.document_id}. Use a token that no text has.'
+      )
+    sizes = np.array([*map(len, encoded)])
+    begins = np.array([piece.begins for piece in pieces])
+    firsts = (np.cumsum(sizes) - sizes)[begins]
+    start = pieces[-1].file, pieces[-1].number + 1
+    state = json.dumps([start, reader.notes, reader.nulls]).encode()
+    parts.append(folder / f'{len(parts):08}.npz')
+    with disk.replacing(parts[-1]) as out:
+      np.savez(
+        out,
+        ids=np.insert(ids, firsts, tokenizer.document_id),
+        sizes=sizes + begins,
+        begins=begins,
+        places=np.array([(x.file, x.line) for x in pieces], np.int64),
+        num_bytes=np.array([len(x.text) for x in pieces]),
+        hashes=np.array([x.hash for x in pieces], np.uint64),
+        state=np.frombuffer(state, np.uint8),
+      )
+  return parts
+
+
+def _take_part(
+  pieces: Iterator[text_files.Piece],
+) -> list[text_files.Piece]:
+  """Returns the next pieces, as many as a part has; [] at the end."""
+  part, size = [], 0
+  for piece in pieces:
+    part.append(piece)
+    # A short line takes ten times its bytes.
+    size += max(len(piece.text), 64)
+    if size >= _BATCH_BYTES:
+      break
+  return part
+
+
+def _log_progress(reader: text_files.Reader) -> Iterator[None]:
+  """Logs how much is tokenized: at each `next`, if it is time."""
+  sizes = [os.path.getsize(source.path) for source in reader.sources]
+  ends, total = np.cumsum([0, *sizes]).tolist(), sum(sizes)
+  start = last = time.monotonic()
+  first = ends[reader.file] + reader.done_bytes
+  while True:
+    yield
+    if (now := time.monotonic()) - last > _PROGRESS_SECS:
+      done, last = ends[reader.file] + reader.done_bytes, now
+      speed = max(1, done - first) / (now - start)
+      text = (
+        'Tokenized %d of %d files, %.0f of %.0f MiB, %.2f MiB/s, %.0f s left.'
+      )
+      mib = [x / 2**20 for x in (done, total, speed)]
+      logging.info(text, reader.file, len(sizes), *mib, (total - done) / speed)
+
+
+def _join(
   path: pathlib.Path,
-  sources: Sequence[Source],
-  tokenizer: tokenization.Tokenizer,
-  kind: str,
-  threshold: float,
+  parts: Sequence[pathlib.Path],
+  reader: text_files.Reader,
 ) -> None:
   """Writes a corpus; holds out the documents with a hash below a threshold."""
-  files = [source.name for source in sources]
-  num_bytes, digests = [0, 0], [hashlib.sha256(), hashlib.sha256()]
-  least, most = 2**64, -1
-  with contextlib.ExitStack() as stack:
-    parts: list[Any] = [
-      stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
-      for _ in range(4)
-    ]
-    for places, texts in _batches(sources, kind):
-      names = [_name(files[file], line) for file, line in places]
-      hashes = [stable_hash(f'eval/{name}') for name in names]
-      least, most = min(least, *hashes), max(most, *hashes)
-      is_held_out = np.array([value < threshold for value in hashes])
-      stream, lengths = _encode(texts, tokenizer)
-      for i in range(2):
-        table, tokens, chosen = parts[i], parts[i + 2], is_held_out == i
-        starts = np.cumsum(lengths[chosen]) - lengths[chosen]
-        starts += tokens.tell() // stream.itemsize
-        rows = np.column_stack([starts, np.array(places)[chosen]])
-        table.write(rows.astype('<i8').data)
-        data = stream[np.repeat(chosen, lengths)].data
-        tokens.write(data)
-        digests[i].update(data)
-        num_bytes[i] += sum(map(len, itertools.compress(texts, chosen)))
-    if least >= most:
-      raise errors.UsageError(
-        f'{len(files)} files hold {int(most >= 0)} documents with text, and 2'
-        " are needed. Give more files, or documents='line'."
-      )
-    if not least < threshold <= most:
-      # Never hold out none or all: hold out one, or all but one.
-      threshold = most if least < threshold else least + 1
-      return _make(path, sources, tokenizer, kind, threshold)
-    header = {
-      'files': files,
-      'num_bytes': num_bytes,
-      'sizes': [part.tell() for part in parts],
-      'sha256': [digest.hexdigest() for digest in digests],
-    }
-    encoded = json.dumps(header).encode()
-    encoded += b' ' * (-len(encoded) % 8)
-    with disk.replacing(path) as out:
-      out.write(len(encoded).to_bytes(8, 'little') + encoded)
-      for part in parts:
-        part.seek(0)
-        shutil.copyfileobj(part, out)
-
-
-def _encode(
-  texts: Sequence[bytes], tokenizer: tokenization.Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the tokens of documents as one stream, and their lengths."""
-  encoded, token = tokenizer.encode_batch(texts), tokenizer.document_id
-  ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
-  if (ids == token).any():
+  threshold = math.ceil(reader.eval_fraction * 2**64)
+  least, most, num_documents = 2**64, -1, 0
+  for part in parts:
+    with np.load(part) as found:
+      hashes = found['hashes']
+      least, most = min(least, int(hashes.min())), max(most, int(hashes.max()))
+      num_documents += int(found['begins'].sum())
+  names = [source.name for source in reader.sources]
+  for name, count in reader.nulls.items():
+    text = f'left out where {reader.text_key!r} is null, {count} of the lines'
+    reader.notes[name] = text
+  num_nulls = sum(reader.nulls.values())
+  if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):
     raise errors.UsageError(
-      f'The tokenizer {tokenizer.identity} encodes text to its document token,'
-      f' {token}. Use a token that no text has.'
+      f'{num_nulls} of {num_documents + num_nulls} lines have null as'
+      f' {reader.text_key!r}; expected text. `text_key` names another entry.'
     )
-  sizes = np.array([*map(len, encoded)])
-  return np.insert(ids, np.cumsum(sizes) - sizes, token), sizes + 1
-
-
-def _batches(
-  sources: Sequence[Source], kind: str
-) -> Iterator[tuple[list[tuple[int, int]], list[bytes]]]:
-  """Yields documents: the file and the line, or 0 for all of it; the text."""
-  places, texts, size = [], [], 0
-  for i, (_, path, text_only) in enumerate(sources):
-    for line, text in _texts(path, text_only, kind):
-      places.append((i, line))
-      texts.append(text)
-      size += len(text)
-      if size >= _BATCH_BYTES:
-        yield places, texts
-        places, texts, size = [], [], 0
-  if texts:
-    yield places, texts
-
-
-def _texts(
-  path: str, text_only: bool, kind: str
-) -> Iterator[tuple[int, bytes]]:
-  """Yields the line and the text of each document of a file."""
-  line, row = 0, b''
-  raw: Any = gzip.GzipFile(path) if path.endswith('.gz') else io.FileIO(path)
-  try:
-    # GzipFile's own buffer is too small for `peek`.
-    with io.BufferedReader(raw, 2**16) as file:
-      head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
-      if not head or (text_only and b'\0' in head):
-        return
-      if kind == 'file':
-        yield 0, file.read()
-        return
-      for line, row in enumerate(file, 1):
-        text = row.rstrip(b'\r\n')
-        if kind == 'jsonl' and (text := text.strip()):
-          # JSON can hold halves of characters, which UTF-8 cannot.
-          text = str.encode(json.loads(text)['text'], errors='replace')
-        if text:
-          yield line, text
-  except (gzip.BadGzipFile, *_DAMAGED) as e:
+  if least >= most:
     raise errors.UsageError(
-      f'{path}:{line} cannot be read as {kind!r} ({e!r}): {row[:80]!r}. A line'
-      " of 'jsonl' is an object with a string 'text'."
-    ) from e
+      f'{len(names)} files hold {num_documents} documents with text, and 2 are'
+      " needed. Give more files, or one alone, or documents='line'."
+      f' {join_notes(reader.notes)}'
+    )
+  if not least < threshold <= most:
+    # Never hold out none or all: hold out one, or all but one.
+    threshold = most if least < threshold else least + 1
 
+  def select(i: int) -> Iterator[tuple[Any, np.ndarray]]:
+    for part in parts:
+      with np.load(part) as found:
+        yield found, (found['hashes'] < threshold) == i
 
-def _name(file: str, line: int) -> str:
-  return f'{file}:{line}' if line else file
+  # Numbers that take the most room: the header is written last.
+  header: dict[str, Any] = {
+    'files': names,
+    'tokenizer': reader.tokenizer.identity,
+    'notes': reader.notes,
+    'num_bytes': [2**63] * 2,
+    'sizes': [2**63] * 4,
+    'sha256': ['0' * 64] * 2,
+  }
+  room = len(json.dumps(header)) // 8 * 8 + 8
+  with disk.replacing(path) as out:
+    out.seek(8 + room)
+    for i in range(2):
+      start, num_bytes, before = 0, 0, out.tell()
+      for found, chosen in select(i):
+        sizes, places = found['sizes'] * chosen, found['places']
+        rows = np.column_stack([start + np.cumsum(sizes) - sizes, places])
+        out.write(rows[chosen & found['begins']].astype('<i8').data)
+        start += int(sizes.sum())
+        num_bytes += int(found['num_bytes'][chosen].sum())
+      header['sizes'][i] = out.tell() - before
+      header['num_bytes'][i] = num_bytes
+    for i in range(2):
+      digest, before = hashlib.sha256(), out.tell()
+      for found, chosen in select(i):
+        data = found['ids'][np.repeat(chosen, found['sizes'])].data
+        out.write(data)
+        digest.update(data)
+      header['sizes'][i + 2] = out.tell() - before
+      header['sha256'][i] = digest.hexdigest()
+    out.seek(0)
+    encoded = json.dumps(header).encode().ljust(room)
+    out.write(room.to_bytes(8, 'little') + encoded)
 
 
 def _dtype(tokenizer: tokenization.Tokenizer) -> str:

@@ -10,7 +10,9 @@ encoded to it.
 
 import abc
 from collections.abc import Sequence
+import functools
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -36,6 +38,12 @@ WELL_KNOWN_TOKENS = (
 _STDLIB = pathlib.Path(__file__).with_name('stdlib.model')
 
 _REPLACEMENT = '\ufffd'
+_SPACE = '\u2581'  # SentencePiece writes a space so.
+# Llama 3 and Qwen 2 split words so. `ByteLevel` has the pattern of GPT-2.
+_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+  r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
 _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
 
 
@@ -56,6 +64,15 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     """Returns the tokens of each text, int32 [length], in parallel."""
+
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    """Returns the places, ascending, at which a text can be cut.
+
+    The two parts have the tokens of the whole, whatever comes before and after
+    `text`. Empty if no such place is known.
+    """
+    del text
+    return np.zeros(0, np.int64)
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of tokens, [length].
@@ -85,6 +102,9 @@ class ByteTokenizer(Tokenizer):
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     data = (t.encode() if isinstance(t, str) else t for t in texts)
     return [np.frombuffer(x, np.uint8).astype(np.int32) for x in data]
+
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    return np.arange(1, len(text))
 
   def _decode(self, ids: list[int]) -> str:
     return bytes(ids).decode(errors='replace')
@@ -153,6 +173,14 @@ class SentencePieceTokenizer(_FileTokenizer):
     ids = self._library.encode([_str(t) for t in texts], out_type=int)
     return [np.array(x, np.int32) for x in ids]
 
+  @functools.cached_property
+  def _can_cut(self) -> np.ndarray:
+    return _find_bytes_to_cut_between(self._arguments[0])
+
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    codes = np.frombuffer(text, np.uint8)
+    return 1 + np.flatnonzero(self._can_cut[codes[:-1], codes[1:]])
+
   def _decode(self, ids: list[int]) -> str:
     return self._library.decode(ids)
 
@@ -184,8 +212,83 @@ class HuggingFaceTokenizer(_FileTokenizer):
     )
     return [np.array(x.ids, np.int32) for x in encodings]
 
+  @functools.cached_property
+  def _splits_before_words(self) -> bool:
+    return _splits_before_words(json.loads(self._library.to_str()))
+
+  def find_cuts(self, text: bytes) -> np.ndarray:
+    if not self._splits_before_words:
+      return super().find_cuts(text)
+    codes = np.frombuffer(text, np.uint8)
+    before, code, after = codes[:-2], codes[1:-1], codes[2:]
+    is_letter = (after | 32) - np.uint8(ord('a')) < 26
+    is_cut = (before > ord(' ')) & (before < 127) & (code == ord(' '))
+    return 1 + np.flatnonzero(is_cut & is_letter)
+
   def _decode(self, ids: list[int]) -> str:
     return self._library.decode(ids, skip_special_tokens=False)
+
+
+def _splits_before_words(spec: dict[str, Any]) -> bool:
+  """Returns whether a tokenizer.json splits text before ' a' in 'x a'.
+
+  In these patterns no word has a space before a letter but as its first
+  character, and none looks behind.
+  """
+  first = spec['pre_tokenizer'] or {'type': None}
+  *others, last = first.get('pretokenizers', [first])
+  splits = [x for x in others if x['type'] != 'Digits']
+  known = [{'Regex': _WORDS % x} for x in ('', '{1,3}')]
+  return (
+    last['type'] == 'ByteLevel'
+    and not last['add_prefix_space']
+    and (last['use_regex'] or bool(splits))
+    and all(
+      x['type'] == 'Split'
+      and x['pattern'] in known
+      and x['behavior'] == 'Isolated'
+      and not x['invert']
+      for x in splits
+    )
+    and (spec['normalizer'] or {'type': 'NFC'})['type'] == 'NFC'
+    and spec['model']['type'] == 'BPE'
+    and not spec['model'].get('dropout')
+    # Others, not special, are found in the text before it is split.
+    and all(token['special'] for token in spec['added_tokens'])
+  )
+
+
+def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
+  """Returns whether a text can be cut between two bytes, bool [256, 256].
+
+  BPE merges neighbours only, the best first, so what no piece of the vocabulary
+  crosses separates a text: the merges on one side do not depend on the other.
+  """
+  can_cut = np.zeros([256, 256], bool)
+  try:
+    from sentencepiece import sentencepiece_model_pb2
+  except Exception:  # It needs protobuf, of a version that fits.
+    return can_cut
+  parsed = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+  how, trained = parsed.normalizer_spec, parsed.trainer_spec
+  if (
+    # Unigram adds up numbers over the whole text, and rounds them.
+    trained.model_type != trained.BPE
+    # Without it, neighbours that are unknown become one token.
+    or not trained.byte_fallback
+    or how.precompiled_charsmap
+    or how.add_dummy_prefix
+    or how.remove_extra_whitespaces
+  ):
+    return can_cut
+  can_cut[:128] = True  # After ASCII a character begins.
+  for piece in parsed.pieces:
+    code = np.frombuffer(piece.piece.replace(_SPACE, ' ').encode(), np.uint8)
+    can_cut[code[:-1], code[1:]] = False
+  # A wrong byte is read as U+FFFD, and U+2581 as a space.
+  can_cut[:, 128:] &= can_cut[:, _REPLACEMENT.encode()[0], None]
+  can_cut[:, _SPACE.encode()[0]] &= can_cut[:, ord(' ')]
+  return can_cut
 
 
 BYTES = ByteTokenizer()

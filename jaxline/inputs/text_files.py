@@ -1,0 +1,362 @@
+"""Finds text files, and reads their documents as pieces to be tokenized.
+
+A document is cut only where its tokens stay the same (`Tokenizer.find_cuts`),
+so that a file of any size takes little memory.
+"""
+
+import bz2
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import lzma
+import operator
+import os
+import pathlib
+import re
+import sysconfig
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from jaxline import errors
+from jaxline.inputs import tokenization
+
+Path = str | os.PathLike[str]
+
+KINDS = ('file', 'line', 'jsonl')  # What a document can be.
+# A file may have this share of bytes that are not text, a corpus of nulls.
+MAX_SHARE = 0.01
+
+_BINARY_PROBE_BYTES = 8000  # Git looks at as many.
+_BLOCK_BYTES = 2**20  # To read at once.
+_PIECE_BYTES = 2**16  # One of 1 MiB takes SentencePiece twice as long.
+_BOMS = (
+  (codecs.BOM_UTF8, 'utf-8'),
+  (codecs.BOM_UTF16_LE, 'utf-16-le'),
+  (codecs.BOM_UTF16_BE, 'utf-16-be'),
+)
+_OPEN: dict[str, Any] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
+_CONTROLS = bytes({*range(32), 127} - {*b'\b\t\n\v\f\r\x1b'})
+_NOT_HIDDEN = re.compile(r'[^.].*', re.DOTALL)
+# The tests are larger than the library and mostly tables. Python's build writes
+# `config-*` and `_sysconfigdata*`, which differ between machines.
+_STDLIB_FOLDERS = re.compile(
+  r'(?!(tests?|idle_test|(site|dist)-packages|__pycache__|config-.*)$).*'
+)
+_STDLIB_FILES = re.compile(r'(?!_sysconfigdata)[^.].*\.py')
+
+
+class Source(NamedTuple):
+  """A file of a corpus: its name there, its path, whether to skip binaries."""
+
+  name: str
+  path: str
+  text_only: bool
+
+
+class Piece(NamedTuple):
+  """A part of a document, which begins at a line; 0 for all of a file."""
+
+  file: int
+  number: int  # It counts the pieces of this file.
+  line: int
+  begins: bool  # Whether it is the document's first.
+  hash: int  # Decides on the split.
+  text: bytes
+
+
+def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
+  """Returns all files, sorted by name; and by name what to know of links."""
+  entries = [files] if isinstance(files, str | os.PathLike) else files
+  sources: dict[str, Source] = {}
+  notes: dict[str, str] = {}
+  for number, entry in enumerate(entries):
+    root, is_folder = os.path.expanduser(entry), False
+    if os.fspath(entry) == 'stdlib':
+      root = sysconfig.get_path('stdlib')
+      paths = _walk(root, _STDLIB_FOLDERS, _STDLIB_FILES)
+    elif is_folder := os.path.isdir(root):
+      paths = _walk(root, _NOT_HIDDEN, _NOT_HIDDEN, notes)
+    elif os.path.exists(root):  # Even if it looks like a pattern.
+      paths, root = iter([root]), os.path.dirname(root)
+    else:
+      paths, root = _glob(root, notes), os.path.dirname(root)
+      while re.search(r'[*?[]', root):
+        root = os.path.dirname(root)
+    if not (found := sorted(filter(os.path.isfile, paths))):
+      raise errors.UsageError(
+        f'No files found: looked for {entry}; expected "stdlib", a folder, a'
+        ' glob, or a list of these.'
+      )
+    for path in found:
+      name = pathlib.Path(os.path.relpath(path, root or '.')).as_posix()
+      # Two folders may contain the same file name.
+      name = f'../{number}/{name}' if number else name
+      # Read a file that has two names once: the second could be held out.
+      sources.setdefault(os.path.realpath(path), Source(name, path, is_folder))
+  return sorted(sources.values()), notes
+
+
+def _walk(
+  folder: str,
+  folders: re.Pattern[str],
+  files: re.Pattern[str] | None,
+  notes: dict[str, str] | None = None,
+) -> Iterator[str]:
+  """Yields the files below a folder whose names match, or raises UsageError.
+
+  With `notes` it follows links, each folder once: at last, so that a link to a
+  folder renames nothing there. Without `files` it yields the folders.
+  """
+
+  def fail(error: OSError) -> NoReturn:
+    raise refuse(error.filename, error) from error
+
+  seen, links, num_followed = set(), [folder], 0
+  for root in links:  # It grows.
+    for path, below, names in os.walk(root, onerror=fail):
+      is_new = (real := os.path.realpath(path)) not in seen
+      seen.add(real)
+      below[:] = sorted(filter(folders.fullmatch, below)) * is_new
+      names = names * is_new
+      if is_new and not files:
+        yield path
+      if notes is not None:
+        linked = [os.path.join(path, x) for x in (*below, *names)]
+        linked = [*filter(os.path.islink, linked)]
+        links += filter(os.path.isdir, linked)
+        for link in itertools.filterfalse(os.path.exists, linked):
+          notes[link] = 'a link to nothing'
+        num_followed += sum(map(os.path.exists, linked))
+        if num_followed:
+          notes[folder] = f'{num_followed} links followed, each folder once'
+      if files:
+        yield from (
+          os.path.join(path, x) for x in filter(files.fullmatch, names)
+        )
+
+
+def _glob(pattern: str, notes: dict[str, str]) -> Iterator[str]:
+  """Yields the files that match a pattern, without loops of links."""
+  if not (match := re.match(r'((?:.*?/)??)\*\*(?:/(.*)|$)', pattern, re.S)):
+    yield from glob.glob(pattern)
+    return
+  for root in glob.glob(match[1]) if match[1] else ['.']:
+    for folder in _walk(root, _NOT_HIDDEN, None, notes):
+      below = os.path.join(glob.escape(folder), match[2] or '*')
+      yield from _glob(below, notes)
+
+
+def stable_hash(key: str) -> int:
+  """Returns 64 bits that are the same in every process and version."""
+  digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
+  return int.from_bytes(digest[:8], 'big')
+
+
+def name_document(file: str, line: int) -> str:
+  """Returns the name of a document, `file` or `file:line`."""
+  return f'{file}:{line}' if line else file
+
+
+class Reader:
+  """Reads documents; `notes` names the files that it left out and says why.
+
+  Attributes:
+    nulls: the number of lines without text, by file.
+    file, done_bytes: which file is read, and how much of it on disk.
+  """
+
+  def __init__(
+    self,
+    sources: Sequence[Source],
+    tokenizer: tokenization.Tokenizer,
+    kind: str,
+    text_key: str,
+    eval_fraction: float,
+  ):
+    self.sources, self.tokenizer, self.kind = sources, tokenizer, kind
+    self.text_key, self.eval_fraction = text_key, eval_fraction
+    self.notes: dict[str, str] = {}
+    self.nulls: dict[str, int] = {}
+    self.file = self.done_bytes = 0
+
+  def read(self, file: int = 0, number: int = 0) -> Iterator[Piece]:
+    """Yields the pieces of all files, from a piece of a file on."""
+    for i in range(file, len(self.sources)):
+      self.file = i
+      pieces = self._read_file(i)
+      yield from itertools.islice(pieces, number, None)
+      number = 0
+
+  def _read_file(self, file: int) -> Iterator[Piece]:
+    name, path, _ = self.sources[file]
+    number = itertools.count()
+    self._line, self._row = 0, b''
+    try:
+      blocks, size = self._check(self.sources[file])
+      is_alone = len(self.sources) == 1 and self.kind == 'file'
+      if is_alone:  # Hold out its end. Others are chosen by their names.
+        texts = _split_at(blocks, int(size * (1 - self.eval_fraction)), size)
+      elif self.kind == 'file':
+        texts = ((0, block) for block in blocks)
+      else:
+        texts = self._read_rows(name, blocks)
+      for line, group in itertools.groupby(texts, operator.itemgetter(0)):
+        digest = stable_hash(f'eval/{name_document(name, line)}')
+        if is_alone:
+          digest = 0 if line else 2**64 - 1
+        begins = True
+        for piece in self._cut(text for _, text in group):
+          yield Piece(file, next(number), line, begins, digest, piece)
+          begins = False
+    except errors.UsageError:
+      raise
+    except PermissionError as e:
+      raise refuse(path, e) from e
+    except Exception as e:  # The libraries raise plain Exceptions.
+      raise errors.UsageError(
+        f'{path}:{self._line} cannot be read as {self.kind!r} ({e!r}):'
+        f" {self._row[:80]!r}. A line of 'jsonl' is an object with a string"
+        f' {self.text_key!r}; `text_key` names another one.'
+      ) from e
+
+  def _check(self, source: Source) -> tuple[Iterable[bytes], int]:
+    """Returns the blocks of a file and their size; 0 if it is left out."""
+    blocks = self._read_blocks(source.path)
+    first = [*itertools.islice(blocks, 2)]
+    size = wrong = 0
+    decoder = codecs.getincrementaldecoder('utf-8')('replace')
+    is_binary = source.text_only and any(
+      b'\0' in block[:_BINARY_PROBE_BYTES] for block in first[:1]
+    )
+    for block in itertools.chain(first, () if is_binary else blocks):
+      size += len(block)
+      wrong += decoder.decode(block).count('\ufffd')
+      wrong -= block.count('\ufffd'.encode())  # The text has it.
+      wrong += len(block) - len(block.translate(None, _CONTROLS))
+    if wrong > size * MAX_SHARE or is_binary:
+      share = f'{wrong / size:.1%} is not text in UTF-8 or UTF-16'
+      self.notes[source.name] = f'left out, {share}'
+      return (), 0
+    return (first if len(first) < 2 else self._read_blocks(source.path)), size
+
+  def _read_blocks(self, path: str) -> Iterator[bytes]:
+    """Yields the text of a file as UTF-8, without a byte order mark."""
+    with open(path, 'rb') as raw, _unpack(path, raw) as file:
+      block = file.read(_BLOCK_BYTES)
+      boms = (x for x in _BOMS if block.startswith(x[0]))
+      bom, encoding = next(boms, (b'', 'utf-8'))
+      decoder = codecs.getincrementaldecoder(encoding)('replace')
+      block = block.removeprefix(bom)
+      while block:
+        self.done_bytes = raw.tell()
+        is_utf8 = encoding == 'utf-8'
+        yield block if is_utf8 else decoder.decode(block).encode()
+        block = file.read(_BLOCK_BYTES)
+
+  def _read_rows(
+    self, name: str, blocks: Iterable[bytes]
+  ) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and the text of each line that is not empty."""
+    self.nulls.pop(name, None)
+    for self._line, self._row in enumerate(_split_lines(blocks), 1):
+      text = self._row.rstrip(b'\r\n')
+      if self.kind == 'jsonl' and (text := text.strip()):
+        value = json.loads(text)[self.text_key]
+        if value is None:
+          self.nulls[name] = self.nulls.get(name, 0) + 1
+          continue
+        # JSON can hold halves of characters, which UTF-8 cannot.
+        text = str.encode(value, errors='replace')
+      if text:
+        yield self._line, text
+
+  def _cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Cuts a document where its tokens stay the same."""
+    left = bytearray()
+    for block in blocks:
+      known = max(0, len(left) - 4)  # Before it there is no cut.
+      left += block
+      if len(left) <= _PIECE_BYTES:
+        continue
+      cuts = known + self.tokenizer.find_cuts(bytes(left[known:]))
+      if not cuts.size:
+        continue
+      wanted = range(_PIECE_BYTES, len(left), _PIECE_BYTES)
+      chosen = cuts.searchsorted(wanted).clip(max=cuts.size - 1)
+      places = [0, *np.unique(cuts[chosen]).tolist()]
+      for first, last in itertools.pairwise(places):
+        yield bytes(left[first:last])
+      del left[: places[-1]]
+    if left:
+      yield bytes(left)
+
+
+def refuse(path: str, error: OSError) -> errors.UsageError:
+  """Returns an error for a file or a folder that cannot be read."""
+  return errors.UsageError(
+    f'{path} cannot be read: {error.strerror}. Make it readable, or name other'
+    ' files in `files`.'
+  )
+
+
+def _unpack(path: str, raw: Any) -> Any:
+  """Returns the content of a file; the end of its name tells the packing."""
+  end = os.path.splitext(path)[1]
+  if end in _OPEN:
+    return io.BufferedReader(_OPEN[end](raw), 2**16)
+  if end != '.zst':
+    return raw
+  try:
+    import zstandard
+  except ImportError as e:
+    raise errors.UsageError(
+      f"{path} needs zstandard: pip install 'jaxline[text]'."
+    ) from e
+  unpacker = zstandard.ZstdDecompressor()
+  return io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
+
+
+def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+  left: list[bytes] = []
+  for block in blocks:
+    first, *rows = block.split(b'\n')
+    left.append(first)
+    if rows:
+      yield b''.join(left)
+      yield from rows[:-1]
+      left = rows[-1:]
+  yield b''.join(left)
+
+
+def _split_at(
+  blocks: Iterable[bytes], place: int, size: int
+) -> Iterator[tuple[int, bytes]]:
+  """Yields a text with the line where its part begins: 0, then another.
+
+  The second part begins at the end of a line near `place`, or else of a
+  character.
+  """
+  line, done, num_lines = 0, 0, 1
+  for block in blocks:
+    at = max(0, place - done)
+    if not line and at < len(block):
+      ends = (
+        block.find(b'\n', max(0, at - 1)),
+        block.rfind(b'\n', 0, at),
+        at - 1,
+      )
+      end = next((x + 1 for x in ends if 0 <= x < size - done - 1), 0)
+      while 0 < end < len(block) and block[end] & 0xC0 == 0x80:
+        end -= 1
+      if end:
+        yield 0, block[:end]
+        line = num_lines + block.count(b'\n', 0, end)
+        block = block[end:]
+    yield line, block
+    done, num_lines = done + len(block), num_lines + block.count(b'\n')
