@@ -237,7 +237,7 @@ def test_one_name_has_one_meaning_in_all_commands(capsys):
     _, _, shown = text.partition('options: ')
     shown = shown.partition(' Example: ')[0]
     for entry in re.split(r' (?=--?[a-z])', shown):
-      flag, _, meaning = entry.partition(' ')
+      flag, _, meaning = entry.replace(',', '').partition(' ')
       meanings[flag].add(meaning)
   assert {'--metrics', '--series', '--group', '--out'} <= meanings.keys()
   assert {k: x for k, x in meanings.items() if len(x) > 1} == {}

@@ -143,6 +143,7 @@ def _show(args: argparse.Namespace, config: Any) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command, and returns the exit status."""
   args, rest = _parser().parse_known_args(argv)
+  verbosity = logging.get_verbosity()
   try:
     config = platform.load_config(rest)
     if args.command == 'prepare':
@@ -154,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   except errors.UsageError as e:
     lines.print_text(f'jaxline.inputs: {" ".join(str(e).split())}', sys.stderr)
     return 2
+  finally:
+    logging.set_verbosity(verbosity)
 
 
 if __name__ == '__main__':

@@ -316,7 +316,7 @@ def _unpack(path: str, raw: Any) -> Any:
     import zstandard
   except ImportError as e:
     raise errors.UsageError(
-      f"{path} needs zstandard: pip install 'jaxline[text]'."
+      f"{path} needs zstandard: pip install 'jaxline[zst]'."
     ) from e
   unpacker = zstandard.ZstdDecompressor()
   return io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
