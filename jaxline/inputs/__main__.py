@@ -5,7 +5,7 @@ the config or the input itself is refused, in one line on stderr.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import itertools
@@ -140,23 +140,33 @@ def _show(args: argparse.Namespace, config: Any) -> int:
   return 0 if report.ok else 1
 
 
+@contextlib.contextmanager
+def _logs_progress() -> Iterator[None]:
+  """Shows how much is tokenized; later calls log as before."""
+  logger, verbosity = logging.get_absl_logger(), logging.get_verbosity()
+  level = logger.level
+  logging.set_verbosity(logging.INFO)
+  try:
+    yield
+  finally:
+    logging.set_verbosity(verbosity)
+    logger.setLevel(level)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command, and returns the exit status."""
   args, rest = _parser().parse_known_args(argv)
-  verbosity = logging.get_verbosity()
   try:
     config = platform.load_config(rest)
     if args.command == 'prepare':
-      logging.set_verbosity(logging.INFO)  # How much is done.
       args.split = 'train'
-      _show(args, config)
+      with _logs_progress():
+        _show(args, config)
       args.split = 'eval'
     return _show(args, config)
   except errors.UsageError as e:
     lines.print_text(f'jaxline.inputs: {" ".join(str(e).split())}', sys.stderr)
     return 2
-  finally:
-    logging.set_verbosity(verbosity)
 
 
 if __name__ == '__main__':
