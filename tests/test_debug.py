@@ -176,7 +176,8 @@ debug.debugger_fallback(loss)(jnp.ones([3, 4]))
     done = processes.end(process, typed or '')
   assert done.returncode == 1
   assert ("((3, 4), 'here')" in done.stdout) == is_entered
-  assert done.stderr.count('TypeError: ') >= 1 + is_entered
+  assert (done.stdout.count('TypeError: ') == 1) == is_entered
+  assert done.stderr.count('TypeError: ') == 1
   assert ('pdb does not start' in done.stderr) != is_entered
 
 

@@ -127,7 +127,8 @@ def _post_mortem(error: Exception) -> None:
     if stdin.isatty() or (
       select.select([stdin], [], [], 0)[0] and stdin.buffer.peek()
     ):
-      traceback.print_exception(error)  # pdb may be left by a kill.
+      # Where pdb writes: stderr gets it once, behind pdb.
+      traceback.print_exception(error, file=sys.stdout)
       debugger: Any = pdb.Pdb()
       debugger.get_stack = functools.partial(_own_stack, debugger.get_stack)
       debugger.reset()
