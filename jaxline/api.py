@@ -130,7 +130,7 @@ def sweep(
 
 
 def history(directory: str | os.PathLike[str]) -> runs.History:
-  """Returns what a run has logged, in a dict with a method `to_pandas`."""
+  """Returns the curves of a run, in a dict with a method `to_pandas`."""
   return runs.read(directory).history
 
 

@@ -47,12 +47,11 @@ from jaxline.supervision import compilation_cache
 # For experiments.
 read = keys.read
 with_defaults = keys.with_defaults
-# For the modules above this one.
+# Modules above this one call these by its name.
 changes = config_record.changes
 flat = config_record.flat
 programs_view = config_record.programs_view
 recorded = config_record.recorded
-value_of = config_record.value
 
 _FILE = optional(text('the name of a file', is_path=True))
 KEYS: tuple[Key, ...] = (
@@ -218,7 +217,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
 def check_constraints(config: Mapping[str, Any]) -> None:
   """Refuses keys that contradict each other."""
   for names, contradict, advice in _CONTRADICTIONS:
-    values = {name: value_of(config, name) for name in names.split()}
+    values = {name: config_record.value(config, name) for name in names.split()}
     if contradict(*values.values()):
       given = ', '.join(f'config.{k} is {x!r}' for k, x in values.items())
       raise errors.UsageError(f'{given}. {advice}')
@@ -257,7 +256,9 @@ def _problems(config: Any) -> dict[str, errors.UsageError]:
   for key in KEYS:
     name = key.name.partition('.')[0]
     try:
-      key.check.require(f'config.{key.name}', value_of(config, key.name))
+      key.check.require(
+        f'config.{key.name}', config_record.value(config, key.name)
+      )
       if key.name in _SECTIONS and name in config:
         where = f'config.{name}'
         errors.check_names(config[name], defaults[name], 'key', where)
@@ -299,7 +300,7 @@ def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   config = config.copy_and_resolve_references()
   with config.unlocked(), config.ignore_type():
     for key in KEYS:
-      path = key.check.is_path and value_of(config, key.name)
+      path = key.check.is_path and config_record.value(config, key.name)
       if path and isinstance(path, str | os.PathLike):
         config.update_from_flattened_dict({key.name: os.path.expanduser(path)})
   return config
@@ -344,7 +345,7 @@ def recorded_config(
     with config.ignore_type():
       _fill(config, record)
       for name in _NOT_TAKEN:
-        if value_of(config, name) != 'off':
+        if config_record.value(config, name) != 'off':
           config.update_from_flattened_dict({name: DEFAULTS[name]})
       dropped = xla.drop_places(config.xla)
   except (AttributeError, KeyError, TypeError, ValueError) as e:

@@ -204,7 +204,7 @@ class Evaluation:
           time.sleep(max(_POLL_SECS, self._directory.poll_secs))
 
   def _agreed(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns process 0's scalars, after a comparison with those of all.
+    """Returns process 0's scalars, after it has compared them with all others.
 
     It warns of a difference once.
 

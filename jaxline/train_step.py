@@ -119,7 +119,7 @@ def guard_step(
   # Gradients of several types need promotion.
   with jax.numpy_dtype_promotion('standard'):
     norm = optax.tree.norm(jax.tree.map(wide, grads))
-  # As few equations as an `and` of both: no step pays for the message.
+  # It has as few equations as an `and` of both, so a step costs no more.
   select = lambda x, *of: jax.lax.select(x, *(jnp.int32(y) for y in of))
   of_norm = functools.partial(select, jnp.isfinite(norm))
   parts = select(jnp.isfinite(loss), of_norm(0, 3), of_norm(2, 4))

@@ -143,7 +143,7 @@ _PYTHON, _JAXLINE = (
 
 
 def is_installed(file: str) -> bool:
-  """Returns whether a file is Python's or that of an installed package."""
+  """Returns whether a file belongs to Python or to an installed package."""
   return file.startswith(_PYTHON) or f'-packages{os.sep}' in file
 
 

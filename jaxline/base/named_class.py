@@ -162,4 +162,4 @@ def check_own_class(file: str, values: Mapping[str, Any], named: str) -> None:
     )
   _named[module] = os.path.realpath(file)
   if '.' not in module and not path.parent.stat().st_mode & stat.S_ISVTX:
-    sys.path.insert(0, str(path.parent))  # As Python does for a program.
+    sys.path.insert(0, str(path.parent))  # Python does so for a program.

@@ -58,7 +58,7 @@ class Stateful:
     """Returns whether a restore reads an entry or an array.
 
     Args:
-      name: of an entry, or of an array in it, such as 'state/params/w'. An
+      name: the name of an entry, or of an array in it: 'state/params/w'. An
         array that is not read arrives as a jax.ShapeDtypeStruct. An entry of
         which nothing is read is absent.
     """

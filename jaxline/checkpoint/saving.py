@@ -155,10 +155,8 @@ class Saver:
     )
     # Only files of both: another program imports others.
     if names := [k for k, x in self._files.items() if before.get(k, x) != x]:
-      text = (
-        'The code has changed since step %s was saved, and the run uses that'
-      )
-      text += ' of now: %s.'
+      text = 'The code has changed since step %s was saved. The run uses the'
+      text += ' code as it is now: %s.'
       shown = textwrap.shorten(', '.join(names), 400)
       logging.warning(text, self.restored['step'], shown)
 

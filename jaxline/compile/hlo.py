@@ -228,6 +228,6 @@ def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
     return values[0]
   if i.opcode == 'get-tuple-element':
     return values[0][int(i.attribute('index'))]
-  # Of a `compare`, such as LT.
+  # A `compare` has one, such as LT.
   name = i.attribute('direction').lower() or _OPERATORS.get(i.opcode)
   return getattr(operator, name)(*values) if name else None

@@ -366,8 +366,8 @@ def _collective(i: hlo.Instruction) -> tuple[str, int]:
 
 def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
   """Returns the part of the bytes to send, and of that between slices."""
-  # By the algorithm that sends the fewest (Patarasuk and Yuan 2009). It works
-  # within slices first, then between them.
+  # XLA is taken to use the algorithm that sends the fewest (Patarasuk and Yuan
+  # 2009), which works within slices first, then between them.
   if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
     copies = 2 if kind == 'all-reduce' else 1
     return copies * (n - 1) / n, (slices - 1) / (n - 1)

@@ -114,7 +114,7 @@ def _show(args: argparse.Namespace, config: Any) -> int:
       raise errors.UsageError(f'As {host}: {e}') from e
     kind = type(source).__name__
     text = kind if source.name == kind else f'{kind} {source.name!r}'
-    if source.batch_size is not None:  # Else the iterable decides.
+    if source.batch_size is not None:  # Otherwise the iterable decides.
       total = source.get_global_batch_size()
       text += f': {source.batch_size} rows a batch, {total} over all hosts'
     lines.print_text(f'{text}, for {host}')

@@ -3,7 +3,7 @@
 An input gives one process its batches: dicts of numpy arrays with the batch
 dimension first. To write one, override `get_next`; with `position` and
 `set_position` too, a resumed run neither repeats nor skips a record. The
-contract is that of Pax (https://github.com/google/paxml, 'Data inputs').
+contract comes from Pax (https://github.com/google/paxml, 'Data inputs').
 docs/inputs.md has examples and its table of evaluations.
 """
 

@@ -311,8 +311,8 @@ class EvalFeed(_Feed):
   def rows_of(self, outputs: Any, num_given: int) -> Any:
     """Returns the rows of all processes without padding, as NumPy arrays.
 
-    The rows of each host follow those of the host before. All processes call it
-    together.
+    The hosts follow each other in the order of their index. All processes call
+    it together.
 
     Args:
       outputs: a tree of arrays [B, ...], split like the batch.

@@ -269,7 +269,7 @@ class IndexedInput(base.ResumableInput):
 class ArrayInput(IndexedInput):
   """The rows of arrays [N, ...] that do not change: see `inputs.arrays`."""
 
-  values: Mapping[str, Any]  # By name, in dicts of any depth.
+  values: Mapping[str, Any]  # The names may be nested.
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -2,7 +2,7 @@
 
 `python -m jaxline.inputs show` prints what these functions return, and so may a
 notebook. `make_input(shard)` returns a new input, or anything that
-`iterable.as_input` takes; without the argument `shard`, that of a single host.
+`iterable.as_input` takes. Without the argument `shard` it reads as one host.
 A `batch` has `weights`; rows of weight 0 are padding and are not counted.
 """
 

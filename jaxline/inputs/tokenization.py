@@ -274,7 +274,7 @@ def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
   if (
     # Unigram adds up numbers over the whole text, and rounds them.
     trained.model_type != trained.BPE
-    # Without it, neighbours that are unknown become one token.
+    # Otherwise neighbours that are unknown become one token.
     or not trained.byte_fallback
     or how.precompiled_charsmap
     or how.add_dummy_prefix

@@ -28,7 +28,7 @@ def plot(
   """Returns a figure of matplotlib with axes for each metric.
 
   Args:
-    places: directories of runs, or of what has runs below.
+    places: the directories of runs, or directories with runs below.
     metrics: names with commas between; None means those of `compare`.
     by_seed: whether runs that differ only in their seed are one line, with a
       band of the standard error.
@@ -49,7 +49,7 @@ def plot(
       edges = means - deviations, means + deviations
       axes.fill_between(steps, *edges, color=line.get_color(), alpha=0.2, lw=0)
     axes.legend()
-  pyplot.close(figure)  # Else a notebook shows it twice.
+  pyplot.close(figure)  # A notebook would show it twice.
   return figure
 
 

@@ -15,7 +15,7 @@ from jaxline.checkpoint import inspection
 from jaxline.metrics import lines
 
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
-_MAX_COLUMNS = 3  # Of `compare`: more runs have a row each.
+_MAX_COLUMNS = 3  # `compare` gives more runs a row each.
 _PROGRESS = ('state', 'step', 'time')
 
 Group = Sequence[runs_lib.RunRecord]
@@ -23,25 +23,21 @@ Group = Sequence[runs_lib.RunRecord]
 
 def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
   """Returns groups of runs, the best first by the metric `sort`."""
-  found: dict[str, list[runs_lib.RunRecord]] = collections.defaultdict(list)
-  code_of: dict[str, str] = {}
-  seen = collections.Counter[tuple[str, Any]]()
-
-  def key_of(run: runs_lib.RunRecord) -> str:
-    own = run.recorded | {'checkpoint_dir': '', 'random_seed': 0}
-    key = json.dumps(own, sort_keys=True)
+  found: dict[Any, list[runs_lib.RunRecord]] = collections.defaultdict(list)
+  keys: list[Any] = [run.path for run in runs]
+  if by_seed:
+    own = {'checkpoint_dir': '', 'random_seed': 0}
+    keys = [json.dumps(x.recorded | own, sort_keys=True) for x in runs]
+    codes = [run.manifest.get('code', {}).get('files') for run in runs]
+    both = [*zip(keys, codes, strict=True)]
     # A run without a checkpoint counts as one of the same code as the others.
-    code = run.manifest.get('code', {}).get('files') or code_of.get(key, '')
-    code_of.setdefault(key, code)
-    return f'{key} {code}'
-
-  for run in sorted(runs, key=lambda run: not run.manifest) if by_seed else ():
-    key_of(run)  # Those with a checkpoint first.
-  for run in runs:
-    key = key_of(run) if by_seed else run.path
+    known = dict(pair for pair in both if pair[1])
+    keys = [(key, code or known.get(key)) for key, code in both]
+  seen = collections.Counter[Any]()
+  for run, key in zip(runs, keys, strict=True):
     # A second run of a seed is no sample of its own.
     sample = key, run.recorded.get('random_seed')
-    found[f'{key} {seen[sample]}'].append(run)
+    found[key, seen[sample]].append(run)
     seen[sample] += 1
   if sort is None:
     return [*found.values()]

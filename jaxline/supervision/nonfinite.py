@@ -22,7 +22,7 @@ from jaxline.metrics import values as values_lib
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
 NONFINITE, PARTS = scalars_lib.NONFINITE, scalars_lib.PARTS
-# By the value of NONFINITE, or with 'skip' of PARTS.
+# The index is the value of NONFINITE, or with 'skip' the one of PARTS.
 _PARTS = {
   2: 'The loss of step {} is',
   3: 'The gradients of step {} are',
