@@ -288,7 +288,7 @@ class ShardedExperiment(experiment.FullExperiment):
       outputs = self.eval_outputs(*args)
       weights = batch[step_lib.WEIGHTS]
       shapes = {jax.numpy.shape(x) for x in jax.tree.leaves(outputs)}
-      if any(shape[:1] != weights.shape for shape in shapes):
+      if any(shape[:1] != weights.shape[:1] for shape in shapes):
         raise ValueError(
           f'eval_outputs returned arrays {sorted(shapes)}; expected a row for'
           f' each of the {len(weights)} of the batch.'
@@ -433,7 +433,9 @@ class ShardedExperiment(experiment.FullExperiment):
     params = self.eval_params
     state = dataclasses.replace(self.state, params=params, opt_state=None)
     found: dict[str, Any] = {}
-    ends = self._eval_feed.rows_of, self.reduce_outputs
+    # The weights of the first evaluation may make all losses the same.
+    checks = self.num_evaluated < 2
+    ends = self._eval_feed.rows_of, self.reduce_outputs, checks
     for name, batches in self._eval_feed.sets(self.num_evaluated):
       args = state, batches, rng, prng.stream_number(name), *ends
       metrics = step_lib.set_metrics(self.compiled_eval_step, *args)

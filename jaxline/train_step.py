@@ -4,7 +4,7 @@
 select if finite.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 import copy
 import dataclasses
 import functools
@@ -19,6 +19,7 @@ import optax
 from jaxline import metrics as metrics_lib
 from jaxline import train_state
 from jaxline.inputs import base as inputs
+from jaxline.inputs import feed
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.parallel import partitioning
 from jaxline.parallel import placement
@@ -152,16 +153,18 @@ def warn_of_another_shape(before: BatchDict | None, batch: BatchDict) -> None:
 def set_metrics(
   compiled_eval_step: Callable[..., Any],
   state: Any,
-  batches: Iterable[tuple[BatchDict, int]],
+  batches: feed.GlobalBatches,
   rng: jax.Array,
   set_number: Any,
   rows_of: Callable[[Any, int], Any],
   reduce_outputs: Callable[[Any], Mapping[str, Any]],
+  checks: bool,
 ) -> dict[str, Any]:
   """Returns the metrics of an evaluation set, of one pass over its batches.
 
   They are the means, summed in float64 on the host, and if the step has outputs
   what `reduce_outputs` makes of them. An `EvalFeed` gives `batches`, `rows_of`.
+  `checks` is whether scalars of the first batch must be means by its weights.
   """
   sums: Any = None
   last: Any = None  # What the devices compute of a batch, and its rows.
@@ -174,12 +177,15 @@ def set_metrics(
       rows.append(rows_of(outputs, num_given))
     return fetched if sums is None else metrics_lib.add(sums, fetched)
 
-  for i, (batch, num_given) in enumerate(batches):
+  for i, (batch, num_given, halves) in enumerate(batches):
     # This waits for the batch before, while this batch is transferred. Without
     # it, batches that wait for the devices would fill their memory.
     sums, last = fetch() if i else None, None
     place = np.array([set_number, i], np.uint32)
     last = compiled_eval_step(state, batch, rng, place), num_given
+    if checks and not i:
+      steps = (compiled_eval_step(state, x, rng, place)[0] for x in halves())
+      metrics_lib.check_scalars(last[0][0], steps)
   sums = fetch()
   means = metrics_lib.compute(sums).items()  # A 0 would be the best loss.
   found: dict[str, Any] = {

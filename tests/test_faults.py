@@ -586,7 +586,7 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
     # What fails; exit code; what is said; the newest checkpoint then.
     ({'input_at': 27}, 1, 'The input fails at batch 27', 27),
     ({'evaluate_at': 30}, 1, 'The evaluation fails at step 30', 30),
-    ({'nan_at': 31}, 1, 'loss or gradients of step 32 are not finite', 30),
+    ({'nan_at': 31}, 1, 'loss and gradients of step 32 are not finite', 30),
     ({'hang_at': 40}, 70, 'Watchdog: no sign of life', 39),
   ]
   for faults, code, said, step in ends:

@@ -132,7 +132,7 @@ def test_a_feed_that_is_dropped_ends_its_thread():
 def evaluate(source, num_evaluated=0):
   """Returns name -> the arrays of each batch of an evaluation."""
   return {
-    name: [jax.device_get(batch) for batch, _ in batches]
+    name: [jax.device_get(batch) for batch, *_ in batches]
     for name, batches in source.sets(num_evaluated)
   }
 

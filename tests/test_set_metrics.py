@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import jaxline
+from jaxline import metrics
 from tests import processes
 from tests.experiments import regression
 
@@ -78,6 +79,10 @@ def _pairs(batch, table):
   for source, target in zip(batch['source'], batch['target'], strict=True):
     ours = table[source[source > 0]].argmax(-1).tolist()
     yield ours, target[target > 0].tolist()
+
+
+def test_bleu_is_of_all_pairs(alone):
+  assert len(alone[0]) == 2  # What it asserts stands in the fixture.
 
 
 @pytest.mark.process
@@ -174,6 +179,32 @@ def test_outputs_that_are_no_rows_are_refused():
 
   with pytest.raises(ValueError, match=r'eval_outputs.*\(\)'):
     regression.evaluate(Scalar('eval', jax.random.PRNGKey(0)))
+
+
+@pytest.mark.parametrize('sizes', [(16, 16), (3,)])
+@pytest.mark.parametrize(
+  ('is_mean', 'scalar'),
+  [
+    (True, lambda x, weights: metrics.Mean.of(x, weights).compute()),
+    (True, lambda x, weights: 0.25),
+    (False, lambda x, weights: jnp.mean(x)),  # Of rows of weight 0 too.
+    (False, lambda x, weights: jnp.max(jnp.where(weights > 0, x, 0))),
+    (False, lambda x, weights: weights.sum()),
+  ],
+)
+def test_a_scalar_that_is_no_mean_is_refused(scalar, is_mean, sizes):
+  class Scalar(regression.Regression):
+    def loss_fn(self, *args):
+      loss, values, new = super().loss_fn(*args)
+      x, weights = args[2]['x'][:, 0], args[2]['weights']
+      return loss, values | {'mine': scalar(x, weights)}, new
+
+  live = Scalar('eval', jax.random.PRNGKey(0), eval_sizes=sizes)
+  if is_mean:
+    assert 'mine' in regression.evaluate(live)
+    return
+  with pytest.raises(ValueError, match=r"'mine'.*Mean\.of"):
+    regression.evaluate(live)
 
 
 @pytest.mark.process

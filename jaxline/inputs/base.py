@@ -28,6 +28,7 @@ WEIGHTS = batches.WEIGHTS
 Batch = batches.Batch
 BatchDict = batches.BatchDict
 num_rows = batches.num_rows
+keep_rows = batches.keep_rows
 pad_rows = batches.pad_rows
 
 

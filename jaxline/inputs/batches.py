@@ -87,3 +87,16 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return np.concatenate([x, padding])
 
   return jax.tree_util.tree_map_with_path(fill, batch)
+
+
+def keep_rows(batch: Mapping[str, Any], first: int, end: int) -> dict[str, Any]:
+  """Returns a batch in which rows outside [first, end) have the weight 0.
+
+  They are copies of the row `first`: what ignores weights gets another value.
+  """
+  places = np.arange(num_rows(batch))
+  kept = (first <= places) & (places < end)
+  copied = np.where(kept, places, first)
+  found = jax.tree.map(lambda x: np.asarray(x)[copied], batch)
+  found[WEIGHTS][~kept] = 0
+  return found

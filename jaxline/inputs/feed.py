@@ -28,6 +28,10 @@ from jaxline.parallel import placement
 
 BatchDict = inputs.BatchDict
 Batches = Iterator[tuple[BatchDict, int]]  # Each with the number of rows read.
+# Each with the number of rows that this process has read, and its halves.
+GlobalBatches = Iterator[
+  tuple[BatchDict, int, Callable[[], Iterator[BatchDict]]]
+]
 
 
 @dataclasses.dataclass(eq=False)
@@ -239,7 +243,7 @@ class EvalFeed(_Feed):
   # Name of a set -> the number of evaluations that its input has fed.
   _fed: Mapping[str, int] = types.MappingProxyType({})
 
-  def sets(self, num_evaluated: int) -> Iterator[tuple[str, Batches]]:
+  def sets(self, num_evaluated: int) -> Iterator[tuple[str, GlobalBatches]]:
     """Yields name -> batches of each set; '' if there is only one."""
     old = self._sources.items()
     kept = {name: x for name, x in old if not x.reset_for_eval}
@@ -267,12 +271,14 @@ class EvalFeed(_Feed):
 
   def batches(
     self, name: str, source: inputs.BaseInput, num_evaluated: int
-  ) -> Batches:
+  ) -> GlobalBatches:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
     It also yields how many rows of each batch this process has read; padding
-    follows them. All processes call it together. One that runs out of batches
-    before the others adds batches of padding.
+    follows them. The third is a function that yields the batch twice more: the
+    first half of each process's rows has weights in one, the rest in the other.
+    All processes call it together. One that runs out of batches before the
+    others adds batches of padding.
     """
     # Training waits for an evaluation, which must not wait for a disk.
     host_batches = infeed.read_ahead(
@@ -303,10 +309,17 @@ class EvalFeed(_Feed):
         last = batch or jax.tree.map(lambda x: x[:0], last)
         size = placement.padded_rows(rows, self.partitioner)
         padded = inputs.pad_rows(last, size)
-        yield placement.put_batch(padded, self.partitioner), num_given
+        halves = functools.partial(self._halves, padded, num_rows)
+        yield placement.put_batch(padded, self.partitioner), num_given, halves
     finally:
       host_batches.close()
       source.close()
+
+  def _halves(self, batch: BatchDict, num_rows: int) -> Iterator[BatchDict]:
+    middle = num_rows // 2
+    for first, end in (0, middle), (middle, num_rows):
+      half = inputs.keep_rows(batch, first, end)
+      yield placement.put_batch(half, self.partitioner)
 
   def rows_of(self, outputs: Any, num_given: int) -> Any:
     """Returns the rows of all processes without padding, as NumPy arrays.

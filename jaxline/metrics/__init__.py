@@ -5,7 +5,7 @@
 `writers` first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -115,6 +115,13 @@ class Mean:
 Metrics = Mapping[str, Mean]
 
 
+class MeanOfScalar(Mean):
+  """The mean that a scalar of a batch is taken for."""
+
+
+jax.tree_util.register_dataclass(MeanOfScalar, ['total', 'weight'], [])
+
+
 def add(a: Metrics, b: Metrics) -> dict[str, Mean]:
   """Adds two sets of metrics of the same names; else raises KeyError."""
   return {name: a[name] + b[name] for name in {**a, **b}}
@@ -135,8 +142,32 @@ def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
           f'The metric {name!r} of loss_fn is of the type {what}; expected'
           " metrics.Mean.of(values, batch['weights']), or a scalar."
         )
-      found[name] = Mean.of(x, jnp.sum(weights, dtype=jnp.float32))
+      found[name] = MeanOfScalar.of(x, jnp.sum(weights, dtype=jnp.float32))
   return found
+
+
+def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
+  """Refuses a scalar of a batch that is not the mean of those of its halves.
+
+  `halves` is not touched if no metric is a scalar.
+  """
+  names = [k for k, x in whole.items() if isinstance(x, MeanOfScalar)]
+  if not names:
+    return
+  whole, *parts = jax.device_get([whole, *halves])
+  for name in names:
+    if not (given := [x[name] for x in parts if x[name].weight]):
+      continue
+    value, *values = [float(x.compute()) for x in (whole[name], *given)]
+    mean = Mean(*(np.sum([jax.tree.leaves(x) for x in given], 0))).compute()
+    # A scalar in bfloat16 has an error of 1 / 256.
+    if abs(value - mean) > 0.01 * max(map(abs, [value, *values])):
+      raise ValueError(
+        f'The metric {name!r} of loss_fn is {value:.6g} in a batch of an'
+        f' evaluation, and {values} in its halves; expected their mean by the'
+        f' weights, {mean:.6g}. Return metrics.Mean.of(values,'
+        " batch['weights']), or compute what is no mean in reduce_outputs."
+      )
 
 
 def compute(metrics: Metrics) -> dict[str, Any]:
