@@ -78,13 +78,33 @@ def fit(
     errors.UsageError: the config, an override or the directory is wrong.
     TypeError: an override has another type than the key's value.
   """
+  origin = console.Origin(overrides=overrides or {})
+  return _fit(experiment_class, config, mode, origin)
+
+
+def fit_point(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  overrides: Mapping[str, Any],
+  mode: str,
+) -> Result:
+  """Does as `fit` for a run of a sweep, which starts them all again."""
+  origin = console.Origin(overrides=overrides, is_point=True)
+  return _fit(experiment_class, config, mode, origin)
+
+
+def _fit(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  mode: str,
+  origin: console.Origin,
+) -> Result:
   if mode not in ('train', 'train_and_eval'):
     raise errors.UsageError(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
-  config = _override(config, overrides)
+  config = _override(config, origin.overrides)
   dictionary.forget_published()  # Each call is a run of its own.
-  origin = console.Origin(overrides=overrides or {})
   try:
     with preemption.Watch():
       directory, experiment = platform.start(
@@ -124,7 +144,7 @@ def sweep(
   return sweep_lib.run(
     sweep_lib.points(axes, draws),
     functools.partial(_override, config),
-    functools.partial(fit, experiment_class, mode=mode),
+    functools.partial(fit_point, experiment_class, mode=mode),
     index,
   )[0]
 

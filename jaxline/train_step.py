@@ -201,6 +201,12 @@ def set_metrics(
       )
     if taken := sorted(found.keys() & reduced.keys()):
       raise ValueError(f'reduce_outputs and loss_fn both return {taken}.')
+    for name, x in reduced.items():
+      if np.ndim(x) == 1 or not jax.tree_util.all_leaves([x]):
+        raise TypeError(
+          f'reduce_outputs returned {name!r} = {x!r}; expected a number, or an'
+          ' image of 2 dimensions or more. Give each number a name of its own.'
+        )
     found |= reduced
   return found
 

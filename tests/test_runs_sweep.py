@@ -84,7 +84,9 @@ def test_a_point_that_fails_ends_no_sweep(tmp_path, monkeypatch, capsys):
   config.on_nonfinite = 'raise'
   seeds = {'random_seed': [2, 3]}
   found = jaxline.sweep(Diverges, config, seeds)
-  assert ' (1 of 2), in ' in capsys.readouterr().out.splitlines()[-1]
+  printed = capsys.readouterr().out
+  assert ' (1 of 2), in ' in printed.splitlines()[-1]
+  assert 'jaxline.fit(' not in printed  # The sweep starts its runs again.
   states = {run.recorded['random_seed']: run.has_ended for run in found}
   assert states == {2: False, 3: True}
   names = {pathlib.Path(run.path).name for run in found}
@@ -93,9 +95,8 @@ def test_a_point_that_fails_ends_no_sweep(tmp_path, monkeypatch, capsys):
     jaxline.sweep(Diverges, config, seeds, index=2)
   with pytest.raises(errors.UsageError, match='random_sed'):
     jaxline.sweep(Diverges, config, {'random_sed': [1]})
-  monkeypatch.setattr(
-    jaxline.api, 'fit', pytest.fail
-  )  # Nothing is left to train.
+  # Nothing is left to train.
+  monkeypatch.setattr(jaxline.api, 'fit_point', pytest.fail)
   jaxline.sweep(Diverges, config, seeds, index=1)
 
 
@@ -133,6 +134,9 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path):
   log = folders[0] / 'train/metrics.jsonl'
   before = log.stat().st_mtime_ns
 
+  without = [x for x in argv if not x.startswith('--config=')]
+  done = processes.run(*without)
+  assert (done.returncode, '--config=FILE' in done.stderr) == (2, True)
   done = processes.run(*argv, '--index=3')
   assert done.returncode == 0, done.stderr
   assert 'Point 3 of 4' in done.stdout

@@ -172,6 +172,14 @@ def test_each_row_comes_once_in_order_whatever_its_weight():
     regression.evaluate(live)
 
 
+@pytest.mark.parametrize('value', [np.ones(3), [1.0], {'a': 1.0}, None])
+def test_what_is_neither_number_nor_image_is_refused(value):
+  live = Outputs('eval', jax.random.PRNGKey(0))
+  live.reduce_outputs = lambda outputs: {'mine': value}
+  with pytest.raises(TypeError, match="'mine'"):
+    regression.evaluate(live)
+
+
 def test_outputs_that_are_no_rows_are_refused():
   class Scalar(Outputs):
     def eval_outputs(self, params, model_state, batch, rng):

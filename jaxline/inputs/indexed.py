@@ -273,13 +273,20 @@ class ArrayInput(IndexedInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    is_list = lambda x: isinstance(x, list)
+    if isinstance(self.values, Mapping):
+      self.values = jax.tree.map(np.asarray, dict(self.values), is_leaf=is_list)
     self._length = base.num_rows(self.values)
-    self.values = jax.tree.map(np.asarray, dict(self.values))
     # 1024 rows or more identify the data: to hash all would take seconds.
     rows = slice(None, None, max(1, self._length // 1024))
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(self.values):
       about = jax.tree_util.keystr(path), str(x.dtype), x.shape
+      if x.dtype == object:
+        raise TypeError(
+          f'The array {about[0]} has Python objects, such as {x.flat[0]!r};'
+          ' expected numbers. Encode text as ids, and fill rows up to a length.'
+        )
       digest.update(repr(about).encode() + x[rows].tobytes())
     self._hash = digest.hexdigest()[:32]
 

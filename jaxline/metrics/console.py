@@ -60,6 +60,7 @@ class Origin(NamedTuple):
   config_file: str = ''  # The value of --config.
   # Dotted config key -> value, as given by the user.
   overrides: Mapping[str, Any] = types.MappingProxyType({})
+  is_point: bool = False  # One of the runs of a sweep: no command starts it.
 
   @classmethod
   def of(cls, flag: Any) -> Origin:
@@ -193,7 +194,8 @@ class Console(contextlib.AbstractContextManager):
     if not config.checkpoint_dir:
       return block
     directory, commands = _relative(config.checkpoint_dir), {}
-    if self._state is None or self._saved_step() is not None:
+    is_saved = self._state is None or self._saved_step() is not None
+    if is_saved and not self._origin.is_point:
       commands = self._next_commands(error)
     commands['Results'] = f'python -m jaxline.runs compare {directory}'
     block.append(f'Run directory: {directory}')

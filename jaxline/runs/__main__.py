@@ -13,6 +13,7 @@ is no run or nothing of that name, in one line on stderr.
 import argparse
 from collections.abc import Mapping, Sequence
 import functools
+import re
 import sys
 from typing import Any
 
@@ -63,9 +64,11 @@ def _sweep(args: argparse.Namespace) -> int:
     flags = (f'--config.{key}={value}' for key, value in point.items())
     return platform.load_config([*others, *flags])
 
+  if not any(re.match('--(config|jaxline_run)(=|$)', x) for x in others):
+    platform.load_config(others)  # It says what is missing.
   points = sweep.points(axes, args.draws)
   _start_jax(config_of(points[0]))
-  train = functools.partial(api.fit, None, mode=args.jaxline_mode)
+  train = functools.partial(api.fit_point, None, mode=args.jaxline_mode)
   try:
     with exits.exit_on_error():
       return bool(sweep.run(points, config_of, train, args.index)[1])
