@@ -33,8 +33,8 @@ def find(name: str, parent: type, recorded_in: str = '') -> Any:
     raise errors.UsageError(
       f"config.experiment_class is {name!r}; expected 'package.module:Class',"
       " such as 'examples.lm.experiment:Experiment'. (`jaxline.load` and"
-      ' `jaxline.evaluate` also take experiment_class=Class.) A file my-model.py'
-      ' cannot be imported: call it my_model.py.'
+      ' `jaxline.evaluate` also take experiment_class=Class.) A file my-x.py'
+      ' cannot be imported: call it my_x.py.'
     )
   run = os.path.expanduser(recorded_in)
   _prefer_working_directory(module_name, run)
