@@ -165,8 +165,7 @@ class Saver:
     config = self._directory.config
     if self._num_looks < 2:  # A first step may have imported others.
       self._num_looks += 1
-      module = (config.experiment_class or '').partition(':')[0]
-      files = sources.add_imported(self._files, module)
+      files = sources.add_imported(self._files)
       self._code = contents.code() | {'files': files}
       if config.record_code and config.record_git_diff:
         sources.write(self._store, files, self._files)

@@ -32,8 +32,8 @@ KEYS = (
       'True pickles what is neither array, JSON nor structure, and unpickles it'
       ' at restore, which runs any code in the file: only for your own files.'),
   Key('record_code', True, BOOLEAN,
-      'Write the Python files that the run has imported from below the working'
-      ' directory into `checkpoints/code`, once for each content, for the user'
+      'Write the Python files that the run has imported, but for installed'
+      ' packages, into `checkpoints/code`, once for each content, for the user'
       ' alone to read. False if they hold secrets.'),
   Key('record_git_diff', True, BOOLEAN,
       'False turns `record_code` off, too: the name of an earlier record.'),

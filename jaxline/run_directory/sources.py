@@ -16,23 +16,23 @@ from jaxline.run_directory import store as store_lib
 _MOST_OF_A_FILE, _MOST_BYTES = 2**20, 2**24
 
 
-def add_imported(files: dict[str, bytes], main: str) -> str:
-  """Adds imported Python files below the working directory by name.
+def add_imported(files: dict[str, bytes]) -> str:
+  """Adds the imported Python files by name, without installed packages.
 
-  That of the module `main` and the program's count wherever they are; installed
-  packages do not. Returns the hash of all files.
+  The name is that of the module, so that it is the same in another working
+  directory. Returns the hash of all files.
   """
-  here = os.path.join(os.path.abspath(''), '')
   loaded = sys.modules.copy()  # Another thread may import one.
   for module in sorted(loaded):
     # A lazy module would be imported by `getattr`.
     path = getattr(loaded[module], '__dict__', {}).get('__file__')
     if not isinstance(path, str) or debug.is_installed(path):
       continue
-    is_below = path.startswith(here)
-    name = path[len(here) :] if is_below else module.replace('.', '/') + '.py'
-    is_own = path.endswith('.py') and (is_below or module in (main, '__main__'))
-    if is_own and name not in files:
+    base, name = os.path.basename(path), module.replace('.', '/')
+    if base == '__init__.py':
+      name += '/__init__'
+    name = base if module == '__main__' else f'{name}.py'
+    if base.endswith('.py') and name not in files:
       files[name] = _read(path, _MOST_BYTES - sum(map(len, files.values())))
   texts = [f'{k}\0{len(x)}\0'.encode() + x for k, x in sorted(files.items())]
   return hashlib.sha256(b''.join(texts)).hexdigest()
