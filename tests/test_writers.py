@@ -466,7 +466,7 @@ def test_a_record_behind_one_that_was_cut_is_whole(cut, is_resumed, tmp_path):
         os.truncate(backend.path, os.path.getsize(backend.path) - cut)
   assert json.loads(lines.read_text().splitlines()[-1])['a'] == 1
   assert lines.read_bytes().count(b'\n') == 2
-  assert fingerprints.read(prints.read_bytes()) == {7: cut, 8: 5}
+  assert fingerprints.read(prints.read_bytes())[0] == {7: cut, 8: 5}
   assert prints.stat().st_size % 8 == 0
 
 

@@ -2,8 +2,9 @@
 
 The fingerprint of a step is a uint32 of its scalars and its batch, computed by
 a program of its own: the program of the step stays as it is. Sums of integers
-make it independent of how arrays are sharded. The file has two little-endian
-uint32 for each step: its number and its fingerprint.
+make it independent of how arrays are sharded. The file has pairs of uint32 in
+little endian: the number of a step, and its fingerprint. In the sharded style
+another pair follows: the number plus 2**31, and the bits of the loss.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from jaxline.metrics import scalars as scalars_lib
 
 FILE = 'fingerprints.bin'
 _DTYPE = np.dtype('<u4')
+_LOSS = 2**31
 _MAX_KEPT = 100
 # Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
 _MULTIPLIER = np.uint32(2654435769)
@@ -38,13 +40,26 @@ class FingerprintWriter(files.FileBackend):
     self._file.truncate(size - size % 8)
 
   def encode(self, record: files.Record) -> bytes:
-    return np.array([*record.values.items()], _DTYPE).tobytes()
+    pairs = [
+      (int(step) + place * _LOSS, number)
+      for step, bits in record.values.items()
+      for place, number in enumerate(np.ravel(bits).tolist())
+    ]
+    return np.array(pairs, _DTYPE).tobytes()
 
 
-def read(raw: bytes | None) -> dict[int, int]:
-  """Returns step -> fingerprint of a file's bytes."""
-  numbers = np.frombuffer(raw or b'', _DTYPE, len(raw or b'') // 8 * 2)
-  return dict(zip(numbers[::2].tolist(), numbers[1::2].tolist(), strict=True))
+def read(raw: bytes | None) -> tuple[dict[int, int], dict[int, float]]:
+  """Returns step -> fingerprint and step -> loss of a file's bytes."""
+  raw = raw or b''
+  numbers = np.frombuffer(raw, _DTYPE, len(raw) // 8 * 2).reshape(-1, 2)
+  is_loss = numbers[:, 0] >= _LOSS
+  steps, losses = numbers[is_loss].T
+  found = zip(
+    (steps - np.uint32(_LOSS)).tolist(),
+    losses.view('<f4').tolist(),
+    strict=True,
+  )
+  return dict(numbers[~is_loss].tolist()), dict(found)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -59,9 +74,13 @@ def _bits(x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, f'uint{width}').astype(jnp.uint32)
 
 
-@jax.jit
-def fingerprint(tree: Any) -> jax.Array:
-  """Returns a uint32 of all bits of a tree of arrays."""
+@functools.partial(jax.jit, static_argnames='beside')
+def fingerprint(tree: Any, beside: tuple[int, int] | None = None) -> jax.Array:
+  """Returns a uint32 of all bits of a tree of arrays.
+
+  With `beside`, the place of a leaf and of a number in it, the number follows:
+  [2].
+  """
   total = jnp.uint32(0)
   for x in jax.tree.leaves(tree):
     bits = _bits(jnp.asarray(x))
@@ -74,6 +93,9 @@ def fingerprint(tree: Any) -> jax.Array:
     mixed = (bits ^ (bits >> 15)) * (2 * place + 1) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> 13)) * _MULTIPLIER
     total = (total ^ mixed.sum(dtype=jnp.uint32)) * _MULTIPLIER
+  if beside:
+    leaf, number = beside
+    return jnp.stack([total, jax.tree.leaves(tree)[leaf][number]])
   return total
 
 
@@ -92,12 +114,20 @@ def _clocked(names: tuple[str, ...]) -> list[str]:
   return [x for x in names if x in _CLOCKED or x.endswith('_per_sec')]
 
 
-def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
-  """Returns the fingerprint of a step's scalars and its batch."""
-  leaves = jax.tree.leaves(batch) + scalars_lib.leaves(
-    without_timing_scalars(scalars)
-  )
+def of_step(
+  scalars: Mapping[str, Any], batch: Any, with_loss: bool = False
+) -> jax.Array:
+  """Returns the fingerprint of a step's scalars and its batch.
+
+  If asked for, the bits of the loss follow, [2], where it is packed.
+  """
+  found = scalars_lib.leaves(without_timing_scalars(scalars))
+  leaves = [*jax.tree.leaves(batch), *found]
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
+  loss = scalars_lib.find(scalars, 'loss') if with_loss else None
+  if loss and loss[1] != ():
+    places = (i for i, x in enumerate(arrays) if x is loss[0])
+    return fingerprint(arrays, (next(places), loss[1]))
   try:
     return fingerprint(arrays)
   except ValueError:
@@ -116,7 +146,8 @@ class FingerprintHook(periodic.Action):
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     scalars = scalar_outputs or {}
-    self._kept[step] = of_step(scalars, self._experiment.last_batch)
+    batch = self._experiment.last_batch
+    self._kept[step] = of_step(scalars, batch, with_loss=True)
     if len(self._kept) >= _MAX_KEPT:
       self.wait_to_finish()
 

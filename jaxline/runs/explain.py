@@ -20,8 +20,10 @@ from jaxline.base import keys
 from jaxline.checkpoint import inspection
 from jaxline.inputs import base as inputs
 from jaxline.inputs import show
+from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.parallel import placement
+from jaxline.run_directory import store as store_lib
 from jaxline.runs import replay as replay_lib
 
 _DEVIATIONS = 8
@@ -119,19 +121,21 @@ def _of_rows(
 def _find(run: runs.RunRecord) -> int:
   """Prints the spikes of a run, and returns the step of the worst one."""
   found: dict[int, float] = {}
-  logged = set().union(*(run.curves.get(name, {}) for name in _JUDGED))
-  total = run.step - run.first_step + 1
-  lines.print_text(f'{len(logged)} of {total} steps are logged.')
-  for name in _JUDGED:
-    curve = run.curves.get(name, {})
+  curves = {name: run.curves.get(name, {}) for name in _JUDGED}
+  logged, total = set().union(*curves.values()), run.step - run.first_step + 1
+  raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
+  _, losses = fingerprints.read(raw)
+  curves['train/loss'] = losses | curves['train/loss']
+  text = f'{len(logged)} of {total} steps are logged'
+  lines.print_text(f'{text}, and the loss of {len(losses)} is recorded.')
+  for name, curve in curves.items():
     for step, above in spikes(curve).items():
       lines.print_text(f'Step {step}: {name} is {curve[step]:.5g}.')
       found[step] = max(found.get(step, 0.0), above)
   if found:
     return max(found, key=lambda step: found[step])
   raise errors.UsageError(
-    f'No logged step of {run.path} stands out; give a step. (A run with'
-    ' config.log_train_data_interval=1 logs all.)'
+    f'No step of {run.path} that is logged or recorded stands out; give a step.'
   )
 
 

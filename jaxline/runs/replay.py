@@ -167,7 +167,7 @@ def logged(
 ) -> dict[int, dict[str, Any]]:
   """Returns step -> its fingerprint and its scalars, but those of clocks."""
   raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
-  curves = run.curves | {_FINGERPRINT: fingerprints.read(raw)}
+  curves = run.curves | {_FINGERPRINT: fingerprints.read(raw)[0]}
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in curves.items():
     where, _, scalar = name.partition('/')
