@@ -285,14 +285,8 @@ class ShardedExperiment(experiment.FullExperiment):
       for number in place:
         rng = jax.random.fold_in(rng, number)
       args = state.params, state.model_state, batch, rng
-      outputs = self.eval_outputs(*args)
       weights = batch[step_lib.WEIGHTS]
-      shapes = {jax.numpy.shape(x) for x in jax.tree.leaves(outputs)}
-      if any(shape[:1] != weights.shape[:1] for shape in shapes):
-        raise ValueError(
-          f'eval_outputs returned arrays {sorted(shapes)}; expected a row for'
-          f' each of the {len(weights)} of the batch.'
-        )
+      outputs = step_lib.check_rows(self.eval_outputs(*args), len(weights))
       _, metrics, _ = self.loss_fn(*args, False)
       return metrics_lib.complete(metrics, weights), outputs
 

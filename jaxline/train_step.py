@@ -150,6 +150,17 @@ def warn_of_another_shape(before: BatchDict | None, batch: BatchDict) -> None:
     logging.warning('%s\n%s', text, '\n'.join(lines))
 
 
+def check_rows(outputs: Any, num_rows: int) -> Any:
+  """Returns what `eval_outputs` returned, if it has a row for each row."""
+  shapes = {np.shape(x) for x in jax.tree.leaves(outputs)}
+  if any(shape[:1] != (num_rows,) for shape in shapes):
+    raise ValueError(
+      f'eval_outputs returned arrays {sorted(shapes)}; expected {num_rows} rows'
+      ' in each, as the batch has.'
+    )
+  return outputs
+
+
 def set_metrics(
   compiled_eval_step: Callable[..., Any],
   state: Any,
