@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.run_directory import notes
 from jaxline.run_directory import store
 
@@ -15,8 +15,8 @@ from jaxline.run_directory import store
 TIMES = ('_per_sec', '_wait_fraction')
 
 
-def manifests(run_dir: os.PathLike[str]) -> manager.Manifests:
-  return manager.Manifests(store.at(run_dir).below('checkpoints'))
+def manifests(run_dir: os.PathLike[str]) -> manifests_lib.Manifests:
+  return manifests_lib.Manifests(store.at(run_dir).below('checkpoints'))
 
 
 def steps(run_dir: os.PathLike[str], series: str = 'latest') -> list[int]:

@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.run_directory import notes
 from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
@@ -254,7 +254,7 @@ def test_a_damaged_manifest_is_an_error(call, run):
 
 def test_what_vanishes(call, run, monkeypatch):
   """Retention removes step 4 when its manifest has just been read."""
-  read = manager.Manifests.read
+  read = manifests_lib.Manifests.read
 
   def late(self, series, step):
     found = read(self, series, step)
@@ -263,7 +263,7 @@ def test_what_vanishes(call, run, monkeypatch):
       lib.manifest_of(run, 4).unlink()
     return found
 
-  monkeypatch.setattr(manager.Manifests, 'read', late)
+  monkeypatch.setattr(manifests_lib.Manifests, 'read', late)
   want = 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'
   assert call('verify', run)[:2] == (0, want)
   status, _, err = call('show', f'{run}:4')

@@ -20,7 +20,7 @@ from jaxline import errors
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.checkpoint import saving
 from jaxline.compat import checkpoints
 from jaxline.run_directory import owner
@@ -51,7 +51,10 @@ def test_what_goes_while_it_is_read(
   # Then it leaves no mark.
   reading.directory.reads_only = mode == 'eval_decode'
   is_manifest = when == 'manifest'
-  place = (manager.Manifests if is_manifest else contents.Checkpoint, 'read')
+  place = (
+    manifests_lib.Manifests if is_manifest else contents.Checkpoint,
+    'read',
+  )
   original = getattr(*place)
 
   def late(self, *args):
@@ -439,8 +442,8 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   else:
     monkeypatch.setattr(*{
       'arrays': (store_lib.Disk, 'write_part'),
-      'manifest': (manager.Manifests, 'write'),
-      'retire': (manager, 'steps_to_delete'),
+      'manifest': (manifests_lib.Manifests, 'write'),
+      'retire': (manifests_lib, 'steps_to_delete'),
     }[place], fails)  # fmt: skip
   lib.fill(first, lib.weights(2), 6)
   first.save('latest')

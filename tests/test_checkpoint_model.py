@@ -18,7 +18,7 @@ import pytest
 from jaxline import base_config
 from jaxline import experiment
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.compat import dictionary
 from jaxline.run_directory import store
 from tests import checkpoints
@@ -120,7 +120,7 @@ class Machine(stateful.RuleBasedStateMachine):
       self.training.close()
     if leaves:  # As a save that was killed.
       place = store.at(self.run_dir / 'checkpoints')
-      data = f'data/{manager.new_data(99)}'
+      data = f'data/{manifests_lib.new_data(99)}'
       place.write_part(f'{data}/0000.w/c.0', memoryview(b'12'))
       for name in (
         'latest/.99.json.7.partial',

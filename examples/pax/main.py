@@ -23,7 +23,7 @@ from examples.pax import config as config_lib
 from examples.pax import experiment_registry
 from jaxline import errors
 from jaxline import platform
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.run_directory import notes
 from jaxline.run_directory import store as store_lib
 
@@ -172,7 +172,7 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
   Each in a process of its own. It may be started before the run is.
   """
   run = store_lib.at(args.job_log_dir)
-  manifests = manager.Manifests(run.below('checkpoints'))
+  manifests = manifests_lib.Manifests(run.below('checkpoints'))
   command = [
     *(sys.executable, *_PROGRAM.split(), '--mode=decode_once'),
     *(f'--exp={args.exp}', f'--job_log_dir={args.job_log_dir}'),

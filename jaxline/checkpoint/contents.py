@@ -22,7 +22,7 @@ from jaxline import errors
 from jaxline.base import stateful
 from jaxline.base import trees
 from jaxline.checkpoint import arrays as arrays_lib
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.checkpoint import protocol
 from jaxline.checkpoint import rules as rules_lib
 from jaxline.checkpoint import structure
@@ -92,7 +92,7 @@ def content(
       about = _encode(value, name, arrays, allow_pickle, nodes)
       saved[name] = {'structure': about}
   manifest = {
-    'format': manager.FORMAT,
+    'format': manifests_lib.FORMAT,
     'step': int(state['global_step']),
     'time': time.time(),
     'devices': [jax.device_count(), jax.devices()[0].device_kind],
@@ -199,7 +199,7 @@ def code() -> dict[str, str]:
 class Checkpoint:
   """A checkpoint to read; its manifest is read at the first use."""
 
-  manifests: manager.Manifests
+  manifests: manifests_lib.Manifests
   series: str
   step: int
   allow_pickle: bool = False

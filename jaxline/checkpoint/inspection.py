@@ -30,7 +30,7 @@ from typing import Any
 from jaxline.base import disk
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.metrics import files
 from jaxline.metrics import lines
 from jaxline.run_directory import sources
@@ -60,7 +60,7 @@ def _locate(
     run = store_lib.at(match[1] or '/', 'restore_from')
     series = [match[2]] if match[2] else series
   series = [name] if name else series
-  manifests = manager.Manifests(run.below('checkpoints'))
+  manifests = manifests_lib.Manifests(run.below('checkpoints'))
   steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
     raise ValueError(

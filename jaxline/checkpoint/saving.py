@@ -3,7 +3,7 @@
 `write` gets a copy of the state in host memory (`contents`). It waits until the
 logs are safe, writes the arrays as fresh data (`arrays`) and, as its last file,
 the manifest. `apply_retention` removes checkpoints, and collects data that no
-manifest names (`manager`).
+manifest names (`manifests`).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +17,7 @@ import jax
 
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.parallel import distributed
 from jaxline.run_directory import directory as directory_lib
 from jaxline.run_directory import owner
@@ -35,7 +35,7 @@ class Saver:
   def __init__(self, directory: directory_lib.DurableDirectory):
     """Touches no file."""
     self._directory, self._store = directory, directory.store
-    self.manifests = manager.Manifests(self._store)
+    self.manifests = manifests_lib.Manifests(self._store)
     self.restored: dict[str, Any] = {}
     # See `write_code`.
     self._files, self._code = dict[str, bytes](), dict[str, str]()
@@ -68,7 +68,7 @@ class Saver:
     if content is not None:
       process = content.process
       data = distributed.gather_and_decide(
-        None, lambda _: manager.new_data(step)
+        None, lambda _: manifests_lib.new_data(step)
       )
       if series == 'best':  # No manifest names it yet: training may collect.
         self.keep_data([data])
@@ -123,7 +123,7 @@ class Saver:
     else:
       hours = config.keep_checkpoint_every_hours
       times = dict.fromkeys(manifests.steps(series), 0.0)
-      gone = manager.steps_to_delete(
+      gone = manifests_lib.steps_to_delete(
         (manifests.times(series) if hours else times).items(),
         num_to_keep,
         config.keep_checkpoint_every_steps,

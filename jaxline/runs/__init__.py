@@ -23,7 +23,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline.base import keys
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.metrics import lines
 from jaxline.run_directory import notes
 from jaxline.run_directory import store as store_lib
@@ -43,7 +43,8 @@ class RunRecord:
     self, before: float = math.inf
   ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields step and manifest of readable checkpoints, the newest first."""
-    found = manager.Manifests(store_lib.at(self.path).below('checkpoints'))
+    store = store_lib.at(self.path).below('checkpoints')
+    found = manifests_lib.Manifests(store)
     for step in reversed(found.steps('latest')):
       if step < before:
         try:
@@ -141,7 +142,7 @@ def read(path: str | os.PathLike[str]) -> RunRecord:
       with contextlib.suppress(ValueError, TypeError, OverflowError):
         unordered[name][int(step)] = float(value)
   curves = {name: dict(sorted(x.items())) for name, x in unordered.items()}
-  manifests = manager.Manifests(store.below('checkpoints'))
+  manifests = manifests_lib.Manifests(store.below('checkpoints'))
   saved = manifests.steps('latest')
   last = max([0, *saved, *(max(curve) for curve in curves.values())])
   # With checkpoints in memory a run leaves no note of its end.

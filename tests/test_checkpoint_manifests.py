@@ -1,10 +1,10 @@
-"""Tests of jaxline.checkpoint.manager: manifests, retention, collection."""
+"""Tests of jaxline.checkpoint.manifests: manifests, retention, collection."""
 
 import contextlib
 
 import pytest
 
-from jaxline.checkpoint import manager
+from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.run_directory import owner
 from jaxline.run_directory import store as store_lib
 
@@ -30,8 +30,8 @@ def write(manifests, series, step, **values):
 
 
 @pytest.fixture
-def manifests(tmp_path) -> manager.Manifests:
-  return manager.Manifests(store_lib.at(tmp_path))
+def manifests(tmp_path) -> manifests_lib.Manifests:
+  return manifests_lib.Manifests(store_lib.at(tmp_path))
 
 
 # Which checkpoints there are.
@@ -74,7 +74,7 @@ def test_every_bit_of_a_manifest_is_guarded(manifests):
 
 @pytest.mark.parametrize('url', ['gs'], indirect=True)
 def test_a_step_is_created_once(url):
-  one, other = (manager.Manifests(store_lib.at(url)) for _ in range(2))
+  one, other = (manifests_lib.Manifests(store_lib.at(url)) for _ in range(2))
   write(one, 'latest', 5)
   before = one.store.read('latest/5.json')
   with pytest.raises(owner.LostClaimError, match=r'latest/5\.json'):
@@ -105,7 +105,7 @@ def test_a_step_is_created_once(url):
    [2, 4, 6, 9]),
 ])  # fmt: skip
 def test_which_stay(keep, saved, stay):
-  gone = manager.steps_to_delete(saved, *keep)
+  gone = manifests_lib.steps_to_delete(saved, *keep)
   assert sorted({step for step, _ in saved} - set(gone)) == stay
 
 
@@ -130,7 +130,7 @@ def test_what_nothing_names_is_collected(manifests):
   assert data(manifests) == ['1-ab', '3-ab']
   assert manifests.store.names('latest') == ['3.json']
   # An evaluation, in another process, has the same step as the best again.
-  write(manager.Manifests(manifests.store), 'best', 1, data='1-cd')
+  write(manifests_lib.Manifests(manifests.store), 'best', 1, data='1-cd')
   manifests.collect_garbage(data(manifests))
   assert data(manifests) == ['1-cd', '3-ab']
   manifests.delete_manifests('best', [1])
@@ -146,7 +146,7 @@ def test_what_cannot_be_read_protects_all(key, damage, manifests, monkeypatch):
     write(manifests, 'latest', step)
   write(manifests, 'best', 2)
   manifests.store.write(key, damage or b'')
-  fresh = manager.Manifests(manifests.store)
+  fresh = manifests_lib.Manifests(manifests.store)
   fresh.delete_manifests('latest', [1])
   read, error = fresh.store.read, contextlib.nullcontext()
 
