@@ -65,7 +65,7 @@ def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
       continue
     record: dict[str, Any] = {'prompt': line}
     if path.endswith('.jsonl'):
-      record = files.read_record(line, 'prompt', str)
+      record = files.parse_record(line, 'prompt', str)
     if not record:
       raise errors.UsageError(
         f'{path}:{number} is {line[:80]!r}; expected JSON, such as'

@@ -225,7 +225,7 @@ class AbstractExperiment(abc.ABC):
       value = devices.bcast_local_devices(snapshot_state[name])
       setattr(self, attribute, value)
     for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      value = devices.put(snapshot_state[name], layouts[attribute])
+      value = devices.put_by_layout(snapshot_state[name], layouts[attribute])
       setattr(self, attribute, value)
 
   def on_new_best_model(self, best_state: Any) -> None:

@@ -34,7 +34,7 @@ from jaxline.base import xla
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
@@ -50,7 +50,7 @@ from jaxline.supervision import profiling
 TensorBoardLogger = logs_lib.RunWriter  # JAXline's name.
 resolve_experiment_class = experiment_lib.resolve_experiment_class
 # Programs may rebind that one.
-_CHECKPOINTER = checkpoints.InMemoryCheckpointer
+_CHECKPOINTER = checkpointers.InMemoryCheckpointer
 
 lazy.complete(__name__)
 
@@ -100,10 +100,10 @@ def create_checkpointer(
 ) -> protocol.Checkpointer:
   """Returns the checkpointer of `config.checkpointer` for a mode."""
   config = base_config.complete_config(config)
-  if checkpoints.InMemoryCheckpointer is not _CHECKPOINTER:
-    return checkpoints.InMemoryCheckpointer(config, mode)
+  if checkpointers.InMemoryCheckpointer is not _CHECKPOINTER:
+    return checkpointers.InMemoryCheckpointer(config, mode)
   if config.checkpointer == 'memory':
-    return checkpoints.InMemoryCheckpointer(config, mode, records_config=True)
+    return checkpointers.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
   checkpointer.complete = experiments.full_experiment  # A program may use it.
   return checkpointer
@@ -155,7 +155,7 @@ def start(
   may_be_own = not experiments.is_full(experiment_class)
   base_config.validate_config(config, may_be_own=may_be_own)
   config = resolve_config(config)
-  config.checkpoint_dir = checkpoints.run_directory(
+  config.checkpoint_dir = checkpointers.choose_directory(
     experiment_class, base_config.recorded(config), begins=mode.trains
   )
   own_config, config = config, base_config.complete_config(config)

@@ -31,7 +31,7 @@ from jaxline.base import stateful
 from jaxline.base import watchdog
 from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
@@ -92,10 +92,10 @@ class Run:
 
   def __post_init__(self) -> None:
     self.config = adapters.full_config(self.config)
-    if self.checkpointer is None:
-      self.checkpointer = checkpoints.InMemoryCheckpointer(self.config, 'train')
+    made, in_memory = self.checkpointer, checkpointers.InMemoryCheckpointer
     self.checkpointer = adapters.full_checkpointer(
-      self.checkpointer, self.experiment_class
+      in_memory(self.config, 'train') if made is None else made,
+      self.experiment_class,
     )
     actions = self.periodic_actions
     self.periodic_actions = [*map(adapters.full_action, actions)]
@@ -195,7 +195,7 @@ class Run:
     from jaxline.compat import threads  # Few runs need it.
 
     # Now: the evaluation looks for checkpoints at once.
-    checkpoints.begin_training(self.checkpointer, self.experiment_class)
+    checkpointers.begin_training(self.checkpointer, self.experiment_class)
     trained = threading.Event()
     evaluation = dataclasses.replace(
       self,
@@ -325,7 +325,7 @@ class Training:
     self._run = run
     config, checkpointer = run.config, run.checkpointer
     directory = checkpointer.directory
-    checkpoints.begin_training(checkpointer, run.experiment_class)
+    checkpointers.begin_training(checkpointer, run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
       oom.explain_oom(None, config),

@@ -15,7 +15,7 @@ lazy.complete(
   {
     'jaxline.base.async_lib': 'make_async',
     'jaxline.checkpoint.protocol': 'Checkpointer',
-    'jaxline.compat.checkpoints': 'InMemoryCheckpointer',
+    'jaxline.compat.checkpointers': 'InMemoryCheckpointer',
     'jaxline.compat.dictionary': """CheckpointNT GLOBAL_CHECKPOINT_DICT
       SnapshotNT""",
     'jaxline.base.debug': """debugger_fallback disable_pmap_jit

@@ -23,7 +23,7 @@ from jaxline import experiment
 from jaxline import metrics
 from jaxline import sharded
 from jaxline.checkpoint import durable
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from jaxline.parallel import devices
 from jaxline.parallel import partitioning
 from jaxline.run_directory import owner
@@ -226,7 +226,7 @@ def open_run(tmp_path):
     config = make_config(directory, **values)
     made.append(durable.DurableCheckpointer(config, mode))
     if mirrors:  # In JAXline's dictionary of checkpoints.
-      return checkpoints.MirroredCheckpointer(made[-1])
+      return checkpointers.MirroredCheckpointer(made[-1])
     return made[-1]
 
   yield make

@@ -21,7 +21,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from tests import processes
 
 # The contract: the names of parameters, their kinds and their defaults.
@@ -472,7 +472,7 @@ def test_an_experiment_may_fill_in_its_own_config(
   assert client(mode, cls=FillsItsConfig, training_steps=4) == [3]
   record = json.loads((tmp_path / 'run' / 'config.json').read_text())
   assert record['experiment_kwargs']['config'] == {'width': 3}
-  monkeypatch.setattr(checkpoints, '_begun', {})  # As in another process.
+  monkeypatch.setattr(checkpointers, '_begun', {})  # As in another process.
   with pytest.raises(SystemExit, match='width: 3 then, 5 now'):
     client(
       mode, cls=FillsItsConfig, training_steps=5,

@@ -109,7 +109,7 @@ def test_what_a_run_says_does_not_control_the_terminal(call, run):
   manifest = json.loads(path.read_text())
   del manifest['crc']
   manifest['code']['host'] = f'a{escape}'
-  path.write_bytes(notes.pack(manifest))
+  path.write_bytes(notes.to_bytes(manifest))
   for command in ('ls', 'show'):
     status, out, _ = call(command, run)
     assert (status, r'a\x1b[2J\n\x9b' in out, '\x1b' in out) == (0, True, False)
@@ -160,7 +160,7 @@ def test_show_needs_no_class_of_the_experiment(call, run):
   parts = {'x': {'tuple': [1, {'float': '7ff0000000000000'}]}}
   manifest['entries']['odd'] = {'dataclass': ['nowhere:Odd', parts]}
   manifest['entries']['more'] = {'pickle': ['more', 'gASVAAAA']}
-  path.write_bytes(notes.pack(manifest))
+  path.write_bytes(notes.to_bytes(manifest))
   _, out, _ = call('show', run)
   assert 'nowhere:Odd' in out
 

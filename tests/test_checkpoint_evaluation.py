@@ -22,7 +22,7 @@ from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.checkpoint import saving
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from jaxline.run_directory import owner
 from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
@@ -357,9 +357,9 @@ def test_a_process_that_is_stopped_loses_no_best(
 def test_the_best_of_another_training_of_this_process(open_run):
   checkpointer, live = open_run(), lib.weights(1)
   live.EVALUATION_IS_PURE = True
-  checkpoints.begin_training(checkpointer, lib.PerDevice)
+  checkpointers.begin_training(checkpointer, lib.PerDevice)
   lib.save(checkpointer, live, 5)
-  checkpoints.begin_training(checkpointer, lib.Sharded)
+  checkpointers.begin_training(checkpointer, lib.Sharded)
   lib.save_best(checkpointer, live, 5, 0.5)
   assert (checkpointer.steps('latest'), checkpointer.steps('best')) == ([], [5])
 

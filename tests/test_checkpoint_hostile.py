@@ -117,7 +117,7 @@ def test_an_edited_manifest_is_refused_or_changes_nothing(
     return empty(shape, *args, **kwargs)
 
   for edit in edits:
-    path.write_bytes(notes.pack(_edited(manifest, edit)))
+    path.write_bytes(notes.to_bytes(_edited(manifest, edit)))
     with monkeypatch.context() as patch:
       patch.setattr(arrays.np, 'empty', spy)
       try:
@@ -283,7 +283,7 @@ def test_other_edited_files_are_named(name, made, open_run, tmp_path, capsys):
   for edit in _edits(value):
     run = shutil.copytree(made, tmp_path / 'run')
     edited = _edited(value, edit)
-    raw = notes.pack(edited) if is_packed else json.dumps(edited).encode()
+    raw = notes.to_bytes(edited) if is_packed else json.dumps(edited).encode()
     (run / name).write_bytes(raw)
     said = ''
     for use in USES.values():

@@ -13,7 +13,7 @@ from jaxline import api
 from jaxline import train
 from jaxline.base import debug
 from jaxline.base import goodput
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from tests.experiments import regression
 
 
@@ -185,7 +185,7 @@ def test_the_time_of_a_run_adds_up(tmp_path, mode):
 
 
 def test_what_a_save_takes_is_no_step(clock, tmp_path):
-  class Slow(checkpoints.InMemoryCheckpointer):
+  class Slow(checkpointers.InMemoryCheckpointer):
     def save(self, series):
       clock.now += 4 if series == 'latest' else 16
       super().save(series)

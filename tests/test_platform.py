@@ -24,7 +24,7 @@ from jaxline import platform
 from jaxline import utils
 from jaxline.base import disk
 from jaxline.base import watchdog
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from jaxline.compile import ahead
 from jaxline.metrics import writers
 from jaxline.run_directory import owner
@@ -75,7 +75,7 @@ def here(monkeypatch, capfd, caplog):
     monkeypatch.setattr(sys, 'argv', argv)
     # As in a process that has just begun.
     monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-    monkeypatch.setattr(checkpoints, '_begun', {})
+    monkeypatch.setattr(checkpointers, '_begun', {})
     caplog.clear()
     capfd.readouterr()
     code, error = 0, ''
@@ -189,7 +189,7 @@ def test_both_modes_that_train_and_evaluate_agree(toy_here, tmp_path, style):
 def test_the_mode_says_what_a_checkpointer_may_do(tmp_path):
   made = {}
 
-  class Checkpointer(checkpoints.InMemoryCheckpointer):
+  class Checkpointer(checkpointers.InMemoryCheckpointer):
     def __init__(self, config, mode):
       made[mode] = self
       super().__init__(config, mode)
@@ -399,7 +399,7 @@ def test_what_holds_up_the_end_of_a_failed_run_is_ended(
 def test_checkpointers_close_before_writers_also_if_a_writer_fails(tmp_path):
   closed = []
 
-  class Checkpointer(checkpoints.InMemoryCheckpointer):
+  class Checkpointer(checkpointers.InMemoryCheckpointer):
     def close(self):
       closed.append('checkpointer')
 

@@ -22,7 +22,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from tests import processes
 from tests import remains
 
@@ -228,7 +228,7 @@ def test_a_run_of_another_process_is_refused(tmp_path):
 
   def run(*rates):
     got = processes.run(program, tmp_path / 'runs', *rates)
-    lines = [x for x in got.stdout.splitlines() if x[:1].isdigit()]
+    lines = [x for x in got.stdout.splitlines() if x[:2] in ('1.', '2.')]
     return got.returncode, lines, got.stderr
 
   assert run(1, 2)[:2] == (0, ['1.0 [0]', '2.0 [0]'])
@@ -325,7 +325,7 @@ def test_a_program_may_use_every_name_that_the_library_adds(
     ]
     # As in another process.
     monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-    monkeypatch.setattr(checkpoints, '_begun', {})
+    monkeypatch.setattr(checkpointers, '_begun', {})
   steps_of(main, Program, config, 'eval')
   log = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
   last = json.loads(log[-1])

@@ -98,7 +98,7 @@ def list_run(where: Place, series: str | None = None) -> list[dict[str, Any]]:
   """
   run, found = _locate(where, series)
   metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
-  for step, scalars in logged(run):
+  for step, scalars in read_log(run):
     metrics[step] |= scalars
   rows = []
   for checkpoint in found:
@@ -123,7 +123,7 @@ def _num_bytes(record: Mapping[str, Any]) -> int:
   return sum(map(arrays_lib.num_bytes, record['arrays'].values()))
 
 
-def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_log(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields step and scalars, by 'folder/name', of each record in a run's logs.
 
   NaN and infinity are text. Half a last line is skipped.
@@ -135,7 +135,7 @@ def logged(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
       if folder in store_lib.LINKS:
         raise
       continue  # The user may have put a link to other things there.
-    for record in map(files.read_record, (raw or b'').splitlines()):
+    for record in map(files.parse_record, (raw or b'').splitlines()):
       if record.get('kind') == 'scalars':
         names = [name for name in record if name not in files.KEYS]
         yield record['step'], {f'{folder}/{n}': record[n] for n in names}

@@ -162,7 +162,7 @@ class Manifests:
     if series == 'best':  # A process that ends below leaves no lost one.
       self._check_data(key, manifest)
     check()
-    if self.store.write(key, notes.pack(manifest), expected) is None:
+    if self.store.write(key, notes.to_bytes(manifest), expected) is None:
       raise owner.LostClaimError(
         f'{self.store}/{key} is there already: another run writes in this'
         ' directory. Nothing was saved.'

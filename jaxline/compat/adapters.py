@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline.checkpoint import protocol
-from jaxline.compat import checkpoints
+from jaxline.compat import checkpointers
 from jaxline.compat import experiments
 from jaxline.metrics import periodic
 from jaxline.metrics import values
@@ -68,10 +68,10 @@ def full_checkpointer(
     return _ForeignCheckpointer(checkpointer)  # type: ignore[abstract]
   found = experiments.class_of(experiment_class)
   is_ours = found and experiments.is_full(found)
-  is_mirrored = isinstance(checkpointer, checkpoints.MirroredCheckpointer)
+  is_mirrored = isinstance(checkpointer, checkpointers.MirroredCheckpointer)
   is_durable = isinstance(place, directory.DurableDirectory)
   if is_durable and not is_ours and not is_mirrored:
-    return checkpoints.MirroredCheckpointer(checkpointer)  # type: ignore[abstract]
+    return checkpointers.MirroredCheckpointer(checkpointer)  # type: ignore[abstract]
   return checkpointer
 
 

@@ -159,7 +159,7 @@ class JsonlWriter(FileBackend):
 KEYS = frozenset({'step', 'time', 'kind'})
 
 
-def read_record(
+def parse_record(
   line: str | bytes, key: str = 'step', kind: type = int
 ) -> dict[str, Any]:
   """Returns a line's record; {} if it is none with a value of a type."""

@@ -118,7 +118,7 @@ def layout(value: Any) -> dict[Any, Any] | None:
   return {path: (x.shape, x.sharding) for path, x in leaves}
 
 
-def put(value: Any, layout: dict[Any, Any] | None) -> Any:
+def put_by_layout(value: Any, layout: dict[Any, Any] | None) -> Any:
   """Puts the arrays of a tree where those of the same path and shape were.
 
   Numpy arrays without a place go to the default device. Without a layout the

@@ -340,7 +340,7 @@ class DurableDirectory(RunDirectory):
     return [notes.EvaluationNote(*row) for row in rows]
 
   def _write_notes(self, name: str, noted: list[notes.EvaluationNote]) -> None:
-    self.store.write(f'evaluated/{name}', notes.pack({'evaluated': noted}))
+    self.store.write(f'evaluated/{name}', notes.to_bytes({'evaluated': noted}))
 
   # Logs. Files name them by relative paths, because a run may be moved.
 

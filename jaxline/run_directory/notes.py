@@ -13,7 +13,7 @@ from jaxline.run_directory import store as store_lib
 ENDED = 'ended.json'
 
 
-def pack(value: Any) -> bytes:
+def to_bytes(value: Any) -> bytes:
   """Returns the JSON of a dict, with its own checksum."""
   return json.dumps({**value, 'crc': crc_of(value)}).encode() + b'\n'
 

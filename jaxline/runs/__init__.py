@@ -136,7 +136,7 @@ def read(path: str | os.PathLike[str]) -> RunRecord:
   recorded = base_config.flat(base_config.read_record(path))
   store = store_lib.at(path)
   unordered: dict[str, dict[int, float]] = collections.defaultdict(dict)
-  for step, scalars in inspection.logged(store):
+  for step, scalars in inspection.read_log(store):
     for name, value in scalars.items():
       # JSON has no NaN; as text it is one of those that float reads.
       with contextlib.suppress(ValueError, TypeError, OverflowError):

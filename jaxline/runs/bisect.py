@@ -105,13 +105,13 @@ def bisect(*paths: str) -> bool:
   for key, (x, y) in runs.differences(both).items():
     lines.print_text(f'{key}: {x!r} and {y!r}')
   _print_code(both)
-  logged = [replay_lib.logged(run) for run in both]
+  logged = [replay_lib.logged_values(run) for run in both]
   kept = [dict(run.manifests()) for run in both]
   upper = min(
     _first('logged step', logged),
     _first('kept checkpoint', kept, _differing_arrays),
   )
-  evaluated = [replay_lib.logged(run, 'eval') for run in both]
+  evaluated = [replay_lib.logged_values(run, 'eval') for run in both]
   has_other_evaluation = _first('evaluation', evaluated) < math.inf
   compared, checkpoints = (x.keys() & y.keys() for x, y in (logged, kept))
   compared = {s for s in compared if logged[0][s].keys() & logged[1][s].keys()}

@@ -162,7 +162,7 @@ def open_replay(
       full.wait_for_checkpointing_to_finish()
 
 
-def logged(
+def logged_values(
   run: runs.RunRecord, folder: str = 'train'
 ) -> dict[int, dict[str, Any]]:
   """Returns step -> its fingerprint and its scalars, but those of clocks."""
@@ -188,7 +188,7 @@ def differing(
 
 def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
   """Prints how steps compare to what is logged; returns if they are equal."""
-  before = logged(replay.of)
+  before = logged_values(replay.of)
   total = num_differing = 0
   for step, found in replay.values(first, until).items():
     was = before[step]
@@ -260,7 +260,7 @@ def command(args: argparse.Namespace) -> int:
     result = find_nonfinite(args.run_dir, first)
     lines.print_text(result or f'All results of step {first} are finite.')
     return 0
-  steps = logged(run).keys()
+  steps = logged_values(run).keys()
   if not args.save:
     found = [x for x in steps if first <= x <= until]
     if not found:

@@ -113,8 +113,9 @@ def run(
   groups = tables.groups(found, 'random_seed' in made[0], metric)
   if metric and not jax.process_index():
     tables.print_comparison(groups, tables.metrics(found))
-    best = tables.cell(groups[0], metric)
-    lines.print_text(f'Best {metric}: {best}, in {groups[0][0].path}')
+    best, (first, *more) = tables.cell(groups[0], metric), groups[0]
+    others = f' and {len(more)} more' if more else ''
+    lines.print_text(f'Best {metric}: {best}, in {first.path}{others}')
   return [x for group in groups for x in group], failed
 
 

@@ -35,7 +35,7 @@ class _Begun(NamedTuple):
 _begun: dict[str, _Begun] = {}
 
 
-def run_directory(
+def choose_directory(
   experiment_class: Any, config: Mapping[str, Any], begins: bool = True
 ) -> str:
   """Returns a directory of its own for each run of this process.
@@ -326,7 +326,7 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
     # that makes its own checkpointer and trains several classes.
     dictionary.forget_published()
     recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
-    place = run_directory(experiment_class, recorded)
+    place = choose_directory(experiment_class, recorded)
     if place != directory.run.url:
       checkpointer.move(place)
   else:
