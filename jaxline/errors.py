@@ -25,7 +25,7 @@ class StopTraining(Exception):
   """Ends a run as finished: raised by `step` or `evaluate`, on all processes.
 
   `step` raises it before it changes the experiment: the step does not count. A
-  sharded step that has updated the state counts, but is not logged.
+  sharded step that has updated the state counts, and is logged.
   """
 
   def __init__(self, why: str = 'StopTraining was raised.', how: str = ''):

@@ -253,8 +253,8 @@ class Evaluation:
     state, name = self._best, config.best_model_eval_metric
     value = _metric('best_model_eval_metric', name, scalars)
     best = float(state.best_eval_metric_value)
-    is_higher_better = config.best_model_eval_metric_higher_is_better
-    if not (value > best if is_higher_better else value < best):
+    sign = notes.direction(config)
+    if not sign * value > sign * best:
       return  # A NaN is not better.
     state.global_step = step
     state.experiment_module = stateful.live(self.experiment)
@@ -300,9 +300,8 @@ def _restored_best(config: Any, checkpointer: protocol.FullCheckpointer) -> Any:
       logging.warning(
         'The series best was of %r; now it is of %r.', old, metric
       )
-    is_higher_better = config.best_model_eval_metric_higher_is_better
     state.best_model_eval_metric = metric
-    state.best_eval_metric_value = -math.inf if is_higher_better else math.inf
+    state.best_eval_metric_value = -math.inf * notes.direction(config)
   return state
 
 

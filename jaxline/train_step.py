@@ -237,8 +237,8 @@ def accumulate_gradients(
   """Returns what `gradients` does, computed in microbatches.
 
   The microbatches' gradients are averaged by their `weights`, which gives the
-  gradient of the whole batch if the loss is the mean by these weights. What has
-  weight 0 in all has the loss, the gradients and the metrics 0.
+  gradient of the whole batch if the loss is the mean by these weights. If no
+  row has a weight, the loss, the gradients and the metrics are 0.
 
   `loss_fn` gets `rng` itself for a whole batch, and `fold_in(rng, i)` for
   microbatch i. `place_grads` constrains the sharding of the gradients.

@@ -158,7 +158,7 @@ class Manifests:
     key = f'{series}/{manifest["step"]}.json'
     before, version = self.store.versioned(key)
     expected = store_lib.NEW if series == 'latest' else version
-    self._doom(series, manifest['step'])  # It may replace another one.
+    self._add_candidate(series, manifest['step'])  # It may replace another one.
     if series == 'best':  # A process that ends below leaves no lost one.
       self._check_data(key, manifest)
     check()
@@ -194,7 +194,7 @@ class Manifests:
         f' {data}, was damaged or removed ({e!s:.200}). Start again.'
       ) from e
 
-  def _doom(self, series: str, step: int) -> None:
+  def _add_candidate(self, series: str, step: int) -> None:
     """Notes data that a manifest will no longer name, for `collect_garbage`."""
     with contextlib.suppress(ValueError):
       self._gc_candidates.add(self.read(series, step)['data'])
@@ -216,7 +216,7 @@ class Manifests:
   def delete_manifests(self, series: str, steps: Iterable[int]) -> None:
     """Deletes manifests; their data goes with the next `collect_garbage`."""
     for step in steps:
-      self._doom(series, step)
+      self._add_candidate(series, step)
       self.store.delete(f'{series}/{step}.json')
 
   def collect_garbage(self, data: Iterable[str] = ()) -> None:

@@ -1,8 +1,9 @@
 """What a run measures and shows; here, exact weighted means and the keys.
 
 `periodic` has the actions at intervals, `writers` the queue and its thread,
-`files` and `tensorboard` what they write, `console` the terminal. Read
-`writers` first.
+`files` and `tensorboard` what they write. `console` decides what the terminal
+shows, `lines` formats the numbers, and `live` redraws the line. Read `writers`
+first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -24,8 +24,8 @@ KEYS = (
       'The same for `best`. None means `max_checkpoints_to_keep` in the'
       ' per-device style and 1 in the sharded style.'),
   Key('keep_checkpoint_every_steps', None, optional(COUNT),
-      'Besides those, the first checkpoint of `latest` at or after each'
-      ' multiple of this is kept for ever. None keeps no others.'),
+      'The first checkpoint of `latest` at or after each multiple of this'
+      ' number is kept for ever. None keeps only the newest ones.'),
   Key('keep_checkpoint_every_hours', None, optional(keys.POSITIVE),
       'Checkpoints at least this many hours apart are kept for ever.'),
   Key('checkpoint_allow_pickle', False, BOOLEAN,
@@ -68,6 +68,6 @@ KEYS = (
   Key('early_stop.min_delta', 0.0, keys.number(0),
       'A gain is more than this beyond the best value so far.'),
   Key('on_config_change', 'raise', one_of('raise', 'continue'),
-      'The latest checkpoint was made with another value of a key whose change'
-      ' makes another run: `raise` lists these keys, `continue` restores it.'),
+      'What a start does if keys whose effect is `run` have other values than'
+      ' in the newest checkpoint: `raise` lists them, `continue` restores it.'),
 )  # fmt: skip

@@ -97,12 +97,17 @@ def early_stop(config: Any) -> tuple[str, Any, float]:
   return metric, given.get('patience'), given.get('min_delta', 0.0)
 
 
+def direction(config: Any) -> int:
+  """Returns 1 if a higher value of the metric of `best` is better, else -1."""
+  return 1 if config.best_model_eval_metric_higher_is_better else -1
+
+
 def check_early_stopping(
   config: Any, evaluated: Iterable[EvaluationNote]
 ) -> None:
   """Raises StopTraining if early stopping ends a run after evaluations."""
   metric, patience, min_delta = early_stop(config)
-  sign = 1 if config.best_model_eval_metric_higher_is_better else -1
+  sign = direction(config)
   best, at, since = -math.inf, None, 0
   compared = (x for x in evaluated if patience and x.metric == metric)
   for step, _, value, *_ in compared:

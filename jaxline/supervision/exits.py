@@ -7,6 +7,8 @@
 75   SIGTERM, or another signal that ends a run
 130  Ctrl-C
 134  another process of the run was lost
+
+`launch/slurm.sbatch` and `launch/tpu_vm.sh` start a run again after some.
 """
 
 from collections.abc import Iterator

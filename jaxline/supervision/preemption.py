@@ -1,7 +1,8 @@
 """Ends a run in order on a signal, Ctrl-C or a preemption notice.
 
-During start-up, a notice raises `Preempted` at once. Inside `Watch.training` it
-is only noted: every host asks `reached` after each step, saves its state if it
+During start-up, a notice to the only process raises `Preempted` at once, and
+one to several acts after the first step. Inside `Watch.training` a notice is
+only noted: every host asks `reached` after each step, saves its state if it
 says so, and calls `leave`, which raises `Preempted`.
 """
 
@@ -67,9 +68,8 @@ class Watch:
   handler, so that the second one ends the process at once, also in C code.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
-  agree on the step after which they leave; the other signals send it. A notice
-  during start-up acts after the first step. Outside of the main thread a watch
-  only has JAX's notice.
+  agree on the step after which they leave; the other signals send it. Outside
+  of the main thread a watch only has JAX's notice.
   """
 
   def __init__(self) -> None:
