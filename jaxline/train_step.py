@@ -216,7 +216,7 @@ def set_metrics(
       if np.ndim(x) == 1 or not jax.tree_util.all_leaves([x]):
         raise TypeError(
           f'reduce_outputs returned {name!r} = {x!r}; expected a number, or an'
-          ' image of 2 dimensions or more. Give each number a name of its own.'
+          ' image of 2 dimensions or more. Give each number its name.'
         )
     found |= reduced
   return found

@@ -92,7 +92,7 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 def keep_rows(batch: Mapping[str, Any], first: int, end: int) -> dict[str, Any]:
   """Returns a batch in which rows outside [first, end) have the weight 0.
 
-  They are copies of the row `first`: what ignores weights gets another value.
+  They are copies of the row `first`, so that a sum without weights changes.
   """
   places = np.arange(num_rows(batch))
   kept = (first <= places) & (places < end)

@@ -148,7 +148,7 @@ def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
 
 
 def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
-  """Refuses a scalar of a batch that is not the mean of those of its halves.
+  """Refuses a scalar of a batch that is not the mean over its two halves.
 
   `halves` is not touched if no metric is a scalar.
   """
@@ -167,7 +167,7 @@ def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
         f'The metric {name!r} of loss_fn is {value:.6g} in a batch of an'
         f' evaluation, and {values} in its halves; expected their mean by the'
         f' weights, {mean:.6g}. Return metrics.Mean.of(values,'
-        " batch['weights']), or compute what is no mean in reduce_outputs."
+        " batch['weights']), or compute the number in reduce_outputs."
       )
 
 

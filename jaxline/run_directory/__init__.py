@@ -25,7 +25,7 @@ KEYS = (
       ' per-device style and 1 in the sharded style.'),
   Key('keep_checkpoint_every_steps', None, optional(COUNT),
       'The first checkpoint of `latest` at or after each multiple of this'
-      ' number is kept for ever. None keeps only the newest ones.'),
+      ' number is never deleted. None keeps only the newest ones.'),
   Key('keep_checkpoint_every_hours', None, optional(keys.POSITIVE),
       'Checkpoints at least this many hours apart are kept for ever.'),
   Key('checkpoint_allow_pickle', False, BOOLEAN,
@@ -68,6 +68,6 @@ KEYS = (
   Key('early_stop.min_delta', 0.0, keys.number(0),
       'A gain is more than this beyond the best value so far.'),
   Key('on_config_change', 'raise', one_of('raise', 'continue'),
-      'What a start does if keys whose effect is `run` have other values than'
-      ' in the newest checkpoint: `raise` lists them, `continue` restores it.'),
+      'How a run starts if keys whose effect is `run` differ from the newest'
+      ' checkpoint: `raise` lists them and ends, `continue` restores it.'),
 )  # fmt: skip

@@ -19,7 +19,7 @@ _MOST_OF_A_FILE, _MOST_BYTES = 2**20, 2**24
 def add_imported(files: dict[str, bytes]) -> str:
   """Adds the imported Python files by name, without installed packages.
 
-  The name is that of the module, so that it is the same in another working
+  Files have the names of their modules, which do not depend on the working
   directory. Returns the hash of all files.
   """
   loaded = sys.modules.copy()  # Another thread may import one.

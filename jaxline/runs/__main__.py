@@ -65,7 +65,7 @@ def _sweep(args: argparse.Namespace) -> int:
     return platform.load_config([*others, *flags])
 
   if not any(re.match('--(config|jaxline_run)(=|$)', x) for x in others):
-    platform.load_config([])  # It says what is missing.
+    platform.load_config([])  # Its error names the flag.
   points = sweep.points(axes, args.draws)
   _start_jax(config_of(points[0]))
   train = functools.partial(api.fit_point, None, mode=args.jaxline_mode)
