@@ -1,6 +1,7 @@
 """Training and evaluation on one directory, against a dictionary."""
 
 from concurrent import futures
+import functools
 import math
 import os
 import pathlib
@@ -54,17 +55,22 @@ def truncate(path: pathlib.Path) -> None:
   os.truncate(path, path.stat().st_size // 2)
 
 
+@functools.cache  # It would be a third of the time of these tests.
+def _complete_config() -> Any:
+  return base_config.complete_config(base_config.get_base_config())
+
+
 def opened(
   run_dir: pathlib.Path, mode: str, kept: int = KEPT, every: Any = EVERY
 ) -> Any:
   """Returns a checkpointer of a new process, with its live state."""
-  config = base_config.get_base_config()
+  config = _complete_config().copy_and_resolve_references()
   config.checkpoint_dir = str(run_dir)
   config.max_checkpoints_to_keep = kept
   config.max_best_checkpoints_to_keep = 1
   config.keep_checkpoint_every_steps = every
   dictionary.forget_published()
-  made = durable.DurableCheckpointer(base_config.complete_config(config), mode)
+  made = durable.DurableCheckpointer(config, mode)
   state = made.get_experiment_state('latest')
   state.global_step, state.experiment_module = 0, Experiment()
   return made
@@ -390,6 +396,7 @@ def test_training_beside_any_operation_of_an_evaluation(
     evaluate_beside(tmp_path / str(stop_at), stop_at)
 
 
+@pytest.mark.process  # Of the default tier it would be a tenth.
 def test_both_stop_between_any_operations(tmp_path: pathlib.Path) -> None:
   """The evaluation before it has read; the training before it has collected."""
   _, count = evaluate_beside(tmp_path / '0', 1, 1 << 30)

@@ -262,9 +262,9 @@ def test_several_datasets_have_metrics_of_their_own(monkeypatch):
 
   def noted(self, name, *args):
     given[name].append([])
-    for batch, num_given in batches(self, name, *args):
+    for batch, *others in batches(self, name, *args):
       given[name][-1].append(np.array(batch['ids']))
-      yield batch, num_given
+      yield batch, *others
 
   monkeypatch.setattr(feed.EvalFeed, 'batches', noted)
   made = make(tiny('LmCloudSpmd2BLimitSteps'))
