@@ -121,25 +121,55 @@ BITS = [
 ]  # fmt: skip
 
 
+NAMES = 'bytes', 'stdlib', 'space', 'huggingface', 'Unigram', 'WordPiece'
+
+
+@pytest.fixture(scope='module')
+def cut_models(huggingface_model, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('cut')
+  space = train_sentencepiece(folder / 'a.model', add_dummy_prefix=True)
+  specs = {'space': space, 'huggingface': huggingface_model}
+  tokenizers = pytest.importorskip('tokenizers')
+  normalizers, words = tokenizers.normalizers, tokenizers.pre_tokenizers
+  spaces = normalizers.Replace(tokenizers.Regex(' {2,}'), ' ')
+  for name, normalizer, word in (
+    ('Unigram', [normalizers.NFKC(), spaces], words.Metaspace()),
+    ('WordPiece', [normalizers.BertNormalizer()], words.BertPreTokenizer()),
+  ):
+    model = tokenizers.Tokenizer(getattr(tokenizers.models, name)())
+    model.normalizer = normalizers.Sequence(normalizer)
+    model.pre_tokenizer = words.Sequence([words.Digits(), word])
+    trainer = getattr(tokenizers.trainers, f'{name}Trainer')(
+      vocab_size=400,
+      special_tokens=['[UNK]', '<s>'],
+      show_progress=False,
+      **({'unk_token': '[UNK]'} if name == 'Unigram' else {}),
+    )
+    model.train_from_iterator(lines(), trainer)
+    specs[name] = folder / f'{name}.json'
+    model.save(str(specs[name]))
+  return {x: tokenization.load_tokenizer(specs.get(x, x)) for x in NAMES}
+
+
 @hypothesis.settings(deadline=None, max_examples=300)
 @hypothesis.given(st.lists(st.sampled_from(BITS) | st.binary(max_size=3)))
-@pytest.mark.parametrize('name', ['bytes', 'stdlib', 'huggingface'])
-def test_a_cut_text_has_the_same_tokens(huggingface_model, name, bits):
-  spec = huggingface_model if name == 'huggingface' else name
-  tokenizer = tokenization.load_tokenizer(spec)
+@pytest.mark.parametrize('name', NAMES)
+def test_a_cut_text_has_the_same_tokens(cut_models, name, bits):
+  tokenizer = cut_models[name]
   text = b''.join(x.encode() if isinstance(x, str) else x for x in bits)
   whole = tokenizer.encode(text)
   cuts = tokenizer.find_cuts(text).tolist()
   assert cuts == sorted({*cuts} & {*range(1, len(text))})
   for cut in cuts:
-    parts = tokenizer.encode_batch([text[:cut], text[cut:]])
+    parts = tokenizer.encode_parts([text[:cut], text[cut:]], [True, False])
     np.testing.assert_array_equal(
       np.concatenate(parts), whole, repr(text[cut:])
     )
 
 
-def test_text_has_places_to_cut(spec):
-  tokenizer = tokenization.load_tokenizer(spec)
+@pytest.mark.parametrize('name', NAMES)
+def test_text_has_places_to_cut(cut_models, name):
+  tokenizer = cut_models[name]
   source = '\n'.join(lines()).encode()
   cuts = tokenizer.find_cuts(source)
   assert np.diff(cuts, prepend=0, append=len(source)).max() < 2000
@@ -150,7 +180,6 @@ def test_text_has_places_to_cut(spec):
   [
     {'model_type': 'unigram'},
     {'byte_fallback': False},
-    {'add_dummy_prefix': True},
     {'remove_extra_whitespaces': True},
     {'normalization_rule_name': 'nmt_nfkc'},
   ],

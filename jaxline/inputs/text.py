@@ -35,6 +35,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -93,10 +94,13 @@ def load_corpus(
     raise errors.UsageError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1.'
     )
-  errors.check_names([documents], text_files.KINDS, 'kind', 'documents')
+  if not re.match('split:.', documents, re.DOTALL):
+    errors.check_names([documents], text_files.KINDS, 'kind', 'documents')
   loaded = tokenization.load_tokenizer(tokenizer)
   if isinstance(files, str | os.PathLike):
     path = pathlib.Path(files).expanduser().absolute()
+    if re.match('(gs|s3)://.+[.]tokens$', os.fspath(files)):
+      path = token_cache.download(os.fspath(files), cache_dir)
     if path.suffix == '.tokens' and path.is_file():
       return token_cache.open_corpus(path, loaded)
   sources, notes = text_files.find(files)
