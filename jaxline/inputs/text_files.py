@@ -4,16 +4,14 @@ A document is cut only where its tokens stay the same (`Tokenizer.find_cuts`),
 so that a file of any size takes little memory.
 """
 
-import bz2
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 import glob
-import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
-import lzma
 import operator
 import os
 import pathlib
@@ -45,7 +43,12 @@ _BOMS = (
   (codecs.BOM_UTF16_LE, 'utf-16-le'),
   (codecs.BOM_UTF16_BE, 'utf-16-be'),
 )
-_OPEN: dict[str, Any] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
+_PACKINGS = {
+  '.gz': 'gzip',
+  '.bz2': 'bz2',
+  '.xz': 'lzma',
+  '.zst': 'backports.zstd',
+}
 _TABLES = ('.parquet', '.arrow')
 _CONTROLS = bytes({*range(32), 127} - {*b'\b\t\n\v\f\r\x1b'})
 _NOT_HIDDEN = re.compile(r'[^.].*', re.DOTALL)
@@ -241,7 +244,7 @@ class Reader:
   def _check(self, source: Source) -> tuple[Iterable[Any], int]:
     """Returns the blocks of a file and their size; 0 if it is left out.
 
-    Those of a table are the values of its rows.
+    A table has the texts of its rows as blocks.
     """
     is_table = source.path.lower().endswith(_TABLES)
     if is_table and self.kind == 'rows':
@@ -380,19 +383,16 @@ def refuse(path: str, error: Exception) -> errors.UsageError:
 
 def _unpack(path: str, raw: Any) -> Any:
   """Returns the content of a file; the end of its name tells the packing."""
-  end = os.path.splitext(path)[1].lower()
-  if end not in (*_OPEN, '.zst'):
+  module = _PACKINGS.get(os.path.splitext(path)[1].lower())
+  if not module:
     return raw
-  unpack = _OPEN.get(end)
-  if not unpack:
-    try:
-      from backports import zstd
-    except ImportError as e:
-      raise errors.UsageError(
-        f"{path} needs backports.zstd: pip install 'jaxline[text]'."
-      ) from e
-    unpack = zstd.open
-  return io.BufferedReader(unpack(raw), 2**16)
+  try:
+    unpacked = importlib.import_module(module).open(raw)
+  except ImportError as e:
+    raise errors.UsageError(
+      f"{path} needs {module}: pip install 'jaxline[text]'."
+    ) from e
+  return io.BufferedReader(unpacked, 2**16)
 
 
 def _split(blocks: Iterable[bytes], mark: bytes) -> Iterator[tuple[int, bytes]]:
@@ -402,7 +402,7 @@ def _split(blocks: Iterable[bytes], mark: bytes) -> Iterator[tuple[int, bytes]]:
     *ended, left = (left + block).split(mark)
     yield from enumerate(ended, number)
     number += len(ended)
-    known = max(0, len(left) - len(mark) + 1)  # A mark may begin behind it.
+    known = max(0, len(left) - len(mark) + 1)  # Then a mark may begin.
     yield number, left[:known]
     left = left[known:]
   yield number, left

@@ -41,7 +41,7 @@ from jaxline.base import disk
 from jaxline.inputs import text_files
 from jaxline.inputs import tokenization
 
-_FORMAT = 7
+_FORMAT = 8
 _BATCH_BYTES = 2**21  # Text of a part, which several threads tokenize.
 _DOWNLOAD_BYTES = 2**25  # To read from a bucket at once.
 _PROGRESS_SECS = 10.0
@@ -115,7 +115,9 @@ class Documents:
       f'{num_files:,} files, {len(self.starts):,} documents,'
       f' {self.tokens.size:,} tokens of {self.num_bytes:,} bytes,'
       f' {self.num_bytes / self.tokens.size:.2f} bytes a token\n'
-      f'most tokens: {", ".join(shares)}\n{join_notes(self.notes)}'
+      f'most tokens: {", ".join(shares)}\n'
+      + (f'tokens in {self._origin[0]}\n' if self._origin else '')
+      + join_notes(self.notes)
     ).rstrip()
 
   def __reduce__(self) -> Any:
@@ -232,7 +234,7 @@ def _read_header(
     raise
   except (ValueError, LookupError, TypeError) as e:
     raise errors.UsageError(
-      f'{path} is no file of tokens ({e!r}). Name one that a `cache_dir` has.'
+      f'{path} cannot be read ({e!r}); expected a `.tokens` of a `cache_dir`.'
     ) from e
 
 

@@ -199,7 +199,7 @@ class SentencePieceTokenizer(_FileTokenizer):
   def encode_parts(
     self, texts: Sequence[bytes], are_first: Sequence[bool]
   ) -> list[np.ndarray]:
-    if self._can_cut[1]:  # All are encoded behind a space, which others have.
+    if self._can_cut[1]:  # The model adds the space with which these begin.
       pairs = zip(texts, are_first, strict=True)
       texts = [text if first else text[1:] for text, first in pairs]
     return self.encode_batch(texts)
