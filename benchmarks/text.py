@@ -103,6 +103,7 @@ def _measure(
       [python, '-c', program, *arguments, cache],
       stdout=subprocess.PIPE,
       text=True,
+      cwd=root,  # Of which `-c` imports.
       env=env | {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1'},
     )
     assert process.stdout is not None

@@ -250,11 +250,8 @@ class Reader:
     if is_table and self.kind == 'rows':
       return self._read_table(source.path), 0
     if is_table or self.kind == 'rows':
-      self.notes[source.name] = (
-        "left out, a table: documents='rows' reads it"
-        if is_table
-        else f"left out, documents='rows' reads {' and '.join(_TABLES)}"
-      )
+      why = "only documents='rows' reads tables, and it reads nothing else"
+      self.notes[source.name] = f'left out, {why}'
       return (), 0
     blocks = self._read_blocks(source.path)
     first = [*itertools.islice(blocks, 2)]
