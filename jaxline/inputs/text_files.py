@@ -6,6 +6,7 @@ so that a file of any size takes little memory.
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
 import glob
 import hashlib
 import importlib
@@ -184,6 +185,7 @@ def name_document(file: str, line: int) -> str:
   return f'{file}:{line}' if line else file
 
 
+@dataclasses.dataclass
 class Reader:
   """Reads documents; `notes` names the files that it left out and says why.
 
@@ -192,19 +194,15 @@ class Reader:
     file, done_bytes: which file is read, and how much of it on disk.
   """
 
-  def __init__(
-    self,
-    sources: Sequence[Source],
-    tokenizer: tokenization.Tokenizer,
-    kind: str,
-    text_key: str,
-    eval_fraction: float,
-  ):
-    self.sources, self.tokenizer, self.kind = sources, tokenizer, kind
-    self.text_key, self.eval_fraction = text_key, eval_fraction
-    self.notes: dict[str, str] = {}
-    self.nulls: dict[str, int] = {}
-    self.file = self.done_bytes = 0
+  sources: Sequence[Source]
+  tokenizer: tokenization.Tokenizer
+  kind: str
+  text_key: str
+  eval_fraction: float
+  notes: dict[str, str] = dataclasses.field(default_factory=dict)
+  nulls: dict[str, int] = dataclasses.field(default_factory=dict)
+  file: int = 0
+  done_bytes: int = 0
 
   def read(self, file: int = 0, number: int = 0) -> Iterator[Piece]:
     """Yields the pieces of all files, from a piece of a file on."""

@@ -2,10 +2,10 @@
 
 All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
 
-  size of the header                     int64
-  header                                 JSON, padded to a multiple of 8 bytes
+  place of the header                    int64
   documents of 'train', then of 'eval'   start, file, line: int64 [D, 3]
   tokens of 'train', then of 'eval'      uint16 or uint32 [N]
+  header                                 JSON
 
 `key` is a hash of the tokenizer, the kind of documents, the fraction that is
 held out, and the names, paths, sizes and times of the text files.
@@ -197,7 +197,7 @@ def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
   bucket = buckets.connect(url, 1)
   version: Any = None
 
-  def read(start: int, stop: int) -> bytes:
+  def read(start: int, stop: int | None) -> bytes:
     nonlocal version
     with buckets.os_errors(url):
       found = bucket.read('', byte_range=slice(start, stop)).result()
@@ -208,7 +208,7 @@ def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
     version = found.stamp.generation
     return found.value
 
-  size, _ = _read_header(read, url)
+  place, header = _read_header(read, url)
   digest = hashlib.sha256(url.encode() + version)
   name = f'{digest.hexdigest()[:40]}.tokens'
   file = _choose_folder(cache_dir, name) / name
@@ -217,25 +217,25 @@ def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
     with _alone(file) as is_first:
       if is_first:
         with disk.replacing(file) as out:
-          for start in range(0, size, _DOWNLOAD_BYTES):
-            out.write(read(start, min(size, start + _DOWNLOAD_BYTES)))
+          for start in range(0, place, _DOWNLOAD_BYTES):
+            out.write(read(start, min(place, start + _DOWNLOAD_BYTES)))
+          out.write(header)
   return file
 
 
 def _read_header(
-  read: Callable[[int, int], bytes], path: Any
-) -> tuple[int, dict[str, Any]]:
-  """Returns the size of a file of tokens, by its header, and that."""
+  read: Callable[[int, int | None], bytes], path: Any
+) -> tuple[int, bytes]:
+  """Returns the place and the text of the header, the end of a whole file."""
+  place = int.from_bytes(read(0, 8), 'little')
+  text = read(place, None)
   try:
-    end = 8 + int.from_bytes(read(0, 8), 'little')
-    header = json.loads(read(8, end))
-    return end + sum(header['sizes']), header | {'end': end}
-  except errors.MissingFileError:
-    raise
-  except (ValueError, LookupError, TypeError) as e:
+    json.loads(text)
+  except ValueError as e:
     raise errors.UsageError(
-      f'{path} cannot be read ({e!r}); expected a `.tokens` of a `cache_dir`.'
+      f'{path} is damaged; expected a whole file `.tokens` of a `cache_dir`.'
     ) from e
+  return place, text
 
 
 def open_corpus(
@@ -283,17 +283,14 @@ def _open(
   data = np.zeros(0, np.uint8)
   if path.stat().st_size:  # NumPy maps no empty file.
     data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
-  size, header = _read_header(lambda i, j: data[i:j].tobytes(), path)
-  if size != data.size:
-    raise errors.UsageError(
-      f'{path} has {data.size} bytes; {size} were written. Copy it again.'
-    )
+  end, text = _read_header(lambda i, j: data[i:j].tobytes(), path)
+  header = json.loads(text)
   if header['tokenizer'] != tokenizer.identity:
     raise errors.UsageError(
       f'{path} has tokens of {header["tokenizer"]}; `tokenizer` is'
       f' {tokenizer.identity}. Name the one that made the file.'
     )
-  parts = np.split(data[header['end'] :], np.cumsum(header['sizes']))
+  parts = np.split(data[8:end], np.cumsum(header['sizes']))
   table = parts[i].view('<i8').reshape(-1, 3)
   return Documents(
     names=_Names(header['files'], table),
@@ -418,18 +415,16 @@ def _join(
       with np.load(part) as found:
         yield found, (found['hashes'] < threshold) == i
 
-  # Numbers that take the most room: the header is written last.
   header: dict[str, Any] = {
     'files': names,
     'tokenizer': reader.tokenizer.identity,
     'notes': reader.notes,
-    'num_bytes': [2**63] * 2,
-    'sizes': [2**63] * 4,
-    'sha256': ['0' * 64] * 2,
+    'num_bytes': [0, 0],
+    'sizes': [0] * 4,
+    'sha256': ['', ''],
   }
-  room = len(json.dumps(header)) // 8 * 8 + 8
   with disk.replacing(path) as out:
-    out.seek(8 + room)
+    out.seek(8)
     for i in range(2):
       start, num_bytes, before = 0, 0, out.tell()
       for found, chosen in select(i):
@@ -448,9 +443,10 @@ def _join(
         digest.update(data)
       header['sizes'][i + 2] = out.tell() - before
       header['sha256'][i] = digest.hexdigest()
+    end = out.tell()
+    out.write(json.dumps(header).encode())
     out.seek(0)
-    encoded = json.dumps(header).encode().ljust(room)
-    out.write(room.to_bytes(8, 'little') + encoded)
+    out.write(end.to_bytes(8, 'little'))
 
 
 def _dtype(tokenizer: tokenization.Tokenizer) -> str:

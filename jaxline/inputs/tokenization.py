@@ -44,6 +44,17 @@ _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
+_SPLITTERS: list[dict[str, Any]] = [
+  {'type': 'BertPreTokenizer'},
+  {'type': 'Whitespace'},
+  {'type': 'WhitespaceSplit'},
+  {'type': 'ByteLevel', 'use_regex': True},
+  {'type': 'Metaspace', 'split': True},
+  *(
+    {'pattern': {'Regex': _WORDS % x}, 'behavior': 'Isolated', 'invert': False}
+    for x in ('', '{1,3}')
+  ),
+]
 # Normalizers that change an ASCII character, or ' a', whatever stands before.
 _LOCAL = (
   'BertNormalizer', 'Lowercase', 'NFC', 'NFD', 'NFKC', 'NFKD', 'Nmt',
@@ -262,21 +273,9 @@ def _splits_before_words(spec: dict[str, Any]) -> bool:
   words = _flatten(spec['pre_tokenizer'], 'pretokenizers')
   # They split within words only.
   words = [x for x in words if x['type'] not in ('Digits', 'Punctuation')]
-  first: dict[str, Any] = words[0] if words else {'type': None}
-  patterns = [{'Regex': _WORDS % x} for x in ('', '{1,3}')]
   return (
     all(x['type'] in _LOCAL or x.get('pattern') == _SPACES for x in normalizers)
-    and (
-      first['type'] in ('BertPreTokenizer', 'Whitespace', 'WhitespaceSplit')
-      or (first['type'] == 'ByteLevel' and first['use_regex'])
-      or (first['type'] == 'Metaspace' and first['split'])
-      or (
-        first['type'] == 'Split'
-        and first['pattern'] in patterns
-        and first['behavior'] == 'Isolated'
-        and not first['invert']
-      )
-    )
+    and any(words and x.items() <= words[0].items() for x in _SPLITTERS)
     and not spec['model'].get('dropout')
     # Others, not special, are found in the text before it is split.
     and all(token['special'] for token in spec['added_tokens'])
