@@ -13,6 +13,7 @@ import pytest
 from jaxline import errors
 from jaxline.inputs import text
 from jaxline.inputs import text_files
+from jaxline.inputs import tokenization
 
 WORDS = 'Grüße aus Köln, hello world.\r\n'
 
@@ -185,6 +186,21 @@ def test_a_file_alone_is_held_out_from_a_place_on(tmp_path, content, end):
   line = 1 + corpus.train.data().count(b'\n')
   assert [*corpus.train.names] == ['one.txt']
   assert [*corpus.eval.names] == [f'one.txt:{line}']
+
+
+def test_a_long_document_that_is_not_cut_is_named(
+  tmp_path, monkeypatch, caplog
+):
+  class Whole(tokenization.ByteTokenizer):
+    identity, find_cuts = 'my own', tokenization.Tokenizer.find_cuts
+
+  monkeypatch.setattr(text_files, '_LONG_BYTES', 2**21)
+  for name, size in ('long', 2**22), ('short', 2**20):
+    put(tmp_path / name, 'a ' * (size // 2))
+  load(tmp_path, tokenizer=Whole())
+  (message,) = caplog.messages
+  assert '/long ' in message
+  assert 'my own' in message
 
 
 def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
