@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import pathlib
 import pickle
 import sysconfig
@@ -187,6 +188,33 @@ def test_text_has_places_to_cut(cut_models, name):
 def test_models_that_look_at_the_whole_text_cut_nothing(tmp_path, options):
   path = train_sentencepiece(tmp_path / 'a.model', **options)
   assert not tokenization.load_tokenizer(path).find_cuts(b'a\nb c').size
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'pre_tokenizer': None},
+    {'pre_tokenizer': {
+      'type': 'Metaspace', 'replacement': '_', 'prepend_scheme': 'always',
+      'split': False,
+    }},
+    {'pre_tokenizer': {
+      'type': 'Split', 'pattern': {'Regex': 'x a'}, 'behavior': 'Isolated',
+      'invert': False,
+    }},
+    {'normalizer': {'type': 'Strip', 'strip_left': True, 'strip_right': True}},
+    {'normalizer': {
+      'type': 'Replace', 'pattern': {'String': 'x a'}, 'content': 'y',
+    }},
+  ],
+)  # fmt: skip
+def test_json_files_that_look_across_words_cut_nothing(
+  huggingface_model, tmp_path, change
+):
+  spec = json.loads(huggingface_model.read_bytes())
+  (tmp_path / 'a.json').write_text(json.dumps(spec | change))
+  tokenizer = tokenization.load_tokenizer(tmp_path / 'a.json')
+  assert not tokenizer.find_cuts(b'x a').size
 
 
 def test_decode_never_fails(spec):
