@@ -6,7 +6,7 @@ TensorStore, which talks to buckets, is imported for them only.
 """
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 import contextlib
 import copy
 import json
@@ -250,10 +250,8 @@ class Bucket(Store):
     below._kv = self._kv + f'{folder}/'
     return below
 
-  @contextlib.contextmanager
-  def _os_errors(self, key: str) -> Iterator[None]:
-    with buckets.os_errors(f'{self.url}/{key}'):
-      yield
+  def _os_errors(self, key: str) -> contextlib.AbstractContextManager[None]:
+    return buckets.os_errors(f'{self.url}/{key}')
 
   def names(self, folder: str = '') -> list[str]:
     place = self.below(folder)._kv if folder else self._kv
