@@ -8,6 +8,7 @@ import os
 import pytest
 
 from jaxline import errors
+from jaxline.base import buckets
 from jaxline.base import disk
 from jaxline.run_directory import store as store_lib
 from tests import processes
@@ -115,7 +116,7 @@ REQUESTS = {
 @pytest.fixture
 def impatient(monkeypatch):
   retries = {'max_retries': 2, 'initial_delay': '10ms', 'max_delay': '10ms'}
-  monkeypatch.setattr(store_lib, '_RETRIES', retries)
+  monkeypatch.setattr(buckets, '_RETRIES', retries)
 
 
 @pytest.mark.parametrize('url', ['gs'], indirect=True)

@@ -2,14 +2,18 @@
 
 import bz2
 import gzip
-import importlib.util
 import json
 import lzma
 
+from backports import zstd
+import pyarrow
+from pyarrow import parquet
 import pytest
 
 from jaxline import errors
 from jaxline.inputs import text
+from jaxline.inputs import text_files
+from jaxline.inputs import tokenization
 
 WORDS = 'Grüße aus Köln, hello world.\r\n'
 
@@ -59,10 +63,11 @@ def test_each_folder_is_read_once(tmp_path, pattern):
   assert any('4 links' in why for why in notes.values())
 
 
-def test_a_path_that_exists_is_no_pattern(tmp_path):
-  put(tmp_path / 'a [v2].txt', 'x\ny\n')
-  put(tmp_path / 'a v.txt', 'z\n')
-  found, _ = load(tmp_path / 'a [v2].txt', documents='line')
+@pytest.mark.parametrize('pattern', ['a [v2].txt', '*[[]v2*'])
+def test_a_path_that_exists_is_no_pattern(tmp_path, pattern):
+  put(tmp_path / '[v2]' / 'a [v2].txt', 'x\ny\n')
+  put(tmp_path / '[v2]' / 'a v.txt', 'z\n')
+  found, _ = load(tmp_path / '[v2]' / pattern, documents='line')
   assert found == {'a [v2].txt:1': b'x', 'a [v2].txt:2': b'y'}
 
 
@@ -75,17 +80,14 @@ def test_encodings_and_packings(tmp_path, kind):
     'bom.txt': b'\xef\xbb\xbf' + plain,
     'utf16.txt': ('\ufeff' + WORDS).encode('utf-16-le'),
     'utf16be.txt': ('\ufeff' + WORDS).encode('utf-16-be'),
-    'a.gz': gzip.compress(plain),
+    'A.GZ': gzip.compress(plain),
     'a.bz2': bz2.compress(plain),
     'a.xz': lzma.compress(plain),
+    'a.zst': zstd.compress(plain),
     'large.txt': large,
     'large.bz2': bz2.compress(large.decode().encode('utf-16')),
     'odd.txt': plain * 99 + b'\xff',  # Less than 1%.
   }
-  if importlib.util.find_spec('zstandard'):
-    import zstandard
-
-    texts['a.zst'] = zstandard.compress(plain) * 2
   for name, data in texts.items():
     put(tmp_path / name, data)
   # UTF-16 without a mark cannot be told from binary data.
@@ -100,18 +102,55 @@ def test_encodings_and_packings(tmp_path, kind):
   expected = dict.fromkeys(texts, plain)
   expected |= {'large.txt': large, 'large.bz2': large}
   expected |= {'odd.txt': texts['odd.txt']}
-  expected |= {name: plain * 2 for name in texts if name == 'a.zst'}
   assert found == expected
   assert sorted(notes) == [
     'binary.txt', 'binary.xz', 'latin1.txt', 'utf16.none',
   ]  # fmt: skip
 
 
-@pytest.mark.parametrize('end', ['gz', 'bz2', 'xz', 'zst'])
-def test_damaged_files_are_named(tmp_path, end):
-  put(tmp_path / f'a.{end}', b'no such thing')  # Or zstandard is missing.
-  with pytest.raises(errors.UsageError, match=f'a.{end}'):
-    load(tmp_path)
+@pytest.mark.parametrize(
+  ('end', 'module'), [('gz', gzip), ('bz2', bz2), ('xz', lzma), ('zst', zstd)]
+)
+def test_damaged_files_are_named(tmp_path, end, module):
+  for data in b'no such thing', module.compress(WORDS.encode() * 9)[:-9]:
+    put(tmp_path / f'a.{end}', data)
+    with pytest.raises(errors.UsageError, match=f'a.{end}'):
+      load(tmp_path)
+
+
+def test_rows_of_tables(tmp_path):
+  """Of a folder as Hugging Face's `datasets` writes it."""
+  rows = [None if i == 50 else f'row {i}' for i in range(200)]
+  table = pyarrow.table({'id': range(200), 't': rows, 'n': range(200)})
+  put(tmp_path / 'dataset_info.json', '{}')
+  parquet.write_table(table, tmp_path / 'a.parquet', row_group_size=70)
+  with pyarrow.ipc.new_stream(tmp_path / 'b.arrow', table.schema) as out:
+    out.write_table(table, 30)
+  found, notes = load(tmp_path, documents='rows', text_key='t')
+  assert found == {
+    f'{name}:{i + 1}': f'row {i}'.encode()
+    for name in ('a.parquet', 'b.arrow')
+    for i in range(200)
+    if i != 50
+  }
+  assert 'left out' in notes.pop('dataset_info.json')
+  assert [*notes] == ['a.parquet', 'b.arrow']
+  for key in 'text', 'n':  # Not there, and numbers.
+    with pytest.raises(errors.UsageError, match=r'a\.parquet.*text_key'):
+      load(tmp_path, documents='rows', text_key=key)
+  with pytest.raises(errors.UsageError, match=r"a\.parquet.*'rows'"):
+    load(f'{tmp_path}/*', documents='file')
+
+
+@pytest.mark.parametrize('block', [1, 2, 3, 2**20])
+def test_documents_with_a_separator(tmp_path, monkeypatch, block):
+  monkeypatch.setattr(text_files, '_BLOCK_BYTES', block)
+  texts = ['one\n', '\n<two<|<|>', '', 'drei ü', '<|e', '\n']
+  put(tmp_path / 'a.txt', '<|e|>'.join(texts))
+  found, _ = load(tmp_path, documents='split:<|e|>')
+  assert found == {
+    f'a.txt:{i}': x.encode() for i, x in enumerate(texts, 1) if x
+  }
 
 
 def test_nulls_are_left_out(tmp_path):
@@ -147,6 +186,21 @@ def test_a_file_alone_is_held_out_from_a_place_on(tmp_path, content, end):
   line = 1 + corpus.train.data().count(b'\n')
   assert [*corpus.train.names] == ['one.txt']
   assert [*corpus.eval.names] == [f'one.txt:{line}']
+
+
+def test_a_long_document_that_is_not_cut_is_named(
+  tmp_path, monkeypatch, caplog
+):
+  class Whole(tokenization.ByteTokenizer):
+    identity, find_cuts = 'my own', tokenization.Tokenizer.find_cuts
+
+  monkeypatch.setattr(text_files, '_LONG_BYTES', 2**21)
+  for name, size in ('long', 2**22), ('short', 2**20):
+    put(tmp_path / name, 'a ' * (size // 2))
+  load(tmp_path, tokenizer=Whole())
+  (message,) = caplog.messages
+  assert '/long ' in message
+  assert 'my own' in message
 
 
 def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):

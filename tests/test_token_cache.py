@@ -16,6 +16,7 @@ from jaxline.inputs import text
 from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
+from jaxline.run_directory import store
 from tests import processes
 
 
@@ -57,10 +58,34 @@ def test_made_once(files, cache, monkeypatch):
   assert_same(first, text.load_corpus(cache / name))
   with pytest.raises(errors.UsageError, match='`tokenizer` is sentencepiece'):
     text.load_corpus(cache / name, tokenizer='stdlib')
+  for data in (cache / name).read_bytes()[:-1], b'text', b'':
+    (cache / 'cut.tokens').write_bytes(data)
+    with pytest.raises(errors.UsageError, match='cut'):
+      text.load_corpus(cache / 'cut.tokens')
   for split in again.train, again.eval:
     for array in split.tokens, split.starts:
       assert not array.flags.writeable
       assert array.flags.aligned
+
+
+@pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
+def test_tokens_of_a_bucket(files, cache, url, monkeypatch):
+  monkeypatch.setattr(token_cache, '_DOWNLOAD_BYTES', 1000)
+  place, address = store.at(url), f'{url}/my.tokens'
+  with pytest.raises(errors.MissingFileError, match=address):
+    text.load_corpus(address, cache_dir=cache)
+  for fraction in 0.3, 0.6:  # Later, another one of the same name.
+    made = text.load_corpus(files, eval_fraction=fraction, cache_dir=cache)
+    place.write(
+      'my.tokens', max(cache.iterdir(), key=os.path.getctime).read_bytes()
+    )
+    assert_same(made, text.load_corpus(address, cache_dir=cache / 'host'))
+  number = len(names_in(cache / 'host'))
+  text.load_corpus(address, cache_dir=cache / 'host')
+  assert number == len(names_in(cache / 'host')) == 2
+  for keys in {'files': url}, {'files': files, 'cache_dir': url}:
+    with pytest.raises(errors.UsageError, match=[*keys][-1]):
+      text.load_corpus(**keys)
 
 
 def test_the_default_folder(files, tmp_path, monkeypatch):
@@ -200,7 +225,7 @@ def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch, given):
   assert found.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize('kind', text_files.KINDS)
+@pytest.mark.parametrize('kind', ['file', 'line', 'jsonl', 'split:{'])
 def test_memory_does_not_grow_with_the_text(files, cache, monkeypatch, kind):
   """9 MB of text, 18 MB of tokens, in 1 MB of memory."""
   line = b'{"text": "%s"}\n' % (b'some words of text ' * 10)

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import pathlib
 import pickle
 import sysconfig
@@ -121,25 +122,55 @@ BITS = [
 ]  # fmt: skip
 
 
+NAMES = 'bytes', 'stdlib', 'space', 'huggingface', 'Unigram', 'WordPiece'
+
+
+@pytest.fixture(scope='module')
+def cut_models(huggingface_model, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('cut')
+  space = train_sentencepiece(folder / 'a.model', add_dummy_prefix=True)
+  specs = {'space': space, 'huggingface': huggingface_model}
+  tokenizers = pytest.importorskip('tokenizers')
+  normalizers, words = tokenizers.normalizers, tokenizers.pre_tokenizers
+  spaces = normalizers.Replace(tokenizers.Regex(' {2,}'), ' ')
+  for name, normalizer, word in (
+    ('Unigram', [normalizers.NFKC(), spaces], words.Metaspace()),
+    ('WordPiece', [normalizers.BertNormalizer()], words.BertPreTokenizer()),
+  ):
+    model = tokenizers.Tokenizer(getattr(tokenizers.models, name)())
+    model.normalizer = normalizers.Sequence(normalizer)
+    model.pre_tokenizer = words.Sequence([words.Digits(), word])
+    trainer = getattr(tokenizers.trainers, f'{name}Trainer')(
+      vocab_size=400,
+      special_tokens=['[UNK]', '<s>'],
+      show_progress=False,
+      **({'unk_token': '[UNK]'} if name == 'Unigram' else {}),
+    )
+    model.train_from_iterator(lines(), trainer)
+    specs[name] = folder / f'{name}.json'
+    model.save(str(specs[name]))
+  return {x: tokenization.load_tokenizer(specs.get(x, x)) for x in NAMES}
+
+
 @hypothesis.settings(deadline=None, max_examples=300)
 @hypothesis.given(st.lists(st.sampled_from(BITS) | st.binary(max_size=3)))
-@pytest.mark.parametrize('name', ['bytes', 'stdlib', 'huggingface'])
-def test_a_cut_text_has_the_same_tokens(huggingface_model, name, bits):
-  spec = huggingface_model if name == 'huggingface' else name
-  tokenizer = tokenization.load_tokenizer(spec)
+@pytest.mark.parametrize('name', NAMES)
+def test_a_cut_text_has_the_same_tokens(cut_models, name, bits):
+  tokenizer = cut_models[name]
   text = b''.join(x.encode() if isinstance(x, str) else x for x in bits)
   whole = tokenizer.encode(text)
   cuts = tokenizer.find_cuts(text).tolist()
   assert cuts == sorted({*cuts} & {*range(1, len(text))})
   for cut in cuts:
-    parts = tokenizer.encode_batch([text[:cut], text[cut:]])
+    parts = tokenizer.encode_parts([text[:cut], text[cut:]], [True, False])
     np.testing.assert_array_equal(
       np.concatenate(parts), whole, repr(text[cut:])
     )
 
 
-def test_text_has_places_to_cut(spec):
-  tokenizer = tokenization.load_tokenizer(spec)
+@pytest.mark.parametrize('name', NAMES)
+def test_text_has_places_to_cut(cut_models, name):
+  tokenizer = cut_models[name]
   source = '\n'.join(lines()).encode()
   cuts = tokenizer.find_cuts(source)
   assert np.diff(cuts, prepend=0, append=len(source)).max() < 2000
@@ -150,7 +181,6 @@ def test_text_has_places_to_cut(spec):
   [
     {'model_type': 'unigram'},
     {'byte_fallback': False},
-    {'add_dummy_prefix': True},
     {'remove_extra_whitespaces': True},
     {'normalization_rule_name': 'nmt_nfkc'},
   ],
@@ -158,6 +188,33 @@ def test_text_has_places_to_cut(spec):
 def test_models_that_look_at_the_whole_text_cut_nothing(tmp_path, options):
   path = train_sentencepiece(tmp_path / 'a.model', **options)
   assert not tokenization.load_tokenizer(path).find_cuts(b'a\nb c').size
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'pre_tokenizer': None},
+    {'pre_tokenizer': {
+      'type': 'Metaspace', 'replacement': '_', 'prepend_scheme': 'always',
+      'split': False,
+    }},
+    {'pre_tokenizer': {
+      'type': 'Split', 'pattern': {'Regex': 'x a'}, 'behavior': 'Isolated',
+      'invert': False,
+    }},
+    {'normalizer': {'type': 'Strip', 'strip_left': True, 'strip_right': True}},
+    {'normalizer': {
+      'type': 'Replace', 'pattern': {'String': 'x a'}, 'content': 'y',
+    }},
+  ],
+)  # fmt: skip
+def test_json_files_that_look_across_words_cut_nothing(
+  huggingface_model, tmp_path, change
+):
+  spec = json.loads(huggingface_model.read_bytes())
+  (tmp_path / 'a.json').write_text(json.dumps(spec | change))
+  tokenizer = tokenization.load_tokenizer(tmp_path / 'a.json')
+  assert not tokenizer.find_cuts(b'x a').size
 
 
 def test_decode_never_fails(spec):

@@ -2,5 +2,6 @@
 
 `async_lib` has the threads of all other packages,
 `keys` the checks behind each config key and each JSON file, `disk` the way to
-open and to replace a file. Read `keys` first.
+open and to replace a file, `buckets` the connection to a bucket. Read `keys`
+first.
 """

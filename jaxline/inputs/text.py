@@ -35,6 +35,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -79,24 +80,29 @@ def load_corpus(
       Links are followed, to each folder once. Text is UTF-8, or UTF-16 with a
       byte order mark. A file of which more than 1% is neither is left out.
       Files that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked. A file
-      '.tokens' of a `cache_dir` is taken as it is.
+      '.tokens' of a `cache_dir`, maybe in a bucket, is taken as it is.
     eval_fraction: the fraction of the documents to hold out, between 0 and 1.
     tokenizer: as for `tokenization.load_tokenizer`.
     documents: what a document is: 'file'; 'line', each line that is not empty,
-      with the name 'path:line'; or 'jsonl', an entry of each line.
+      with the name 'path:line'; 'jsonl', an entry of each line; 'rows', an
+      entry of each row of '.parquet' and '.arrow'; or 'split:' and the text
+      that separates documents.
     cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
       below XDG_CACHE_HOME if that is set.
-    text_key: the entry with the text of each line of 'jsonl'. Lines where it
-      is null are left out; more than 1% of them are refused.
+    text_key: the entry with the text of each line of 'jsonl' or 'rows'. Those
+      where it is null are left out; more than 1% of them are refused.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1.'
     )
-  errors.check_names([documents], text_files.KINDS, 'kind', 'documents')
+  if not re.match('split:.', documents, re.DOTALL):
+    errors.check_names([documents], text_files.KINDS, 'kind', 'documents')
   loaded = tokenization.load_tokenizer(tokenizer)
   if isinstance(files, str | os.PathLike):
     path = pathlib.Path(files).expanduser().absolute()
+    if re.match('(gs|s3)://.+[.]tokens$', os.fspath(files)):
+      path = token_cache.download(os.fspath(files), cache_dir)
     if path.suffix == '.tokens' and path.is_file():
       return token_cache.open_corpus(path, loaded)
   sources, notes = text_files.find(files)

@@ -4,43 +4,53 @@ A document is cut only where its tokens stay the same (`Tokenizer.find_cuts`),
 so that a file of any size takes little memory.
 """
 
-import bz2
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
 import glob
-import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
-import lzma
 import operator
 import os
 import pathlib
 import re
+import stat
 import sysconfig
 from typing import Any, NamedTuple, NoReturn
 
+from absl import logging
 import numpy as np
 
 from jaxline import errors
+from jaxline.base import disk
 from jaxline.inputs import tokenization
 
 Path = str | os.PathLike[str]
 
-KINDS = ('file', 'line', 'jsonl')  # What a document can be.
+# What a document can be.
+KINDS = ('file', 'line', 'jsonl', 'rows', 'split:SEPARATOR')
 # A file may have this share of bytes that are not text, a corpus of nulls.
 MAX_SHARE = 0.01
 
 _BINARY_PROBE_BYTES = 8000  # Git looks at as many.
 _BLOCK_BYTES = 2**20  # To read at once.
+_LONG_BYTES = 2**23  # A document so long needs a gigabyte if it is not cut.
 _PIECE_BYTES = 2**16  # One of 1 MiB takes SentencePiece twice as long.
 _BOMS = (
   (codecs.BOM_UTF8, 'utf-8'),
   (codecs.BOM_UTF16_LE, 'utf-16-le'),
   (codecs.BOM_UTF16_BE, 'utf-16-be'),
 )
-_OPEN: dict[str, Any] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
+_PACKINGS = {
+  '.gz': 'gzip',
+  '.bz2': 'bz2',
+  '.xz': 'lzma',
+  '.zst': 'backports.zstd',
+}
+_TABLES = ('.parquet', '.arrow')
 _CONTROLS = bytes({*range(32), 127} - {*b'\b\t\n\v\f\r\x1b'})
 _NOT_HIDDEN = re.compile(r'[^.].*', re.DOTALL)
 # The tests are larger than the library and mostly tables. Python's build writes
@@ -76,6 +86,7 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
   sources: dict[str, Source] = {}
   notes: dict[str, str] = {}
   for number, entry in enumerate(entries):
+    disk.check_local(entry, 'files')
     root, is_folder = os.path.expanduser(entry), False
     if os.fspath(entry) == 'stdlib':
       root = sysconfig.get_path('stdlib')
@@ -85,10 +96,12 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
     elif os.path.exists(root):  # Even if it looks like a pattern.
       paths, root = iter([root]), os.path.dirname(root)
     else:
-      paths, root = _glob(root, notes), os.path.dirname(root)
-      while re.search(r'[*?[]', root):
+      pattern = root
+      while root and not os.path.isdir(root):
         root = os.path.dirname(root)
-    if not (found := sorted(filter(os.path.isfile, paths))):
+      pattern = glob.escape(root) + pattern.removeprefix(root)
+      paths = _glob(pattern, notes)
+    if not (found := sorted(filter(_is_file, paths))):
       raise errors.UsageError(
         f'No files found: looked for {entry}; expected "stdlib", a folder, a'
         ' glob, or a list of these.'
@@ -100,6 +113,15 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
       # Read a file that has two names once: the second could be held out.
       sources.setdefault(os.path.realpath(path), Source(name, path, is_folder))
   return sorted(sources.values()), notes
+
+
+def _is_file(path: str) -> bool:
+  try:
+    return stat.S_ISREG(os.stat(path).st_mode)
+  except PermissionError as e:  # The folder above it may be listed only.
+    raise refuse(path, e) from e
+  except OSError:  # A link to nothing.
+    return False
 
 
 def _walk(
@@ -163,6 +185,7 @@ def name_document(file: str, line: int) -> str:
   return f'{file}:{line}' if line else file
 
 
+@dataclasses.dataclass
 class Reader:
   """Reads documents; `notes` names the files that it left out and says why.
 
@@ -171,19 +194,15 @@ class Reader:
     file, done_bytes: which file is read, and how much of it on disk.
   """
 
-  def __init__(
-    self,
-    sources: Sequence[Source],
-    tokenizer: tokenization.Tokenizer,
-    kind: str,
-    text_key: str,
-    eval_fraction: float,
-  ):
-    self.sources, self.tokenizer, self.kind = sources, tokenizer, kind
-    self.text_key, self.eval_fraction = text_key, eval_fraction
-    self.notes: dict[str, str] = {}
-    self.nulls: dict[str, int] = {}
-    self.file = self.done_bytes = 0
+  sources: Sequence[Source]
+  tokenizer: tokenization.Tokenizer
+  kind: str
+  text_key: str
+  eval_fraction: float
+  notes: dict[str, str] = dataclasses.field(default_factory=dict)
+  nulls: dict[str, int] = dataclasses.field(default_factory=dict)
+  file: int = 0
+  done_bytes: int = 0
 
   def read(self, file: int = 0, number: int = 0) -> Iterator[Piece]:
     """Yields the pieces of all files, from a piece of a file on."""
@@ -196,7 +215,6 @@ class Reader:
   def _read_file(self, file: int) -> Iterator[Piece]:
     name, path, _ = self.sources[file]
     number = itertools.count()
-    self._line, self._row = 0, b''
     try:
       blocks, size = self._check(self.sources[file])
       is_alone = len(self.sources) == 1 and self.kind == 'file'
@@ -204,8 +222,10 @@ class Reader:
         texts = _split_at(blocks, int(size * (1 - self.eval_fraction)), size)
       elif self.kind == 'file':
         texts = ((0, block) for block in blocks)
+      elif self.kind.startswith('split:'):
+        texts = _split(blocks, self.kind.removeprefix('split:').encode())
       else:
-        texts = self._read_rows(name, blocks)
+        texts = self._read_rows(self.sources[file], blocks)
       for line, group in itertools.groupby(texts, operator.itemgetter(0)):
         digest = stable_hash(f'eval/{name_document(name, line)}')
         if is_alone:
@@ -216,17 +236,21 @@ class Reader:
           begins = False
     except errors.UsageError:
       raise
-    except PermissionError as e:
-      raise refuse(path, e) from e
     except Exception as e:  # The libraries raise plain Exceptions.
-      raise errors.UsageError(
-        f'{path}:{self._line} cannot be read as {self.kind!r} ({e!r}):'
-        f" {self._row[:80]!r}. A line of 'jsonl' is an object with a string"
-        f' {self.text_key!r}; `text_key` names another one.'
-      ) from e
+      raise refuse(path, e) from e
 
-  def _check(self, source: Source) -> tuple[Iterable[bytes], int]:
-    """Returns the blocks of a file and their size; 0 if it is left out."""
+  def _check(self, source: Source) -> tuple[Iterable[Any], int]:
+    """Returns the blocks of a file and their size; 0 if it is left out.
+
+    A table has the texts of its rows as blocks.
+    """
+    is_table = source.path.lower().endswith(_TABLES)
+    if is_table and self.kind == 'rows':
+      return self._read_table(source.path), 0
+    if is_table or self.kind == 'rows':
+      why = "only documents='rows' reads tables, and it reads nothing else"
+      self.notes[source.name] = f'left out, {why}'
+      return (), 0
     blocks = self._read_blocks(source.path)
     first = [*itertools.islice(blocks, 2)]
     size = wrong = 0
@@ -240,8 +264,9 @@ class Reader:
       wrong -= block.count('\ufffd'.encode())  # The text has it.
       wrong += len(block) - len(block.translate(None, _CONTROLS))
     if wrong > size * MAX_SHARE or is_binary:
-      share = f'{wrong / size:.1%} is not text in UTF-8 or UTF-16'
-      self.notes[source.name] = f'left out, {share}'
+      why = f'{wrong / size:.1%} is not text in UTF-8 or UTF-16'
+      why = 'it has zero bytes, as binary files have' if is_binary else why
+      self.notes[source.name] = f'left out, {why}'
       return (), 0
     return (first if len(first) < 2 else self._read_blocks(source.path)), size
 
@@ -259,22 +284,61 @@ class Reader:
         yield block if is_utf8 else decoder.decode(block).encode()
         block = file.read(_BLOCK_BYTES)
 
+  def _read_table(self, path: str) -> Iterator[str | None]:
+    """Yields the texts of a table, as Hugging Face's `datasets` writes them."""
+    try:
+      import pyarrow
+      from pyarrow import parquet
+    except ImportError as e:
+      raise errors.UsageError(
+        f"{path} needs pyarrow: pip install 'jaxline[parquet]'."
+      ) from e
+    with pyarrow.OSFile(path) as raw:
+      batches: Iterable[Any]
+      if path.lower().endswith('.parquet'):
+        # Page by page: a group of rows may be the whole file.
+        file = parquet.ParquetFile(
+          raw, buffer_size=_BLOCK_BYTES, pre_buffer=False
+        )
+        schema = file.schema_arrow
+        batches = file.iter_batches(64, columns=[self.text_key])
+      else:
+        batches = reader = pyarrow.ipc.open_stream(raw)
+        schema = reader.schema
+      note = ' `text_key` names it.'
+      errors.check_names([self.text_key], schema.names, 'column', path, note)
+      for batch in batches:
+        self.done_bytes = raw.tell()
+        for value in batch.column(self.text_key):
+          yield value.as_py()
+
   def _read_rows(
-    self, name: str, blocks: Iterable[bytes]
+    self, source: Source, blocks: Iterable[Any]
   ) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and the text of each line that is not empty."""
-    self.nulls.pop(name, None)
-    for self._line, self._row in enumerate(_split_lines(blocks), 1):
-      text = self._row.rstrip(b'\r\n')
-      if self.kind == 'jsonl' and (text := text.strip()):
-        value = json.loads(text)[self.text_key]
-        if value is None:
-          self.nulls[name] = self.nulls.get(name, 0) + 1
-          continue
-        # JSON can hold halves of characters, which UTF-8 cannot.
-        text = str.encode(value, errors='replace')
+    """Yields the number and the text of each row that is not empty."""
+    self.nulls.pop(source.name, None)
+    rows = blocks if self.kind == 'rows' else _split_lines(blocks)
+    for number, row in enumerate(rows, 1):
+      if self.kind == 'line':
+        text = row.rstrip(b'\r\n')
+      elif self.kind == 'jsonl' and not row.strip():
+        continue
+      else:
+        try:
+          value = row if self.kind == 'rows' else json.loads(row)[self.text_key]
+          if value is None:
+            self.nulls[source.name] = self.nulls.get(source.name, 0) + 1
+            continue
+          # JSON can hold halves of characters, which UTF-8 cannot.
+          text = str.encode(value, errors='replace')
+        except Exception as e:  # Whatever the row holds.
+          raise errors.UsageError(
+            f'{source.path}:{number} cannot be read as {self.kind!r} ({e!r}):'
+            f' {row!r:.80}. Expected a string as {self.text_key!r} of an'
+            ' object; `text_key` names another one.'
+          ) from e
       if text:
-        yield self._line, text
+        yield number, text
 
   def _cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Cuts a document where its tokens stay the same."""
@@ -286,6 +350,12 @@ class Reader:
         continue
       cuts = known + self.tokenizer.find_cuts(bytes(left[known:]))
       if not cuts.size:
+        if len(left) - len(block) <= _LONG_BYTES < len(left):
+          logging.warning(
+            '%s has a document that is tokenized whole, in up to 150 times its'
+            ' size in memory: no place to cut is known for %s.',
+            *(self.sources[self.file].path, self.tokenizer.identity),
+          )
         continue
       wanted = range(_PIECE_BYTES, len(left), _PIECE_BYTES)
       chosen = cuts.searchsorted(wanted).clip(max=cuts.size - 1)
@@ -297,41 +367,45 @@ class Reader:
       yield bytes(left)
 
 
-def refuse(path: str, error: OSError) -> errors.UsageError:
+def refuse(path: str, error: Exception) -> errors.UsageError:
   """Returns an error for a file or a folder that cannot be read."""
+  why = getattr(error, 'strerror', None) or repr(error)
   return errors.UsageError(
-    f'{path} cannot be read: {error.strerror}. Make it readable, or name other'
-    ' files in `files`.'
+    f'{path} cannot be read: {why}. Make it readable, or name other files in'
+    ' `files`.'
   )
 
 
 def _unpack(path: str, raw: Any) -> Any:
   """Returns the content of a file; the end of its name tells the packing."""
-  end = os.path.splitext(path)[1]
-  if end in _OPEN:
-    return io.BufferedReader(_OPEN[end](raw), 2**16)
-  if end != '.zst':
+  module = _PACKINGS.get(os.path.splitext(path)[1].lower())
+  if not module:
     return raw
   try:
-    import zstandard
+    unpacked = importlib.import_module(module).open(raw)
   except ImportError as e:
     raise errors.UsageError(
-      f"{path} needs zstandard: pip install 'jaxline[zst]'."
+      f"{path} needs {module}: pip install 'jaxline[text]'."
     ) from e
-  unpacker = zstandard.ZstdDecompressor()
-  return io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
+  return io.BufferedReader(unpacked, 2**16)
+
+
+def _split(blocks: Iterable[bytes], mark: bytes) -> Iterator[tuple[int, bytes]]:
+  """Yields what stands between marks in parts, with its number from 1 on."""
+  number, left = 1, b''
+  for block in blocks:
+    *ended, left = (left + block).split(mark)
+    yield from enumerate(ended, number)
+    number += len(ended)
+    known = max(0, len(left) - len(mark) + 1)  # Then a mark may begin.
+    yield number, left[:known]
+    left = left[known:]
+  yield number, left
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-  left: list[bytes] = []
-  for block in blocks:
-    first, *rows = block.split(b'\n')
-    left.append(first)
-    if rows:
-      yield b''.join(left)
-      yield from rows[:-1]
-      left = rows[-1:]
-  yield b''.join(left)
+  parts = itertools.groupby(_split(blocks, b'\n'), operator.itemgetter(0))
+  return (b''.join(text for _, text in part) for _, part in parts)
 
 
 def _split_at(

@@ -2,10 +2,10 @@
 
 All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
 
-  size of the header                     int64
-  header                                 JSON, padded to a multiple of 8 bytes
+  place of the header                    int64
   documents of 'train', then of 'eval'   start, file, line: int64 [D, 3]
   tokens of 'train', then of 'eval'      uint16 or uint32 [N]
+  header                                 JSON
 
 `key` is a hash of the tokenizer, the kind of documents, the fraction that is
 held out, and the names, paths, sizes and times of the text files.
@@ -17,9 +17,10 @@ parts but the last one are there. Then it joins them.
 Shapes: N tokens of a split, D documents, P pieces of a part.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -35,12 +36,14 @@ import filelock
 import numpy as np
 
 from jaxline import errors
+from jaxline.base import buckets
 from jaxline.base import disk
 from jaxline.inputs import text_files
 from jaxline.inputs import tokenization
 
-_FORMAT = 7
-_BATCH_BYTES = 2**22  # Text of a part, which several threads tokenize.
+_FORMAT = 8
+_BATCH_BYTES = 2**21  # Text of a part, which several threads tokenize.
+_DOWNLOAD_BYTES = 2**25  # To read from a bucket at once.
 _PROGRESS_SECS = 10.0
 _MAX_NAMED = 5  # Files and documents that are printed.
 
@@ -112,7 +115,9 @@ class Documents:
       f'{num_files:,} files, {len(self.starts):,} documents,'
       f' {self.tokens.size:,} tokens of {self.num_bytes:,} bytes,'
       f' {self.num_bytes / self.tokens.size:.2f} bytes a token\n'
-      f'most tokens: {", ".join(shares)}\n{join_notes(self.notes)}'
+      f'most tokens: {", ".join(shares)}\n'
+      + (f'tokens in {self._origin[0]}\n' if self._origin else '')
+      + join_notes(self.notes)
     ).rstrip()
 
   def __reduce__(self) -> Any:
@@ -161,12 +166,9 @@ def load(
   file = folder / f'{key}.tokens'
   if not file.exists():
     parts = folder / f'{key}.parts'
-    lock = folder / f'{key}.lock'
     logging.info('Tokenizing %d files for %s.', len(sources), folder)
-    with contextlib.ExitStack() as stack:
-      stack.enter_context(filelock.FileLock(lock))
-      stack.callback(lock.unlink, missing_ok=True)
-      if not file.exists():  # Another process may have made it.
+    with _alone(file) as is_first:
+      if is_first:
         parts.mkdir(exist_ok=True)
         try:
           _join(file, _make_parts(parts, reader), reader)
@@ -178,6 +180,62 @@ def load(
   if corpus.train.notes:
     logging.warning('Text: %s.', join_notes(corpus.train.notes))
   return corpus
+
+
+@contextlib.contextmanager
+def _alone(file: pathlib.Path) -> Iterator[bool]:
+  """Waits for processes that make a file; gives whether it has to be made."""
+  lock = file.with_suffix('.lock')
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(filelock.FileLock(lock))
+    stack.callback(lock.unlink, missing_ok=True)
+    yield not file.exists()
+
+
+def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
+  """Copies a file that `load` has made from a bucket, once for this host."""
+  bucket = buckets.connect(url, 1)
+  version: Any = None
+
+  def read(start: int, stop: int | None) -> bytes:
+    nonlocal version
+    with buckets.os_errors(url):
+      found = bucket.read('', byte_range=slice(start, stop)).result()
+    if version not in (None, found.stamp.generation):
+      raise OSError(errno.ESTALE, 'It was replaced while it was read', url)
+    if found.state != 'value':
+      raise errors.MissingFileError(f'files is {url!r}: no file.')
+    version = found.stamp.generation
+    return found.value
+
+  place, header = _read_header(read, url)
+  digest = hashlib.sha256(url.encode() + version)
+  name = f'{digest.hexdigest()[:40]}.tokens'
+  file = _choose_folder(cache_dir, name) / name
+  if not file.exists():
+    logging.info('Copying %s to %s.', url, file)
+    with _alone(file) as is_first:
+      if is_first:
+        with disk.replacing(file) as out:
+          for start in range(0, place, _DOWNLOAD_BYTES):
+            out.write(read(start, min(place, start + _DOWNLOAD_BYTES)))
+          out.write(header)
+  return file
+
+
+def _read_header(
+  read: Callable[[int, int | None], bytes], path: Any
+) -> tuple[int, bytes]:
+  """Returns the place and the text of the header, the end of a whole file."""
+  place = int.from_bytes(read(0, 8), 'little')
+  text = read(place, None)
+  try:
+    json.loads(text)
+  except ValueError as e:
+    raise errors.UsageError(
+      f'{path} is damaged; expected a whole file `.tokens` of a `cache_dir`.'
+    ) from e
+  return place, text
 
 
 def open_corpus(
@@ -193,6 +251,7 @@ def _choose_folder(
   cache_dir: text_files.Path | None, name: str
 ) -> pathlib.Path:
   """Returns the folder with a file, or else one that can be written."""
+  disk.check_local(cache_dir or '', 'cache_dir')
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens')
   folder = folder.expanduser().absolute()
@@ -221,15 +280,17 @@ def _open(
   notes: Mapping[str, str],
 ) -> Documents:
   # As an array: slicing `np.memmap` is slow.
-  data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
-  end = 8 + int(data[:8].view('<i8')[0])
-  header = json.loads(data[8:end].tobytes())
+  data = np.zeros(0, np.uint8)
+  if path.stat().st_size:  # NumPy maps no empty file.
+    data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
+  end, text = _read_header(lambda i, j: data[i:j].tobytes(), path)
+  header = json.loads(text)
   if header['tokenizer'] != tokenizer.identity:
     raise errors.UsageError(
       f'{path} has tokens of {header["tokenizer"]}; `tokenizer` is'
       f' {tokenizer.identity}. Name the one that made the file.'
     )
-  parts = np.split(data[end:], np.cumsum(header['sizes']))
+  parts = np.split(data[8:end], np.cumsum(header['sizes']))
   table = parts[i].view('<i8').reshape(-1, 3)
   return Documents(
     names=_Names(header['files'], table),
@@ -257,7 +318,8 @@ def _make_parts(
   progress = _log_progress(reader)
   while pieces := _take_part(pieces_left):
     next(progress)
-    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
+    texts, begins = [x.text for x in pieces], [x.begins for x in pieces]
+    encoded = tokenizer.encode_parts(texts, begins)
     ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
     if (ids == tokenizer.document_id).any():
       raise errors.UsageError(
@@ -265,7 +327,6 @@ def _make_parts(
         f' token, {tokenizer.document_id}. Use a token that no text has.'
       )
     sizes = np.array([*map(len, encoded)])
-    begins = np.array([piece.begins for piece in pieces])
     firsts = (np.cumsum(sizes) - sizes)[begins]
     start = pieces[-1].file, pieces[-1].number + 1
     state = json.dumps([start, reader.notes, reader.nulls]).encode()
@@ -274,7 +335,7 @@ def _make_parts(
       np.savez(
         out,
         ids=np.insert(ids, firsts, tokenizer.document_id),
-        sizes=sizes + begins,
+        sizes=sizes + np.array(begins),
         begins=begins,
         places=np.array([(x.file, x.line) for x in pieces], np.int64),
         num_bytes=np.array([len(x.text) for x in pieces]),
@@ -354,18 +415,16 @@ def _join(
       with np.load(part) as found:
         yield found, (found['hashes'] < threshold) == i
 
-  # Numbers that take the most room: the header is written last.
   header: dict[str, Any] = {
     'files': names,
     'tokenizer': reader.tokenizer.identity,
     'notes': reader.notes,
-    'num_bytes': [2**63] * 2,
-    'sizes': [2**63] * 4,
-    'sha256': ['0' * 64] * 2,
+    'num_bytes': [0, 0],
+    'sizes': [0] * 4,
+    'sha256': ['', ''],
   }
-  room = len(json.dumps(header)) // 8 * 8 + 8
   with disk.replacing(path) as out:
-    out.seek(8 + room)
+    out.seek(8)
     for i in range(2):
       start, num_bytes, before = 0, 0, out.tell()
       for found, chosen in select(i):
@@ -384,9 +443,10 @@ def _join(
         digest.update(data)
       header['sizes'][i + 2] = out.tell() - before
       header['sha256'][i] = digest.hexdigest()
+    end = out.tell()
+    out.write(json.dumps(header).encode())
     out.seek(0)
-    encoded = json.dumps(header).encode().ljust(room)
-    out.write(room.to_bytes(8, 'little') + encoded)
+    out.write(end.to_bytes(8, 'little'))
 
 
 def _dtype(tokenizer: tokenization.Tokenizer) -> str:

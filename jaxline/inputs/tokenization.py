@@ -44,6 +44,23 @@ _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
+_SPLITTERS: list[dict[str, Any]] = [
+  {'type': 'BertPreTokenizer'},
+  {'type': 'Whitespace'},
+  {'type': 'WhitespaceSplit'},
+  {'type': 'ByteLevel', 'use_regex': True},
+  {'type': 'Metaspace', 'split': True},
+  *(
+    {'pattern': {'Regex': _WORDS % x}, 'behavior': 'Isolated', 'invert': False}
+    for x in ('', '{1,3}')
+  ),
+]
+# Normalizers that change an ASCII character, or ' a', whatever stands before.
+_LOCAL = (
+  'BertNormalizer', 'Lowercase', 'NFC', 'NFD', 'NFKC', 'NFKD', 'Nmt',
+  'Precompiled', 'StripAccents',
+)  # fmt: skip
+_SPACES = {'Regex': ' {2,}'}  # T5 replaces them.
 _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
 
 
@@ -68,11 +85,18 @@ class Tokenizer(abc.ABC):
   def find_cuts(self, text: bytes) -> np.ndarray:
     """Returns the places, ascending, at which a text can be cut.
 
-    The two parts have the tokens of the whole, whatever comes before and after
-    `text`. Empty if no such place is known.
+    By `encode_parts` the two parts have the tokens of the whole, whatever comes
+    before and after `text`. Empty if no such place is known.
     """
     del text
     return np.zeros(0, np.int64)
+
+  def encode_parts(
+    self, texts: Sequence[bytes], are_first: Sequence[bool]
+  ) -> list[np.ndarray]:
+    """Returns the tokens of parts of texts, which may be first ones or not."""
+    del are_first
+    return self.encode_batch(texts)
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of tokens, [length].
@@ -174,12 +198,22 @@ class SentencePieceTokenizer(_FileTokenizer):
     return [np.array(x, np.int32) for x in ids]
 
   @functools.cached_property
-  def _can_cut(self) -> np.ndarray:
+  def _can_cut(self) -> tuple[np.ndarray, bool]:
     return _find_bytes_to_cut_between(self._arguments[0])
 
   def find_cuts(self, text: bytes) -> np.ndarray:
+    can_cut, adds_space = self._can_cut
     codes = np.frombuffer(text, np.uint8)
-    return 1 + np.flatnonzero(self._can_cut[codes[:-1], codes[1:]])
+    cuts = 1 + np.flatnonzero(can_cut[codes[:-1], codes[1:]])
+    return cuts[cuts < len(text) - adds_space]
+
+  def encode_parts(
+    self, texts: Sequence[bytes], are_first: Sequence[bool]
+  ) -> list[np.ndarray]:
+    if self._can_cut[1]:  # The model adds the space with which these begin.
+      pairs = zip(texts, are_first, strict=True)
+      texts = [text if first else text[1:] for text, first in pairs]
+    return self.encode_batch(texts)
 
   def _decode(self, ids: list[int]) -> str:
     return self._library.decode(ids)
@@ -232,34 +266,31 @@ class HuggingFaceTokenizer(_FileTokenizer):
 def _splits_before_words(spec: dict[str, Any]) -> bool:
   """Returns whether a tokenizer.json splits text before ' a' in 'x a'.
 
-  In these patterns no word has a space before a letter but as its first
-  character, and none looks behind.
+  Nothing looks across that place before the text is split there, and each word
+  has its own tokens, whatever comes after.
   """
-  first = spec['pre_tokenizer'] or {'type': None}
-  *others, last = first.get('pretokenizers', [first])
-  splits = [x for x in others if x['type'] != 'Digits']
-  known = [{'Regex': _WORDS % x} for x in ('', '{1,3}')]
+  normalizers = _flatten(spec['normalizer'], 'normalizers')
+  words = _flatten(spec['pre_tokenizer'], 'pretokenizers')
+  # They split within words only.
+  words = [x for x in words if x['type'] not in ('Digits', 'Punctuation')]
   return (
-    last['type'] == 'ByteLevel'
-    and not last['add_prefix_space']
-    and (last['use_regex'] or bool(splits))
-    and all(
-      x['type'] == 'Split'
-      and x['pattern'] in known
-      and x['behavior'] == 'Isolated'
-      and not x['invert']
-      for x in splits
-    )
-    and (spec['normalizer'] or {'type': 'NFC'})['type'] == 'NFC'
-    and spec['model']['type'] == 'BPE'
+    all(x['type'] in _LOCAL or x.get('pattern') == _SPACES for x in normalizers)
+    and any(words and x.items() <= words[0].items() for x in _SPLITTERS)
     and not spec['model'].get('dropout')
     # Others, not special, are found in the text before it is split.
     and all(token['special'] for token in spec['added_tokens'])
   )
 
 
-def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
+def _flatten(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+  return part.get(key, [part]) if part else []
+
+
+def _find_bytes_to_cut_between(model: bytes) -> tuple[np.ndarray, bool]:
   """Returns whether a text can be cut between two bytes, bool [256, 256].
+
+  The second value is whether the model puts a space before each text: then a
+  part that is not the first begins with a space, and is longer than that.
 
   BPE merges neighbours only, the best first, so what no piece of the vocabulary
   crosses separates a text: the merges on one side do not depend on the other.
@@ -268,7 +299,7 @@ def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
   try:
     from sentencepiece import sentencepiece_model_pb2
   except Exception:  # It needs protobuf, of a version that fits.
-    return can_cut
+    return can_cut, False
   parsed = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
   how, trained = parsed.normalizer_spec, parsed.trainer_spec
   if (
@@ -277,10 +308,10 @@ def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
     # Otherwise neighbours that are unknown become one token.
     or not trained.byte_fallback
     or how.precompiled_charsmap
-    or how.add_dummy_prefix
     or how.remove_extra_whitespaces
+    or trained.treat_whitespace_as_suffix
   ):
-    return can_cut
+    return can_cut, False
   can_cut[:128] = True  # After ASCII a character begins.
   for piece in parsed.pieces:
     code = np.frombuffer(piece.piece.replace(_SPACE, ' ').encode(), np.uint8)
@@ -288,7 +319,10 @@ def _find_bytes_to_cut_between(model: bytes) -> np.ndarray:
   # A wrong byte is read as U+FFFD, and U+2581 as a space.
   can_cut[:, 128:] &= can_cut[:, _REPLACEMENT.encode()[0], None]
   can_cut[:, _SPACE.encode()[0]] &= can_cut[:, ord(' ')]
-  return can_cut
+  if how.add_dummy_prefix:
+    can_cut &= np.arange(256) == ord(' ')
+    can_cut[ord(' ')] = False
+  return can_cut, how.add_dummy_prefix
 
 
 BYTES = ByteTokenizer()

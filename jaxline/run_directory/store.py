@@ -6,10 +6,9 @@ TensorStore, which talks to buckets, is imported for them only.
 """
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 import contextlib
 import copy
-import errno
 import json
 import os
 import pathlib
@@ -18,14 +17,10 @@ import stat
 from typing import Any
 
 from jaxline import errors
+from jaxline.base import buckets
 from jaxline.base import disk
 from jaxline.base import keys
 
-_DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
-# Of requests that fail by a 503, a timeout or a lost connection; TensorStore
-# doubles its delay from a second up to 32. An address that does not exist would
-# be tried for minutes.
-_RETRIES = {'max_retries': 6, 'max_delay': '8s'}
 _MOST_BYTES = 1 << 32
 # Folders of a run that people put on a larger disk.
 LINKS = 'checkpoints', 'train', 'eval'
@@ -55,7 +50,7 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   scheme, _, path = text.partition('://')
   if text and not disk.is_address(text):
     return Disk(os.path.abspath(text))
-  if scheme in _DRIVERS and path.strip('/') and path[0] != '/':
+  if scheme in buckets.DRIVERS and path.strip('/') and path[0] != '/':
     return Bucket(f'{scheme}://{path.strip("/")}')
   raise errors.UsageError(
     f'config.{what} is {text!r}; expected a directory, gs://BUCKET/PATH or'
@@ -245,27 +240,8 @@ class Bucket(Store):
     super().__init__(url)
     import tensorstore as ts
 
-    scheme, _, rest = url.partition('://')
-    bucket, _, path = rest.partition('/')
-    driver = _DRIVERS[scheme]
-    spec: Any = {'driver': driver, 'bucket': bucket, 'path': f'{path}/'}
-    if driver == 's3':
-      if endpoint := os.environ.get('AWS_ENDPOINT_URL'):
-        spec['endpoint'] = endpoint
-      if region := os.environ.get('AWS_REGION'):
-        spec['aws_region'] = region
-      if {'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'} <= os.environ.keys():
-        # TensorStore logs an error for each profile file that is not there.
-        spec['aws_credentials'] = {'type': 'environment'}
-    context = {
-      f'{driver}_request_retries': _RETRIES,
-      f'{driver}_request_concurrency': {'limit': self.threads},
-    }
     self._everything = ts.KvStore.KeyRange()
-    try:  # It connects later.
-      self._kv = ts.KvStore.open(spec, context=ts.Context(context)).result()
-    except ValueError as e:
-      raise errors.UsageError(f'{url}: {str(e).partition(" [")[0]}') from e
+    self._kv = buckets.connect(f'{url}/', self.threads)
 
   def below(self, folder: str, *, links: bool = False) -> 'Bucket':
     # The same connection: each one that opens looks for credentials anew.
@@ -274,16 +250,8 @@ class Bucket(Store):
     below._kv = self._kv + f'{folder}/'
     return below
 
-  @contextlib.contextmanager
-  def _os_errors(self, key: str) -> Iterator[None]:
-    """Turns the errors of TensorStore, all ValueErrors, into OSErrors."""
-    try:
-      yield
-    except ValueError as e:
-      text = str(e).partition(' [')[0]
-      is_refused = text.startswith(('PERMISSION_DENIED', 'UNAUTHENTICATED'))
-      number = errno.EACCES if is_refused else errno.EIO
-      raise OSError(number, text, f'{self.url}/{key}') from e
+  def _os_errors(self, key: str) -> contextlib.AbstractContextManager[None]:
+    return buckets.os_errors(f'{self.url}/{key}')
 
   def names(self, folder: str = '') -> list[str]:
     place = self.below(folder)._kv if folder else self._kv
