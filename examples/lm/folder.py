@@ -13,9 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import datetime
 import functools
+import hashlib
+import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 from typing import Any
@@ -43,6 +46,8 @@ _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
 _NOT_COPIED = 'not_copied.txt'
 _MAX_BYTES = 2**28  # The files of the largest tokenizers have 2**25.
 _MAX_TEXT = 2**26  # Characters that a template may write.
+# Around what a `generation` block writes: no text in UTF-8 has them.
+_BEGIN, _END = '\udc00', '\udc01'
 
 
 @contextlib.contextmanager
@@ -264,6 +269,35 @@ class Prompts:
     encoding = self._library.encode(text, add_special_tokens=is_text)
     return np.array(encoding.ids, np.int32)
 
+  def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
+    """Returns the `tokenizers.Encoding` of texts that `render` returned."""
+    return self._library.encode_batch(texts, add_special_tokens=False)
+
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of tokens, with the names of special tokens."""
+    return self._library.decode([*map(int, ids)], skip_special_tokens=False)
+
+  @property
+  def vocab_size(self) -> int:
+    """Tokens are less than it."""
+    return 1 + max(self._library.get_vocab().values(), default=-1)
+
+  @functools.cached_property
+  def stop_ids(self) -> tuple[int, ...]:
+    """The tokens that end an answer: the folder's, and the tokenizer's EOS."""
+    end = self._library.token_to_id(self._named.get('eos_token', ''))
+    return (*stop_ids(self._folder), *[end] * (end is not None))
+
+  @functools.cached_property
+  def identity(self) -> str:
+    """The hash of all on which tokens and stops depend."""
+    names = CONFIG, GENERATION, *_OF_TOKENIZERS
+    digest = hashlib.sha256()
+    for name in names:
+      content = read(self._folder, name) or b''
+      digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
   def render(self, messages: Messages, **options: Any) -> str:
     """Returns the text of a conversation, by the folder's template.
 
@@ -272,12 +306,18 @@ class Prompts:
       **options: variables of the template. With `add_generation_prompt`, True
         by default, the text ends with the beginning of the next answer.
     """
+    return self.render_spans(messages, **options)[0]
+
+  def render_spans(
+    self, messages: Messages, **options: Any
+  ) -> tuple[str, list[tuple[int, int]]]:
+    """Returns what `render` does, and where `generation` blocks wrote in it."""
     if not messages or not all(isinstance(x, Mapping) for x in messages):
       raise errors.UsageError(
         f'A conversation is {messages!r:.200}; expected messages, such as'
         " [{'role': 'user', 'content': 'Hi'}]."
       )
-    size, template, written = 0, self._template, []
+    size, template, written = 0, self.template, []
     given = {'tools': None, 'documents': None, 'add_generation_prompt': True}
     given |= {**self._named, **options, 'messages': [*map(_message, messages)]}
     with _reading(f'A conversation by the chat template of {self._folder}'):
@@ -286,10 +326,12 @@ class Prompts:
         if size > _MAX_TEXT:
           raise ValueError(f'more than {_MAX_TEXT:,} characters')
         written.append(piece)
-    return ''.join(written)
+      parts = re.split(f'[{_BEGIN}{_END}]', ''.join(written))
+      marks = [*itertools.accumulate(map(len, parts[:-1]))]
+      return ''.join(parts), [*zip(marks[::2], marks[1::2], strict=True)]
 
   @functools.cached_property
-  def _template(self) -> Any:
+  def template(self) -> Any:
     with _reading(f'The chat template of {self._folder}'):
       if found := _template_of(self._folder):
         return _environment().from_string(found)
@@ -318,14 +360,18 @@ def _environment() -> Any:
   from jinja2 import sandbox
 
   class Generation(ext.Extension):
-    """Accepts the tag around what an assistant writes."""
+    """Marks what an assistant writes."""
 
     tags = {'generation'}
 
     def parse(self, parser: Any) -> Any:
       line = next(parser.stream).lineno
       body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-      return nodes.Scope(body, lineno=line)
+      call = self.call_method('mark', lineno=line)
+      return nodes.CallBlock(call, [], [], body, lineno=line)
+
+    def mark(self, caller: Any) -> str:
+      return f'{_BEGIN}{caller()}{_END}'
 
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
