@@ -78,10 +78,11 @@ def counts(batch: Mapping[str, Any]) -> dict[str, float]:
   'rows' are those with a weight, 'all_rows' all, 'weights' their sum. 'padding'
   is the fraction of the tokens, or else of the rows, that is padding; 'zeros'
   is that of the weights that are 0. 'tokens', if there are entries `ids`, are
-  those that are not padding.
+  those that are not padding; 'trained' is how many weights are not 0.
   """
   found = _arrays(batch)
   is_row, are_tokens = _real_rows(found), _real_tokens(found)
+  weights = found[base.WEIGHTS] != 0
   masks = list(are_tokens.values()) or [is_row]
   num_real = sum(int(x.sum()) for x in masks)
   return {
@@ -90,7 +91,10 @@ def counts(batch: Mapping[str, Any]) -> dict[str, float]:
     'all_rows': is_row.size,
     'weights': float(found[base.WEIGHTS].sum(dtype=np.float64)),
     'padding': 1 - num_real / sum(x.size for x in masks),
-    'zeros': float(np.mean(found[base.WEIGHTS] == 0)),
+    'zeros': float(np.mean(~weights)),
+    'trained': num_real
+    if is_row.shape == weights.shape
+    else int(weights.sum()),
     **({'tokens': num_real} if are_tokens else {}),
   }
 
@@ -146,6 +150,42 @@ def texts(
     key = name.rpartition('.')[0].replace('.', '/') or None
     with contextlib.suppress(NotImplementedError):
       found[name] = source.ids_to_strings(ids_BL, lengths, key=key)
+  return found
+
+
+def marked_texts(
+  source: base.BaseInput, batch: Mapping[str, Any], num_rows: int = 2
+) -> dict[str, list[list[tuple[bool, str]]]]:
+  """Returns the parts of a batch's first rows, each with whether it trains.
+
+  The weights of the entry 'labels' beside 'ids' decide. Empty if all trains.
+  """
+  arrays, found = _arrays(batch), {}
+  for name, is_token in _real_tokens(arrays).items():
+    ids, key = arrays[name], name.rpartition('.')[0].replace('.', '/') or None
+    labels, weights, segments = (
+      arrays.get(name.removesuffix('ids') + x)
+      for x in ('labels', base.WEIGHTS, 'segment_ids')
+    )
+    if labels is None or weights is None or weights.ndim != 2:
+      continue
+    segments = np.zeros_like(ids) if segments is None else segments
+    is_first = np.diff(segments, axis=1, prepend=-1) != 0
+    # Each label, and before a segment its first token, which is none.
+    both = [ids, labels], [is_token & is_first, is_token]
+    tokens, is_kept = (np.stack(x, -1).reshape(len(ids), -1) for x in both)
+    kinds = np.repeat(2 * segments + (weights != 0), 2, axis=1)
+    rows: list[list[tuple[bool, str]]] = []
+    for row, kept in enumerate(is_kept[:num_rows]):
+      cuts = 1 + np.flatnonzero(np.diff(kinds[row, kept]))
+      runs = np.split(tokens[row, kept], cuts)
+      marks = kinds[row, kept][np.append(0, cuts)] & 1 if kept.any() else []
+      with contextlib.suppress(NotImplementedError):
+        of = [(x[None], np.array([x.size])) for x in runs]
+        texts = [source.ids_to_strings(*x, key)[0] for x in of]
+        rows.append([*zip(map(bool, marks), texts, strict=False)])
+    if any(text and not trains for row in rows for trains, text in row):
+      found[name] = rows
   return found
 
 
@@ -408,6 +448,9 @@ def check(
     totals[x] / max(1, totals['batches']) for x in ('padding', 'zeros')
   )
   padded = f'{padding:.1%} of what was read is padding, '
+  share = ''
+  if (trained := totals['trained']) < totals['tokens']:
+    share = f'; {trained / totals["tokens"]:.1%} of the tokens train'
   with open_shard(base.Shard(0, num_hosts)) as source:
     speed = _measure(source, seconds, totals)
   results = {
@@ -415,7 +458,7 @@ def check(
     'epoch': _check_epoch(hosts, totals),
     'resume': _check_resume(hosts, open_shard),
     'position': _check_position(hosts, open_shard),
-    'padding': (NOTE, f'{padded}{zeros:.1%} of the weights are 0'),
+    'padding': (NOTE, f'{padded}{zeros:.1%} of the weights are 0{share}'),
     'speed': (NOTE, speed),
   }
   findings += [Finding(name, *x) for name, x in results.items() if x]
