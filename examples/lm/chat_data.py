@@ -22,6 +22,7 @@ from typing import Any
 from absl import logging
 import numpy as np
 
+from jaxline.base import keys
 from jaxline.inputs import text
 from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
@@ -62,12 +63,11 @@ class Options:
   assistant: str = 'completion'
 
   def __post_init__(self) -> None:
-    for key, *choices in (
-      ('train_on', 'assistant', 'all'),
-      ('too_long', 'cut', 'leave_out'),
-    ):
-      if (value := getattr(self, key)) not in choices:
-        raise ValueError(f'{key} must be one of {choices}; got {value!r}.')
+    keys.check_attributes(
+      self,
+      train_on=keys.one_of('assistant', 'all'),
+      too_long=keys.one_of('cut', 'leave_out'),
+    )
 
 
 def conversations(
@@ -85,20 +85,21 @@ def conversations(
     given = _said(row, 'system', options.system)
     given = given + _said(row, 'user', options.user)
     answers = answers or [options.assistant]
-  found = [given]
-  if answers:
-    found = [given + _said(row, 'assistant', key) for key in answers]
+  elif not isinstance(given, list):
+    raise ValueError(f'its messages are {given!r:.80}; expected a list')
+  found = [given + _said(row, 'assistant', key) for key in answers] or [given]
   for messages in found:
-    if not isinstance(messages, list) or len(messages) < 1 + bool(answers):
-      keys = [options.messages, *options.user.split(','), *answers]
-      raise ValueError(f'it has {[*row]}; expected messages, of {keys}')
-    for x in messages:
-      if not isinstance(x, dict) or x.get('role') not in _ROLES:
-        raise ValueError(f'a message is {x!r:.80}; expected a role of {_ROLES}')
-      if not isinstance(x.get('content'), str | list | None):
-        raise ValueError(f'{x["content"]!r:.80} is no content of a message')
-    if messages[0]['role'] == 'assistant':
-      raise ValueError('it begins with the assistant')
+    roles = [*map(_role, messages)]
+    if (
+      not roles
+      or roles[0] == 'assistant'
+      or (answers and roles[-1] != 'assistant')
+    ):
+      expected = [options.messages, *options.user.split(','), *answers]
+      raise ValueError(
+        f'it has the roles {roles} and the keys {[*row]}; expected the'
+        f' assistant behind others, and of the keys {expected}'
+      )
   return found
 
 
@@ -107,10 +108,19 @@ def _said(row: Mapping[str, Any], role: str, names: str) -> Messages:
   values = [x for name in names.split(',') if (x := row.get(name)) is not None]
   if values and isinstance(values[0], list):
     return values[0]
-  if wrong := [x for x in values if not isinstance(x, str)]:
-    raise ValueError(f'{names!r} is {wrong[0]!r:.80}; expected a text')
+  if not all(isinstance(x, str) for x in values):
+    raise ValueError(f'{names!r} is {values!r:.80}; expected text')
   content = '\n\n'.join(filter(None, values))
   return [{'role': role, 'content': content}] if values else []
+
+
+def _role(message: Any) -> str:
+  is_dict = isinstance(message, dict) and message.get('role') in _ROLES
+  if not is_dict or not isinstance(message.get('content'), str | list | None):
+    raise ValueError(
+      f'a message is {message!r:.80}; expected a role of {_ROLES} and content'
+    )
+  return message['role']
 
 
 class Codes(tokenization.Tokenizer):
