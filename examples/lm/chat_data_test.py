@@ -254,7 +254,7 @@ def test_show_marks_what_trains(capsys):
   args = ['show', '--config=configs/chat.py', '-n1', '--seconds=0']
   assert commands.main(args) == 0
   out = capsys.readouterr().out
-  assert "\n ('<|im_start|>user" in out
+  assert "\n  ('<|im_start|>user" in out
   assert ".<|im_end|>'\n" in out
   assert '8.1% train' in out
   assert '% of the tokens train' in ' '.join(out.split())

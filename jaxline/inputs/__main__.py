@@ -124,16 +124,15 @@ def _show(args: argparse.Namespace, config: Any) -> int:
       return 0
     for number, batch in enumerate(itertools.islice(source, args.n)):
       lines.print_text(f'\nbatch {number}\n{show.describe(batch)}')
-      marked = show.marked_texts(source, batch)
-      for name, rows in show.texts(source, batch).items():
+      texts = show.texts(source, batch)
+      marked = show.marked_texts(source, batch) if texts else {}
+      for name, rows in texts.items():
         for row, shown in enumerate(rows):
-          line = f'row {row} of {name}: {shown!r}'
           if name in marked:
-            lines.print_text(
-              f'row {row} of {name}; in ( ), what trains nothing'
-            )
-            lines.print_text('\n'.join(map(_marked, marked[name][row][:12])))
+            head = f'row {row} of {name}; in ( ) is what trains nothing'
+            lines.print_text('\n  '.join([head, *marked[name][row]]))
             continue
+          line = f'row {row} of {name}: {shown!r}'
           is_long = len(line) > show.WIDTH
           lines.print_text(f'{line[: show.WIDTH - 3]}...' if is_long else line)
   report = show.check(
@@ -145,15 +144,6 @@ def _show(args: argparse.Namespace, config: Any) -> int:
   )
   lines.print_text(f'\n{report}')
   return 0 if report.ok else 1
-
-
-def _marked(part: tuple[bool, str]) -> str:
-  """Returns a part of a row in a line; its beginning and end if it is long."""
-  trains, text = part
-  shown, half = repr(text), show.WIDTH // 2 - 4
-  if len(shown) > 2 * half + 3:
-    shown = f'{shown[:half]}...{shown[-half:]}'
-  return f'  {shown}' if trains else f' ({shown})'
 
 
 @contextlib.contextmanager

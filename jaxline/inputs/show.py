@@ -30,6 +30,7 @@ WRONG = 'WRONG'
 NOTE = ''
 
 WIDTH = 100  # Columns of what is printed.
+_MAX_PARTS = 12  # Lines of a row.
 # The entry of a batch with (epoch + 1, number) of each row's record, int64 [B,
 # 2]; zeros in padding.
 _RECORDS = '_records'
@@ -78,23 +79,22 @@ def counts(batch: Mapping[str, Any]) -> dict[str, float]:
   'rows' are those with a weight, 'all_rows' all, 'weights' their sum. 'padding'
   is the fraction of the tokens, or else of the rows, that is padding; 'zeros'
   is that of the weights that are 0. 'tokens', if there are entries `ids`, are
-  those that are not padding; 'trained' is how many weights are not 0.
+  those that are not padding; 'trained', if weights are of tokens, counts those
+  that are not 0.
   """
   found = _arrays(batch)
   is_row, are_tokens = _real_rows(found), _real_tokens(found)
-  weights = found[base.WEIGHTS] != 0
+  weights = found[base.WEIGHTS]
   masks = list(are_tokens.values()) or [is_row]
   num_real = sum(int(x.sum()) for x in masks)
   return {
     'batches': 1,
     'rows': int(is_row.sum()),
     'all_rows': is_row.size,
-    'weights': float(found[base.WEIGHTS].sum(dtype=np.float64)),
+    'weights': float(weights.sum(dtype=np.float64)),
     'padding': 1 - num_real / sum(x.size for x in masks),
-    'zeros': float(np.mean(~weights)),
-    'trained': num_real
-    if is_row.shape == weights.shape
-    else int(weights.sum()),
+    'zeros': float(np.mean(weights == 0)),
+    **({'trained': int((weights != 0).sum())} if weights.ndim > 1 else {}),
     **({'tokens': num_real} if are_tokens else {}),
   }
 
@@ -155,10 +155,10 @@ def texts(
 
 def marked_texts(
   source: base.BaseInput, batch: Mapping[str, Any], num_rows: int = 2
-) -> dict[str, list[list[tuple[bool, str]]]]:
-  """Returns the parts of a batch's first rows, each with whether it trains.
+) -> dict[str, list[list[str]]]:
+  """Returns lines with the text of the first rows, in ( ) what trains nothing.
 
-  The weights of the entry 'labels' beside 'ids' decide. Empty if all trains.
+  By name of an entry 'ids' beside 'labels' and weights; empty if all trains.
   """
   arrays, found = _arrays(batch), {}
   for name, is_token in _real_tokens(arrays).items():
@@ -175,16 +175,19 @@ def marked_texts(
     both = [ids, labels], [is_token & is_first, is_token]
     tokens, is_kept = (np.stack(x, -1).reshape(len(ids), -1) for x in both)
     kinds = np.repeat(2 * segments + (weights != 0), 2, axis=1)
-    rows: list[list[tuple[bool, str]]] = []
+    rows: list[list[str]] = []
     for row, kept in enumerate(is_kept[:num_rows]):
+      rows.append([])
       cuts = 1 + np.flatnonzero(np.diff(kinds[row, kept]))
-      runs = np.split(tokens[row, kept], cuts)
-      marks = kinds[row, kept][np.append(0, cuts)] & 1 if kept.any() else []
-      with contextlib.suppress(NotImplementedError):
-        of = [(x[None], np.array([x.size])) for x in runs]
-        texts = [source.ids_to_strings(*x, key)[0] for x in of]
-        rows.append([*zip(map(bool, marks), texts, strict=False)])
-    if any(text and not trains for row in rows for trains, text in row):
+      for part in np.split(np.flatnonzero(kept), cuts)[:_MAX_PARTS]:
+        size, half = np.array([part.size]), WIDTH // 2 - 4
+        (text,) = source.ids_to_strings(tokens[row, part][None], size, key)
+        shown = repr(text)
+        if len(shown) > 2 * half:
+          shown = f'{shown[:half]}...{shown[-half:]}'
+        trains = kinds[row, part[:1]] & 1
+        rows[-1] += [shown if trains.any() else f'({shown})'] * bool(text)
+    if any(line.startswith('(') for row in rows for line in row):
       found[name] = rows
   return found
 
@@ -449,8 +452,9 @@ def check(
   )
   padded = f'{padding:.1%} of what was read is padding, '
   share = ''
-  if (trained := totals['trained']) < totals['tokens']:
-    share = f'; {trained / totals["tokens"]:.1%} of the tokens train'
+  if 'trained' in totals and totals['trained'] < totals['tokens']:
+    part = totals['trained'] / totals['tokens']
+    share = f'; {part:.1%} of the tokens train'
   with open_shard(base.Shard(0, num_hosts)) as source:
     speed = _measure(source, seconds, totals)
   results = {
