@@ -253,6 +253,15 @@ def load(
   return corpus
 
 
+def codes_of(documents: text.Documents, document: int) -> list[np.ndarray]:
+  """Returns the codes of each conversation of a document, int32."""
+  starts, end = documents.starts, document + 1
+  end = starts[end] if end < len(starts) else None
+  found = documents.tokens[starts[document] + 1 : end].astype(np.int32)
+  at = np.flatnonzero(found == documents.tokenizer.separator)
+  return np.split(found, np.stack([at, at + 1], 1).ravel())[::2]
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ChatInput(text.TextInput):
   """Rows of whole conversations, each as full as can be.
@@ -280,7 +289,7 @@ class ChatInput(text.TextInput):
     is_long = sizes > self.length
     how = 'cut' if self._cuts else 'left out'
     self._about_long = f'{is_long.sum():,} are longer than a row and {how}'
-    if is_long.any():
+    if self.is_training and is_long.any():
       logging.warning('Of %d conversations %s.', sizes.size, self._about_long)
     sizes[is_long] = self.length if self._cuts else 0
     if not sizes.any():
@@ -293,14 +302,6 @@ class ChatInput(text.TextInput):
     documents, firsts = self._rows
     row = record * self._num_rows // self._num_records
     return documents[firsts[row] : firsts[row + 1]]
-
-  def codes_of(self, document: int) -> list[np.ndarray]:
-    """Returns the codes of each conversation of a document, int32."""
-    starts, end = self._documents.starts, document + 1
-    end = starts[end] if end < len(starts) else None
-    found = self._documents.tokens[starts[document] + 1 : end].astype(np.int32)
-    at = np.flatnonzero(found == self._documents.tokenizer.separator)
-    return np.split(found, np.stack([at, at + 1], 1).ravel())[::2]
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     del epochs
@@ -315,7 +316,9 @@ class ChatInput(text.TextInput):
       for document in self.documents_of(record):
         if has_two:
           batch['weights'][row, at] = 1
-        for sign, codes in zip((1, -1), self.codes_of(document), strict=False):
+        for sign, codes in zip(
+          (1, -1), codes_of(self._documents, document), strict=False
+        ):
           codes = codes[: self.length + 1 - at]
           place, size = (row, slice(at, at + codes.size - 1)), codes.size - 1
           at, segment = at + size, segment + 1

@@ -217,7 +217,10 @@ def test_each_conversation_is_whole_in_one_row(tmp_path):
         assert places[at].tolist() == [*range(at.sum())]
         assert ids[at][1:].tolist() == labels[at][:-1].tolist()
         found.append([ids[at][0] * 2, *labels[at] * 2 + weights[at]])
-  codes = [data.codes_of(i)[0].tolist() for i in range(len(documents.names))]
+  codes = [
+    chat_data.codes_of(documents, i)[0].tolist()
+    for i in range(len(documents.names))
+  ]
   assert sorted(found) == sorted(codes)
   used = sum(len(x) - 1 for x in codes)
   assert used > 0.95 * 512 * (data.num_records() - 1)
@@ -232,7 +235,7 @@ def test_a_conversation_longer_than_a_row(too_long, tmp_path):
   assert f' {sum(sizes > 66)} are longer' in data.describe()
   rows = [x['labels'][0].tolist() for x in data]
   assert len(rows) == sum((sizes <= 66) | (too_long == 'cut'))
-  longest = data.codes_of(int(sizes.argmax()))[0] >> 1
+  longest = chat_data.codes_of(documents, int(sizes.argmax()))[0] >> 1
   assert (longest[1:65].tolist() in rows) == (too_long == 'cut')
 
 

@@ -196,10 +196,10 @@ class Experiment(experiment.Experiment):
 
   def _questions(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields the tokens before the last answers, and those of the answers."""
-    data, left = self.eval_input(), self.config.samples
+    documents, left = self.corpus.eval, self.config.samples
     most = self.config.model.max_length - self.config.sample_length
-    for document in range(len(data.documents.names) if left else 0):
-      codes, *_ = data.codes_of(document)
+    for document in range(len(documents.names) if left else 0):
+      codes, *_ = chat_data.codes_of(documents, document)
       begins = np.flatnonzero(np.diff(codes & 1, prepend=1) == 1)
       if left and begins.size and begins[-1] <= most:
         left -= 1

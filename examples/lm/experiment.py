@@ -417,7 +417,7 @@ class Experiment(sharded.ShardedExperiment):
     total_B, weight_B = self._sums(
       params, model_state, batch, rng, is_training=True, by_row=True
     )
-    return total_B / weight_B
+    return total_B / jnp.maximum(weight_B, 1)  # In a row nothing may train.
 
   def _sums(
     self,
