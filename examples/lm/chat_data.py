@@ -97,8 +97,8 @@ def conversations(
     ):
       expected = [options.messages, *options.user.split(','), *answers]
       raise ValueError(
-        f'it has the roles {roles} and the keys {[*row]}; expected the'
-        f' assistant behind others, and of the keys {expected}'
+        f'its keys {[*row]} give messages of {roles}; expected an answer behind'
+        f' others, from {expected} or the keys that `chat` names'
       )
   return found
 
@@ -271,8 +271,8 @@ class ChatInput(text.TextInput):
   `packing='padded'` it has a row to itself. Which conversations share a row is
   the same in each epoch; the order of the rows is drawn.
 
-  With two answers, segment 2n - 1 has the first and 2n the second; `weights` is
-  1 where a pair begins, and `signs` is 1 and -1 for labels that train.
+  With two answers, segment 2n - 1 has the first and 2n the second, and the
+  weights of each sum to 1/2.
   """
 
   packing: str = 'packed'
@@ -305,32 +305,25 @@ class ChatInput(text.TextInput):
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     del epochs
-    shape, has_two = (len(records), self.length), self.tokenizer.answers
+    shape = len(records), self.length
     names = 'ids', 'labels', 'segment_ids', 'segment_pos'
     batch = {name: np.zeros(shape, np.int32) for name in names}
     batch['weights'] = np.zeros(shape, np.float32)
-    if has_two:
-      batch['signs'] = np.zeros(shape, np.float32)
     for row, record in enumerate(records.tolist()):
       at = segment = 0
       for document in self.documents_of(record):
-        if has_two:
-          batch['weights'][row, at] = 1
-        for sign, codes in zip(
-          (1, -1), codes_of(self._documents, document), strict=False
-        ):
+        for codes in codes_of(self._documents, document):
           codes = codes[: self.length + 1 - at]
-          place, size = (row, slice(at, at + codes.size - 1)), codes.size - 1
-          at, segment = at + size, segment + 1
-          batch['ids'][place], batch['labels'][place] = (
-            codes[:-1] >> 1,
-            codes[1:] >> 1,
-          )
+          place = row, slice(at, at + codes.size - 1)
+          at, segment = at + codes.size - 1, segment + 1
+          batch['ids'][place] = codes[:-1] >> 1
+          batch['labels'][place] = codes[1:] >> 1
           batch['segment_ids'][place] = segment
-          batch['segment_pos'][place] = np.arange(size)
-          batch['signs' if has_two else 'weights'][place] = sign * (
-            codes[1:] & 1
-          )
+          batch['segment_pos'][place] = np.arange(codes.size - 1)
+          weights = codes[1:] & 1
+          if self.tokenizer.answers:
+            weights = weights / max(1, 2 * weights.sum())
+          batch['weights'][place] = weights
     return batch
 
   def describe(self) -> str:

@@ -313,7 +313,7 @@ def test_no_conversation_sees_another(tmp_path):
   for packing in ('packed', 'padded'):
     data = chat_input(subject.corpus.eval, 99, length=128, packing=packing)
     args = subject.state.params, {}, next(data), jax.random.key(0), False
-    sums.append(subject._sums(*args))
+    sums.append(jax.jit(subject._sums, static_argnums=4)(*args))
   np.testing.assert_allclose(*sums, rtol=1e-5)
 
 
@@ -326,10 +326,12 @@ def test_dpo_is_the_published_formula(rank, tmp_path):
   subject = make_experiment(tmp_path, **values)
   documents = subject.corpus.train
   batch = next(chat_input(documents, 20, length=128))
+  loss_fn = jax.jit(subject.loss_fn, static_argnums=4)
+  apply = jax.jit(model.apply, static_argnums=2)
 
   def means():
     args = subject.state.params, subject.state.model_state, batch
-    _, found, _ = subject.loss_fn(*args, jax.random.key(0), False)
+    _, found, _ = loss_fn(*args, jax.random.key(0), False)
     return {name: float(x.compute()) for name, x in found.items()}
 
   def log_probs():
@@ -339,7 +341,7 @@ def test_dpo_is_the_published_formula(rank, tmp_path):
     for answer in said.values():
       answer = subject.prompts.encode_rendered([f'{answer}<|im_end|>'])[0].ids
       ids = jnp.array([[*ask, *answer] for ask in questions])
-      found = model.apply(weights, ids, subject.config.model)
+      found = apply(weights, ids, subject.config.model)
       found = jax.nn.log_softmax(found)[:, -len(answer) - 1 : -1]
       sums.append(sum(found[:, i, x] for i, x in enumerate(answer)))
     return jnp.stack(sums)

@@ -93,6 +93,14 @@ class Experiment(experiment.Experiment):
       return prompt
     return super().encode_prompt(prompt)
 
+  def row_losses(self, *args: Any) -> jax.Array:
+    """Returns the mean cross entropy of each row's tokens, or loss of pairs."""
+    if self.config.loss == 'cross_entropy':
+      return super().row_losses(*args)
+    found, weights_BP = self._preferences(*args, is_training=True)
+    total_B = (found['loss'] * weights_BP).sum(axis=1)
+    return total_B / jnp.maximum(weights_BP.sum(axis=1), 1)
+
   @property
   def _has_reference(self) -> bool:
     """Whether a reference is kept: adapters alone leave one as it is."""
@@ -155,7 +163,7 @@ class Experiment(experiment.Experiment):
         positions_BL=batch['segment_pos'],
         **options,
       )
-      return by_pair(log_probs_BL * jnp.abs(batch['signs']))
+      return by_pair(jnp.where(batch['weights'] > 0, log_probs_BL, 0))
 
     current = log_probs(
       params, config.lora.alpha, rng=rng, is_training=is_training
@@ -171,7 +179,7 @@ class Experiment(experiment.Experiment):
       'reward_rejected': rejected_BP,
       'reward_margin': margin_BP,
       'reward_accuracy': (margin_BP > 0).astype(jnp.float32),
-    }, by_pair(batch['weights'])[..., 0]
+    }, by_pair(batch['weights']).sum(axis=-1)
 
   def sample(self, rng: jax.Array) -> str:
     """Returns the model's answers to held-out conversations."""
