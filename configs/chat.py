@@ -1,21 +1,23 @@
 """Fine-tunes a language model on conversations.
 
-Expected: XX
-Hardware: two cores of an Intel Xeon; no GPU.
-Time:     XX
+Expected: a loss of 0.48 nats a token of the assistant on 16 held-out
+          conversations; 3 of 3 samples are right.
+Hardware: two cores of an Intel Xeon, shared with other programs; no GPU.
+Time:     3 minutes, measured.
 Command:  python experiment.py --config=configs/chat.py \
             --jaxline_mode=train_and_eval
 
-That trains a tiny model of random weights on the conversations that are
-bundled. A model of Hugging Face, on conversations of yours:
+That trains a tiny model of random weights on conversations that are bundled. A
+model of Hugging Face, on conversations of yours:
 
   python -m examples.lm.hf import models/qwen runs/qwen
   python experiment.py --config=configs/chat.py:runs/qwen \
     --jaxline_mode=train_and_eval --config.checkpoint_dir=runs/tuned \
     --config.experiment_kwargs.config.files='chats/*.jsonl'
 
-With --config.experiment_kwargs.config.lora.rank=8 only adapters train; a
-learning rate of 2e-4 suits them. docs/chat_training.md has the format.
+With --config.experiment_kwargs.config.lora.rank=8 only adapters train; they
+need a higher learning rate, such as 2e-4. docs/chat_training.md has the format
+of the files.
 """
 
 import pathlib

@@ -2,8 +2,9 @@
 
 A line is `{"messages": [{"role": "user", "content": "Hi"}, ...]}`, or has texts
 or messages by other names (`Options`), or two answers, `chosen` and `rejected`.
-The chat template beside the tokenizer.json writes it. A line is one document of
-the token cache, where a token is 2 * id, or 2 * id + 1 if it trains: its code.
+The chat template in the folder of the tokenizer.json renders it. A line is one
+document of the token cache, which holds codes: 2 * id of a token, plus 1 if the
+token trains.
 
 Shapes: B rows of this host, L tokens of a row, T tokens of a conversation.
 """
@@ -30,12 +31,12 @@ from jaxline.inputs import tokenization
 
 from . import folder
 
-_FORMAT = 1  # Another number makes all tokens again.
+_FORMAT = 1  # A new number invalidates the caches.
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 _SURROGATES = re.compile('[\ud800-\udfff]')
 # A template that writes the date shall write the same tokens every day.
 _TODAY = datetime.datetime(2024, 7, 26)
-_LOOKED_AT = 2**16  # Tokens, for one that ends an answer.
+_PROBE = 2**16  # Tokens to look through for a stop.
 
 Messages = list[dict[str, Any]]
 
@@ -45,14 +46,14 @@ class Options:
   """How a line is read, and which of its tokens train.
 
   Attributes:
-    train_on: 'assistant' is what the assistant says, with the token that ends
-      it; 'all' is every token.
-    too_long: of a conversation that is longer than a row, 'cut' keeps the
-      beginning and 'leave_out' nothing, as always of one with two answers.
-    messages: the key of the messages. The others are for lines without it.
-    system: the key of what the system says, if it says something.
-    user: the keys of what the user says, such as 'instruction,input'.
-    assistant: the key of what the assistant says.
+    train_on: 'assistant' trains the answers, each with the token that ends it;
+      'all' trains every token.
+    too_long: 'cut' keeps the beginning of a conversation that is longer than a
+      row; 'leave_out' drops it. A line with two answers is always dropped.
+    messages: the key of the messages. Lines without it have the other keys.
+    system: the key of the system's text, which a line may lack.
+    user: the keys of the user's text, such as 'instruction,input'.
+    assistant: the key of the answer.
   """
 
   train_on: str = 'assistant'
@@ -97,8 +98,8 @@ def conversations(
     ):
       expected = [options.messages, *options.user.split(','), *answers]
       raise ValueError(
-        f'its keys {[*row]} give messages of {roles}; expected an answer behind'
-        f' others, from {expected} or the keys that `chat` names'
+        f'its keys {[*row]} give messages of {roles}; expected a question and'
+        f' an answer, from {expected} or the keys that `chat` names'
       )
   return found
 
@@ -124,7 +125,7 @@ def _role(message: Any) -> str:
 
 
 class Codes(tokenization.Tokenizer):
-  """Turns a line into the codes of its conversation: see this module."""
+  """Turns a line into the codes of its conversation."""
 
   def __init__(
     self, path: folder.Path, options: Options, answers: Sequence[str] = ()
@@ -150,11 +151,15 @@ class Codes(tokenization.Tokenizer):
     return [np.frombuffer(x, np.int32) for x in texts]
 
   def _decode(self, ids: list[int]) -> str:
-    """Returns the text of tokens, which are no codes."""
+    """Returns the text of ids; inputs decode ids, not codes."""
     return self.prompts.decode(ids)
 
   def encode_line(self, line: bytes) -> np.ndarray:
-    """Returns the codes of a line, int32; raises a ValueError that says why."""
+    """Returns the codes of a line, int32.
+
+    Raises:
+      ValueError: the line cannot be read.
+    """
     row = json.loads(line.decode(errors='replace'))
     if rb'\ud' in line.lower():  # JSON can hold halves of characters.
       whole = json.dumps(row, ensure_ascii=False)
@@ -205,8 +210,8 @@ class Codes(tokenization.Tokenizer):
         is_turn_T[stops[-1 if is_prefix else 0] + 1 :] = False
       elif not is_prefix:
         raise ValueError(
-          f'message {i} is written in another way if more follows, and none of'
-          f' the stops {self.prompts.stop_ids} is behind it'
+          f'the template changes message {i} if more messages follow, and'
+          f' writes none of the stops {self.prompts.stop_ids} after it'
         )
       trains_T |= is_turn_T
     return 2 * ids_T + trains_T
@@ -242,8 +247,8 @@ def load(
   sources, notes = text_files.find(files)
   reader = _Reader(sources, codes, 'line', '', float(eval_fraction))
   corpus = token_cache.load(reader, notes, cache_dir)
-  some = corpus.train.tokens[:_LOOKED_AT].astype(np.int64)
-  last = some[:-1][np.diff(some & 1) == -1]  # Of each answer.
+  some = corpus.train.tokens[:_PROBE].astype(np.int64)
+  last = some[:-1][np.diff(some & 1) == -1]
   if last.size and not np.isin(last >> 1, codes.prompts.stop_ids).any():
     logging.warning(
       'No answer ends with one of the stops %s: the model does not learn to'
@@ -266,13 +271,12 @@ def codes_of(documents: text.Documents, document: int) -> list[np.ndarray]:
 class ChatInput(text.TextInput):
   """Rows of whole conversations, each as full as can be.
 
-  The entries of a batch are those of `text.TextInput`. A conversation of T
-  tokens takes T - 1 places: its last token is only a label. With
-  `packing='padded'` it has a row to itself. Which conversations share a row is
-  the same in each epoch; the order of the rows is drawn.
+  A batch has the entries of `text.TextInput`. A conversation of T tokens takes
+  T - 1 places: its last token is only a label. With `packing='padded'` each has
+  a row of its own. All epochs have the same rows, in an order that is drawn.
 
-  With two answers, segment 2n - 1 has the first and 2n the second, and the
-  weights of each sum to 1/2.
+  Segment 2n - 1 has the first answer of a line with two, and 2n the second; the
+  weights of each answer sum to 1/2.
   """
 
   packing: str = 'packed'

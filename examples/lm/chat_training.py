@@ -33,12 +33,12 @@ class Config(experiment.Config):
   `documents` and `text_key` have no effect.
 
   Attributes:
-    chat: how a line is read, and what trains.
-    loss: 'cross_entropy', or 'dpo' (Rafailov et al., 2023) for lines with
-      `chosen` and `rejected`: the initial weights are the reference.
-    dpo_beta: what the difference of log-probabilities is multiplied by.
-    samples: how many held-out conversations each evaluation answers; with 0, or
-      if none is short enough, it continues `sample_prompt`.
+    chat: the format of a line, and the tokens that train.
+    loss: 'cross_entropy'; or 'dpo' (Rafailov et al., 2023) for lines with
+      `chosen` and `rejected`, with the initial weights as the reference.
+    dpo_beta: the factor of log-probabilities in rewards.
+    samples: the number of held-out conversations that each evaluation answers;
+      with 0, or if none is short enough, it continues `sample_prompt`.
   """
 
   chat: chat_data.Options = dataclasses.field(default_factory=chat_data.Options)
@@ -109,7 +109,7 @@ class Experiment(experiment.Experiment):
     return config.loss == 'dpo' and not is_frozen
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights, and those of the reference, if any."""
+    """Returns the initial weights, and the reference in the model state."""
     params, model_state = super().init_fn(rng)
     if self._has_reference:
       model_state = {**model_state, _REFERENCE: params}
@@ -203,7 +203,7 @@ class Experiment(experiment.Experiment):
     )
 
   def _questions(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the tokens before the last answers, and those of the answers."""
+    """Yields the tokens before a last answer, and the tokens of the answer."""
     documents, left = self.corpus.eval, self.config.samples
     most = self.config.model.max_length - self.config.sample_length
     for document in range(len(documents.names) if left else 0):

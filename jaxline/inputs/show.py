@@ -158,7 +158,8 @@ def marked_texts(
 ) -> dict[str, list[list[str]]]:
   """Returns lines with the text of the first rows, in ( ) what trains nothing.
 
-  By name of an entry 'ids' beside 'labels' and weights; empty if all trains.
+  By name of an entry 'ids' that comes with 'labels' and weights; empty if all
+  trains.
   """
   arrays, found = _arrays(batch), {}
   for name, is_token in _real_tokens(arrays).items():
