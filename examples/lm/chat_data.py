@@ -194,9 +194,9 @@ class Codes(tokenization.Tokenizer):
       (start,) = self.prompts.encode_rendered([before])
       if start.ids != encoding.ids[: len(start.ids)]:
         raise ValueError(
-          f'the tokens before message {i}, which end with {before[-40:]!r}, are'
-          ' others if it follows. Mark what trains in the template, by {%'
-          ' generation %}, or strip the message'
+          f'before message {i} the template writes other tokens if the message'
+          f' is not there yet; these end with {before[-40:]!r}. Mark the answers'
+          ' in the template by {% generation %}, or strip the message'
         )
       after, _ = render(messages[: i + 1], add_generation_prompt=False)
       is_prefix = whole.startswith(after)
@@ -204,10 +204,10 @@ class Codes(tokenization.Tokenizer):
         begin_T < len(after) if is_prefix else np.ones(len(ids_T), bool)
       )
       is_turn_T[: len(start.ids)] = False
-      # What follows the last stop, such as a new line, is never decoded.
+      # What follows the stop, such as a new line, is never decoded.
       stops = np.flatnonzero(is_turn_T & is_stop_T)
       if stops.size:
-        is_turn_T[stops[-1 if is_prefix else 0] + 1 :] = False
+        is_turn_T[stops[0] + 1 :] = False
       elif not is_prefix:
         raise ValueError(
           f'the template changes message {i} if more messages follow, and'
