@@ -194,8 +194,8 @@ class Codes(tokenization.Tokenizer):
       (start,) = self.prompts.encode_rendered([before])
       if start.ids != encoding.ids[: len(start.ids)]:
         raise ValueError(
-          f'before message {i} the template writes other tokens if the message'
-          f' is not there yet; these end with {before[-40:]!r}. Mark the answers'
+          f'before message {i} the template writes other tokens if it'
+          f' is not there yet, at last {before[-40:]!r}. Mark the answers'
           ' in the template by {% generation %}, or strip the message'
         )
       after, _ = render(messages[: i + 1], add_generation_prompt=False)
