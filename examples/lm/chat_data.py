@@ -134,7 +134,6 @@ class Codes(tokenization.Tokenizer):
     self._arguments = path, options, answers
     self.options, self.answers = options, answers
     self.prompts = folder.Prompts(path)
-    _ = self.prompts.template  # A folder without one is refused here.
     # Two codes more: before each document, and between its conversations.
     self.document_id = 2 * self.prompts.vocab_size
     self.separator = self.document_id + 1

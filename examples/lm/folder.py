@@ -223,17 +223,17 @@ class Prompts:
     import tokenizers
 
     path = pathlib.Path(path)
-    self._folder = path.parent
+    self.folder = path.parent
     if path.suffix != '.json':
       raise errors.UsageError(
         f"The tokenizer is {path}, but prompt_format 'special' and 'chat' need"
         " a tokenizer.json. Set prompt_format='text'."
       )
     with _reading(str(path)):
-      raw = read(self._folder, path.name) or b''
+      raw = read(self.folder, path.name) or b''
       library = self._library = tokenizers.Tokenizer.from_buffer(raw)
-      values = read_json(self._folder, _TOKENIZER_CONFIG)
-      model_type = read_json(self._folder, CONFIG).get('model_type')
+      values = read_json(self.folder, _TOKENIZER_CONFIG)
+      model_type = read_json(self.folder, CONFIG).get('model_type')
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = values.get('split_special_tokens') is True
@@ -248,8 +248,8 @@ class Prompts:
       library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
         prepend_scheme=scheme if has_prefix else 'never', split=False
       )
-    with _reading(f'{self._folder / _TOKENIZER_CONFIG}: special tokens'):
-      named, tokens = _special_tokens(self._folder)
+    with _reading(f'{self.folder / _TOKENIZER_CONFIG}: special tokens'):
+      named, tokens = _special_tokens(self.folder)
       self._named = {name: _content(x) for name, x in named.items()}
       known = {x.content for x in library.get_added_tokens_decoder().values()}
       options = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
@@ -286,17 +286,16 @@ class Prompts:
   def stop_ids(self) -> tuple[int, ...]:
     """The tokens that end an answer: the folder's, and the tokenizer's EOS."""
     end = self._library.token_to_id(self._named.get('eos_token', ''))
-    return (*stop_ids(self._folder), *[end] * (end is not None))
+    return (*stop_ids(self.folder), *[end] * (end is not None))
 
   @functools.cached_property
   def identity(self) -> str:
-    """The hash of all on which tokens and stops depend."""
-    names = CONFIG, GENERATION, *_OF_TOKENIZERS
-    digest = hashlib.sha256()
-    for name in names:
-      content = read(self._folder, name) or b''
-      digest.update(hashlib.sha256(content).digest())
-    return digest.hexdigest()
+    """The hash of all on which the tokens of a conversation depend."""
+    _ = self._template  # A folder without one is refused here.
+    library = self._library
+    names = self._named, self.stop_ids, library.encode_special_tokens
+    about = [library.to_str(), _template_of(self.folder), *names]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
   def render(self, messages: Messages, **options: Any) -> str:
     """Returns the text of a conversation, by the folder's template.
@@ -317,10 +316,10 @@ class Prompts:
         f'A conversation is {messages!r:.200}; expected messages, such as'
         " [{'role': 'user', 'content': 'Hi'}]."
       )
-    size, template, written = 0, self.template, []
+    size, template, written = 0, self._template, []
     given = {'tools': None, 'documents': None, 'add_generation_prompt': True}
     given |= {**self._named, **options, 'messages': [*map(_message, messages)]}
-    with _reading(f'A conversation by the chat template of {self._folder}'):
+    with _reading(f'A conversation by the chat template of {self.folder}'):
       for piece in template.generate(**given):
         size += len(piece)
         if size > _MAX_TEXT:
@@ -331,12 +330,12 @@ class Prompts:
       return ''.join(parts), [*zip(marks[::2], marks[1::2], strict=True)]
 
   @functools.cached_property
-  def template(self) -> Any:
-    with _reading(f'The chat template of {self._folder}'):
-      if found := _template_of(self._folder):
+  def _template(self) -> Any:
+    with _reading(f'The chat template of {self.folder}'):
+      if found := _template_of(self.folder):
         return _environment().from_string(found)
     raise errors.UsageError(
-      f'{self._folder} has no chat template; expected {TEMPLATE}, or'
+      f'{self.folder} has no chat template; expected {TEMPLATE}, or'
       f' chat_template in {_TOKENIZER_CONFIG}. Take the folder of a model for'
       " chats, or texts with prompt_format='special'."
     )
