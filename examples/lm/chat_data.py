@@ -82,7 +82,8 @@ def conversations(
   if not isinstance(row, dict):
     raise ValueError(f'it is a {type(row).__name__}; expected an object')
   given = row.get(options.messages)
-  if given is None:
+  has_messages = given is not None
+  if not has_messages:
     given = _said(row, 'system', options.system)
     given = given + _said(row, 'user', options.user)
     answers = answers or [options.assistant]
@@ -91,11 +92,10 @@ def conversations(
   found = [given + _said(row, 'assistant', key) for key in answers] or [given]
   for messages in found:
     roles = [*map(_role, messages)]
-    if (
-      not roles
-      or roles[0] == 'assistant'
-      or (answers and roles[-1] != 'assistant')
-    ):
+    # A greeting may begin a conversation; without `messages` a key is missing.
+    has_question = has_messages or roles[:1] != ['assistant']
+    has_answer = not answers or roles[-1:] == ['assistant']
+    if not (roles and has_question and has_answer):
       expected = [options.messages, *options.user.split(','), *answers]
       raise ValueError(
         f'its keys {[*row]} give messages of {roles}; expected a question and'
@@ -188,7 +188,8 @@ class Codes(tokenization.Tokenizer):
     # A block may end before the token that ends the turn.
     trains_T[1:] |= is_stop_T[1:] & trains_T[:-1]
     turns = [i for i, x in enumerate(messages) if x['role'] == 'assistant']
-    for i in () if spans else turns:
+    # Of a greeting it is not known where the text begins.
+    for i in () if spans else filter(None, turns):
       before, _ = render(messages[:i], add_generation_prompt=True)
       (start,) = self.prompts.encode_rendered([before])
       if start.ids != encoding.ids[: len(start.ids)]:

@@ -109,6 +109,7 @@ def test_what_the_assistant_says_trains(kind, marked, tmp_path):
   whole = codes.prompts.render(TALK, add_generation_prompt=False)
   assert codes.prompts.decode(ids) == whole
   assert encoded(codes, {'messages': TALK[:2]})[1] == []
+  assert encoded(codes, {'messages': TALK[2:]})[1] == want[1 - marked :]
   # Decoding begins an answer behind the same tokens.
   before = codes.prompts.encode(TALK[:4])
   np.testing.assert_array_equal(ids[: len(before)], before)
