@@ -188,7 +188,7 @@ class Codes(tokenization.Tokenizer):
     # A block may end before the token that ends the turn.
     trains_T[1:] |= is_stop_T[1:] & trains_T[:-1]
     turns = [i for i, x in enumerate(messages) if x['role'] == 'assistant']
-    # Of a greeting it is not known where the text begins.
+    # No template shows where the text of a greeting begins.
     for i in () if spans else filter(None, turns):
       before, _ = render(messages[:i], add_generation_prompt=True)
       (start,) = self.prompts.encode_rendered([before])
@@ -272,8 +272,8 @@ class ChatInput(text.TextInput):
   """Rows of whole conversations, each as full as can be.
 
   A batch has the entries of `text.TextInput`. A conversation of T tokens takes
-  T - 1 places: its last token is only a label. With `packing='padded'` each has
-  a row of its own. All epochs have the same rows, in an order that is drawn.
+  T - 1 places: its last token is only a label. With `packing='padded'` no two
+  share a row. All epochs have the same rows, in an order that is drawn.
 
   Segment 2n - 1 has the first answer of a line with two, and 2n the second; the
   weights of each answer sum to 1/2.
