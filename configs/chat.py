@@ -26,6 +26,7 @@ from ml_collections import config_dict
 
 from configs import lm
 from jaxline import base_config
+from jaxline import errors
 
 _BUNDLED = pathlib.Path(__file__).parents[1] / 'examples/lm/tiny_chat'
 
@@ -38,6 +39,11 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
   if run:
     recorded = base_config.recorded_config(run)
     source = recorded.experiment_kwargs.config
+    if source.get('lora', {}).get('rank'):
+      raise errors.UsageError(
+        f'{run} has adapters, without which it would begin. Export it with'
+        ' examples.lm.hf, and import the export.'
+      )
     for key in 'model', 'tokenizer', 'length', 'decode', 'sample_length':
       kwargs[key] = source[key]
     config.sharding = recorded.sharding
