@@ -2,7 +2,7 @@
 
 Expected: a loss of 0.48 nats a token of the assistant on 16 held-out
           conversations; 3 of 3 samples are right.
-Hardware: two cores of an Intel Xeon, shared with other programs; no GPU.
+Hardware: two cores of an AMD EPYC, shared with other programs; no GPU.
 Time:     3 minutes, measured.
 Command:  python experiment.py --config=configs/chat.py \
             --jaxline_mode=train_and_eval
