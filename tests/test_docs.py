@@ -96,7 +96,7 @@ def test_names_of_pages_in_code():
 
 COMMAND = re.compile(r'^(?:\w+=\S+ )*python experiment\.py .+', re.M)
 
-CONFIG = re.compile(r'--config=((?:configs|examples)/\w+\.py)(?::([\w:]+))?')
+CONFIG = re.compile(r'--config=((configs|examples)/\w+\.py)(:([\w:]+)(?!\S))?')
 
 
 def commands(text):
@@ -127,7 +127,7 @@ def test_commands_name_configs_and_keys_that_exist():
         wrong.append(where)
         continue
       module = runpy.run_path(str(ROOT / found[1]))
-      config = module['get_config'](*filter(None, [found[2]]))
+      config = module['get_config'](*filter(None, [found[4]]))
       keys = keys_of(config)
       used = re.findall(r'--config\.([\w.]+)[= ]', command)
       wrong += [f'{where}: {key}' for key in used if key not in keys]

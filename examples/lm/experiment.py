@@ -242,6 +242,7 @@ class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
   CONFIG_CLASS = Config
+  INPUT = text.TextInput  # Takes the documents of `load_corpus`.
   # How the same step is computed, how the model is evaluated and decoded, and
   # where tokens are cached.
   CHANGEABLE_ON_RESUME = tuple(
@@ -276,27 +277,15 @@ class Experiment(sharded.ShardedExperiment):
       config: the values of a `Config`.
       run_config: the config of the run: see `sharded.ShardedExperiment`.
     """
-    self.config = base_config.read(Config, config)
+    self.config = base_config.read(self.CONFIG_CLASS, config)
     self._tokenizer_file = find_tokenizer(
       self.config.tokenizer, run_config and run_config.checkpoint_dir
     )
     self.tokenizer = tokenization.load_tokenizer(self._tokenizer_file)
     self._check_tokens()
     if mode != 'decode':
-      self.corpus = text.load_corpus(
-        self.config.files,
-        documents=self.config.documents,
-        eval_fraction=self.config.eval_fraction,
-        tokenizer=self.tokenizer,
-        cache_dir=self.config.cache_dir,
-        text_key=self.config.text_key,
-      )
+      self.corpus = self.load_corpus()
       train, held_out = self.corpus
-      if self.config.model.vocab_size < self.tokenizer.vocab_size:
-        for documents in self.corpus:
-          texts = np.split(documents.tokens, documents.starts[1:])
-          for name, ids in zip(documents.names, texts, strict=True):
-            self._check_rows(ids, name)
       self.data_summary = (
         f'{len(train.names):,} documents, {train.tokens.size:,} tokens;'
         f' {len(held_out.names):,} documents held out'
@@ -313,11 +302,29 @@ class Experiment(sharded.ShardedExperiment):
     if (
       mode not in ('train', 'decode')
       and jax.process_index() == 0
+      and self.INPUT is text.TextInput
       and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS
     ):
       baselines = compression_baselines(self.corpus.eval).items()
       shown = ', '.join(f'{name} {bits:.3f}' for name, bits in baselines)
       print(f'Bits per byte of the held-out files: {shown}', flush=True)
+
+  def load_corpus(self) -> text.Corpus:
+    """Returns the tokens to train and to evaluate on."""
+    corpus = text.load_corpus(
+      self.config.files,
+      documents=self.config.documents,
+      eval_fraction=self.config.eval_fraction,
+      tokenizer=self.tokenizer,
+      cache_dir=self.config.cache_dir,
+      text_key=self.config.text_key,
+    )
+    if self.config.model.vocab_size < self.tokenizer.vocab_size:
+      for documents in corpus:
+        texts = np.split(documents.tokens, documents.starts[1:])
+        for name, ids in zip(documents.names, texts, strict=True):
+          self._check_rows(ids, name)
+    return corpus
 
   def _check_tokens(self) -> None:
     """Refuses a model that is too small for the tokens, or for the sample."""
@@ -411,7 +418,7 @@ class Experiment(sharded.ShardedExperiment):
     total_B, weight_B = self._sums(
       params, model_state, batch, rng, is_training=True, by_row=True
     )
-    return total_B / weight_B
+    return total_B / jnp.maximum(weight_B, 1)  # In a row nothing may train.
 
   def _sums(
     self,
@@ -457,7 +464,7 @@ class Experiment(sharded.ShardedExperiment):
         given,
         parts,
       )
-    return text.TextInput(
+    return self.INPUT(
       documents=self.corpus.train,
       batch_size=inputs.per_host(self._rows, shard),
       shard=shard,
@@ -469,7 +476,7 @@ class Experiment(sharded.ShardedExperiment):
 
   def eval_input(self, shard: inputs.Shard | None = None) -> text.TextInput:
     """Returns the held-out documents, each token once."""
-    return text.TextInput(
+    return self.INPUT(
       documents=self.corpus.eval,
       batch_size=inputs.per_host(self.config.eval_batch_size, shard),
       shard=shard,

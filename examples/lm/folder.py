@@ -13,9 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import datetime
 import functools
+import hashlib
+import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 from typing import Any
@@ -43,6 +46,8 @@ _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
 _NOT_COPIED = 'not_copied.txt'
 _MAX_BYTES = 2**28  # The files of the largest tokenizers have 2**25.
 _MAX_TEXT = 2**26  # Characters that a template may write.
+# Around what a `generation` block writes: no text in UTF-8 has them.
+_BEGIN, _END = '\udc00', '\udc01'
 
 
 @contextlib.contextmanager
@@ -218,17 +223,17 @@ class Prompts:
     import tokenizers
 
     path = pathlib.Path(path)
-    self._folder = path.parent
+    self.folder = path.parent
     if path.suffix != '.json':
       raise errors.UsageError(
         f"The tokenizer is {path}, but prompt_format 'special' and 'chat' need"
         " a tokenizer.json. Set prompt_format='text'."
       )
     with _reading(str(path)):
-      raw = read(self._folder, path.name) or b''
+      raw = read(self.folder, path.name) or b''
       library = self._library = tokenizers.Tokenizer.from_buffer(raw)
-      values = read_json(self._folder, _TOKENIZER_CONFIG)
-      model_type = read_json(self._folder, CONFIG).get('model_type')
+      values = read_json(self.folder, _TOKENIZER_CONFIG)
+      model_type = read_json(self.folder, CONFIG).get('model_type')
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = values.get('split_special_tokens') is True
@@ -243,8 +248,8 @@ class Prompts:
       library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
         prepend_scheme=scheme if has_prefix else 'never', split=False
       )
-    with _reading(f'{self._folder / _TOKENIZER_CONFIG}: special tokens'):
-      named, tokens = _special_tokens(self._folder)
+    with _reading(f'{self.folder / _TOKENIZER_CONFIG}: special tokens'):
+      named, tokens = _special_tokens(self.folder)
       self._named = {name: _content(x) for name, x in named.items()}
       known = {x.content for x in library.get_added_tokens_decoder().values()}
       options = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
@@ -264,6 +269,34 @@ class Prompts:
     encoding = self._library.encode(text, add_special_tokens=is_text)
     return np.array(encoding.ids, np.int32)
 
+  def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
+    """Returns the `tokenizers.Encoding` of texts that `render` returned."""
+    return self._library.encode_batch(texts, add_special_tokens=False)
+
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of tokens, with the names of special tokens."""
+    return self._library.decode([*map(int, ids)], skip_special_tokens=False)
+
+  @property
+  def vocab_size(self) -> int:
+    """Tokens are less than it."""
+    return 1 + max(self._library.get_vocab().values(), default=-1)
+
+  @functools.cached_property
+  def stop_ids(self) -> tuple[int, ...]:
+    """The tokens that end an answer: the folder's, and the tokenizer's EOS."""
+    end = self._library.token_to_id(self._named.get('eos_token', ''))
+    return (*stop_ids(self.folder), *[end] * (end is not None))
+
+  @functools.cached_property
+  def identity(self) -> str:
+    """The hash of all on which the tokens of a conversation depend."""
+    _ = self._template  # A folder without one is refused here.
+    library = self._library
+    names = self._named, self.stop_ids, library.encode_special_tokens
+    about = [library.to_str(), _template_of(self.folder), *names]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
   def render(self, messages: Messages, **options: Any) -> str:
     """Returns the text of a conversation, by the folder's template.
 
@@ -272,6 +305,12 @@ class Prompts:
       **options: variables of the template. With `add_generation_prompt`, True
         by default, the text ends with the beginning of the next answer.
     """
+    return self.render_spans(messages, **options)[0]
+
+  def render_spans(
+    self, messages: Messages, **options: Any
+  ) -> tuple[str, list[tuple[int, int]]]:
+    """Returns what `render` does, and where `generation` blocks wrote in it."""
     if not messages or not all(isinstance(x, Mapping) for x in messages):
       raise errors.UsageError(
         f'A conversation is {messages!r:.200}; expected messages, such as'
@@ -280,21 +319,23 @@ class Prompts:
     size, template, written = 0, self._template, []
     given = {'tools': None, 'documents': None, 'add_generation_prompt': True}
     given |= {**self._named, **options, 'messages': [*map(_message, messages)]}
-    with _reading(f'A conversation by the chat template of {self._folder}'):
+    with _reading(f'A conversation by the chat template of {self.folder}'):
       for piece in template.generate(**given):
         size += len(piece)
         if size > _MAX_TEXT:
           raise ValueError(f'more than {_MAX_TEXT:,} characters')
         written.append(piece)
-    return ''.join(written)
+      parts = re.split(f'[{_BEGIN}{_END}]', ''.join(written))
+      marks = [*itertools.accumulate(map(len, parts[:-1]))]
+      return ''.join(parts), [*zip(marks[::2], marks[1::2], strict=True)]
 
   @functools.cached_property
   def _template(self) -> Any:
-    with _reading(f'The chat template of {self._folder}'):
-      if found := _template_of(self._folder):
+    with _reading(f'The chat template of {self.folder}'):
+      if found := _template_of(self.folder):
         return _environment().from_string(found)
     raise errors.UsageError(
-      f'{self._folder} has no chat template; expected {TEMPLATE}, or'
+      f'{self.folder} has no chat template; expected {TEMPLATE}, or'
       f' chat_template in {_TOKENIZER_CONFIG}. Take the folder of a model for'
       " chats, or texts with prompt_format='special'."
     )
@@ -318,14 +359,18 @@ def _environment() -> Any:
   from jinja2 import sandbox
 
   class Generation(ext.Extension):
-    """Accepts the tag around what an assistant writes."""
+    """Marks what an assistant writes."""
 
     tags = {'generation'}
 
     def parse(self, parser: Any) -> Any:
       line = next(parser.stream).lineno
       body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-      return nodes.Scope(body, lineno=line)
+      call = self.call_method('mark', lineno=line)
+      return nodes.CallBlock(call, [], [], body, lineno=line)
+
+    def mark(self, caller: Any) -> str:
+      return f'{_BEGIN}{caller()}{_END}'
 
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

@@ -817,6 +817,33 @@ def loss(
   return nats.total, weights_BL.sum()
 
 
+def log_probs(
+  params: Params,
+  tokens_BL: jax.Array,
+  targets_BL: jax.Array,
+  config: ModelConfig,
+  **options: Any,
+) -> jax.Array:
+  """Returns the log-probability of each target, float32 [B, L].
+
+  Its gradient holds the logits of one of `loss_chunks` pieces at a time.
+  `options` are `rng`, `is_training` and so on of `loss`.
+  """
+  options = {'rng': None, 'is_training': False, **options}
+  x_BLD, head, _ = _transformed(config).apply(
+    params, options.pop('rng'), tokens_BL, **options
+  )
+
+  @jax.checkpoint
+  def piece(x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
+    logits_BLV = transformer.logits(x_BLD, head, config.logits_cap)
+    return -transformer.cross_entropy(logits_BLV, targets_BL)
+
+  n = config.loss_chunks
+  pieces = zip(jnp.split(x_BLD, n, 1), jnp.split(targets_BL, n, 1), strict=True)
+  return jnp.concatenate([piece(*x) for x in pieces], axis=1)
+
+
 def split_layers(params: Params, config: ModelConfig) -> Params:
   """Cuts the weights of the layers into those of each, for `decode_step`.
 

@@ -124,8 +124,14 @@ def _show(args: argparse.Namespace, config: Any) -> int:
       return 0
     for number, batch in enumerate(itertools.islice(source, args.n)):
       lines.print_text(f'\nbatch {number}\n{show.describe(batch)}')
-      for name, rows in show.texts(source, batch).items():
+      texts = show.texts(source, batch)
+      marked = show.marked_texts(source, batch) if texts else {}
+      for name, rows in texts.items():
         for row, shown in enumerate(rows):
+          if name in marked:
+            head = f'row {row} of {name}; in ( ) is what trains nothing'
+            lines.print_text('\n  '.join([head, *marked[name][row]]))
+            continue
           line = f'row {row} of {name}: {shown!r}'
           is_long = len(line) > show.WIDTH
           lines.print_text(f'{line[: show.WIDTH - 3]}...' if is_long else line)

@@ -30,6 +30,7 @@ WRONG = 'WRONG'
 NOTE = ''
 
 WIDTH = 100  # Columns of what is printed.
+_MAX_PARTS = 12  # Lines of a row.
 # The entry of a batch with (epoch + 1, number) of each row's record, int64 [B,
 # 2]; zeros in padding.
 _RECORDS = '_records'
@@ -78,19 +79,22 @@ def counts(batch: Mapping[str, Any]) -> dict[str, float]:
   'rows' are those with a weight, 'all_rows' all, 'weights' their sum. 'padding'
   is the fraction of the tokens, or else of the rows, that is padding; 'zeros'
   is that of the weights that are 0. 'tokens', if there are entries `ids`, are
-  those that are not padding.
+  those that are not padding; 'trained', if weights are of tokens, counts those
+  that are not 0.
   """
   found = _arrays(batch)
   is_row, are_tokens = _real_rows(found), _real_tokens(found)
+  weights = found[base.WEIGHTS]
   masks = list(are_tokens.values()) or [is_row]
   num_real = sum(int(x.sum()) for x in masks)
   return {
     'batches': 1,
     'rows': int(is_row.sum()),
     'all_rows': is_row.size,
-    'weights': float(found[base.WEIGHTS].sum(dtype=np.float64)),
+    'weights': float(weights.sum(dtype=np.float64)),
     'padding': 1 - num_real / sum(x.size for x in masks),
-    'zeros': float(np.mean(found[base.WEIGHTS] == 0)),
+    'zeros': float(np.mean(weights == 0)),
+    **({'trained': int((weights != 0).sum())} if weights.ndim > 1 else {}),
     **({'tokens': num_real} if are_tokens else {}),
   }
 
@@ -146,6 +150,46 @@ def texts(
     key = name.rpartition('.')[0].replace('.', '/') or None
     with contextlib.suppress(NotImplementedError):
       found[name] = source.ids_to_strings(ids_BL, lengths, key=key)
+  return found
+
+
+def marked_texts(
+  source: base.BaseInput, batch: Mapping[str, Any], num_rows: int = 2
+) -> dict[str, list[list[str]]]:
+  """Returns lines with the text of the first rows, in ( ) what trains nothing.
+
+  By name of an entry 'ids' that comes with 'labels' and weights; empty if all
+  trains.
+  """
+  arrays, found = _arrays(batch), {}
+  for name, is_token in _real_tokens(arrays).items():
+    ids, key = arrays[name], name.rpartition('.')[0].replace('.', '/') or None
+    labels, weights, segments = (
+      arrays.get(name.removesuffix('ids') + x)
+      for x in ('labels', base.WEIGHTS, 'segment_ids')
+    )
+    if labels is None or weights is None or weights.ndim != 2:
+      continue
+    segments = np.zeros_like(ids) if segments is None else segments
+    is_first = np.diff(segments, axis=1, prepend=-1) != 0
+    # Each label, and before a segment its first token, which is none.
+    both = [ids, labels], [is_token & is_first, is_token]
+    tokens, is_kept = (np.stack(x, -1).reshape(len(ids), -1) for x in both)
+    kinds = np.repeat(2 * segments + (weights != 0), 2, axis=1)
+    rows: list[list[str]] = []
+    for row, kept in enumerate(is_kept[:num_rows]):
+      rows.append([])
+      cuts = 1 + np.flatnonzero(np.diff(kinds[row, kept]))
+      for part in np.split(np.flatnonzero(kept), cuts)[:_MAX_PARTS]:
+        size, half = np.array([part.size]), WIDTH // 2 - 4
+        (text,) = source.ids_to_strings(tokens[row, part][None], size, key)
+        shown = repr(text)
+        if len(shown) > 2 * half:
+          shown = f'{shown[:half]}...{shown[-half:]}'
+        trains = kinds[row, part[:1]] & 1
+        rows[-1] += [shown if trains.any() else f'({shown})'] * bool(text)
+    if any(line.startswith('(') for row in rows for line in row):
+      found[name] = rows
   return found
 
 
@@ -408,6 +452,10 @@ def check(
     totals[x] / max(1, totals['batches']) for x in ('padding', 'zeros')
   )
   padded = f'{padding:.1%} of what was read is padding, '
+  share = ''
+  if 'trained' in totals and totals['trained'] < totals['tokens']:
+    part = totals['trained'] / totals['tokens']
+    share = f'; {part:.1%} of the tokens train'
   with open_shard(base.Shard(0, num_hosts)) as source:
     speed = _measure(source, seconds, totals)
   results = {
@@ -415,7 +463,7 @@ def check(
     'epoch': _check_epoch(hosts, totals),
     'resume': _check_resume(hosts, open_shard),
     'position': _check_position(hosts, open_shard),
-    'padding': (NOTE, f'{padded}{zeros:.1%} of the weights are 0'),
+    'padding': (NOTE, f'{padded}{zeros:.1%} of the weights are 0{share}'),
     'speed': (NOTE, speed),
   }
   findings += [Finding(name, *x) for name, x in results.items() if x]

@@ -158,15 +158,18 @@ class TextInput(indexed.IndexedInput):
     self.tokenizer = self._documents.tokenizer
     num_tokens = self._documents.tokens.size
     if self.packing == 'padded':
-      self._num_rows = int(self._first_rows[-1])
+      self.set_num_rows(int(self._first_rows[-1]))
     elif self.is_training:
-      self._num_rows = num_tokens // self.length
+      self.set_num_rows(num_tokens // self.length)
     else:
-      self._num_rows = -((1 - num_tokens) // self.length)
-    self._num_records = self._num_rows
+      self.set_num_rows(-((1 - num_tokens) // self.length))
+
+  def set_num_rows(self, num_rows: int) -> None:
+    """Sets how many rows there are, of which `max_batches` may take some."""
+    self._num_rows = self._num_records = num_rows
     if self.max_batches is not None:
       most = self.max_batches * self.get_global_batch_size()
-      self._num_records = min(self._num_rows, most)
+      self._num_records = min(num_rows, most)
 
   def _load(self) -> Documents:
     keys = 'files', 'eval_fraction', 'tokenizer', 'cache_dir', 'text_key'

@@ -392,13 +392,13 @@ def _join(
       num_documents += int(found['begins'].sum())
   names = [source.name for source in reader.sources]
   for name, count in reader.nulls.items():
-    text = f'left out where {reader.text_key!r} is null, {count} of the lines'
-    reader.notes[name] = text
+    text = f'{count} lines left out, whose text_key {reader.text_key!r} is null'
+    reader.notes.setdefault(name, text)
   num_nulls = sum(reader.nulls.values())
   if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):
     raise errors.UsageError(
-      f'{num_nulls} of {num_documents + num_nulls} lines have null as'
-      f' {reader.text_key!r}; expected text. `text_key` names another entry.'
+      f'{num_nulls} of {num_documents + num_nulls} lines are left out: correct'
+      f' them, or name another entry. {join_notes(reader.notes)}'
     )
   if least >= most:
     raise errors.UsageError(

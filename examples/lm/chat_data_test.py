@@ -1,0 +1,368 @@
+"""Tests of conversations as data, and of the training on them."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import chat
+import jaxline
+from jaxline import errors
+from jaxline.inputs import __main__ as commands
+from jaxline.inputs import show
+
+from . import chat_data
+from . import chat_training
+from . import experiment
+from . import model
+
+TINY = pathlib.Path(__file__).parent / 'tiny_chat'
+SYSTEM, ASK = ({'role': x, 'content': x[0]} for x in ('system', 'user'))
+ONE, TWO = ({'role': 'assistant', 'content': f' é{x}'} for x in '12')
+TALK = [SYSTEM, ASK, ONE, ASK, TWO]
+
+# What is before each message, its text, its stop, what is behind it, and what
+# trains of an answer: as published, of Gemma with a block without the stop.
+KINDS = {
+  'chatml': (
+    '<|im_start|>{{ m.role }}\n', '{{ m.content }}', '<|im_end|>', '\n',
+    [' é1<|im_end|>', ' é2<|im_end|>'],
+  ),
+  'llama3': (
+    '<|start|>{{ m.role }}<|end|>\n\n', '{{ m.content | trim }}', '<|eot_id|>',
+    '', ['é1<|eot_id|>', 'é2<|eot_id|>'],
+  ),
+  'gemma': (
+    '<start_of_turn>{{ "model" if m.role == "assistant" else m.role }}\n',
+    '{{ m.content | trim }}', '<end_of_turn>', '\n',
+    ['é1<end_of_turn>', 'é2<end_of_turn>'],
+  ),
+  'mistral': (
+    '{{ "[INST] " if m.role != "assistant" else "" }}', '{{ m.content }}',
+    '</s>', '', [' é1</s>', ' é2</s>'],
+  ),
+  # As Qwen 3: another text is before the last answer.
+  'thinks': (
+    '<|im_start|>{{ m.role }}\n',
+    '{{ "<think>\n\n</think>\n\n" if loop.last else "" }}{{ m.content }}',
+    '<|im_end|>', '\n',
+    [' é1<|im_end|>', '<think>\n\n</think>\n\n é2<|im_end|>'],
+  ),
+}  # fmt: skip
+
+
+def template_of(kind, marked=False):
+  before, content, stop, behind, _ = KINDS[kind]
+  begin, end = '{% generation %}', '{% endgeneration %}'
+  answer = f'{content}{stop}'
+  if marked:
+    answer = f'{begin}{answer}{end}'
+    answer = f'{begin}{content}{end}{stop}' if kind == 'gemma' else answer
+  # Jinja2 drops a new line behind a tag.
+  ask = 'assistant' if kind != 'gemma' else 'model'
+  prompt = before.split('{{')[0] + f'{ask}{before.rpartition("}}")[2]}'
+  end = ' [/INST]' if kind == 'mistral' else stop
+  return (
+    f'{{{{ bos_token }}}}{{% for m in messages %}}{before}'
+    f'{{% if m.role == "assistant" %}}{answer}{{% else %}}'
+    f'{{{{ m.content }}}}{end}{{% endif %}}'
+    f'{{{{ {behind!r} }}}}{{% endfor %}}'
+    + ('' if kind == 'mistral' else
+       f'{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}')
+  )  # fmt: skip
+
+
+def make(path, template, stop='<|im_end|>'):
+  """Makes a folder with the tokenizer that is bundled and a template."""
+  path.mkdir()
+  shutil.copy(TINY / 'tokenizer.json', path)
+  config = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'bos_token': '<s>',
+    'eos_token': stop,
+    'extra_special_tokens': ['<|eot_id|>', '<end_of_turn>', '[INST]'],
+    'chat_template': template,
+  }
+  (path / 'tokenizer_config.json').write_text(json.dumps(config))
+  return path / 'tokenizer.json'
+
+
+def encoded(codes, row):
+  """Returns the tokens of a line, and the texts that train."""
+  found = codes.encode_line(json.dumps(row).encode())
+  runs = np.split(found, 1 + np.flatnonzero(np.diff(found & 1)))
+  return found >> 1, [codes.prompts.decode(x >> 1) for x in runs if x[0] & 1]
+
+
+@pytest.mark.parametrize('marked', [False, True])
+@pytest.mark.parametrize('kind', KINDS)
+def test_what_the_assistant_says_trains(kind, marked, tmp_path):
+  template, (*_, stop, _, want) = template_of(kind, marked), KINDS[kind]
+  path = make(tmp_path / 'hf', template, stop)
+  codes = chat_data.Codes(path, chat_data.Options())
+  ids, texts = encoded(codes, {'messages': TALK})
+  assert texts == want
+  whole = codes.prompts.render(TALK, add_generation_prompt=False)
+  assert codes.prompts.decode(ids) == whole
+  assert encoded(codes, {'messages': TALK[:2]})[1] == []
+  assert encoded(codes, {'messages': TALK[2:]})[1] == want[1 - marked :]
+  # Decoding begins an answer behind the same tokens.
+  before = codes.prompts.encode(TALK[:4])
+  np.testing.assert_array_equal(ids[: len(before)], before)
+  every = chat_data.Codes(path, chat_data.Options(train_on='all'))
+  assert encoded(every, {'messages': TALK})[1] == [whole]
+  if not marked:
+    return
+  transformers = pytest.importorskip('transformers', minversion='5')
+  theirs = transformers.AutoTokenizer.from_pretrained(path.parent)
+  expected = theirs.apply_chat_template(
+    TALK, return_assistant_tokens_mask=True, return_dict=True
+  )
+  assert ids.tolist() == expected['input_ids']
+  found = codes.encode_line(json.dumps({'messages': TALK}).encode()) & 1
+  stops = found & np.isin(ids, codes.prompts.stop_ids)
+  np.testing.assert_array_equal(expected['assistant_masks'] | stops, found)
+
+
+ALPACA = {'user': 'instruction,input', 'assistant': 'output'}
+
+
+@pytest.mark.parametrize(
+  ('row', 'options', 'want'),
+  [
+    ({'prompt': 'a', 'completion': 'b'}, {}, 'ua ab '),
+    ({'prompt': [SYSTEM, ASK], 'completion': [ONE]}, {}, 'ss uu a é1 '),
+    ({'system': 's', 'prompt': 'a', 'completion': ''}, {}, 'ss ua a '),
+    ({'instruction': 'a', 'input': '', 'output': 'b'}, ALPACA, 'ua ab '),
+    ({'instruction': 'a', 'input': 'c', 'output': 'b'}, ALPACA, 'ua\n\nc ab '),
+    ({'talk': TALK[:3]}, {'messages': 'talk'}, 'ss uu a é1 '),
+    ({'messages': [{**ASK, 'content': '\ud800'}]}, {}, 'u\ufffd '),
+    ([], {}, 'list'),
+    ({'text': 'a'}, {}, 'messages'),
+    ({'messages': 'a'}, {}, 'messages'),
+    ({'messages': [{'role': 'gpt', 'content': 'a'}]}, {}, 'gpt'),
+    ({'messages': [{'role': 'user', 'content': 1}]}, {}, 'content'),
+    ({'prompt': 'a', 'completion': 1}, {}, 'completion'),
+    ({'prompt': 'a'}, {}, 'completion'),
+    ({'completion': 'a'}, {}, 'prompt'),
+  ],
+)  # fmt: skip
+def test_lines(row, options, want, tmp_path):
+  template = (
+    '{% for m in messages %}{{ m.role[0] + m.content + " " }}{% endfor %}'
+  )
+  path = make(tmp_path / 'hf', template)
+  codes = chat_data.Codes(path, chat_data.Options(**options, train_on='all'))
+  if want.endswith(' '):
+    assert encoded(codes, row)[1] == [want]
+  else:
+    with pytest.raises(ValueError, match=want):
+      encoded(codes, row)
+
+
+def write(path, rows):
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  return path
+
+
+def load(path, tokenizer=TINY / 'tokenizer.json', **options):
+  codes = chat_data.Codes(tokenizer, chat_data.Options(**options))
+  where = {'cache_dir': path.parent / 'cache'}
+  return chat_data.load(path, codes, eval_fraction=0.1, **where).train
+
+
+def of_sizes(sizes):
+  """Returns conversations whose answers have so many letters."""
+  pairs = enumerate(sizes)
+  return [{'prompt': f'{i}', 'completion': 'x' * int(n)} for i, n in pairs]
+
+
+def test_lines_that_cannot_be_read_are_named_and_counted(tmp_path):
+  # Alone, the beginning of this conversation is written in another way.
+  template = (
+    template_of('chatml') + '{% if messages | length < 3 %}!{% endif %}'
+  )
+  path = make(tmp_path / 'hf', template)
+  good, bad = {'messages': [ASK]}, {'messages': TALK[1:4]}
+  file = write(tmp_path / 'a.jsonl', [*[good] * 200, bad])
+  assert 'a.jsonl:201' in load(file, path).notes['a.jsonl']
+  write(file, [good, bad, bad])
+  with pytest.raises(
+    errors.UsageError, match=r'2 of 3 .*a.jsonl:2: .*generation'
+  ):
+    load(file, path)
+
+
+def chat_input(documents, batch_size=8, **fields):
+  fields = {'length': 512, 'reset_for_eval': True, **fields}
+  return chat_data.ChatInput(
+    documents=documents, batch_size=batch_size, **fields
+  )
+
+
+def test_each_conversation_is_whole_in_one_row(tmp_path):
+  sizes = np.random.default_rng(0).integers(0, 100, 400)
+  documents, found = load(write(tmp_path / 'a.jsonl', of_sizes(sizes))), []
+  data = chat_input(documents)
+  names = 'ids', 'labels', 'segment_ids', 'segment_pos', 'weights'
+  for batch in data:
+    for ids, labels, segments, places, weights in zip(
+      *(batch[x] for x in names), strict=True
+    ):
+      for i in range(1, segments.max() + 1):
+        at = segments == i
+        assert places[at].tolist() == [*range(at.sum())]
+        assert ids[at][1:].tolist() == labels[at][:-1].tolist()
+        found.append([ids[at][0] * 2, *labels[at] * 2 + weights[at]])
+  codes = [
+    chat_data.codes_of(documents, i)[0].tolist()
+    for i in range(len(documents.names))
+  ]
+  assert sorted(found) == sorted(codes)
+  used = sum(len(x) - 1 for x in codes)
+  assert used > 0.95 * 512 * (data.num_records() - 1)
+
+
+@pytest.mark.parametrize('too_long', ['cut', 'leave_out'])
+def test_a_conversation_longer_than_a_row(too_long, tmp_path):
+  file = write(tmp_path / 'a.jsonl', of_sizes([1, 300] * 8))
+  documents = load(file, too_long=too_long)
+  data = chat_input(documents, 1, length=64, packing='padded')
+  sizes = np.diff(documents.starts, append=documents.tokens.size)
+  assert f' {sum(sizes > 66)} are longer' in data.describe()
+  rows = [x['labels'][0].tolist() for x in data]
+  assert len(rows) == sum((sizes <= 66) | (too_long == 'cut'))
+  longest = chat_data.codes_of(documents, int(sizes.argmax()))[0] >> 1
+  assert (longest[1:65].tolist() in rows) == (too_long == 'cut')
+
+
+def test_a_position_fits_any_number_of_hosts(tmp_path):
+  documents = load(write(tmp_path / 'a.jsonl', of_sizes(range(90))))
+  report = show.check(
+    lambda shard: chat_input(
+      documents, 12 // shard.count, length=128, shard=shard,
+      is_training=True, reset_for_eval=False,
+    ),
+    num_hosts=3,
+    seconds=0,
+  )  # fmt: skip
+  verdicts = {x.name: x.verdict for x in report.findings}
+  assert [verdicts[x] for x in ('rows', 'resume', 'position')] == [show.OK] * 3
+
+
+def test_show_marks_what_trains(capsys):
+  args = ['show', '--config=configs/chat.py', '-n1', '--seconds=0']
+  assert commands.main(args) == 0
+  out = capsys.readouterr().out
+  assert "\n  ('<|im_start|>user" in out
+  assert ".<|im_end|>'\n" in out
+  assert '8.1% train' in out
+  assert '% of the tokens train' in ' '.join(out.split())
+
+
+def overrides(tmp_path, **values):
+  """Returns what makes the bundled model smaller yet."""
+  sizes = {'num_layers': 1, 'embed_dim': 32, 'num_heads': 2, 'mlp_dim': 64}
+  kwargs = {f'model.{key}': size for key, size in sizes.items()}
+  kwargs |= {'cache_dir': str(tmp_path / 'cache'), **values}
+  return {f'experiment_kwargs.config.{key}': x for key, x in kwargs.items()}
+
+
+def test_training_lowers_the_loss_also_of_adapters(tmp_path):
+  run = {'checkpoint_dir': str(tmp_path / 'run'), 'training_steps': 60}
+  run |= {'eval_initial_weights': True, 'eval_interval': 60, 'console': 'off'}
+  result = jaxline.fit(None, chat.get_config(), run | overrides(tmp_path))
+  losses = result.history['eval/loss'][:, 1]
+  assert losses[-1] < 0.4 * losses[0]
+  assert '(expected: ' in result.experiment.sample(jax.random.key(0))
+  base = jax.device_get(result.experiment.state.params)
+
+  # In many batches nothing trains.
+  rows = [{'messages': [ASK]}, {'prompt': 'a', 'completion': 'b'}] * 30
+  values = {'files': str(write(tmp_path / 'a.jsonl', rows)), 'lora.rank': 2}
+  values |= {'learning_rate': 0.02, 'batch_size': 1, 'packing': 'padded'}
+  values = overrides(tmp_path, **values, eval_fraction=0.3)
+  values |= {
+    'checkpoint_dir': str(tmp_path / 'b'),
+    'log_train_data_interval': 1,
+  }
+  config = chat.get_config(str(tmp_path / 'run'))
+  result = jaxline.fit(None, config, run | values)
+  losses = result.history['eval/loss'][:, 1]
+  assert losses[-1] < 0.5 * losses[0]
+  assert result.history['train/zero_weight_steps'][-1, 1] > 5
+  tuned = jax.device_get(result.experiment.state.params)
+  for module, leaves in base.items():
+    for name, value in leaves.items():
+      np.testing.assert_array_equal(tuned[module][name], value)
+
+
+def make_experiment(tmp_path, **values):
+  config = chat.get_config()
+  config.update_from_flattened_dict(overrides(tmp_path, **values))
+  return chat_training.Experiment(
+    'train', jax.random.key(0), run_config=config, **config.experiment_kwargs
+  )
+
+
+def test_no_conversation_sees_another(tmp_path):
+  subject, sums = make_experiment(tmp_path), []
+  for packing in ('packed', 'padded'):
+    data = chat_input(subject.corpus.eval, 99, length=128, packing=packing)
+    args = subject.state.params, {}, next(data), jax.random.key(0), False
+    sums.append(jax.jit(subject._sums, static_argnums=4)(*args))
+  np.testing.assert_allclose(*sums, rtol=1e-5)
+
+
+@pytest.mark.parametrize('rank', [0, 2])
+def test_dpo_is_the_published_formula(rank, tmp_path):
+  said = {'chosen': 'yes', 'rejected': 'no.'}
+  rows = [{**said, 'prompt': f'{i}?'} for i in range(10, 30)]
+  values = {'files': str(write(tmp_path / 'a.jsonl', rows)), 'lora.rank': rank}
+  values |= {'loss': 'dpo', 'dpo_beta': 0.3, 'learning_rate': 0.01}
+  subject = make_experiment(tmp_path, **values)
+  documents = subject.corpus.train
+  batch = next(chat_input(documents, 20, length=128))
+  loss_fn = jax.jit(subject.loss_fn, static_argnums=4)
+  apply = jax.jit(model.apply, static_argnums=2)
+
+  def means():
+    args = subject.state.params, subject.state.model_state, batch
+    _, found, _ = loss_fn(*args, jax.random.key(0), False)
+    return {name: float(x.compute()) for name, x in found.items()}
+
+  def log_probs():
+    """Returns those of both answers to each question alone, [2, D]."""
+    weights = experiment.merged(subject.state.params, {}, subject.config)
+    sums = []
+    for answer in said.values():
+      answer = subject.prompts.encode_rendered([f'{answer}<|im_end|>'])[0].ids
+      ids = jnp.array([[*ask, *answer] for ask in questions])
+      found = apply(weights, ids, subject.config.model)
+      found = jax.nn.log_softmax(found)[:, -len(answer) - 1 : -1]
+      sums.append(sum(found[:, i, x] for i, x in enumerate(answer)))
+    return jnp.stack(sums)
+
+  lines = [int(name.split(':')[1]) - 1 for name in documents.names]
+  asked = [[{'role': 'user', 'content': rows[i]['prompt']}] for i in lines]
+  questions = [subject.prompts.encode(x).tolist() for x in asked]
+  assert means()['loss'] == pytest.approx(np.log(2))
+  start = log_probs()
+  rng = subject.initialize_train_step_rng(jax.random.key(1))
+  for step in range(5):
+    subject.step(global_step=step, rng=rng, writer=None)
+  chosen, rejected = 0.3 * (log_probs() - start)
+  want = {
+    'loss': -np.log(1 / (1 + np.exp(rejected - chosen))),
+    'reward_chosen': chosen,
+    'reward_rejected': rejected,
+    'reward_margin': chosen - rejected,
+    'reward_accuracy': chosen > rejected,
+  }
+  want = {name: float(np.mean(x)) for name, x in want.items()}
+  assert means() == pytest.approx(want, rel=1e-4)
+  assert want['reward_margin'] > 0.01
