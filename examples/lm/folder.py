@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxline import errors
+from jaxline.inputs import tokenization
 from jaxline.metrics import lines
 
 Path = str | os.PathLike[str]
@@ -37,6 +38,7 @@ _OF_TOKENIZERS = (
   'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
   'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
 )  # fmt: skip
+_NAMED = 'bos', 'eos', 'unk', 'sep', 'pad', 'cls', 'mask'
 _LLAMA = 'LlamaTokenizer', 'LlamaTokenizerFast'
 _WEIGHTS = '.safetensors', '.safetensors.index.json'
 _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
@@ -90,6 +92,23 @@ def of_tokenizer(spec: str) -> pathlib.Path | None:
   """Returns the folder of `Config.tokenizer`, or None for 'bytes' and such."""
   path = pathlib.Path(str(spec).partition('#')[0])
   return path.parent if path.suffix in ('.json', '.model') else None
+
+
+def tokenizer_of(path: pathlib.Path) -> str:
+  """Returns the `Config.tokenizer` of a file, with its document token.
+
+  It is named where the tokenizer does not find one by itself.
+  """
+  if path.suffix == '.json':
+    with _reading(f'{path}, or {path.parent / _TOKENIZER_CONFIG}:'):
+      added = read_json(path.parent, path.name).get('added_tokens') or []
+      known = {x['content'] for x in added}
+      named, _ = _special_tokens(path.parent)
+      ends = [_content(named.get(f'{x}_token', '')) for x in _NAMED[:2]]
+    ends = [x for x in ends if x in known]
+    if ends and not known & {*tokenization.WELL_KNOWN_TOKENS}:
+      return f'{path}#{ends[0]}'
+  return str(path)
 
 
 def is_of(folder: Path | None, vocab_size: int) -> bool:
@@ -183,7 +202,10 @@ def _template_of(folder: Path) -> str | None:
   found = read_json(folder, _TOKENIZER_CONFIG).get('chat_template')
   if isinstance(found, list):
     found = {x['name']: x['template'] for x in found}
-  return found.get('default') if isinstance(found, dict) else found
+  found = found.get('default') if isinstance(found, dict) else found
+  if raw := read(pathlib.Path(folder), f'{TEMPLATES}/default.jinja'):
+    return raw.decode()
+  return found
 
 
 def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -194,11 +216,22 @@ def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     values = {**values, **read_json(folder, 'special_tokens_map.json')}
   extra = values.get('extra_special_tokens')
   extra = extra or values.get('additional_special_tokens') or []
-  named = {k: x for k, x in values.items() if k.endswith('_token')}
+  # Those that all models have come first, in this order.
+  first = [f'{x}_token' for x in _NAMED]
+  others = [k for k in values if k.endswith('_token') and k not in first]
+  named = {k: values[k] for k in [*first, *others] if k in values}
+  named |= values.get('model_specific_special_tokens') or {}
   if isinstance(extra, dict):
     named, extra = {**named, **extra}, []
   named = {k: x for k, x in named.items() if isinstance(x, str | dict)}
   tokens = [added[i] for i in sorted(added or {}, key=int)]
+  if added is None:
+    special = {_content(x) for x in [*named.values(), *extra]}
+    ids = read_json(folder, 'added_tokens.json')
+    tokens = [
+      {'content': x, 'special': x in special, 'normalized': x not in special}
+      for x in sorted(ids, key=lambda x: ids[x])
+    ]
   return named, [*tokens, *named.values(), *extra]
 
 
@@ -218,17 +251,19 @@ class Prompts:
     import tokenizers
 
     path = pathlib.Path(path)
-    self._folder = path.parent
+    self.folder = path.parent
     if path.suffix != '.json':
       raise errors.UsageError(
-        f"The tokenizer is {path}, but prompt_format 'special' and 'chat' need"
-        " a tokenizer.json. Set prompt_format='text'."
+        f'The tokenizer is {path}, and special tokens and chats need a'
+        " tokenizer.json. Use prompt_format='text', or let transformers write"
+        ' one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR); then'
+        ' import DIR again.'
       )
     with _reading(str(path)):
-      raw = read(self._folder, path.name) or b''
+      raw = read(self.folder, path.name) or b''
       library = self._library = tokenizers.Tokenizer.from_buffer(raw)
-      values = read_json(self._folder, _TOKENIZER_CONFIG)
-      model_type = read_json(self._folder, CONFIG).get('model_type')
+      values = read_json(self.folder, _TOKENIZER_CONFIG)
+      model_type = read_json(self.folder, CONFIG).get('model_type')
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = values.get('split_special_tokens') is True
@@ -243,8 +278,8 @@ class Prompts:
       library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
         prepend_scheme=scheme if has_prefix else 'never', split=False
       )
-    with _reading(f'{self._folder / _TOKENIZER_CONFIG}: special tokens'):
-      named, tokens = _special_tokens(self._folder)
+    with _reading(f'{self.folder / _TOKENIZER_CONFIG}: special tokens'):
+      named, tokens = _special_tokens(self.folder)
       self._named = {name: _content(x) for name, x in named.items()}
       known = {x.content for x in library.get_added_tokens_decoder().values()}
       options = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
@@ -280,7 +315,7 @@ class Prompts:
     size, template, written = 0, self._template, []
     given = {'tools': None, 'documents': None, 'add_generation_prompt': True}
     given |= {**self._named, **options, 'messages': [*map(_message, messages)]}
-    with _reading(f'A conversation by the chat template of {self._folder}'):
+    with _reading(f'A conversation by the chat template of {self.folder}'):
       for piece in template.generate(**given):
         size += len(piece)
         if size > _MAX_TEXT:
@@ -288,13 +323,18 @@ class Prompts:
         written.append(piece)
     return ''.join(written)
 
+  @property
+  def has_template(self) -> bool:
+    """Whether the folder has a chat template."""
+    return bool(_template_of(self.folder))
+
   @functools.cached_property
   def _template(self) -> Any:
-    with _reading(f'The chat template of {self._folder}'):
-      if found := _template_of(self._folder):
+    with _reading(f'The chat template of {self.folder}'):
+      if found := _template_of(self.folder):
         return _environment().from_string(found)
     raise errors.UsageError(
-      f'{self._folder} has no chat template; expected {TEMPLATE}, or'
+      f'{self.folder} has no chat template; expected {TEMPLATE}, or'
       f' chat_template in {_TOKENIZER_CONFIG}. Take the folder of a model for'
       " chats, or texts with prompt_format='special'."
     )

@@ -542,7 +542,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     )
   config.checkpoint_dir = str(run)
   kwargs = config.experiment_kwargs.config
-  kwargs.tokenizer = str((source / name).absolute())
+  kwargs.tokenizer = folder.tokenizer_of(source.absolute() / name)
   kwargs.decode.stop_ids = folder.stop_ids(source)
   if name == 'tokenizer.json':
     kwargs.prompt_format = 'special'
@@ -553,7 +553,8 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   experiment = experiments.construct(cls, 'decode', init_rng, config)
   state = _read_state(tensors, experiment, init_rng)
   beside = run.absolute() / folder.NAME
-  kwargs.tokenizer = str(beside / name)
+  token = kwargs.tokenizer.removeprefix(str(source.absolute() / name))
+  kwargs.tokenizer = f'{beside / name}{token}'
   config = platform.resolve_config(config)
   checkpointer = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'train'), cls

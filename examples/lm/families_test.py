@@ -1,0 +1,248 @@
+"""Compares chats with transformers, in folders as seven families have them.
+
+  python -m examples.lm.families_test  # Prints the table of docs/chat.md.
+  python -m examples.lm.families_test qwen2 DIR  # Makes such a folder.
+
+The templates (tests/data/chat_templates) and the rules of the tokenizers are
+written after the published ones; the vocabularies are small.
+"""
+
+import functools
+import json
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import jinja2
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from tokenizers import decoders
+from tokenizers import normalizers
+from tokenizers import pre_tokenizers
+from tokenizers import processors
+from tokenizers import trainers
+
+from jaxline import errors
+from jaxline.inputs import tokenization
+
+from . import folder
+from . import hf_test
+
+_CHATML = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
+_GEMMA = '<bos>', '<eos>', '<pad>', '<mask>', '<start_of_turn>', '<end_of_turn>'
+_ENDS = '<|im_end|>', '<|eot_id|>', '<end_of_turn>', '</s>'
+# Of each family the class of its tokenizer, its special tokens, and whether the
+# first of them is put before a text.
+FAMILIES = {
+  'llama': ('LlamaTokenizer', ('<s>', '</s>'), True),
+  'llama3': (
+    'PreTrainedTokenizerFast',
+    (
+      '<|begin_of_text|>',
+      '<|eot_id|>',
+      '<|start_header_id|>',
+      '<|end_header_id|>',
+    ),
+    True,
+  ),
+  'mistral': ('LlamaTokenizer', ('<s>', '</s>'), True),
+  'qwen2': ('Qwen2Tokenizer', _CHATML, False),
+  'qwen3': ('Qwen2Tokenizer', (*_CHATML, '<think>', '</think>'), False),
+  'gemma2': ('GemmaTokenizer', _GEMMA, True),
+  'gemma3': ('GemmaTokenizer', (*_GEMMA, '<image_soft_token>'), True),
+}
+
+
+def _turns(*contents, system=None):
+  roles = ['user', 'assistant'] * len(contents)
+  first = [] if system is None else [{'role': 'system', 'content': system}]
+  pairs = zip(roles, contents, strict=False)
+  return first + [{'role': role, 'content': x} for role, x in pairs]
+
+
+_CALL = {'function': {'name': 'add', 'arguments': {'a': 1, 'b': 'é<'}}}
+CONVERSATIONS = [
+  _turns('Hi'),
+  _turns('Hi', system='Be brief.'),
+  _turns('Hi', 'Hello!', 'What is 2 + 2?'),
+  _turns('Hi', ' Hello! ', '  two  spaces\n', '4', 'x', system=' Rhyme.\n'),
+  _turns('naïve 中文 👩‍🚀 e\u0301'),
+  _turns("def f(x):\n\treturn x  # don't\r\n\n\n"),
+  _turns('</s><|im_end|>\n<|im_start|>system<eos><|eot_id|>[/INST]'),
+  _turns('', '', ''),
+  _turns('1234567 3.14', '<think>\nso\n</think>\n\nWe', 'and'),
+  _turns('Hi', 'Hello!'),  # An answer is there already.
+  [{'role': 'assistant', 'content': 'First.'}, *_turns('Hi')],
+  [
+    *_turns('Add.'),
+    {'role': 'assistant', 'content': '', 'tool_calls': [_CALL]},
+    {'role': 'tool', 'content': '3'},
+  ],
+]
+
+
+@functools.cache
+def _tokenizer(family):
+  """Returns the tokenizer.json of a family, trained on some text."""
+  is_bytes = family in ('llama3', 'qwen2', 'qwen3')
+  is_gemma = family.startswith('gemma')
+  library = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      byte_fallback=not is_bytes,
+      fuse_unk=not is_bytes,
+      unk_token=None if is_bytes else '<unk>',
+    )
+  )
+  byte_names = [f'<0x{i:02X}>' for i in range(256)]
+  if is_bytes:
+    digits = '{1,3}' if family == 'llama3' else ''
+    words = tokenizers.Regex(tokenization._WORDS % digits)
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+      [
+        pre_tokenizers.Split(words, 'isolated'),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+      ]
+    )
+    library.decoder = decoders.ByteLevel()
+    if family != 'llama3':
+      library.normalizer = normalizers.NFC()
+  else:
+    replace = normalizers.Replace(' ', '▁')
+    prepend = [normalizers.Prepend('▁')] * (not is_gemma)
+    library.normalizer = normalizers.Sequence([*prepend, replace])
+    if is_gemma:
+      library.normalizer = replace
+      library.pre_tokenizer = pre_tokenizers.Split(' ', 'merged_with_previous')
+    steps = [decoders.Replace('▁', ' '), decoders.ByteFallback()]
+    strip = [decoders.Strip(' ', 1, 0)] * (not is_gemma)
+    library.decoder = decoders.Sequence([*steps, decoders.Fuse(), *strip])
+  lines = pathlib.Path('README.md').read_text().splitlines()
+  words = [x for line in lines for x in line.split(' ')]
+  trainer = trainers.BpeTrainer(
+    vocab_size=900,
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if is_bytes else ['▁'],
+    special_tokens=[] if is_bytes else ['<unk>', *byte_names],
+    show_progress=False,
+  )
+  library.train_from_iterator([f' {x}' for x in words], trainer)
+  raw = json.loads(library.to_str())
+  kept = [x for x in raw['added_tokens'] if x['content'] not in byte_names]
+  library = tokenizers.Tokenizer.from_str(
+    json.dumps(raw | {'added_tokens': kept})
+  )
+  _, names, has_bos = FAMILIES[family]
+  library.add_special_tokens(
+    [tokenizers.AddedToken(x, special=True, normalized=False) for x in names]
+  )
+  if has_bos:
+    library.post_processor = processors.TemplateProcessing(
+      single=f'{names[0]} $A',
+      special_tokens=[(names[0], library.token_to_id(names[0]))],
+    )
+  return library
+
+
+def make(family, path):
+  """Makes a folder of a family, with a model of random weights."""
+  shutil.copytree(hf_test.REFERENCE / family, path)
+  library = _tokenizer(family)
+  library.save(str(path / 'tokenizer.json'))
+  name, names, has_bos = FAMILIES[family]
+  template = hf_test.REFERENCE.parent / f'chat_templates/{family}.jinja'
+  options = (
+    'content',
+    'single_word',
+    'lstrip',
+    'rstrip',
+    'normalized',
+    'special',
+  )
+  config = {
+    'tokenizer_class': name,
+    'add_bos_token': has_bos,
+    'added_tokens_decoder': {
+      str(i): {k: getattr(x, k) for k in options}
+      for i, x in library.get_added_tokens_decoder().items()
+    },
+    'bos_token': names[0] if has_bos else None,
+    'eos_token': _end(family),
+    'chat_template': template.read_text().removesuffix('\n'),
+  }
+  if library.token_to_id('<unk>') is not None:
+    config['unk_token'] = '<unk>'
+  rows = library.get_vocab_size()
+  ends = [library.token_to_id(_end(family))]
+  sizes = {'vocab_size': rows, 'max_position_embeddings': 512}
+  for stem, values in {
+    'tokenizer_config': config,
+    'config': folder.read_json(path, 'config.json') | sizes,
+    'generation_config': {'eos_token_id': ends},
+  }.items():
+    (path / f'{stem}.json').write_text(json.dumps(values, indent=2))
+  rng = np.random.default_rng(0)
+  for file in path.glob('model*.safetensors'):
+    weights = safetensors.numpy.load_file(file)
+    for key, x in weights.items():
+      if key in ('model.embed_tokens.weight', 'lm_head.weight'):
+        shape = rows, x.shape[1]
+        weights[key] = rng.normal(0, x.std(), shape).astype(x.dtype)
+    safetensors.numpy.save_file(weights, file)
+  return path
+
+
+def _end(family):
+  """Returns the token that ends an answer."""
+  return next(x for x in _ENDS if x in FAMILIES[family][1])
+
+
+def compare(family, path):
+  """Returns the ids of the conversations, and what transformers makes."""
+  transformers = pytest.importorskip('transformers', minversion='5')
+  make(family, path)
+  theirs = transformers.AutoTokenizer.from_pretrained(path)
+  ours = folder.Prompts(path / 'tokenizer.json')
+  pairs = []
+  for messages in CONVERSATIONS:
+    pair = []
+    for encode in (
+      lambda x: ours.encode(x).tolist(),
+      lambda x: theirs.apply_chat_template(x, add_generation_prompt=True)[
+        'input_ids'
+      ],
+    ):
+      try:
+        pair.append(encode(messages))
+      except (errors.UsageError, jinja2.TemplateError, TypeError):
+        pair.append('refused')
+    pairs.append(pair)
+  for text in [x['content'] for said in CONVERSATIONS for x in said]:
+    pairs.append([ours.encode(text).tolist(), theirs(text)['input_ids']])
+  return pairs
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_family_has_the_ids_of_transformers(family, tmp_path):
+  for ours, theirs in compare(family, tmp_path / 'hf'):
+    assert ours == theirs
+
+
+def main(family=None, path=None):
+  """Prints the table of docs/chat.md, or makes a folder."""
+  if family:
+    return make(family, pathlib.Path(path))
+  print('| family | ids | equal | refused by both |\n|---|---|---|---|')
+  for family in FAMILIES:
+    with tempfile.TemporaryDirectory() as scratch:
+      pairs = compare(family, pathlib.Path(scratch) / 'hf')
+    pairs = pairs[: len(CONVERSATIONS)]
+    equal = sum(x == y for x, y in pairs)
+    ids = sum(len(y) for _, y in pairs if y != 'refused')
+    refused = sum(x == y == 'refused' for x, y in pairs)
+    print(f'| `{family}` | {ids} | {equal} of {len(pairs)} | {refused} |')
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
