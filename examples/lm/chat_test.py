@@ -1,10 +1,12 @@
 """Tests of the chat in the terminal."""
 
 import dataclasses
+import json
 import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from examples import decoding
 import jaxline
 from jaxline import errors
 from jaxline.inputs import tokenization
+from tests import processes
 
 from . import chat
 from . import families_test
@@ -111,6 +114,47 @@ def test_a_run_without_a_template(tmp_path, capsys):
   assert talk.messages == []
   with pytest.raises(errors.UsageError, match='--system'):
     chat.Chat(experiment, system='Be brief.', seed=0)
+
+
+@pytest.mark.process
+def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
+  run, tmp_path
+):
+  good = [{'prompt': 'naïve'}, {'messages': [message('user', 'Hi')], 'id': 7}]
+  file, output = tmp_path / 'p.jsonl', tmp_path / 'o.jsonl'
+
+  def decode(directory, *prompts):
+    file.write_text('\n'.join(map(json.dumps, prompts)))
+    return processes.run(
+      *('experiment.py', '--jaxline_mode=decode', f'--config={directory}'),
+      f'--config.decode.prompts={file}',
+      f'--config.decode.output={output}',
+      '--config.experiment_kwargs.config.decode.max_decode_steps=21',
+      timeout=100,
+    )
+
+  done = decode(run, *good)
+  assert done.returncode == 0, done.stderr
+  lines = [json.loads(x) for x in output.read_text().splitlines()]
+  assert [x.pop('continuations')[0]['tokens'] for x in lines] == [21, 21]
+  assert lines == good
+  assert '=== user: Hi\n' in done.stdout
+  # Without its weights: they are not reached.
+  broken = tmp_path / 'broken'
+  shutil.copytree(run, broken)
+  for path in broken.glob('checkpoints/**/*'):
+    if path.is_file() and path.stat().st_size > 20_000:
+      path.write_bytes(b'')
+  for bad, what in (
+    ({'prompt': 'y' * 900}, 'tokens; expected 1 to 491'),
+    ({'prompt': ''}, 'has 0 tokens'),
+    ({'messages': []}, 'conversation'),
+    ({'messages': ['Hi']}, 'conversation'),
+  ):
+    done = decode(broken, *good, bad)
+    assert (done.returncode, done.stdout.count('===')) == (2, 0)
+    assert f'{file}:3: ' in done.stderr
+    assert what in done.stderr
 
 
 class Terminal:

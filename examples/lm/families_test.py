@@ -29,6 +29,7 @@ from jaxline import errors
 from jaxline.inputs import tokenization
 
 from . import folder
+from . import hf
 from . import hf_test
 
 _CHATML = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
@@ -227,6 +228,33 @@ def compare(family, path):
 def test_a_family_has_the_ids_of_transformers(family, tmp_path):
   for ours, theirs in compare(family, tmp_path / 'hf'):
     assert ours == theirs
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_family_generates_what_transformers_generates(family, tmp_path):
+  pytest.importorskip('torch')
+  path, run, out = (
+    make(family, tmp_path / 'hf'),
+    tmp_path / 'run',
+    tmp_path / 'o',
+  )
+  # Many stops, so that some end a text.
+  stops = {'eos_token_id': [*range(0, 900, 2)], 'repetition_penalty': 9.0}
+  (path / folder.GENERATION).write_text(json.dumps(stops))
+  assert hf.main(['import', str(path), str(run)]) == 0
+  assert hf.main(['export', str(run), str(out)]) == 0
+  for other in (path, out):
+    assert hf.main(['parity', str(run), str(other)]) == 0
+  # It sees what differs.
+  (out / folder.GENERATION).write_text('{"eos_token_id": 899}')
+  assert hf.main(['parity', str(run), str(out)]) == 1
+
+
+def test_parity_says_what_is_missing(monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, 'torch', None)
+  assert hf.main(['parity', 'run', 'hf']) == 2
+  assert "pip install -e '.[parity]'" in capsys.readouterr().err
 
 
 def main(family=None, path=None):

@@ -254,10 +254,10 @@ class Prompts:
     self.folder = path.parent
     if path.suffix != '.json':
       raise errors.UsageError(
-        f'The tokenizer is {path}, and special tokens and chats need a'
-        " tokenizer.json. Use prompt_format='text', or let transformers write"
-        ' one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR); then'
-        ' import DIR again.'
+        f'{path} has no special tokens and no chats; expected a tokenizer.json.'
+        ' Let transformers write one,'
+        ' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), and import'
+        " DIR again; or give texts, with prompt_format='text'."
       )
     with _reading(str(path)):
       raw = read(self.folder, path.name) or b''
