@@ -210,7 +210,7 @@ def extend(
 
   Args:
     step_fn: runs the model; see the module.
-    cache: of all that comes before `token_B`.
+    cache: the cache of all tokens before `token_B`.
     token_B: int32, the last token of each row.
     start_B: int32, its position.
     options: how; one continuation of each row, and not by 'beam'.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import errno
+import io
 import itertools
 import json
 import pathlib
@@ -24,8 +25,10 @@ from jaxline.parallel import distributed
 from jaxline.parallel import prng
 from jaxline.run_directory import logs
 
-# A prompt: where it is from, and its entry 'prompt' or 'messages' with others.
-_Record = tuple[str, dict[str, Any]]
+# A text, or the messages of a conversation.
+_Prompt = str | list[dict[str, Any]]
+# Where it is from, and the record that has it.
+_Line = tuple[str, _Prompt, dict[str, Any]]
 _TERMINAL = 'the terminal'
 _SURROGATES = re.compile('[\ud800-\udfff]')
 
@@ -66,21 +69,22 @@ def restored_experiment(
   return experiment, int(state.global_step)
 
 
-def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Record]:
-  """Yields the prompt of each line; what is no Unicode becomes U+FFFD."""
+def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Line]:
+  """Yields the prompt of each line. Wrong bytes become U+FFFD."""
   for number, line in enumerate(source, 1):
     place = f'{path}:{number}'
-    if isinstance(line, str):  # A terminal may not say that it has UTF-8.
+    if isinstance(line, str):  # The locale of a UTF-8 terminal may be C.
       line = line.encode(errors='surrogateescape')
     text = line.decode(errors='replace')
     is_whole = text.encode() == line
     text = text.removeprefix('\ufeff').rstrip('\r\n')
     if not text.strip():
       continue
-    record: dict[str, Any] = {'prompt': text}
+    key, record = 'prompt', {'prompt': text}
     if path.endswith('.jsonl'):
-      record = files.read_record(text, 'prompt', str)
-      record = record or files.read_record(text, 'messages', list)
+      kinds = ('prompt', str), ('messages', list)
+      found = ((k, files.read_record(text, k, kind)) for k, kind in kinds)
+      key, record = next((x for x in found if x[1]), ('', {}))
     if not record:
       raise errors.UsageError(
         f'{place} is {text[:80]!r}; expected JSON, such as {{"prompt": "Once"}}'
@@ -89,39 +93,39 @@ def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Record]:
     raw = json.dumps(record, ensure_ascii=False)
     known = _SURROGATES.sub('\ufffd', raw)
     if not is_whole or known != raw:
-      lines.warn_once(f'{place} is not Unicode: U+FFFD stands for some of it.')
-    yield place, json.loads(known)
-
-
-def _prompt(record: dict[str, Any]) -> str | list[dict[str, Any]]:
-  prompt = record.get('prompt')
-  return prompt if isinstance(prompt, str) else record['messages']
+      lines.warn_once(
+        f'{place} is not valid Unicode; U+FFFD replaces what is wrong.'
+      )
+    record = json.loads(known)
+    yield place, record[key], record
 
 
 def _checked(
-  records: Iterable[_Record], experiment: experiment_lib.FullExperiment
-) -> Iterator[dict[str, Any]]:
-  """Yields records whose prompts the experiment takes."""
-  for place, record in records:
+  source: Iterable[_Line], experiment: experiment_lib.FullExperiment
+) -> Iterator[tuple[_Prompt, dict[str, Any]]]:
+  """Yields the prompts that the experiment takes, with their records."""
+  for place, prompt, record in source:
     try:
-      experiment.check_prompt(_prompt(record))
+      experiment.check_prompt(prompt)
     except errors.UsageError as e:
-      if place.partition(':')[0] != _TERMINAL:
+      if not place.startswith(_TERMINAL):
         raise errors.UsageError(f'{place}: {e}') from e
       lines.print_text(e, sys.stderr)  # Another may be typed.
     else:
-      yield record
+      yield prompt, record
 
 
 def _typed() -> Iterator[str]:
   """Asks for lines at the terminal, until Ctrl-D."""
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors='surrogateescape')
   with contextlib.suppress(EOFError):
     while True:
       yield input('prompt> ')
   print()
 
 
-def _source(options: config_dict.ConfigDict) -> tuple[Iterable[_Record], int]:
+def _source(options: config_dict.ConfigDict) -> tuple[Iterable[_Line], int]:
   """Returns prompts, a file's as a list, and how many to take at once."""
   if (path := options.prompts) is not None:
     try:
@@ -148,7 +152,7 @@ def decode(
   is_chief = jax.process_index() == 0
   # First: a model is not restored for a file that is not there.
   source, size = _source(options) if is_chief else ((), 1)
-  records: Iterator[dict[str, Any]] = iter(())
+  records: Iterator[tuple[_Prompt, dict[str, Any]]] = iter(())
 
   def check(experiment: experiment_lib.FullExperiment) -> None:
     nonlocal records
@@ -176,7 +180,7 @@ def decode(
       )
       if not batch:
         break
-      prompts = [*map(_prompt, batch)]
+      prompts = [prompt for prompt, _ in batch]
       # As many as before: programs are compiled for a number of rows.
       rows = max(rows, len(prompts))
       prompts += prompts[-1:] * (rows - len(prompts))
@@ -188,12 +192,12 @@ def decode(
         )
       if is_chief:
         pairs = [*zip(batch, continued, strict=False)]
-        for record, continuations in pairs:
+        for (_, record), continuations in pairs:
           line = {**record, 'continuations': continuations}
           file.write(json.dumps(line, ensure_ascii=False) + '\n')
         file.flush()  # What is shown is safe.
-        for record, continuations in pairs:
-          _show(_prompt(record), continuations)
+        for (prompt, _), continuations in pairs:
+          _show(prompt, continuations)
   if is_chief:
     print(f'Written to {file.name}', flush=True)
 
@@ -229,13 +233,10 @@ def _open_new(path: pathlib.Path) -> TextIO:
       name = path.with_stem(f'{path.stem}_{number}')
 
 
-def _show(
-  prompt: str | list[dict[str, Any]], continuations: list[dict[str, Any]]
-) -> None:
+def _show(prompt: _Prompt, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
-  if not isinstance(prompt, str):
-    said = (f'{x.get("role")}: {x.get("content")}' for x in prompt)
-    prompt = '\n'.join(said)
+  if isinstance(prompt, list):
+    prompt = '\n'.join(f'{x.get("role")}: {x.get("content")}' for x in prompt)
   lines.print_text(f'=== {prompt}')
   for continuation in continuations:
     others = {k: x for k, x in continuation.items() if k != 'text'}

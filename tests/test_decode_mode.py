@@ -144,9 +144,7 @@ def test_prompts_of_a_file_in_batches_of_one_size(run, trained, capsys):
   assert len(lines_of(path)) == 5
 
 
-def test_prompts_of_json_lines_and_of_a_pipe(
-  run, tmp_path, monkeypatch, capsys
-):
+def test_prompts_of_json_lines_and_a_pipe(run, tmp_path, monkeypatch, capsys):
   (tmp_path / 'p.jsonl').write_bytes(
     b'\xef\xbb\xbf{"prompt": "two\\nlines", "id": 7}\n\n{"prompt": ""}\r'
     b'{"prompt": "\xe9 \\ud83d \\ud83d\\ude00"}\n'

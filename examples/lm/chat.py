@@ -40,7 +40,7 @@ class Chat:
   """A conversation with the model of an experiment.
 
   Attributes:
-    messages: what was said; stays empty if there is no template.
+    messages: the turns so far; none are kept without a template.
     why_plain: why there is no template; None if there is one.
   """
 
@@ -97,7 +97,7 @@ class Chat:
     return ids
 
   def _continue(self, ids: Any) -> Iterator[str]:
-    """Yields the text behind a prompt, each character when it is whole."""
+    """Yields the text that follows a prompt, by whole characters."""
     self._rng, rng = jax.random.split(self._rng)
     tokenizer = self._experiment.tokenizer
     new: list[int] = []
@@ -147,7 +147,7 @@ def converse(chat: Chat) -> None:
   mark = '> ' if sys.stdin.isatty() else ''
   while True:
     try:
-      # The terminal may not say that it has UTF-8.
+      # The locale of a UTF-8 terminal may be C.
       typed = input(mark).encode(errors='surrogateescape')
     except EOFError:
       return print()
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       mode='decode',
     )
     if not hasattr(experiment, 'stream'):
-      raise errors.UsageError(f'{args.run} is no run of examples/lm.')
+      raise errors.UsageError(f'{args.run} is not a run of examples/lm.')
     chat = Chat(experiment, system=args.system, seed=args.seed)
     if chat.why_plain:
       _note(f'{chat.why_plain} Each line is continued as text.')

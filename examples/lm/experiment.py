@@ -560,7 +560,7 @@ class Experiment(sharded.ShardedExperiment):
   def stream(
     self, ids: np.ndarray, rng: jax.Array, options: decoding.Options
   ) -> Iterator[list[int]]:
-    """Yields the tokens behind a prompt, a few at a time, without a stop.
+    """Yields the tokens that follow a prompt, a few at a time, without a stop.
 
     Args:
       ids: the prompt's tokens, at most `decoding.longest_prompt`.
@@ -574,7 +574,7 @@ class Experiment(sharded.ShardedExperiment):
     )
     params = merged(self.eval_params, self.state.model_state, self.config)
     prefill, extend = self._stream
-    # Without the key, all lengths of an answer have the same few programs.
+    # All lengths of an answer share the same few programs.
     options = dataclasses.replace(options, max_decode_steps=_CHUNK)
     put = lambda x: placement.put(x, self.partitioner.batch_sharding)
     rng = placement.put(rng, self.partitioner.replicated)

@@ -767,7 +767,7 @@ def logits_error(run: pathlib.Path, folder: pathlib.Path) -> float:
 
 
 def tokens_differ(run: pathlib.Path, folder: pathlib.Path) -> bool:
-  """Compares tokens of prompts and chats, and what greedy decoding adds."""
+  """Compares the tokens of prompts and chats, and of greedy decoding."""
   import torch
   import transformers
 
