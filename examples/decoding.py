@@ -213,14 +213,9 @@ def extend(
     cache: the cache of all tokens before `token_B`.
     token_B: int32, the last token of each row.
     start_B: int32, its position.
-    options: how; one continuation of each row, and not by 'beam'.
-    rng: a key, another one each time.
+    options: how: 'greedy' or 'sample', with one continuation of each row.
+    rng: a key, a new one each time.
   """
-  if options.method == 'beam' or options.num_samples > 1:
-    raise errors.UsageError(
-      f'method is {options.method!r}, num_samples {options.num_samples}; a text'
-      " that is shown as it is written needs 'greedy' or 'sample', and 1."
-    )
 
   def next_logits(
     cache: Any, token_B: jax.Array, step: jax.Array

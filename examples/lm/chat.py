@@ -26,13 +26,7 @@ from jaxline import errors
 from jaxline.metrics import lines
 
 # Keys of `decoding.Options` that are flags.
-_KEYS = {
-  'method': str,
-  'max_decode_steps': int,
-  'temperature': float,
-  'top_k': int,
-  'top_p': float,
-}
+_KEYS = 'method', 'max_decode_steps', 'temperature', 'top_k', 'top_p'
 _CONTEXT = 8  # Tokens before an answer that its first word may depend on.
 
 
@@ -49,7 +43,16 @@ class Chat:
     self._options = dataclasses.replace(
       experiment.decode_options, num_samples=1, scores=False
     )
-    self.why_plain = _why_plain(experiment)
+    if self._options.method == 'beam':
+      raise errors.UsageError(
+        "A beam has no answer before its end. Use --method=sample or 'greedy'."
+      )
+    self.why_plain = None
+    try:
+      if not experiment.prompts.has_template:
+        self.why_plain = f'{experiment.prompts.folder} has no template.'
+    except errors.UsageError as e:
+      self.why_plain = str(e)
     if system and self.why_plain:
       raise errors.UsageError(f'--system needs a template. {self.why_plain}')
     self._first = [{'role': 'system', 'content': system}] if system else []
@@ -65,61 +68,50 @@ class Chat:
     if self.why_plain:
       yield from self._continue(self._experiment.encode_prompt(text))
       return
-    ids = self._fit([*self.messages, {'role': 'user', 'content': text}])
+    kept, ids = self._fit([*self.messages, {'role': 'user', 'content': text}])
     pieces: list[str] = []
     try:
       for piece in self._continue(ids):
         pieces.append(piece)
         yield piece
     finally:  # The reader may have heard enough.
-      self.messages.append({'role': 'assistant', 'content': ''.join(pieces)})
+      if pieces:
+        answer = {'role': 'assistant', 'content': ''.join(pieces)}
+        self.messages = [*kept, answer]
 
-  def _fit(self, messages: list[dict[str, str]]) -> Any:
-    """Takes messages without the oldest turns; returns their tokens."""
+  def _fit(self, messages: list[dict[str, str]]) -> tuple[Any, Any]:
+    """Returns messages without the oldest turns, and their tokens."""
     length = self._experiment.config.model.max_length
     longest = decoding.longest_prompt(self._options, length)
     first = len(self._first)
-    turns = [i for i, x in enumerate(messages) if x['role'] == 'user']
-    for turn in turns:
-      kept = [*messages[:first], *messages[turn:]]
-      ids = self._experiment.encode_prompt(kept)
-      if len(ids) <= longest:
-        break
-    else:
-      raise errors.UsageError(
-        f'The message makes {len(ids)} tokens; expected at most {longest}, of'
-        f' {length} that the model sees. Shorten it, or lower'
-        ' --max_decode_steps.'
-      )
-    if turn > first:
-      _note(f'The oldest {turn - first} messages are dropped.')
-    self.messages = kept
-    return ids
+    for turn, message in enumerate(messages):
+      if message['role'] == 'user':
+        kept = [*self._first, *messages[turn:]]
+        ids = self._experiment.encode_prompt(kept)
+        if len(ids) <= longest:
+          if turn > first:
+            _note(f'The oldest {turn - first} messages are dropped.')
+          return kept, ids
+    raise errors.UsageError(
+      f'The message makes {len(ids)} tokens; expected at most {longest}, of'
+      f' {length} that the model sees. Shorten it, or lower --max_decode_steps.'
+    )
 
   def _continue(self, ids: Any) -> Iterator[str]:
     """Yields the text that follows a prompt, by whole characters."""
     self._rng, rng = jax.random.split(self._rng)
-    tokenizer = self._experiment.tokenizer
     new: list[int] = []
     shown = text = ''
     for chunk in self._experiment.stream(ids, rng, self._options):
       new += chunk
-      text = decoding.new_text(tokenizer, ids[-_CONTEXT:], new)
+      text = decoding.new_text(self._experiment.tokenizer, ids[-_CONTEXT:], new)
       # The next token may have the other bytes of the last character.
-      yield text.rstrip('\ufffd')[len(shown) :]
-      shown = text.rstrip('\ufffd')
+      whole = text.rstrip('\ufffd')
+      yield whole[len(shown) :]
+      shown = whole
     yield text[len(shown) :]
     if len(new) == self._options.max_decode_steps:
       _note(f'Cut at --max_decode_steps={len(new)}.')
-
-
-def _why_plain(experiment: Any) -> str | None:
-  """Returns why there is no chat template."""
-  try:
-    prompts = experiment.prompts
-  except errors.UsageError as e:
-    return str(e)
-  return None if prompts.has_template else f'{prompts.folder} has no template.'
 
 
 def _note(text: str) -> None:
@@ -186,8 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--step', type=int, help='the newest is the default')
   parser.add_argument('--series', default='latest', help="'latest' or 'best'")
   parser.add_argument('--seed', type=int, default=0, help='of the draws')
-  for key, kind in _KEYS.items():
-    parser.add_argument(f'--{key}', type=kind, help='as config.decode has it')
+  kinds = {x.name: x.type for x in dataclasses.fields(decoding.Options)}
+  for key in _KEYS:
+    parser.add_argument(f'--{key}', type=kinds[key], help='as in config.decode')
   args = parser.parse_args(argv)
   for stream in (sys.stdin, sys.stdout):
     if isinstance(stream, io.TextIOWrapper):
@@ -197,19 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   if 'utf' in (getattr(sys.stdin, 'encoding', '') or '').lower():
     with contextlib.suppress(ImportError):
       import readline  # noqa: F401
-  given = {key: getattr(args, key) for key in _KEYS}
+  given = {
+    f'experiment_kwargs.config.decode.{key}': x
+    for key in _KEYS
+    if (x := getattr(args, key)) is not None
+  }
+  which = {'step': args.step, 'series': args.series}
   try:
-    experiment = jaxline.load(
-      args.run,
-      {
-        f'experiment_kwargs.config.decode.{key}': x
-        for key, x in given.items()
-        if x is not None
-      },
-      step=args.step,
-      series=args.series,
-      mode='decode',
-    )
+    experiment = jaxline.load(args.run, given, mode='decode', **which)
     if not hasattr(experiment, 'stream'):
       raise errors.UsageError(f'{args.run} is not a run of examples/lm.')
     chat = Chat(experiment, system=args.system, seed=args.seed)

@@ -93,7 +93,7 @@ def test_the_oldest_turns_are_dropped(experiment, capsys):
   assert f'The oldest {dropped} messages' in capsys.readouterr().err
   known = [*talk.messages]
   with pytest.raises(errors.UsageError, match=r'expected at most 491'):
-    next(talk.ask('y' * 900))
+    next(talk.ask('z' * 900))
   assert talk.messages == known
 
 
@@ -114,6 +114,11 @@ def test_a_run_without_a_template(tmp_path, capsys):
   assert talk.messages == []
   with pytest.raises(errors.UsageError, match='--system'):
     chat.Chat(experiment, system='Be brief.', seed=0)
+  experiment.decode_options = decoding.Options(
+    method='beam', max_decode_steps=9
+  )
+  with pytest.raises(errors.UsageError, match='--method'):
+    chat.Chat(experiment, system=None, seed=0)
 
 
 @pytest.mark.process
@@ -146,7 +151,7 @@ def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
     if path.is_file() and path.stat().st_size > 20_000:
       path.write_bytes(b'')
   for bad, what in (
-    ({'prompt': 'y' * 900}, 'tokens; expected 1 to 491'),
+    ({'prompt': 'z' * 900}, 'tokens; expected 1 to 491'),
     ({'prompt': ''}, 'has 0 tokens'),
     ({'messages': []}, 'conversation'),
     ({'messages': ['Hi']}, 'conversation'),

@@ -32,28 +32,20 @@ from . import folder
 from . import hf
 from . import hf_test
 
-_CHATML = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
-_GEMMA = '<bos>', '<eos>', '<pad>', '<mask>', '<start_of_turn>', '<end_of_turn>'
-_ENDS = '<|im_end|>', '<|eot_id|>', '<end_of_turn>', '</s>'
-# Of each family the class of its tokenizer, its special tokens, and whether the
-# first of them is put before a text.
+_CHATML = '<|im_end|>', '<|im_start|>', '<|endoftext|>'
+_GEMMA = '<bos>', '<end_of_turn>', '<start_of_turn>', '<eos>', '<pad>', '<mask>'
+_ENDS = '<|begin_of_text|>', '<|eot_id|>'
+_HEADERS = '<|start_header_id|>', '<|end_header_id|>'
+# Of each family the class of its tokenizer, and its special tokens: what begins
+# a text, if anything does, what ends an answer, and others.
 FAMILIES = {
-  'llama': ('LlamaTokenizer', ('<s>', '</s>'), True),
-  'llama3': (
-    'PreTrainedTokenizerFast',
-    (
-      '<|begin_of_text|>',
-      '<|eot_id|>',
-      '<|start_header_id|>',
-      '<|end_header_id|>',
-    ),
-    True,
-  ),
-  'mistral': ('LlamaTokenizer', ('<s>', '</s>'), True),
-  'qwen2': ('Qwen2Tokenizer', _CHATML, False),
-  'qwen3': ('Qwen2Tokenizer', (*_CHATML, '<think>', '</think>'), False),
-  'gemma2': ('GemmaTokenizer', _GEMMA, True),
-  'gemma3': ('GemmaTokenizer', (*_GEMMA, '<image_soft_token>'), True),
+  'llama': ('LlamaTokenizer', '<s>', '</s>'),
+  'llama3': ('PreTrainedTokenizerFast', *_ENDS, *_HEADERS),
+  'mistral': ('LlamaTokenizer', '<s>', '</s>'),
+  'qwen2': ('Qwen2Tokenizer', None, *_CHATML),
+  'qwen3': ('Qwen2Tokenizer', None, *_CHATML, '<think>', '</think>'),
+  'gemma2': ('GemmaTokenizer', *_GEMMA),
+  'gemma3': ('GemmaTokenizer', *_GEMMA, '<image_soft_token>'),
 }
 
 
@@ -115,33 +107,32 @@ def _tokenizer(family):
     prepend = [normalizers.Prepend('▁')] * (not is_gemma)
     library.normalizer = normalizers.Sequence([*prepend, replace])
     if is_gemma:
-      library.normalizer = replace
       library.pre_tokenizer = pre_tokenizers.Split(' ', 'merged_with_previous')
     steps = [decoders.Replace('▁', ' '), decoders.ByteFallback()]
     strip = [decoders.Strip(' ', 1, 0)] * (not is_gemma)
     library.decoder = decoders.Sequence([*steps, decoders.Fuse(), *strip])
-  lines = pathlib.Path('README.md').read_text().splitlines()
-  words = [x for line in lines for x in line.split(' ')]
+  words = pathlib.Path(__file__).parents[2].joinpath('LICENSE').read_text()
   trainer = trainers.BpeTrainer(
     vocab_size=900,
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if is_bytes else ['▁'],
     special_tokens=[] if is_bytes else ['<unk>', *byte_names],
     show_progress=False,
   )
-  library.train_from_iterator([f' {x}' for x in words], trainer)
+  library.train_from_iterator([f' {x}' for x in words.split()], trainer)
   raw = json.loads(library.to_str())
   kept = [x for x in raw['added_tokens'] if x['content'] not in byte_names]
   library = tokenizers.Tokenizer.from_str(
     json.dumps(raw | {'added_tokens': kept})
   )
-  _, names, has_bos = FAMILIES[family]
+  _, begin, *others = FAMILIES[family]
+  names = [begin] * bool(begin) + others
   library.add_special_tokens(
     [tokenizers.AddedToken(x, special=True, normalized=False) for x in names]
   )
-  if has_bos:
+  if begin:
     library.post_processor = processors.TemplateProcessing(
-      single=f'{names[0]} $A',
-      special_tokens=[(names[0], library.token_to_id(names[0]))],
+      single=f'{begin} $A',
+      special_tokens=[(begin, library.token_to_id(begin))],
     )
   return library
 
@@ -150,79 +141,63 @@ def make(family, path):
   """Makes a folder of a family, with a model of random weights."""
   ignore = shutil.ignore_patterns('*.npz')
   shutil.copytree(hf_test.REFERENCE / family, path, ignore=ignore)
-  library = _tokenizer(family)
+  library, (name, begin, end, *_) = _tokenizer(family), FAMILIES[family]
   library.save(str(path / 'tokenizer.json'))
-  name, names, has_bos = FAMILIES[family]
+  rows = library.get_vocab_size()
+  options = 'content', 'lstrip', 'rstrip', 'normalized', 'special'
   template = hf_test.REFERENCE.parent / f'chat_templates/{family}.jinja'
-  options = (
-    'content',
-    'single_word',
-    'lstrip',
-    'rstrip',
-    'normalized',
-    'special',
-  )
   config = {
     'tokenizer_class': name,
-    'add_bos_token': has_bos,
+    'add_bos_token': bool(begin),
     'added_tokens_decoder': {
       str(i): {k: getattr(x, k) for k in options}
       for i, x in library.get_added_tokens_decoder().items()
     },
-    'bos_token': names[0] if has_bos else None,
-    'eos_token': _end(family),
+    **{'bos_token': begin, 'eos_token': end},
     'chat_template': template.read_text().removesuffix('\n'),
   }
   if library.token_to_id('<unk>') is not None:
     config['unk_token'] = '<unk>'
-  rows = library.get_vocab_size()
-  ends = [library.token_to_id(_end(family))]
   sizes = {'vocab_size': rows, 'max_position_embeddings': 512}
   for stem, values in {
     'tokenizer_config': config,
     'config': folder.read_json(path, 'config.json') | sizes,
-    'generation_config': {'eos_token_id': ends},
+    'generation_config': {'eos_token_id': [library.token_to_id(end)]},
   }.items():
     (path / f'{stem}.json').write_text(json.dumps(values, indent=2))
   rng = np.random.default_rng(0)
   for file in path.glob('model*.safetensors'):
     weights = safetensors.numpy.load_file(file)
-    for key, x in weights.items():
-      if key in ('model.embed_tokens.weight', 'lm_head.weight'):
-        shape = rows, x.shape[1]
-        weights[key] = rng.normal(0, x.std(), shape).astype(x.dtype)
+    for key in weights.keys() & {'model.embed_tokens.weight', 'lm_head.weight'}:
+      x = weights[key]
+      drawn = rng.normal(0, x.std(), [rows, x.shape[1]])
+      weights[key] = drawn.astype(x.dtype)
     safetensors.numpy.save_file(weights, file)
   return path
 
 
-def _end(family):
-  """Returns the token that ends an answer."""
-  return next(x for x in _ENDS if x in FAMILIES[family][1])
+def _or_refused(encode, messages):
+  try:
+    return encode(messages)
+  except (errors.UsageError, jinja2.TemplateError, TypeError):
+    return 'refused'
 
 
 def compare(family, path):
-  """Returns the ids of the conversations, and what transformers makes."""
+  """Yields the tokens of each conversation, and those of transformers."""
   transformers = pytest.importorskip('transformers', minversion='5')
   make(family, path)
   theirs = transformers.AutoTokenizer.from_pretrained(path)
   ours = folder.Prompts(path / 'tokenizer.json')
-  pairs = []
+  apply = functools.partial(
+    theirs.apply_chat_template, add_generation_prompt=True, return_dict=False
+  )
   for messages in CONVERSATIONS:
-    pair = []
-    for encode in (
-      lambda x: ours.encode(x).tolist(),
-      lambda x: theirs.apply_chat_template(x, add_generation_prompt=True)[
-        'input_ids'
-      ],
-    ):
-      try:
-        pair.append(encode(messages))
-      except (errors.UsageError, jinja2.TemplateError, TypeError):
-        pair.append('refused')
-    pairs.append(pair)
-  for text in [x['content'] for said in CONVERSATIONS for x in said]:
-    pairs.append([ours.encode(text).tolist(), theirs(text)['input_ids']])
-  return pairs
+    for x in messages:
+      text = x['content']
+      assert ours.encode(text).tolist() == theirs(text)['input_ids']
+    got = _or_refused(lambda x: ours.encode(x).tolist(), messages)
+    yield got, _or_refused(apply, messages)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -258,15 +233,12 @@ def test_parity_says_what_is_missing(monkeypatch, capsys):
   assert "pip install -e '.[parity]'" in capsys.readouterr().err
 
 
-def main(family=None, path=None):
-  """Prints the table of docs/chat.md, or makes a folder."""
-  if family:
-    return make(family, pathlib.Path(path))
+def print_table():
+  """Prints the table of docs/chat.md."""
   print('| family | ids | equal | refused by both |\n|---|---|---|---|')
   for family in FAMILIES:
     with tempfile.TemporaryDirectory() as scratch:
-      pairs = compare(family, pathlib.Path(scratch) / 'hf')
-    pairs = pairs[: len(CONVERSATIONS)]
+      pairs = [*compare(family, pathlib.Path(scratch) / 'hf')]
     equal = sum(x == y for x, y in pairs)
     ids = sum(len(y) for _, y in pairs if y != 'refused')
     refused = sum(x == y == 'refused' for x, y in pairs)
@@ -274,4 +246,7 @@ def main(family=None, path=None):
 
 
 if __name__ == '__main__':
-  main(*sys.argv[1:])
+  if sys.argv[1:]:
+    make(sys.argv[1], pathlib.Path(sys.argv[2]))
+  else:
+    print_table()

@@ -69,7 +69,8 @@ def read(folder: Path, name: str) -> bytes | None:
   path = pathlib.Path(folder) / name
   try:
     # The cache of Hugging Face has links, and a run has none.
-    found = path.lstat() if path.parent.name == NAME else path.stat()
+    is_run = pathlib.Path(folder).name == NAME
+    found = path.lstat() if is_run else path.stat()
   except (FileNotFoundError, NotADirectoryError):
     return None
   if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
