@@ -140,17 +140,12 @@ def converse(chat: Chat) -> None:
   while True:
     try:
       # The locale of a UTF-8 terminal may be C.
-      typed = input(mark).encode(errors='surrogateescape')
-    except EOFError:
-      return print()
-    except KeyboardInterrupt:
-      print()
-      continue
-    text = typed.decode(errors='replace')
-    if text.strip() == '/reset':
-      chat.reset()
-    elif text.strip():
-      try:
+      text = (
+        input(mark).encode(errors='surrogateescape').decode(errors='replace')
+      )
+      if text.strip() == '/reset':
+        chat.reset()
+      elif text.strip():
         with (
           _interrupts() as seen,
           contextlib.closing(chat.ask(text)) as answer,
@@ -160,8 +155,12 @@ def converse(chat: Chat) -> None:
             if seen:
               break
         print(flush=True)
-      except errors.UsageError as e:
-        lines.print_text(e, sys.stderr)
+    except EOFError:
+      return print()
+    except KeyboardInterrupt:
+      print()
+    except errors.UsageError as e:
+      lines.print_text(e, sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ from . import hf
 def run(tmp_path_factory):
   """The directory of a run with a model that knows chats."""
   path = tmp_path_factory.mktemp('chat')
-  families_test.make('qwen2', path / 'hf')
+  families_test.make('qwen2', path / 'hf', length=4096)
   assert hf.main(['import', str(path / 'hf'), str(path / 'run')]) == 0
   return path / 'run'
 
@@ -81,7 +81,7 @@ def test_answers_are_those_of_decoding(experiment):
 
 def test_the_oldest_turns_are_dropped(experiment, capsys):
   talk = chat.Chat(experiment, system='Be.', seed=0)
-  before = [message('user', 'x' * 40), message('assistant', 'y' * 40)] * 6
+  before = [message('user', 'x' * 900), message('assistant', 'z' * 900)] * 6
   before = [x | {'content': f'{i}{x["content"]}'} for i, x in enumerate(before)]
   talk.messages += before
   next(talk.ask('z'))
@@ -92,8 +92,8 @@ def test_the_oldest_turns_are_dropped(experiment, capsys):
   assert 0 < dropped < len(before)
   assert f'The oldest {dropped} messages' in capsys.readouterr().err
   known = [*talk.messages]
-  with pytest.raises(errors.UsageError, match=r'expected at most 491'):
-    next(talk.ask('z' * 900))
+  with pytest.raises(errors.UsageError, match=r'expected at most 4075'):
+    next(talk.ask('z' * 5000))
   assert talk.messages == known
 
 
@@ -151,7 +151,7 @@ def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
     if path.is_file() and path.stat().st_size > 20_000:
       path.write_bytes(b'')
   for bad, what in (
-    ({'prompt': 'z' * 900}, 'tokens; expected 1 to 491'),
+    ({'prompt': 'z' * 5000}, 'tokens; expected 1 to 4075'),
     ({'prompt': ''}, 'has 0 tokens'),
     ({'messages': []}, 'conversation'),
     ({'messages': ['Hi']}, 'conversation'),
@@ -199,7 +199,7 @@ class Terminal:
 def test_a_terminal(run, is_ascii, request):
   names = {'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'LC_ALL': 'C'}
   env = names if is_ascii else {'LC_ALL': 'C.UTF-8'}
-  flags = '--max_decode_steps=450', '--method=greedy'
+  flags = '--max_decode_steps=2000', '--method=greedy'
   terminal = Terminal(str(run), *flags, **env)
   request.addfinalizer(terminal.process.kill)
   terminal.read(b'> $')
@@ -208,7 +208,8 @@ def test_a_terminal(run, is_ascii, request):
   assert pieces > 9
   assert b'\x17' not in shown
   assert ('\ufffd'.encode() in shown) != is_ascii
-  # Latin-1 is read too. Ctrl-C ends the answer, and not the program.
+  # Latin-1 is read too. Ctrl-C ends the answer, and not the program, which
+  # waits: the terminal has no room for so long an answer.
   terminal.type(b'\xff\n')
   terminal.read(rb'\n\S{4}')
   terminal.type(b'\x03')

@@ -137,7 +137,7 @@ def _tokenizer(family):
   return library
 
 
-def make(family, path):
+def make(family, path, length=512):
   """Makes a folder of a family, with a model of random weights."""
   ignore = shutil.ignore_patterns('*.npz')
   shutil.copytree(hf_test.REFERENCE / family, path, ignore=ignore)
@@ -158,7 +158,7 @@ def make(family, path):
   }
   if library.token_to_id('<unk>') is not None:
     config['unk_token'] = '<unk>'
-  sizes = {'vocab_size': rows, 'max_position_embeddings': 512}
+  sizes = {'vocab_size': rows, 'max_position_embeddings': length}
   for stem, values in {
     'tokenizer_config': config,
     'config': folder.read_json(path, 'config.json') | sizes,
