@@ -195,7 +195,35 @@ def decode(
   if options.method == 'beam':
     axes = cache_axis, positions_axis
     return _beam(next_logits, cache, token_R, start_B, options, axes)
-  return _sample(next_logits, cache, token_R, options, rng)
+  return _sample(next_logits, cache, token_R, options, rng)[0]
+
+
+def extend(
+  step_fn: StepFn,
+  cache: Any,
+  token_B: jax.Array,
+  start_B: jax.Array,
+  options: Options,
+  rng: jax.Array,
+) -> tuple[Decoded, Any]:
+  """Continues rows by some tokens, and returns the cache for the next ones.
+
+  Args:
+    step_fn: runs the model; see the module.
+    cache: the cache of all tokens before `token_B`.
+    token_B: int32, the last token of each row.
+    start_B: int32, its position.
+    options: how: 'greedy' or 'sample', with one continuation of each row.
+    rng: a key, a new one each time.
+  """
+
+  def next_logits(
+    cache: Any, token_B: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    logits_B1V, cache = step_fn(cache, token_B[:, None], start_B + step)
+    return logits_B1V[:, 0], cache
+
+  return _sample(next_logits, cache, token_B, options, rng)
 
 
 def _sample(
@@ -204,8 +232,8 @@ def _sample(
   token_R: jax.Array,
   options: Options,
   rng: jax.Array | None,
-) -> Decoded:
-  """Takes a token at a time, likeliest or drawn."""
+) -> tuple[Decoded, Any]:
+  """Takes a token at a time, likeliest or drawn; returns the cache too."""
   rows, steps = len(token_R), options.max_decode_steps
   draws = options.method == 'sample' and options.temperature > 0
   sorts = options.num_samples > 1 and options.sort_samples
@@ -251,7 +279,7 @@ def _sample(
     has_stopped_R |= _is_stop(token_R, options)
     return step + 1, cache, token_R, has_stopped_R, decoded
 
-  *_, decoded = jax.lax.while_loop(
+  _, cache, _, _, decoded = jax.lax.while_loop(
     is_running,
     advance,
     (
@@ -273,7 +301,7 @@ def _sample(
     found = jax.tree.map(
       lambda x: jax.vmap(lambda x, order: x[order])(x, order_BN), found
     )
-  return found
+  return found, cache
 
 
 def choices(
@@ -477,9 +505,10 @@ def pad_prompts(
   for i, prompt in enumerate(prompts):
     if not 1 <= len(prompt) <= max_length:
       what_to_do = 'Shorten it.' if len(prompt) else 'Give it some text.'
+      number = f'Prompt {i + 1} of {len(prompts)}'
       raise errors.UsageError(
-        f'Prompt {i + 1} of {len(prompts)} has {len(prompt)} tokens; expected 1'
-        f' to {max_length}. {what_to_do}'
+        f'{number if len(prompts) > 1 else "The prompt"} has {len(prompt)}'
+        f' tokens; expected 1 to {max_length}. {what_to_do}'
       )
   longest = max(map(len, prompts))
   length = max(1 << (longest - 1).bit_length(), _SHORTEST)
@@ -490,6 +519,26 @@ def pad_prompts(
     prompts_BT[i, : len(prompt)] = prompt
     lengths_B[i] = len(prompt)
   return prompts_BT, lengths_B
+
+
+def longest_prompt(options: Options, max_length: int) -> int:
+  """Returns how many tokens a prompt may have.
+
+  Args:
+    options: how it is continued.
+    max_length: tokens that the model can see.
+
+  Raises:
+    errors.UsageError: there is no room for any.
+  """
+  longest = max_length - options.max_decode_steps
+  if longest < 1:
+    raise errors.UsageError(
+      f'max_decode_steps is {options.max_decode_steps}, which leaves nothing of'
+      f' the {max_length} tokens that the model can see for a prompt; expected'
+      f' at most {max_length - 1}.'
+    )
+  return longest
 
 
 def continue_texts(
@@ -524,13 +573,7 @@ def continue_texts(
     errors.UsageError: a prompt is too long, or has no token; or there is no
       room for any.
   """
-  longest = max_length - options.max_decode_steps
-  if longest < 1:
-    raise errors.UsageError(
-      f'max_decode_steps is {options.max_decode_steps}, which leaves nothing of'
-      f' the {max_length} tokens that the model can see for a prompt; expected'
-      f' at most {max_length - 1}.'
-    )
+  longest = longest_prompt(options, max_length)
   start = np.array([] if start_id is None else [start_id], np.int32)
   encode = encode or tokenizer.encode
   encoded = [np.append(start, encode(prompt)) for prompt in prompts]
@@ -540,7 +583,7 @@ def continue_texts(
   return [
     [
       {
-        'text': _new_text(
+        'text': new_text(
           tokenizer,
           tokens[len(start) :],
           ids[: length - (ids[length - 1] in options.stop_ids)],
@@ -556,7 +599,7 @@ def continue_texts(
   ]
 
 
-def _new_text(
+def new_text(
   tokenizer: tokenization.Tokenizer, old: np.ndarray, new: np.ndarray
 ) -> str:
   """Returns the text of new tokens behind old ones."""

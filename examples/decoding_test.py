@@ -541,7 +541,7 @@ def test_prompts_are_padded_to_few_shapes():
     assert padded.shape == (1, shape)
   with pytest.raises(ValueError, match=r'Prompt 2 of 2 has 101 tokens.*to 100'):
     decoding.pad_prompts([[1], [1] * 101], rows=1, max_length=100)
-  with pytest.raises(ValueError, match='Prompt 1 of 1 has 0 tokens'):
+  with pytest.raises(ValueError, match='The prompt has 0 tokens'):
     decoding.pad_prompts([[]], rows=1, max_length=100)
 
 
@@ -596,5 +596,5 @@ def test_a_text_may_go_on_without_a_token_before_it():
   ((found,),) = decoding.continue_texts(run, ['ab'], options, **kwargs)
   # The token that stopped it counts, and is no text.
   assert (found['text'], found['tokens']) == (' c', 2)
-  with pytest.raises(ValueError, match=r'1 has 0 tokens.*some text'):
+  with pytest.raises(ValueError, match=r'prompt has 0 tokens.*some text'):
     decoding.continue_texts(run, [''], options, **kwargs)

@@ -94,8 +94,9 @@ KEYS: tuple[Key, ...] = (
         "a dict of the keys below, such as {'prompts': 'FILE'}"),
       '--jaxline_mode=decode: continues prompts by the weights of a run.'),
   Key('decode.prompts', None, _FILE,
-      'A file with a prompt on each line, in a .jsonl as {"prompt": ...}; blank'
-      ' lines are ignored. None reads standard input or asks at a terminal.'),
+      'A file with a prompt on each line, in a .jsonl as {"prompt": ...} or'
+      ' {"messages": [...]}; blank lines are ignored. None reads standard input'
+      ' or asks at a terminal.'),
   Key('decode.output', None, _FILE,
       'The file for the continuations, a line of JSON for each prompt. None is'
       ' a new decode/step_N.jsonl below `checkpoint_dir` or, if that cannot be'

@@ -1,11 +1,13 @@
 """`--jaxline_mode=decode`: continues prompts with a checkpoint's weights."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import errno
+import io
 import itertools
 import json
 import pathlib
+import re
 import sys
 from typing import Any, TextIO
 
@@ -23,6 +25,13 @@ from jaxline.parallel import distributed
 from jaxline.parallel import prng
 from jaxline.run_directory import logs
 
+# A text, or the messages of a conversation.
+_Prompt = str | list[dict[str, Any]]
+# Where it is from, and the record that has it.
+_Line = tuple[str, _Prompt, dict[str, Any]]
+_TERMINAL = 'the terminal'
+_SURROGATES = re.compile('[\ud800-\udfff]')
+
 
 def restored_experiment(
   experiment_class: Any,
@@ -31,10 +40,12 @@ def restored_experiment(
   checkpointer: protocol.FullCheckpointer,
   series: str,
   step: int | None,
+  check: Callable[[experiment_lib.FullExperiment], None] = lambda _: None,
 ) -> tuple[experiment_lib.FullExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  Without a step it takes the newest of `series`.
+  Without a step it takes the newest of `series`. It calls `check` before it
+  reads the weights.
   """
   if not checkpointer.can_be_restored(series):
     other = '' if series == 'latest' else ", or set series = 'latest'"
@@ -51,50 +62,81 @@ def restored_experiment(
   init_rng = experiments.declared(experiment_class).eval_init_rng(config)
   with debug.log_activity('experiment init'):
     experiment = experiments.construct(experiment_class, mode, init_rng, config)
+  check(experiment)
   state = protocol.new_state(checkpointer, experiment, series=series)
   with debug.log_activity('checkpoint restore'):
     checkpointer.restore(series, step=step)
   return experiment, int(state.global_step)
 
 
-def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
-  """Yields a dict with the entry 'prompt' for each line."""
-  for number, line in enumerate(lines, 1):
-    line = line.rstrip('\r\n')
-    if not line.strip():
+def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Line]:
+  """Yields the prompt of each line. Wrong bytes become U+FFFD."""
+  for number, line in enumerate(source, 1):
+    place = f'{path}:{number}'
+    if isinstance(line, str):  # The locale of a UTF-8 terminal may be C.
+      line = line.encode(errors='surrogateescape')
+    text = line.decode(errors='replace')
+    is_whole = text.encode() == line
+    text = text.removeprefix('\ufeff').rstrip('\r\n')
+    if not text.strip():
       continue
-    record: dict[str, Any] = {'prompt': line}
+    key, record = 'prompt', {'prompt': text}
     if path.endswith('.jsonl'):
-      record = files.parse_record(line, 'prompt', str)
+      kinds = ('prompt', str), ('messages', list)
+      found = ((k, files.parse_record(text, k, kind)) for k, kind in kinds)
+      key, record = next((x for x in found if x[1]), ('', {}))
     if not record:
       raise errors.UsageError(
-        f'{path}:{number} is {line[:80]!r}; expected JSON, such as'
-        ' {"prompt": "Once"}.'
+        f'{place} is {text[:80]!r}; expected JSON, such as {{"prompt": "Once"}}'
+        ' or {"messages": [{"role": "user", "content": "Hi"}]}.'
       )
-    yield record
+    raw = json.dumps(record, ensure_ascii=False)
+    known = _SURROGATES.sub('\ufffd', raw)
+    if not is_whole or known != raw:
+      lines.warn_once(
+        f'{place} is not valid Unicode; U+FFFD replaces what is wrong.'
+      )
+    record = json.loads(known)
+    yield place, record[key], record
+
+
+def _checked(
+  source: Iterable[_Line], experiment: experiment_lib.FullExperiment
+) -> Iterator[tuple[_Prompt, dict[str, Any]]]:
+  """Yields the prompts that the experiment takes, with their records."""
+  for place, prompt, record in source:
+    try:
+      experiment.check_prompt(prompt)
+    except errors.UsageError as e:
+      if not place.startswith(_TERMINAL):
+        raise errors.UsageError(f'{place}: {e}') from e
+      lines.print_text(e, sys.stderr)  # Another may be typed.
+    else:
+      yield prompt, record
 
 
 def _typed() -> Iterator[str]:
   """Asks for lines at the terminal, until Ctrl-D."""
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors='surrogateescape')
   with contextlib.suppress(EOFError):
     while True:
       yield input('prompt> ')
   print()
 
 
-def _source(
-  options: config_dict.ConfigDict,
-) -> tuple[Iterator[dict[str, Any]], int]:
-  """Returns prompts, a file's already read, and how many to take at once."""
+def _source(options: config_dict.ConfigDict) -> tuple[Iterable[_Line], int]:
+  """Returns prompts, a file's as a list, and how many to take at once."""
   if (path := options.prompts) is not None:
     try:
-      text = pathlib.Path(path).read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as e:
+      raw = pathlib.Path(path).read_bytes()
+    except OSError as e:
       raise errors.UsageError(f'config.decode.prompts is {path!r}: {e}.') from e
-    return iter([*_records(text.split('\n'), path)]), options.batch_size
+    return [*_records(raw.splitlines(), path)], options.batch_size
   if sys.stdin.isatty():
-    return _records(_typed(), 'the terminal'), 1
-  return _records(sys.stdin, 'standard input'), options.batch_size
+    return _records(_typed(), _TERMINAL), 1
+  source = getattr(sys.stdin, 'buffer', sys.stdin)
+  return _records(source, 'standard input'), options.batch_size
 
 
 def decode(
@@ -109,7 +151,15 @@ def decode(
   options = config.decode
   is_chief = jax.process_index() == 0
   # First: a model is not restored for a file that is not there.
-  records, size = _source(options) if is_chief else (iter(()), 1)
+  source, size = _source(options) if is_chief else ((), 1)
+  records: Iterator[tuple[_Prompt, dict[str, Any]]] = iter(())
+
+  def check(experiment: experiment_lib.FullExperiment) -> None:
+    nonlocal records
+    records = _checked(source, experiment)
+    if isinstance(source, list):
+      records = iter([*records])
+
   rng = prng.stream(jax.random.PRNGKey(config.random_seed), 'decoding')
   experiment, step = restored_experiment(
     experiment_class,
@@ -118,6 +168,7 @@ def decode(
     checkpointer,
     options.series,
     options.step,
+    check,
   )
   with contextlib.ExitStack() as stack:
     if is_chief:
@@ -129,7 +180,7 @@ def decode(
       )
       if not batch:
         break
-      prompts = [record['prompt'] for record in batch]
+      prompts = [prompt for prompt, _ in batch]
       # As many as before: programs are compiled for a number of rows.
       rows = max(rows, len(prompts))
       prompts += prompts[-1:] * (rows - len(prompts))
@@ -140,11 +191,13 @@ def decode(
           f' {len(continued)} lists of continuations; expected one for each.'
         )
       if is_chief:
-        for record, continuations in zip(batch, continued, strict=False):
-          _show(record['prompt'], continuations)
+        pairs = [*zip(batch, continued, strict=False)]
+        for (_, record), continuations in pairs:
           line = {**record, 'continuations': continuations}
           file.write(json.dumps(line, ensure_ascii=False) + '\n')
         file.flush()  # What is shown is safe.
+        for (prompt, _), continuations in pairs:
+          _show(prompt, continuations)
   if is_chief:
     print(f'Written to {file.name}', flush=True)
 
@@ -180,8 +233,10 @@ def _open_new(path: pathlib.Path) -> TextIO:
       name = path.with_stem(f'{path.stem}_{number}')
 
 
-def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:
+def _show(prompt: _Prompt, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
+  if isinstance(prompt, list):
+    prompt = '\n'.join(f'{x.get("role")}: {x.get("content")}' for x in prompt)
   lines.print_text(f'=== {prompt}')
   for continuation in continuations:
     others = {k: x for k, x in continuation.items() if k != 'text'}

@@ -322,8 +322,19 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
       device_keys,
     )
 
+  def check_prompt(self, prompt: str | list[dict[str, Any]]) -> None:
+    """Raises an `errors.UsageError` for a prompt that `decode` does not take.
+
+    It is called before the weights are restored. A list has the messages of a
+    conversation; here only text is taken.
+    """
+    if not isinstance(prompt, str):
+      raise errors.UsageError(
+        f'{type(self).__name__} has no chats; expected text, as "prompt".'
+      )
+
   def decode(
-    self, prompts: Sequence[str], rng: jax.Array
+    self, prompts: Sequence[Any], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
     """Continues prompts; used by `--jaxline_mode=decode` only.
 
@@ -331,8 +342,9 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     restored. It should not open training data, which may be missing.
 
     Args:
-      prompts: the same number at each call. The last prompts of a file are
-        padded with others, whose continuations are ignored.
+      prompts: texts or lists of messages that `check_prompt` takes, the same
+        number at each call. The last prompts of a file are padded with others,
+        whose continuations are ignored.
       rng: one key, a different one at each call.
 
     Returns:

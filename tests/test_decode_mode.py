@@ -144,15 +144,21 @@ def test_prompts_of_a_file_in_batches_of_one_size(run, trained, capsys):
   assert len(lines_of(path)) == 5
 
 
-def test_prompts_of_json_lines_and_of_a_pipe(run, tmp_path, monkeypatch):
-  (tmp_path / 'p.jsonl').write_text(
-    '{"prompt": "two\\nlines", "id": 7}\n\n{"prompt": ""}\n'
+def test_prompts_of_json_lines_and_a_pipe(run, tmp_path, monkeypatch, capsys):
+  (tmp_path / 'p.jsonl').write_bytes(
+    b'\xef\xbb\xbf{"prompt": "two\\nlines", "id": 7}\n\n{"prompt": ""}\r'
+    b'{"prompt": "\xe9 \\ud83d \\ud83d\\ude00"}\n'
   )
   output = tmp_path / 'new' / 'o.jsonl'
+  monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), 'ascii'))
   run(prompts=str(tmp_path / 'p.jsonl'), output=str(output))
-  first, second = lines_of(output)
+  first, second, third = lines_of(output)
   assert (first['prompt'], first['id']) == ('two\nlines', 7)
   assert second['continuations'][1]['text'] == 'ü '
+  # What is no Unicode is replaced, and named.
+  assert third['prompt'] == '\ufffd \ufffd \U0001f600'
+  assert f'{tmp_path}/p.jsonl:4 ' in capsys.readouterr().err
+  assert b'\n=== ? ? ?\n' in sys.stdout.buffer.getvalue()
   monkeypatch.setattr(sys, 'stdin', io.StringIO('a\n\nb\nc\n'))
   calls = run(text=None, batch_size=2, output=str(output))
   assert [prompts for prompts, _ in calls] == [['a', 'b'], ['c', 'c']]
@@ -307,7 +313,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
     ({'step': 7}, r"step is 7, but of 'latest' the steps \[1, 2, 3\]"),
     ({'series': 'best', 'step': 1}, r"of 'best' the steps \[2\]"),
     ({'prompts': 'no_such.txt'}, "prompts is 'no_such.txt'"),
-    ({'prompts': 'latin.txt'}, "prompts is 'latin.txt'"),
+    ({'prompts': 'chat.jsonl'}, 'chat.jsonl:2: Echo has no chats'),
     ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'"),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
@@ -318,7 +324,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
 def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   monkeypatch.chdir(tmp_path)
   for name, content in {
-    'latin.txt': b'\xff',
+    'chat.jsonl': b'{"prompt": "a"}\n{"messages": [{"role": "user"}]}',
     'bad.jsonl': b'\n{"prompt": "a"}\nOnce',
     'list.jsonl': b'["prompt"]',
   }.items():

@@ -3,7 +3,7 @@
 Shapes: B batch, L length, T prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -39,6 +39,7 @@ from . import model
 _Lora = lora.Config
 _DECAYS = ('linear', 'cosine')
 _PROMPT_FORMATS = ('text', 'special', 'chat')
+_CHUNK = 8  # Tokens of a stream at a time.
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
 
@@ -546,13 +547,90 @@ class Experiment(sharded.ShardedExperiment):
       For each its continuations, the best first: see
       `decoding.continue_texts`.
     """
-    options = self.config.decode
-    stops = options.stop_ids
+    return self._continue(prompts, rng, self.decode_options)
+
+  @property
+  def decode_options(self) -> decoding.Options:
+    """The options of the config, with all that ends a text."""
+    stops = self.config.decode.stop_ids
     # A folder says by itself what ends a text.
     if self.config.prompt_format == 'text' or not stops:
       stops = (*stops, self.tokenizer.document_id)
-    options = dataclasses.replace(options, stop_ids=stops)
-    return self._continue(prompts, rng, options)
+    return dataclasses.replace(self.config.decode, stop_ids=stops)
+
+  def check_prompt(self, prompt: str | folder.Messages) -> None:
+    """Refuses a prompt that `decode` does not take."""
+    config = self.config
+    longest = decoding.longest_prompt(config.decode, config.model.max_length)
+    ids = self.encode_prompt(prompt)
+    decoding.pad_prompts([ids], rows=1, max_length=longest)
+
+  def stream(
+    self, ids: np.ndarray, rng: jax.Array, options: decoding.Options
+  ) -> Iterator[list[int]]:
+    """Yields the tokens that follow a prompt, a few at a time, without a stop.
+
+    Args:
+      ids: the prompt's tokens, at most `decoding.longest_prompt`.
+      rng: a key.
+      options: how; one continuation.
+    """
+    config, steps = self.config.model, options.max_decode_steps
+    longest = decoding.longest_prompt(options, config.max_length)
+    prompts_BT, lengths_B = decoding.pad_prompts(
+      [ids], rows=self.partitioner.batch_shards, max_length=longest
+    )
+    params = merged(self.eval_params, self.state.model_state, self.config)
+    prefill, extend = self._stream
+    # All lengths of an answer share the same few programs.
+    options = dataclasses.replace(options, max_decode_steps=_CHUNK)
+    put = lambda x: placement.put(x, self.partitioner.batch_sharding)
+    rng = placement.put(rng, self.partitioner.replicated)
+    cache = prefill(params, put(prompts_BT), steps)
+    token_B = prompts_BT[np.arange(len(lengths_B)), lengths_B - 1]
+    for start in range(0, steps, _CHUNK):
+      key = jax.random.fold_in(rng, start)
+      places_B = lengths_B - 1 + start
+      args = put(token_B), put(places_B), key, options
+      decoded, cache = extend(params, cache, *args)
+      found = jax.device_get(decoded)
+      chunk = found.ids[0, 0, : min(found.lengths[0, 0], steps - start)]
+      has_stopped = chunk[-1] in options.stop_ids
+      yield chunk[: len(chunk) - has_stopped].tolist()
+      if has_stopped:
+        return
+      token_B = found.ids[:, 0, -1]
+
+  @functools.cached_property
+  def _stream(self) -> Any:
+    """The two programs of `stream`: of a prompt, and of some tokens."""
+    config = self.config.model
+
+    def prefill(params: Any, prompts_BT: jax.Array, steps: int) -> Any:
+      batch, length = prompts_BT.shape
+      cache = model.empty_cache(config, batch, length + steps)
+      tokens_BL = prompts_BT[:, :-1]
+      return model.decode_step(params, tokens_BL, cache, 0, config)[1]
+
+    def extend(
+      params: Any,
+      cache: Any,
+      token_B: jax.Array,
+      start_B: jax.Array,
+      rng: jax.Array,
+      options: decoding.Options,
+    ) -> tuple[decoding.Decoded, Any]:
+      params = model.split_layers(params, config)
+
+      def step(cache: Any, tokens_BL: jax.Array, start_B: jax.Array) -> Any:
+        return model.decode_step(params, tokens_BL, cache, start_B, config)
+
+      return decoding.extend(step, cache, token_B, start_B, options, rng)
+
+    return (
+      jax.jit(self.in_mesh(prefill), static_argnums=2),
+      jax.jit(self.in_mesh(extend), static_argnums=5, donate_argnums=1),
+    )
 
   def _continue(
     self,

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxline import errors
+from jaxline.inputs import tokenization
 from jaxline.metrics import lines
 
 Path = str | os.PathLike[str]
@@ -40,6 +41,7 @@ _OF_TOKENIZERS = (
   'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
   'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
 )  # fmt: skip
+_NAMED = 'bos', 'eos', 'unk', 'sep', 'pad', 'cls', 'mask'
 _LLAMA = 'LlamaTokenizer', 'LlamaTokenizerFast'
 _WEIGHTS = '.safetensors', '.safetensors.index.json'
 _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
@@ -72,7 +74,8 @@ def read(folder: Path, name: str) -> bytes | None:
   path = pathlib.Path(folder) / name
   try:
     # The cache of Hugging Face has links, and a run has none.
-    found = path.lstat() if path.parent.name == NAME else path.stat()
+    is_run = pathlib.Path(folder).name == NAME
+    found = path.lstat() if is_run else path.stat()
   except (FileNotFoundError, NotADirectoryError):
     return None
   if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
@@ -95,6 +98,23 @@ def of_tokenizer(spec: str) -> pathlib.Path | None:
   """Returns the folder of `Config.tokenizer`, or None for 'bytes' and such."""
   path = pathlib.Path(str(spec).partition('#')[0])
   return path.parent if path.suffix in ('.json', '.model') else None
+
+
+def tokenizer_of(path: pathlib.Path) -> str:
+  """Returns the `Config.tokenizer` of a file, with its document token.
+
+  It is named where the tokenizer does not find one by itself.
+  """
+  if path.suffix == '.json':
+    with _reading(f'{path}, or {path.parent / _TOKENIZER_CONFIG}:'):
+      added = read_json(path.parent, path.name).get('added_tokens') or []
+      known = {x['content'] for x in added}
+      named, _ = _special_tokens(path.parent)
+      ends = [_content(named.get(f'{x}_token', '')) for x in _NAMED[:2]]
+    ends = [x for x in ends if x in known]
+    if ends and not known & {*tokenization.WELL_KNOWN_TOKENS}:
+      return f'{path}#{ends[0]}'
+  return str(path)
 
 
 def is_of(folder: Path | None, vocab_size: int) -> bool:
@@ -188,7 +208,10 @@ def _template_of(folder: Path) -> str | None:
   found = read_json(folder, _TOKENIZER_CONFIG).get('chat_template')
   if isinstance(found, list):
     found = {x['name']: x['template'] for x in found}
-  return found.get('default') if isinstance(found, dict) else found
+  found = found.get('default') if isinstance(found, dict) else found
+  if raw := read(pathlib.Path(folder), f'{TEMPLATES}/default.jinja'):
+    return raw.decode()
+  return found
 
 
 def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -199,11 +222,22 @@ def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     values = {**values, **read_json(folder, 'special_tokens_map.json')}
   extra = values.get('extra_special_tokens')
   extra = extra or values.get('additional_special_tokens') or []
-  named = {k: x for k, x in values.items() if k.endswith('_token')}
+  # Those that all models have come first, in this order.
+  first = [f'{x}_token' for x in _NAMED]
+  others = [k for k in values if k.endswith('_token') and k not in first]
+  named = {k: values[k] for k in [*first, *others] if k in values}
+  named |= values.get('model_specific_special_tokens') or {}
   if isinstance(extra, dict):
     named, extra = {**named, **extra}, []
   named = {k: x for k, x in named.items() if isinstance(x, str | dict)}
   tokens = [added[i] for i in sorted(added or {}, key=int)]
+  if added is None:
+    special = {_content(x) for x in [*named.values(), *extra]}
+    ids = read_json(folder, 'added_tokens.json')
+    tokens = [
+      {'content': x, 'special': x in special, 'normalized': x not in special}
+      for x in sorted(ids, key=lambda x: ids[x])
+    ]
   return named, [*tokens, *named.values(), *extra]
 
 
@@ -226,8 +260,10 @@ class Prompts:
     self.folder = path.parent
     if path.suffix != '.json':
       raise errors.UsageError(
-        f"The tokenizer is {path}, but prompt_format 'special' and 'chat' need"
-        " a tokenizer.json. Set prompt_format='text'."
+        f'{path} has no special tokens and no chats; expected a tokenizer.json.'
+        ' Let transformers write one,'
+        ' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), and import'
+        " DIR again; or give texts, with prompt_format='text'."
       )
     with _reading(str(path)):
       raw = read(self.folder, path.name) or b''
@@ -328,6 +364,11 @@ class Prompts:
       parts = re.split(f'[{_BEGIN}{_END}]', ''.join(written))
       marks = [*itertools.accumulate(map(len, parts[:-1]))]
       return ''.join(parts), [*zip(marks[::2], marks[1::2], strict=True)]
+
+  @property
+  def has_template(self) -> bool:
+    """Whether the folder has a chat template."""
+    return bool(_template_of(self.folder))
 
   @functools.cached_property
   def _template(self) -> Any:

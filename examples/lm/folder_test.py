@@ -83,6 +83,13 @@ KINDS = {
   'old': {
     'map': {'bos_token': '<x>', 'additional_special_tokens': ['<y>']},
     'chat_template': LLAMA,
+    'more': {'added_tokens.json': '{"na": 999, "user": 998}'},
+  },
+  'named': {
+    'pad_token': '<x>',
+    'bos_token': '<y>',
+    'model_specific_special_tokens': {'image_token': 'user'},
+    'more': {'additional_chat_templates/default.jinja': LLAMA},
   },
 }  # fmt: skip
 
@@ -96,6 +103,8 @@ def make(
   post=None,
   jinja=None,
   map=None,
+  more=None,
+  specials=('<|endoftext|>', '<|im_start|>', '<|im_end|>'),
   **config,
 ):
   """Makes a folder with a tokenizer of `size` and three special tokens."""
@@ -113,10 +122,9 @@ def make(
   else:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-  names = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
-  library.add_special_tokens(names)
+  library.add_special_tokens(list(specials))
   if post:
-    tokens = [(x, library.token_to_id(x)) for x in names if x in post]
+    tokens = [(x, library.token_to_id(x)) for x in specials if x in post]
     library.post_processor = processors.TemplateProcessing(
       single=post, special_tokens=tokens
     )
@@ -128,6 +136,9 @@ def make(
       (path / name).write_text(json.dumps(content))
   if jinja:
     (path / 'chat_template.jinja').write_text(jinja)
+  for name, text in (more or {}).items():
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text(text)
   return path
 
 
@@ -255,6 +266,14 @@ def test_a_model_without_a_row_of_its_tokenizer(tmp_path):
     hf_test.tuned(run, tmp_path)
   (tmp_path / '99.txt').unlink()
   assert hf_test.tuned(run, tmp_path).history['eval/loss'][-1, 1] > 0
+
+
+def test_a_tokenizer_without_a_known_document_token(tmp_path):
+  names = '<|begin|>', '<|im_start|>', '<|im_end|>'
+  path = make(tmp_path / 'hf', size=61, specials=names, bos_token=names[0])
+  model = jaxline.load(imported(path), mode='decode')
+  assert model.tokenizer.document_id == 61
+  assert model.encode_prompt('<|im_start|>!').tolist() == [62, 0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@
 DIR has `config.json`, `*.safetensors` and `tokenizer.json`. `_FAMILIES` lists
 the models. `import` makes a run with a checkpoint of step 0. The run keeps the
 other files of DIR (`folder.py`), and `export` writes them again. `parity`
-compares the logits of a run and of transformers, which needs torch.
+compares a run with transformers, which needs torch: the logits, the tokens of
+prompts and chats, and the tokens that follow them.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -121,6 +123,8 @@ _NO_EFFECT = """
 """
 # Any other key is refused, unless its value is empty or this one.
 _NEUTRAL = {'partial_rotary_factor': 1.0}
+# What `parity` continues.
+_PROMPTS = 'The first', 'naïve  中文 \n', 'def f(x):\n\treturn'
 _DTYPES = 'F32', 'F16', 'BF16'
 _MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
 # The table of names. In each row: our weight; its axes (N: layers); the axes of
@@ -542,7 +546,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     )
   config.checkpoint_dir = str(run)
   kwargs = config.experiment_kwargs.config
-  kwargs.tokenizer = str((source / name).absolute())
+  kwargs.tokenizer = folder.tokenizer_of(source.absolute() / name)
   kwargs.decode.stop_ids = folder.stop_ids(source)
   if name == 'tokenizer.json':
     kwargs.prompt_format = 'special'
@@ -553,7 +557,8 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   experiment = experiments.construct(cls, 'decode', init_rng, config)
   state = _read_state(tensors, experiment, init_rng)
   beside = run.absolute() / folder.NAME
-  kwargs.tokenizer = str(beside / name)
+  token = kwargs.tokenizer.removeprefix(str(source.absolute() / name))
+  kwargs.tokenizer = f'{beside / name}{token}'
   config = platform.resolve_config(config)
   checkpointer = adapters.full_checkpointer(
     platform.create_checkpointer(config, 'train'), cls
@@ -729,7 +734,7 @@ def _folded(
   ), new
 
 
-def parity(run: pathlib.Path, folder: pathlib.Path) -> float:
+def logits_error(run: pathlib.Path, folder: pathlib.Path) -> float:
   """Compares the logits of a run and of transformers, in float32.
 
   Returns the largest error, as a part of the logits' standard deviation.
@@ -761,6 +766,73 @@ def parity(run: pathlib.Path, folder: pathlib.Path) -> float:
   return worst
 
 
+def tokens_differ(run: pathlib.Path, folder: pathlib.Path) -> bool:
+  """Compares the tokens of prompts and chats, and of greedy decoding."""
+  import torch
+  import transformers
+
+  recorded = base_config.recorded_config(run).experiment_kwargs.config
+  steps = min(32, recorded.model.max_length // 4)
+  keys = {'method': 'greedy', 'max_decode_steps': steps, 'scores': False}
+  keys = {f'decode.{key}': x for key, x in keys.items()}
+  keys |= {'model.dtype': 'float32'}
+  keys = {f'experiment_kwargs.config.{key}': x for key, x in keys.items()}
+  experiment = jaxline.load(run, keys, mode='decode')
+  options, prompts = experiment.decode_options, experiment.prompts
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32
+  )
+  # The folder may ask for draws and penalties.
+  theirs.generation_config = transformers.GenerationConfig(
+    eos_token_id=theirs.generation_config.eos_token_id,
+    max_new_tokens=steps,
+    pad_token_id=0,
+  )
+  chats = [[{'role': 'user', 'content': x}] for x in _PROMPTS]
+  to_ids = functools.partial(
+    tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True
+  )
+  differ = False
+  for kind, encode, texts in (
+    ('prompts', tokenizer, _PROMPTS),
+    ('chats', to_ids, chats if prompts.has_template else []),
+  ):
+    counts = np.zeros(4, int)
+    for text in texts:
+      ids, expected = prompts.encode(text), encode(text)['input_ids']
+      stream = experiment.stream(ids, jax.random.key(0), options)
+      ours = [x for new in stream for x in new]
+      batch = torch.tensor([expected])
+      output = theirs.generate(batch, attention_mask=torch.ones_like(batch))
+      found = output[0, len(expected) :].tolist()
+      found = found[: len(found) - (found[-1] in options.stop_ids)]
+      longest = max(len(ours), len(found))
+      pairs = itertools.zip_longest(ours, found)
+      same = next((i for i, (x, y) in enumerate(pairs) if x != y), longest)
+      counts += [1, ids.tolist() == expected, longest, same]
+    total, equal, generated, same = counts.tolist()
+    print(
+      f'{kind}: {equal} of {total} have the same tokens; {same} of {generated}'
+      ' generated tokens are equal'
+    )
+    differ |= (total, generated) != (equal, same)
+  return differ
+
+
+def parity(run: pathlib.Path, folder: pathlib.Path) -> int:
+  """Compares a run with transformers; returns 1 if tokens differ."""
+  try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+  except ImportError as e:
+    raise errors.UsageError(
+      f"parity needs torch and transformers ({e}): pip install -e '.[parity]'."
+    ) from e
+  logits_error(run, folder)
+  return int(tokens_differ(run, folder))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command; returns the exit status, 2 for an error of use."""
   parser = argparse.ArgumentParser(prog='python -m examples.lm.hf')
@@ -782,11 +854,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       command.add_argument('--dtype', choices=dtypes, default=dtypes[0])
   args = vars(parser.parse_args(argv))
   try:
-    args.pop('call')(**args)
+    return args.pop('call')(**args) or 0
   except (ValueError, OSError, ImportError) as e:
     print(f'examples.lm.hf: {e}', file=sys.stderr)
     return 2
-  return 0
 
 
 if __name__ == '__main__':

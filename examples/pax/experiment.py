@@ -282,6 +282,17 @@ class Experiment(TaskExperiment):
 
   # Decoding.
 
+  def check_prompt(self, prompt: Any) -> None:
+    """Refuses a prompt that `decode` does not take."""
+    super().check_prompt(prompt)
+    text, options = self.experiment.prompting(), self.config.decode
+    assert options is not None
+    longest = decoding.longest_prompt(options, text.max_length)
+    ids = text.tokenizer.encode(prompt)
+    if text.start_id is not None:
+      ids = np.append(text.start_id, ids)
+    decoding.pad_prompts([ids], rows=1, max_length=longest)
+
   def decode(
     self, prompts: Sequence[str], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:

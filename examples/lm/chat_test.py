@@ -1,0 +1,224 @@
+"""Tests of the chat in the terminal."""
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from examples import decoding
+import jaxline
+from jaxline import errors
+from jaxline.inputs import tokenization
+from tests import processes
+
+from . import chat
+from . import families_test
+from . import folder
+from . import folder_test
+from . import hf
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """The directory of a run with a model that knows chats."""
+  path = tmp_path_factory.mktemp('chat')
+  families_test.make('qwen2', path / 'hf', length=4096)
+  assert hf.main(['import', str(path / 'hf'), str(path / 'run')]) == 0
+  return path / 'run'
+
+
+@pytest.fixture(scope='module')
+def experiment(run):
+  """21: the last piece of an answer may be longer than what is left."""
+  greedy = {'method': 'greedy', 'max_decode_steps': 21}
+  keys = {f'experiment_kwargs.config.decode.{k}': x for k, x in greedy.items()}
+  return jaxline.load(run, keys, mode='decode')
+
+
+def message(role, content):
+  return {'role': role, 'content': content}
+
+
+def test_answers_are_those_of_decoding(experiment):
+  key = jax.random.key(0)
+  talk = chat.Chat(experiment, system='Be brief.', seed=0)
+  said = [message('system', 'Be brief.')]
+  for text in ('Hi', 'naïve'):
+    said.append(message('user', text))
+    ((found,),) = experiment.decode([said], key)
+    pieces = [*talk.ask(text)]
+    assert (''.join(pieces), len(pieces)) == (found['text'], 4)
+    said.append(message('assistant', found['text']))
+    assert talk.messages == said
+  # What was heard before an answer was cut off is kept.
+  talk.reset()
+  answer = talk.ask('Hi')
+  heard = next(answer)
+  answer.close()
+  assert talk.messages[1:] == [
+    message('user', 'Hi'),
+    message('assistant', heard),
+  ]
+  # A stop ends the stream, and is not in it.
+  ids = experiment.encode_prompt(said[:2])
+  options = experiment.decode_options
+  new = np.concatenate([*experiment.stream(ids, key, options)]).tolist()
+  options = dataclasses.replace(options, stop_ids=(new[11],))
+  found = np.concatenate([*experiment.stream(ids, key, options)]).tolist()
+  assert found == new[: new.index(new[11])]
+
+
+def test_the_oldest_turns_are_dropped(experiment, capsys):
+  talk = chat.Chat(experiment, system='Be.', seed=0)
+  before = [message('user', 'x' * 900), message('assistant', 'z' * 900)] * 6
+  before = [x | {'content': f'{i}{x["content"]}'} for i, x in enumerate(before)]
+  talk.messages += before
+  next(talk.ask('z'))
+  first, *kept, last, _ = talk.messages
+  assert (first, last) == (message('system', 'Be.'), message('user', 'z'))
+  assert kept == before[-len(kept) :]
+  dropped = len(before) - len(kept)
+  assert 0 < dropped < len(before)
+  assert f'The oldest {dropped} messages' in capsys.readouterr().err
+  known = [*talk.messages]
+  with pytest.raises(errors.UsageError, match=r'expected at most 4075'):
+    next(talk.ask('z' * 5000))
+  assert talk.messages == known
+
+
+def test_a_run_without_a_template(tmp_path, capsys):
+  experiment = types.SimpleNamespace(
+    decode_options=decoding.Options(method='greedy', max_decode_steps=9),
+    tokenizer=tokenization.BYTES,
+    encode_prompt=tokenization.BYTES.encode,
+    # Characters are shown when they are whole.
+    stream=lambda *_: iter([[0x61, 0xC3], [0xA9, 0xE4], [0xB8]]),
+    prompts=folder.Prompts(
+      folder_test.make(tmp_path / 'hf') / 'tokenizer.json'
+    ),
+  )
+  talk = chat.Chat(experiment, system=None, seed=0)
+  assert 'has no template' in talk.why_plain
+  assert [*talk.ask('x')] == ['a', 'é', '', '\ufffd']
+  assert talk.messages == []
+  with pytest.raises(errors.UsageError, match='--system'):
+    chat.Chat(experiment, system='Be brief.', seed=0)
+  experiment.decode_options = decoding.Options(
+    method='beam', max_decode_steps=9
+  )
+  with pytest.raises(errors.UsageError, match='--method'):
+    chat.Chat(experiment, system=None, seed=0)
+
+
+@pytest.mark.process
+def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
+  run, tmp_path
+):
+  good = [{'prompt': 'naïve'}, {'messages': [message('user', 'Hi')], 'id': 7}]
+  file, output = tmp_path / 'p.jsonl', tmp_path / 'o.jsonl'
+
+  def decode(directory, *prompts):
+    file.write_text('\n'.join(map(json.dumps, prompts)))
+    return processes.run(
+      *('experiment.py', '--jaxline_mode=decode', f'--config={directory}'),
+      f'--config.decode.prompts={file}',
+      f'--config.decode.output={output}',
+      '--config.experiment_kwargs.config.decode.max_decode_steps=21',
+      timeout=100,
+    )
+
+  done = decode(run, *good)
+  assert done.returncode == 0, done.stderr
+  lines = [json.loads(x) for x in output.read_text().splitlines()]
+  assert [x.pop('continuations')[0]['tokens'] for x in lines] == [21, 21]
+  assert lines == good
+  assert '=== user: Hi\n' in done.stdout
+  # Without its weights: they are not reached.
+  broken = tmp_path / 'broken'
+  shutil.copytree(run, broken)
+  for path in broken.glob('checkpoints/**/*'):
+    if path.is_file() and path.stat().st_size > 20_000:
+      path.write_bytes(b'')
+  for bad, what in (
+    ({'prompt': 'z' * 5000}, 'tokens; expected 1 to 4075'),
+    ({'prompt': ''}, 'has 0 tokens'),
+    ({'messages': []}, 'conversation'),
+    ({'messages': ['Hi']}, 'conversation'),
+  ):
+    done = decode(broken, *good, bad)
+    assert (done.returncode, done.stdout.count('===')) == (2, 0)
+    assert f'{file}:3: ' in done.stderr
+    assert what in done.stderr
+
+
+class Terminal:
+  """A chat in a terminal."""
+
+  def __init__(self, *arguments, **env):
+    self._file, theirs = pty.openpty()
+    self.process = subprocess.Popen(
+      [
+        'setsid',
+        '--ctty',
+        sys.executable,
+        '-m',
+        'examples.lm.chat',
+        *arguments,
+      ],
+      **dict.fromkeys(['stdin', 'stdout', 'stderr'], theirs),
+      env=os.environ | env,
+    )
+    os.close(theirs)
+
+  def type(self, text):
+    os.write(self._file, text)
+
+  def read(self, pattern, seconds=60):
+    """Returns what is shown up to a pattern, and in how many pieces."""
+    shown, pieces, end = b'', 0, time.monotonic() + seconds
+    while not re.search(pattern, shown, re.DOTALL):
+      assert select.select([self._file], [], [], 1 + end - time.monotonic())[0]
+      shown += os.read(self._file, 4096)
+      pieces += 1
+    return shown, pieces
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('is_ascii', [False, True])
+def test_a_terminal(run, is_ascii, request):
+  names = {'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'LC_ALL': 'C'}
+  env = names if is_ascii else {'LC_ALL': 'C.UTF-8'}
+  flags = '--max_decode_steps=2000', '--method=greedy'
+  terminal = Terminal(str(run), *flags, **env)
+  request.addfinalizer(terminal.process.kill)
+  terminal.read(b'> $')
+  terminal.type('naïve\n'.encode())
+  shown, pieces = terminal.read(rb'Cut at.*> $')
+  assert pieces > 9
+  assert b'\x17' not in shown
+  assert ('\ufffd'.encode() in shown) != is_ascii
+  # Latin-1 is read too. Ctrl-C ends the answer, and not the program, which
+  # waits: the terminal has no room for so long an answer.
+  terminal.type(b'\xff\n')
+  terminal.read(rb'\n\S{4}')
+  terminal.type(b'\x03')
+  shown, _ = terminal.read(rb'> $')
+  assert b'Cut at' not in shown
+  terminal.type(b'/reset\n')
+  terminal.read(b'> $')
+  time.sleep(0.5)
+  terminal.type(b'\x03')
+  terminal.read(b'\n> $')
+  terminal.type(b'\x04')
+  assert terminal.process.wait(60) == 0
