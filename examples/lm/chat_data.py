@@ -222,11 +222,11 @@ class _Reader(text_files.Reader):
 
   tokenizer: Codes
 
-  def _read_rows(
-    self, name: str, blocks: Iterable[bytes]
+  def read_rows(
+    self, source: text_files.Source, blocks: Iterable[Any]
   ) -> Iterator[tuple[int, bytes]]:
-    first = ''
-    for number, line in super()._read_rows(name, blocks):
+    first, name = '', source.name
+    for number, line in super().read_rows(source, blocks):
       try:
         if line.strip():
           yield number, self.tokenizer.encode_line(line).tobytes()

@@ -225,7 +225,7 @@ class Reader:
       elif self.kind.startswith('split:'):
         texts = _split(blocks, self.kind.removeprefix('split:').encode())
       else:
-        texts = self._read_rows(self.sources[file], blocks)
+        texts = self.read_rows(self.sources[file], blocks)
       for line, group in itertools.groupby(texts, operator.itemgetter(0)):
         digest = stable_hash(f'eval/{name_document(name, line)}')
         if is_alone:
@@ -312,7 +312,7 @@ class Reader:
         for value in batch.column(self.text_key):
           yield value.as_py()
 
-  def _read_rows(
+  def read_rows(
     self, source: Source, blocks: Iterable[Any]
   ) -> Iterator[tuple[int, bytes]]:
     """Yields the number and the text of each row that is not empty."""
