@@ -16,7 +16,6 @@ from jaxline.parallel import distributed
 from jaxline.run_directory import logs
 from jaxline.supervision import budget as budget_lib
 from jaxline.supervision import nonfinite
-from jaxline.supervision import profiling
 
 
 def make_hooks(
@@ -61,6 +60,8 @@ def make_hooks(
   if config.max_seconds is not None:
     hooks.append(budget)
   if config.profile_steps and config.checkpoint_dir is not None:
+    from jaxline.supervision import profiling  # Few runs need it.
+
     folder_of = logs.folders(config.checkpoint_dir)
     hooks.append(profiling.Profiler(config, folder_of, console.print))
   hooks += [*given, console_lib.ConsoleHook(console, config, log, finish)]

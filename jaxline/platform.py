@@ -21,7 +21,6 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from jaxline import base_config
-from jaxline import decode
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import train
@@ -45,7 +44,6 @@ from jaxline.run_directory import store as store_lib
 from jaxline.supervision import compilation_cache
 from jaxline.supervision import exits
 from jaxline.supervision import preemption
-from jaxline.supervision import profiling
 
 TensorBoardLogger = logs_lib.RunWriter  # JAXline's name.
 resolve_experiment_class = experiment_lib.resolve_experiment_class
@@ -65,6 +63,12 @@ def _compile(run: train.Run) -> None:
     raise SystemExit(1)
 
 
+def _decode(run: train.Run) -> None:
+  from jaxline import decode  # Few runs need it.
+
+  decode.decode(run.experiment_class, run.config, run.checkpointer)
+
+
 class Mode(NamedTuple):
   """A value of --jaxline_mode."""
 
@@ -76,6 +80,8 @@ class Mode(NamedTuple):
 
 _TRAIN = adapters.rebindable(train, 'train', 'writer')
 _EVALUATE = adapters.rebindable(train, 'evaluate', 'eval_writer', 'eval_mode')
+
+
 MODES = {
   'train': Mode(_TRAIN, trains=True),
   'eval': Mode(_EVALUATE, eval_log='eval', follows=True),
@@ -87,10 +93,7 @@ MODES = {
     trains=True,
     eval_log='eval',
   ),
-  'decode': Mode(
-    lambda x: decode.decode(x.experiment_class, x.config, x.checkpointer),
-    follows=True,
-  ),
+  'decode': Mode(_decode, follows=True),
   'compile': Mode(_compile),
 }
 
@@ -194,6 +197,8 @@ def start(
     profiles = mode.trains and config.xla.pgle_save and not jax.process_index()
     actions = []
     if profiles:
+      from jaxline.supervision import profiling
+
       folder_of = logs_lib.folders(config.checkpoint_dir)
       actions.append(profiling.PgleProfiler(config, folder_of))
     run = train.Run(
