@@ -23,7 +23,7 @@ from jaxline.metrics import scalars as scalars_lib
 FILE = 'fingerprints.bin'
 _DTYPE = np.dtype('<u4')
 _LOSS = 2**31
-_MAX_KEPT = 100
+_MAX_KEPT = 200  # A step has one or two.
 # Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
 _MULTIPLIER = np.uint32(2654435769)
 # Scalars that depend on the clock or the machine, as do the rates by second.
@@ -41,9 +41,9 @@ class FingerprintWriter(files.FileBackend):
 
   def encode(self, record: files.Record) -> bytes:
     pairs = [
-      (int(step) + place * _LOSS, number)
+      # Of a loss, an array of bits and the place in it.
+      (step, bits[0][bits[1]] if isinstance(bits, tuple) else bits)
       for step, bits in record.values.items()
-      for place, number in enumerate(np.ravel(bits).tolist())
     ]
     return np.array(pairs, _DTYPE).tobytes()
 
@@ -74,13 +74,9 @@ def _bits(x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, f'uint{width}').astype(jnp.uint32)
 
 
-@functools.partial(jax.jit, static_argnames='beside')
-def fingerprint(tree: Any, beside: tuple[int, int] | None = None) -> jax.Array:
-  """Returns a uint32 of all bits of a tree of arrays.
-
-  With `beside`, the place of a leaf and of a number in it, the number follows:
-  [2].
-  """
+@jax.jit
+def fingerprint(tree: Any) -> jax.Array:
+  """Returns a uint32 of all bits of a tree of arrays."""
   total = jnp.uint32(0)
   for x in jax.tree.leaves(tree):
     bits = _bits(jnp.asarray(x))
@@ -93,9 +89,6 @@ def fingerprint(tree: Any, beside: tuple[int, int] | None = None) -> jax.Array:
     mixed = (bits ^ (bits >> 15)) * (2 * place + 1) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> 13)) * _MULTIPLIER
     total = (total ^ mixed.sum(dtype=jnp.uint32)) * _MULTIPLIER
-  if beside:
-    leaf, number = beside
-    return jnp.stack([total, jax.tree.leaves(tree)[leaf][number]])
   return total
 
 
@@ -114,20 +107,12 @@ def _clocked(names: tuple[str, ...]) -> list[str]:
   return [x for x in names if x in _CLOCKED or x.endswith('_per_sec')]
 
 
-def of_step(
-  scalars: Mapping[str, Any], batch: Any, with_loss: bool = False
-) -> jax.Array:
-  """Returns the fingerprint of a step's scalars and its batch.
-
-  If asked for, the bits of the loss follow, [2], where it is packed.
-  """
-  found = scalars_lib.leaves(without_timing_scalars(scalars))
-  leaves = [*jax.tree.leaves(batch), *found]
+def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
+  """Returns the fingerprint of a step's scalars and its batch."""
+  leaves = jax.tree.leaves(batch) + scalars_lib.leaves(
+    without_timing_scalars(scalars)
+  )
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
-  loss = scalars_lib.find(scalars, 'loss') if with_loss else None
-  if loss and loss[1] != ():
-    places = (i for i, x in enumerate(arrays) if x is loss[0])
-    return fingerprint(arrays, (next(places), loss[1]))
   try:
     return fingerprint(arrays)
   except ValueError:
@@ -142,12 +127,14 @@ class FingerprintHook(periodic.Action):
 
   def __init__(self, log: Any, experiment: Any):
     self._log, self._experiment = log, experiment
-    self._kept: dict[int, jax.Array] = {}
+    self._kept: dict[int, Any] = {}
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     scalars = scalar_outputs or {}
-    batch = self._experiment.last_batch
-    self._kept[step] = of_step(scalars, batch, with_loss=True)
+    self._kept[step] = of_step(scalars, self._experiment.last_batch)
+    loss = scalars_lib.find(scalars, 'loss')
+    if loss and loss[1] != ():  # It is packed, and fetched for the guard.
+      self._kept[step + _LOSS] = loss
     if len(self._kept) >= _MAX_KEPT:
       self.wait_to_finish()
 

@@ -20,10 +20,8 @@ from jaxline.base import keys
 from jaxline.checkpoint import inspection
 from jaxline.inputs import base as inputs
 from jaxline.inputs import show
-from jaxline.metrics import fingerprints
 from jaxline.metrics import lines
 from jaxline.parallel import placement
-from jaxline.run_directory import store as store_lib
 from jaxline.runs import replay as replay_lib
 
 _DEVIATIONS = 8
@@ -123,8 +121,7 @@ def _find(run: runs.RunRecord) -> int:
   found: dict[int, float] = {}
   curves = {name: run.curves.get(name, {}) for name in _JUDGED}
   logged, total = set().union(*curves.values()), run.step - run.first_step + 1
-  raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
-  _, losses = fingerprints.read(raw)
+  _, losses = replay_lib.read_fingerprints(run)
   curves['train/loss'] = losses | curves['train/loss']
   text = f'{len(logged)} of {total} steps are logged'
   lines.print_text(f'{text}, and the loss of {len(losses)} is recorded.')

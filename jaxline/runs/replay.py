@@ -162,12 +162,19 @@ def open_replay(
       full.wait_for_checkpointing_to_finish()
 
 
+def read_fingerprints(
+  run: runs.RunRecord,
+) -> tuple[dict[int, int], dict[int, float]]:
+  """Returns step -> fingerprint and step -> loss of a run."""
+  raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
+  return fingerprints.read(raw)
+
+
 def logged_values(
   run: runs.RunRecord, folder: str = 'train'
 ) -> dict[int, dict[str, Any]]:
   """Returns step -> its fingerprint and its scalars, but those of clocks."""
-  raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
-  curves = run.curves | {_FINGERPRINT: fingerprints.read(raw)[0]}
+  curves = run.curves | {_FINGERPRINT: read_fingerprints(run)[0]}
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in curves.items():
     where, _, scalar = name.partition('/')
