@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import pathlib
-import re
 import sys
 from typing import Any, TextIO
 
@@ -30,7 +29,6 @@ _Prompt = str | list[dict[str, Any]]
 # Where it is from, and the record that has it.
 _Line = tuple[str, _Prompt, dict[str, Any]]
 _TERMINAL = 'the terminal'
-_SURROGATES = re.compile('[\ud800-\udfff]')
 
 
 def restored_experiment(
@@ -90,13 +88,11 @@ def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Line]:
         f'{place} is {text[:80]!r}; expected JSON, such as {{"prompt": "Once"}}'
         ' or {"messages": [{"role": "user", "content": "Hi"}]}.'
       )
-    raw = json.dumps(record, ensure_ascii=False)
-    known = _SURROGATES.sub('\ufffd', raw)
-    if not is_whole or known != raw:
+    given, record = record, files.replace_surrogates(record)
+    if not is_whole or record != given:
       lines.warn_once(
         f'{place} is not valid Unicode; U+FFFD replaces what is wrong.'
       )
-    record = json.loads(known)
     yield place, record[key], record
 
 

@@ -17,7 +17,6 @@ import datetime
 import functools
 import itertools
 import json
-import re
 from typing import Any
 
 from absl import logging
@@ -28,12 +27,12 @@ from jaxline.inputs import text
 from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
+from jaxline.metrics import files as files_lib
 
 from . import folder
 
 _FORMAT = 1  # A new number invalidates the caches.
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-_SURROGATES = re.compile('[\ud800-\udfff]')
 # A template that writes the date shall write the same tokens every day.
 _TODAY = datetime.datetime(2024, 7, 26)
 _PROBE = 2**16  # Tokens to look through for a stop.
@@ -161,8 +160,7 @@ class Codes(tokenization.Tokenizer):
     """
     row = json.loads(line.decode(errors='replace'))
     if rb'\ud' in line.lower():  # JSON can hold halves of characters.
-      whole = json.dumps(row, ensure_ascii=False)
-      row = json.loads(_SURROGATES.sub('\ufffd', whole))
+      row = files_lib.replace_surrogates(row)
     found: list[Any] = []
     for messages in conversations(row, self.options, self.answers):
       found += [[self.separator]] * bool(found)

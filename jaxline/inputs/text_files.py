@@ -291,7 +291,7 @@ class Reader:
       from pyarrow import parquet
     except ImportError as e:
       raise errors.UsageError(
-        f"{path} needs pyarrow: pip install 'jaxline[parquet]'."
+        f"{path} needs pyarrow: pip install -e '.[parquet]'."
       ) from e
     with pyarrow.OSFile(path) as raw:
       batches: Iterable[Any]
@@ -385,7 +385,7 @@ def _unpack(path: str, raw: Any) -> Any:
     unpacked = importlib.import_module(module).open(raw)
   except ImportError as e:
     raise errors.UsageError(
-      f"{path} needs {module}: pip install 'jaxline[text]'."
+      f"{path} needs {module}: pip install -e '.[text]'."
     ) from e
   return io.BufferedReader(unpacked, 2**16)
 

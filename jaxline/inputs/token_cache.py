@@ -208,7 +208,7 @@ def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
     version = found.stamp.generation
     return found.value
 
-  place, header = _read_header(read, url)
+  place, text, _ = _read_header(read, url)
   digest = hashlib.sha256(url.encode() + version)
   name = f'{digest.hexdigest()[:40]}.tokens'
   file = _choose_folder(cache_dir, name) / name
@@ -219,23 +219,22 @@ def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
         with disk.replacing(file) as out:
           for start in range(0, place, _DOWNLOAD_BYTES):
             out.write(read(start, min(place, start + _DOWNLOAD_BYTES)))
-          out.write(header)
+          out.write(text)
   return file
 
 
 def _read_header(
   read: Callable[[int, int | None], bytes], path: Any
-) -> tuple[int, bytes]:
-  """Returns the place and the text of the header, the end of a whole file."""
+) -> tuple[int, bytes, dict[str, Any]]:
+  """Returns place, text and value of the header, the end of a whole file."""
   place = int.from_bytes(read(0, 8), 'little')
   text = read(place, None)
   try:
-    json.loads(text)
+    return place, text, json.loads(text)
   except ValueError as e:
     raise errors.UsageError(
       f'{path} is damaged; expected a whole file `.tokens` of a `cache_dir`.'
     ) from e
-  return place, text
 
 
 def open_corpus(
@@ -283,8 +282,7 @@ def _open(
   data = np.zeros(0, np.uint8)
   if path.stat().st_size:  # NumPy maps no empty file.
     data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
-  end, text = _read_header(lambda i, j: data[i:j].tobytes(), path)
-  header = json.loads(text)
+  end, _, header = _read_header(lambda i, j: data[i:j].tobytes(), path)
   if header['tokenizer'] != tokenizer.identity:
     raise errors.UsageError(
       f'{path} has tokens of {header["tokenizer"]}; `tokenizer` is'

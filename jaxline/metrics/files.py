@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 import orjson
@@ -157,6 +158,14 @@ class JsonlWriter(FileBackend):
 
 
 KEYS = frozenset({'step', 'time', 'kind'})
+_SURROGATES = re.compile('[\ud800-\udfff]')
+
+
+def replace_surrogates(value: Any) -> Any:
+  """Returns a value of JSON with U+FFFD for halves of characters."""
+  raw = json.dumps(value, ensure_ascii=False)
+  whole = _SURROGATES.sub('\ufffd', raw)
+  return value if whole == raw else json.loads(whole)
 
 
 def parse_record(
