@@ -51,8 +51,8 @@ class Config:
   Attributes:
     model: the transformer.
     files: 'stdlib', a folder, a glob, or a list of these.
-    documents: what is held out whole: 'file', 'line', 'jsonl', 'rows' or
-      'split:SEPARATOR'; see `text.load_corpus`.
+    documents: the unit that is held out whole: 'file', 'line', 'jsonl', 'rows'
+      or 'split:SEPARATOR'; see `text.load_corpus`.
     text_key: the entry of a line of 'jsonl' that has the text.
     eval_fraction: share of the documents that is held out.
     tokenizer: 'bytes', 'stdlib', a SentencePiece '.model' or a

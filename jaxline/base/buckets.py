@@ -9,9 +9,9 @@ from typing import Any
 from jaxline import errors
 
 DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
-# Of requests that fail by a 503, a timeout or a lost connection; TensorStore
-# doubles its delay from a second up to 32. An address that does not exist would
-# be tried for minutes.
+# TensorStore tries a request again after a 503, a timeout or a lost connection,
+# and doubles its delay from a second up to 32. It would try an address that is
+# not there for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
 
 

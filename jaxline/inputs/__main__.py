@@ -129,7 +129,7 @@ def _show(args: argparse.Namespace, config: Any) -> int:
       for name, rows in texts.items():
         for row, shown in enumerate(rows):
           if name in marked:
-            head = f'row {row} of {name}; in ( ) is what trains nothing'
+            head = f'row {row} of {name}; text in ( ) has no weight'
             lines.print_text('\n  '.join([head, *marked[name][row]]))
             continue
           line = f'row {row} of {name}: {shown!r}'

@@ -156,10 +156,10 @@ def texts(
 def marked_texts(
   source: base.BaseInput, batch: Mapping[str, Any], num_rows: int = 2
 ) -> dict[str, list[list[str]]]:
-  """Returns lines with the text of the first rows, in ( ) what trains nothing.
+  """Returns lines of text of the first rows; text in ( ) has no weight.
 
-  By name of an entry 'ids' that comes with 'labels' and weights; empty if all
-  trains.
+  They are by the name of an entry 'ids' that comes with 'labels' and weights.
+  The dict is empty if all tokens train.
   """
   arrays, found = _arrays(batch), {}
   for name, is_token in _real_tokens(arrays).items():
