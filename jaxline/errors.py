@@ -39,9 +39,12 @@ class MissingFileError(UsageError, FileNotFoundError):
 
 # The code of SIGABRT, by which JAX ends a process that has lost another one.
 LOST_CODE = 134
-# What collectives of CPUs and GPUs say when another process is gone.
+# What collectives of CPUs and GPUs say when another process is gone, and JAX's
+# coordination service when that of process 0 is.
 _LOST = re.compile(
   r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
+  r'|^UNAVAILABLE: .*\bremote target coordination_service\b',
+  re.DOTALL,
 )
 
 

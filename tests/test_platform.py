@@ -260,6 +260,10 @@ def while_traced(error):
 
 
 LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
+LOST_SERVICE = RuntimeError(
+  'UNAVAILABLE: Socket closed\nAdditional GRPC error information from remote'
+  ' target coordination_service while calling GetKeyValue:'
+)
 
 
 # The code in one process (None is a traceback of Python's), and among others.
@@ -277,6 +281,7 @@ LOST = ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset')
     (during_an_import(preemption.Preempted(75, 'No such file')), 75, 75),
     (SystemExit(3), 3, 3),  # The experiment's own: not a complete run.
     (LOST, None, 134),
+    (LOST_SERVICE, None, 134),
     (RuntimeError('NCCL operation failed: ncclRemoteError'), None, 134),
     (RuntimeError('RESOURCE_EXHAUSTED: out of memory'), None, 1),
     (OSError('Connection reset by peer'), None, 1),  # A server of data.
