@@ -53,6 +53,8 @@ RUNS: dict[str, Sequence[str]] = {
   ],
   'llama_8b': ['--config=configs/llama_8b.py', '--config.topology=v5p:4x4x4'],
   'llama_8b_v6e': ['--config=configs/llama_8b.py', '--config.topology=v6e:8x8'],
+  'moe_30b': ['--config=configs/moe_30b.py', '--config.topology=v5p:4x4x4'],
+  'moe_30b_v6e': ['--config=configs/moe_30b.py', '--config.topology=v6e:8x8'],
   'lm_1b_8192': [*_LM_1B, *_LONG],
   'lm_1b_8192_einsum': [*_LM_1B, *_LONG, f'{_MODEL}.attention=einsum'],
 }

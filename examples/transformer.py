@@ -533,7 +533,7 @@ def causal_attention(
         f"{what} needs implementation='einsum'; got 'flash', which has none."
         ' Choose either.'
       )
-    kernel = FLASH.get(_platform())
+    kernel = FLASH.get(platform())
     if kernel is not None and q_BLHK.shape[1] >= _MIN_BLOCK:
       mixed = kernel(q_BLHK, k_BLGK, v_BLGK, ids, cap, window, scale)
       return mixed, None
@@ -709,7 +709,7 @@ def cudnn_attention(
   )
 
 
-def _platform() -> str:
+def platform() -> str:
   """Returns the platform that the step being traced is compiled for.
 
   Such as 'tpu', also where this process has only a CPU: see `mesh.on_devices`.

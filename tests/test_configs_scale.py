@@ -238,7 +238,12 @@ def test_an_unknown_name_lists_the_names():
 
 
 @pytest.mark.parametrize(
-  ('name', 'size'), [('lm_1b', 1_093_224_448), ('llama_8b', 8_030_261_248)]
+  ('name', 'size'),
+  [
+    ('lm_1b', 1_093_224_448),
+    ('llama_8b', 8_030_261_248),
+    ('moe_30b', 30_532_122_624),  # As Qwen3-30B-A3B is published.
+  ],
 )
 def test_weights_of_lm_configs(name, size):
   config = platform.load_config([f'--config=configs/{name}.py'])

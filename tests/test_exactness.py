@@ -36,6 +36,8 @@ class Case:
     pieces: into how many pieces the preset cuts, along weights' `embed`, the
       heads and the hidden width, and the layers.
     collectives: some of what the program must have.
+    like: the case on one device that it is compared with; None is that of its
+      packing.
   """
 
   devices: int = 8
@@ -47,10 +49,36 @@ class Case:
   packing: str = 'packed'
   pieces: tuple[int, int, int] = (1, 1, 1)
   collectives: tuple[str, ...] = ()
+  like: str | None = None
 
 
-def alone(packing):
-  return Case(devices=1, sharding='ddp', packing=packing)
+def alone(packing, **more):
+  return Case(devices=1, sharding='ddp', packing=packing, **more)
+
+
+EXPERTS = {
+  'num_experts': 8,
+  'experts_per_token': 2,
+  'mlp_dim': 16,
+  'feed_forward': 'swiglu',
+  'router_balance_loss': 0.01,
+  'router_z_loss': 0.001,
+  'router_bias_rate': 0.01,
+}
+CAPACITY = EXPERTS | {'expert_capacity': 1.0, 'shared_dim': 16}
+
+
+def of_experts(like, model, sharding, embed, tensor=1, **ici):
+  """A mesh on which device holds some of the experts."""
+  sends = 'all-to-all' if like == 'capacity' else 'all-gather'
+  return Case(
+    sharding=sharding,
+    ici=ici,
+    model=model,
+    pieces=(embed, tensor, 1),
+    collectives=(sends,) if ici['expert'] > 1 else (),
+    like=like,
+  )
 
 
 def pipelined(stages, microbatches, repeats=1):
@@ -61,7 +89,8 @@ def pipelined(stages, microbatches, repeats=1):
   }
 
 
-# Each case restores what the one before it of the same packing has saved.
+# Each case restores what the one before it has saved, of those that are compared
+# with the same one.
 CASES = {
   'packed': alone('packed'),
   'padded': alone('padded'),
@@ -128,6 +157,21 @@ CASES = {
     model={'scan_layers': False, 'remat': 'full'},
     packing='padded',
   ),
+  'experts': alone('packed', model=EXPERTS, like='experts'),
+  'experts_4x2': of_experts('experts', EXPERTS, 'fsdp_ep', 8, data=4, expert=2),
+  'experts_1x8': of_experts('experts', EXPERTS, 'ep', 1, data=1, expert=8),
+  'experts_2x2x2': of_experts(
+    'experts', EXPERTS, 'fsdp_tp', 4, 2, data=2, expert=2, mdl=2
+  ),
+  'experts_8x1': of_experts('experts', EXPERTS, 'ep', 1, data=8, expert=1),
+  'capacity': alone('packed', model=CAPACITY, like='capacity'),
+  'capacity_2x4': of_experts('capacity', CAPACITY, 'ep', 1, data=2, expert=4),
+  'capacity_1x4x2': of_experts(
+    'capacity', CAPACITY, 'sp', 4, 2, data=1, expert=4, mdl=2
+  ),
+  'capacity_8x1': of_experts(
+    'capacity', CAPACITY, 'fsdp_ep', 8, data=8, expert=1
+  ),
 }
 
 
@@ -136,9 +180,10 @@ def run(folder, cases):
   last = {}
   written = []
   for name, case in cases.items():
-    about = {'name': name, 'restore': last.get(case.packing, name)}
+    like = case.like or case.packing
+    about = {'name': name, 'restore': last.get(like, name)}
     written.append(dataclasses.asdict(case) | about)
-    last[case.packing] = name
+    last[like] = name
   result = processes.run(
     *(PROGRAM, folder, json.dumps(written)),
     timeout=280,
@@ -163,12 +208,32 @@ def read(folder, case):
 def expected_pieces(case):
   """Returns weight -> into how many pieces it is to be cut."""
   embed, tensor, layers = case.pieces
+  of_experts = {}
+  if case.model.get('num_experts'):
+    experts = case.ici.get('expert', 1)
+    both = max(embed, experts) * tensor
+    of_experts = {
+      "['layers/experts']['in']": both,
+      "['layers/experts']['out']": both,
+      "['layers/experts']['router']": embed,
+    }
+  name = 'feed_forward'
+  if of_experts:
+    name = 'experts/shared' if 'shared_dim' in case.model else None
+  feed_forward = (
+    {
+      f"['layers/{name}']['in']": embed * tensor * layers,
+      f"['layers/{name}']['out']": embed * tensor * layers,
+    }
+    if name
+    else {}
+  )
   return {
+    **of_experts,
+    **feed_forward,
     "['embedding']['tokens']": embed * tensor,
     "['layers/attention']['qkv']": embed * tensor * layers,
     "['layers/attention']['out']": embed * tensor * layers,
-    "['layers/feed_forward']['in']": embed * tensor * layers,
-    "['layers/feed_forward']['out']": embed * tensor * layers,
     "['layers/attention_norm']['scale']": embed * layers,
     "['layers/feed_forward_norm']['scale']": embed * layers,
     "['final_norm']['scale']": embed,
@@ -178,7 +243,7 @@ def expected_pieces(case):
 
 def check(seen, case, name):
   """Checks that a case is as that of one device."""
-  own, one = seen[name], seen[case.packing]
+  own, one = seen[name], seen[case.like or case.packing]
   # It is really what it is called.
   assert own['devices'] == case.devices
   for pieces in own['pieces']:  # Of weights, momentum, and weights restored.

@@ -126,8 +126,11 @@ class Experiment(experiment.Experiment):
     """Returns the mean loss of the tokens that train, in nats, or of pairs."""
     args = params, model_state, batch, rng, is_training
     if self.config.loss == 'cross_entropy':
-      nats = metrics.Mean(*self._sums(*args))
-      return nats.compute(), {'loss': nats}, model_state
+      sums = self._sums(*args)
+      nats = metrics.Mean(sums.total, sums.weight)
+      return self.with_routing(
+        sums.routing, is_training, nats.compute(), {'loss': nats}, model_state
+      )
     found, weights_BP = self._preferences(*args)
     means = {k: metrics.Mean.of(x, weights_BP) for k, x in found.items()}
     return means['loss'].compute(), means, model_state

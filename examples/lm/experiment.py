@@ -20,6 +20,7 @@ import optax
 
 from examples import decoding
 from examples import fp8
+from examples import moe
 from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
@@ -37,6 +38,7 @@ from . import model
 
 # In the class below, `lora` is the field.
 _Lora = lora.Config
+_BIASES = 'router_biases'  # In the model state.
 _DECAYS = ('linear', 'cosine')
 _PROMPT_FORMATS = ('text', 'special', 'chat')
 _CHUNK = 8  # Tokens of a stream at a time.
@@ -201,10 +203,15 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def merged(params: Any, model_state: Any, config: Config) -> Any:
-  """Returns the weights of the model, with what FP8 products keep."""
+  """Returns the weights of the model, with what the model state has of it.
+
+  That is what FP8 products keep, and the biases of routers.
+  """
   params = lora.merge(params, config.lora)
-  scales = model_state.get(sharded.OVERWRITE)
-  return fp8.merge(params, scales) if scales else params
+  for key in (sharded.OVERWRITE, _BIASES):
+    if of_model := model_state.get(key):
+      params = fp8.merge(params, of_model)
+  return params
 
 
 def compression_baselines(documents: text.Documents) -> dict[str, float]:
@@ -383,11 +390,21 @@ class Experiment(sharded.ShardedExperiment):
     self._check_rows(ids, f'The prompt {prompt!r:.80}')
     return ids
 
+  def summary(self) -> dict[str, str]:
+    """Adds how many weights a token meets."""
+    shown, config = super().summary(), self.config.model
+    if config.num_experts > 1:
+      active = model.active_weights(self.abstract_state().params, config)
+      shown['Parameters'] += f'; {active:,} active for a token'
+    return shown
+
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights, and what FP8 products keep, if any."""
+    """Returns the initial weights, and the model state: see `merged`."""
     params, scales = fp8.split(model.init(rng, self.config.model))
+    params, biases = model.split_biases(params)
     params = lora.add(rng, params, self.config.lora)
-    return params, {sharded.OVERWRITE: scales} if scales else {}
+    state = {sharded.OVERWRITE: scales, _BIASES: biases}
+    return params, {key: x for key, x in state.items() if x}
 
   def loss_fn(
     self,
@@ -397,16 +414,50 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
-    """Returns the mean cross entropy of the tokens, in nats."""
-    total, weight = self._sums(params, model_state, batch, rng, is_training)
-    nats = metrics.Mean(total, weight)
+    """Returns the mean cross entropy of the tokens, in nats.
+
+    In training the loss has the parts for the routers of experts too, and the
+    metrics say what these do.
+    """
+    sums = self._sums(params, model_state, batch, rng, is_training)
+    nats = metrics.Mean(sums.total, sums.weight)
     documents = self.corpus.train if is_training else self.corpus.eval
     # Each token but the documents' own is a label once: over the whole of an
     # evaluation this is exact.
     tokens = documents.tokens.size - len(documents.names)
     bytes_per_token = documents.num_bytes / tokens
-    bits = metrics.Mean(total / float(np.log(2)), weight * bytes_per_token)
-    return nats.compute(), {'loss': nats, 'bits_per_byte': bits}, model_state
+    bits = metrics.Mean(
+      sums.total / float(np.log(2)), sums.weight * bytes_per_token
+    )
+    values = {'loss': nats, 'bits_per_byte': bits}
+    return self.with_routing(
+      sums.routing, is_training, nats.compute(), values, model_state
+    )
+
+  def with_routing(
+    self,
+    routing: moe.Stats | None,
+    is_training: bool,
+    loss: jax.Array,
+    values: dict[str, Any],
+    model_state: Any,
+  ) -> sharded.LossOutput:
+    """Returns what `loss_fn` does, in training with the routers' parts."""
+    if routing is None or not is_training:
+      return loss, values, model_state
+    config, counts_NE = self.config.model, routing.counts_E
+    if biases := model_state.get(_BIASES):
+      moved = model.moved_biases(biases, counts_NE, config)
+      model_state = {**model_state, _BIASES: moved}
+    means = {
+      'dropped_fraction': routing.dropped,
+      'router_balance': routing.balance,
+      'router_entropy': routing.entropy,
+      # Of the expert with the most tokens, as a multiple of the mean.
+      'expert_load': counts_NE.max(1) / counts_NE.mean(1),
+    }
+    values = values | {key: x.mean() for key, x in means.items()}
+    return loss + model.router_loss(routing, config), values, model_state
 
   def row_losses(
     self,
@@ -416,10 +467,11 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
   ) -> jax.Array:
     """Returns the mean cross entropy of each row, in one pass."""
-    total_B, weight_B = self._sums(
+    sums = self._sums(
       params, model_state, batch, rng, is_training=True, by_row=True
     )
-    return total_B / jnp.maximum(weight_B, 1)  # In a row nothing may train.
+    # In a row nothing may train.
+    return sums.total / jnp.maximum(sums.weight, 1)
 
   def _sums(
     self,
@@ -429,8 +481,8 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     is_training: bool,
     by_row: bool = False,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns the summed cross entropy and weights: see `model.loss`."""
+  ) -> model.Loss:
+    """Returns what `model.loss` does."""
     packed = self.config.packing == 'packed'
     return model.loss(
       merged(params, model_state, self.config),

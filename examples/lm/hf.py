@@ -61,11 +61,15 @@ _GEMMA = {'embedding_scale': True, 'norm_offset': True, 'post_norms': True}
 _FAMILIES: dict[str, dict[str, Any]] = {
   'llama': {},
   'mistral': {},
+  'mixtral': {},
   'qwen2': {'qkv_bias': True},
   'qwen3': {'qk_norm': True},
+  'qwen3_moe': {'qk_norm': True},
   'gemma2': _GEMMA,
   'gemma3_text': {**_GEMMA, 'qk_norm': True},
 }
+# All layers of these have experts.
+_MIXTURES = ('mixtral', 'qwen3_moe')
 # Options that have a key of their own.
 _KEYS = {
   'vocab_size': 'vocab_size',
@@ -78,6 +82,16 @@ _KEYS = {
   'max_length': 'max_position_embeddings',
   'tie_embeddings': 'tie_word_embeddings',
   'norm_epsilon': 'rms_norm_eps',
+  'num_experts': 'num_experts',
+  'experts_per_token': 'num_experts_per_tok',
+  'router_normalize': 'norm_topk_prob',
+}
+# Options of experts that no family has otherwise.
+_PLAIN = {
+  'router_bias_rate': 0.0,
+  'router_gate': 'softmax',
+  'router_scale': 1.0,
+  'shared_dim': None,
 }
 _CAPS = {
   'attention_cap': 'attn_logit_softcapping',
@@ -102,7 +116,7 @@ _OFF = (
 # Keys that `_facts` or `_run_config` reads, besides those above.
 _READ = """
   model_type head_dim hidden_act hidden_activation eos_token_id layer_types
-  max_window_layers query_pre_attn_scalar rope_local_base_freq rope_parameters
+  max_window_layers moe_intermediate_size num_local_experts query_pre_attn_scalar rope_local_base_freq rope_parameters
   rope_scaling rope_theta sliding_window sliding_window_pattern
   _sliding_window_pattern use_sliding_window
 """
@@ -115,21 +129,23 @@ _NO_EFFECT = """
   forced_bos_token_id forced_eos_token_id hidden_dropout id2label
   initializer_range is_llama_config label2id length_penalty max_length
   min_length no_repeat_ngram_size num_beam_groups num_beams
-  num_return_sequences pad_token_id prefix pretraining_tp problem_type
-  repetition_penalty return_dict sep_token_id sliding_window_size
+  num_return_sequences output_router_logits pad_token_id prefix pretraining_tp problem_type
+  repetition_penalty return_dict router_aux_loss_coef router_jitter_noise
+  sep_token_id sliding_window_size
   suppress_tokens task_specific_params temperature tokenizer_class top_k top_p
   torch_dtype transformers.js_config transformers_version typical_p
   unsloth_fixed unsloth_version use_cache
 """
 # Any other key is refused, unless its value is empty or this one.
-_NEUTRAL = {'partial_rotary_factor': 1.0}
+_NEUTRAL = {'partial_rotary_factor': 1.0, 'decoder_sparse_step': 1}
 # What `parity` continues.
 _PROMPTS = 'The first', 'naïve  中文 \n', 'def f(x):\n\treturn'
 _DTYPES = 'F32', 'F16', 'BF16'
 _MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
 # The table of names. In each row: our weight; its axes (N: layers); the axes of
 # the tensor (HK: H and K as one); the tensor's name; what * in that name stands
-# for, one word for each index along S.
+# for, one word for each index along S. # is the number along E. Words in
+# capitals are `_words`.
 _NAMES = """
 embedding/tokens              VD     V,D   model.embed_tokens.weight
 embedding/output              VD     V,D   lm_head.weight
@@ -145,6 +161,9 @@ layers/attention/q_norm/scale NK     K     self_attn.*_norm.weight q
 layers/attention/k_norm/scale NK     K     self_attn.*_norm.weight k
 layers/feed_forward/in        NDSF   F,D   mlp.*_proj.weight       gate up
 layers/feed_forward/out       NFD    D,F   mlp.*_proj.weight       down
+layers/experts/router         NDR    R,D   MOE.gate.weight
+layers/experts/in             NEDSF  F,D   MOE.experts.#.*.weight  GATE UP
+layers/experts/out            NEFD   D,F   MOE.experts.#.*.weight  DOWN
 layers/attention_norm/scale         ND D *_layernorm.weight input
 layers/feed_forward_norm/scale      ND D *_layernorm.weight SECOND
 layers/attention_post_norm/scale    ND D *_layernorm.weight post_attention
@@ -163,11 +182,20 @@ def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
   one entry for layers without a window and one for those with it.
   """
   family, heads = hf['model_type'], hf['num_attention_heads']
-  is_gemma, is_qwen = family.startswith('gemma'), family.startswith('qwen')
+  is_gemma = family.startswith('gemma')
+  is_qwen = family in ('qwen2', 'qwen3')  # Their windows begin with a layer.
   size = hf.get('head_dim') or hf['hidden_size'] // heads
   filled = {'rms_norm_eps': 1e-6, 'tie_word_embeddings': is_gemma, **hf}
   filled['head_dim'] = size
   filled['num_key_value_heads'] = hf.get('num_key_value_heads') or heads
+  if family not in _MIXTURES:
+    filled |= {'num_experts': 1, 'num_experts_per_tok': 1}
+  elif 'num_local_experts' in hf:
+    filled['num_experts'] = hf['num_local_experts']
+  filled['norm_topk_prob'] = True
+  if family == 'qwen3_moe':
+    filled['intermediate_size'] = hf['moe_intermediate_size']
+    filled['norm_topk_prob'] = hf.get('norm_topk_prob', False)
   activation = hf.get('hidden_activation') or hf.get('hidden_act')
   of_gemma = hf if is_gemma else {}
   facts = {
@@ -193,7 +221,8 @@ def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
     _LAYERS[slides(i)] for i in range(hf['num_hidden_layers'])
   ]
   errors.check_names(types, _LAYERS, 'layer_types', 'config.json')
-  uses = hf.get('use_sliding_window', not is_qwen) and family != 'llama'
+  uses = hf.get('use_sliding_window', not family.startswith('qwen'))
+  uses = uses and family != 'llama'
   window = (hf['sliding_window'] or 0) if uses else 0
   facts['layer_types'] = [window * _LAYERS.index(x) for x in types]
 
@@ -259,6 +288,7 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     {name: facts[key] for name, key in (_KEYS | _CAPS).items()}
     | dict.fromkeys([*_GEMMA, 'qkv_bias', 'qk_norm'], False)
     | _FAMILIES[family]
+    | _PLAIN
     | {
       'positions': 'rotary',
       'normalize_embedding': False,
@@ -322,8 +352,9 @@ def _write_as(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
   With the keys of transformers 4, which 5 reads too. The options are canonical.
   """
-  is_gemma, is_qwen = family.startswith('gemma'), family.startswith('qwen')
-  title = family.removesuffix('_text').capitalize()
+  is_gemma = family.startswith('gemma')
+  is_qwen = family in ('qwen2', 'qwen3')
+  title = family.removesuffix('_text').title().replace('_', '')
   activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
   hf: dict[str, Any] = {
     'architectures': [f'{title}ForCausalLM'],
@@ -344,6 +375,15 @@ def _write_as(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
     hf['sliding_window'] = max(windows) or None
   if is_qwen or is_gemma:
     hf['layer_types'] = [_LAYERS[x > 0] for x in windows]
+  of_experts = [_KEYS[x] for x in _KEYS if 'expert' in x or 'router' in x]
+  if family not in _MIXTURES:
+    hf = {key: x for key, x in hf.items() if key not in of_experts}
+  elif family == 'mixtral':
+    hf['num_local_experts'] = hf.pop('num_experts')
+    hf.pop('norm_topk_prob')
+  else:
+    hf['moe_intermediate_size'] = options['mlp_dim']
+    hf['use_sliding_window'] = any(windows)
   if is_qwen:
     hf['use_sliding_window'] = any(windows)
     hf['max_window_layers'] = [*map(bool, windows), True].index(True)
@@ -361,17 +401,21 @@ def _write_as(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
 # Weights.
 
 
+_STACKED = 'NES'  # Axes of weights along which there are several tensors.
+_MIXTRAL = 'block_sparse_moe w1 w3 w2'
+
+
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """A row of `_NAMES`, with the names as [N, S] or what `ours` has of it."""
+  """A row of `_NAMES`, with the names as [N, E, S], or what of it `ours` has."""
 
   ours: str
   theirs: str
   names: np.ndarray
 
   def _stacked(self, x: np.ndarray, axes: str) -> np.ndarray:
-    """Returns a view of a part of the weight, [N, S, *axes]."""
-    stack = [a for a in 'NS' if a in self.ours]
+    """Returns a view of a part of the weight, [N, E, S, *axes]."""
+    stack = [a for a in _STACKED if a in self.ours]
     return x.transpose([self.ours.index(a) for a in [*stack, *axes]])
 
   def write(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -390,9 +434,9 @@ class _Row:
     parts = dict(zip(self.ours, index, strict=True))
     lengths = [len(range(n)[parts[a]]) for a, n in sizes.items()]
     out = np.empty(lengths, np.float32)
-    axes = self.ours.replace('N', '').replace('S', '')
+    axes = ''.join(a for a in self.ours if a not in _STACKED)
     stacked, theirs = self._stacked(out, axes), self.theirs.replace(',', '')
-    names = self.names[tuple(parts[a] for a in 'NS' if a in parts)]
+    names = self.names[tuple(parts[a] for a in _STACKED if a in parts)]
     for place, name in np.ndenumerate(names):
       x = tensors[str(name)].reshape([sizes[a] for a in theirs])
       x = x.transpose([theirs.index(a) for a in axes])
@@ -400,14 +444,26 @@ class _Row:
     return out
 
 
+def _words(config: model.ModelConfig) -> dict[str, str]:
+  """Returns what the names in capitals of `_NAMES` are in a family."""
+  is_qwen = config.qk_norm
+  moe = 'mlp gate_proj up_proj down_proj' if is_qwen else _MIXTRAL
+  second = 'pre_feedforward' if config.post_norms else 'post_attention'
+  words = ('SECOND', 'MOE', 'GATE', 'UP', 'DOWN')
+  return dict(zip(words, (second, *moe.split()), strict=True))
+
+
 def _rows(config: model.ModelConfig) -> dict[str, _Row]:
   """Returns the table of names of a model: path of a weight -> its row."""
-  second = 'pre_feedforward' if config.post_norms else 'post_attention'
-  rows = {}
-  for line in _NAMES.replace('SECOND', second).strip().splitlines():
+  rows, words = {}, _words(config)
+  table = re.sub('[A-Z]{2,}', lambda x: words.get(x[0], x[0]), _NAMES)
+  for line in table.strip().splitlines():
     path, ours, theirs, tensor, *places = line.split()
     names: Any = [tensor.replace('*', x) for x in places or '*']
     names = names if 'S' in ours else names[0]
+    if 'E' in ours:
+      experts = range(config.num_experts)
+      names = [np.char.replace(names, '#', str(e)) for e in experts]
     if 'N' in ours:
       layers = (f'model.layers.{n}.' for n in range(config.num_layers))
       names = [np.char.add(layer, names) for layer in layers]

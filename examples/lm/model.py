@@ -2,7 +2,8 @@
 
 It normalises before each part, by the root mean square. By default it has no
 biases, and the embedding is also the output layer. The options of `ModelConfig`
-make it a Llama, Mistral, Qwen or Gemma; `hf.py` reads and writes their weights.
+make it a Llama, Mistral, Mixtral, Qwen or Gemma; `hf.py` reads and writes their
+weights.
 Every weight is created by `weight`, which names its logical axes. The layers
 are one stack of weights with a leading `layers` axis, whether they are scanned,
 unrolled or divided among the stages of a pipeline, so checkpoints and seeds fit
@@ -11,14 +12,14 @@ layers for transformers of other kinds.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, G heads of keys and values,
 K head dim, V vocab, N layers, M keys (cached and new), S parts fused into one
-product.
+product, E experts.
 """
 
 from collections.abc import Callable
 import contextvars
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -26,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from examples import fp8
+from examples import moe
 from examples import transformer
 from jaxline.parallel import partitioning
 from jaxline.parallel import pipeline
@@ -41,11 +43,16 @@ _CHOICES = {
   'remat': transformer.REMATS,
   'dtype': ('float32', 'bfloat16'),
   'matmul': ('dtype', 'fp8'),
+  'router_gate': moe.GATES,
 }
+# Options of a mixture of experts.
+_OF_EXPERTS = ('experts_per_token', 'shared_dim', 'expert_capacity', 'router_')
 _STACK = 'layers'  # Module name of the repeated layers, and their axis.
 # Of first embeddings. Small, because the table is also the output layer: logits
-# start near 0.
-_EMBEDDING_STDDEV = 0.02
+# start near 0. Of routers, so that all experts learn from the start.
+_SMALL_STDDEV = 0.02
+# Ends the name of a parameter that `update_routers` changes, and no optimizer.
+_ROUTER_BIAS = 'router_bias'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,21 @@ class ModelConfig:
     tie_embeddings: whether the embedding is also the output layer.
     feed_forward: what is between its two products: 'gelu' (as tanh), or
       'swiglu' and 'geglu' (a third matrix gates SiLU or GELU).
+    num_experts: feed-forward parts of a layer, of which each token takes some;
+      1 is one for all tokens. See `moe.py`.
+    experts_per_token: how many each token takes.
+    shared_dim: hidden width of a feed-forward part that all tokens take, beside
+      the experts; None is none.
+    expert_capacity: 0 drops no token. Else an expert has this times as many
+      slots in each row as it would get of equal parts, and drops the tokens
+      past them, which it leaves as they are. Decoding with a cache drops none.
+    router_gate: 'softmax' or 'sigmoid' of the router's logits.
+    router_normalize: whether a token's gates are divided by their sum.
+    router_scale: factor of the gates.
+    router_bias_rate: by how much a step moves the bias by which an expert with
+      few tokens is chosen more often; 0 is no bias. See `moe.moved_bias`.
+    router_balance_loss: weight of `moe.Stats.balance` in the loss of training.
+    router_z_loss: weight of `moe.Stats.z`.
     attention: the implementation, see `transformer.causal_attention`. Decoding
       with a cache always takes 'einsum'.
     scan_layers: one loop over the layers, so that compile time does not grow
@@ -133,6 +155,16 @@ class ModelConfig:
   tie_embeddings: bool = True
   normalize_embedding: bool = False
   feed_forward: str = 'gelu'
+  num_experts: int = 1
+  experts_per_token: int = 1
+  shared_dim: int | None = None
+  expert_capacity: float = 0.0
+  router_gate: str = 'softmax'
+  router_normalize: bool = True
+  router_scale: float = 1.0
+  router_bias_rate: float = 0.0
+  router_balance_loss: float = 0.0
+  router_z_loss: float = 0.0
   attention: str = 'einsum'
   scan_layers: bool = False
   remat: str = 'nothing'
@@ -188,6 +220,7 @@ class ModelConfig:
         f' pipeline of {self.pipeline_stages} stages would add them up over'
         " microbatches. Set pipeline_stages=1, or matmul='dtype'."
       )
+    self._check_experts()
     pipeline.check_sizes(
       self.num_layers,
       self.pipeline_stages,
@@ -205,6 +238,35 @@ class ModelConfig:
     if not 0 <= self.dropout < 1:
       raise ValueError(f'dropout must lie in [0, 1); got {self.dropout!r}.')
 
+  def _check_experts(self) -> None:
+    if self.experts_per_token > self.num_experts:
+      raise ValueError(
+        f'experts_per_token must be at most num_experts, {self.num_experts};'
+        f' got {self.experts_per_token}.'
+      )
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if not field.name.startswith(_OF_EXPERTS) or value == field.default:
+        continue
+      if self.num_experts == 1:
+        raise ValueError(
+          f'{field.name}={value!r} has no effect with num_experts=1. Set more'
+          f' experts, or {field.name}={field.default!r}.'
+        )
+      if field.type is float and value < 0:
+        raise ValueError(f'{field.name} must not be negative; got {value!r}.')
+    if self.num_experts > 1 and self.pipeline_stages > 1:
+      raise ValueError(
+        f'A pipeline of {self.pipeline_stages} stages has no'
+        f' num_experts={self.num_experts}. Split the experts over `expert`, and'
+        ' set pipeline_stages=1.'
+      )
+    if self.num_experts > 1 and self.matmul == 'fp8':
+      raise ValueError(
+        f"matmul='fp8' has no products of num_experts={self.num_experts}. Set"
+        " matmul='dtype'."
+      )
+
   @property
   def head_dim(self) -> int:
     """K, the width of an attention head."""
@@ -219,6 +281,17 @@ class ModelConfig:
   def num_branches(self) -> int:
     """Parts that add to the residual stream."""
     return 2 * self.num_layers
+
+  @property
+  def routing(self) -> moe.Options:
+    """How tokens go to experts."""
+    return moe.Options(
+      per_token=self.experts_per_token,
+      gate=self.router_gate,
+      normalize=self.router_normalize,
+      scale=self.router_scale,
+      capacity=self.expert_capacity,
+    )
 
   @property
   def cache_axis(self) -> int:
@@ -386,11 +459,16 @@ class Attention(hk.Module):
 
 
 class FeedForward(hk.Module):
-  """The position-wise part: D -> F -> D."""
+  """The position-wise part: D -> F -> D.
 
-  def __init__(self, config: ModelConfig, name: str = 'feed_forward'):
+  Attributes:
+    dim: F.
+  """
+
+  def __init__(self, config: ModelConfig, dim: int, name: str = 'feed_forward'):
     super().__init__(name=name)
     self._config = config
+    self.dim = dim
 
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
     """Returns [B, L, D] for a normalised [B, L, D]."""
@@ -398,20 +476,67 @@ class FeedForward(hk.Module):
     parts = transformer.num_parts(c.feed_forward)
     w_DSF = weight(
       'in',
-      (c.embed_dim, parts, c.mlp_dim),
+      (c.embed_dim, parts, self.dim),
       ('embed', None, 'mlp'),
       _matrix_init(c.embed_dim),
     )
     w_FD = weight(
       'out',
-      (c.mlp_dim, c.embed_dim),
+      (self.dim, c.embed_dim),
       ('mlp', 'embed'),
-      _matrix_init(c.mlp_dim * c.num_branches),
+      _matrix_init(self.dim * c.num_branches),
     )
     hidden = _dot(c, 'in', 'BLD,DSF->BLSF', x_BLD, w_DSF)
     hidden_BLF = transformer.activate(c.feed_forward, hidden)
     hidden_BLF = partitioning.constrain(hidden_BLF, transformer.HIDDEN)
     return _dot(c, 'out', 'BLF,FD->BLD', hidden_BLF, w_FD)
+
+
+class Experts(hk.Module):
+  """Feed-forward parts of which each token takes some, and a shared one."""
+
+  def __init__(self, config: ModelConfig, name: str = 'experts'):
+    super().__init__(name=name)
+    self._config = config
+
+  def __call__(
+    self, x_BLD: jax.Array, drops: bool = True
+  ) -> tuple[jax.Array, moe.Stats]:
+    """Returns [B, L, D] for a normalised [B, L, D], and what the router did.
+
+    Args:
+      x_BLD: the input.
+      drops: whether `expert_capacity` limits what an expert takes.
+    """
+    c = self._config
+    options = c.routing
+    if not drops:
+      options = dataclasses.replace(options, capacity=0.0)
+    num, dim = c.num_experts, c.embed_dim
+    router_DE = weight(
+      'router',
+      (dim, num),
+      ('embed', None),
+      hk.initializers.RandomNormal(_SMALL_STDDEV),
+    )
+    bias_E = None
+    if c.router_bias_rate:
+      bias_E = weight(_ROUTER_BIAS, (num,), (None,), jnp.zeros)
+    parts = transformer.num_parts(c.feed_forward)
+    in_EDSF = weight(
+      'in', (num, dim, parts, c.mlp_dim), moe.IN_AXES, _matrix_init(dim)
+    )
+    terms = c.mlp_dim * c.num_branches
+    out_EFD = weight(
+      'out', (num, c.mlp_dim, dim), moe.OUT_AXES, _matrix_init(terms)
+    )
+    ids, gates, stats = moe.route(x_BLD, router_DE, options, bias_E)
+    y_BLD = moe.mix(
+      x_BLD, ids, gates, in_EDSF, out_EFD, c.feed_forward, options
+    )
+    if c.shared_dim:
+      y_BLD += FeedForward(c, c.shared_dim, 'shared')(x_BLD)
+    return y_BLD, stats
 
 
 class Embedding(hk.Module):
@@ -435,7 +560,7 @@ class Embedding(hk.Module):
       positions_BL: the position of each; None counts from `start`.
     """
     c = self._config
-    init = hk.initializers.RandomNormal(_EMBEDDING_STDDEV)
+    init = hk.initializers.RandomNormal(_SMALL_STDDEV)
     table_VD = weight(
       'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), init
     )
@@ -469,7 +594,7 @@ def _forward(
   start: int | jax.Array = 0,
   segment_ids_BL: jax.Array | None = None,
   positions_BL: jax.Array | None = None,
-) -> tuple[jax.Array, transformer.Head, Cache | None]:
+) -> tuple[jax.Array, transformer.Head, Any]:
   """Runs all but the output layer; a Haiku function.
 
   Args:
@@ -484,7 +609,8 @@ def _forward(
       which are the same.)
 
   Returns:
-    Normalised output [B, L, D], the output layer, and the cache.
+    Normalised output [B, L, D], the output layer; and the cache, or without one
+    the statistics of the layers' routers, [N, ...].
   """
   batch, length = tokens_BL.shape
   if length > config.max_length:
@@ -507,7 +633,7 @@ def _forward(
     segment_ids_BL: jax.Array | None,
     rows_B: jax.Array,
     *cache: Any,
-  ) -> tuple[jax.Array, Pair | None]:
+  ) -> tuple[jax.Array, Pair | moe.Stats | None]:
     window, angles = position_of(number)
     mixed, new_cache = Attention(config)(
       Norm(config, 'attention_norm')(x),
@@ -520,11 +646,16 @@ def _forward(
     if config.post_norms:
       mixed = Norm(config, 'attention_post_norm')(mixed)
     x += drop(mixed, 2 * number + 1, rows_B)
-    out = FeedForward(config)(Norm(config, 'feed_forward_norm')(x))
+    normalised, stats = Norm(config, 'feed_forward_norm')(x), None
+    if config.num_experts > 1:
+      out, stats = Experts(config)(normalised, drops=not cache)
+    else:
+      out = FeedForward(config, config.mlp_dim)(normalised)
     if config.post_norms:
       out = Norm(config, 'feed_forward_post_norm')(out)
     x += drop(out, 2 * number + 2, rows_B)
-    return partitioning.constrain(x, transformer.BETWEEN_BLOCKS), new_cache
+    x = partitioning.constrain(x, transformer.BETWEEN_BLOCKS)
+    return x, new_cache if cache else stats
 
   room = None if cache is None else jax.tree.leaves(cache)[0].shape[-2]
   position_of = _positions_of_layers(config, start, length, room)
@@ -533,21 +664,22 @@ def _forward(
     drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
   )
   # Only what is trained or evaluated is pipelined, not what is decoded.
+  more: Any = None
   if cache is not None:
-    x_BLD, cache = _extended(config, layer, x_BLD, cache, rows_B)
+    x_BLD, more = _extended(config, layer, x_BLD, cache, rows_B)
   elif config.pipeline_stages > 1 and not hk.running_init():
     x_BLD = _pipelined(config, layer, x_BLD, segment_ids_BL, rows_B)
   else:
     one = lambda x, number: layer(x, number, segment_ids_BL, rows_B)
     if config.remat != 'nothing':
       one = hk.remat(one, policy=transformer.remat_policy(config.remat))
-    x_BLD, _ = hk.layer_stack(
+    x_BLD, more = hk.layer_stack(
       config.num_layers,
       with_per_layer_inputs=True,
       unroll=1 if config.scan_layers else config.num_layers,
       name=_STACK,
     )(one)(x_BLD, jnp.arange(config.num_layers))
-  return Norm(config, 'final_norm')(x_BLD), head, cache
+  return Norm(config, 'final_norm')(x_BLD), head, more
 
 
 def _positions_of_layers(
@@ -606,7 +738,7 @@ def _positions_of_layers(
 
 def _extended(
   config: ModelConfig,
-  layer: Callable[..., tuple[jax.Array, Pair | None]],
+  layer: Callable[..., tuple[jax.Array, Any]],
   x_BLD: jax.Array,
   cache: Cache,
   rows_B: jax.Array,
@@ -644,7 +776,7 @@ def _of_layers(params: Any) -> dict[str, Any]:
 
 def _pipelined(
   config: ModelConfig,
-  layer: Callable[..., tuple[jax.Array, Pair | None]],
+  layer: Callable[..., tuple[jax.Array, Any]],
   x_BLD: jax.Array,
   segment_ids_BL: jax.Array | None,
   rows_B: jax.Array,
@@ -757,6 +889,20 @@ def apply(
   return transformer.logits(x_BLD, head, config.logits_cap)
 
 
+class Loss(NamedTuple):
+  """What `loss` returns; float32.
+
+  Attributes:
+    total: the summed cross entropy, in nats; by row, [B].
+    weight: the summed weights; by row, [B].
+    routing: what each layer's router did, [N, ...]; None without experts.
+  """
+
+  total: jax.Array
+  weight: jax.Array
+  routing: moe.Stats | None
+
+
 def loss(
   params: Params,
   tokens_BL: jax.Array,
@@ -769,7 +915,7 @@ def loss(
   segment_ids_BL: jax.Array | None = None,
   positions_BL: jax.Array | None = None,
   by_row: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> Loss:
   """Returns the summed cross entropy, in nats, and the summed weights.
 
   Their quotient is the mean a token; sums of both over batches, or devices,
@@ -788,14 +934,11 @@ def loss(
     positions_BL: the position of each token in its document.
     by_row: whether to sum over each row by itself. No gradient belongs to that.
 
-  Returns:
-    Two float32 scalars; by row, two arrays [B].
-
   Raises:
     ValueError: `loss_chunks` does not divide the length, or the sequence is
       longer than `max_length`.
   """
-  x_BLD, head, _ = _transformed(config).apply(
+  x_BLD, head, routing = _transformed(config).apply(
     params,
     rng,
     tokens_BL,
@@ -813,8 +956,49 @@ def loss(
   )
   weights_BL = jax.lax.stop_gradient(weights_BL)
   if by_row:
-    return (nats.nats_BL * weights_BL).sum(axis=1), weights_BL.sum(axis=1)
-  return nats.total, weights_BL.sum()
+    total_B = (nats.nats_BL * weights_BL).sum(axis=1)
+    return Loss(total_B, weights_BL.sum(axis=1), routing)
+  return Loss(nats.total, weights_BL.sum(), routing)
+
+
+def router_loss(routing: moe.Stats, config: ModelConfig) -> jax.Array:
+  """Returns what training adds to the loss for the routers: means of layers."""
+  return (
+    config.router_balance_loss * routing.balance.mean()
+    + config.router_z_loss * routing.z.mean()
+  )
+
+
+def split_biases(params: Params) -> tuple[Params, Params]:
+  """Returns the weights, and the biases of routers, which no optimizer sees."""
+  biases, weights = hk.data_structures.partition(
+    lambda module, name, value: name == _ROUTER_BIAS, params
+  )
+  return dict(weights), dict(biases)
+
+
+def moved_biases(
+  biases: Params, counts_NE: jax.Array, config: ModelConfig
+) -> Params:
+  """Returns the biases of routers after a step: see `moe.moved_bias`."""
+  move = lambda x: moe.moved_bias(x, counts_NE, config.router_bias_rate)
+  return jax.tree.map(move, biases)
+
+
+def active_weights(params: Params, config: ModelConfig) -> int:
+  """Returns how many weights take part in what becomes of a token.
+
+  Args:
+    params: weights or their shapes, not boxed.
+    config: the model.
+  """
+  total = 0
+  for module, leaves in params.items():
+    for name, x in leaves.items():
+      is_experts = module.endswith('experts') and name in ('in', 'out')
+      part = config.num_experts if is_experts else 1
+      total += x.size // part * (config.experts_per_token if is_experts else 1)
+  return total
 
 
 def log_probs(

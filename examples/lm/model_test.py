@@ -72,7 +72,9 @@ def _loss_and_grads(config):
   weights[0, :3] = 0
 
   def mean(params):
-    total, weight = model.loss(params, tokens, tokens[:, ::-1], weights, config)
+    total, weight, _ = model.loss(
+      params, tokens, tokens[:, ::-1], weights, config
+    )
     return total / weight
 
   return jax.jit(jax.value_and_grad(mean))(params_of(TINY))
@@ -304,7 +306,7 @@ def _packed_loss_and_grads(config):
   segments = np.sort(_tokens(config, batch=6, seed=2) % 3, axis=1)
 
   def mean(params):
-    total, weight = model.loss(
+    total, weight, _ = model.loss(
       params,
       tokens,
       tokens[:, ::-1],
@@ -341,7 +343,7 @@ def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
 
   def loss_and_grads(config, **options):
     def mean(params, tokens, segments):
-      total, weight = model.loss(
+      total, weight, _ = model.loss(
         params,
         tokens,
         tokens[:, ::-1],

@@ -22,7 +22,7 @@ def flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products and convolutions of a program's jaxpr.
 
   A multiplication and an addition are two. The whole program counts, over all
-  devices, a pipeline without its bubble (`partly_idle`). Of a `cond` the most
+  devices, a pipeline without its bubble (`partly_used`). Of a `cond` the most
   expensive branch counts. A `while` counts once, with a warning if it has
   products. cuDNN's attention counts fully, although a causal kernel skips about
   half; splash attention counts without the blocks that it skips.
@@ -40,15 +40,16 @@ def forward_flops(jaxpr: Any) -> float:
   return _jaxpr_flops(jaxpr, _OUTSIDE)
 
 
-_SCOPE = re.compile(r'(\d+)_rounds_used')
+_SCOPE = re.compile(r'(\d+)_of_(\d+)_used')
 
 
-def partly_idle(num_used: int) -> Any:
-  """Returns a context: of a `scan` inside, `num_used` rounds are counted.
+def partly_used(used: int, size: int) -> Any:
+  """Returns a context: `used` of `size` equal parts inside are counted.
 
-  A pipeline does not use what its stages compute in the other rounds.
+  A pipeline does not use what its stages compute in some rounds, nor a mixture
+  of experts what is in free slots.
   """
-  return jax.named_scope(f'{num_used}_rounds_used')
+  return jax.named_scope(f'{used}_of_{size}_used')
 
 
 # What is counted: all of a program; or the products of its forward pass, which
@@ -71,30 +72,31 @@ def _equation_flops(equation: Any, counted: int) -> float:
     if 'transpose' in made_by:
       return 0.0
     counted = _INSIDE if 'jvp' in made_by else counted
+  # Equations of an inner program do not have the scopes of its equation.
+  used, size = 1, 1
+  for entry in equation.source_info.name_stack.stack:
+    if match := _SCOPE.fullmatch(entry.name):
+      used, size = int(match[1]), int(match[2])
   if count := _PRODUCTS.get(name.removesuffix('_wrapper')):
     if counted == _OUTSIDE:
       return 0.0
     shapes = [getattr(v.aval, 'shape', ()) for v in equation.invars]
-    return float(count(shapes, equation.outvars[0].aval.shape, params))
+    return count(shapes, equation.outvars[0].aval.shape, params) * used / size
   inner = [_jaxpr_flops(x, counted) for x in core.jaxprs_in_params(params)]
   if name == 'cond':
-    return max(inner)
+    return max(inner) * used / size
   if name == 'while' and sum(inner):
     logging.warning(
       'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
     )
-  return _repeats(equation) * sum(inner)
+  return _repeats(equation) * sum(inner) * used / size
 
 
 def _repeats(equation: Any) -> float:
   """Returns how often the jaxpr of an equation runs."""
   name, params = equation.primitive.name, equation.params
-  scopes = equation.source_info.name_stack
   if name == 'scan':
-    # Equations inside of the scan do not have its scope.
-    found = [_SCOPE.fullmatch(entry.name) for entry in scopes.stack]
-    used = [int(match[1]) for match in found if match]
-    return used[0] if used else params['length']
+    return params['length']
   if name == 'shard_map':
     mesh = params['mesh']
     return math.prod(mesh.shape[a] for a in params['newly_manual_axes'])
@@ -102,7 +104,7 @@ def _repeats(equation: Any) -> float:
     grid = params['grid_mapping'].grid
     # A size that is not known counts once.
     rounds = math.prod(size for size in grid if isinstance(size, int))
-    if 'splash_m' in str(scopes):
+    if 'splash_m' in str(equation.source_info.name_stack):
       first = equation.invars[0].aval  # The blocks of the mask, if it has one.
       if np.issubdtype(first.dtype, np.integer):
         return rounds * splash_share(*first.shape[-2:])

@@ -20,8 +20,9 @@ from jaxline.base.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
-# Pax has these, outermost first. The last ones get the nearest devices.
-MESH_AXES = ('stage', 'replica', 'data', 'mdl')
+# Outermost first; Pax has all but `expert`. The last ones get the nearest
+# devices.
+MESH_AXES = ('stage', 'replica', 'data', 'expert', 'mdl')
 
 
 class MeshError(errors.UsageError):
@@ -172,14 +173,17 @@ KEYS = (
         Check('a dict of some of the keys below', check_sizes)),
       'Sizes of the device mesh of a sharded step; their product is the number'
       ' of devices. See docs/sharding.md.', 'program', sharded=True),
-  Key('mesh.ici', {'stage': 1, 'replica': 1, 'data': -1, 'mdl': 1},
+  Key('mesh.ici',
+      {'stage': 1, 'replica': 1, 'data': -1, 'expert': 1, 'mdl': 1},
       optional(mapping('a dict from axis to size')),
       'Sizes within a slice: devices that a fast network connects, such as a'
       ' TPU slice or the GPUs of a node. One may be -1: all that are left.'
       ' `stage`: stages of a pipeline. `replica` splits the batch; each part'
       ' holds all weights. `data` splits the batch and, with `fsdp`, the'
-      ' weights. `mdl` splits weights and activations, with `tp`.', 'program'),
-  Key('mesh.dcn', {'stage': 1, 'replica': -1, 'data': 1, 'mdl': 1},
+      ' weights. `expert` splits the batch and, with `ep`, the experts of a'
+      ' mixture. `mdl` splits weights and activations, with `tp`.', 'program'),
+  Key('mesh.dcn',
+      {'stage': 1, 'replica': -1, 'data': 1, 'expert': 1, 'mdl': 1},
       optional(mapping('a dict from axis to size')),
       'Sizes across slices, which a slower network connects. The size of an'
       ' axis of the mesh is the product of both.', 'program'),

@@ -51,17 +51,19 @@ class Rules:
     layers: of weights, the repeated layers.
     vocab: tokens, of weights and of logits.
     embed: of weights, the width of the residual stream.
+    experts: of weights, the experts of a mixture.
     mlp: hidden width of the feed-forward part, of weights and activations.
     heads: attention heads, of weights and activations.
     kv: width of one head, of weights and activations.
   """
 
-  batch: tuple[str, ...] = ('replica', 'data')
+  batch: tuple[str, ...] = ('replica', 'data', 'expert')
   length: tuple[str, ...] = ()
   activation_embed: tuple[str, ...] = ()
   stages: tuple[str, ...] = ()
   layers: tuple[str, ...] = ()
   vocab: tuple[str, ...] = ()
+  experts: tuple[str, ...] = ()
   embed: tuple[str, ...] = ()
   mlp: tuple[str, ...] = ()
   heads: tuple[str, ...] = ()
@@ -98,18 +100,27 @@ MIN_SPLIT, MAX_LAYERS = 2**16, 256
 # by a mesh axis, under any rules; by several of either; not at all, for None.
 Axis = str | tuple[str, ...] | None
 
-_TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))
-_PAX = dataclasses.replace(_TENSOR, embed=('data',), activation_embed=('mdl',))
+# All but the experts' own matrices see the axis `expert` as more of `data`.
+_FSDP = ('data', 'expert')
+_TENSOR = Rules(
+  vocab=('mdl',), experts=('expert',), mlp=('mdl',), heads=('mdl',)
+)
+_PAX = dataclasses.replace(_TENSOR, embed=_FSDP, activation_embed=('mdl',))
 
 PRESETS = {
   # Data parallel: every device holds the whole state.
   'ddp': Rules(),
   # Fully sharded data parallel (ZeRO-3): each weight, its gradient and its
   # optimizer state are split along the `embed` dimension.
-  'fsdp': Rules(embed=('data',)),
+  'fsdp': Rules(embed=_FSDP),
+  # Expert parallel: each device holds some experts of a mixture, and all else.
+  'ep': Rules(experts=('expert',)),
+  # Both: what the experts leave of the devices splits their `embed` dimension.
+  'fsdp_ep': Rules(experts=('expert',), embed=_FSDP),
   # Tensor parallel (Megatron): heads, hidden width and vocabulary are split.
+  # This and what follows split experts too, and each of them within itself.
   'tp': _TENSOR,
-  # Both: the sharding of Pax's language models.
+  # `fsdp_ep` and `tp`: the sharding of Pax's language models.
   'fsdp_tp': _PAX,
   # Both, and between the blocks the sequence is split where `fsdp_tp` splits
   # the residual stream (Megatron's sequence parallelism).

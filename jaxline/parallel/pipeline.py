@@ -218,7 +218,7 @@ def pipeline(
   # them at the start of the batch, half at its end.
   iterations = num_microbatches * num_repeats + num_stages - 1
   carry = place(moved, 'stages'), place(kept, 'stages', None)
-  with counting.partly_idle(num_microbatches * num_repeats):
+  with counting.partly_used(num_microbatches * num_repeats, iterations):
     (_, kept), _ = jax.lax.scan(iteration, carry, jnp.arange(iterations))
   rows = place(jax.tree.map(lambda x: x[0], kept), None)
   return place(

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from configs import lm
+from examples import moe
 from examples import transformer
 from examples.lm import experiment
 from examples.lm import model
@@ -58,7 +59,7 @@ class Wide:
 def widen():
   """Makes the model compute in float64."""
   jax.config.update('jax_enable_x64', True)
-  model.jnp = transformer.jnp = train_step.jnp = Wide()
+  model.jnp = moe.jnp = transformer.jnp = train_step.jnp = Wide()
   model._CHOICES['dtype'] += ('float64',)
   MODEL['dtype'] = 'float64'
 

@@ -1,0 +1,46 @@
+"""A mixture of 30 billion weights of which 3 are active, as Qwen3-30B-A3B.
+
+Expected: not known: nobody has run it yet.
+Hardware: 64 chips of v5p or v6e; bfloat16, flash attention.
+Time:     computed, not measured (moe_30b in docs/reference/scale.md).
+Command:  python experiment.py --config=configs/moe_30b.py \
+            --config.experiment_kwargs.config.files='text/**/*.txt'
+          To see its memory and time without TPUs: --jaxline_mode=compile \
+            --config.topology=v5p:4x4x4  # Or v6e:8x8.
+"""
+
+from ml_collections import config_dict
+
+from configs import llama_8b
+
+
+def get_config() -> config_dict.ConfigDict:
+  """Returns the config of the run."""
+  config = llama_8b.get_config()
+  config.save_checkpoint_interval = 2000  # 366 GB each.
+  config.sharding = 'fsdp_ep'
+  config.mesh.ici.expert = 8  # As many as the experts of a token.
+
+  kwargs = config.experiment_kwargs.config
+  # As Alibaba published them, but for the tokenizer.
+  kwargs.model.vocab_size = 151_936
+  kwargs.model.num_layers = 48
+  kwargs.model.embed_dim = 2048
+  kwargs.model.num_heads = 32
+  kwargs.model.num_kv_heads = 4
+  kwargs.model.head_size = 128
+  kwargs.model.qk_norm = True
+  kwargs.model.mlp_dim = 768
+  kwargs.model.num_experts = 128
+  kwargs.model.experts_per_token = 8
+  kwargs.model.router_normalize = True
+  kwargs.model.router_balance_loss = 0.001
+  kwargs.model.expert_capacity = 1.25  # What is sent has a bound.
+  kwargs.model.max_length = 4096
+  kwargs.model.rotary_base = 1e6
+  kwargs.model.norm_epsilon = 1e-6
+
+  kwargs.batch_size = 128  # 524,288 tokens a step.
+  kwargs.length = 4096
+  kwargs.eval_batch_size = 128
+  return config

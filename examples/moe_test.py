@@ -1,0 +1,255 @@
+"""Tests of moe.py: a loop over tokens and experts, written in NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import moe
+from examples import transformer
+from jaxline.base import counting
+from jaxline.parallel import partitioning
+
+BATCH, LENGTH, EMBED, EXPERTS, MLP = 8, 12, 6, 8, 4
+
+# K, gate, normalize, scale, capacity, whether there is a bias.
+CASES = {
+  'one expert': (1, 'softmax', False, 1.0, 0.0, False),
+  'Mixtral': (2, 'softmax', True, 1.0, 0.0, False),
+  'not normalised': (3, 'softmax', False, 1.0, 0.0, False),
+  'DeepSeek-V3': (3, 'sigmoid', True, 2.5, 0.0, True),
+  'all experts': (8, 'softmax', True, 1.0, 0.0, False),
+  'capacity': (2, 'softmax', True, 1.0, 1.0, False),
+  'capacity of a slot': (2, 'sigmoid', False, 1.0, 0.1, True),
+  'capacity for all': (2, 'softmax', True, 1.0, 4.0, False),
+}
+by_case = pytest.mark.parametrize('case', CASES)
+
+
+def make(case):
+  """Returns the options, and float32 arrays: expert 5 gets nothing, 2 ties."""
+  *values, has_bias = CASES[case]
+  names = ('per_token', 'gate', 'normalize', 'scale', 'capacity')
+  options = moe.Options(**dict(zip(names, values, strict=True)))
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  x, router = draw(BATCH, LENGTH, EMBED), draw(EMBED, EXPERTS)
+  x[..., 0] = 1
+  if options.per_token < EXPERTS:
+    router[0, 5] = -100
+  router[:, 2] = router[:, 6]
+  bias = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
+  bias[2] = bias[6]
+  arrays = {
+    'x': x,
+    'router': router,
+    'in': draw(EXPERTS, EMBED, 2, MLP),
+    'out': draw(EXPERTS, MLP, EMBED),
+  }
+  arrays = jax.tree.map(jnp.asarray, arrays)
+  return options, arrays, bias if has_bias else None, draw(*x.shape)
+
+
+def ours(options, arrays, bias):
+  ids, gates, stats = moe.route(arrays['x'], arrays['router'], options, bias)
+  y = moe.mix(
+    arrays['x'], ids, gates, arrays['in'], arrays['out'], 'swiglu', options
+  )
+  return y, stats
+
+
+def our_gradients(options, arrays, bias, grad):
+  loss = lambda arrays: jnp.sum(ours(options, arrays, bias)[0] * grad)
+  return jax.jit(jax.grad(loss))(arrays)
+
+
+def in_numpy(options, arrays, bias, grad):
+  """Returns the output, the gradients, the counts and the dropped choices.
+
+  In float64, a token and an expert at a time.
+  """
+  x, router, w_in, w_out = (
+    np.float64(arrays[name]) for name in ('x', 'router', 'in', 'out')
+  )
+  y, d = np.zeros_like(x), {k: np.zeros(a.shape) for k, a in arrays.items()}
+  counts, dropped = np.zeros(EXPERTS), 0
+  room = options.slots(LENGTH, EXPERTS) if options.capacity else LENGTH
+  sigmoid = lambda a: 1 / (1 + np.exp(-a))
+  for b in range(BATCH):
+    taken = np.zeros(EXPERTS, int)
+    for t in range(LENGTH):
+      token = x[b, t]
+      logits = token @ router
+      if options.gate == 'softmax':
+        s = np.exp(logits - logits.max())
+        s /= s.sum()
+      else:
+        s = sigmoid(logits)
+      # Columns 2 and 6 are equal: the lower number comes first.
+      by = np.float32(s + (0 if bias is None else bias))
+      by[6] = by[2]
+      ids = np.argsort(-by, kind='stable')[: options.per_token]
+      total = s[ids].sum() if options.normalize else 1
+      d_s = np.zeros(EXPERTS)
+      for e in ids:
+        counts[e] += 1
+        taken[e] += 1
+        if taken[e] > room:
+          dropped += 1
+          continue
+        gate = options.scale * s[e] / total
+        a, up = token @ w_in[e, :, 0], token @ w_in[e, :, 1]
+        h = a * sigmoid(a) * up
+        o = h @ w_out[e]
+        y[b, t] += gate * o
+        # Backward.
+        d_o = gate * grad[b, t]
+        d_h = d_o @ w_out[e].T
+        d['out'][e] += np.outer(h, d_o)
+        slope = sigmoid(a) * (1 + a * (1 - sigmoid(a)))
+        for i, d_part in enumerate((d_h * up * slope, d_h * a * sigmoid(a))):
+          d['in'][e, :, i] += np.outer(token, d_part)
+          d['x'][b, t] += w_in[e, :, i] @ d_part
+        d_gate = options.scale * (grad[b, t] @ o)
+        d_s[e] += d_gate / total
+        if options.normalize:
+          d_s[ids] -= d_gate * s[e] / total**2
+      if options.gate == 'softmax':
+        d_logits = s * (d_s - s @ d_s)
+      else:
+        d_logits = d_s * s * (1 - s)
+      d['x'][b, t] += router @ d_logits
+      d['router'] += np.outer(token, d_logits)
+  return y, d, counts, dropped
+
+
+def assert_equal(found, expected):
+  """To 1e-6 of the largest number."""
+  error = np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+  assert error < 1e-6
+
+
+@by_case
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_it_is_the_loop_over_tokens_and_experts(case, platform, monkeypatch):
+  # Where a step is compiled for a GPU, `ragged_dot` takes the place of blocks.
+  monkeypatch.setattr(transformer, 'platform', lambda: platform)
+  options, arrays, bias, grad = make(case)
+  y, gradients, counts, dropped = in_numpy(options, arrays, bias, grad)
+  found, stats = ours(options, arrays, bias)
+  assert_equal(found, y)
+  assert stats.counts_E.tolist() == counts.tolist()
+  assert (counts[5] == 0) == (options.per_token < EXPERTS)
+  assert stats.dropped == pytest.approx(dropped / counts.sum(), abs=1e-7)
+  assert (dropped > 0) == (0 < options.capacity < 4)
+  for name, x in our_gradients(options, arrays, bias, grad).items():
+    assert_equal(x, gradients[name])
+
+
+@by_case
+@pytest.mark.parametrize(
+  ('sizes', 'rules'),
+  [
+    ({'data': 2}, 'ep'),
+    ({'expert': 2}, 'fsdp_ep'),
+    ({'mdl': 2}, 'fsdp_tp'),
+    ({'mdl': 2}, 'sp'),
+    ({'mdl': 2}, 'tp'),
+  ],
+  ids=str,
+)
+def test_it_is_the_same_on_any_mesh(case, sizes, rules):
+  options, arrays, bias, grad = make(case)
+  expected = our_gradients(options, arrays, bias, grad)
+  y, stats = ours(options, arrays, bias)
+  partitioner = partitioning.Partitioner.make(sizes, rules)
+
+  @jax.jit
+  def on_mesh(arrays):
+    with partitioner.activate():
+      found = ours(options, arrays, bias)
+      return found, our_gradients(options, arrays, bias, grad)
+
+  axes = {
+    'x': transformer.BETWEEN_BLOCKS,
+    'router': ('embed', None),
+    'in': moe.IN_AXES,
+    'out': moe.OUT_AXES,
+  }
+  specs = {k: partitioner.spec(axes[k], x.shape) for k, x in arrays.items()}
+  placed = jax.device_put(arrays, partitioner.shardings(specs))
+  (found, found_stats), gradients = on_mesh(placed)
+  assert_equal(found, y)
+  for x, z in zip(found_stats, stats, strict=True):
+    assert x == pytest.approx(np.asarray(z), rel=1e-5, abs=1e-6)
+  for name, x in gradients.items():
+    assert_equal(x, expected[name])
+
+
+def test_rows_that_do_not_divide_are_on_every_device():
+  options, arrays, bias, grad = make('Mixtral')
+  arrays['x'] = arrays['x'][:1]
+  expected = our_gradients(options, arrays, bias, grad[:1])
+  partitioner = partitioning.Partitioner.make({'expert': 2}, 'ep')
+
+  @jax.jit
+  def on_mesh(arrays):
+    with partitioner.activate():
+      return our_gradients(options, arrays, bias, grad[:1])
+
+  placed = jax.device_put(arrays, partitioner.replicated)
+  for name, x in on_mesh(placed).items():
+    assert_equal(x, expected[name])
+
+
+@pytest.mark.parametrize('capacity', [0.0, 1.25])
+def test_slots_that_hold_nothing_are_not_counted(capacity):
+  # The router, and the three matrices of K experts.
+  tokens, width, num = 8 * 64, 16, 4
+  options = moe.Options(per_token=2, capacity=capacity)
+  draw = lambda *shape: jnp.ones(shape)
+  args = (
+    draw(8, 64, width),
+    draw(width, num),
+    draw(num, width, 2, 32),
+    draw(num, 32, width),
+  )
+
+  def run(x, router, w_in, w_out):
+    ids, gates, _ = moe.route(x, router, options)
+    return moe.mix(x, ids, gates, w_in, w_out, 'swiglu', options).sum()
+
+  count = lambda f: counting.flops(jax.make_jaxpr(f)(*args).jaxpr)
+  of_experts = 2 * tokens * 2 * 3 * width * 32
+  # The gates are two products: by the choice, and with the outputs.
+  rest = 2 * tokens * (width * num + num * 2 + 2 * width)
+  assert count(run) == pytest.approx(of_experts + rest, rel=1e-3)
+  ratio = count(jax.grad(run, argnums=(0, 1, 2, 3))) / count(run)
+  assert ratio == pytest.approx(3, rel=0.02)
+  # Both devices add up the outputs for all tokens, some of which are 0.
+  with partitioning.Partitioner.make({'expert': 2}, 'ep').activate():
+    assert count(run) == pytest.approx(of_experts + rest, rel=0.02)
+
+
+def test_a_bias_moves_towards_experts_with_few_tokens():
+  bias = jnp.array([[0.0, 0.5, -0.5], [1.0, 1.0, 1.0]])
+  counts = jnp.array([[1.0, 2.0, 3.0], [4.0, 4.0, 4.0]])
+  moved = moe.moved_bias(bias, counts, 0.125)
+  assert moved.tolist() == [[0.125, 0.5, -0.625], [1.0, 1.0, 1.0]]
+
+
+def test_statistics_of_known_routers():
+  options = moe.Options(per_token=2)
+  x = jnp.ones((2, 3, 4))
+  _, _, stats = moe.route(x, jnp.zeros((4, 8)), options)
+  assert stats.counts_E.tolist() == [6, 6, 0, 0, 0, 0, 0, 0]
+  assert stats.entropy == pytest.approx(np.log(8))
+  assert stats.balance == pytest.approx(1)
+  assert stats.z == pytest.approx(np.log(8) ** 2)
+  one = jnp.zeros((4, 8)).at[:, 3].set(100.0)
+  _, _, stats = moe.route(x, one, dataclasses.replace(options, per_token=1))
+  assert stats.entropy == pytest.approx(0, abs=1e-6)
+  assert stats.balance == pytest.approx(8)
+  assert stats.z == pytest.approx(400**2)
