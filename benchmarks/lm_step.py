@@ -253,9 +253,53 @@ def _rows_of_size(name: str, options: harness.Options) -> list[harness.Row]:
   ]
 
 
+# A mixture whose tokens meet as many weights as those of `_DENSE`.
+_DENSE = {
+  'batch_size': 16,
+  'model': {'embed_dim': 256, 'num_heads': 8, 'mlp_dim': 1024},
+}
+_EXPERTS = {'num_experts': 8, 'experts_per_token': 2, 'mlp_dim': 512}
+
+
+def _rows_of_experts(options: harness.Options) -> list[harness.Row]:
+  """Compares a mixture of experts with the dense model."""
+  sides, sizes = {}, {}
+  for what, change in {
+    'dense': {},
+    'dropless': _EXPERTS,
+    'capacity 1.25': {**_EXPERTS, 'expert_capacity': 1.25},
+  }.items():
+    values = {**_DENSE, 'model': {**_DENSE['model'], **change}}
+    experiment = make_experiment('default', options.quick, **values)
+    sides[what] = our_side(experiment, random_tokens(experiment))
+    leaves = jax.tree.leaves(experiment.state.params)
+    sizes[what] = sum(x.size for x in leaves) / 1e6
+  config = experiment.config
+  tokens, steps = config.batch_size * config.length, options.pick(3, 1)
+  samples = harness.turns(
+    {k: lambda side=v: side.time(steps, tokens) for k, v in sides.items()},
+    options.num_rounds(10),
+  )
+  dense = samples.pop('dense')
+  return [
+    harness.row(
+      f'{name}: {sizes[name]:.1f} M weights, 2 of 8 experts, batch'
+      f' {config.batch_size} x {config.length}',
+      sample,
+      f'dense, {sizes["dense"]:.1f} M',
+      dense,
+      unit='tokens/s',
+      aim='>= 0.75',
+      judged='cpu',
+    )
+    for name, sample in samples.items()
+  ]
+
+
 def rows(options: harness.Options) -> list[harness.Row]:
-  """Compares the step of each size."""
-  return [row for name in SIZES for row in _rows_of_size(name, options)]
+  """Compares the step of each size, and of experts."""
+  found = [row for name in SIZES for row in _rows_of_size(name, options)]
+  return found + _rows_of_experts(options)
 
 
 if __name__ == '__main__':

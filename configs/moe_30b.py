@@ -19,7 +19,7 @@ def get_config() -> config_dict.ConfigDict:
   config = llama_8b.get_config()
   config.save_checkpoint_interval = 2000  # 366 GB each.
   config.sharding = 'fsdp_ep'
-  config.mesh.ici.expert = 8  # As many as the experts of a token.
+  config.mesh.ici.expert = 16  # Each device has 8 experts.
 
   kwargs = config.experiment_kwargs.config
   # As Alibaba published them, but for the tokenizer.

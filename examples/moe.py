@@ -12,9 +12,12 @@ Two ways to lay out the slots differ in what they compute:
   grouped product multiplies each with its expert's matrix: `lax.ragged_dot`
   where it is fast, on the CPU blocks of one expert each.
 * With a capacity each expert has the same number of slots in each row, and
-  drops what comes later in the row (Lepikhin et al., "GShard", 2020). Shapes
-  are those of dense products, and an all-to-all moves slots to the experts'
-  devices.
+  drops what comes later in the row (Lepikhin et al., "GShard", 2020). The
+  products are dense ones.
+
+Devices that share the experts get each other's rows (an all-gather, and a
+reduce-scatter of the sums), or with a capacity each other's slots (two
+all-to-alls).
 
 Shapes: B batch, L length, D embed, E experts, K experts of a token, S parts
 fused into one product, F mlp; T tokens B L, R slots.
@@ -169,9 +172,6 @@ def mix(
 ) -> jax.Array:
   """Returns the experts' outputs, weighted by the gates.
 
-  Devices that share the experts get the rows of the others: without a capacity
-  all of them, else what their experts have slots for.
-
   Args:
     x_BLD: normalised input.
     ids_BLK: from `route`.
@@ -188,7 +188,7 @@ def mix(
   run = functools.partial(_mix_of_device, activation, options)
   args = x_BLD, ids_BLK, gates_BLK, in_EDSF, out_EFD
   partitioner = partitioning.active()
-  if partitioner is None:
+  if partitioner is None or partitioner.mesh.size == 1:
     return run(_Split((), (), (), None), *args)
   rows, *_ = _split(partitioner, ('batch', None, None), x_BLD.shape)
   experts, _, _, mlp = _split(partitioner, IN_AXES, in_EDSF.shape)
@@ -214,9 +214,12 @@ def mix(
 def _split(
   partitioner: partitioning.Partitioner, *of: Any
 ) -> list[tuple[str, ...]]:
-  """Returns the mesh axes of each dimension."""
-  entries = partitioner.spec(*of)
-  return [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
+  """Returns the mesh axes that each dimension is really split over."""
+  sizes = partitioner.axis_sizes
+  entries = [
+    (x,) if isinstance(x, str) else x or () for x in partitioner.spec(*of)
+  ]
+  return [tuple(axis for axis in x if sizes[axis] > 1) for x in entries]
 
 
 class _Split(NamedTuple):
@@ -251,6 +254,8 @@ def _mix_of_device(
   here = in_EDSF.shape[0]
   # The devices that share the experts may have the same rows.
   has_own_rows = parts > 1 and set(axes) <= set(split.rows)
+  # With few parts, a gather would move less; but then each part handles all
+  # rows, and traffic of the memory bounds the step (docs/reference/scale.md).
   sends = has_own_rows and options.capacity > 0
   gathers = has_own_rows and not sends
   if gathers:

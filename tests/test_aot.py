@@ -115,7 +115,13 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   assert 'TwoLayers on local (cpu)' in text
   assert f'{made.parameters:,}' in text
   assert made.experiment == 'TwoLayers'
-  assert vars(made.mesh) == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
+  assert vars(made.mesh) == {
+    'stage': 1,
+    'replica': 1,
+    'data': 2,
+    'expert': 1,
+    'mdl': 1,
+  }
   assert made.sharding == 'fsdp'
   assert (made.target.name, made.target.device_kind) == ('local', 'cpu')
   assert (made.target.num_slices, made.target.num_devices) == (1, 2)
@@ -259,7 +265,13 @@ def test_a_run_on_slices_of_tpus():
   config = make_config(topology='v4:2x2x1', num_slices=2)
   made = ahead.make_report(TwoLayers, config)
   train, _ = made.programs
-  assert made.mesh == {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
+  assert made.mesh == {
+    'stage': 1,
+    'replica': 2,
+    'data': 4,
+    'expert': 1,
+    'mdl': 1,
+  }
   assert train.measures.flops == 5 * 2 * ROWS * 128 * 256 / 8
   over = {t.axes: t.dcn_bytes for t in train.measures.traffic}
   assert over[('data',)] == 0

@@ -34,14 +34,14 @@ def shape_of(sizes, count, num_slices=1):
 @pytest.mark.parametrize(
   ('sizes', 'count', 'num_slices', 'ici', 'dcn'),
   [
-    (None, 8, 1, (1, 1, 8, 1), (1, 1, 1, 1)),
+    (None, 8, 1, (1, 1, 8, 1, 1), (1, 1, 1, 1, 1)),
     # Slices are replicas where it is not said otherwise.
-    (None, 8, 2, (1, 1, 4, 1), (1, 2, 1, 1)),
-    ({'ici': {'mdl': -1, 'data': 2}}, 8, 1, (1, 1, 2, 4), (1, 1, 1, 1)),
-    ({'dcn': {'data': -1}}, 12, 3, (1, 1, 4, 1), (1, 1, 3, 1)),
-    ({'dcn': {'stage': 2}}, 16, 4, (1, 1, 4, 1), (2, 2, 1, 1)),
-    ({'dcn': {'stage': 2, 'data': 2, 'replica': 1}}, 16, 4, (1, 1, 4, 1),
-     (2, 1, 2, 1)),
+    (None, 8, 2, (1, 1, 4, 1, 1), (1, 2, 1, 1, 1)),
+    ({'ici': {'mdl': -1, 'data': 2}}, 8, 1, (1, 1, 2, 1, 4), (1, 1, 1, 1, 1)),
+    ({'dcn': {'data': -1}}, 12, 3, (1, 1, 4, 1, 1), (1, 1, 3, 1, 1)),
+    ({'dcn': {'stage': 2}}, 16, 4, (1, 1, 4, 1, 1), (2, 2, 1, 1, 1)),
+    ({'dcn': {'stage': 2, 'data': 2, 'replica': 1}}, 16, 4, (1, 1, 4, 1, 1),
+     (2, 1, 2, 1, 1)),
   ],
 )  # fmt: skip
 def test_mesh_shape(sizes, count, num_slices, ici, dcn):
@@ -149,9 +149,9 @@ def test_processes_stand_for_slices_that_devices_do_not_tell(slice_index):
   sizes = {'ici': {'mdl': 2}, 'dcn': {'replica': 2}}
   ordered, shape, slices = order(sizes, devices)
   assert [d.process_index for d in ordered.ravel()] == slices
-  assert shape == ((1, 1, 2, 2), (1, 2, 1, 1))
+  assert shape == ((1, 1, 2, 1, 2), (1, 2, 1, 1, 1))
   # It was not asked for: then there is one slice.
-  assert order({}, devices)[1][1] == (1, 1, 1, 1)
+  assert order({}, devices)[1][1] == (1, 1, 1, 1, 1)
   with pytest.raises(ValueError, match=r"mesh.dcn.*'replica': 4"):
     order({'dcn': {'replica': 4}}, devices)
 
@@ -161,14 +161,14 @@ def test_cpu_devices_make_fake_slices_in_their_order():
   sizes = {'ici': {'mdl': 2}, 'dcn': {'data': 2}}
   ordered, _, slices = order(sizes, devices)
   ids = np.vectorize(lambda d: d.id)(ordered)
-  assert ids[0, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  assert ids[0, 0, :, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
   assert slices == [0, 0, 0, 0, 1, 1, 1, 1]
   # Here a slice has every second column.
   ordered, _, slices = order(
     {'ici': {'data': 4}, 'dcn': {'mdl': 2, 'replica': 1}}, devices
   )
   ids = np.vectorize(lambda d: d.id)(ordered)
-  assert ids[0, 0].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+  assert ids[0, 0, :, 0].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
   assert slices == [0, 1] * 4
   with pytest.raises(ValueError, match=r"mesh.dcn.*'replica': 3"):
     order({'dcn': {'replica': 3}}, devices)
@@ -187,7 +187,7 @@ def test_slices_of_real_topologies(topology):
   ordered, shape, slices = order(
     {'ici': {'data': -1, 'mdl': 2}, 'dcn': {'data': 2}}, devices
   )
-  assert shape == ((1, 1, 4, 2), (1, 1, 2, 1))
+  assert shape == ((1, 1, 4, 1, 2), (1, 1, 2, 1, 1))
   assert [d.slice_index for d in ordered.ravel()] == slices
   for a, b in ordered.reshape(-1, 2):
     assert np.abs(np.subtract(a.coords, b.coords)).sum() == 1
@@ -272,6 +272,8 @@ def test_processes_that_share_rows_are_one_host(
 
 # Which axis of an array is split over what.
 
+DATA = ('data', 'expert')
+BATCH = ('replica', *DATA)
 BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
 
 
@@ -279,8 +281,8 @@ BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
   ('rules', 'axes', 'shape', 'expected'),
   [
     ('ddp', ('embed', 'mlp'), (4, 4), P(None, None)),
-    ('fsdp', ('mlp', 'embed'), (4, 4), P(None, 'data')),
-    ('fsdp', (None, 'embed'), (4, 4), P(None, 'data')),
+    ('fsdp', ('mlp', 'embed'), (4, 4), P(None, DATA)),
+    ('fsdp', (None, 'embed'), (4, 4), P(None, DATA)),
     # The first to come gets the mesh axis.
     (BOTH, ('embed', 'mlp'), (4, 4), P('data', None)),
     (BOTH, (None, 'vocab', 'embed'), (4, 4, 4), P(None, 'data', None)),
@@ -293,12 +295,12 @@ BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
       'fsdp',
       ('batch', 'length', 'embed'),
       (4, 4, 4),
-      P(('replica', 'data'), None, None),
+      P(BATCH, None, None),
     ),
     (BOTH, (), (), P()),
     # Layers are never split, whatever the size.
     ('fsdp', ('layers', None), (1024, 512), P(None, None)),
-    ('fsdp', ('layers', 'embed'), (1024, 512), P(None, 'data')),
+    ('fsdp', ('layers', 'embed'), (1024, 512), P(None, DATA)),
     # Mesh axes may be named whatever the rules, each for one dimension.
     ('ddp', ('data', 'mdl'), (4, 4), P('data', 'mdl')),
     ('ddp', (('replica', 'data'), None), (4, 4), P(('replica', 'data'), None)),
@@ -424,15 +426,15 @@ WEIGHTS = {
 @pytest.mark.parametrize(
   ('sharding', 'shape', 'expected'),
   [
-    ('fsdp', [128, 512], P(None, 'data')),
-    ('fsdp', [512, 128], P('data', None)),
-    ('fsdp', [511, 130], P(None, 'data')),  # The largest that divides.
+    ('fsdp', [128, 512], P(None, DATA)),
+    ('fsdp', [512, 128], P(DATA, None)),
+    ('fsdp', [511, 130], P(None, DATA)),  # The largest that divides.
     ('fsdp', [127, 512], P()),  # Fewer than 2**16 elements.
-    ('fsdp', [512, 64, 32], P(None, 'data', None)),  # Layers come first.
-    ('fsdp', [1024, 64, 33], P(None, 'data', None)),
+    ('fsdp', [512, 64, 32], P(None, DATA, None)),  # Layers come first.
+    ('fsdp', [1024, 64, 33], P(None, DATA, None)),
     ('fsdp', [256, 4097], P()),  # Biases of as many layers, perhaps.
-    ('fsdp', [258, 4097], P('data', None)),  # No model has as many layers.
-    ('fsdp', [2**16], P('data')),
+    ('fsdp', [258, 4097], P(DATA, None)),  # No model has as many layers.
+    ('fsdp', [2**16], P(DATA)),
     ('ddp', [128, 512], P()),
   ],
 )
@@ -460,7 +462,7 @@ def test_weights_left_whole_are_listed():
   # Of two axes that split it, one does not divide.
   p = counted({'mdl': 4}, 'fsdp_tp')
   table = Logical(jnp.ones([257, 48]), ('vocab', 'embed'))
-  assert p.spec(table.axes, table.value.shape) == P(None, 'data')
+  assert p.spec(table.axes, table.value.shape) == P(None, DATA)
   (line,) = p.undersharded_weights({'table': table})
   assert 'vocab is 257, no multiple of 4' in line
   # None where nothing is split.
@@ -471,10 +473,10 @@ def test_weights_left_whole_are_listed():
 
 
 SPECS = {
-  "['layer']['w']": P('data', None),
+  "['layer']['w']": P(DATA, None),
   "['layer']['odd']": P(None, None),
   "['layer']['b']": P(),
-  "['w']": P(None, 'data'),
+  "['w']": P(None, DATA),
 }
 MASK = {'layer': {'w': True, 'odd': True, 'b': False}, 'w': True}
 LABELS = jax.tree.map(lambda x: 'adam' if x else 'none', MASK)

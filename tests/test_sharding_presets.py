@@ -6,6 +6,8 @@ Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
 N layers, S parts fused into one product, M positions.
 """
 
+import dataclasses
+
 import jax
 from jax.extend import core
 import jax.numpy as jnp
@@ -28,12 +30,15 @@ CONFIG = model.ModelConfig(
   positions='learned',
   scan_layers=True,
 )
-BATCH = ('replica', 'data')
+BATCH = ('replica', 'data', 'expert')
+DATA = ('data', 'expert')
 
 # Of 8 devices. Along each mesh axis that a preset uses there are some.
 MESHES = {
   'ddp': {'replica': 2, 'data': 4},
   'fsdp': {'data': 8},
+  'ep': {'data': 2, 'expert': 4},
+  'fsdp_ep': {'data': 2, 'expert': 4},
   'tp': {'data': 4, 'mdl': 2},
   'fsdp_tp': {'data': 4, 'mdl': 2},
   'sp': {'data': 4, 'mdl': 2},
@@ -51,15 +56,15 @@ NORM2_ND = 'layers/feed_forward_norm/scale'
 NORM_D = 'final_norm/scale'
 
 FSDP = {
-  TOKENS_VD: P(None, 'data'),
-  POSITIONS_MD: P(None, 'data'),
-  QKV_NDSHK: P(None, 'data', None, None, None),
-  OUT_NHKD: P(None, None, None, 'data'),
-  IN_NDSF: P(None, 'data', None, None),
-  OUT_NFD: P(None, None, 'data'),
-  NORM_ND: P(None, 'data'),
-  NORM2_ND: P(None, 'data'),
-  NORM_D: P('data'),
+  TOKENS_VD: P(None, DATA),
+  POSITIONS_MD: P(None, DATA),
+  QKV_NDSHK: P(None, DATA, None, None, None),
+  OUT_NHKD: P(None, None, None, DATA),
+  IN_NDSF: P(None, DATA, None, None),
+  OUT_NFD: P(None, None, DATA),
+  NORM_ND: P(None, DATA),
+  NORM2_ND: P(None, DATA),
+  NORM_D: P(DATA),
 }
 TP = {
   TOKENS_VD: P('mdl', None),
@@ -75,15 +80,15 @@ TP = {
 # Pax: embedding (V, D) [mdl, data], FFN [data, mdl] and back, QKV (D, H, K)
 # [data, mdl, -].
 FSDP_TP = {
-  TOKENS_VD: P('mdl', 'data'),
-  POSITIONS_MD: P(None, 'data'),
-  QKV_NDSHK: P(None, 'data', None, 'mdl', None),
-  OUT_NHKD: P(None, 'mdl', None, 'data'),
-  IN_NDSF: P(None, 'data', None, 'mdl'),
-  OUT_NFD: P(None, 'mdl', 'data'),
-  NORM_ND: P(None, 'data'),
-  NORM2_ND: P(None, 'data'),
-  NORM_D: P('data'),
+  TOKENS_VD: P('mdl', DATA),
+  POSITIONS_MD: P(None, DATA),
+  QKV_NDSHK: P(None, DATA, None, 'mdl', None),
+  OUT_NHKD: P(None, 'mdl', None, DATA),
+  IN_NDSF: P(None, DATA, None, 'mdl'),
+  OUT_NFD: P(None, 'mdl', DATA),
+  NORM_ND: P(None, DATA),
+  NORM2_ND: P(None, DATA),
+  NORM_D: P(DATA),
 }
 PIPELINE = {
   name: P('stage', *spec[1:]) if name.startswith('layers/') else spec
@@ -92,6 +97,8 @@ PIPELINE = {
 WEIGHTS = {
   'ddp': {name: P(*(None,) * len(spec)) for name, spec in FSDP.items()},
   'fsdp': FSDP,
+  'ep': {name: P(*(None,) * len(spec)) for name, spec in FSDP.items()},
+  'fsdp_ep': FSDP,
   'tp': TP,
   'fsdp_tp': FSDP_TP,
   'sp': FSDP_TP,
@@ -114,6 +121,8 @@ SPLIT_INSIDE = (
 ACTIVATIONS = {
   'ddp': WHOLE,
   'fsdp': WHOLE,
+  'ep': WHOLE,
+  'fsdp_ep': WHOLE,
   'tp': (P(BATCH, None, None), *SPLIT_INSIDE),
   'fsdp_tp': (P(BATCH, None, 'mdl'), *SPLIT_INSIDE),
   'sp': (P(BATCH, 'mdl', None), *SPLIT_INSIDE),
@@ -182,6 +191,33 @@ def test_activations_of_the_traced_model(preset):
   assert found == expected
 
 
+# What has experts, [N, E, D, S, F] and [N, E, F, D].
+EXPERTS = {
+  'ddp': (P(None, None, None, None, None), P(None, None, None, None)),
+  'fsdp': (P(None, None, DATA, None, None), P(None, None, None, DATA)),
+  'ep': (P(None, 'expert', None, None, None), P(None, 'expert', None, None)),
+  'fsdp_ep': (
+    P(None, 'expert', 'data', None, None),
+    P(None, 'expert', None, 'data'),
+  ),
+  'tp': (P(None, 'expert', None, None, 'mdl'), P(None, 'expert', 'mdl', None)),
+  'fsdp_tp': (
+    P(None, 'expert', 'data', None, 'mdl'),
+    P(None, 'expert', 'mdl', 'data'),
+  ),
+}
+EXPERTS['sp'] = EXPERTS['fsdp_tp']
+EXPERTS['pipeline'] = tuple(P('stage', *x[1:]) for x in EXPERTS['sp'])
+
+
+@by_preset
+def test_experts(preset):
+  config = dataclasses.replace(CONFIG, num_experts=8, experts_per_token=2)
+  made = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+  specs = make(preset).specs(made['layers/experts'])
+  assert (specs['in'], specs['out']) == EXPERTS[preset]
+
+
 # Rules of one's own.
 
 
@@ -190,15 +226,15 @@ def test_activations_of_the_traced_model(preset):
   [
     ({}, {}),
     # A table too large for one axis is split over both; it comes first, so
-    # that its width stays whole.
-    ({'vocab': ('mdl', 'data')}, {TOKENS_VD: P(('mdl', 'data'), None)}),
-    ({'vocab': ()}, {TOKENS_VD: P(None, 'data')}),
-    ({'vocab': 'data'}, {TOKENS_VD: P('data', None)}),
+    # that its width is not.
+    ({'vocab': ('mdl', 'data')}, {TOKENS_VD: P(('mdl', 'data'), DATA[1:])}),
+    ({'vocab': ()}, {TOKENS_VD: P(None, DATA)}),
+    ({'vocab': 'data'}, {TOKENS_VD: P('data', DATA[1:])}),
     (
       {'heads': [], 'kv': ['mdl']},
       {
-        QKV_NDSHK: P(None, 'data', None, None, 'mdl'),
-        OUT_NHKD: P(None, None, 'mdl', 'data'),
+        QKV_NDSHK: P(None, DATA, None, None, 'mdl'),
+        OUT_NHKD: P(None, None, 'mdl', DATA),
       },
     ),
   ],

@@ -116,9 +116,10 @@ _OFF = (
 # Keys that `_facts` or `_run_config` reads, besides those above.
 _READ = """
   model_type head_dim hidden_act hidden_activation eos_token_id layer_types
-  max_window_layers moe_intermediate_size num_local_experts query_pre_attn_scalar rope_local_base_freq rope_parameters
-  rope_scaling rope_theta sliding_window sliding_window_pattern
-  _sliding_window_pattern use_sliding_window
+  max_window_layers moe_intermediate_size num_local_experts
+  query_pre_attn_scalar rope_local_base_freq rope_parameters rope_scaling
+  rope_theta sliding_window sliding_window_pattern _sliding_window_pattern
+  use_sliding_window
 """
 # Keys that do not change the logits: where a model is from, how it was trained,
 # and how other programs store it, run it and draw from its distribution.
@@ -129,10 +130,9 @@ _NO_EFFECT = """
   forced_bos_token_id forced_eos_token_id hidden_dropout id2label
   initializer_range is_llama_config label2id length_penalty max_length
   min_length no_repeat_ngram_size num_beam_groups num_beams
-  num_return_sequences output_router_logits pad_token_id prefix pretraining_tp problem_type
-  repetition_penalty return_dict router_aux_loss_coef router_jitter_noise
-  sep_token_id sliding_window_size
-  suppress_tokens task_specific_params temperature tokenizer_class top_k top_p
+  num_return_sequences output_router_logits pad_token_id prefix pretraining_tp
+  problem_type repetition_penalty return_dict router_aux_loss_coef
+  router_jitter_noise sep_token_id sliding_window_size suppress_tokens task_specific_params temperature tokenizer_class top_k top_p
   torch_dtype transformers.js_config transformers_version typical_p
   unsloth_fixed unsloth_version use_cache
 """
@@ -407,7 +407,7 @@ _MIXTRAL = 'block_sparse_moe w1 w3 w2'
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """A row of `_NAMES`, with the names as [N, E, S], or what of it `ours` has."""
+  """A row of `_NAMES`; the names are [N, E, S], or what of it `ours` has."""
 
   ours: str
   theirs: str

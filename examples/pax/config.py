@@ -20,7 +20,6 @@ from examples.pax import base_experiment
 from examples.pax import experiment_registry
 from jaxline import base_config
 from jaxline import errors
-from jaxline.parallel import mesh as mesh_lib
 
 _CONSTANTS = 'experiment_kwargs.config.constants'
 _CLASS = 'examples.pax.experiment:Experiment'
@@ -184,13 +183,17 @@ def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   return {name: run[key] for name, key in _KEYS.items() if key in run}
 
 
+# Of Pax's shapes of meshes; the first may be left out.
+_MESH_AXES = ('stage', 'replica', 'data', 'mdl')
+
+
 def _set_mesh(
   config: config_dict.ConfigDict, experiment: experiment_registry.Experiment
 ) -> None:
   """Sets the sizes of the mesh, and the slices that they are for."""
   for network, name in (('ici', 'ICI_MESH_SHAPE'), ('dcn', 'DCN_MESH_SHAPE')):
     sizes = tuple(getattr(experiment, name))
-    axes = mesh_lib.MESH_AXES
+    axes = _MESH_AXES
     if len(sizes) not in (len(axes), len(axes) - 1):
       raise errors.UsageError(
         f'{experiment.__name__}.{name} is {sizes}; expected sizes of'

@@ -317,7 +317,9 @@ class Partitioner:
     no weight at all (`ddp`, or a mesh of one device).
     """
     lines = []
-    splits = any(self.size(name) > 1 for name in WEIGHT_AXES)
+    # Experts are split so that the rest may be whole.
+    names = (name for name in WEIGHT_AXES if name != 'experts')
+    splits = any(self.size(name) > 1 for name in names)
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
       axes, shape = self._axes(x), unbox(x).shape
       splits |= any(self.size(name) > 1 for name in axes)  # Or a mesh axis.
