@@ -132,9 +132,10 @@ _NO_EFFECT = """
   min_length no_repeat_ngram_size num_beam_groups num_beams
   num_return_sequences output_router_logits pad_token_id prefix pretraining_tp
   problem_type repetition_penalty return_dict router_aux_loss_coef
-  router_jitter_noise sep_token_id sliding_window_size suppress_tokens task_specific_params temperature tokenizer_class top_k top_p
-  torch_dtype transformers.js_config transformers_version typical_p
-  unsloth_fixed unsloth_version use_cache
+  router_jitter_noise sep_token_id sliding_window_size suppress_tokens
+  task_specific_params temperature tokenizer_class top_k top_p torch_dtype
+  transformers.js_config transformers_version typical_p unsloth_fixed
+  unsloth_version use_cache
 """
 # Any other key is refused, unless its value is empty or this one.
 _NEUTRAL = {'partial_rotary_factor': 1.0, 'decoder_sparse_step': 1}
