@@ -6,7 +6,7 @@ has no modules and no weights.
 
 Rows of tokens are put into slots, of which each belongs to an expert; the
 experts' products run over the slots; and each token picks up its slots again.
-Two ways to lay out the slots differ in what they compute:
+There are two ways to lay out the slots:
 
 * Without a capacity no token is dropped. Slots are sorted by expert, and a
   grouped product multiplies each with its expert's matrix: `lax.ragged_dot`
@@ -53,9 +53,9 @@ class Options:
     per_token: K.
     gate: 'softmax' or 'sigmoid' of the router's logits.
     normalize: whether the gates of a token are divided by their sum.
-    scale: of the gates.
-    capacity: slots of an expert in a row, as a multiple of what it gets if all
-      experts get the same; 0 is as many as it needs.
+    scale: a factor of the gates.
+    capacity: an expert has this times as many slots in a row as it gets tokens
+      if all experts get equally many. With 0 it has as many as it needs.
   """
 
   per_token: int
@@ -76,7 +76,7 @@ class Stats(NamedTuple):
   Attributes:
     counts_E: tokens that chose an expert, dropped ones too.
     dropped: the part of the choices that found no slot.
-    entropy: of the router's distribution, mean over tokens, in nats.
+    entropy: the mean entropy of the router's distribution, in nats.
     balance: E times the sum over experts of the part of the choices that it got
       and its mean probability: 1 where all are equal (Fedus et al., 2021).
     z: the mean square of the logarithm of the sum of the exponentials of the
@@ -106,9 +106,9 @@ def route(
       (DeepSeek-AI, 2024); see `moved_bias`.
 
   Returns:
-    The experts [B, L, K], the likeliest first and of equal ones that of the
-    lower number; their gates; and statistics. Gradients belong to the gates and
-    to `balance` and `z`.
+    The experts [B, L, K], the likeliest first; equal ones are in the order of
+    their numbers. Their gates [B, L, K]. And statistics. The gates, `balance`
+    and `z` have gradients.
   """
   num = router_DE.shape[1]
   logits_BLE = jnp.einsum(
@@ -174,8 +174,8 @@ def mix(
 
   Args:
     x_BLD: normalised input.
-    ids_BLK: from `route`.
-    gates_BLK: the same.
+    ids_BLK: the experts that `route` returns.
+    gates_BLK: the gates that it returns.
     in_EDSF: the experts' first matrices, float32.
     out_EFD: their second ones.
     activation: between them, one of `transformer.ACTIVATIONS`.
@@ -207,7 +207,7 @@ def mix(
       jax.P(experts, mlp, None),
     ),
     out_specs=jax.P(*out),
-    check_vma=False,  # The products' own gradients do not say what varies.
+    check_vma=False,  # `_block_product` does not declare what varies.
   )(*args)
 
 
@@ -226,10 +226,10 @@ class _Split(NamedTuple):
   """The mesh axes that the arrays of `mix` are split over, or ().
 
   Attributes:
-    rows: of the batch.
-    experts: of the matrices.
-    mlp: of the hidden width.
-    scattered: the dimension of the result that is split as `mlp`; None is none.
+    rows: they split the batch.
+    experts: they split the matrices by expert.
+    mlp: they split the hidden width.
+    scattered: the dimension of the result that is split as `mlp`, if any.
   """
 
   rows: tuple[str, ...]
@@ -254,8 +254,8 @@ def _mix_of_device(
   here = in_EDSF.shape[0]
   # The devices that share the experts may have the same rows.
   has_own_rows = parts > 1 and set(axes) <= set(split.rows)
-  # With few parts, a gather would move less; but then each part handles all
-  # rows, and traffic of the memory bounds the step (docs/reference/scale.md).
+  # A gather would move less between few parts. But then each part handles all
+  # rows, and memory bounds the step (docs/reference/scale.md).
   sends = has_own_rows and options.capacity > 0
   gathers = has_own_rows and not sends
   if gathers:
@@ -337,8 +337,8 @@ def _ranks(group_A: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
   """Returns the number of each choice in its group, and the groups' sizes.
 
   Args:
-    group_A: of each choice; `groups` is none of them.
-    groups: their number.
+    group_A: the group of each choice; a choice of group `groups` is left out.
+    groups: the number of groups.
   """
   order_A = jnp.argsort(group_A, stable=True)
   sizes = jnp.bincount(group_A, length=groups + 1)
@@ -467,7 +467,7 @@ def _to_slots(x_TD: jax.Array, slots: _Slots) -> jax.Array:
 
 @jax.custom_vjp
 def _from_slots(y_RD: jax.Array, slots: _Slots) -> jax.Array:
-  """Returns what is in the slot of each choice, [T, K, D]; 0 without one."""
+  """Returns the row in the slot of each choice, [T, K, D]; 0 without one."""
   return _gather(y_RD, slots.slot_TK)
 
 

@@ -39,8 +39,8 @@ class MissingFileError(UsageError, FileNotFoundError):
 
 # The code of SIGABRT, by which JAX ends a process that has lost another one.
 LOST_CODE = 134
-# What collectives of CPUs and GPUs say when another process is gone, and JAX's
-# coordination service when that of process 0 is.
+# Messages of collectives of CPUs and GPUs when another process is gone, and of
+# clients of JAX's coordination service, which runs in process 0.
 _LOST = re.compile(
   r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
   r'|^UNAVAILABLE: .*\bremote target coordination_service\b',

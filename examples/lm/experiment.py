@@ -203,9 +203,9 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def merged(params: Any, model_state: Any, config: Config) -> Any:
-  """Returns the weights of the model, with what the model state has of it.
+  """Returns all arrays of the model.
 
-  That is what FP8 products keep, and the biases of routers.
+  The model state has the scales of FP8 products and the biases of routers.
   """
   params = lora.merge(params, config.lora)
   for key in (sharded.OVERWRITE, _BIASES):
@@ -416,8 +416,8 @@ class Experiment(sharded.ShardedExperiment):
   ) -> sharded.LossOutput:
     """Returns the mean cross entropy of the tokens, in nats.
 
-    In training the loss has the parts for the routers of experts too, and the
-    metrics say what these do.
+    In training, losses of the routers are added to it, and the metrics describe
+    the routers.
     """
     sums = self._sums(params, model_state, batch, rng, is_training)
     nats = metrics.Mean(sums.total, sums.weight)
@@ -442,7 +442,7 @@ class Experiment(sharded.ShardedExperiment):
     values: dict[str, Any],
     model_state: Any,
   ) -> sharded.LossOutput:
-    """Returns what `loss_fn` does, in training with the routers' parts."""
+    """Completes the result of `loss_fn` by losses and metrics of routers."""
     if routing is None or not is_training:
       return loss, values, model_state
     config, counts_NE = self.config.model, routing.counts_E
@@ -453,7 +453,7 @@ class Experiment(sharded.ShardedExperiment):
       'dropped_fraction': routing.dropped,
       'router_balance': routing.balance,
       'router_entropy': routing.entropy,
-      # Of the expert with the most tokens, as a multiple of the mean.
+      # The busiest expert has this times as many tokens as the mean.
       'expert_load': counts_NE.max(1) / counts_NE.mean(1),
     }
     values = values | {key: x.mean() for key, x in means.items()}

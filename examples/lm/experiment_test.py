@@ -14,6 +14,8 @@ import pytest
 
 from configs import lm
 from configs import lm_long
+from configs import moe
+from configs import moe_30b
 from examples import decoding
 from jaxline import errors
 from jaxline import train
@@ -115,6 +117,43 @@ def test_it_learns_reports_and_samples(config, checkpointer):
   sample = evaluations.texts[60]['sample']
   assert sample.startswith('def')
   assert len(sample) <= len('def') + 20
+
+
+@pytest.mark.parametrize('accumulation', [1, 2])
+def test_experts_learn_and_their_biases_move(config, accumulation):
+  config.training_steps = 20
+  config.log_train_data_interval = 10
+  config.gradient_accumulation_steps = accumulation
+  config.sharding = 'ep'
+  config.mesh.ici.update(data=1, expert=2)
+  options = config.experiment_kwargs.config.model
+  options.update(num_experts=4, experts_per_token=2, shared_dim=8)
+  options.update(expert_capacity=1.0, router_bias_rate=0.25)
+  options.update(router_balance_loss=0.1, router_z_loss=0.1)
+  config = config.copy_and_resolve_references()
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  recorder = Recorder()
+  run = train.Run(experiment.Experiment, config, checkpointer, recorder)
+  subject = run.train()
+  first, last = recorder.scalars[10], recorder.scalars[20]
+  # They are not part of what is reported.
+  assert last['loss'] < first['loss'] < 6
+  assert last['bits_per_byte'] == pytest.approx(last['loss'] / np.log(2))
+  assert 1 <= last['expert_load'] <= 2
+  assert 0 < last['dropped_fraction'] < 0.5
+  assert 0 < last['router_entropy'] <= np.log(4)
+  assert 1 <= last['router_balance'] + 1e-5 < 4
+  ((bias,),) = (
+    x.values() for x in subject.state.model_state['router_biases'].values()
+  )
+  moves = bias / 0.25
+  np.testing.assert_array_equal(moves, np.round(moves))
+  assert np.abs(moves).max() > 0
+  total, active = 257 * 32 + 3 * 32 + 4 * 32 * 32 + 32 * 4, 2 * 32 * 64
+  shared = 2 * 32 * 8
+  text = subject.summary()['Parameters']
+  assert f'{total + shared + 4 * active:,} (' in text
+  assert f'{total + shared + 2 * active:,} active for a token' in text
 
 
 def test_the_evaluation_is_the_mean_over_all_held_out_bytes(config):
@@ -471,7 +510,10 @@ def test_wrong_values_are_refused_by_name(config, key, values):
       make(config)
 
 
-@pytest.mark.parametrize('get_config', [lm.get_config, lm_long.get_config])
+@pytest.mark.parametrize(
+  'get_config',
+  [lm.get_config, lm_long.get_config, moe.get_config, moe_30b.get_config],
+)
 def test_configs_are_valid(get_config):
   config = get_config().copy_and_resolve_references()
   train_config = experiment.base_config.read(

@@ -446,7 +446,7 @@ class _Row:
 
 
 def _words(config: model.ModelConfig) -> dict[str, str]:
-  """Returns what the names in capitals of `_NAMES` are in a family."""
+  """Returns the family's words for the names in capitals of `_NAMES`."""
   is_qwen = config.qk_norm
   moe = 'mlp gate_proj up_proj down_proj' if is_qwen else _MIXTRAL
   second = 'pre_feedforward' if config.post_norms else 'post_attention'

@@ -92,21 +92,20 @@ class ModelConfig:
     tie_embeddings: whether the embedding is also the output layer.
     feed_forward: what is between its two products: 'gelu' (as tanh), or
       'swiglu' and 'geglu' (a third matrix gates SiLU or GELU).
-    num_experts: feed-forward parts of a layer, of which each token takes some;
-      1 is one for all tokens. See `moe.py`.
+    num_experts: how many feed-forward parts a layer has. Each token takes some
+      of them: see `moe.py`.
     experts_per_token: how many each token takes.
-    shared_dim: hidden width of a feed-forward part that all tokens take, beside
-      the experts; None is none.
-    expert_capacity: 0 drops no token. Else an expert has this times as many
-      slots in each row as it would get of equal parts, and drops the tokens
-      past them, which it leaves as they are. Decoding with a cache drops none.
+    shared_dim: hidden width of one more part, which all tokens take.
+    expert_capacity: 0 drops no token. Otherwise see `moe.Options.capacity`: an
+      expert adds nothing to the tokens that it drops. Decoding with a cache
+      drops none.
     router_gate: 'softmax' or 'sigmoid' of the router's logits.
     router_normalize: whether a token's gates are divided by their sum.
     router_scale: factor of the gates.
-    router_bias_rate: by how much a step moves the bias by which an expert with
-      few tokens is chosen more often; 0 is no bias. See `moe.moved_bias`.
+    router_bias_rate: how far a step moves the biases of the experts: see
+      `moe.moved_bias`. With 0 there are no biases.
     router_balance_loss: weight of `moe.Stats.balance` in the loss of training.
-    router_z_loss: weight of `moe.Stats.z`.
+    router_z_loss: weight of `moe.Stats.z` in the loss of training.
     attention: the implementation, see `transformer.causal_attention`. Decoding
       with a cache always takes 'einsum'.
     scan_layers: one loop over the layers, so that compile time does not grow
@@ -502,7 +501,7 @@ class Experts(hk.Module):
   def __call__(
     self, x_BLD: jax.Array, drops: bool = True
   ) -> tuple[jax.Array, moe.Stats]:
-    """Returns [B, L, D] for a normalised [B, L, D], and what the router did.
+    """Returns [B, L, D] for a normalised [B, L, D], and statistics.
 
     Args:
       x_BLD: the input.
@@ -895,7 +894,7 @@ class Loss(NamedTuple):
   Attributes:
     total: the summed cross entropy, in nats; by row, [B].
     weight: the summed weights; by row, [B].
-    routing: what each layer's router did, [N, ...]; None without experts.
+    routing: statistics of each layer's router, [N, ...]; None without experts.
   """
 
   total: jax.Array
@@ -962,7 +961,7 @@ def loss(
 
 
 def router_loss(routing: moe.Stats, config: ModelConfig) -> jax.Array:
-  """Returns what training adds to the loss for the routers: means of layers."""
+  """Returns the losses of the routers, means over the layers."""
   return (
     config.router_balance_loss * routing.balance.mean()
     + config.router_z_loss * routing.z.mean()
@@ -986,7 +985,7 @@ def moved_biases(
 
 
 def active_weights(params: Params, config: ModelConfig) -> int:
-  """Returns how many weights take part in what becomes of a token.
+  """Counts the weights that a token meets.
 
   Args:
     params: weights or their shapes, not boxed.

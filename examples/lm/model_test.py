@@ -151,7 +151,7 @@ def test_logits_and_loss_match_an_independent_program(name):
   nats = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(
     expected, targets[..., None], -1
   ).squeeze(-1)
-  total, weight = jax.jit(model.loss, static_argnums=4)(
+  total, weight, _ = jax.jit(model.loss, static_argnums=4)(
     params, tokens, targets, weights, config
   )
   assert weight == weights.sum()
@@ -172,7 +172,7 @@ def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
   )
   packed = [np.concatenate(x, axis=1) for x in (tokens, targets)]
   args = (params, *packed, np.ones((1, 12), np.float32), config)
-  total, weight = loss(
+  total, weight, _ = loss(
     *args,
     segment_ids_BL=np.repeat(np.arange(1, 4, dtype=np.int32), lengths)[None],
     positions_BL=np.concatenate(
@@ -218,7 +218,8 @@ def test_axes_give_a_sharding_that_computes_the_same():
   partitioner = partitioning.Partitioner.make({'data': 2}, 'fsdp')
   boxed = jax.eval_shape(_init, jax.random.key(0), TINY)
   specs = partitioner.specs(boxed)
-  assert tuple(specs['layers/feed_forward']['out']) == (None, None, 'data')
+  (*_, embed) = specs['layers/feed_forward']['out']
+  assert embed == ('data', 'expert')
   with partitioner.activate():
     sharded = jax.jit(
       lambda params, tokens: model.apply(params, tokens, TINY),
@@ -501,6 +502,17 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
     ),
     ({'matmul': 'fp8', 'pipeline_stages': 2}, 'pipeline of 2 stages would add'),
     ({'dropout': 1.0}, r'dropout must lie in \[0, 1\); got 1.0'),
+    ({'experts_per_token': 2}, 'experts_per_token must be at most num_experts'),
+    ({'num_experts': 0}, 'num_experts must be a positive integer; got 0'),
+    ({'shared_dim': 8}, 'shared_dim=8 has no effect with num_experts=1'),
+    ({'router_scale': 2.0}, 'router_scale=2.0 has no effect'),
+    (
+      {'num_experts': 4, 'expert_capacity': -1.0},
+      'expert_capacity must not be',
+    ),
+    ({'num_experts': 4, 'router_gate': 'relu'}, "router_gate .* got 'relu'"),
+    ({'num_experts': 4, 'pipeline_stages': 2}, 'pipeline .* num_experts=4'),
+    ({'num_experts': 4, 'matmul': 'fp8'}, "matmul='fp8' .* num_experts=4"),
   ],
 )
 def test_config_errors_name_the_field(changes, words):

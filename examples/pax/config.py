@@ -183,7 +183,7 @@ def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   return {name: run[key] for name, key in _KEYS.items() if key in run}
 
 
-# Of Pax's shapes of meshes; the first may be left out.
+# Pax's shapes have these axes; the first may be left out.
 _MESH_AXES = ('stage', 'replica', 'data', 'mdl')
 
 

@@ -51,7 +51,7 @@ class Rules:
     layers: of weights, the repeated layers.
     vocab: tokens, of weights and of logits.
     embed: of weights, the width of the residual stream.
-    experts: of weights, the experts of a mixture.
+    experts: the experts of a mixture, of weights.
     mlp: hidden width of the feed-forward part, of weights and activations.
     heads: attention heads, of weights and activations.
     kv: width of one head, of weights and activations.
@@ -115,10 +115,10 @@ PRESETS = {
   'fsdp': Rules(embed=_FSDP),
   # Expert parallel: each device holds some experts of a mixture, and all else.
   'ep': Rules(experts=('expert',)),
-  # Both: what the experts leave of the devices splits their `embed` dimension.
+  # Both: `data` also splits the `embed` dimension of the experts.
   'fsdp_ep': Rules(experts=('expert',), embed=_FSDP),
   # Tensor parallel (Megatron): heads, hidden width and vocabulary are split.
-  # This and what follows split experts too, and each of them within itself.
+  # This preset and the next ones split the experts, and the width of each.
   'tp': _TENSOR,
   # `fsdp_ep` and `tp`: the sharding of Pax's language models.
   'fsdp_tp': _PAX,
