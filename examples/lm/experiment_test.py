@@ -128,7 +128,7 @@ def test_experts_learn_and_their_biases_move(config, accumulation):
   config.mesh.ici.update(data=1, expert=2)
   options = config.experiment_kwargs.config.model
   options.update(num_experts=4, experts_per_token=2, shared_dim=8)
-  options.update(expert_capacity=1.0, router_bias_rate=0.25)
+  options.update(expert_capacity=1.0, router_bias_rate=2**-7)
   options.update(router_balance_loss=0.1, router_z_loss=0.1)
   config = config.copy_and_resolve_references()
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
@@ -146,7 +146,7 @@ def test_experts_learn_and_their_biases_move(config, accumulation):
   ((bias,),) = (
     x.values() for x in subject.state.model_state['router_biases'].values()
   )
-  moves = bias / 0.25
+  moves = bias * 2**7
   np.testing.assert_array_equal(moves, np.round(moves))
   assert np.abs(moves).max() > 0
   total, active = 257 * 32 + 3 * 32 + 4 * 32 * 32 + 32 * 4, 2 * 32 * 64
