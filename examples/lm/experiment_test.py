@@ -142,7 +142,7 @@ def test_experts_learn_and_their_biases_move(config, accumulation):
   assert 1 <= last['expert_load'] <= 2
   assert 0 < last['dropped_fraction'] < 0.5
   assert 0 < last['router_entropy'] <= np.log(4)
-  assert 1 <= last['router_balance'] + 1e-5 < 4
+  assert 0.9 < last['router_balance'] < 4
   ((bias,),) = (
     x.values() for x in subject.state.model_state['router_biases'].values()
   )
