@@ -1,10 +1,12 @@
 """The language model of `configs/lm.py` with a mixture of experts.
 
-As many weights take part in each token's way, of more in all.
+A token meets as many weights as there, and there are 1.5 times as many in all.
 
-Expected: not measured yet.
+Expected: 1.50 bits per byte on the held-out files of Python 3.11, with
+          --config.random_seed=1. In the same time the dense model, whose steps
+          are shorter, learns more: 1.44. On two cores experts do not pay.
 Hardware: two cores of an Intel Xeon; no GPU.
-Time:     5 minutes.
+Time:     as long as configs/lm.py: 0.79 of its steps a second, measured.
 Command:  python experiment.py --config=configs/moe.py \
             --jaxline_mode=train_and_eval
 """
@@ -17,7 +19,7 @@ from configs import lm
 def get_config() -> config_dict.ConfigDict:
   """Returns the config of the run."""
   config = lm.get_config()
-  # As long as configs/lm.py: a step takes 1.27 times as long on two cores.
+  # They take as long as those of configs/lm.py.
   config.training_steps = 4200
   config.eval_interval = config.save_checkpoint_interval = 1400
   config.sharding = 'ep'  # With `mesh.ici.expert` devices share the experts.
