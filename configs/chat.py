@@ -55,6 +55,10 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
         r'state/params/\1',
       ),
     )
+    if source.model.get('router_bias_rate'):
+      config.restore_rules += (
+        (r'state/model_state/(router_biases/.*)', r'state/model_state/\1'),
+      )
     kwargs.learning_rate = 1e-5  # More, and it forgets what it knew.
     kwargs.weight_decay = 0.0  # The weights shall stay near.
   else:

@@ -25,7 +25,7 @@ def get_config() -> config_dict.ConfigDict:
   config.mesh.ici.expert = 16  # Each device has 8 experts.
 
   kwargs = config.experiment_kwargs.config
-  # As Alibaba published them, but for the tokenizer.
+  # As Alibaba published them, but for the tokenizer and the length.
   kwargs.model.vocab_size = 151_936
   kwargs.model.num_layers = 48
   kwargs.model.embed_dim = 2048
@@ -37,7 +37,7 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.num_experts = 128
   kwargs.model.experts_per_token = 8
   kwargs.model.router_normalize = True
-  kwargs.model.router_balance_loss = 0.001
+  kwargs.model.router_balance_loss = 0.008  # Theirs is K times ours: 0.001.
   kwargs.model.expert_capacity = 1.25  # What is sent has a bound.
   kwargs.model.max_length = 4096
   kwargs.model.rotary_base = 1e6

@@ -66,12 +66,13 @@ class Options:
 
   def slots(self, length: int, experts: int) -> int:
     """Returns the slots of an expert in a row of so many tokens."""
-    slots = math.ceil(self.capacity * length * self.per_token / experts)
-    return min(length, max(slots, 1))
+    slots = self.capacity * length * self.per_token / experts
+    # 1.1 * 100 / 2 is a little more than 55.
+    return min(length, max(math.ceil(round(slots, 6)), 1))
 
 
 class Stats(NamedTuple):
-  """What a layer's router did with all tokens of the batch; float32.
+  """What a layer's router did with the tokens of the batch; float32.
 
   Attributes:
     counts_E: tokens that chose an expert, dropped ones too.
@@ -95,6 +96,7 @@ def route(
   router_DE: jax.Array,
   options: Options,
   bias_E: jax.Array | None = None,
+  mask_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Stats]:
   """Chooses the experts of each token; in float32.
 
@@ -104,6 +106,8 @@ def route(
     options: how.
     bias_E: is added to the scores for the choice, and not in the gates
       (DeepSeek-AI, 2024); see `moved_bias`.
+    mask_BL: false for padding, which the statistics leave out. It must come
+      last in a row. None means that there is none.
 
   Returns:
     The experts [B, L, K], the likeliest first; equal ones are in the order of
@@ -121,7 +125,7 @@ def route(
     scores_BLE = probs_BLE = jax.nn.softmax(logits_BLE)
   else:
     scores_BLE = jax.nn.sigmoid(logits_BLE)
-    probs_BLE = scores_BLE / scores_BLE.sum(-1, keepdims=True)
+    probs_BLE = scores_BLE / (scores_BLE.sum(-1, keepdims=True) + 1e-20)
   by_BLE = jax.lax.stop_gradient(scores_BLE)
   if bias_E is not None:
     by_BLE += jax.lax.stop_gradient(bias_E)[None, None]
@@ -131,23 +135,31 @@ def route(
   gates_BLK = jnp.einsum('BLE,BLKE->BLK', scores_BLE, chosen_BLKE)
   if options.normalize:
     gates_BLK /= gates_BLK.sum(-1, keepdims=True) + 1e-20
-  counts_BE = chosen_BLKE.sum((1, 2))
+  if mask_BL is None:
+    mask_BL = jnp.ones(x_BLD.shape[:2])
+  mask_BL = mask_BL.astype(jnp.float32)
+  weights_BL = mask_BL / jnp.maximum(mask_BL.sum(), 1)
+  mean = lambda x: jnp.sum(x * weights_BL, axis=(0, 1))
+  counts_BE = (chosen_BLKE * mask_BL[..., None, None]).sum((1, 2))
   counts_E = counts_BE.sum(0)
+  choices = jnp.maximum(counts_E.sum(), 1)
   dropped = jnp.float32(0)
   if options.capacity:
     room = options.slots(x_BLD.shape[1], num)
-    dropped = jnp.maximum(counts_BE - room, 0).sum() / ids_BLK.size
-  entropy = -jnp.sum(jax.scipy.special.xlogy(probs_BLE, probs_BLE), -1).mean()
-  share_E = counts_E / ids_BLK.size
+    dropped = jnp.maximum(counts_BE - room, 0).sum() / choices
+  entropy_BL = -jax.scipy.special.xlogy(probs_BLE, probs_BLE).sum(-1)
   return (
     ids_BLK,
     gates_BLK * options.scale,
     Stats(
       counts_E,
       dropped,
-      jax.lax.stop_gradient(entropy),
-      num * jnp.sum(share_E * probs_BLE.mean((0, 1))),
-      jnp.mean(jax.nn.logsumexp(logits_BLE, axis=-1) ** 2),
+      jax.lax.stop_gradient(mean(entropy_BL)),
+      num
+      * jnp.sum(
+        counts_E / choices * jnp.sum(probs_BLE * weights_BL[..., None], (0, 1))
+      ),
+      mean(jax.nn.logsumexp(logits_BLE, axis=-1) ** 2),
     ),
   )
 
@@ -192,6 +204,11 @@ def mix(
     return run(_Split((), (), (), None), *args)
   rows, *_ = _split(partitioner, ('batch', None, None), x_BLD.shape)
   experts, _, _, mlp = _split(partitioner, IN_AXES, in_EDSF.shape)
+  # A device has all of an expert's rows that it adds up: rules of one's own may
+  # split the rows over the same axes.
+  if not set(experts) <= set(rows) and set(experts) & set(rows):
+    experts = ()
+  mlp = tuple(axis for axis in mlp if axis not in rows)
   # Where the residual stream or the sequence is split as the hidden width is,
   # no device need have the whole sum.
   between = _split(partitioner, transformer.BETWEEN_BLOCKS, x_BLD.shape)

@@ -153,6 +153,7 @@ def test_it_is_the_loop_over_tokens_and_experts(case, platform, monkeypatch):
   ('sizes', 'rules'),
   [
     ({'data': 2}, 'ep'),
+    ({'data': 2}, {'mlp': 'data'}),  # The rows take the axis.
     ({'expert': 2}, 'fsdp_ep'),
     ({'mdl': 2}, 'fsdp_tp'),
     ({'mdl': 2}, 'sp'),
@@ -160,11 +161,14 @@ def test_it_is_the_loop_over_tokens_and_experts(case, platform, monkeypatch):
   ],
   ids=str,
 )
-def test_it_is_the_same_on_any_mesh(case, sizes, rules):
+def test_it_is_the_same_on_any_mesh(case, sizes, rules, monkeypatch):
+  if rules == 'fsdp_ep':  # The others multiply blocks.
+    monkeypatch.setattr(transformer, 'platform', lambda: 'gpu')
   options, arrays, bias, grad = make(case)
   expected = our_gradients(options, arrays, bias, grad)
   y, stats = ours(options, arrays, bias)
-  partitioner = partitioning.Partitioner.make(sizes, rules)
+  preset, own = (rules, {}) if isinstance(rules, str) else ('ep', rules)
+  partitioner = partitioning.Partitioner.make(sizes, preset, own)
 
   @jax.jit
   def on_mesh(arrays):
@@ -238,6 +242,39 @@ def test_a_bias_moves_towards_experts_with_few_tokens():
   counts = jnp.array([[1.0, 2.0, 3.0], [4.0, 4.0, 4.0]])
   moved = moe.moved_bias(bias, counts, 0.125)
   assert moved.tolist() == [[0.125, 0.5, -0.625], [1.0, 1.0, 1.0]]
+
+
+def test_padding_is_in_no_statistic():
+  options, arrays, bias, _ = make('capacity')
+  x, router = arrays['x'], arrays['router']
+  *_, alone = moe.route(x, router, options, bias)
+  padded = jnp.concatenate([x, x[:, ::-1]], axis=1)
+  mask = jnp.arange(2 * LENGTH) < LENGTH
+  mask = jnp.broadcast_to(mask, padded.shape[:2])
+  # The row is longer, and so is what an expert takes of it.
+  half = dataclasses.replace(options, capacity=options.capacity / 2)
+  *_, found = moe.route(padded, router, half, bias, mask)
+  for x, y in zip(found, alone, strict=True):
+    assert x == pytest.approx(np.asarray(y), rel=1e-5)
+
+
+def test_a_router_in_bfloat16_chooses_as_in_float32():
+  options, arrays, bias, _ = make('DeepSeek-V3')
+  x = arrays['x'].astype(jnp.bfloat16)
+  ids, gates, _ = moe.route(x, arrays['router'], options, bias)
+  wide = x.astype(jnp.float32)
+  same, expected, _ = moe.route(wide, arrays['router'], options, bias)
+  assert (ids == same).all()
+  assert gates.dtype == jnp.float32
+  assert (gates == expected).all()
+
+
+@pytest.mark.parametrize(
+  ('capacity', 'length', 'slots'), [(1.1, 100, 55), (1.0, 3, 2), (9.0, 4, 4)]
+)
+def test_slots(capacity, length, slots):
+  options = moe.Options(per_token=2, capacity=capacity)
+  assert options.slots(length, 4) == slots
 
 
 def test_statistics_of_known_routers():

@@ -159,6 +159,7 @@ CASES = {
   ),
   'experts': alone('packed', model=EXPERTS, like='experts'),
   'experts_4x2': of_experts('experts', EXPERTS, 'fsdp_ep', 8, data=4, expert=2),
+  'experts_2x4': of_experts('experts', EXPERTS, 'fsdp_ep', 8, data=2, expert=4),
   'experts_1x8': of_experts('experts', EXPERTS, 'ep', 1, data=1, expert=8),
   'experts_2x2x2': of_experts(
     'experts', EXPERTS, 'fsdp_tp', 4, 2, data=2, expert=2, mdl=2

@@ -55,6 +55,13 @@ class Config(experiment.Config):
       raise ValueError(
         f'loss must be one of {(*_ANSWERS,)}; got {self.loss!r}.'
       )
+    of_routers = ('router_bias_rate', 'router_balance_loss', 'router_z_loss')
+    for name in ('expert_capacity', *of_routers):
+      # The two answers of a pair would share the capacity of their row.
+      if self.loss == 'dpo' and (value := getattr(self.model, name)):
+        raise ValueError(
+          f"model.{name}={value} has no place in loss='dpo'; set it to 0."
+        )
 
 
 class Experiment(experiment.Experiment):

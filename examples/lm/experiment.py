@@ -38,7 +38,9 @@ from . import model
 
 # In the class below, `lora` is the field.
 _Lora = lora.Config
-_BIASES = 'router_biases'  # In the model state.
+# In the model state: biases of routers, and the tokens of each expert so far in
+# the step.
+_BIASES, _COUNTS = 'router_biases', 'router_counts'
 _DECAYS = ('linear', 'cosine')
 _PROMPT_FORMATS = ('text', 'special', 'chat')
 _CHUNK = 8  # Tokens of a stream at a time.
@@ -403,7 +405,8 @@ class Experiment(sharded.ShardedExperiment):
     params, scales = fp8.split(model.init(rng, self.config.model))
     params, biases = model.split_biases(params)
     params = lora.add(rng, params, self.config.lora)
-    state = {sharded.OVERWRITE: scales, _BIASES: biases}
+    counts = jax.tree.map(jnp.zeros_like, biases)
+    state = {sharded.OVERWRITE: scales, _BIASES: biases, _COUNTS: counts}
     return params, {key: x for key, x in state.items() if x}
 
   def loss_fn(
@@ -446,9 +449,9 @@ class Experiment(sharded.ShardedExperiment):
     if routing is None or not is_training:
       return loss, values, model_state
     config, counts_NE = self.config.model, routing.counts_E
-    if biases := model_state.get(_BIASES):
-      moved = model.moved_biases(biases, counts_NE, config)
-      model_state = {**model_state, _BIASES: moved}
+    if counts := model_state.get(_COUNTS):
+      counts = jax.tree.map(lambda x: x + counts_NE, counts)
+      model_state = {**model_state, _COUNTS: counts}
     means = {
       'dropped_fraction': routing.dropped,
       'router_balance': routing.balance,
@@ -458,6 +461,17 @@ class Experiment(sharded.ShardedExperiment):
     }
     values = values | {key: x.mean() for key, x in means.items()}
     return loss + model.router_loss(routing, config), values, model_state
+
+  def after_update(
+    self, before: sharded.TrainState, after: sharded.TrainState
+  ) -> Any:
+    """Moves the biases of routers by the tokens of the whole step."""
+    state = super().after_update(before, after)
+    if counts := state.get(_COUNTS):
+      moved = model.moved_biases(state[_BIASES], counts, self.config.model)
+      zeros = jax.tree.map(jnp.zeros_like, counts)
+      state = {**state, _BIASES: moved, _COUNTS: zeros}
+    return state
 
   def row_losses(
     self,
@@ -483,7 +497,12 @@ class Experiment(sharded.ShardedExperiment):
     by_row: bool = False,
   ) -> model.Loss:
     """Returns what `model.loss` does."""
-    packed = self.config.packing == 'packed'
+    packed, mask_BL = self.config.packing == 'packed', None
+    if self.config.model.num_experts > 1:
+      if packed:
+        mask_BL = batch['segment_ids'] > 0
+      elif 'paddings' in batch:
+        mask_BL = batch['paddings'] == 0
     return model.loss(
       merged(params, model_state, self.config),
       batch['ids'],
@@ -494,6 +513,7 @@ class Experiment(sharded.ShardedExperiment):
       is_training=is_training,
       segment_ids_BL=batch['segment_ids'] if packed else None,
       positions_BL=batch['segment_pos'] if packed else None,
+      mask_BL=mask_BL,
       by_row=by_row,
     )
 

@@ -148,6 +148,7 @@ def test_experts_learn_and_their_biases_move(config, accumulation):
   )
   moves = bias * 2**7
   np.testing.assert_array_equal(moves, np.round(moves))
+  assert np.abs(moves).max() <= 20  # Once a step.
   assert np.abs(moves).max() > 0
   # The embedding, the norms, attention, the router, and the shared part.
   rest = 257 * 32 + 4 * 32 + 4 * 32 * 32 + 32 * 4 + 3 * 32 * 8
@@ -155,6 +156,23 @@ def test_experts_learn_and_their_biases_move(config, accumulation):
   text = subject.summary()['Parameters']
   assert f'{rest + 4 * expert:,} (' in text
   assert f'{rest + 2 * expert:,} active for a token' in text
+
+
+def test_losses_of_routers_are_part_of_the_loss(config):
+  options = config.experiment_kwargs.config.model
+  options.update(num_experts=4, experts_per_token=2)
+  options.update(router_balance_loss=0.5, router_z_loss=0.25)
+  subject = make(config)
+  batch = next(iter(subject.train_input()))
+  args = subject.state.params, {}, batch, jax.random.key(0)
+  loss, values, _ = subject.loss_fn(*args, is_training=True)
+  sums = subject._sums(*args, is_training=True)
+  z = sums.routing.z.mean()
+  expected = sums.total / sums.weight + 0.5 * values['router_balance'] + z / 4
+  assert loss == pytest.approx(float(expected), rel=1e-6)
+  loss, values, _ = subject.loss_fn(*args, is_training=False)
+  assert loss == pytest.approx(float(sums.total / sums.weight), rel=1e-6)
+  assert set(values) == {'loss', 'bits_per_byte'}
 
 
 def test_the_evaluation_is_the_mean_over_all_held_out_bytes(config):

@@ -151,6 +151,8 @@ def effects(run, name):
   """Returns option -> how much a wrong value of it moves the logits."""
   options = options_of(name)
   wrong = {k: x for k, x in WRONG.items() if options[k] != x}
+  if options['num_experts'] == 1:
+    wrong.pop('router_normalize')
   if not options['local_rotary_base']:
     wrong.pop('local_rotary_base')
   return {
@@ -269,9 +271,19 @@ REFUSALS = {
 }
 
 
+# Of a mixture of experts.
+REFUSALS_OF_EXPERTS = {
+  'mlp_only_layers': lambda x: edit(x, mlp_only_layers=[0]),
+  'decoder_sparse_step=2': lambda x: edit(x, decoder_sparse_step=2),
+  'experts.7.down_proj': lambda x: edit(x, num_local_experts=7),
+}
+REFUSALS |= REFUSALS_OF_EXPERTS
+
+
 @pytest.mark.parametrize('name', REFUSALS)
 def test_refusals_name_what_is_wrong(name, tmp_path):
-  folder = copied('llama', tmp_path / 'source')
+  family = 'qwen3_moe' if name in REFUSALS_OF_EXPERTS else 'llama'
+  folder = copied(family, tmp_path / 'source')
   REFUSALS[name](folder)
   with pytest.raises(errors.UsageError) as raised:
     hf.import_model(folder, tmp_path / 'run')

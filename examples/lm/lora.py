@@ -45,7 +45,7 @@ def add(rng: jax.Array, params: Any, config: Config) -> Any:
   result = {module: dict(leaves) for module, leaves in params.items()}
   for module, leaves in params.items():
     for name, w in ((n, w) for n, w in leaves.items() if chosen[module][n]):
-      stack = int(w.axes[0] == 'layers')
+      stack = sum(axis in ('layers', 'experts') for axis in w.axes[:2])
       # The input axes come first. The residual stream is one axis; into a
       # matrix that ends in it go all the others.
       cut = w.value.ndim - 1 if w.axes[-1] == 'embed' else stack + 1

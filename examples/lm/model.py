@@ -19,6 +19,7 @@ from collections.abc import Callable
 import contextvars
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -51,7 +52,7 @@ _STACK = 'layers'  # Module name of the repeated layers, and their axis.
 # Of first embeddings. Small, because the table is also the output layer: logits
 # start near 0. Of routers, so that all experts learn from the start.
 _SMALL_STDDEV = 0.02
-# Ends the name of a parameter that `update_routers` changes, and no optimizer.
+# The name of a parameter that `moved_biases` changes, and no optimizer.
 _ROUTER_BIAS = 'router_bias'
 
 
@@ -252,8 +253,13 @@ class ModelConfig:
           f'{field.name}={value!r} has no effect with num_experts=1. Set more'
           f' experts, or {field.name}={field.default!r}.'
         )
-      if field.type is float and value < 0:
-        raise ValueError(f'{field.name} must not be negative; got {value!r}.')
+      # A default of 0 has been passed over.
+      is_number = isinstance(value, int | float) and field.type is not bool
+      if is_number and not 0 < value < math.inf:
+        raise ValueError(
+          f'{field.name} must be a positive number, or its default'
+          f' {field.default!r}; got {value!r}.'
+        )
     if self.num_experts > 1 and self.pipeline_stages > 1:
       raise ValueError(
         f'A pipeline of {self.pipeline_stages} stages has no'
@@ -499,13 +505,17 @@ class Experts(hk.Module):
     self._config = config
 
   def __call__(
-    self, x_BLD: jax.Array, drops: bool = True
+    self,
+    x_BLD: jax.Array,
+    drops: bool = True,
+    mask_BL: jax.Array | None = None,
   ) -> tuple[jax.Array, moe.Stats]:
     """Returns [B, L, D] for a normalised [B, L, D], and statistics.
 
     Args:
       x_BLD: the input.
       drops: whether `expert_capacity` limits what an expert takes.
+      mask_BL: as for `moe.route`.
     """
     c = self._config
     options = c.routing
@@ -529,7 +539,8 @@ class Experts(hk.Module):
     out_EFD = weight(
       'out', (num, c.mlp_dim, dim), moe.OUT_AXES, _matrix_init(terms)
     )
-    ids, gates, stats = moe.route(x_BLD, router_DE, options, bias_E)
+    routed = moe.route(x_BLD, router_DE, options, bias_E, mask_BL)
+    ids, gates, stats = routed
     y_BLD = moe.mix(
       x_BLD, ids, gates, in_EDSF, out_EFD, c.feed_forward, options
     )
@@ -593,6 +604,7 @@ def _forward(
   start: int | jax.Array = 0,
   segment_ids_BL: jax.Array | None = None,
   positions_BL: jax.Array | None = None,
+  mask_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, transformer.Head, Any]:
   """Runs all but the output layer; a Haiku function.
 
@@ -606,6 +618,8 @@ def _forward(
     positions_BL: the position of each token in its document, for positions that
       are added; None counts from `start`. (Rotary ones know differences only,
       which are the same.)
+    mask_BL: false for padding, which is not counted among the tokens of
+      experts; None is no padding.
 
   Returns:
     Normalised output [B, L, D], the output layer; and the cache, or without one
@@ -647,7 +661,7 @@ def _forward(
     x += drop(mixed, 2 * number + 1, rows_B)
     normalised, stats = Norm(config, 'feed_forward_norm')(x), None
     if config.num_experts > 1:
-      out, stats = Experts(config)(normalised, drops=not cache)
+      out, stats = Experts(config)(normalised, not cache, mask_BL)
     else:
       out = FeedForward(config, config.mlp_dim)(normalised)
     if config.post_norms:
@@ -913,6 +927,7 @@ def loss(
   is_training: bool = False,
   segment_ids_BL: jax.Array | None = None,
   positions_BL: jax.Array | None = None,
+  mask_BL: jax.Array | None = None,
   by_row: bool = False,
 ) -> Loss:
   """Returns the summed cross entropy, in nats, and the summed weights.
@@ -931,6 +946,7 @@ def loss(
     segment_ids_BL: the document that each token is of, where rows hold several:
       none sees another. None is one a row.
     positions_BL: the position of each token in its document.
+    mask_BL: as for `moe.route`.
     by_row: whether to sum over each row by itself. No gradient belongs to that.
 
   Raises:
@@ -944,6 +960,7 @@ def loss(
     is_training=is_training,
     segment_ids_BL=segment_ids_BL,
     positions_BL=positions_BL,
+    mask_BL=mask_BL,
   )
   nats = transformer.chunked_cross_entropy(
     x_BLD,
@@ -976,12 +993,10 @@ def split_biases(params: Params) -> tuple[Params, Params]:
   return dict(weights), dict(biases)
 
 
-def moved_biases(
-  biases: Params, counts_NE: jax.Array, config: ModelConfig
-) -> Params:
+def moved_biases(biases: Params, counts: Params, config: ModelConfig) -> Params:
   """Returns the biases of routers after a step: see `moe.moved_bias`."""
-  move = lambda x: moe.moved_bias(x, counts_NE, config.router_bias_rate)
-  return jax.tree.map(move, biases)
+  move = functools.partial(moe.moved_bias, rate=config.router_bias_rate)
+  return jax.tree.map(move, biases, counts)
 
 
 def active_weights(params: Params, config: ModelConfig) -> int:

@@ -449,6 +449,16 @@ def test_rows_decode_from_positions_of_their_own(name, scan_layers):
     at += 1
 
 
+def test_decoding_drops_no_token_of_an_expert():
+  free = dataclasses.replace(TINY, num_experts=4, experts_per_token=2)
+  config = dataclasses.replace(free, expert_capacity=0.25)
+  params, tokens = params_of(free), _tokens(free)
+  whole = _apply(params, tokens, free)
+  assert not np.allclose(_apply(params, tokens, config), whole, atol=1e-2)
+  found = decoded(params, tokens, config, size=4)
+  np.testing.assert_allclose(found, whole, atol=1e-5)
+
+
 def test_bfloat16_keeps_float32_weights_loss_and_gradients():
   config = dataclasses.replace(TINY, dtype='bfloat16')
   loss, grads = _loss_and_grads(config)
@@ -508,7 +518,7 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
     ({'router_scale': 2.0}, 'router_scale=2.0 has no effect'),
     (
       {'num_experts': 4, 'expert_capacity': -1.0},
-      'expert_capacity must not be',
+      'expert_capacity must be a pos',
     ),
     ({'num_experts': 4, 'router_gate': 'relu'}, "router_gate .* got 'relu'"),
     ({'num_experts': 4, 'pipeline_stages': 2}, 'pipeline .* num_experts=4'),
