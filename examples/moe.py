@@ -204,8 +204,8 @@ def mix(
     return run(_Split((), (), (), None), *args)
   rows, *_ = _split(partitioner, ('batch', None, None), x_BLD.shape)
   experts, _, _, mlp = _split(partitioner, IN_AXES, in_EDSF.shape)
-  # A device has all of an expert's rows that it adds up: rules of one's own may
-  # split the rows over the same axes.
+  # Only devices with the same rows may add up their results. The config's rules
+  # may split rows and matrices over the same axis.
   if not set(experts) <= set(rows) and set(experts) & set(rows):
     experts = ()
   mlp = tuple(axis for axis in mlp if axis not in rows)

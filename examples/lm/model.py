@@ -619,7 +619,7 @@ def _forward(
       are added; None counts from `start`. (Rotary ones know differences only,
       which are the same.)
     mask_BL: false for padding, which is not counted among the tokens of
-      experts; None is no padding.
+      experts. None means that there is none.
 
   Returns:
     Normalised output [B, L, D], the output layer; and the cache, or without one
