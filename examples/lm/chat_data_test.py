@@ -319,6 +319,44 @@ def test_no_conversation_sees_another(tmp_path):
   np.testing.assert_allclose(*sums, rtol=1e-5)
 
 
+@pytest.mark.parametrize('name', ['expert_capacity', 'router_z_loss'])
+def test_dpo_refuses_what_it_cannot_do_with_experts(name, tmp_path):
+  values = {'num_experts': 4, 'experts_per_token': 2, name: 1.0}
+  values = {f'model.{key}': x for key, x in values.items()}
+  with pytest.raises(errors.UsageError, match=name):
+    make_experiment(tmp_path, loss='dpo', **values)
+
+
+def test_a_tuned_model_begins_with_the_biases_of_its_routers(tmp_path):
+  values = {
+    'model.num_experts': 4,
+    'model.experts_per_token': 2,
+    'model.router_bias_rate': 2**-5,
+    'sample_length': 0,
+    'samples': 0,
+  }
+
+  def train(config, folder, **more):
+    config.update_from_flattened_dict(overrides(tmp_path, **values, **more))
+    config.checkpoint_dir = str(tmp_path / folder)
+    config.training_steps = 2
+    config.eval_interval = -1
+    jaxline.fit(chat_training.Experiment, config)
+    state = jaxline.load_weights(config.checkpoint_dir, model_state=True)
+    (found,) = jax.tree.leaves(state['model_state']['router_biases'])
+    return found
+
+  biases = train(chat.get_config(), 'a')
+  assert np.abs(biases).max() > 0
+  tuned = chat.get_config(str(tmp_path / 'a'))
+  # DPO does not move them.
+  said = {'chosen': 'yes', 'rejected': 'no.'}
+  rows = [{**said, 'prompt': f'{i}?'} for i in range(10, 30)]
+  files = str(write(tmp_path / 'pairs.jsonl', rows))
+  found = train(tuned, 'b', loss='dpo', files=files)
+  np.testing.assert_array_equal(found, biases)
+
+
 @pytest.mark.parametrize('rank', [0, 2])
 def test_dpo_is_the_published_formula(rank, tmp_path):
   said = {'chosen': 'yes', 'rejected': 'no.'}

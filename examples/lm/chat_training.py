@@ -55,8 +55,7 @@ class Config(experiment.Config):
       raise ValueError(
         f'loss must be one of {(*_ANSWERS,)}; got {self.loss!r}.'
       )
-    of_routers = ('router_bias_rate', 'router_balance_loss', 'router_z_loss')
-    for name in ('expert_capacity', *of_routers):
+    for name in ('expert_capacity', 'router_balance_loss', 'router_z_loss'):
       # The two answers of a pair would share the capacity of their row.
       if self.loss == 'dpo' and (value := getattr(self.model, name)):
         raise ValueError(

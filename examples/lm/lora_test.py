@@ -43,6 +43,24 @@ def merged(subject):
   return lora.merge(subject.state.params, subject.config.lora)
 
 
+def test_each_expert_has_its_adapters(config):
+  options = config.experiment_kwargs.config.model
+  options.update(num_experts=4, experts_per_token=2)
+  targets = {'experiment_kwargs.config.lora.targets': 'layers/experts/(in|out)'}
+  tuned = make(config, RANK | targets)
+  base, found = make(config, {}).state.params, tuned.state.params
+  shapes = {k: x.shape for k, x in found['layers/experts'].items()}
+  assert shapes['in_lora_a'] == (2, 4, 32, 2)
+  assert shapes['in_lora_b'] == (2, 4, 2, 2, 64)
+  assert shapes['out_lora_a'] == (2, 4, 64, 2)
+  assert shapes['out_lora_b'] == (2, 4, 2, 32)
+  found = jax.tree.map(lambda x: x + 1, found)
+  experts = lora.merge(found, tuned.config.lora)['layers/experts']
+  a, b = (found['layers/experts'][f'out_lora_{x}'] for x in 'ab')
+  w = base['layers/experts']['out'][1, 3] + 1 + 8 * a[1, 3] @ b[1, 3]
+  np.testing.assert_allclose(experts['out'][1, 3], w, rtol=1e-5)
+
+
 @pytest.mark.parametrize('scan', [False, True])
 def test_adapters_start_as_the_base_model_and_merge_into_it(config, scan):
   config.experiment_kwargs.config.model.scan_layers = scan
