@@ -131,15 +131,15 @@ def route(
     by_BLE += jax.lax.stop_gradient(bias_E)[None, None]
   _, ids_BLK = jax.lax.top_k(by_BLE, options.per_token)
   chosen_BLKE = jax.nn.one_hot(ids_BLK, num)
-  # A product: the gradient of a gather would be a scatter.
-  gates_BLK = jnp.einsum('BLE,BLKE->BLK', scores_BLE, chosen_BLKE)
+  # The gradient of a gather would be a scatter, and TPUs would round a product.
+  gates_BLK = jnp.sum(scores_BLE[:, :, None] * chosen_BLKE, axis=-1)
   if options.normalize:
     gates_BLK /= gates_BLK.sum(-1, keepdims=True) + 1e-20
   if mask_BL is None:
     mask_BL = jnp.ones(x_BLD.shape[:2])
   mask_BL = mask_BL.astype(jnp.float32)
-  weights_BL = mask_BL / jnp.maximum(mask_BL.sum(), 1)
-  mean = lambda x: jnp.sum(x * weights_BL, axis=(0, 1))
+  weights_BL1 = mask_BL[..., None] / jnp.maximum(mask_BL.sum(), 1)
+  mean = lambda x_BLX: jnp.sum(x_BLX * weights_BL1, axis=(0, 1))
   counts_BE = (chosen_BLKE * mask_BL[..., None, None]).sum((1, 2))
   counts_E = counts_BE.sum(0)
   choices = jnp.maximum(counts_E.sum(), 1)
@@ -147,21 +147,16 @@ def route(
   if options.capacity:
     room = options.slots(x_BLD.shape[1], num)
     dropped = jnp.maximum(counts_BE - room, 0).sum() / choices
-  entropy_BL = -jax.scipy.special.xlogy(probs_BLE, probs_BLE).sum(-1)
-  return (
-    ids_BLK,
-    gates_BLK * options.scale,
-    Stats(
-      counts_E,
-      dropped,
-      jax.lax.stop_gradient(mean(entropy_BL)),
-      num
-      * jnp.sum(
-        counts_E / choices * jnp.sum(probs_BLE * weights_BL[..., None], (0, 1))
-      ),
-      mean(jax.nn.logsumexp(logits_BLE, axis=-1) ** 2),
-    ),
+  entropy_E = -mean(jax.scipy.special.xlogy(probs_BLE, probs_BLE))
+  z_BL1 = jax.nn.logsumexp(logits_BLE, axis=-1, keepdims=True) ** 2
+  stats = Stats(
+    counts_E,
+    dropped,
+    jax.lax.stop_gradient(entropy_E.sum()),
+    num * jnp.sum(counts_E / choices * mean(probs_BLE)),
+    mean(z_BL1).sum(),
   )
+  return ids_BLK, gates_BLK * options.scale, stats
 
 
 def moved_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
