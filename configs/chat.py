@@ -37,6 +37,10 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
   config.experiment_class = 'examples.lm.chat_training:Experiment'
   kwargs = config.experiment_kwargs.config
   if run:
+    # Imported here, since a config is read without JAX otherwise.
+    from examples.lm import experiment
+    from examples.lm import folder
+
     recorded = base_config.recorded_config(run)
     source = recorded.experiment_kwargs.config
     if source.get('lora', {}).get('rank'):
@@ -46,6 +50,11 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
       )
     for key in 'model', 'tokenizer', 'length', 'decode', 'sample_length':
       kwargs[key] = source[key]
+    # Answers are trained to end with each of these.
+    tokenizer = experiment.find_tokenizer(source.tokenizer, run)
+    stops = folder.Prompts(str(tokenizer).partition('#')[0]).stop_ids
+    stops = dict.fromkeys((*source.decode.stop_ids, *stops))
+    kwargs.decode.stop_ids = tuple(stops)
     config.sharding = recorded.sharding
     config.restore_from = run
     # All weights but adapters. The reference of loss='dpo' begins as they do.

@@ -88,7 +88,7 @@ def conversations(
     answers = answers or [options.assistant]
   elif not isinstance(given, list):
     raise ValueError(f'its messages are {given!r:.80}; expected a list')
-  found = [given + _said(row, 'assistant', key) for key in answers] or [given]
+  found = [_answered(given, row, key) for key in answers] or [given]
   for messages in found:
     roles = [*map(_role, messages)]
     # A greeting may begin a conversation; without `messages` a key is missing.
@@ -103,10 +103,21 @@ def conversations(
   return found
 
 
+def _answered(given: Messages, row: Mapping[str, Any], key: str) -> Messages:
+  """Returns what is given with an answer, which may be a whole conversation."""
+  said = _said(row, 'assistant', key)
+  if [*map(_role, said)][:1] in (['system'], ['user']):
+    return said  # What is given repeats its question.
+  if said and [*map(_role, given)][-1:] == ['assistant']:
+    raise ValueError(f'its messages end with an answer, and {key!r} is another')
+  return given + said
+
+
 def _said(row: Mapping[str, Any], role: str, names: str) -> Messages:
   """Returns the texts under some keys as a message, or the messages there."""
-  values = [x for name in names.split(',') if (x := row.get(name)) is not None]
-  if values and isinstance(values[0], list):
+  keys_of_row = [name.strip() for name in names.split(',')]
+  values = [x for key in keys_of_row if (x := row.get(key)) is not None]
+  if len(values) == 1 and isinstance(values[0], list):
     return values[0]
   if not all(isinstance(x, str) for x in values):
     raise ValueError(f'{names!r} is {values!r:.80}; expected text')
@@ -247,11 +258,12 @@ def load(
   corpus = token_cache.load(reader, notes, cache_dir)
   some = corpus.train.tokens[:_PROBE].astype(np.int64)
   last = some[:-1][np.diff(some & 1) == -1]
-  if last.size and not np.isin(last >> 1, codes.prompts.stop_ids).any():
+  stops = sorted({*codes.prompts.stop_ids})
+  if last.size and not np.isin(last >> 1, stops).any():
     logging.warning(
       'No answer ends with one of the stops %s: the model does not learn to'
       ' stop. See the template, and eos_token_id in generation_config.json.',
-      codes.prompts.stop_ids,
+      stops,
     )
   return corpus
 

@@ -18,6 +18,7 @@ from jaxline.inputs import show
 from . import chat_data
 from . import chat_training
 from . import experiment
+from . import folder
 from . import model
 
 TINY = pathlib.Path(__file__).parent / 'tiny_chat'
@@ -139,6 +140,13 @@ ALPACA = {'user': 'instruction,input', 'assistant': 'output'}
     ({'system': 's', 'prompt': 'a', 'completion': ''}, {}, 'ss ua a '),
     ({'instruction': 'a', 'input': '', 'output': 'b'}, ALPACA, 'ua ab '),
     ({'instruction': 'a', 'input': 'c', 'output': 'b'}, ALPACA, 'ua\n\nc ab '),
+    (
+      {'prompt': 'a', 'input': 'c', 'completion': 'b'},
+      {'user': 'prompt, input'},
+      'ua\n\nc ab ',
+    ),
+    # The answer is a whole conversation.
+    ({'prompt': 'a', 'completion': [ASK, ONE]}, {}, 'uu a é1 '),
     ({'talk': TALK[:3]}, {'messages': 'talk'}, 'ss uu a é1 '),
     ({'messages': [{**ASK, 'content': '\ud800'}]}, {}, 'u\ufffd '),
     ([], {}, 'list'),
@@ -147,6 +155,8 @@ ALPACA = {'user': 'instruction,input', 'assistant': 'output'}
     ({'messages': [{'role': 'gpt', 'content': 'a'}]}, {}, 'gpt'),
     ({'messages': [{'role': 'user', 'content': 1}]}, {}, 'content'),
     ({'prompt': 'a', 'completion': 1}, {}, 'completion'),
+    ({'prompt': [ASK, ONE], 'completion': 'b'}, {}, 'completion'),
+    ({'prompt': [ASK], 'x': 'b', 'completion': 'b'}, {'user': 'prompt,x'}, 'x'),
     ({'prompt': 'a'}, {}, 'completion'),
     ({'completion': 'a'}, {}, 'prompt'),
   ],
@@ -162,6 +172,14 @@ def test_lines(row, options, want, tmp_path):
   else:
     with pytest.raises(ValueError, match=want):
       encoded(codes, row)
+
+
+def test_pairs_of_whole_conversations():
+  row = {'prompt': 'é?', 'messages': [ASK, ONE]}
+  row |= {'chosen': [ASK, ONE], 'rejected': [ASK, {**ONE, 'content': 'no'}]}
+  answers = ('chosen', 'rejected')
+  found = chat_data.conversations(row, chat_data.Options(), answers)
+  assert found == [row[key] for key in answers]
 
 
 def write(path, rows):
@@ -349,6 +367,10 @@ def test_a_tuned_model_begins_with_the_biases_of_its_routers(tmp_path):
   biases = train(chat.get_config(), 'a')
   assert np.abs(biases).max() > 0
   tuned = chat.get_config(str(tmp_path / 'a'))
+  # It stops where answers were trained to end.
+  stops = tuned.experiment_kwargs.config.decode.stop_ids
+  path = tuned.experiment_kwargs.config.tokenizer
+  assert {*folder.Prompts(path).stop_ids} <= {*stops}
   # DPO does not move them.
   said = {'chosen': 'yes', 'rejected': 'no.'}
   rows = [{**said, 'prompt': f'{i}?'} for i in range(10, 30)]

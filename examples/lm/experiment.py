@@ -499,7 +499,7 @@ class Experiment(sharded.ShardedExperiment):
     """Returns what `model.loss` does."""
     packed, mask_BL = self.config.packing == 'packed', None
     if self.config.model.num_experts > 1:
-      if packed:
+      if 'segment_ids' in batch:
         mask_BL = batch['segment_ids'] > 0
       elif 'paddings' in batch:
         mask_BL = batch['paddings'] == 0
