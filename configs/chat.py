@@ -25,6 +25,8 @@ import pathlib
 from ml_collections import config_dict
 
 from configs import lm
+from examples.lm import experiment
+from examples.lm import folder
 from jaxline import base_config
 from jaxline import errors
 
@@ -37,10 +39,6 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
   config.experiment_class = 'examples.lm.chat_training:Experiment'
   kwargs = config.experiment_kwargs.config
   if run:
-    # Imported here, since a config is read without JAX otherwise.
-    from examples.lm import experiment
-    from examples.lm import folder
-
     recorded = base_config.recorded_config(run)
     source = recorded.experiment_kwargs.config
     if source.get('lora', {}).get('rank'):
