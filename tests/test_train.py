@@ -732,6 +732,12 @@ def evaluate(looks, scores=None, writer=None, cls=Plain, **values):
   return log, checkpointer
 
 
+def in_this_thread(call):
+  """Returns a `time.sleep`; threads that other tests have left sleep."""
+  own, sleep = threading.get_ident(), time.sleep
+  return lambda x: (call if threading.get_ident() == own else sleep)(x)
+
+
 @pytest.mark.parametrize(
   ('looks', 'initial', 'expected'),
   [
@@ -749,7 +755,7 @@ def test_each_new_checkpoint_is_evaluated_once_until_the_last(
 ):
   slept = []
   monkeypatch.setattr(evaluation, '_POLL_SECS', POLL_SECS)
-  monkeypatch.setattr(time, 'sleep', slept.append)
+  monkeypatch.setattr(time, 'sleep', in_this_thread(slept.append))
   writer = Writes()
   log, _ = evaluate(looks, writer=writer, eval_initial_weights=initial)
   assert writer.records == [(step, {'score': step}) for step in expected]
@@ -803,7 +809,8 @@ def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
       ) as trained:
         train.train(make, config, trained, None)
 
-  monkeypatch.setattr(time, 'sleep', train_once)  # When evaluation waits.
+  # When evaluation waits.
+  monkeypatch.setattr(time, 'sleep', in_this_thread(train_once))
   checkpointer = durable.DurableCheckpointer(config, 'eval')
   train.evaluate(make, config, checkpointer, writer, 'eval')
   waits = saves_initial and not legacy
