@@ -162,7 +162,7 @@ def test_evaluate_gives_the_logged_numbers(fitted):
 def test_load_and_evaluate_take_overrides(fitted):
   overrides = {'sharding': 'fsdp', 'experiment_kwargs': {'eval_sizes': (16, 3)}}
   loaded = jaxline.load(fitted.directory, overrides)
-  assert loaded.state.params['w'].sharding.spec == P('data', None)
+  assert loaded.state.params['w'].sharding.spec == P(('data', 'expert'), None)
   assert jaxline.load(fitted.directory).state.params['w'].sharding.spec == P(
     None, None
   )
