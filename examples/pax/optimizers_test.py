@@ -367,8 +367,8 @@ def test_state_lies_where_its_weights_lie():
   specs = partitioner.specs_like(state, weights)
   moments = next(s for s in specs if isinstance(s, optax.FactoredState))
   mean = next(s for s in specs if hasattr(s, 'm_scale'))
-  split = partitioning.P(('data',))
-  assert mean.m['lm/embed']['w'] == partitioning.P(None, ('data',))
+  split = partitioning.P(('data', 'expert'))
+  assert mean.m['lm/embed']['w'] == partitioning.P(None, ('data', 'expert'))
   assert mean.m_scale['lm/embed']['w'] == partitioning.P()
   assert mean.m['lm/norm']['scale'] == split
   assert moments.v['lm/norm']['scale'] == split

@@ -290,9 +290,6 @@ def test_unrolled_and_repeated_layers_compute_the_same():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('sizes', [{}, {'circular_repeat': 2}])
-DATA = ('data', 'expert')
-
-
 @pytest.mark.parametrize('is_loop', [True, False])
 def test_pipelined_layers_have_the_gradients_of_repeated_ones(sizes, is_loop):
   times = 4 // (2 * sizes.get('circular_repeat', 1))
@@ -329,8 +326,8 @@ def test_axes_give_shardings_that_compute_the_same():
   boxed = jax.eval_shape(lm.boxed_init, jax.random.key(0))
   layer = 'transformer_lm/transformer/repeat/sub/x_layers_0'
   for preset, sizes, axes in (
-    ('pipeline', {'stage': 2, 'data': 1}, ('stage', DATA, 'mdl')),
-    ('fsdp', {'data': 2}, (None, DATA, None)),
+    ('pipeline', {'stage': 2, 'data': 1}, ('stage', ('data', 'expert'), 'mdl')),
+    ('fsdp', {'data': 2}, (None, ('data', 'expert'), None)),
   ):
     partitioner = partitioning.Partitioner.make(sizes, preset)
     specs = partitioner.specs(boxed)
