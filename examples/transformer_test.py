@@ -294,7 +294,7 @@ def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
     short = [x[:, :127] for x in (q, k, v)]
     assert 'splash' not in program('flash', *short)
 
-  monkeypatch.setattr(transformer, '_platform', lambda: 'gpu')
+  monkeypatch.setattr(transformer, 'platform', lambda: 'gpu')
   monkeypatch.setattr(
     fused_attention_stablehlo, 'check_cudnn_version', lambda *_, **__: 91000
   )
