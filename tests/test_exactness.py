@@ -66,15 +66,16 @@ EXPERTS = {
   'router_bias_rate': 0.01,
 }
 CAPACITY = EXPERTS | {'expert_capacity': 1.0, 'shared_dim': 16}
+MODELS = {'experts': EXPERTS, 'capacity': CAPACITY}
 
 
-def of_experts(like, model, sharding, embed, tensor=1, **ici):
+def of_experts(like, sharding, embed, tensor=1, **ici):
   """A mesh on which each device may hold some of the experts."""
   sends = 'all-to-all' if like == 'capacity' else 'all-gather'
   return Case(
     sharding=sharding,
     ici=ici,
-    model=model,
+    model=MODELS[like],
     pieces=(embed, tensor, 1),
     collectives=(sends,) if ici['expert'] > 1 else (),
     like=like,
@@ -158,21 +159,17 @@ CASES = {
     packing='padded',
   ),
   'experts': alone('packed', model=EXPERTS, like='experts'),
-  'experts_4x2': of_experts('experts', EXPERTS, 'fsdp_ep', 8, data=4, expert=2),
-  'experts_2x4': of_experts('experts', EXPERTS, 'fsdp_ep', 8, data=2, expert=4),
-  'experts_1x8': of_experts('experts', EXPERTS, 'ep', 1, data=1, expert=8),
+  'experts_4x2': of_experts('experts', 'fsdp_ep', 8, data=4, expert=2),
+  'experts_2x4': of_experts('experts', 'fsdp_ep', 8, data=2, expert=4),
+  'experts_1x8': of_experts('experts', 'ep', 1, data=1, expert=8),
   'experts_2x2x2': of_experts(
-    'experts', EXPERTS, 'fsdp_tp', 4, 2, data=2, expert=2, mdl=2
+    'experts', 'fsdp_tp', 4, 2, data=2, expert=2, mdl=2
   ),
-  'experts_8x1': of_experts('experts', EXPERTS, 'ep', 1, data=8, expert=1),
+  'experts_8x1': of_experts('experts', 'ep', 1, data=8, expert=1),
   'capacity': alone('packed', model=CAPACITY, like='capacity'),
-  'capacity_2x4': of_experts('capacity', CAPACITY, 'ep', 1, data=2, expert=4),
-  'capacity_1x4x2': of_experts(
-    'capacity', CAPACITY, 'sp', 4, 2, data=1, expert=4, mdl=2
-  ),
-  'capacity_8x1': of_experts(
-    'capacity', CAPACITY, 'fsdp_ep', 8, data=8, expert=1
-  ),
+  'capacity_2x4': of_experts('capacity', 'ep', 1, data=2, expert=4),
+  'capacity_1x4x2': of_experts('capacity', 'sp', 4, 2, data=1, expert=4, mdl=2),
+  'capacity_8x1': of_experts('capacity', 'fsdp_ep', 8, data=8, expert=1),
 }
 
 
@@ -209,7 +206,7 @@ def read(folder, case):
 def expected_pieces(case):
   """Returns weight -> into how many pieces it is to be cut."""
   embed, tensor, layers = case.pieces
-  of_experts = {}
+  of_experts, name = {}, 'feed_forward'
   if case.model.get('num_experts'):
     experts = case.ici.get('expert', 1)
     both = max(embed, experts) * tensor
@@ -218,20 +215,11 @@ def expected_pieces(case):
       "['layers/experts']['out']": both,
       "['layers/experts']['router']": embed,
     }
-  name = 'feed_forward'
-  if of_experts:
     name = 'experts/shared' if 'shared_dim' in case.model else None
-  feed_forward = (
-    {
-      f"['layers/{name}']['in']": embed * tensor * layers,
-      f"['layers/{name}']['out']": embed * tensor * layers,
-    }
-    if name
-    else {}
-  )
+  feed_forward = [f"['layers/{name}']['{x}']" for x in ('in', 'out') if name]
   return {
     **of_experts,
-    **feed_forward,
+    **dict.fromkeys(feed_forward, embed * tensor * layers),
     "['embedding']['tokens']": embed * tensor,
     "['layers/attention']['qkv']": embed * tensor * layers,
     "['layers/attention']['out']": embed * tensor * layers,

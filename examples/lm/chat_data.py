@@ -104,7 +104,7 @@ def conversations(
 
 
 def _answered(given: Messages, row: Mapping[str, Any], key: str) -> Messages:
-  """Returns what is given with an answer, which may be a whole conversation."""
+  """Returns the conversation that an answer makes, or is."""
   said = _said(row, 'assistant', key)
   if [*map(_role, said)][:1] in (['system'], ['user']):
     return said  # What is given repeats its question.

@@ -41,7 +41,7 @@ class FingerprintWriter(files.FileBackend):
 
   def encode(self, record: files.Record) -> bytes:
     pairs = [
-      # Of a loss, an array of bits and the place in it.
+      # A loss comes as an array of bits and its place there.
       (step, bits[0][bits[1]] if isinstance(bits, tuple) else bits)
       for step, bits in record.values.items()
     ]
