@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import functools
+import re
 import textwrap
 import threading
 import traceback
@@ -154,6 +155,40 @@ def test_wait_async_raises_no_error_of_a_later_call():
   assert done == [1]
   with pytest.raises(ZeroDivisionError):
     executor.wait_async()()
+
+
+_FULL_DISKS = """
+  import errno
+  import threading
+
+  from jaxline.base import async_lib
+  from jaxline.base import disk
+
+  def fail(name, code):
+    def call():
+      raise disk.FullDiskError(code, 'No space', name)
+
+    executor = async_lib.SerialExecutor(name)
+    executor.put(call)
+    executor.put((done := threading.Event()).set)
+    assert done.wait(10)
+    return executor
+
+  fail('beside', errno.ENOSPC)
+  fail('quota', errno.EDQUOT)
+  try:
+    fail('raised', errno.ENOSPC).raise_error()
+  except disk.FullDiskError:
+    pass
+  fail('later', errno.ENOSPC)  # Such as of another run in this process.
+"""
+
+
+def test_the_end_of_the_process_tells_each_cause_once_in_one_line():
+  done = processes.run('-c', textwrap.dedent(_FULL_DISKS))
+  told = re.findall(r'thread (\w+): No space', done.stderr)
+  assert sorted(told) == ['later', 'quota']
+  assert 'Traceback' not in done.stderr
 
 
 _PROGRAM = """

@@ -8,6 +8,7 @@ from concurrent import futures
 import contextlib
 import functools
 import itertools
+import math
 import queue
 import threading
 import time
@@ -31,11 +32,22 @@ def function_name(fn: Callable[..., Any]) -> str:
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
-def _log_all(name: str, unraised: list[BaseException]) -> None:
+# When a cause was raised last, of errors whose messages say all.
+_raised: dict[Any, float] = {}
+
+
+def _log_all(
+  name: str, unraised: list[BaseException], since: float = math.inf
+) -> None:
+  """Logs errors, except for those whose cause was raised elsewhere `since`."""
   for error in unraised:
+    if _raised.get(cause(error), -math.inf) > since:
+      continue
     # All threads meet the loss of a process; the main one explains it.
-    trace = None if errors.is_lost_process(error) else error
-    logging.error('Error in thread %s: %r', name, error, exc_info=trace)
+    says_all = isinstance(error, errors.RunError)
+    trace = None if says_all or errors.is_lost_process(error) else error
+    text = str(error) if says_all else repr(error)
+    logging.error('Error in thread %s: %s', name, text, exc_info=trace)
 
 
 _PAUSE_SECS = 0.002
@@ -71,7 +83,7 @@ class SerialExecutor:
     self._thread.start()
     weakref.finalize(self, self._calls.put, None)
     # Also at the end of the process.
-    weakref.finalize(self, _log_all, name, self._unraised)
+    weakref.finalize(self, _log_all, name, self._unraised, time.monotonic())
     _register_at_exit()
     _executors.add(self)
 
@@ -129,6 +141,8 @@ class SerialExecutor:
     """Raises the error of an earlier call, if there was one."""
     if self.error is not None:
       self._unraised.clear()
+      if isinstance(self.error, errors.RunError):
+        _raised[cause(self.error)] = time.monotonic()
       # Otherwise each raise would add its frames to those of the one before.
       raise self.error.with_traceback(self._traceback)
 
