@@ -74,7 +74,7 @@ class Run:
   ):
     address = processes_lib.free_address()
     env = os.environ | {
-      'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}',
+      'PYTHONPATH': str(ROOT),
       'JAX_PLATFORMS': 'cpu',
       'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
       'MULTI_FAULT': fault,

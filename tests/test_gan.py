@@ -1,12 +1,12 @@
 """Two optimizers that take turns, by the hooks that every experiment has."""
 
-from experiments import gan
-from experiments import regression
 import jax
 import numpy as np
 import pytest
 
 from jaxline import base_config
+from tests.experiments import gan
+from tests.experiments import regression
 
 
 def make(**config):

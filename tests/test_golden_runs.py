@@ -3,9 +3,10 @@
 import importlib.util
 import json
 
-from golden import runs
 import numpy as np
 import pytest
+
+from tests.golden import runs
 
 
 @pytest.mark.process

@@ -8,7 +8,6 @@ import functools
 import pathlib
 import re
 
-from experiments import regression
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,7 @@ from jaxline import sharded
 from jaxline import train
 from jaxline import utils
 from jaxline.parallel import partitioning
+from tests.experiments import regression
 
 FEATURES, HIDDEN, CLASSES, BATCH = 6, 16, 3, 24
 STEPS = 30

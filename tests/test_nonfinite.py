@@ -6,7 +6,6 @@ import itertools
 import re
 import types
 
-from experiments import regression
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jaxline import train as train_lib
 from jaxline.compat import experiments
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.supervision import nonfinite
+from tests.experiments import regression
 
 KEY = jax.random.PRNGKey(0)
 NAN, INF = float('nan'), float('inf')

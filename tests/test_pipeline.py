@@ -187,10 +187,9 @@ def test_stages_must_divide_over_the_mesh():
 
 # Its own process, because the number of devices is fixed when JAX starts.
 _EIGHT = """
-import json, sys
+import json
 import jax
-sys.path.insert(0, 'tests')
-import test_pipeline as t
+from tests import test_pipeline as t
 from jaxline.parallel import partitioning, placement
 from jaxline.compile import hlo
 from jaxline.compile import measure

@@ -9,7 +9,6 @@ import threading
 import time
 import types
 
-from experiments import regression
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +28,7 @@ from jaxline.checkpoint import inspection
 from jaxline.compat import experiments
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
+from tests.experiments import regression
 
 KEY = jax.random.PRNGKey(0)
 Regression = regression.Regression

@@ -4,7 +4,6 @@
 turns, and `loss_fn` returns the loss of the network whose turn it is.
 """
 
-from experiments import regression
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ import optax
 from jaxline import metrics
 from jaxline import sharded
 from jaxline.parallel import partitioning
+from tests.experiments import regression
 
 FEATURES, HIDDEN = 2, 32
 MEAN = np.array([2.0, -1.0], np.float32)

@@ -22,7 +22,6 @@ import time
 import zlib
 
 import events
-from experiments import regression
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +36,7 @@ from jaxline.checkpoint import arrays
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.supervision import preemption
+from tests.experiments import regression
 
 WORKERS = int(os.environ.get('MULTI_WORKERS', '0'))
 SIGNALS = {
