@@ -1,6 +1,7 @@
 """Tests of moe.py: a loop over tokens and experts, written in NumPy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +61,17 @@ def ours(options, arrays, bias):
   return y, stats
 
 
-def our_gradients(options, arrays, bias, grad):
-  loss = lambda arrays: jnp.sum(ours(options, arrays, bias)[0] * grad)
-  return jax.jit(jax.grad(loss))(arrays)
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(options, arrays, bias, grad):
+  """Returns the output, statistics and the gradients of the sum with `grad`."""
+  run = lambda arrays: ours(options, arrays, bias)
+  y, gradients_of, stats = jax.vjp(run, arrays, has_aux=True)
+  return y, stats, gradients_of(grad)[0]
+
+
+@functools.cache
+def on_one_device(case):
+  return with_gradients(*make(case))
 
 
 def in_numpy(options, arrays, bias, grad):
@@ -138,73 +147,66 @@ def test_it_is_the_loop_over_tokens_and_experts(case, platform, monkeypatch):
   monkeypatch.setattr(transformer, 'platform', lambda: platform)
   options, arrays, bias, grad = make(case)
   y, gradients, counts, dropped = in_numpy(options, arrays, bias, grad)
-  found, stats = ours(options, arrays, bias)
+  run = jax.jit(with_gradients.__wrapped__, static_argnums=0)
+  found, stats, our_gradients = run(options, arrays, bias, grad)
   assert_equal(found, y)
   assert stats.counts_E.tolist() == counts.tolist()
   assert (counts[5] == 0) == (options.per_token < EXPERTS)
   assert stats.dropped == pytest.approx(dropped / counts.sum(), abs=1e-7)
   assert (dropped > 0) == (0 < options.capacity < 4)
-  for name, x in our_gradients(options, arrays, bias, grad).items():
+  for name, x in our_gradients.items():
     assert_equal(x, gradients[name])
 
 
-@by_case
+# By meshes: a case whose experts drop nothing, and one with a capacity.
 @pytest.mark.parametrize(
-  ('sizes', 'rules'),
+  ('sizes', 'rules', 'cases'),
   [
-    ({'data': 2}, 'ep'),
-    ({'data': 2}, {'mlp': 'data'}),  # The rows take the axis.
-    ({'expert': 2}, 'fsdp_ep'),
-    ({'mdl': 2}, 'fsdp_tp'),
-    ({'mdl': 2}, 'sp'),
-    ({'mdl': 2}, 'tp'),
+    ({'data': 2}, 'ep', ('all experts', 'capacity')),
+    # The rows take the axis.
+    ({'data': 2}, {'mlp': 'data'}, ('DeepSeek-V3', 'capacity of a slot')),
+    ({'expert': 2}, 'fsdp_ep', ('not normalised', 'capacity', 'DeepSeek-V3')),
+    ({'mdl': 2}, 'fsdp_tp', ('Mixtral', 'capacity of a slot')),
+    ({'mdl': 2}, 'sp', ('DeepSeek-V3', 'capacity for all')),
+    ({'mdl': 2}, 'tp', ('one expert', 'capacity')),
   ],
   ids=str,
 )
-def test_it_is_the_same_on_any_mesh(case, sizes, rules, monkeypatch):
-  if rules == 'fsdp_ep':  # The others multiply blocks.
-    monkeypatch.setattr(transformer, 'platform', lambda: 'gpu')
-  options, arrays, bias, grad = make(case)
-  expected = our_gradients(options, arrays, bias, grad)
-  y, stats = ours(options, arrays, bias)
+def test_it_is_the_same_on_any_mesh(sizes, rules, cases, monkeypatch):
   preset, own = (rules, {}) if isinstance(rules, str) else ('ep', rules)
   partitioner = partitioning.Partitioner.make(sizes, preset, own)
-
-  @jax.jit
-  def on_mesh(arrays):
-    with partitioner.activate():
-      found = ours(options, arrays, bias)
-      return found, our_gradients(options, arrays, bias, grad)
-
   axes = {
     'x': transformer.BETWEEN_BLOCKS,
     'router': ('embed', None),
     'in': moe.IN_AXES,
     'out': moe.OUT_AXES,
   }
-  specs = {k: partitioner.spec(axes[k], x.shape) for k, x in arrays.items()}
-  placed = jax.device_put(arrays, partitioner.shardings(specs))
-  (found, found_stats), gradients = on_mesh(placed)
-  assert_equal(found, y)
-  for x, z in zip(found_stats, stats, strict=True):
-    assert x == pytest.approx(np.asarray(z), rel=1e-5, abs=1e-6)
-  for name, x in gradients.items():
-    assert_equal(x, expected[name])
+  for case in cases:
+    expected, stats, expected_gradients = on_one_device(case)
+    options, arrays, *others = make(case)
+    specs = {k: partitioner.spec(axes[k], x.shape) for k, x in arrays.items()}
+    placed = jax.device_put(arrays, partitioner.shardings(specs))
+    run = jax.jit(with_gradients.__wrapped__, static_argnums=0)
+    with partitioner.activate(), monkeypatch.context() as patch:
+      if rules == 'fsdp_ep':  # The others multiply blocks.
+        patch.setattr(transformer, 'platform', lambda: 'gpu')
+      y, found_stats, gradients = run(options, placed, *others)
+    assert_equal(y, expected)
+    for x, z in zip(found_stats, stats, strict=True):
+      assert x == pytest.approx(np.asarray(z), rel=1e-5, abs=1e-6)
+    for name, x in gradients.items():
+      assert_equal(x, expected_gradients[name])
 
 
 def test_rows_that_do_not_divide_are_on_every_device():
   options, arrays, bias, grad = make('Mixtral')
-  arrays['x'] = arrays['x'][:1]
-  expected = our_gradients(options, arrays, bias, grad[:1])
+  args = options, arrays | {'x': arrays['x'][:1]}, bias, grad[:1]
+  *_, expected = with_gradients(*args)
   partitioner = partitioning.Partitioner.make({'expert': 2}, 'ep')
-
-  @jax.jit
-  def on_mesh(arrays):
-    with partitioner.activate():
-      return our_gradients(options, arrays, bias, grad[:1])
-
-  placed = jax.device_put(arrays, partitioner.replicated)
-  for name, x in on_mesh(placed).items():
+  args = options, jax.device_put(args[1], partitioner.replicated), *args[2:]
+  with partitioner.activate():
+    *_, found = jax.jit(with_gradients.__wrapped__, static_argnums=0)(*args)
+  for name, x in found.items():
     assert_equal(x, expected[name])
 
 

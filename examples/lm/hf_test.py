@@ -94,14 +94,22 @@ def run(tmp_path_factory):
   return imported
 
 
+@functools.cache
+def loaded(run):
+  """Returns the model's config, its weights and the reference's arrays."""
+  experiment = jaxline.load(run, mode='decode')
+  reference = np.load(run.parent / 'source' / 'reference.npz')
+  arrays = {key: jnp.asarray(x) for key, x in reference.items()}
+  return experiment.config.model, experiment.state.params, arrays
+
+
 def logits_of(run, **changed):
   """Returns a run's logits of the reference's token ids, and the expected."""
-  experiment = jaxline.load(run, mode='decode')
-  config = dataclasses.replace(experiment.config.model, **changed)
-  reference = np.load(run.parent / 'source' / 'reference.npz')
-  ids = jnp.asarray(reference['ids'])
-  got = jax.jit(model.apply, static_argnums=2)(
-    experiment.state.params, ids, config
+  config, params, reference = loaded(run)
+  # Without jit: another option is another program, of mostly the same
+  # operations.
+  got = model.apply(
+    params, reference['ids'], dataclasses.replace(config, **changed)
   )
   return np.asarray(got), reference['logits']
 
@@ -117,11 +125,8 @@ def test_logits_are_those_of_transformers(run, name):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_cached_decoding_has_the_logits_of_transformers(run, name):
-  experiment = jaxline.load(run(name), mode='decode')
-  config, params = experiment.config.model, experiment.state.params
-  reference = np.load(REFERENCE / name / 'reference.npz')
-  ids = jnp.asarray(reference['ids'])
-  got = model_test.decoded(params, ids, config, size=1)
+  config, params, reference = loaded(run(name))
+  got = model_test.decoded(params, reference['ids'], config, size=1)
   error = distance(got, reference['logits'])
   assert error < TOLERANCE[name]
 
