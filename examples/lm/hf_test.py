@@ -345,6 +345,7 @@ def tuned(run, folder, **overrides):
     'experiment_kwargs.config.files': str(folder / '*.txt'),
     'experiment_kwargs.config.cache_dir': str(folder / 'cache'),
     'experiment_kwargs.config.learning_rate': 1e-2,
+    'experiment_kwargs.config.sample_length': 0,
     **overrides,
   }
   return jaxline.fit(None, config, values)
