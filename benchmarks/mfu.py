@@ -1,87 +1,173 @@
 """Tokens per second, and model FLOPs utilization, of the language model here.
 
-  python -m benchmarks.mfu [--variants=as_is,remat_full] [--steps=20]
-    [--matmul=8192] [--config=configs/lm_1b.py] [--config.key=value ...]
+  python -m benchmarks.mfu [--plan | --variants=as_is,remat_full] [--steps=20]
+    [--out=FILE.jsonl] [--trace=DIR] [--budget_secs=540]
+    [--config=configs/lm_1b.py] [--config.key=value ...]
 
-Trains on the real input by the real step, once for each variant of the config:
-the obvious things to try. MFU is the model's FLOPs (three times those of the
-products of its forward pass, whatever is computed again) over time and over two
-rates: the chips' own, as their maker gives it, and that of a large bfloat16
-product, as measured here just before.
+Trains on the real input by the real step, once for each variant of the config.
+MFU is the model's FLOPs (three times those of the products of its forward pass,
+whatever is computed again) over time and over two rates: the chips' own, as
+their maker gives it, and that of a large bfloat16 product, as measured here
+just before.
+
+`--plan` runs all variants, decodes at three batch sizes and saves a checkpoint,
+so that a card that is lent for ten minutes is enough. While a variant runs, the
+next one is compiled. It is timed when that has ended, because XLA tries kernels
+on the device. Each result is written to `--out` at once. After `--budget_secs`
+nothing new begins.
 """
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import gc
+import json
+import pathlib
 import platform as machine
+import tempfile
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
+import numpy as np
 
+from examples import decoding
 from examples.lm import experiment as lm_experiment
 from jaxline import platform
 from jaxline.base import chips
+from jaxline.checkpoint import protocol
 from jaxline.metrics import rates
-
-# What each changes of `experiment_kwargs.config`.
-VARIANTS: dict[str, dict[str, Any]] = {
-  'as_is': {},
-  'batch_16': {'batch_size': 16},
-  'batch_32': {'batch_size': 32},
-  'remat_nothing': {'model': {'remat': 'nothing'}},
-  'remat_full': {'model': {'remat': 'full'}},
-  'unrolled': {'model': {'scan_layers': False}},
-  'whole_loss': {'model': {'loss_chunks': 1}},
-  'einsum_attention': {'model': {'attention': 'einsum'}},
-  'fp8': {'model': {'matmul': 'fp8'}},
-}
-_WARM_UP_STEPS = 3
+from jaxline.parallel import placement
 
 
 @dataclasses.dataclass(frozen=True)
-class Speed:
-  """What a variant reached.
+class Variant:
+  """A way to compute the step.
 
   Attributes:
-    step_secs: of one step.
-    tokens: of one step.
-    model_flops: of one step, over all devices.
+    config: what it changes of `experiment_kwargs.config`.
+    xla: options of XLA for its step.
   """
 
-  step_secs: float
-  tokens: int
+  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  xla: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _variant(batch_size: int = 0, xla: Any = None, **model: Any) -> Variant:
+  config: dict[str, Any] = {'model': model} if model else {}
+  if batch_size:
+    config['batch_size'] = batch_size
+  return Variant(config, xla or {})
+
+
+_UNROLLED = {'scan_layers': False}
+_HIDES_LATENCY = {'xla_gpu_enable_latency_hiding_scheduler': True}
+_NO_COMMANDS = {'xla_gpu_enable_command_buffer': ''}
+VARIANTS = {
+  'as_is': Variant(),
+  'fp8': _variant(matmul='fp8'),
+  'unrolled': _variant(**_UNROLLED),
+  'fp8_unrolled': _variant(matmul='fp8', **_UNROLLED),
+  'unrolled_batch_16': _variant(16, **_UNROLLED),
+  'fp8_unrolled_batch_16': _variant(16, matmul='fp8', **_UNROLLED),
+  'unrolled_batch_32': _variant(32, **_UNROLLED),
+  'fp8_unrolled_batch_32': _variant(32, matmul='fp8', **_UNROLLED),
+  'unrolled_remat_nothing': _variant(remat='nothing', **_UNROLLED),
+  'fp8_unrolled_remat_nothing': _variant(
+    matmul='fp8', remat='nothing', **_UNROLLED
+  ),
+  'unrolled_whole_loss': _variant(loss_chunks=1, **_UNROLLED),
+  'unrolled_hides_latency': _variant(xla=_HIDES_LATENCY, **_UNROLLED),
+  'unrolled_no_commands': _variant(xla=_NO_COMMANDS, **_UNROLLED),
+  'batch_16': _variant(16),
+  'batch_32': _variant(32),
+  'remat_nothing': _variant(remat='nothing'),
+  'remat_full': _variant(remat='full'),
+  'whole_loss': _variant(loss_chunks=1),
+  'einsum_attention': _variant(attention='einsum'),
+}
+_WARM_UP_STEPS = 3
+_MAX_WAIT_SECS = 90  # For the compilation of the next variant.
+_DECODE_BATCHES = 1, 16, 128
+_PROMPT, _NEW_TOKENS = 128, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A variant whose step is compiled.
+
+  Attributes:
+    experiment: without a state yet.
+    model_flops: FLOPs of a step, over all devices.
+    compile_secs: how long tracing and compiling took.
+    gib: the memory of a device that the step needs, in GiB; 0 if not known.
+  """
+
+  experiment: lm_experiment.Experiment
   model_flops: float
+  compile_secs: float
+  gib: float
 
 
-def measure(config: config_dict.ConfigDict, steps: int) -> Speed:
-  """Trains some steps of a run, and says how long one took.
-
-  Args:
-    config: the run's.
-    steps: how many to time, behind those that compile and warm up.
-  """
-  rng = jax.random.PRNGKey(config.random_seed)
+def prepare(config: config_dict.ConfigDict, xla: Mapping[str, Any]) -> Prepared:
+  """Compiles the step of a run; touches no device but to try kernels."""
   experiment = lm_experiment.Experiment(
-    'train', rng, run_config=config, **config.experiment_kwargs
+    'train',
+    jax.random.PRNGKey(config.random_seed),
+    run_config=config,
+    **config.experiment_kwargs,
   )
   batch = experiment.abstract_batch(is_training=True)
   flops = rates.model_flops(experiment, batch)
-  key = experiment.initialize_train_step_rng(rng)
+  begun = time.perf_counter()
+  step: Any = experiment.compiled_train_step
+  args = experiment.abstract_state(), batch, experiment.abstract_rng()
+  compiled = step.lower(*args).compile(dict(xla) or None)
+  secs = time.perf_counter() - begun
+  experiment.compiled_train_step = compiled
+  try:
+    memory = compiled.memory_analysis()
+    gib = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+  except (AttributeError, jax.errors.JaxRuntimeError):
+    gib = 0.0
+  return Prepared(experiment, flops, secs, gib)
 
-  def train(count: int) -> None:
-    for _ in range(count):
-      scalars = experiment.step(global_step=None, rng=key, writer=None)
-    jax.block_until_ready((experiment.state, scalars))
 
-  train(_WARM_UP_STEPS)
-  start = time.perf_counter()
-  train(steps)
-  secs = (time.perf_counter() - start) / steps
-  c = experiment.config
-  return Speed(secs, c.batch_size * c.length, flops)
+def train(experiment: lm_experiment.Experiment, steps: int) -> None:
+  """Trains some steps, and waits for the last one."""
+  key = placement.put(jax.random.PRNGKey(0), experiment.partitioner.replicated)
+  for _ in range(steps):
+    scalars = experiment.step(global_step=0, rng=key, writer=None)
+  jax.block_until_ready((experiment.state, dict(scalars)))
+
+
+def measure(
+  prepared: Prepared, steps: int, is_quiet: Callable[[], bool]
+) -> dict[str, float]:
+  """Trains until nothing else uses the device, and then times steps.
+
+  Returns:
+    The milliseconds of a step, tokens per second and what `Prepared` has.
+  """
+  experiment, config = prepared.experiment, prepared.experiment.config
+  train(experiment, _WARM_UP_STEPS)
+  latest = time.monotonic() + _MAX_WAIT_SECS
+  while not is_quiet() and time.monotonic() < latest:
+    train(experiment, 1)
+  begun = time.perf_counter()
+  train(experiment, steps)
+  secs = (time.perf_counter() - begun) / steps
+  return {
+    'ms': 1000 * secs,
+    'tokens_per_sec': config.batch_size * config.length / secs,
+    'flops_per_sec': prepared.model_flops / secs / jax.device_count(),
+    'compile_secs': prepared.compile_secs,
+    'gib': prepared.gib,
+    'was_quiet': is_quiet(),
+  }
 
 
 def matmul_rate(size: int) -> float:
@@ -104,49 +190,236 @@ def matmul_rate(size: int) -> float:
   return 2 * size**3 / best
 
 
-def main() -> None:
-  """Prints the table."""
+def decode(
+  experiment: lm_experiment.Experiment, batch: int, bandwidth: float
+) -> dict[str, float | None]:
+  """Decodes with weights in the model's dtype, against the memory's bandwidth.
+
+  The bound reads each weight but the table of the input once a token, and of
+  each row the cache as it is half-way.
+
+  Args:
+    experiment: a run's, with its state.
+    batch: the rows.
+    bandwidth: bytes per second of the device's memory; 0 if not known.
+  """
+  config = experiment.config.model
+  dtype = jnp.dtype(config.dtype)
+  params = jax.tree.map(
+    lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x,
+    experiment.state.params,
+  )
+  length = min(_PROMPT, config.max_length // 2)
+  steps = min(_NEW_TOKENS, config.max_length - length)
+  rng = np.random.default_rng(0)
+  prompts = rng.integers(1, config.vocab_size, (batch, length), np.int32)
+  placed = placement.put(
+    (prompts, np.full(batch, length, np.int32)),
+    experiment.partitioner.batch_sharding,
+  )
+  key = placement.put(jax.random.key(0), experiment.partitioner.replicated)
+
+  def secs(count: int) -> float:
+    options = decoding.Options(
+      method='greedy', max_decode_steps=count, scores=False
+    )
+    run = lambda: jax.block_until_ready(
+      experiment._decode(params, *placed, key, options)
+    )
+    run()
+    times = []
+    for _ in range(3):
+      begun = time.perf_counter()
+      run()
+      times.append(time.perf_counter() - begun)
+    return min(times)
+
+  a_token = (secs(steps) - secs(1)) / (steps - 1)
+  weights = sum(x.nbytes for x in jax.tree.leaves(params))
+  if 'output' in params['embedding']:
+    weights -= params['embedding']['tokens'].nbytes
+  heads = config.num_kv_heads or config.num_heads
+  size = config.head_size or config.embed_dim // config.num_heads
+  row = 2 * config.num_layers * heads * size * dtype.itemsize
+  read = weights + batch * row * (length + steps / 2)
+  return {
+    'ms': 1000 * a_token,
+    'tokens_per_sec': batch / a_token,
+    'of_bound': read / bandwidth / a_token if bandwidth else None,
+  }
+
+
+def save(
+  experiment: lm_experiment.Experiment, config: config_dict.ConfigDict
+) -> dict[str, float]:
+  """Returns how long a save blocks training, and a copy to the host takes."""
+  state = experiment.state
+  with tempfile.TemporaryDirectory() as folder:
+    config = config.copy_and_resolve_references()
+    config.checkpoint_dir = folder
+    checkpointer = platform.create_checkpointer(config, 'train')
+    live = protocol.new_state(checkpointer, experiment, series='latest')
+    found: dict[str, float] = {}
+    for step in (1, 2):  # The first one also sets up what a save needs.
+      begun = time.perf_counter()
+      jax.block_until_ready(jax.device_get(state))
+      copied = time.perf_counter()
+      live.global_step = step
+      checkpointer.save('latest')
+      saved = time.perf_counter()
+      found = {'copy_secs': copied - begun, 'block_secs': saved - copied}
+      checkpointer.wait_for_checkpointing_to_finish()
+    checkpointer.close()
+  size = sum(x.nbytes for x in jax.tree.leaves(state))
+  return found | {
+    'ms': 1000 * found['block_secs'],
+    'of_copy': found['block_secs'] / found['copy_secs'],
+    'gb': size / 1e9,
+  }
+
+
+class Report:
+  """Prints rows, and writes them to a file as they come."""
+
+  def __init__(self, out: pathlib.Path | None, rate: float):
+    self._out, self._rate = out, rate
+    self._chip = chips.chip_of(jax.devices()[0])
+
+  @property
+  def bandwidth(self) -> float:
+    """Bytes per second of the chip's memory; 0 if they are not known."""
+    return self._chip.hbm_bandwidth if self._chip else 0.0
+
+  def add(self, name: str, values: Mapping[str, Any]) -> None:
+    """Adds a row."""
+    values = {'name': name, **values}
+    if flops := values.pop('flops_per_sec', None):
+      values['of_product'] = flops / self._rate
+      values['mfu'] = flops / self._chip.peak_flops if self._chip else None
+    if self._out:
+      with self._out.open('a', encoding='utf-8') as file:
+        file.write(json.dumps(values) + '\n')
+    shown = [
+      f'{key} {x:,.4g}' if isinstance(x, float) else f'{key} {x}'
+      for key, x in values.items()
+      if key != 'name'
+    ]
+    print(f'{name}: {", ".join(shown)}', flush=True)
+
+
+def run(
+  names: Sequence[str],
+  load: Callable[[], config_dict.ConfigDict],
+  report: Report,
+  *,
+  steps: int,
+  ends: float = float('inf'),
+  is_plan: bool = False,
+  trace: str = '',
+) -> None:
+  """Measures variants, each compiled while the one before runs.
+
+  Args:
+    names: of the variants.
+    load: returns a fresh config.
+    report: takes the rows.
+    steps: how many to time.
+    ends: nothing begins after it, by `time.monotonic`.
+    is_plan: whether to decode and to save with the first variant, too.
+    trace: a directory for a profile of three steps of the first variant.
+  """
+
+  def changed(name: str) -> config_dict.ConfigDict:
+    config = load().unlock()
+    config.experiment_kwargs.config.update(VARIANTS[name].config)
+    return config
+
+  def attempt(name: str, call: Callable[..., Any], *args: Any) -> None:
+    try:
+      report.add(name, call(*args))
+    except (jax.errors.JaxRuntimeError, ValueError) as e:
+      # Such as too little memory, or an option that this XLA does not have.
+      report.add(name, {'failed': f'{e!s:.300}'})
+
+  def more(experiment: lm_experiment.Experiment) -> None:
+    if trace:
+      with jax.profiler.trace(trace, create_perfetto_trace=True):
+        train(experiment, 3)
+    if is_plan:
+      for batch in _DECODE_BATCHES:
+        attempt(f'decode_{batch}', decode, experiment, batch, report.bandwidth)
+      attempt('save', save, experiment, changed(names[0]))
+
+  with futures.ThreadPoolExecutor(1) as pool:
+
+    def begin(name: str) -> futures.Future[Prepared] | None:
+      if time.monotonic() > ends:
+        return None
+      return pool.submit(prepare, changed(name), VARIANTS[name].xla)
+
+    def measured(
+      running: futures.Future[Prepared], after: futures.Future[Prepared] | None
+    ) -> dict[str, float]:
+      return measure(
+        running.result(), steps, lambda: after is None or after.done()
+      )
+
+    coming = begin(names[0])
+    for i, name in enumerate(names):
+      if coming is None:
+        report.add(name, {'failed': 'there was no time left'})
+        continue
+      running = coming
+      futures.wait([running])
+      coming = begin(names[i + 1]) if i + 1 < len(names) else None
+      attempt(name, measured, running, coming)
+      if i == 0 and running.exception() is None:
+        more(running.result().experiment)
+      del running
+      gc.collect()  # The arrays of one variant would crowd the next.
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Prints the rows."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--variants', default='as_is')
+  parser.add_argument('--plan', action='store_true')
   parser.add_argument('--steps', type=int, default=20)
   parser.add_argument('--matmul', type=int, default=8192)
-  args, rest = parser.parse_known_args()
+  parser.add_argument('--out', type=pathlib.Path)
+  parser.add_argument('--trace', default='')
+  parser.add_argument('--budget_secs', type=float, default=540.0)
+  args, rest = parser.parse_known_args(argv)
+  ends = time.monotonic() + args.budget_secs if args.plan else float('inf')
   if not any(arg.startswith('--config=') for arg in rest):
     rest.insert(0, '--config=configs/lm_1b.py')
-  names = list(VARIANTS) if args.variants == 'all' else args.variants.split(',')
+  names = [*VARIANTS]
+  if args.variants != 'all' and not (args.plan and args.variants == 'as_is'):
+    names = args.variants.split(',')
   for name in names:
     if name not in VARIANTS:
       parser.error(f'no variant {name!r}; expected all, or of {list(VARIANTS)}')
-  device = jax.devices()[0]
-  chip = chips.chip_of(device)
-  rate = matmul_rate(args.matmul)
-  print(
-    f'{jax.device_count()} x {device.device_kind}, jax {jax.__version__},'
-    f' Python {machine.python_version()}; a product of {args.matmul}:'
-    f' {rate / 1e12:.3g} TFLOP/s a device'
+  device, rate = jax.devices()[0], matmul_rate(args.matmul)
+  report = Report(args.out, rate)
+  report.add(
+    'machine',
+    {
+      'devices': f'{jax.device_count()} x {device.device_kind}',
+      'versions': f'jax {jax.__version__}, Python {machine.python_version()}',
+      'platform': device.client.platform_version.split('\n')[0],
+      'product': args.matmul,
+      'product_tflops': rate / 1e12,
+    },
   )
-  print('| variant | ms a step | tokens/s | MFU | of the measured product |')
-  print('|---|---|---|---|---|')
-  for name in names:
-    config = platform.load_config(rest).unlock()
-    config.experiment_kwargs.config.update(VARIANTS[name])
-    try:
-      speed = measure(config, args.steps)
-    except jax.errors.JaxRuntimeError as e:
-      if 'RESOURCE_EXHAUSTED' not in str(e):
-        raise
-      print(f'| {name} | out of memory | | | |')
-      continue
-    finally:
-      gc.collect()  # The arrays of one variant would crowd the next.
-    flops = speed.model_flops / speed.step_secs / jax.device_count()
-    published = f'{flops / chip.peak_flops:.1%}' if chip else 'not known'
-    print(
-      f'| {name} | {1000 * speed.step_secs:.1f} |'
-      f' {speed.tokens / speed.step_secs:,.0f} | {published} |'
-      f' {flops / rate:.1%} |',
-      flush=True,
-    )
+  run(
+    names,
+    lambda: platform.load_config(rest),
+    report,
+    steps=args.steps,
+    ends=ends,
+    is_plan=args.plan,
+    trace=args.trace,
+  )
 
 
 if __name__ == '__main__':

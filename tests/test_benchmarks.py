@@ -102,3 +102,34 @@ def test_a_trial(name, tmp_path, monkeypatch):
   subprocess.run([*command, '--out', tmp_path], cwd=ROOT, check=True)
   (file,) = tmp_path.glob('*.json')
   assert json.loads(file.read_text())['programs'][name]['rows']
+
+
+@pytest.mark.slow
+def test_a_trial_of_the_plan_for_a_card(tmp_path, monkeypatch):
+  monkeypatch.delenv('XLA_FLAGS')  # One device.
+  values = {
+    'model.num_layers': 1,
+    'model.embed_dim': 16,
+    'model.num_heads': 2,
+    'model.mlp_dim': 16,
+    'model.max_length': 32,
+    'length': 32,
+    'eval_batch_size': 2,
+    'sample_length': 0,
+    'decode.max_decode_steps': 8,
+  }
+  overrides = [
+    f'--config.experiment_kwargs.config.{key}={value}'
+    for key, value in values.items()
+  ]
+  out, options = tmp_path / 'rows.jsonl', ['--steps=1', '--matmul=128']
+  command = [sys.executable, '-m', 'benchmarks.mfu', '--plan', f'--out={out}']
+  command += [*options, '--config=configs/lm.py', *overrides]
+  variants = ['as_is', 'unrolled_hides_latency', 'unrolled_no_commands']
+  command.append(f'--variants={",".join(variants)}')
+  subprocess.run(command, cwd=ROOT, check=True)
+  rows = {x['name']: x for x in map(json.loads, out.read_text().splitlines())}
+  decoded = [f'decode_{batch}' for batch in (1, 16, 128)]
+  assert [*rows] == ['machine', 'as_is', *decoded, 'save', *variants[1:]]
+  assert not any('failed' in row for row in rows.values()), rows
+  assert rows['as_is']['tokens_per_sec'] > 0
