@@ -91,9 +91,7 @@ class Experiment(experiment.Experiment):
           self._check_rows(found[found < codes.document_id] >> 1, name)
     return corpus
 
-  def encode_prompt(
-    self, prompt: str | folder.Messages | np.ndarray
-  ) -> np.ndarray:
+  def encode_prompt(self, prompt: folder.Prompt | np.ndarray) -> np.ndarray:
     """Returns the tokens of a prompt, which may be tokens already."""
     if isinstance(prompt, np.ndarray):
       return prompt

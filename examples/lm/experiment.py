@@ -376,7 +376,7 @@ class Experiment(sharded.ShardedExperiment):
     """What the folder of the tokenizer says of prompts."""
     return folder.Prompts(str(self._tokenizer_file).partition('#')[0])
 
-  def encode_prompt(self, prompt: str | folder.Messages) -> np.ndarray:
+  def encode_prompt(self, prompt: folder.Prompt) -> np.ndarray:
     """Returns the tokens of a prompt, as `config.prompt_format` says.
 
     A conversation is always read by the chat template.
@@ -606,13 +606,14 @@ class Experiment(sharded.ShardedExperiment):
     return prompt + sample['text']
 
   def decode(
-    self, prompts: Sequence[str | folder.Messages], rng: jax.Array
+    self, prompts: Sequence[folder.Prompt], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
     """Continues prompts as `config.decode` says.
 
     Args:
-      prompts: texts, or conversations as lists of messages; with
-        `max_decode_steps`, no longer than `max_length`.
+      prompts: texts, conversations as lists of messages, or dicts with
+        `messages` and `tools`; with `max_decode_steps`, no longer than
+        `max_length`.
       rng: a key.
 
     Returns:
@@ -630,7 +631,7 @@ class Experiment(sharded.ShardedExperiment):
       stops = (*stops, self.tokenizer.document_id)
     return dataclasses.replace(self.config.decode, stop_ids=stops)
 
-  def check_prompt(self, prompt: str | folder.Messages) -> None:
+  def check_prompt(self, prompt: folder.Prompt) -> None:
     """Refuses a prompt that `decode` does not take."""
     config = self.config
     longest = decoding.longest_prompt(config.decode, config.model.max_length)
@@ -706,7 +707,7 @@ class Experiment(sharded.ShardedExperiment):
 
   def _continue(
     self,
-    prompts: Sequence[str | folder.Messages],
+    prompts: Sequence[folder.Prompt],
     rng: jax.Array,
     options: decoding.Options,
   ) -> list[list[dict[str, Any]]]:

@@ -1,5 +1,6 @@
 """Tests of what surrounds the weights of a Hugging Face folder."""
 
+import itertools
 import json
 import os
 import shutil
@@ -29,7 +30,8 @@ CHATML = (
 # As the templates of seven families do it: BOS, roles in turns, loops with
 # `break`, namespaces, JSON of what a tool gets, reasoning.
 LLAMA = (
-  '{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}'
+  '{{ bos_token }}{% if tools is not none %}{{ tools }}{% endif %}'
+  '{% set ns = namespace(n=0) %}{% for m in messages %}'
   "{% if m.role == 'system' %}{% continue %}{% endif %}"
   "{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
   "{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -39,6 +41,9 @@ LLAMA = (
   '{% if m.reasoning_content %}<|im_start|>{{ m.thinking }}{% endif %}'
   '{% if m.role != "user" %}{{ eos_token }}{% endif %}{% endfor %}'
 )
+# Of folders with a template of its own for conversations with tools.
+TOOL_USE = '{{ tools | tojson }}' + LLAMA
+TOOLS = [{'type': 'function', 'function': {'name': 'é<&>', 'strict': True}}]
 CALL = {'role': 'assistant', 'content': '', 'tool_calls': [{'name': 'é<&>'}]}
 USER = {'role': 'user', 'content': 'x'}
 CONVERSATIONS = [
@@ -60,7 +65,7 @@ KINDS = {
     'add_bos_token': False,
     'post': '<|endoftext|> $A',
     'chat_template': [
-      {'name': 'tool_use', 'template': 'no'},
+      {'name': 'tool_use', 'template': TOOL_USE},
       {'name': 'default', 'template': LLAMA},
     ],
   },
@@ -89,7 +94,15 @@ KINDS = {
     'pad_token': '<x>',
     'bos_token': '<y>',
     'model_specific_special_tokens': {'image_token': 'user'},
+    'chat_template': [{'name': 'tool_use', 'template': 'no'}],
     'more': {'additional_chat_templates/default.jinja': LLAMA},
+  },
+  'tools': {
+    'jinja': 'no',
+    'more': {
+      'additional_chat_templates/default.jinja': LLAMA,
+      'additional_chat_templates/tool_use.jinja': TOOL_USE,
+    },
   },
 }  # fmt: skip
 
@@ -151,13 +164,33 @@ def test_ids_are_those_of_transformers(kind, tmp_path):
   for text in TEXTS:
     assert ours.encode(text).tolist() == theirs(text)['input_ids']
   for messages in CONVERSATIONS:
-    for ends in (True, False):
-      want = theirs.apply_chat_template(
-        messages, add_generation_prompt=ends, tokenize=False
-      )
-      assert ours.render(messages, add_generation_prompt=ends) == want
+    for ends, tools in itertools.product((True, False), (None, [], TOOLS)):
+      given = {'add_generation_prompt': ends, 'tools': tools}
+      want = theirs.apply_chat_template(messages, tokenize=False, **given)
+      assert ours.render(messages, **given) == want
     want = theirs.apply_chat_template(messages, add_generation_prompt=True)
     assert ours.encode(messages).tolist() == want['input_ids']
+
+
+@pytest.mark.parametrize('is_file', [False, True])
+def test_tools_are_read_by_their_template(is_file, tmp_path):
+  texts = {'default': 'd', 'tool_use': '{{ tools[0].name }}'}
+  files = {f'{folder.TEMPLATES}/{k}.jinja': x for k, x in texts.items()}
+  given = [{'name': k, 'template': x} for k, x in texts.items()]
+  kinds = {'chat_template': given}, {'chat_template': 'no', 'more': files}
+  path = make(tmp_path / 'hf', **kinds[is_file]) / 'tokenizer.json'
+  prompts = folder.Prompts(path)
+  assert prompts.decode(prompts.encode([USER])) == 'd'
+  asked = {'messages': [USER], 'tools': [{'name': 'add'}]}
+  assert prompts.decode(prompts.encode(asked)) == 'add'
+  for wrong in ('add', [1], {}):
+    with pytest.raises(errors.UsageError, match='tools is '):
+      prompts.encode(asked | {'tools': wrong})
+  # Both templates make the tokens.
+  shutil.rmtree(tmp_path / 'hf')
+  given[1]['template'] = files[f'{folder.TEMPLATES}/tool_use.jinja'] = 'x'
+  make(tmp_path / 'hf', **kinds[is_file])
+  assert folder.Prompts(path).identity != prompts.identity
 
 
 @pytest.mark.parametrize(
