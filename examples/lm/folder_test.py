@@ -316,12 +316,40 @@ def test_a_tokenizer_without_a_known_document_token(tmp_path):
     ('generation_config.json', '[1]'),
     ('tokenizer_config.json', '{"added_tokens_decoder": {"x": 1}}'),
     ('special_tokens_map.json', '{'),
+    ('tokenizer_config.json', '{"chat_template": 1}'),
+    ('tokenizer_config.json', '{"chat_template": [{"template": "x"}]}'),
+    ('tokenizer_config.json', '{"chat_template": {"default": [1]}}'),
+    ('tokenizer_config.json', '{"chat_template": "\\ud800"}'),
+    ('tokenizer_config.json', b'\xff'),
+    ('chat_template.jinja', b'\xff'),
+    ('chat_template.jinja', '{% for %}'),
+    ('additional_chat_templates/default.jinja', b'\xff'),
+    ('additional_chat_templates/tool_use.jinja', '{% for %}'),
+    ('config.json', '{'),
+    ('config.json', {'hidden_size': '64'}),
+    ('config.json', {'hidden_size': None}),
+    ('config.json', {'hidden_act': ['silu']}),
+    ('config.json', {'num_hidden_layers': 0}),
+    ('config.json', {'num_hidden_layers': 2.5}),
+    ('config.json', {'intermediate_size': True}),
+    ('config.json', {'max_position_embeddings': None}),
+    ('config.json', {'layer_types': 1}),
   ],
 )
 def test_a_file_that_cannot_be_read_is_named(name, content, tmp_path):
-  path = make(tmp_path / 'hf', size=61)
-  (path / name).write_text(content)
-  with pytest.raises(errors.UsageError, match=f'{path}.*') as raised:
-    hf.import_model(path, tmp_path / 'run')
-  assert name.split('_')[0] in str(raised.value)
+  path = make(tmp_path / 'hf', size=61, map={'bos_token': '<|endoftext|>'})
+  if isinstance(content, dict):
+    content = json.dumps(folder.read_json(path, name) | content)
+  (path / name).parent.mkdir(exist_ok=True)
+  raw = content if isinstance(content, bytes) else content.encode()
+  (path / name).write_bytes(raw)
+  with pytest.raises(errors.UsageError) as raised:
+    # A template is not needed before a chat.
+    if 'template' in f'{name}{content}':
+      asked = {'messages': [USER], 'tools': TOOLS}
+      folder.Prompts(path / 'tokenizer.json').encode(asked)
+    else:
+      hf.import_model(path, tmp_path / 'run')
+  assert str(path) in str(raised.value)
+  assert name in str(raised.value)
   assert not (tmp_path / 'run').exists()
