@@ -10,6 +10,7 @@ import functools
 import gzip
 import math
 import pathlib
+import re
 from typing import Any
 
 from absl import logging
@@ -237,12 +238,16 @@ def compression_baselines(documents: text.Documents) -> dict[str, float]:
   return {k: 8 * len(v) / len(data) for k, v in compressed.items()}
 
 
-def find_tokenizer(spec: str, run: str | None) -> str:
-  """Returns `Config.tokenizer`, or its file in a run that has been moved."""
+def find_tokenizer(spec: str, *runs: str | None) -> str:
+  """Returns `Config.tokenizer`, or its file in a run if it is gone.
+
+  A run is 'DIR' or 'DIR:STEP'.
+  """
   text, mark, rest = str(spec).partition('#')
   path = pathlib.Path(text)
-  if run and not path.exists():
-    for moved in (pathlib.Path(run, x, path.name) for x in (folder.NAME, '.')):
+  for run in filter(None, runs if not path.exists() else ()):
+    base = re.sub(r':\d+$', '', run)
+    for moved in (pathlib.Path(base, x, path.name) for x in (folder.NAME, '.')):
       if moved.is_file():
         return f'{moved}{mark}{rest}'
   return spec
@@ -288,9 +293,9 @@ class Experiment(sharded.ShardedExperiment):
       run_config: the config of the run: see `sharded.ShardedExperiment`.
     """
     self.config = base_config.read(self.CONFIG_CLASS, config)
-    self._tokenizer_file = find_tokenizer(
-      self.config.tokenizer, run_config and run_config.checkpoint_dir
-    )
+    places = 'checkpoint_dir', 'restore_from'
+    runs = [run_config.get(x) for x in places] if run_config else []
+    self._tokenizer_file = find_tokenizer(self.config.tokenizer, *runs)
     self.tokenizer = tokenization.load_tokenizer(self._tokenizer_file)
     self._check_tokens()
     if mode != 'decode':
@@ -572,6 +577,16 @@ class Experiment(sharded.ShardedExperiment):
       **super().step_scalars(state, grads, updates),
       'learning_rate': learning_rate_schedule(self.config)(count),
     }
+
+  def train_loop(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Trains; before, the run gets a copy of an imported run's folder.
+
+    The imported run may be deleted then.
+    """
+    source = folder.of_tokenizer(self._tokenizer_file)
+    if source and source.name == folder.NAME and jax.process_index() == 0:
+      folder.keep(source, pathlib.Path(config.checkpoint_dir))
+    super().train_loop(config, *args, **kwargs)
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None

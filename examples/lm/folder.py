@@ -147,16 +147,27 @@ def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
     is_data = path.suffix in _COPIED and path.is_file()
     is_data = is_data and path.stat().st_size <= _MAX_BYTES
     names[not (is_own and is_data)].append(name)
+  names[1].extend((read(folder, _NOT_COPIED) or b'').decode().splitlines())
   return names
 
 
-def copy(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies a folder except its weights; prints what else is not copied."""
+def copy(source: pathlib.Path, target: pathlib.Path) -> list[str]:
+  """Copies a folder except its weights; returns what else is not copied."""
   names, others = _names(source)
   _copy(source, target, names)
   if others:
-    (target / _NOT_COPIED).write_text('\n'.join(others) + '\n')
-    lines.print_text(f'Not copied: {", ".join(others)}.')
+    text = '\n'.join([*others, ''])
+    (target / _NOT_COPIED).write_text(text, 'utf-8', 'replace')
+  return others
+
+
+def keep(source: pathlib.Path, run: pathlib.Path) -> None:
+  """Copies the folder of an imported run to another run on disk, once."""
+  target, new = run / NAME, run / f'{NAME}.new'
+  if run.is_dir() and not target.exists():
+    shutil.rmtree(new, ignore_errors=True)
+    copy(source, new)
+    new.rename(target)  # A killed process leaves no part of a copy.
 
 
 def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
@@ -166,7 +177,6 @@ def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
   """
   names, lacks = _names(source)
   if is_whole:
-    lacks += (read(source, _NOT_COPIED) or b'').decode().split('\n')[:-1]
     names = [name for name in names if name not in (CONFIG, GENERATION)]
   else:
     names = [name for name in names if name in _OF_TOKENIZERS]
@@ -378,10 +388,8 @@ class Prompts:
         f'A conversation is {messages!r:.200}; expected messages, such as'
         " [{'role': 'user', 'content': 'Hi'}]."
       )
-    is_list = isinstance(tools, list | tuple)
-    if tools is not None and not (
-      is_list and all(isinstance(x, Mapping) for x in tools)
-    ):
+    are_objects = (isinstance(x, Mapping) for x in tools or ())
+    if not isinstance(tools, list | None) or not all(are_objects):
       raise errors.UsageError(
         f'tools is {tools!r:.200}; expected a list of objects, such as'
         " [{'type': 'function', 'function': {'name': 'add'}}]."

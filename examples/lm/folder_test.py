@@ -13,10 +13,13 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import processors
 
+from configs import chat
 import jaxline
 from jaxline import base_config
 from jaxline import errors
 
+from . import experiment
+from . import families_test
 from . import folder
 from . import hf
 from . import hf_test
@@ -272,6 +275,41 @@ def test_a_folder_comes_out_as_it_went_in(stops, tmp_path, capsys):
   config = folder.read_json(out, 'config.json')
   assert config['eos_token_id'] == (stops or [2])
   assert (config['bos_token_id'], config['pad_token_id']) == (1, 0)
+
+
+def test_a_tuned_run_needs_no_other(tmp_path, capsys):
+  path = families_test.make('qwen2', tmp_path / 'hf')
+  (path / 'custom.py').write_text('')
+  run, tuned = imported(path), tmp_path / 'tuned'
+  identity = folder.Prompts(path / 'tokenizer.json').identity
+  values = json.loads((run / 'config.json').read_text())
+  kwargs = values['experiment_kwargs']['config']
+  kwargs['decode']['max_decode_steps'] = 200
+  (run / 'config.json').write_text(json.dumps(values))
+
+  def train():
+    """Makes a new run `tuned` from `run`, which is deleted."""
+    cache = {'experiment_kwargs.config.cache_dir': str(tmp_path / 'cache')}
+    values = {'training_steps': 1, 'eval_interval': -1, 'console': 'off'}
+    values |= {'checkpoint_dir': str(tuned), 'on_config_change': 'continue'}
+    jaxline.fit(None, chat.get_config(str(run)), values | cache)
+    assert not [*tuned.glob('*.new')]
+    shutil.rmtree(run)
+
+  train()
+  shutil.rmtree(path)
+  tuned.rename(run)
+  train()  # The second run is tuned from a tuned one.
+  model = jaxline.load(tuned, mode='decode')
+  assert model.prompts.identity == identity
+  assert model.config.decode.max_decode_steps == 200
+  capsys.readouterr()
+  assert hf.main(['export', str(tuned), str(tmp_path / 'out')]) == 0
+  assert 'Not in the export: custom.py' in capsys.readouterr().out
+  assert (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  spec = '/gone/tokenizer.json#x'
+  found = experiment.find_tokenizer(spec, None, str(run), f'{tuned}:1')
+  assert found == f'{tuned}/{folder.NAME}/tokenizer.json#x'
 
 
 def test_a_model_without_a_row_of_its_tokenizer(tmp_path):

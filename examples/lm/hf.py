@@ -45,6 +45,7 @@ from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.inputs import tokenization
+from jaxline.metrics import lines
 from jaxline.parallel import distributed
 from jaxline.parallel import prng
 
@@ -615,8 +616,8 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   with contextlib.closing(checkpointer):
     if not protocol.is_new(checkpointer):
       raise errors.UsageError(f'{run} has checkpoints already; give another.')
-    if jax.process_index() == 0:
-      folder.copy(source, beside)
+    if jax.process_index() == 0 and (others := folder.copy(source, beside)):
+      lines.print_text(f'Not copied: {", ".join(others)}.')
     distributed.broadcast_from_process_0(None)  # The others read it too.
     experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
