@@ -609,16 +609,21 @@ class Experiment(sharded.ShardedExperiment):
 
   def sample(self, rng: jax.Array) -> str:
     """Returns `sample_prompt` and the text with which the model goes on."""
-    options = decoding.Options(
+    prompt = self.config.sample_prompt
+    ((sample,),) = self._continue([prompt], rng, self.sample_options)
+    return prompt + sample['text']
+
+  @property
+  def sample_options(self) -> decoding.Options:
+    """The options of the samples, which end as other continuations do."""
+    return decoding.Options(
       method='sample',
       max_decode_steps=self.config.sample_length,
       temperature=self.config.sample_temperature,
       top_k=0,
+      stop_ids=self.decode_options.stop_ids,
       scores=False,
     )
-    prompt = self.config.sample_prompt
-    ((sample,),) = self._continue([prompt], rng, options)
-    return prompt + sample['text']
 
   def decode(
     self, prompts: Sequence[folder.Prompt], rng: jax.Array
