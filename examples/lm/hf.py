@@ -140,6 +140,10 @@ _NO_EFFECT = """
 """
 # Any other key is refused, unless its value is empty or this one.
 _NEUTRAL = {'partial_rotary_factor': 1.0, 'decoder_sparse_step': 1}
+# The largest error of logits that `parity` passes, as a part of their standard
+# deviation. Rounding makes 2.2e-5 in the models of the tests, and the wrong
+# option with the least effect 4.3e-3: see docs/reference/fine_tuning.md.
+_MAX_ERROR = 1e-3
 # What `parity` continues.
 _PROMPTS = 'The first', 'naïve  中文 \n', 'def f(x):\n\treturn'
 _DTYPES = 'F32', 'F16', 'BF16'
@@ -813,7 +817,7 @@ def logits_error(run: pathlib.Path, folder: pathlib.Path) -> float:
     p, q = (jax.nn.log_softmax(x) for x in (expected, ours))
     kl = float((jnp.exp(p) * (p - q)).sum(-1).mean())
     print(f'{name}: largest error {error:.2g} of a deviation, KL {kl:.2g} nats')
-    worst = max(worst, error)
+    worst = float(np.maximum(worst, error))  # Also if it is NaN.
   return worst
 
 
@@ -876,7 +880,7 @@ def tokens_differ(run: pathlib.Path, folder: pathlib.Path) -> bool:
 
 
 def parity(run: pathlib.Path, folder: pathlib.Path) -> int:
-  """Compares a run with transformers; returns 1 if tokens differ."""
+  """Compares a run with transformers; returns 1 if logits or tokens differ."""
   try:
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -884,8 +888,10 @@ def parity(run: pathlib.Path, folder: pathlib.Path) -> int:
     raise errors.UsageError(
       f"parity needs torch and transformers ({e}): pip install -e '.[parity]'."
     ) from e
-  logits_error(run, folder)
-  return int(tokens_differ(run, folder))
+  is_near = logits_error(run, folder) <= _MAX_ERROR
+  if not is_near:
+    print(f'The logits differ: an error of at most {_MAX_ERROR:g} is expected.')
+  return int(tokens_differ(run, folder) or not is_near)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
