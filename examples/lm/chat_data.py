@@ -349,7 +349,7 @@ class ChatInput(text.TextInput):
     """Returns how many conversations, rows and tokens there are, in lines."""
     documents, codes = self._documents, self._documents.tokenizer
     is_token = documents.tokens < codes.document_id
-    # As in `read`: the first token of a conversation is no label.
+    # `read` makes labels of all tokens but the first of a conversation.
     is_label = is_token[1:] & is_token[:-1]
     trains = 1 + np.flatnonzero(is_label & (documents.tokens[1:] & 1))
     begins, more = documents.starts, 4 if codes.answers else 2

@@ -6,8 +6,8 @@
 
 `tests/data/chat_reference.json` has the tokens that transformers 5.24 makes of
 the conversations, and of the texts of their messages. The templates
-(tests/data/chat_templates) and the rules of the tokenizers are written after the
-published ones; the vocabularies are small.
+(tests/data/chat_templates) and the rules of the tokenizers are written after
+the published ones; the vocabularies are small.
 """
 
 import functools

@@ -44,7 +44,7 @@ _OF_TOKENIZERS = (
   'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
   'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
 )  # fmt: skip
-_OF_TOKENS = (  # What says which tokens are special.
+_OF_TOKENS = (  # These files name the special tokens.
   f'{_TOKENIZER_CONFIG}, special_tokens_map.json or added_tokens.json'
 )
 _NAMED = 'bos', 'eos', 'unk', 'sep', 'pad', 'cls', 'mask'
@@ -220,8 +220,7 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
 def _templates_of(folder: Path) -> dict[str, tuple[str, str]]:
   """Returns the place and the text of each chat template, by its name.
 
-  As in transformers, files of templates replace those of the tokenizer's
-  config.
+  As in transformers, files replace the templates of the tokenizer's config.
   """
   base, found = pathlib.Path(folder), {}
   files = (base / TEMPLATES).glob('*.jinja')

@@ -817,7 +817,7 @@ def logits_error(run: pathlib.Path, folder: pathlib.Path) -> float:
     p, q = (jax.nn.log_softmax(x) for x in (expected, ours))
     kl = float((jnp.exp(p) * (p - q)).sum(-1).mean())
     print(f'{name}: largest error {error:.2g} of a deviation, KL {kl:.2g} nats')
-    worst = float(np.maximum(worst, error))  # Also if it is NaN.
+    worst = float(np.maximum(worst, error))  # NaN stays.
   return worst
 
 
