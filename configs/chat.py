@@ -51,6 +51,7 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
     # Answers are trained to end with each of these.
     tokenizer = experiment.find_tokenizer(source.tokenizer, run)
     stops = folder.Prompts(str(tokenizer).partition('#')[0]).stop_ids
+    kwargs.tokenizer = tokenizer  # A run may be moved.
     stops = dict.fromkeys((*source.decode.stop_ids, *stops))
     kwargs.decode.stop_ids = tuple(stops)
     config.sharding = recorded.sharding
@@ -102,5 +103,4 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
   kwargs.samples = 3
   kwargs.sample_prompt = 'Hi'
   kwargs.sample_temperature = 0.0  # The likeliest answer.
-  kwargs.decode.max_decode_steps = min(128, kwargs.model.max_length // 2)
   return config

@@ -24,8 +24,8 @@ from jaxline.parallel import distributed
 from jaxline.parallel import prng
 from jaxline.run_directory import logs
 
-# A text, or the messages of a conversation.
-_Prompt = str | list[dict[str, Any]]
+# A text, the messages of a conversation, or a dict with `messages` and `tools`.
+_Prompt = str | list[dict[str, Any]] | dict[str, Any]
 # Where it is from, and the record that has it.
 _Line = tuple[str, _Prompt, dict[str, Any]]
 _TERMINAL = 'the terminal'
@@ -93,7 +93,10 @@ def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Line]:
       lines.warn_once(
         f'{place} is not valid Unicode; U+FFFD replaces what is wrong.'
       )
-    yield place, record[key], record
+    prompt = record[key]
+    if key == 'messages' and record.get('tools') is not None:
+      prompt = {name: record[name] for name in ('messages', 'tools')}
+    yield place, prompt, record
 
 
 def _checked(
@@ -231,8 +234,11 @@ def _open_new(path: pathlib.Path) -> TextIO:
 
 def _show(prompt: _Prompt, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
-  if isinstance(prompt, list):
-    prompt = '\n'.join(f'{x.get("role")}: {x.get("content")}' for x in prompt)
+  if not isinstance(prompt, str):
+    given = prompt if isinstance(prompt, dict) else {'messages': prompt}
+    pairs: list[Any] = [('tools', x) for x in given.get('tools', [])]
+    pairs += [(x.get('role'), x.get('content')) for x in given['messages']]
+    prompt = '\n'.join(f'{name}: {text}' for name, text in pairs)
   lines.print_text(f'=== {prompt}')
   for continuation in continuations:
     others = {k: x for k, x in continuation.items() if k != 'text'}

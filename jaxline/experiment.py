@@ -322,11 +322,11 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
       device_keys,
     )
 
-  def check_prompt(self, prompt: str | list[dict[str, Any]]) -> None:
+  def check_prompt(self, prompt: Any) -> None:
     """Raises an `errors.UsageError` for a prompt that `decode` does not take.
 
     It is called before the weights are restored. A list has the messages of a
-    conversation; here only text is taken.
+    conversation, and a dict `messages` and `tools`; here only text is taken.
     """
     if not isinstance(prompt, str):
       raise errors.UsageError(
@@ -342,9 +342,9 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     restored. It should not open training data, which may be missing.
 
     Args:
-      prompts: texts or lists of messages that `check_prompt` takes, the same
-        number at each call. The last prompts of a file are padded with others,
-        whose continuations are ignored.
+      prompts: what `check_prompt` takes, the same number at each call. The last
+        prompts of a file are padded with others, whose continuations are
+        ignored.
       rng: one key, a different one at each call.
 
     Returns:

@@ -257,12 +257,16 @@ def load(
   reader = _Reader(sources, codes, 'line', '', float(eval_fraction))
   corpus = token_cache.load(reader, notes, cache_dir)
   some = corpus.train.tokens[:_PROBE].astype(np.int64)
-  last = some[:-1][np.diff(some & 1) == -1]
-  stops = sorted({*codes.prompts.stop_ids})
-  if last.size and not np.isin(last >> 1, stops).any():
+  trains, what = some & 1, 'answer ends with'
+  ends = trains[:-1] > trains[1:]
+  if codes.options.train_on == 'all':  # No code shows where an answer ends.
+    ends, what = trains[:-1] > 0, 'conversation has'
+  last, stops = some[:-1][ends] >> 1, sorted({*codes.prompts.stop_ids})
+  if last.size and not np.isin(last, stops).any():
     logging.warning(
-      'No answer ends with one of the stops %s: the model does not learn to'
-      ' stop. See the template, and eos_token_id in generation_config.json.',
+      'No %s one of the stops %s: the model does not learn to stop. See the'
+      ' template, and eos_token_id in generation_config.json.',
+      what,
       stops,
     )
   return corpus
@@ -306,6 +310,7 @@ class ChatInput(text.TextInput):
     if self.is_training and is_long.any():
       logging.warning('Of %d conversations %s.', sizes.size, self._about_long)
     sizes[is_long] = self.length if self._cuts else 0
+    self._sizes = sizes
     if not sizes.any():
       self.refuse('length', 'as many tokens as one of the conversations has')
     self._rows = _pack(sizes, self.length, self.packing == 'packed')
@@ -342,12 +347,19 @@ class ChatInput(text.TextInput):
 
   def describe(self) -> str:
     """Returns how many conversations, rows and tokens there are, in lines."""
-    tokens = self._documents.tokens
-    tokens = tokens[tokens < self._documents.tokenizer.document_id]
+    documents, codes = self._documents, self._documents.tokenizer
+    is_token = documents.tokens < codes.document_id
+    # `read` makes labels of all tokens but the first of a conversation.
+    is_label = is_token[1:] & is_token[:-1]
+    trains = 1 + np.flatnonzero(is_label & (documents.tokens[1:] & 1))
+    begins, more = documents.starts, 4 if codes.answers else 2
+    ends = begins + np.where(self._sizes, self._sizes + more, 0)
+    trained = np.diff(np.searchsorted(trains, [begins, ends]), axis=0).sum()
+    tokens = np.count_nonzero(is_token)
     return (
-      f'{len(self._documents.names):,} conversations, {self._num_rows:,} rows,'
-      f' {tokens.size:,} tokens, of which {np.mean(tokens & 1):.1%} train;'
-      f' {self._about_long}\n{token_cache.join_notes(self._documents.notes)}'
+      f'{len(documents.names):,} conversations, {self._num_rows:,} rows,'
+      f' {tokens:,} tokens, of which {trained / tokens:.1%} train;'
+      f' {self._about_long}\n{token_cache.join_notes(documents.notes)}'
     ).rstrip()
 
   def describe_record(self, record: int, epoch: int) -> str:

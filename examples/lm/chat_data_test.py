@@ -187,8 +187,8 @@ def write(path, rows):
   return path
 
 
-def load(path, tokenizer=TINY / 'tokenizer.json', **options):
-  codes = chat_data.Codes(tokenizer, chat_data.Options(**options))
+def load(path, tokenizer=TINY / 'tokenizer.json', answers=(), **options):
+  codes = chat_data.Codes(tokenizer, chat_data.Options(**options), answers)
   where = {'cache_dir': path.parent / 'cache'}
   return chat_data.load(path, codes, eval_fraction=0.1, **where).train
 
@@ -213,6 +213,24 @@ def test_lines_that_cannot_be_read_are_named_and_counted(tmp_path):
     errors.UsageError, match=r'2 of 3 .*a.jsonl:2: .*generation'
   ):
     load(file, path)
+
+
+@pytest.mark.parametrize('train_on', ['assistant', 'all'])
+@pytest.mark.parametrize(
+  ('stop', 'behind', 'warns'),
+  [
+    ('<|im_end|>', '', False),
+    ('<|im_end|>', '\n', False),
+    ('<|eot_id|>', '\n', True),
+  ],
+)
+def test_answers_without_a_stop(
+  stop, behind, warns, train_on, tmp_path, caplog
+):
+  template = f'{{% for m in messages %}}{{{{ m.content }}}}{stop}'
+  path = make(tmp_path / 'hf', f'{template}{{{{ {behind!r} }}}}{{% endfor %}}')
+  load(write(tmp_path / 'a.jsonl', of_sizes([3] * 9)), path, train_on=train_on)
+  assert ('does not learn to stop' in caplog.text) == warns
 
 
 def chat_input(documents, batch_size=8, **fields):
@@ -245,14 +263,38 @@ def test_each_conversation_is_whole_in_one_row(tmp_path):
   assert used > 0.95 * 512 * (data.num_records() - 1)
 
 
+def check_share(data, trained):
+  """Checks the share of tokens that train, which `inputs show` prints."""
+  tokens = sum(
+    len(x)
+    for document in range(len(data._documents.names))
+    for x in chat_data.codes_of(data._documents, document)
+  )
+  want = f' {tokens:,} tokens, of which {trained / tokens:.1%} train;'
+  assert want in data.describe()
+
+
+@pytest.mark.parametrize('train_on', ['assistant', 'all'])
+def test_the_share_of_pairs_that_train(train_on, tmp_path):
+  answers = {'chosen': 'x', 'rejected': 'y'}
+  rows = [{'prompt': 'a' * n, **answers} for n in [1, 1, 300] * 4]
+  file = write(tmp_path / 'a.jsonl', rows)
+  documents = load(file, answers=(*answers,), train_on=train_on)
+  data = chat_input(documents, 1, length=99)
+  check_share(data, sum(np.count_nonzero(x['weights']) for x in data))
+
+
+@pytest.mark.parametrize('train_on', ['assistant', 'all'])
 @pytest.mark.parametrize('too_long', ['cut', 'leave_out'])
-def test_a_conversation_longer_than_a_row(too_long, tmp_path):
+def test_a_conversation_longer_than_a_row(too_long, train_on, tmp_path):
   file = write(tmp_path / 'a.jsonl', of_sizes([1, 300] * 8))
-  documents = load(file, too_long=too_long)
+  documents = load(file, too_long=too_long, train_on=train_on)
   data = chat_input(documents, 1, length=64, packing='padded')
   sizes = np.diff(documents.starts, append=documents.tokens.size)
   assert f' {sum(sizes > 66)} are longer' in data.describe()
-  rows = [x['labels'][0].tolist() for x in data]
+  batches = [*data]
+  check_share(data, sum(x['weights'].sum() for x in batches))
+  rows = [x['labels'][0].tolist() for x in batches]
   assert len(rows) == sum((sizes <= 66) | (too_long == 'cut'))
   longest = chat_data.codes_of(documents, int(sizes.argmax()))[0] >> 1
   assert (longest[1:65].tolist() in rows) == (too_long == 'cut')

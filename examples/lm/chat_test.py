@@ -126,6 +126,8 @@ def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
   run, tmp_path
 ):
   good = [{'prompt': 'naïve'}, {'messages': [message('user', 'Hi')], 'id': 7}]
+  # The template writes no tools, and the answer is the same.
+  good.append(good[1] | {'tools': [{'name': 'add'}]})
   file, output = tmp_path / 'p.jsonl', tmp_path / 'o.jsonl'
 
   def decode(directory, *prompts):
@@ -141,7 +143,7 @@ def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
   done = decode(run, *good)
   assert done.returncode == 0, done.stderr
   lines = [json.loads(x) for x in output.read_text().splitlines()]
-  assert [x.pop('continuations')[0]['tokens'] for x in lines] == [21, 21]
+  assert [x.pop('continuations')[0]['tokens'] for x in lines] == [21] * 3
   assert lines == good
   assert '=== user: Hi\n' in done.stdout
   # Without its weights: they are not reached.
@@ -155,10 +157,11 @@ def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
     ({'prompt': ''}, 'has 0 tokens'),
     ({'messages': []}, 'conversation'),
     ({'messages': ['Hi']}, 'conversation'),
+    ({**good[1], 'tools': 'add'}, 'tools is'),
   ):
     done = decode(broken, *good, bad)
     assert (done.returncode, done.stdout.count('===')) == (2, 0)
-    assert f'{file}:3: ' in done.stderr
+    assert f'{file}:4: ' in done.stderr
     assert what in done.stderr
 
 

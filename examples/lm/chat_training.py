@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples import decoding
 from jaxline import metrics
 from jaxline import sharded
 from jaxline.base import keys
@@ -91,9 +90,7 @@ class Experiment(experiment.Experiment):
           self._check_rows(found[found < codes.document_id] >> 1, name)
     return corpus
 
-  def encode_prompt(
-    self, prompt: str | folder.Messages | np.ndarray
-  ) -> np.ndarray:
+  def encode_prompt(self, prompt: folder.Prompt | np.ndarray) -> np.ndarray:
     """Returns the tokens of a prompt, which may be tokens already."""
     if isinstance(prompt, np.ndarray):
       return prompt
@@ -192,19 +189,10 @@ class Experiment(experiment.Experiment):
 
   def sample(self, rng: jax.Array) -> str:
     """Returns the model's answers to held-out conversations."""
-    config = self.config
-    options = decoding.Options(
-      method='sample',
-      max_decode_steps=config.sample_length,
-      temperature=config.sample_temperature,
-      top_k=0,
-      scores=False,
-      stop_ids=config.decode.stop_ids,
-    )
     if not (questions := [*self._questions()]):
       return super().sample(rng)
     prompts, answers = zip(*questions, strict=True)
-    found = self._continue(prompts, rng, options)
+    found = self._continue(prompts, rng, self.sample_options)
     decode = self.prompts.decode
     return '\n\n'.join(
       f'{decode(prompt)}{sample["text"]}\n(expected: {decode(answer)})'

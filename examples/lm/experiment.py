@@ -10,6 +10,7 @@ import functools
 import gzip
 import math
 import pathlib
+import re
 from typing import Any
 
 from absl import logging
@@ -237,12 +238,16 @@ def compression_baselines(documents: text.Documents) -> dict[str, float]:
   return {k: 8 * len(v) / len(data) for k, v in compressed.items()}
 
 
-def find_tokenizer(spec: str, run: str | None) -> str:
-  """Returns `Config.tokenizer`, or its file in a run that has been moved."""
+def find_tokenizer(spec: str, *runs: str | None) -> str:
+  """Returns `Config.tokenizer`, or its file in a run if it is gone.
+
+  A run is 'DIR' or 'DIR:STEP'.
+  """
   text, mark, rest = str(spec).partition('#')
   path = pathlib.Path(text)
-  if run and not path.exists():
-    for moved in (pathlib.Path(run, x, path.name) for x in (folder.NAME, '.')):
+  for run in filter(None, runs if not path.exists() else ()):
+    base = re.sub(r':\d+$', '', run)
+    for moved in (pathlib.Path(base, x, path.name) for x in (folder.NAME, '.')):
       if moved.is_file():
         return f'{moved}{mark}{rest}'
   return spec
@@ -288,9 +293,9 @@ class Experiment(sharded.ShardedExperiment):
       run_config: the config of the run: see `sharded.ShardedExperiment`.
     """
     self.config = base_config.read(self.CONFIG_CLASS, config)
-    self._tokenizer_file = find_tokenizer(
-      self.config.tokenizer, run_config and run_config.checkpoint_dir
-    )
+    places = 'checkpoint_dir', 'restore_from'
+    runs = [run_config.get(x) for x in places] if run_config else []
+    self._tokenizer_file = find_tokenizer(self.config.tokenizer, *runs)
     self.tokenizer = tokenization.load_tokenizer(self._tokenizer_file)
     self._check_tokens()
     if mode != 'decode':
@@ -376,7 +381,7 @@ class Experiment(sharded.ShardedExperiment):
     """What the folder of the tokenizer says of prompts."""
     return folder.Prompts(str(self._tokenizer_file).partition('#')[0])
 
-  def encode_prompt(self, prompt: str | folder.Messages) -> np.ndarray:
+  def encode_prompt(self, prompt: folder.Prompt) -> np.ndarray:
     """Returns the tokens of a prompt, as `config.prompt_format` says.
 
     A conversation is always read by the chat template.
@@ -573,6 +578,16 @@ class Experiment(sharded.ShardedExperiment):
       'learning_rate': learning_rate_schedule(self.config)(count),
     }
 
+  def train_loop(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Trains; before, the run gets a copy of an imported run's folder.
+
+    The imported run may be deleted then.
+    """
+    source = folder.of_tokenizer(self._tokenizer_file)
+    if source and source.name == folder.NAME and jax.process_index() == 0:
+      folder.keep(source, pathlib.Path(config.checkpoint_dir))
+    super().train_loop(config, *args, **kwargs)
+
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
@@ -594,25 +609,31 @@ class Experiment(sharded.ShardedExperiment):
 
   def sample(self, rng: jax.Array) -> str:
     """Returns `sample_prompt` and the text with which the model goes on."""
-    options = decoding.Options(
+    prompt = self.config.sample_prompt
+    ((sample,),) = self._continue([prompt], rng, self.sample_options)
+    return prompt + sample['text']
+
+  @property
+  def sample_options(self) -> decoding.Options:
+    """The options of the samples, which end as other continuations do."""
+    return decoding.Options(
       method='sample',
       max_decode_steps=self.config.sample_length,
       temperature=self.config.sample_temperature,
       top_k=0,
+      stop_ids=self.decode_options.stop_ids,
       scores=False,
     )
-    prompt = self.config.sample_prompt
-    ((sample,),) = self._continue([prompt], rng, options)
-    return prompt + sample['text']
 
   def decode(
-    self, prompts: Sequence[str | folder.Messages], rng: jax.Array
+    self, prompts: Sequence[folder.Prompt], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
     """Continues prompts as `config.decode` says.
 
     Args:
-      prompts: texts, or conversations as lists of messages; with
-        `max_decode_steps`, no longer than `max_length`.
+      prompts: texts, conversations as lists of messages, or dicts with
+        `messages` and `tools`; with `max_decode_steps`, no longer than
+        `max_length`.
       rng: a key.
 
     Returns:
@@ -630,7 +651,7 @@ class Experiment(sharded.ShardedExperiment):
       stops = (*stops, self.tokenizer.document_id)
     return dataclasses.replace(self.config.decode, stop_ids=stops)
 
-  def check_prompt(self, prompt: str | folder.Messages) -> None:
+  def check_prompt(self, prompt: folder.Prompt) -> None:
     """Refuses a prompt that `decode` does not take."""
     config = self.config
     longest = decoding.longest_prompt(config.decode, config.model.max_length)
@@ -706,7 +727,7 @@ class Experiment(sharded.ShardedExperiment):
 
   def _continue(
     self,
-    prompts: Sequence[str | folder.Messages],
+    prompts: Sequence[folder.Prompt],
     rng: jax.Array,
     options: decoding.Options,
   ) -> list[list[dict[str, Any]]]:

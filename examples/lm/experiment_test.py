@@ -407,9 +407,14 @@ def test_the_document_token_stops_besides_the_others(config, monkeypatch):
   config.experiment_kwargs.config.decode.stop_ids = (10,)
   subject = make(config, 'decode')
   seen = []
-  monkeypatch.setattr(subject, '_continue', lambda *args: seen.append(args))
-  subject.decode(['x'], 'key')
-  ((prompts, key, options),) = seen
+  said = [[{'text': 'y'}]]
+  monkeypatch.setattr(
+    subject, '_continue', lambda *args: seen.append(args) or said
+  )
+  assert subject.decode(['x'], 'key') == said
+  assert subject.sample('key') == subject.config.sample_prompt + 'y'
+  (prompts, key, options), (*_, of_sample) = seen
+  assert of_sample.stop_ids == options.stop_ids
   assert (prompts, key) == (['x'], 'key')
   assert options.stop_ids == (10, 256)
   assert options.max_decode_steps == 6

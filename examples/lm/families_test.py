@@ -2,9 +2,12 @@
 
   python -m examples.lm.families_test  # Prints the table of docs/chat.md.
   python -m examples.lm.families_test qwen2 DIR  # Makes such a folder.
+  python -m examples.lm.families_test record  # Asks transformers again.
 
-The templates (tests/data/chat_templates) and the rules of the tokenizers are
-written after the published ones; the vocabularies are small.
+`tests/data/chat_reference.json` has the tokens that transformers 5.24 makes of
+the conversations, and of the texts of their messages. The templates
+(tests/data/chat_templates) and the rules of the tokenizers are written after
+the published ones; the vocabularies are small.
 """
 
 import functools
@@ -32,6 +35,7 @@ from . import folder
 from . import hf
 from . import hf_test
 
+RECORDED = hf_test.ROOT / 'tests/data/chat_reference.json'
 _CHATML = '<|im_end|>', '<|im_start|>', '<|endoftext|>'
 _GEMMA = '<bos>', '<end_of_turn>', '<start_of_turn>', '<eos>', '<pad>', '<mask>'
 _ENDS = '<|begin_of_text|>', '<|eot_id|>'
@@ -183,27 +187,37 @@ def _or_refused(encode, messages):
     return 'refused'
 
 
-def compare(family, path):
-  """Yields the tokens of each conversation, and those of transformers."""
+def _all_ids(encode, apply):
+  """Returns the tokens of the texts, and of the conversations."""
+  texts = [x['content'] for messages in CONVERSATIONS for x in messages]
+  return {
+    'texts': [encode(text) for text in texts],
+    'conversations': [_or_refused(apply, x) for x in CONVERSATIONS],
+  }
+
+
+def ours(path):
+  """Returns the tokens that `folder.Prompts` makes."""
+  prompts = folder.Prompts(path / 'tokenizer.json')
+  encode = lambda prompt: prompts.encode(prompt).tolist()
+  return _all_ids(encode, encode)
+
+
+def theirs(path):
+  """Returns the tokens that transformers makes."""
   transformers = pytest.importorskip('transformers', minversion='5')
-  make(family, path)
-  theirs = transformers.AutoTokenizer.from_pretrained(path)
-  ours = folder.Prompts(path / 'tokenizer.json')
+  tokenizer = transformers.AutoTokenizer.from_pretrained(path)
   apply = functools.partial(
-    theirs.apply_chat_template, add_generation_prompt=True, return_dict=False
+    tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False
   )
-  for messages in CONVERSATIONS:
-    for x in messages:
-      text = x['content']
-      assert ours.encode(text).tolist() == theirs(text)['input_ids']
-    got = _or_refused(lambda x: ours.encode(x).tolist(), messages)
-    yield got, _or_refused(apply, messages)
+  return _all_ids(lambda text: tokenizer(text)['input_ids'], apply)
 
 
+@pytest.mark.parametrize('ids', [ours, theirs])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_a_family_has_the_ids_of_transformers(family, tmp_path):
-  for ours, theirs in compare(family, tmp_path / 'hf'):
-    assert ours == theirs
+def test_a_family_has_the_recorded_ids(family, ids, tmp_path):
+  recorded = json.loads(RECORDED.read_text())[family]
+  assert ids(make(family, tmp_path / 'hf')) == recorded
 
 
 @pytest.mark.process
@@ -233,20 +247,39 @@ def test_parity_says_what_is_missing(monkeypatch, capsys):
   assert "pip install -e '.[parity]'" in capsys.readouterr().err
 
 
+def _of_each(ids):
+  """Returns the tokens of each family."""
+  with tempfile.TemporaryDirectory() as scratch:
+    base = pathlib.Path(scratch)
+    return {family: ids(make(family, base / family)) for family in FAMILIES}
+
+
+def record():
+  """Writes what transformers makes, a line for each family."""
+  rows = (f'"{k}": {json.dumps(x)}' for k, x in _of_each(theirs).items())
+  RECORDED.write_text('{\n' + ',\n'.join(rows) + '\n}\n')
+
+
 def print_table():
   """Prints the table of docs/chat.md."""
-  print('| family | ids | equal | refused by both |\n|---|---|---|---|')
-  for family in FAMILIES:
-    with tempfile.TemporaryDirectory() as scratch:
-      pairs = [*compare(family, pathlib.Path(scratch) / 'hf')]
-    equal = sum(x == y for x, y in pairs)
-    ids = sum(len(y) for _, y in pairs if y != 'refused')
+  print('| family | rendered | tokens | equal | refused by both |')
+  print('|---|---|---|---|---|')
+  recorded = json.loads(RECORDED.read_text())
+  for family, found in _of_each(ours).items():
+    want = recorded[family]['conversations']
+    pairs = [*zip(found['conversations'], want, strict=True)]
+    rendered = [(x, y) for x, y in pairs if y != 'refused']
+    tokens = sum(len(y) for _, y in rendered)
+    equal = sum(x == y for x, y in rendered)
     refused = sum(x == y == 'refused' for x, y in pairs)
-    print(f'| `{family}` | {ids} | {equal} of {len(pairs)} | {refused} |')
+    counts = f'{len(rendered)} | {tokens} | {equal} | {refused}'
+    print(f'| `{family}` | {counts} |')
 
 
 if __name__ == '__main__':
-  if sys.argv[1:]:
+  if sys.argv[1:] == ['record']:
+    record()
+  elif sys.argv[1:]:
     make(sys.argv[1], pathlib.Path(sys.argv[2]))
   else:
     print_table()

@@ -31,16 +31,22 @@ from jaxline.metrics import lines
 
 Path = str | os.PathLike[str]
 Messages = Sequence[Mapping[str, Any]]
+# A text, messages, or a dict with 'messages' and 'tools'.
+Prompt = str | Messages | Mapping[str, Any]
 
 NAME = 'huggingface'  # An imported run has its copy there.
 CONFIG, GENERATION = 'config.json', 'generation_config.json'
 TEMPLATE, TEMPLATES = 'chat_template.jinja', 'additional_chat_templates'
+_OF_TOOLS = 'tool_use'  # The template of conversations with tools.
 _TOKENIZER_CONFIG = 'tokenizer_config.json'
 # What transformers reads of a folder to make a tokenizer.
 _OF_TOKENIZERS = (
   'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
   'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
 )  # fmt: skip
+_OF_TOKENS = (  # These files name the special tokens.
+  f'{_TOKENIZER_CONFIG}, special_tokens_map.json or added_tokens.json'
+)
 _NAMED = 'bos', 'eos', 'unk', 'sep', 'pad', 'cls', 'mask'
 _LLAMA = 'LlamaTokenizer', 'LlamaTokenizerFast'
 _WEIGHTS = '.safetensors', '.safetensors.index.json'
@@ -53,7 +59,7 @@ _BEGIN, _END = '\udc00', '\udc01'
 
 
 @contextlib.contextmanager
-def _reading(what: str) -> Iterator[None]:
+def reading(what: str) -> Iterator[None]:
   """Names what cannot be read: a file may be of any shape."""
   try:
     yield
@@ -87,7 +93,7 @@ def read(folder: Path, name: str) -> bytes | None:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
   """Returns the object in a file, {} if there is no file."""
-  with _reading(str(pathlib.Path(folder) / name)):
+  with reading(str(pathlib.Path(folder) / name)):
     value = json.loads(read(folder, name) or b'{}')
     if not isinstance(value, dict):
       raise ValueError(f'it is a {type(value).__name__}; expected an object')
@@ -106,7 +112,7 @@ def tokenizer_of(path: pathlib.Path) -> str:
   It is named where the tokenizer does not find one by itself.
   """
   if path.suffix == '.json':
-    with _reading(f'{path}, or {path.parent / _TOKENIZER_CONFIG}:'):
+    with reading(f'{path}, {_OF_TOKENS}'):
       added = read_json(path.parent, path.name).get('added_tokens') or []
       known = {x['content'] for x in added}
       named, _ = _special_tokens(path.parent)
@@ -141,16 +147,27 @@ def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
     is_data = path.suffix in _COPIED and path.is_file()
     is_data = is_data and path.stat().st_size <= _MAX_BYTES
     names[not (is_own and is_data)].append(name)
+  names[1].extend((read(folder, _NOT_COPIED) or b'').decode().splitlines())
   return names
 
 
-def copy(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies a folder except its weights; prints what else is not copied."""
+def copy(source: pathlib.Path, target: pathlib.Path) -> list[str]:
+  """Copies a folder except its weights; returns what else is not copied."""
   names, others = _names(source)
   _copy(source, target, names)
   if others:
-    (target / _NOT_COPIED).write_text('\n'.join(others) + '\n')
-    lines.print_text(f'Not copied: {", ".join(others)}.')
+    text = '\n'.join([*others, ''])
+    (target / _NOT_COPIED).write_text(text, 'utf-8', 'replace')
+  return others
+
+
+def keep(source: pathlib.Path, run: pathlib.Path) -> None:
+  """Copies the folder of an imported run to another run on disk, once."""
+  target, new = run / NAME, run / f'{NAME}.new'
+  if run.is_dir() and not target.exists():
+    shutil.rmtree(new, ignore_errors=True)
+    copy(source, new)
+    new.rename(target)  # A killed process leaves no part of a copy.
 
 
 def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
@@ -160,7 +177,6 @@ def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
   """
   names, lacks = _names(source)
   if is_whole:
-    lacks += (read(source, _NOT_COPIED) or b'').decode().split('\n')[:-1]
     names = [name for name in names if name not in (CONFIG, GENERATION)]
   else:
     names = [name for name in names if name in _OF_TOKENIZERS]
@@ -201,17 +217,32 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
   return ()
 
 
-def _template_of(folder: Path) -> str | None:
-  """Returns the chat template of a folder."""
-  if (raw := read(folder, TEMPLATE)) is not None:
-    return raw.decode()
-  found = read_json(folder, _TOKENIZER_CONFIG).get('chat_template')
-  if isinstance(found, list):
-    found = {x['name']: x['template'] for x in found}
-  found = found.get('default') if isinstance(found, dict) else found
-  if raw := read(pathlib.Path(folder), f'{TEMPLATES}/default.jinja'):
-    return raw.decode()
-  return found
+def _templates_of(folder: Path) -> dict[str, tuple[str, str]]:
+  """Returns the place and the text of each chat template, by its name.
+
+  As in transformers, files replace the templates of the tokenizer's config.
+  """
+  base, found = pathlib.Path(folder), {}
+  files = (base / TEMPLATES).glob('*.jinja')
+  for path in (base / TEMPLATE, *sorted(files)):
+    name = 'default' if path.name == TEMPLATE else path.stem
+    with reading(str(path)):
+      if (raw := read(path.parent, path.name)) is not None:
+        found[name] = str(path), raw.decode()
+  if found:
+    return found
+  place = f'chat_template in {base / _TOKENIZER_CONFIG}'
+  with reading(place):
+    given = read_json(base, _TOKENIZER_CONFIG).get('chat_template')
+    if isinstance(given, list):
+      given = {x['name']: x['template'] for x in given}
+    elif not isinstance(given, dict):
+      given = {'default': given}
+    for name, text in given.items():
+      if not isinstance(text, str | None):
+        raise ValueError(f'{name!r} is {text!r:.80}; expected text')
+      (text or '').encode()  # JSON can hold halves of characters.
+    return {name: (place, x) for name, x in given.items() if x}
 
 
 def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -265,7 +296,7 @@ class Prompts:
         ' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), and import'
         " DIR again; or give texts, with prompt_format='text'."
       )
-    with _reading(str(path)):
+    with reading(str(path)):
       raw = read(self.folder, path.name) or b''
       library = self._library = tokenizers.Tokenizer.from_buffer(raw)
       values = read_json(self.folder, _TOKENIZER_CONFIG)
@@ -284,7 +315,7 @@ class Prompts:
       library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
         prepend_scheme=scheme if has_prefix else 'never', split=False
       )
-    with _reading(f'{self.folder / _TOKENIZER_CONFIG}: special tokens'):
+    with reading(f'{self.folder}: {_OF_TOKENS}'):
       named, tokens = _special_tokens(self.folder)
       self._named = {name: _content(x) for name, x in named.items()}
       known = {x.content for x in library.get_added_tokens_decoder().values()}
@@ -297,12 +328,14 @@ class Prompts:
         token = tokenizers.AddedToken(text, **{'special': True, **given})
         library.add_tokens([token])
 
-  def encode(self, prompt: str | Messages) -> np.ndarray:
+  def encode(self, prompt: Prompt) -> np.ndarray:
     """Returns the tokens of a text or of a conversation, int32 [length]."""
-    is_text = isinstance(prompt, str)
-    text = prompt if isinstance(prompt, str) else self.render(prompt)
-    # A template writes all special tokens itself.
-    encoding = self._library.encode(text, add_special_tokens=is_text)
+    if isinstance(prompt, str):
+      encoding = self._library.encode(prompt)
+    else:
+      given = prompt if isinstance(prompt, Mapping) else {'messages': prompt}
+      # A template writes all special tokens itself.
+      (encoding,) = self.encode_rendered([self.render(**given)])
     return np.array(encoding.ids, np.int32)
 
   def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
@@ -327,10 +360,11 @@ class Prompts:
   @functools.cached_property
   def identity(self) -> str:
     """The hash of all on which the tokens of a conversation depend."""
-    _ = self._template  # A folder without one is refused here.
-    library = self._library
+    self._template([])  # A folder without one is refused here.
+    library, found = self._library, self._templates
     names = self._named, self.stop_ids, library.encode_special_tokens
-    about = [library.to_str(), _template_of(self.folder), *names]
+    texts = [found[name][1] for name in ('default', _OF_TOOLS) if name in found]
+    about = [library.to_str(), *texts, *names]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
   def render(self, messages: Messages, **options: Any) -> str:
@@ -338,13 +372,14 @@ class Prompts:
 
     Args:
       messages: dicts with `role`, `content` and other keys of the template.
-      **options: variables of the template. With `add_generation_prompt`, True
-        by default, the text ends with the beginning of the next answer.
+      **options: variables of the template, such as `tools`. With
+        `add_generation_prompt`, True by default, the text ends with the
+        beginning of the next answer.
     """
     return self.render_spans(messages, **options)[0]
 
   def render_spans(
-    self, messages: Messages, **options: Any
+    self, messages: Messages, *, tools: Any = None, **options: Any
   ) -> tuple[str, list[tuple[int, int]]]:
     """Returns what `render` does, and where `generation` blocks wrote in it."""
     if not messages or not all(isinstance(x, Mapping) for x in messages):
@@ -352,10 +387,16 @@ class Prompts:
         f'A conversation is {messages!r:.200}; expected messages, such as'
         " [{'role': 'user', 'content': 'Hi'}]."
       )
-    size, template, written = 0, self._template, []
-    given = {'tools': None, 'documents': None, 'add_generation_prompt': True}
+    are_objects = (isinstance(x, Mapping) for x in tools or ())
+    if not isinstance(tools, list | None) or not all(are_objects):
+      raise errors.UsageError(
+        f'tools is {tools!r:.200}; expected a list of objects, such as'
+        " [{'type': 'function', 'function': {'name': 'add'}}]."
+      )
+    size, template, written = 0, self._template(tools), []
+    given = {'tools': tools, 'documents': None, 'add_generation_prompt': True}
     given |= {**self._named, **options, 'messages': [*map(_message, messages)]}
-    with _reading(f'A conversation by the chat template of {self.folder}'):
+    with reading(f'A conversation by the chat template of {self.folder}'):
       for piece in template.generate(**given):
         size += len(piece)
         if size > _MAX_TEXT:
@@ -368,13 +409,20 @@ class Prompts:
   @property
   def has_template(self) -> bool:
     """Whether the folder has a chat template."""
-    return bool(_template_of(self.folder))
+    return 'default' in self._templates
 
   @functools.cached_property
-  def _template(self) -> Any:
-    with _reading(f'The chat template of {self.folder}'):
-      if found := _template_of(self.folder):
-        return _environment().from_string(found)
+  def _templates(self) -> dict[str, tuple[str, str]]:
+    return _templates_of(self.folder)
+
+  def _template(self, tools: Any) -> Any:
+    """Returns the template that transformers takes."""
+    found = self._templates
+    is_of_tools = tools is not None and _OF_TOOLS in found
+    if named := found.get(_OF_TOOLS if is_of_tools else 'default'):
+      place, text = named
+      with reading(place):
+        return _compiled(text)
     raise errors.UsageError(
       f'{self.folder} has no chat template; expected {TEMPLATE}, or'
       f' chat_template in {_TOKENIZER_CONFIG}. Take the folder of a model for'
@@ -389,6 +437,11 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
   for reasoning in [given[name] for name in names if name in given][:1]:
     given = {'thinking': reasoning, **given, 'reasoning_content': reasoning}
   return given
+
+
+@functools.cache
+def _compiled(template: str) -> Any:
+  return _environment().from_string(template)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Tests of what surrounds the weights of a Hugging Face folder."""
 
+import itertools
 import json
 import os
 import shutil
@@ -12,10 +13,13 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import processors
 
+from configs import chat
 import jaxline
 from jaxline import base_config
 from jaxline import errors
 
+from . import experiment
+from . import families_test
 from . import folder
 from . import hf
 from . import hf_test
@@ -29,7 +33,8 @@ CHATML = (
 # As the templates of seven families do it: BOS, roles in turns, loops with
 # `break`, namespaces, JSON of what a tool gets, reasoning.
 LLAMA = (
-  '{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}'
+  '{{ bos_token }}{% if tools is not none %}{{ tools }}{% endif %}'
+  '{% set ns = namespace(n=0) %}{% for m in messages %}'
   "{% if m.role == 'system' %}{% continue %}{% endif %}"
   "{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
   "{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -39,6 +44,9 @@ LLAMA = (
   '{% if m.reasoning_content %}<|im_start|>{{ m.thinking }}{% endif %}'
   '{% if m.role != "user" %}{{ eos_token }}{% endif %}{% endfor %}'
 )
+# Of folders with a template of its own for conversations with tools.
+TOOL_USE = '{{ tools | tojson }}' + LLAMA
+TOOLS = [{'type': 'function', 'function': {'name': 'é<&>', 'strict': True}}]
 CALL = {'role': 'assistant', 'content': '', 'tool_calls': [{'name': 'é<&>'}]}
 USER = {'role': 'user', 'content': 'x'}
 CONVERSATIONS = [
@@ -60,7 +68,7 @@ KINDS = {
     'add_bos_token': False,
     'post': '<|endoftext|> $A',
     'chat_template': [
-      {'name': 'tool_use', 'template': 'no'},
+      {'name': 'tool_use', 'template': TOOL_USE},
       {'name': 'default', 'template': LLAMA},
     ],
   },
@@ -89,7 +97,15 @@ KINDS = {
     'pad_token': '<x>',
     'bos_token': '<y>',
     'model_specific_special_tokens': {'image_token': 'user'},
+    'chat_template': [{'name': 'tool_use', 'template': 'no'}],
     'more': {'additional_chat_templates/default.jinja': LLAMA},
+  },
+  'tools': {
+    'jinja': 'no',
+    'more': {
+      'additional_chat_templates/default.jinja': LLAMA,
+      'additional_chat_templates/tool_use.jinja': TOOL_USE,
+    },
   },
 }  # fmt: skip
 
@@ -151,13 +167,33 @@ def test_ids_are_those_of_transformers(kind, tmp_path):
   for text in TEXTS:
     assert ours.encode(text).tolist() == theirs(text)['input_ids']
   for messages in CONVERSATIONS:
-    for ends in (True, False):
-      want = theirs.apply_chat_template(
-        messages, add_generation_prompt=ends, tokenize=False
-      )
-      assert ours.render(messages, add_generation_prompt=ends) == want
+    for ends, tools in itertools.product((True, False), (None, [], TOOLS)):
+      given = {'add_generation_prompt': ends, 'tools': tools}
+      want = theirs.apply_chat_template(messages, tokenize=False, **given)
+      assert ours.render(messages, **given) == want
     want = theirs.apply_chat_template(messages, add_generation_prompt=True)
     assert ours.encode(messages).tolist() == want['input_ids']
+
+
+@pytest.mark.parametrize('is_file', [False, True])
+def test_tools_are_read_by_their_template(is_file, tmp_path):
+  texts = {'default': 'd', 'tool_use': '{{ tools[0].name }}'}
+  files = {f'{folder.TEMPLATES}/{k}.jinja': x for k, x in texts.items()}
+  given = [{'name': k, 'template': x} for k, x in texts.items()]
+  kinds = {'chat_template': given}, {'chat_template': 'no', 'more': files}
+  path = make(tmp_path / 'hf', **kinds[is_file]) / 'tokenizer.json'
+  prompts = folder.Prompts(path)
+  assert prompts.decode(prompts.encode([USER])) == 'd'
+  asked = {'messages': [USER], 'tools': [{'name': 'add'}]}
+  assert prompts.decode(prompts.encode(asked)) == 'add'
+  for wrong in ('add', [1], {}):
+    with pytest.raises(errors.UsageError, match='tools is '):
+      prompts.encode(asked | {'tools': wrong})
+  # Both templates make the tokens.
+  shutil.rmtree(tmp_path / 'hf')
+  given[1]['template'] = files[f'{folder.TEMPLATES}/tool_use.jinja'] = 'x'
+  make(tmp_path / 'hf', **kinds[is_file])
+  assert folder.Prompts(path).identity != prompts.identity
 
 
 @pytest.mark.parametrize(
@@ -241,6 +277,41 @@ def test_a_folder_comes_out_as_it_went_in(stops, tmp_path, capsys):
   assert (config['bos_token_id'], config['pad_token_id']) == (1, 0)
 
 
+def test_a_tuned_run_needs_no_other(tmp_path, capsys):
+  path = families_test.make('qwen2', tmp_path / 'hf')
+  (path / 'custom.py').write_text('')
+  run, tuned = imported(path), tmp_path / 'tuned'
+  identity = folder.Prompts(path / 'tokenizer.json').identity
+  values = json.loads((run / 'config.json').read_text())
+  kwargs = values['experiment_kwargs']['config']
+  kwargs['decode']['max_decode_steps'] = 200
+  (run / 'config.json').write_text(json.dumps(values))
+
+  def train():
+    """Makes a new run `tuned` from `run`, which is deleted."""
+    cache = {'experiment_kwargs.config.cache_dir': str(tmp_path / 'cache')}
+    values = {'training_steps': 1, 'eval_interval': -1, 'console': 'off'}
+    values |= {'checkpoint_dir': str(tuned), 'on_config_change': 'continue'}
+    jaxline.fit(None, chat.get_config(str(run)), values | cache)
+    assert not [*tuned.glob('*.new')]
+    shutil.rmtree(run)
+
+  train()
+  shutil.rmtree(path)
+  tuned.rename(run)
+  train()  # The second run is tuned from a tuned one.
+  model = jaxline.load(tuned, mode='decode')
+  assert model.prompts.identity == identity
+  assert model.config.decode.max_decode_steps == 200
+  capsys.readouterr()
+  assert hf.main(['export', str(tuned), str(tmp_path / 'out')]) == 0
+  assert 'Not in the export: custom.py' in capsys.readouterr().out
+  assert (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  spec = '/gone/tokenizer.json#x'
+  found = experiment.find_tokenizer(spec, None, str(run), f'{tuned}:1')
+  assert found == f'{tuned}/{folder.NAME}/tokenizer.json#x'
+
+
 def test_a_model_without_a_row_of_its_tokenizer(tmp_path):
   path = make(tmp_path / 'hf', size=61, eos_token='<|im_end|>', jinja=CHATML)
   library = tokenizers.Tokenizer.from_file(str(path / 'tokenizer.json'))
@@ -283,12 +354,40 @@ def test_a_tokenizer_without_a_known_document_token(tmp_path):
     ('generation_config.json', '[1]'),
     ('tokenizer_config.json', '{"added_tokens_decoder": {"x": 1}}'),
     ('special_tokens_map.json', '{'),
+    ('tokenizer_config.json', '{"chat_template": 1}'),
+    ('tokenizer_config.json', '{"chat_template": [{"template": "x"}]}'),
+    ('tokenizer_config.json', '{"chat_template": {"default": [1]}}'),
+    ('tokenizer_config.json', '{"chat_template": "\\ud800"}'),
+    ('tokenizer_config.json', b'\xff'),
+    ('chat_template.jinja', b'\xff'),
+    ('chat_template.jinja', '{% for %}'),
+    ('additional_chat_templates/default.jinja', b'\xff'),
+    ('additional_chat_templates/tool_use.jinja', '{% for %}'),
+    ('config.json', '{'),
+    ('config.json', {'hidden_size': '64'}),
+    ('config.json', {'hidden_size': None}),
+    ('config.json', {'hidden_act': ['silu']}),
+    ('config.json', {'num_hidden_layers': 0}),
+    ('config.json', {'num_hidden_layers': 2.5}),
+    ('config.json', {'intermediate_size': True}),
+    ('config.json', {'max_position_embeddings': None}),
+    ('config.json', {'layer_types': 1}),
   ],
 )
 def test_a_file_that_cannot_be_read_is_named(name, content, tmp_path):
-  path = make(tmp_path / 'hf', size=61)
-  (path / name).write_text(content)
-  with pytest.raises(errors.UsageError, match=f'{path}.*') as raised:
-    hf.import_model(path, tmp_path / 'run')
-  assert name.split('_')[0] in str(raised.value)
+  path = make(tmp_path / 'hf', size=61, map={'bos_token': '<|endoftext|>'})
+  if isinstance(content, dict):
+    content = json.dumps(folder.read_json(path, name) | content)
+  (path / name).parent.mkdir(exist_ok=True)
+  raw = content if isinstance(content, bytes) else content.encode()
+  (path / name).write_bytes(raw)
+  with pytest.raises(errors.UsageError) as raised:
+    # A template is not needed before a chat.
+    if 'template' in f'{name}{content}':
+      asked = {'messages': [USER], 'tools': TOOLS}
+      folder.Prompts(path / 'tokenizer.json').encode(asked)
+    else:
+      hf.import_model(path, tmp_path / 'run')
+  assert str(path) in str(raised.value)
+  assert name in str(raised.value)
   assert not (tmp_path / 'run').exists()

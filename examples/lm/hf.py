@@ -45,6 +45,7 @@ from jaxline.checkpoint import protocol
 from jaxline.compat import adapters
 from jaxline.compat import experiments
 from jaxline.inputs import tokenization
+from jaxline.metrics import lines
 from jaxline.parallel import distributed
 from jaxline.parallel import prng
 
@@ -139,6 +140,10 @@ _NO_EFFECT = """
 """
 # Any other key is refused, unless its value is empty or this one.
 _NEUTRAL = {'partial_rotary_factor': 1.0, 'decoder_sparse_step': 1}
+# The largest error of logits that `parity` passes, as a part of their standard
+# deviation. Rounding makes 2.2e-5 in the models of the tests, and the wrong
+# option with the least effect 4.3e-3: see docs/reference/fine_tuning.md.
+_MAX_ERROR = 1e-3
 # What `parity` continues.
 _PROMPTS = 'The first', 'naïve  中文 \n', 'def f(x):\n\treturn'
 _DTYPES = 'F32', 'F16', 'BF16'
@@ -253,11 +258,6 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
   What they do not give back when they are written is refused.
   """
-  if not isinstance(hf, dict):
-    raise errors.UsageError(
-      f'config.json is a {type(hf).__name__}; expected an object. Copy it'
-      ' again.'
-    )
   family = str(hf.get('model_type'))
   errors.check_names([family], _FAMILIES, 'model_type', 'config.json')
   known = {*_KEYS.values(), *_CAPS.values(), *_OFF}
@@ -280,10 +280,6 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     scaling = [float(full[key]) for key in _ROPES.get(full['rope_type'], ())]
   except KeyError as e:
     raise errors.UsageError(f'config.json of a {family} lacks {e}.') from e
-  except (TypeError, AttributeError, ValueError, ArithmeticError) as e:
-    raise errors.UsageError(
-      f'config.json of a {family} cannot be read: {e}. Copy it again.'
-    ) from e
   has_local = family == 'gemma3_text'
   options = _canonical(
     {name: facts[key] for name, key in (_KEYS | _CAPS).items()}
@@ -589,11 +585,12 @@ def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
 
 def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   """Makes a run of a folder: config, tokenizer, and checkpoint of step 0."""
-  raw = folder.read(source, folder.CONFIG)
-  if raw is None:
+  if folder.read(source, folder.CONFIG) is None:
     raise errors.MissingFileError(f'{source / folder.CONFIG}: no file.')
-  hf = json.loads(raw)
-  config, tensors = _run_config(hf), _open(source)
+  hf = folder.read_json(source, folder.CONFIG)
+  with folder.reading(str(source / folder.CONFIG)):
+    config = _run_config(hf)
+  tensors = _open(source)
   names = ('tokenizer.json', 'tokenizer.model')
   name = next((x for x in names if (source / x).exists()), None)
   if name is None or not tensors:
@@ -623,8 +620,8 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   with contextlib.closing(checkpointer):
     if not protocol.is_new(checkpointer):
       raise errors.UsageError(f'{run} has checkpoints already; give another.')
-    if jax.process_index() == 0:
-      folder.copy(source, beside)
+    if jax.process_index() == 0 and (others := folder.copy(source, beside)):
+      lines.print_text(f'Not copied: {", ".join(others)}.')
     distributed.broadcast_from_process_0(None)  # The others read it too.
     experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
@@ -672,6 +669,7 @@ def _run_config(hf: Mapping[str, Any]) -> config_dict.ConfigDict:
   length = options['max_length']
   options['scan_layers'] = options['num_layers'] >= 12
   kwargs.model = config_dict.ConfigDict(kwargs.model.to_dict() | options)
+  model.ModelConfig(**kwargs.model)  # It refuses sizes that fit no model.
   kwargs.update(length=min(length, 512), batch_size=8, packing='packed')
   kwargs.update(learning_rate=1e-5, warmup_fraction=0.05, sample_prompt='The')
   kwargs.sample_length = min(64, length // 2)
@@ -819,7 +817,7 @@ def logits_error(run: pathlib.Path, folder: pathlib.Path) -> float:
     p, q = (jax.nn.log_softmax(x) for x in (expected, ours))
     kl = float((jnp.exp(p) * (p - q)).sum(-1).mean())
     print(f'{name}: largest error {error:.2g} of a deviation, KL {kl:.2g} nats')
-    worst = max(worst, error)
+    worst = float(np.maximum(worst, error))  # NaN stays.
   return worst
 
 
@@ -882,7 +880,7 @@ def tokens_differ(run: pathlib.Path, folder: pathlib.Path) -> bool:
 
 
 def parity(run: pathlib.Path, folder: pathlib.Path) -> int:
-  """Compares a run with transformers; returns 1 if tokens differ."""
+  """Compares a run with transformers; returns 1 if logits or tokens differ."""
   try:
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -890,8 +888,10 @@ def parity(run: pathlib.Path, folder: pathlib.Path) -> int:
     raise errors.UsageError(
       f"parity needs torch and transformers ({e}): pip install -e '.[parity]'."
     ) from e
-  logits_error(run, folder)
-  return int(tokens_differ(run, folder))
+  is_near = logits_error(run, folder) <= _MAX_ERROR
+  if not is_near:
+    print(f'The logits differ: an error of at most {_MAX_ERROR:g} is expected.')
+  return int(tokens_differ(run, folder) or not is_near)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

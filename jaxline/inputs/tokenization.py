@@ -352,7 +352,9 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
     )
   path = pathlib.Path(match['path']).expanduser()
   if not path.is_file():
-    raise errors.MissingFileError(f'The tokenizer is {spec!r}: no file.')
+    raise errors.MissingFileError(
+      f'The tokenizer is {spec!r}: no file. Put it there, or give its path.'
+    )
   kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
   return kinds[match['kind']](path.read_bytes(), str(path), match['token'])
 
