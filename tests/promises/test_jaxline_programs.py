@@ -1,7 +1,15 @@
-"""JAXline's contract by signature: what old code may write is still there."""
+"""What a program of JAXline 0.0.8 may write, and what it may rely on.
 
+Names, signatures and defaults; programs that save and restore on their own;
+runs of several classes and configs in one process. The programs are written in
+the shapes of emergent_communication_at_scale, of distribution_shift_framework
+and of emergent_in_context_learning.
+"""
+
+import contextlib
 import inspect
 import json
+import pathlib
 import pickle
 import re
 import threading
@@ -9,6 +17,7 @@ from unittest import mock
 
 from absl import logging
 from absl.testing import flagsaver
+import chex
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
@@ -16,6 +25,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxline
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import platform
@@ -23,6 +33,10 @@ from jaxline import train
 from jaxline import utils
 from jaxline.compat import checkpointers
 from tests import processes
+from tests import remains
+
+# The contract: the names of parameters, their kinds and their defaults.
+
 
 # The contract: the names of parameters, their kinds and their defaults.
 CHECKPOINTER = """
@@ -33,6 +47,8 @@ CHECKPOINTER = """
   can_be_restored(self, ckpt_series)
   wait_for_checkpointing_to_finish(self)
 """
+
+
 UTILS = """
   py_prefetch(iterable_function, buffer_size=5, *, thread_name=None)
   double_buffer(ds)
@@ -51,6 +67,8 @@ UTILS = """
   disable_pmap_jit(fn)
   evaluate_should_return_dict(f)
 """
+
+
 CONTRACT = {
   experiment.AbstractExperiment: """
     __init__(self, mode, init_rng=None)
@@ -97,6 +115,8 @@ CONTRACT = {
   """,
   utils: UTILS,
 }
+
+
 HEAD = re.compile(r'(\w+)(\(.*?\))\n', re.S)
 
 
@@ -182,6 +202,7 @@ def test_incidental_names(module):
 
 # JAXline's own keys; docs/reference/config.md has ours.
 
+
 DEFAULTS = {
   'experiment_kwargs': config_dict.ConfigDict(),
   'training_steps': 10000,
@@ -218,26 +239,11 @@ def test_base_config_keys_and_defaults():
     assert value == default, key
 
 
-# What an import brings along, each in a process of its own.
-
-HEAVY = (
-  'chex',
-  'equinox',
-  'flax',
-  'grain',
-  'haiku',
-  'matplotlib',
-  'optax',
-  'orbax',
-  'pandas',
-  'rich',
-  'seqio',
-  'sklearn',
-  'tensorboard',
-  'tensorflow',
-  'tensorstore',
-  'torch',
-)
+# What an import brings along.
+HEAVY = """
+  chex equinox flax grain haiku matplotlib optax orbax pandas rich seqio sklearn
+  tensorboard tensorflow tensorstore torch
+"""
 
 
 # Whoever imports `utils` alone has these flags as well.
@@ -251,20 +257,20 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize('name', ['utils', 'platform'])
-def test_an_import_defines_the_flags_and_costs_little_more_than_jax(name):
+def test_an_import_defines_the_flags_and_costs_little_more_than_jax():
   program = f"""
 import jax, json, sys
 of_jax = len(sys.modules)
-import jaxline.{name}
+import jaxline.utils
 from absl import flags
 found = {{n: flags.FLAGS[n].default for n in {[*FLAGS]}}}
+import jaxline.platform
 print(json.dumps([of_jax, list(sys.modules), found]))
 """
   done = processes.run('-c', program)
   of_jax, modules, found = json.loads(done.stdout)
   assert found == FLAGS
-  assert sorted(set(HEAVY) & set(modules)) == []
+  assert sorted({*HEAVY.split()} & {*modules}) == []
   # Among the others are ml_collections, absl and what they need.
   assert len(modules) < 1.2 * of_jax
 
@@ -346,6 +352,17 @@ def save_state_from_in_memory_checkpointer(path):
       )
     with open(path, 'wb') as f:
       pickle.dump(state, f)
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+  """Returns what forgets all that another process would not know."""
+
+  def forget():
+    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+    monkeypatch.setattr(checkpointers, '_begun', {})
+
+  return forget
 
 
 @pytest.fixture
@@ -464,18 +481,18 @@ class FillsItsConfig(Client):
     super().__init__(mode, config, init_rng)
 
 
-@pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
 def test_an_experiment_may_fill_in_its_own_config(
-  mode, client, tmp_path, monkeypatch
+  client, tmp_path, new_process
 ):
-  assert client(mode, cls=FillsItsConfig) == [0, 1, 2]
-  assert client(mode, cls=FillsItsConfig, training_steps=4) == [3]
+  for mode, steps in (('train', 3), ('train_eval_multithreaded', 4)):
+    ran = client(mode, cls=FillsItsConfig, training_steps=steps)
+    assert ran[-1] == steps - 1
   record = json.loads((tmp_path / 'run' / 'config.json').read_text())
   assert record['experiment_kwargs']['config'] == {'width': 3}
-  monkeypatch.setattr(checkpointers, '_begun', {})  # As in another process.
+  new_process()
   with pytest.raises(SystemExit, match='width: 3 then, 5 now'):
     client(
-      mode, cls=FillsItsConfig, training_steps=5,
+      cls=FillsItsConfig, training_steps=5,
       experiment_kwargs={'config': {'width': 5}},
     )  # fmt: skip
 
@@ -544,11 +561,387 @@ def test_attributes_may_change_their_structure(checkpointer, client):
 
 
 @pytest.mark.parametrize(
-  ('returned', 'kind'),
-  [([1.0], 'list'), ('loss', 'str'), (2.5, 'float'), (np.ones(2), 'ndarray')],
+  ('method', 'returned', 'kind'),
+  [('step', [1.0], 'list'), ('evaluate', np.ones(2), 'ndarray')],
 )
-@pytest.mark.parametrize('method', ['step', 'evaluate'])
 def test_what_is_no_dict_of_scalars_is_refused(method, returned, kind, client):
   cls = type('Wrong', (Client,), {method: lambda self, **unused: returned})
   with pytest.raises(TypeError, match=rf'Wrong.{method} returned a {kind}\b'):
     client('train_and_eval', cls=cls, checkpointer='memory')
+
+
+# Several classes and configs in one process.
+
+
+class Teacher(experiment.AbstractExperiment):
+  """Adds `rate` to its weights at each step."""
+
+  CHECKPOINT_ATTRS = {'_params': 'params'}
+  steps: list[int] = []
+
+  def __init__(self, mode, init_rng, config):
+    super().__init__(mode=mode, init_rng=init_rng)
+    self._rate = config.rate
+    self._params = utils.bcast_local_devices(jnp.zeros([2]))
+
+  def step(self, global_step, rng, *unused_args, **unused_kwargs):
+    Teacher.steps.append(int(utils.get_first(global_step)))
+    self._params = jax.tree.map(lambda x: x + self._rate, self._params)
+    return {'loss': jnp.ones([])}
+
+  def evaluate(self, global_step, rng, *unused_args, **unused_kwargs):
+    return {'w': utils.get_first(self._params)[0]}
+
+
+class Student(Teacher):
+  """Another experiment, whose state has the same shapes."""
+
+
+def make_config(directory, rate=1.0, training_steps=1, **values):
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(directory)
+  config.training_steps = training_steps
+  config.experiment_kwargs = config_dict.ConfigDict({'config': {'rate': rate}})
+  config.update(values)
+  return config.lock()
+
+
+def steps_of(fn, *args, **kwargs):
+  Teacher.steps.clear()
+  fn(*args, **kwargs)
+  return list(Teacher.steps)
+
+
+def main(cls, config, mode='train'):
+  with flagsaver.flagsaver(config=config, jaxline_mode=mode):
+    platform.main(cls, [])
+
+
+REBOUND = {
+  base_config: """get_base_config validate_config validate_keys
+    check_constraints""",
+  platform: 'create_writer TensorBoardLogger',
+  train: 'train evaluate',
+  utils: """bcast_local_devices evaluate_should_return_dict get_first
+    host_id_devices_for_rng rendezvous specialize_rng_host_device
+    InMemoryCheckpointer CheckpointNT""",
+}
+
+
+def test_rebound_names_are_called(tmp_path):
+  """JAXline looks these up when it calls them."""
+  config = make_config(tmp_path, training_steps=2, checkpointer='memory')
+  once = config_dict.ConfigDict(config)
+  once.one_off_evaluate = True
+  called, counts = {}, []
+  with contextlib.ExitStack() as stack:
+    for owner, names in REBOUND.items():
+      for name in names.split():
+        patch = mock.patch.object(owner, name, wraps=getattr(owner, name))
+        called[name] = stack.enter_context(patch)
+    for mode in ('train_eval_multithreaded', 'train', 'eval'):
+      if mode == 'train':
+        utils.GLOBAL_CHECKPOINT_DICT = {}
+      main(Teacher, once if mode == 'eval' else config, mode)
+      counts.append({name: x.call_count for name, x in called.items()})
+  assert [x for x, n in counts[0].items() if n == 0] == []
+  assert [x for x, n in counts[-1].items() if n == counts[0][x]] == []
+  assert Teacher.steps[-2:] == [0, 1]
+  main(Teacher, once, 'eval')
+  assert {name: x.call_count for name, x in called.items()} == counts[-1]
+
+
+class FullTeacher(Teacher, experiment.FullExperiment):
+  """A program of this library, whose checkpoints are not in the dictionary."""
+
+
+class FullStudent(Student, experiment.FullExperiment):
+  """Another one."""
+
+
+def test_a_second_class_of_this_library_begins_anew(tmp_path):
+  config = make_config(tmp_path, training_steps=2)
+  ckpt = platform.create_checkpointer(config, 'train')
+  for cls in (FullTeacher, FullStudent):
+    assert steps_of(train.train, cls, config, ckpt, None) == [0, 1]
+  assert remains.steps(tmp_path) == remains.steps(tmp_path / 'run_2') == [2]
+  assert not utils.GLOBAL_CHECKPOINT_DICT.get('latest', ([], []))[1]
+
+
+@pytest.mark.parametrize(
+  ('checkpointer', 'empties'),
+  [('durable', False), ('durable', True), ('memory', False)],
+)
+def test_one_checkpointer_trains_a_second_class(
+  checkpointer, empties, tmp_path, caplog
+):
+  config = make_config(tmp_path, checkpointer=checkpointer)
+  ckpt = platform.create_checkpointer(config, 'train')
+  writer = platform.create_writer(config, 'train')
+  assert steps_of(train.train, Teacher, config, ckpt, writer) == [0]
+  if empties:
+    utils.GLOBAL_CHECKPOINT_DICT = {}
+  other = make_config(tmp_path, 5.0, training_steps=2)
+  assert steps_of(train.train, Student, other, ckpt, writer) == [0, 1]
+  newest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
+  np.testing.assert_array_equal(newest.experiment_module['params'], [10, 10])
+  writer.close()
+  log = (tmp_path / 'train' / 'metrics.jsonl').read_text()
+  assert log.count('"loss"') == 2  # That of the teacher stays.
+  if checkpointer == 'durable':
+    assert remains.steps(tmp_path) == [1]
+    assert remains.steps(tmp_path / 'run_2') == [2]
+    assert f'{tmp_path}/run_2' in caplog.text
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_an_emptied_dictionary_begins_anew(checkpointer, tmp_path):
+  config = make_config(tmp_path, training_steps=2, checkpointer=checkpointer)
+  assert steps_of(main, Teacher, config) == [0, 1]
+  assert steps_of(main, Teacher, config) == []
+  utils.GLOBAL_CHECKPOINT_DICT = {}
+  assert steps_of(main, Teacher, config) == [0, 1]
+  assert steps_of(main, Teacher, config) == []
+
+
+@pytest.mark.parametrize(
+  ('mode', 'checkpointer'),
+  [
+    ('train', 'durable'),
+    ('train_and_eval', 'memory'),
+    ('train_eval_multithreaded', 'durable'),
+  ],
+)
+def test_another_class_or_config_begins_anew(mode, checkpointer, tmp_path):
+  """`platform.main` again and again, with one directory."""
+  runs = [(Teacher, 1.0), (Teacher, 2.0), (Student, 3.0), (Student, 1.0)]
+  for experiment_class, rate in runs:
+    config = make_config(
+      tmp_path, rate, checkpointer=checkpointer, best_model_eval_metric='w'
+    )
+    assert steps_of(main, experiment_class, config, mode) == [0]
+    longer = make_config(tmp_path, rate, 3, checkpointer=checkpointer)
+    assert steps_of(main, experiment_class, longer, mode) == [1, 2]
+  names = sorted(path.name for path in tmp_path.glob('run_*'))
+  is_durable = checkpointer == 'durable'
+  assert names == ['run_2', 'run_3', 'run_4'] * is_durable
+  # The evaluation of a run is of its own checkpoints.
+  if is_durable:
+    config = make_config(
+      tmp_path, 2.0, one_off_evaluate=True, eval_initial_weights=False
+    )
+    main(Teacher, config, 'eval')
+    assert (tmp_path / 'run_2' / 'eval' / 'metrics.jsonl').exists()
+  # A run that changes its config on purpose goes on.
+  changed = make_config(
+    tmp_path, 9.0, 4, checkpointer=checkpointer, on_config_change='continue'
+  )
+  last = Teacher if is_durable else Student
+  assert steps_of(main, last, changed, mode) == [3]
+
+
+def test_a_subclass_of_the_checkpointer_restores_another_config(tmp_path):
+  """A program's own checkpointer goes by the class alone, as in JAXline."""
+  for cls, rate, expected in (
+    (Teacher, 1.0, [0]),
+    (Teacher, 2.0, [1]),
+    (Student, 2.0, [0, 1]),
+  ):
+    steps = 2 if cls is Student else len(expected) + expected[0]
+    config = make_config(tmp_path, rate, steps)
+    ckpt = utils.InMemoryCheckpointer(config, 'train')
+    assert steps_of(train.train, cls, config, ckpt, None) == expected
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_fit_is_a_run_of_its_own_in_memory(checkpointer, tmp_path):
+  config = make_config(tmp_path, checkpointer=checkpointer)
+  fit = [steps_of(jaxline.fit, Teacher, config, mode='train') for _ in 'ab']
+  assert fit == ([[0], []] if checkpointer == 'durable' else [[0], [0]])
+  other = make_config(tmp_path, 2.0, checkpointer=checkpointer)
+  assert steps_of(jaxline.fit, Teacher, other, mode='train') == [0]
+
+
+def test_a_run_of_another_process_goes_on_or_is_refused(tmp_path, new_process):
+  for expected in ([0], []):
+    for rate in (1.0, 2.0):
+      assert steps_of(main, Teacher, make_config(tmp_path, rate)) == expected
+    new_process()
+  with pytest.raises(SystemExit, match=r'experiment_kwargs\.config\.rate'):
+    main(Teacher, make_config(tmp_path, 2.0))
+
+
+def test_a_programs_own_checkpoint_needs_no_directory(tmp_path):
+  config = make_config(tmp_path, training_steps=2).unlock()
+  platform.start(Teacher, config, 'train')
+  history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
+  history[:] = [utils.SnapshotNT(0, history[-1].pickle_nest)]
+  config.checkpoint_dir, config.one_off_evaluate = None, True
+  path, _ = platform.start(Teacher, config, 'eval')
+  log = pathlib.Path(path) / 'eval' / 'metrics.jsonl'
+  assert json.loads(log.read_text().splitlines()[-1])['w'] == 2
+
+
+@pytest.mark.parametrize('fake', [chex.fake_pmap, chex.fake_pmap_and_jit])
+def test_mocks_under_fake_pmap(fake, tmp_path):
+  class Pmapped(Teacher):
+    def step(self, global_step, rng, *unused_args, **unused_kwargs):
+      update = jax.pmap(
+        lambda w, key: (w + 1, jax.lax.pmean(jax.random.bits(key) * 0, 'i')),
+        axis_name='i',
+      )
+      self._params, loss = update(self._params, rng)
+      return {'loss': utils.get_first(loss)}
+
+  checkpointer = mock.create_autospec(utils.Checkpointer, instance=True)
+  checkpointer.can_be_restored.return_value = False
+  writer = mock.create_autospec(utils.Writer, instance=True)
+  config = make_config(
+    tmp_path, training_steps=2, interval_type='steps', log_train_data_interval=1
+  )
+  with fake():
+    train.train(Pmapped, config, checkpointer, writer)
+    config.one_off_evaluate = config.eval_initial_weights = True
+    train.evaluate(Pmapped, config, checkpointer, writer, 'eval')
+  steps = [c.args[0] for c in writer.write_scalars.mock_calls]
+  assert steps == [1, 2, 0]
+  assert writer.write_scalars.mock_calls[0].args[1]['loss'] == 0
+  checkpointer.save.assert_called_once_with('latest')
+  checkpointer.restore.assert_not_called()
+
+
+# What the library adds to JAXline's interface is the program's to use.
+
+
+ADDED = [x for x in vars(experiment.FullExperiment) if not x.startswith('_')]
+
+
+def test_a_program_sees_its_own_experiment(tmp_path):
+  seen = []
+
+  class Program(Teacher):
+    summary = 'mine'
+
+    def __init__(self, mode, init_rng, config):
+      super().__init__(mode, init_rng, config)
+      self.num_evaluated = 77  # The library has this name, too.
+
+    def on_new_best_model(self, best_state):
+      module = best_state.experiment_module
+      seen.append((module is self, module.summary, module.num_evaluated))
+
+  config = make_config(
+    tmp_path, training_steps=2, best_model_eval_metric='w', eval_interval=1
+  )
+  steps_of(main, Program, config, 'train_and_eval')
+  assert {*seen} == {(True, 'mine', 77)}
+
+
+NOT_ASKED_FOR = property(lambda self: pytest.fail('The library reads it.'))
+
+
+FORMS = {
+  'method': lambda name: lambda self, *args: pytest.fail(name),
+  'property': lambda name: NOT_ASKED_FOR,
+}
+
+
+@pytest.mark.parametrize('form', ['method', 'property', 'attribute'])
+def test_a_program_may_use_every_name_that_the_library_adds(
+  form, tmp_path, new_process
+):
+  assert {'summary', 'step_inputs', 'num_evaluated', 'run_config'} < {*ADDED}
+  seen = []
+
+  class Program(Teacher):
+    # In the checkpoint too.
+    NON_BROADCAST_CHECKPOINT_ATTRS = (
+      dict(zip(ADDED, ADDED, strict=True)) if form == 'attribute' else {}
+    )
+
+    def __init__(self, mode, init_rng, config, run_config='own'):
+      super().__init__(mode, init_rng, config)
+      seen.append(run_config)
+      if form == 'attribute':
+        vars(self).update((name, np.full([2], 7)) for name in ADDED)
+
+    def step(self, global_step, **unused):
+      if form == 'attribute':
+        for name in ADDED:
+          vars(self)[name] = vars(self)[name] + 1
+      return super().step(global_step, None)
+
+    def evaluate(self, global_step, **unused):
+      found = super().evaluate(global_step, None)
+      if form == 'attribute':
+        found |= {name: vars(self)[name][0] for name in ADDED}
+      return found
+
+  if form in FORMS:
+    for name in ADDED:
+      setattr(Program, name, FORMS[form](name))
+  for steps in (2, 4):  # The second time, it is resumed.
+    config = make_config(tmp_path, training_steps=steps, on_nonfinite='warn')
+    assert steps_of(main, Program, config, 'train_and_eval') == [
+      steps - 2,
+      steps - 1,
+    ]
+    new_process()
+  steps_of(main, Program, config, 'eval')
+  log = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
+  last = json.loads(log[-1])
+  assert last['step'] == last['w'] == 4
+  if form == 'attribute':
+    assert {last[name] for name in ADDED} == {7 + 4}
+  assert {*seen} == {'own'}
+
+
+OWN = {
+  'checkpoint_dir': 3,
+  'decode': 'greedy',
+  'distributed': True,
+  'early_stop': True,
+  'eval_interval': (1, 2),
+  'eval_steps': 100,
+  'max_seconds': '9',
+  'mesh': '2x4',
+  'profile_steps': 10,
+  'sharding': 'spatial',
+  'watchdog_secs': None,
+  'writers': 'wandb',
+  'xla': 'O3',
+}
+
+
+@pytest.mark.parametrize('how', ['main', 'fit', 'train'])
+def test_a_program_may_use_the_keys_of_this_library_for_itself(
+  how, tmp_path, monkeypatch, caplog
+):
+  monkeypatch.setattr(platform.tempfile, 'tempdir', str(tmp_path))
+  seen = []
+
+  class Program(Teacher):
+    def should_run_step(self, global_step, config):
+      seen.append({name: config[name] for name in OWN})
+      return super().should_run_step(global_step, config)
+
+  config = make_config('')
+  for name, value in OWN.items():
+    setattr(config, name, value)
+  config.lock()
+  if how == 'main':
+    assert steps_of(main, Program, config, 'train_and_eval') == [0]
+  elif how == 'fit':
+    assert steps_of(jaxline.fit, Program, config) == [0]
+  else:
+    writer = platform.create_writer(make_config(tmp_path), 'train')
+    ckpt = utils.InMemoryCheckpointer(config, 'train')
+    assert steps_of(train.train, Program, config, ckpt, writer) == [0]
+    writer.close()
+  for values in seen:
+    assert values.pop('checkpoint_dir') == 3 or how != 'train'
+    assert values == {k: x for k, x in OWN.items() if k != 'checkpoint_dir'}
+  valid = 'watchdog_secs', 'checkpoint_dir'
+  said = [x for x in caplog.messages if 'eval_steps' in x and 'own' in x]
+  assert len(said) == 1
+  assert all(f'config.{name}' in said[0] for name in {*OWN} - set(valid))
