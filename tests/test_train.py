@@ -465,6 +465,20 @@ def test_training_is_interrupted_for_evaluations(
   assert checkpointer.saves() == [steps]
 
 
+class NanAtStep2(Plain):
+  def step(self, *, global_step, rng, writer):
+    super().step(global_step=global_step, rng=rng, writer=writer)
+    return {'loss': math.nan if global_step == 1 else 1.0}
+
+
+def test_a_step_is_judged_before_it_is_saved():
+  config = make_config(save_checkpoint_interval=1, on_nonfinite='raise')
+  checkpointer = Recorder(config)
+  with pytest.raises(nonfinite.NonfiniteError, match='step 2'):
+    run(NanAtStep2, config, checkpointer)
+  assert checkpointer.saves() == [1]
+
+
 def test_a_step_is_judged_before_it_is_evaluated():
   log = Log()
   cls = functools.partial(Plain, log=log, scalars={'loss': math.nan})

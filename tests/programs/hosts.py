@@ -1,6 +1,6 @@
 """The regression on meshes that lie across processes, for one of these.
 
-Started by `python -m jaxline.launch` in test_scale_multiprocess.py. Arguments:
+Started by `python -m jaxline.launch` in promises/test_hosts.py. Arguments:
 a folder with the checkpoint `start`, and a JSON list of cases, as that has
 them. Each case goes on from there, and leaves a checkpoint of its name. Prints
 as JSON what this process sees.

@@ -6,7 +6,6 @@ test_durable_multiprocess.py, and golden/runs.py has the language model.
 """
 
 import json
-import pathlib
 import re
 import sys
 import zlib
@@ -19,7 +18,7 @@ from tests import processes
 from tests.experiments import regression
 from tests.programs import hosts
 
-HOSTS = pathlib.Path(__file__).parent / 'programs' / 'hosts.py'
+HOSTS = processes.ROOT / 'tests' / 'programs' / 'hosts.py'
 
 # Four processes of a device each. Of each: the host that a process is to the
 # input, and what a device has of the weights, [8, 4].

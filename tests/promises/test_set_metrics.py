@@ -1,6 +1,6 @@
 """Metrics that are no means: docs/metrics.md, in one process and in several.
 
-test_scale_multiprocess.py has the rows on meshes across processes.
+promises/test_hosts.py has the rows on meshes across processes.
 """
 
 import fractions
