@@ -3,10 +3,10 @@
     python tests/golden/runs.py NAME DIRECTORY
 
 Each folder of tests/golden/runs has the losses of all steps and evaluations.
-tests/test_golden_runs.py kills each run after its fifth step, resumes it from
-the checkpoint of step 3, and compares the losses. They were recorded with jax
-0.10.2 on an x86_64 CPU, before checkpoints, inputs and the training loop were
-rebuilt; all but `pax` once more when the schedule of examples/lm and
+tests/promises/test_golden.py kills each run after its fifth step, resumes it
+from the checkpoint of step 3, and compares the losses. They were recorded with
+jax 0.10.2 on an x86_64 CPU, before checkpoints, inputs and the training loop
+were rebuilt; all but `pax` once more when the schedule of examples/lm and
 examples/image was moved by one step. To record them again would make the test
 worthless: add others instead, whose expected.json is what `numbers` returns.
 

@@ -1,6 +1,6 @@
 """Experiments whose processes differ in what they evaluate to.
 
-Started by `python -m jaxline.launch` in test_set_metrics.py.
+Started by `python -m jaxline.launch` in promises/test_hosts.py.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """The regression on meshes that lie across processes, for one of these.
 
-Started by `python -m jaxline.launch` in test_scale_multiprocess.py. Arguments:
+Started by `python -m jaxline.launch` in promises/test_hosts.py. Arguments:
 a folder with the checkpoint `start`, and a JSON list of cases, as that has
 them. Each case goes on from there, and leaves a checkpoint of its name. Prints
 as JSON what this process sees.
@@ -22,7 +22,9 @@ from jaxline import platform
 from jaxline import utils
 from jaxline.inputs import base as inputs
 from jaxline.inputs import indexed
+from jaxline.parallel import devices
 from jaxline.parallel import distributed
+from jaxline.parallel import prng
 from tests.experiments import regression
 
 STEPS = 2  # Of each leg: before, in the processes, after.
@@ -149,6 +151,16 @@ def train(live):
   return [float(row['loss']) for row in rows]
 
 
+def step_keys():
+  """Returns mode -> the key of a step on each device of this process."""
+  state_key = devices.bcast_local_devices(jax.random.PRNGKey(3))
+  found = {}
+  for mode in ('same_host_unique_device', 'unique_host_unique_device'):
+    _, keys, _ = prng.DeviceStepKeys(mode)(0, state_key)
+    found[mode] = [s.data[0].tolist() for s in keys.addressable_shards]
+  return found
+
+
 def run(folder, name, sharding, mesh):
   """Goes on from `start`; returns what this process saw."""
   config, live = make(folder / 'start', sharding, mesh)
@@ -176,4 +188,5 @@ if __name__ == '__main__':
   where = pathlib.Path(sys.argv[1])
   cases = json.loads(sys.argv[2])
   seen = {case['name']: run(where, **case) for case in cases}
-  print(json.dumps({'process': jax.process_index(), **seen}), flush=True)
+  seen |= {'process': jax.process_index(), 'keys': step_keys()}
+  print(json.dumps(seen), flush=True)

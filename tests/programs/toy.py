@@ -1,4 +1,4 @@
-"""Toy experiments in both styles, run as programs by test_platform.py.
+"""Toy experiments in both styles, run as programs by test_command_line.py.
 
 Faults are injected by config: see toy_config.py.
 """

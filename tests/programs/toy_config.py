@@ -1,4 +1,4 @@
-"""A run of a second, for test_platform.py."""
+"""A run of a second, for test_command_line.py."""
 
 from ml_collections import config_dict
 

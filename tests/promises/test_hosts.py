@@ -1,12 +1,13 @@
-"""Tests of meshes that lie across processes, as `jaxline.launch` starts them.
+"""Several processes compute what one does, and go on where another number was.
 
-What they compute is what one process computes with the same global batch, with
-checkpoints that another number goes on from. Faults of several processes are in
-test_durable_multiprocess.py, and golden/runs.py has the language model.
+Meshes that lie across processes, as `jaxline.launch` starts them; the keys of
+their devices; who reads what; evaluations whose processes disagree. Faults of
+several processes are in test_durable_multiprocess.py, and golden/runs.py has
+the language model.
 """
 
+import importlib
 import json
-import pathlib
 import re
 import sys
 import zlib
@@ -15,11 +16,18 @@ import jax
 import numpy as np
 import pytest
 
+from jaxline.runs import explain
+from jaxline.runs import replay
 from tests import processes
+from tests import remains
+from tests import test_durable_multiprocess as multi
 from tests.experiments import regression
 from tests.programs import hosts
 
-HOSTS = pathlib.Path(__file__).parent / 'programs' / 'hosts.py'
+pytestmark = pytest.mark.process
+
+HOSTS = processes.ROOT / 'tests' / 'programs' / 'hosts.py'
+
 
 # Four processes of a device each. Of each: the host that a process is to the
 # input, and what a device has of the weights, [8, 4].
@@ -57,26 +65,31 @@ def alone(tmp_path_factory):
   return folder, seen
 
 
+def launch(count, *args, **kwargs):
+  """Runs a program as so many processes of a device each."""
+  done = processes.run(
+    *('-m', 'jaxline.launch', '--processes', count),
+    *('--devices-per-process', 1, '--', sys.executable, *args),
+    # Most of the time would go into LLVM.
+    XLA_FLAGS='--xla_backend_optimization_level=0',
+    **kwargs,
+  )
+  return done
+
+
 @pytest.fixture(scope='module')
 def four(alone):
   """What each of four processes saw, that went on from the checkpoint."""
   folder, _ = alone
   cases = [{'name': name, **case} for name, (case, *_) in MESHES.items()]
-  done = processes.run(
-    *('-m', 'jaxline.launch', '--processes', '4', '--devices-per-process', '1'),
-    *('--', sys.executable, HOSTS, folder, json.dumps(cases)),
-    timeout=160,
-    # Most of the time would go into LLVM.
-    XLA_FLAGS='--xla_backend_optimization_level=0',
-  )
+  done = launch(4, HOSTS, folder, json.dumps(cases), timeout=160)
   assert done.returncode == 0, done.stderr[-9000:]
-  found = re.findall(r'^\[(\d)\] (\{"process".*\})$', done.stdout, re.M)
+  found = re.findall(r'^\[(\d)\] (\{".*\})$', done.stdout, re.M)
   seen = {int(process): json.loads(line) for process, line in found}
   assert [seen[i]['process'] for i in range(4)] == [0, 1, 2, 3]
   return [seen[i] for i in range(4)]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize('name', MESHES)
 def test_four_processes_are_as_one(name, alone, four):
   _, expected = alone
@@ -98,7 +111,6 @@ def test_four_processes_are_as_one(name, alone, four):
   assert four[0][name]['slices'] == slices
 
 
-@pytest.mark.process
 @pytest.mark.parametrize('name', MESHES)
 def test_an_uneven_evaluation_counts_every_example_once(name, four):
   _, rows, _ = MESHES[name]
@@ -119,7 +131,6 @@ def test_an_uneven_evaluation_counts_every_example_once(name, four):
     assert ('gave no batch' in error) == (num_hosts > 1)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize('name', MESHES)
 def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
   folder, expected = alone
@@ -128,3 +139,80 @@ def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
   assert regression.digest(live.state) == four[0][name]['saved']
   assert int(live.state.step) == 2 * hosts.STEPS
   np.testing.assert_allclose(hosts.train(live), expected['later'], rtol=2e-5)
+
+
+def test_keys_of_steps_are_by_the_number_of_the_device_among_all(four):
+  step_key, _ = jax.random.split(jax.random.PRNGKey(3))
+  for i, process in enumerate(four):
+    for mode, key in (
+      ('same_host_unique_device', step_key),
+      ('unique_host_unique_device', jax.random.fold_in(step_key, i)),
+    ):
+      assert process['keys'][mode] == [jax.random.fold_in(key, i).tolist()]
+
+
+SEEN = ('order', 'squares')
+
+
+def fed(directory, processes, steps):
+  return multi.run(
+    directory,
+    'fed',
+    '--config.save_checkpoint_interval=3',
+    processes=processes,
+    steps=steps,
+  )
+
+
+def seen(directory):
+  """Returns step -> what the records of that step's batch add up to."""
+  return {
+    row['step']: {name: row[name] for name in SEEN}
+    for row in remains.curve(directory, 'train')
+    if 'order' in row
+  }
+
+
+@pytest.mark.timeout(300)
+def test_any_number_of_processes_goes_on_with_the_same_rows(
+  tmp_path, monkeypatch
+):
+  directory, straight = tmp_path / 'run', tmp_path / 'straight'
+  fed(straight, 1, 12)  # Three epochs and a half.
+  monkeypatch.setenv('MULTI_WORKERS', '1')
+  fed(directory, 2, 3)
+  monkeypatch.setenv('MULTI_WORKERS', '0')
+  for result in fed(directory, 4, 6):
+    assert result.the('restored')['position'] == 36
+  fed(directory, 1, 12)
+  assert seen(directory) == seen(straight)
+  # A step of four processes is explained by one, which has all rows.
+  monkeypatch.syspath_prepend(multi.PROGRAM.parent)
+  experiment_class = importlib.import_module('multi').Fed
+  with replay.open_replay(directory, 6, experiment_class) as found:
+    rows = explain.explain(found, 6)
+  numbers = [int(row.where.removeprefix('record ')) for row in rows]
+  assert sum(n * n for n in numbers) == seen(straight)[6]['squares']
+
+
+@pytest.mark.parametrize(
+  ('name', 'metric', 'code'), [('Sharded', 'own', 2), ('PerDevice', 'own', 0)]
+)
+def test_processes_that_disagree_are_told(name, metric, code, tmp_path):
+  done = launch(
+    2,
+    processes.ROOT / 'experiment.py',
+    f'--config={processes.ROOT}/tests/programs/disagree.py:{name}',
+    *('--jaxline_mode=train_and_eval', f'--config.checkpoint_dir={tmp_path}'),
+    f'--config.best_model_eval_metric={metric}',
+  )
+  output = done.stdout + done.stderr
+  assert done.returncode == code, output
+  other = {
+    'Sharded': '0.5 in process 0, 1.5',
+    'PerDevice': '1.0 in process 0, None',
+  }
+  said = f'own is {other[name]} in process 1'
+  ours = [x for x in output.splitlines() if x.startswith('[0]') and said in x]
+  assert len(ours) == 1, output  # Once, although it is evaluated three times.
+  assert ('New best' in output) == (code == 0)

@@ -5,7 +5,6 @@ library wants it. All run through `train.train`, save, restore and go on.
 """
 
 import functools
-import pathlib
 import re
 
 import jax
@@ -19,6 +18,7 @@ from jaxline import sharded
 from jaxline import train
 from jaxline import utils
 from jaxline.parallel import partitioning
+from tests import processes
 from tests.experiments import regression
 
 FEATURES, HIDDEN, CLASSES, BATCH = 6, 16, 3, 24
@@ -110,7 +110,7 @@ class Haiku(Classifier):
 
 def recipe(library):
   """Returns the class that docs/howto.md shows for a library, and its names."""
-  page = pathlib.Path(__file__).parent.parent / 'docs' / 'howto.md'
+  page = processes.ROOT / 'docs' / 'howto.md'
   (code,) = re.findall(
     rf'^```python\n((?:from|import) {library}\b.*?)^```$',
     page.read_text(encoding='utf-8'),

@@ -1,5 +1,6 @@
 """Tests of jaxline.parallel.distributed: who a process is; real rendezvous."""
 
+import collections
 from concurrent import futures
 import importlib.util
 import random
@@ -241,9 +242,10 @@ def module_of(process, processes, client):
   return module
 
 
-@pytest.mark.parametrize('processes', [1, 2, 4])
-@pytest.mark.parametrize('seed', range(5))
-def test_processes_agree_on_the_step(seed, processes):
+@pytest.mark.parametrize(
+  ('processes', 'seed'), [(1, 0), (2, 0), (2, 1), (4, 2), (4, 3)]
+)
+def test_processes_agree_on_the_step(processes, seed):
   """Threads are the processes, whose steps take different times."""
   store = Store(random.Random(seed))
   met = threading.Barrier(processes)
@@ -271,17 +273,20 @@ def test_processes_agree_on_the_step(seed, processes):
   with futures.ThreadPoolExecutor(processes) as executor:
     done = list(executor.map(train, range(processes)))
   assert all(x == done[0] for x in done)
-  assert {loop for loop, *_ in done[0]} == {0, 1, 2}
+  # Each is due again and again.
+  counts = collections.Counter((loop, name) for loop, _, name in done[0])
+  assert len(counts) == 3 * 2
+  assert min(counts.values()) > 1
   # The keys of the last exchange of each loop.
   assert len(store.values) == (processes > 1) * processes * 3
 
 
 def test_no_error_of_an_agreement_is_lost():
   agreement = module_of(1, 2, types.SimpleNamespace()).Agreement()
+  deadline = time.monotonic() + 20
   with pytest.raises(AttributeError, match='key_value_set'):
-    for step in range(2):
-      agreement.is_due('save', step, False)
-      agreement._thread.join()
+    while time.monotonic() < deadline:
+      agreement.is_due('save', 1, False)
 
 
 # --- Real processes ----------------------------------------------------------

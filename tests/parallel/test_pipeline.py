@@ -189,7 +189,7 @@ def test_stages_must_divide_over_the_mesh():
 _EIGHT = """
 import json
 import jax
-from tests import test_pipeline as t
+from tests.parallel import test_pipeline as t
 from jaxline.parallel import partitioning, placement
 from jaxline.compile import hlo
 from jaxline.compile import measure

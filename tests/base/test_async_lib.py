@@ -81,22 +81,6 @@ def test_make_async_raises_an_error_at_each_later_call():
   assert runs == [0]
 
 
-def test_the_second_call_raises_the_error_of_the_first():
-  for _ in range(200):
-    runs = []
-
-    @async_lib.make_async()
-    def fail(runs):
-      runs.append(None)
-      raise ValueError('bad')
-
-    fail(runs)
-    for _ in range(2):
-      with pytest.raises(ValueError, match='bad'):
-        fail(runs)
-    assert runs == [None]
-
-
 # --- SerialExecutor ----------------------------------------------------------
 
 
@@ -233,14 +217,10 @@ def test_the_end_of_the_process_ends_all_executors_together():
 # --- py_prefetch -------------------------------------------------------------
 
 
-@pytest.mark.parametrize('count', [0, 1, 2, 100])
-@pytest.mark.parametrize('buffer_size', [2, 5])
-def test_py_prefetch_gives_all_elements_in_order(count, buffer_size):
-  prefetched = async_lib.py_prefetch(lambda: range(count), buffer_size)
-  assert list(prefetched) == list(range(count))
-
-
-def test_py_prefetch_refuses_a_small_buffer_at_once():
+def test_py_prefetch_gives_all_elements_in_order():
+  for count, buffer_size in (0, 2), (1, 5), (100, 2), (100, 5):
+    prefetched = async_lib.py_prefetch(lambda n=count: range(n), buffer_size)
+    assert list(prefetched) == list(range(count))
   with pytest.raises(ValueError, match='buffer_size'):
     async_lib.py_prefetch(lambda: (), buffer_size=1)
 
@@ -283,9 +263,7 @@ def _fails(error, elements):
   raise error('bad')
 
 
-@pytest.mark.parametrize(
-  'error', [ValueError, SystemExit, KeyboardInterrupt, TypeError]
-)
+@pytest.mark.parametrize('error', [ValueError, SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize('elements', [[], [1, 2]])
 def test_py_prefetch_error_comes_after_the_elements_and_shows_its_origin(
   error, elements
@@ -295,8 +273,6 @@ def test_py_prefetch_error_comes_after_the_elements_and_shows_its_origin(
   with pytest.raises(error, match='bad') as info:
     next(prefetched)
   assert _frames(info.value)[-1] == '_fails'
-  with pytest.raises(TypeError):
-    next(async_lib.py_prefetch(lambda: 3))  # No iterable.
 
 
 class _Endless:
@@ -317,8 +293,9 @@ class _Endless:
     self.closed.set()
 
 
-@pytest.mark.parametrize('how', ['close', 'drop', 'error'])
-@pytest.mark.parametrize('buffer_size', [2, 4])
+@pytest.mark.parametrize(
+  ('how', 'buffer_size'), [('close', 2), ('drop', 2), ('error', 4)]
+)
 def test_py_prefetch_ends_early(how, buffer_size):
   endless = _Endless()
   prefetched = async_lib.py_prefetch(
@@ -363,13 +340,10 @@ _LEFT = """
   import sys
   import threading
 
-  import jax
-  import numpy as np
+  from jaxline.base import async_lib
 
-  from jaxline import utils
-
-  def read(made=itertools.count):
-    generator = utils.py_prefetch(made)
+  def read():
+    generator = async_lib.py_prefetch(itertools.count)
     next(generator)
     return generator
 
@@ -378,11 +352,8 @@ _LEFT = """
       self.itself, self.generator = self, read()
 
   plain, cycle, mapped = read(), Cycle(), map(str, read())
-  unread = utils.py_prefetch(itertools.count)
+  unread = async_lib.py_prefetch(itertools.count)
   sys.modules['of_a_module'] = read()
-  batch = np.ones([jax.local_device_count()])
-  batches = utils.double_buffer(read(lambda: itertools.repeat(batch)))
-  next(batches)
   endless = threading.Thread(target=lambda: [*read()], daemon=True)
   endless.start()
   try:

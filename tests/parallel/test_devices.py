@@ -104,7 +104,7 @@ def _batch(i):
   return {'x': jnp.full([2, 3], i), 'y': (np.array([i, -i]), keys, None)}
 
 
-@pytest.mark.parametrize('count', [0, 1, 2, 5])
+@pytest.mark.parametrize('count', [0, 1, 5])
 def test_double_buffer_gives_all_batches_in_order(count):
   batches = list(devices.double_buffer(_batch(i) for i in range(count)))
   assert len(batches) == count
@@ -161,13 +161,13 @@ def test_double_buffer_ended_early_ends_its_source(how):
   assert ended  # Although the caller has it still.
 
 
-@pytest.mark.parametrize('backend', ['gpu', 'cpu', 'tpu'])
-def test_double_buffer_on_gpu_does_so_on_gpu_only(backend):
+def test_double_buffer_on_gpu_does_so_on_gpu_only():
   ds = [_batch(0)]
-  with mock.patch.object(jax, 'default_backend', return_value=backend):
-    got = devices.double_buffer_on_gpu(ds)
-  assert (got is ds) == (backend != 'gpu')
-  assert len(list(got)) == 1
+  for backend in ('gpu', 'cpu', 'tpu'):
+    with mock.patch.object(jax, 'default_backend', return_value=backend):
+      got = devices.double_buffer_on_gpu(ds)
+    assert (got is ds) == (backend != 'gpu')
+    assert len(list(got)) == 1
 
 
 # --- rendezvous --------------------------------------------------------------

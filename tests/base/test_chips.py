@@ -61,9 +61,3 @@ def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
   devices = chips.topology_devices(name, num_slices)
   assert len(devices) == num_slices * math.prod(shape)
   assert chips.chip_of(devices[0]).name == chip.name
-
-
-def test_libtpu_refuses_a_part_of_a_host():
-  pytest.importorskip('libtpu')
-  with pytest.raises(errors.UsageError, match='3x3x3'):
-    chips.topology_devices('v4:3x3x3')

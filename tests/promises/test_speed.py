@@ -20,7 +20,7 @@ from tests.experiments import regression
 
 # At most so many equations, those of inner jaxprs included, for each size of
 # benchmarks/lm_step.py. Equations are what JAX traces, lowers and compiles. Who
-# adds to the model counts again with `python -m tests.test_speed_guards`.
+# adds to the model counts again with `python -m tests.promises.test_speed`.
 EQUATIONS = {'default': 918, 'large_vocabulary': 944}
 # Of a run of a sharded experiment, all that JAX compiles.
 _PROGRAMS = 9

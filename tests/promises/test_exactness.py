@@ -7,14 +7,13 @@ device, and each case goes on from another one's checkpoint.
 
 import dataclasses
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
 from tests import processes
 
-PROGRAM = pathlib.Path(__file__).parent / 'programs' / 'exact.py'
+PROGRAM = processes.ROOT / 'tests' / 'programs' / 'exact.py'
 
 # By how much results may differ: sums in another order, in float64. Of losses
 # relative, of gradients in the norm of each array, relative to its own.

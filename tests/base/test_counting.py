@@ -198,34 +198,6 @@ def test_a_while_loop_counts_once_and_tells(caplog):
   assert 'was counted once' in caplog.text
 
 
-def test_fused_attention(monkeypatch):
-  """Traced for a GPU that is not here; compared with the plain products."""
-  from jax._src.cudnn import fused_attention_stablehlo
-
-  monkeypatch.setattr(
-    fused_attention_stablehlo, 'check_cudnn_version', lambda *_, **__: 91000
-  )
-  args = (
-    shape(2, 256, 4, 64, dtype=jnp.bfloat16),
-    *2 * [shape(2, 128, 4, 64, dtype=jnp.bfloat16)],
-  )
-
-  def fused(q, k, v):
-    out = jax.nn.dot_product_attention(q, k, v, implementation='cudnn')
-    return out.astype(jnp.float32).sum()
-
-  def plain(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum('btnh,bsnh->bnts', q, k))
-    return jnp.einsum('bnts,bsnh->btnh', weights, v).sum()
-
-  product = 2 * (2 * 4 * 256 * 128) * 64
-  assert flops_of(fused, *args) == 2 * product
-  assert flops_of(plain, *args) == 2 * product
-  # A fused kernel computes the weights again.
-  assert flops_of(jax.grad(fused, (0, 1, 2)), *args) == 7 * product
-  assert flops_of(jax.grad(plain, (0, 1, 2)), *args) == 6 * product
-
-
 def test_splash_attention_counts_the_blocks_of_its_mask():
   """Traced for a TPU that is not here: three by three blocks."""
   query = shape(2, 384, 4, 8)

@@ -71,32 +71,36 @@ def test_the_defaults_set_nothing():
 @pytest.mark.parametrize(
   ('changed', 'flags', 'tpu_flags'),
   [
-    ({'pgle_save': 'a.pb'}, {SCHEDULER: True, COMMAND_BUFFER: ''}, {}),
-    (
-      {'pgle_profile': 'a.pb'},
-      {
-        SCHEDULER: True,
-        # The program may change its directory before it compiles.
-        'xla_gpu_pgle_profile_file_or_directory_path': os.path.abspath('a.pb'),
-      },
-      {},
-    ),
+    ({'pgle_save': 'a.pb'}, f'--{SCHEDULER}=true --{COMMAND_BUFFER}=', ''),
     (
       {
         'latency_hiding_scheduler': True,
         'flags': {f'--{SCHEDULER}': False, 'xla_dump_to': '/x'},
         'tpu_flags': {'xla_tpu_x': 3},
       },
-      {SCHEDULER: False, 'xla_dump_to': '/x'},
-      {'xla_tpu_enable_latency_hiding_scheduler': True, 'xla_tpu_x': 3},
+      f'--{SCHEDULER}=false --xla_dump_to=/x',
+      '--xla_tpu_enable_latency_hiding_scheduler=true --xla_tpu_x=3',
     ),
   ],
 )
-def test_the_flags_of_each_key(changed, flags, tpu_flags):
-  assert xla._flags(options(**changed)) == {
-    'XLA_FLAGS': flags,
-    'LIBTPU_INIT_ARGS': tpu_flags,
-  }
+def test_the_flags_of_each_key(changed, flags, tpu_flags, monkeypatch):
+  for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS'):
+    monkeypatch.setenv(name, '')
+  xla.apply(options(**changed), has_started=False)
+  assert os.environ['XLA_FLAGS'] == flags
+  assert os.environ['LIBTPU_INIT_ARGS'] == tpu_flags
+
+
+def test_the_place_of_a_profile_is_absolute(tmp_path, monkeypatch):
+  """The program may change its directory before it compiles."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('XLA_FLAGS', '')
+  profile = options(pgle_profile='a.pb')
+  with pytest.raises(errors.UsageError, match='pgle_profile'):
+    xla.apply(profile, has_started=False)
+  (tmp_path / 'a.pb').touch()
+  xla.apply(profile, has_started=False)
+  assert os.environ['XLA_FLAGS'].endswith(f'={tmp_path}/a.pb')
 
 
 @pytest.mark.process
@@ -158,8 +162,3 @@ said['percentile'] = jax.config.values['jax_pgle_aggregation_percentile']
   assert said['again'] == said['lines'][2:]
   assert '--xla_cpu_ftz=true in XLA_FLAGS' in said['too late']
   assert (said['jitted'], said['percentile']) == (2, 85)
-
-
-def test_a_missing_profile_is_refused(tmp_path):
-  with pytest.raises(errors.UsageError, match='pgle_profile'):
-    xla.apply(options(pgle_profile=str(tmp_path / 'a.pb')), has_started=False)

@@ -1,0 +1,236 @@
+"""Tests of jaxline.parallel.partitioning, on two fake devices."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxline.parallel import mesh as mesh_lib
+from jaxline.parallel import partitioning
+
+Logical = partitioning.Logical
+P = jax.sharding.PartitionSpec
+
+
+def partitioner(sharding='fsdp', mesh=None, rules=None):
+  made = partitioning.Partitioner.make(mesh, sharding)
+  return made if rules is None else dataclasses.replace(made, rules=rules)
+
+
+def counted(sizes, sharding='fsdp', count=8):
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(count)):
+    return partitioning.Partitioner.make(sizes, sharding)
+
+
+# Which axis of an array is split over what.
+
+DATA = ('data', 'expert')
+BATCH = ('replica', *DATA)
+BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
+
+
+@pytest.mark.parametrize(
+  ('rules', 'axes', 'shape', 'expected'),
+  [
+    ('ddp', ('embed', 'mlp'), (4, 4), P(None, None)),
+    ('fsdp', ('mlp', 'embed'), (4, 4), P(None, DATA)),
+    ('fsdp', (None, 'embed'), (4, 4), P(None, DATA)),
+    # The first to come gets the mesh axis.
+    (BOTH, ('embed', 'mlp'), (4, 4), P('data', None)),
+    (BOTH, (None, 'vocab', 'embed'), (4, 4, 4), P(None, 'data', None)),
+    # What does not divide gives it on.
+    (BOTH, ('embed', 'mlp'), (3, 4), P(None, 'data')),
+    (BOTH, ('embed', 'mlp'), (3, 5), P(None, None)),
+    (BOTH, ('embed', 'mlp'), (0, 5), P('data', None)),
+    # In an activation the batch does, so that `embed` is whole.
+    (
+      'fsdp',
+      ('batch', 'length', 'embed'),
+      (4, 4, 4),
+      P(BATCH, None, None),
+    ),
+    (BOTH, (), (), P()),
+    # Layers are never split, whatever the size.
+    ('fsdp', ('layers', None), (1024, 512), P(None, None)),
+    ('fsdp', ('layers', 'embed'), (1024, 512), P(None, DATA)),
+    # Mesh axes may be named whatever the rules, each for one dimension.
+    ('ddp', ('data', 'mdl'), (4, 4), P('data', 'mdl')),
+    ('ddp', (('replica', 'data'), None), (4, 4), P(('replica', 'data'), None)),
+    ('ddp', (('data',), 'data'), (4, 4), P('data', None)),
+    ('ddp', ('data',), (3,), P(None)),
+  ],
+)
+def test_spec(rules, axes, shape, expected):
+  rules = partitioning.PRESETS.get(rules, rules)
+  assert partitioner(rules=rules).spec(axes, shape) == expected
+
+
+@pytest.mark.parametrize(
+  ('axes', 'word'),
+  [
+    (('emebd', None), "'embed'"),
+    ((('replica', 'dta'), None), "'data'"),
+    (('embed',), 'shorter|longer'),
+  ],
+)
+def test_axes_that_do_not_fit_name_their_weight(axes, word):
+  weights = {'layer': {'w': Logical(jnp.ones([2, 2]), axes)}}
+  with pytest.raises(ValueError, match=word) as error:
+    partitioner().specs(weights)
+  assert 'layer/w' in error.value.__notes__[0]
+
+
+# Activations.
+
+
+def test_constrain_does_nothing_without_a_mesh():
+  x = jnp.ones([4, 3])
+  assert partitioning.constrain(x, ('batch', 'embed')) is x
+  # Not even look at the names: a model is not to know how it is run.
+  assert partitioning.constrain(x, ('anything',)) is x
+
+
+def test_inner_functions_are_traced_anew_for_another_mesh():
+  @jax.jit
+  def inner(x):
+    return partitioning.constrain(x, ('batch', None))
+
+  def traced(p):
+    with p.activate():
+      return str(jax.make_jaxpr(inner)(jnp.ones([4, 3])))
+
+  inner(jnp.ones([4, 3]))
+  two, replicas = partitioner(), partitioner(mesh={'replica': 2})
+  first, other, again = map(traced, (two, replicas, two))
+  assert first == again != other
+
+
+# What stays whole, and the optimizer's state.
+
+WEIGHTS = {
+  'layer': {
+    'w': Logical(jnp.ones([4, 6]), ('embed', 'mlp')),
+    'odd': Logical(jnp.ones([3, 6]), ('embed', 'mlp')),
+    'b': jnp.ones([6]),
+  },
+  'w': Logical(jnp.ones([6, 4]), ('mlp', 'embed')),
+}
+
+
+@pytest.mark.parametrize(
+  ('sharding', 'shape', 'expected'),
+  [
+    ('fsdp', [128, 512], P(None, DATA)),
+    ('fsdp', [512, 128], P(DATA, None)),
+    ('fsdp', [511, 130], P(None, DATA)),  # The largest that divides.
+    ('fsdp', [127, 512], P()),  # Fewer than 2**16 elements.
+    ('fsdp', [512, 64, 32], P(None, DATA, None)),  # Layers come first.
+    ('fsdp', [1024, 64, 33], P(None, DATA, None)),
+    ('fsdp', [256, 4097], P()),  # Biases of as many layers, perhaps.
+    ('fsdp', [258, 4097], P(DATA, None)),  # No model has as many layers.
+    ('fsdp', [2**16], P(DATA)),
+    ('ddp', [128, 512], P()),
+  ],
+)
+def test_a_weight_without_names(sharding, shape, expected):
+  tree = {'w': jax.ShapeDtypeStruct(shape, jnp.float32)}
+  made = partitioner(sharding)
+  spec = made.specs(tree)['w']
+  assert spec == expected
+  is_whole = sharding not in ('ddp', 'tp') and expected == P()
+  assert bool(made.undersharded_weights(tree)) == is_whole
+
+
+def test_weights_left_whole_are_listed():
+  lines = partitioner().undersharded_weights(WEIGHTS)
+  assert [line.split()[0] for line in lines] == ['layer/b', 'layer/odd']
+  assert lines[1].endswith('embed is 3, no multiple of 2')
+  # Also one that another axis splits, or where a weight names a mesh axis.
+  tree = {'a': Logical(jnp.ones([4, 3]), ('embed', 'mlp'))}
+  (line,) = counted({'data': 4, 'mdl': 2}, 'fsdp_tp').undersharded_weights(tree)
+  assert line.endswith('; mlp is 3, no multiple of 2')
+  tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
+  assert len(partitioner('ddp').undersharded_weights(tree)) == 1
+  # None where nothing is split.
+  for p in (partitioner('ddp'), partitioner(mesh={'replica': 2})):
+    assert p.undersharded_weights(WEIGHTS) == []
+
+
+SPECS = {
+  "['layer']['w']": P(DATA, None),
+  "['layer']['odd']": P(None, None),
+  "['layer']['b']": P(),
+  "['w']": P(None, DATA),
+}
+MASK = {'layer': {'w': True, 'odd': True, 'b': False}, 'w': True}
+LABELS = jax.tree.map(lambda x: 'adam' if x else 'none', MASK)
+
+
+@pytest.mark.parametrize(
+  ('optimizer', 'followers'),
+  [
+    (optax.sgd(0.1), 0),
+    (optax.sgd(0.1, momentum=0.9), 4),
+    (
+      optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.linear_schedule(1.0, 0.0, 10), mask=MASK),
+      ),
+      8,
+    ),
+    (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), 8),
+    (optax.MultiSteps(optax.adam(0.1), 4), 12),
+    (optax.masked(optax.adam(0.1), MASK), 6),
+    (
+      optax.multi_transform(
+        {'adam': optax.adam(0.1), 'none': optax.set_to_zero()}, LABELS
+      ),
+      6,
+    ),
+    (optax.contrib.muon(0.1), 5),
+    # Its factors have other shapes than the weights, and stay whole.
+    (optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9), 5),
+  ],
+  ids=[
+    'sgd', 'momentum', 'adamw', 'inject', 'MultiSteps', 'masked',
+    'multi_transform', 'muon', 'adafactor',
+  ],
+)  # fmt: skip
+def test_optimizer_state_follows_its_weight(optimizer, followers):
+  params = partitioning.unbox(WEIGHTS)
+  shapes = {
+    jax.tree_util.keystr(path): x.shape
+    for path, x in jax.tree_util.tree_leaves_with_path(params)
+  }
+  state = jax.eval_shape(optimizer.init, params)
+  specs = partitioner().specs_like(state, WEIGHTS)
+  found = 0
+  for (path, leaf), spec in zip(
+    jax.tree_util.tree_leaves_with_path(state),
+    jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+    strict=True,
+  ):
+    # The longest that fits: ['layer']['w'] and not ['w'].
+    name = re.search(
+      r"(\['layer'\])?\['(w|odd|b)'\]$", jax.tree_util.keystr(path)
+    )
+    if name and leaf.shape == shapes[name[0]]:
+      assert spec == SPECS[name[0]], path
+      found += 1
+    else:
+      assert spec == P(), path
+  assert found == followers
+
+
+def test_axes_that_no_rule_uses():
+  for sharding, axis, idle in (
+    ('ddp', 'replica', []),
+    ('ddp', 'mdl', ['mdl']),
+    ('fsdp', 'stage', ['stage']),
+    ('tp', 'mdl', []),
+    ('pipeline', 'stage', []),
+  ):
+    assert partitioner(sharding, {axis: 2}).idle_axes() == idle

@@ -1,0 +1,348 @@
+"""Evaluation: which checkpoints it follows, initial weights, the best ones."""
+
+import contextlib
+import functools
+import math
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import errors
+from jaxline import experiment
+from jaxline import platform
+from jaxline import train
+from jaxline import utils
+from jaxline.base import debug
+from jaxline.checkpoint import durable
+from jaxline.checkpoint import protocol
+from tests import toys
+
+Log, Plain, Recorder, Writes = toys.Log, toys.Plain, toys.Recorder, toys.Writes
+make_config, run = toys.make_config, toys.run
+evaluate_once = toys.evaluate_once
+NAN = math.nan
+
+
+class Scripted:
+  """A checkpointer whose newest checkpoint changes as a script says.
+
+  One entry is one look: the step of the newest checkpoint then, or None.
+  """
+
+  def __init__(self, looks):
+    self.looks = list(looks)
+    self.newest = None
+    self.states = {}
+    self.saved = []
+
+  def get_experiment_state(self, ckpt_series):
+    return self.states.setdefault(ckpt_series, protocol.ExperimentState())
+
+  def restore_path(self, ckpt_series):
+    assert ckpt_series == 'latest'
+    assert self.looks, 'evaluation should have ended'
+    self.newest = self.looks.pop(0)
+    return None if self.newest is None else f'checkpoint_{self.newest}'
+
+  def can_be_restored(self, ckpt_series):
+    return ckpt_series == 'latest' and self.newest is not None
+
+  def restore(self, ckpt_series):
+    self.states['latest'].update(
+      global_step=self.newest, train_step_rng=f'key {self.newest}'
+    )
+
+  def save(self, ckpt_series):
+    self.saved.append((ckpt_series, self.states[ckpt_series].to_dict()))
+
+  def wait_for_checkpointing_to_finish(self):
+    self.is_safe = True
+
+
+def evaluate(looks, scores=None, writer=None, cls=Plain, **values):
+  """Evaluates by a script; returns the log and the checkpointer."""
+  config = make_config(100, **values)
+  log, checkpointer = Log(), Scripted(looks)
+  partial = functools.partial(cls, log=log, scalars=scores)
+  train.evaluate(partial, config, checkpointer, writer, 'eval')
+  return log, checkpointer
+
+
+def in_this_thread(call):
+  """Returns a `time.sleep`; threads that other tests have left sleep."""
+  own, sleep = threading.get_ident(), time.sleep
+  return lambda x: (call if threading.get_ident() == own else sleep)(x)
+
+
+@pytest.fixture
+def slept(monkeypatch):
+  """Waits for nothing; has how long evaluation would wait each time."""
+  found = []
+  monkeypatch.setattr(time, 'sleep', in_this_thread(found.append))
+  return found
+
+
+# Which checkpoints.
+
+
+@pytest.mark.parametrize(
+  ('looks', 'initial', 'expected'),
+  [
+    (
+      [None, None, 10, 10, 10, 30, 30, 100, 'not looked at'],
+      False,
+      [10, 30, 100],
+    ),
+    ([None, None, None, 100], True, [0, 100]),
+    ([100], True, [100]),
+  ],
+)
+def test_each_new_checkpoint_is_evaluated_once_until_the_last(
+  looks, initial, expected, slept
+):
+  writer = Writes()
+  log, _ = evaluate(looks, writer=writer, eval_initial_weights=initial)
+  assert writer.records == [(step, {'score': step}) for step in expected]
+  assert [step for step, _ in log.evals] == expected
+  assert log.inits[0][0] == 'eval'
+  # A new one is noticed within a second.
+  assert max(slept, default=0) < 1
+
+
+def test_a_checkpoint_saved_just_before_training_ends_is_evaluated(slept):
+  trained = threading.Event()
+
+  class Ends(Scripted):
+    def restore_path(self, ckpt_series):
+      try:
+        return super().restore_path(ckpt_series)
+      finally:
+        trained.set()
+
+  log = Log()
+  made = train.Run(
+    functools.partial(Plain, log=log),
+    make_config(100),
+    Ends([None, 50, 50]),
+    trained=trained,
+  )
+  made.evaluate()
+  assert [step for step, _ in log.evals] == [50]
+
+
+def test_a_checkpoint_saved_between_look_and_restore_is_evaluated_once():
+  class Late(Scripted):
+    """At the first restore, the second checkpoint has come already."""
+
+    def restore(self, ckpt_series):
+      self.newest = max(2, self.newest)
+      super().restore(ckpt_series)
+
+  writer = Writes()
+  checkpointer = Late([1, 2, 3])
+  train.evaluate(Plain, make_config(3), checkpointer, writer, 'eval')
+  assert [step for step, _ in writer.records] == [2, 3]
+  assert checkpointer.is_safe
+
+
+def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
+  seen = []
+
+  class Own(experiment.AbstractExperiment):
+    """Keeps its weights where no attribute dict says."""
+
+    def __init__(self, mode, init_rng):
+      super().__init__(mode, init_rng)
+      self.hidden = jnp.zeros([])
+      self.add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def step(self, **unused):
+      self.hidden = self.add(self.hidden)
+      return {}
+
+    def evaluate(self, **unused):
+      seen.append(float(self.hidden))
+      return {}
+
+    def snapshot_state(self):
+      return {'w': self.hidden, 'key': jax.random.key(3)}
+
+    def restore_from_snapshot(self, snapshot_state):
+      assert snapshot_state['key'] == jax.random.key(3)
+      self.hidden = jnp.asarray(snapshot_state['w'])
+
+  config = make_config(4, eval_interval=2)
+  train.Run(Own, config, Recorder(config), None, None).train_and_eval()
+  assert seen == [2.0, 4.0]
+
+
+# Initial weights.
+
+
+class Seeded(Plain):
+  """Its score after n steps is n and a draw from [0, 1) by its initial key."""
+
+  def __init__(self, mode, init_rng, **kwargs):
+    super().__init__(mode, init_rng, **kwargs)
+    self._w = self._w + jax.random.uniform(init_rng)
+
+  def evaluate(self, **kwargs):
+    super().evaluate(**kwargs)
+    return {'score': self.log.evals[-1][1]}
+
+
+@pytest.mark.parametrize('legacy', [False, True])
+@pytest.mark.parametrize('saves_initial', [False, True])
+def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
+  saves_initial, legacy, tmp_path, monkeypatch
+):
+  """In the per-device style they count, and may be the best, if they are."""
+  config = make_config(
+    1,
+    checkpoint_dir=str(tmp_path),
+    checkpointer='durable',
+    eval_initial_weights=True,
+    save_initial_train_checkpoint=saves_initial,
+    legacy_random_seed_behavior=legacy,
+    best_model_eval_metric='score',
+    best_model_eval_metric_higher_is_better=False,
+  )
+  seed = jax.random.PRNGKey(config.random_seed)
+  own = float(jax.random.uniform(seed))
+  runs = float(
+    jax.random.uniform(seed if legacy else jax.random.split(seed)[1])
+  )
+  began, writer = [], Writes()
+  make = functools.partial(Seeded, log=Log())
+
+  def train_once(unused_secs):
+    if not began:
+      began.append(True)
+      with contextlib.closing(
+        durable.DurableCheckpointer(config, 'train')
+      ) as trained:
+        train.train(make, config, trained, None)
+
+  # When evaluation waits.
+  monkeypatch.setattr(time, 'sleep', in_this_thread(train_once))
+  checkpointer = durable.DurableCheckpointer(config, 'eval')
+  train.evaluate(make, config, checkpointer, writer, 'eval')
+  waits = saves_initial and not legacy
+  expected = [(0, runs if waits else own), (1, 1 + runs)]
+  found = [(step, x['score']) for step, x in writer.records]
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  steps = checkpointer.steps('best')
+  checkpointer.close()
+  assert steps == ([0] if saves_initial or legacy else [1])
+
+
+def test_a_run_that_begins_from_another_has_no_initial_weights(tmp_path):
+  """An evaluation could only make others, so it waits for a checkpoint."""
+  config = make_config(
+    1,
+    checkpoint_dir=str(tmp_path / 'run'),
+    restore_from=str(tmp_path / 'other'),
+    eval_initial_weights=True,
+  )
+  log, trained = Log(), threading.Event()
+  trained.set()  # Without having saved anything.
+  checkpointer = platform.create_checkpointer(config, 'eval')
+  train.Run(
+    functools.partial(Plain, log=log), config, checkpointer, trained=trained
+  ).evaluate()
+  checkpointer.close()
+  assert log.evals == []
+
+
+def test_one_off_without_a_checkpoint(monkeypatch):
+  config = make_config(one_off_evaluate=True)
+  with pytest.raises(ValueError, match='eval_initial_weights'):
+    evaluate_once(Plain, config)
+  config.eval_initial_weights = True
+  log = Log()
+  # Without a mode, it is that of the command line.
+  monkeypatch.setattr(debug.settings, 'mode', 'eval_on_test')
+  train.evaluate(functools.partial(Plain, log=log), config, None, None)
+  assert log.evals == [(0, 0.0)]
+  assert log.inits[0][0] == 'eval_on_test'
+
+
+# The series `best`.
+
+
+@pytest.mark.parametrize(
+  ('higher', 'scores', 'best_at'),
+  [
+    (True, [1, 1, 3, 2, 3, 4], [0, 2, 5]),
+    (False, [1, 1, 3, 0.5, 0.5, -1], [0, 3, 5]),
+    (True, [NAN, 1, NAN, 2], [1, 3]),
+    (False, [NAN, 1, NAN, 2], [1]),
+    (True, [NAN, NAN], []),
+    (True, [-math.inf, NAN], []),
+    (True, [np.float32(1), np.array([2.0]), np.array(1)], [0, 1]),
+  ],
+)
+def test_best_is_saved_where_strictly_better(higher, scores, best_at):
+  class Adds(Plain):
+    def on_new_best_model(self, best_state):
+      best_state.note = best_state.best_eval_metric_value
+
+  steps = [10 * (i + 1) for i in range(len(scores) - 1)] + [100]
+  _, checkpointer = evaluate(
+    steps,
+    dict(zip(steps, scores, strict=True)),
+    cls=Adds,
+    best_model_eval_metric='score',
+    best_model_eval_metric_higher_is_better=higher,
+  )
+  assert [
+    (series, state['global_step'], state['best_eval_metric_value'])
+    for series, state in checkpointer.saved
+  ] == [('best', steps[i], scores[i]) for i in best_at]
+  for _, state in checkpointer.saved:
+    assert state['train_step_rng'] == f'key {state["global_step"]}'
+    assert state['best_model_eval_metric'] == 'score'
+    assert state['note'] == state['best_eval_metric_value']
+    assert isinstance(state['experiment_module'], Plain)
+
+
+@pytest.mark.parametrize(
+  ('returned', 'names'),
+  [({'loss': 1.0, 'error': 2}, ['error', 'loss']), ({'score': None}, [])],
+)
+def test_a_missing_best_metric_lists_the_names_there_are(returned, names):
+  class Other(Plain):
+    def evaluate(self, **unused):
+      return returned
+
+  with pytest.raises(errors.UsageError, match='score') as caught:
+    evaluate([10], cls=Other, best_model_eval_metric='score')
+  assert str(names) in str(caught.value)
+
+
+def kept_again(score, metric='score'):
+  """Returns which best ones a new process saves that evaluates step 1."""
+
+  class Scored(Plain):
+    def evaluate(self, **unused):
+      return {metric: score}
+
+  config = make_config(1, one_off_evaluate=True, best_model_eval_metric=metric)
+  checkpointer = Recorder(config, 'eval')
+  train.evaluate(Scored, config, checkpointer, None, 'eval')
+  return checkpointer.saves('best')
+
+
+def test_the_best_value_survives_a_restart():
+  run(config=make_config(1))
+  kept = [kept_again(score) for score in (2.0, 1.5, 2.0, 2.5)]
+  assert kept == [[1], [], [], [1]]
+  # Another metric begins anew.
+  assert kept_again(1.5, 'accuracy') == [1]
+  nest = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
+  assert nest['best_eval_metric_value'] == 1.5
+  assert nest['best_model_eval_metric'] == 'accuracy'
