@@ -43,7 +43,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
-pytest_plugins = ['tests.buckets', 'tests.checkpoints']  # Their fixtures.
+# Their fixtures.
+pytest_plugins = ['tests.buckets', 'tests.checkpoints', 'tests.survivors']
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')

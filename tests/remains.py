@@ -4,10 +4,15 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
+import tempfile
 from typing import Any
 
+from jaxline.base import buckets
+from jaxline.base import disk
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import manifests as manifests_lib
+from jaxline.metrics import fingerprints
 from jaxline.run_directory import notes
 from jaxline.run_directory import store
 
@@ -102,20 +107,45 @@ def tensorboard(
   }
 
 
-def copy(url: str, to: os.PathLike[str]) -> None:
-  """Downloads a run that is in a bucket."""
+def _keys(bucket: store.Bucket) -> list[str]:
+  listed = buckets.connect(f'{bucket.url}/', bucket.threads).list().result()
+  return [key.decode() for key in listed]
+
+
+def files(url: os.PathLike[str] | str) -> dict[str, bytes]:
+  """Returns the files of a run by their paths in it."""
   place = store.at(url)
-  assert isinstance(place, store.Bucket)
-  for raw in place._kv.list().result():
-    key = raw.decode()
-    store.at(to).write(key, place.read(key))
+  if isinstance(place, store.Bucket):
+    return {key: place.read(key) or b'' for key in _keys(place)}
+  paths = [p for p in pathlib.Path(url).rglob('*') if p.is_file()]
+  return {str(p.relative_to(url)): p.read_bytes() for p in paths}
 
 
-def left_by(run_dir: os.PathLike[str]) -> dict[str, Any]:
+def put(url: os.PathLike[str] | str, files: dict[str, bytes]) -> None:
+  """Makes these the files of a run, and no others."""
+  place = store.at(url)
+  if isinstance(place, store.Bucket):
+    for key in _keys(place):
+      place.delete(key)
+    for key, content in files.items():
+      place.write(key, content)
+    return
+  shutil.rmtree(url, ignore_errors=True)
+  for key, content in files.items():
+    path = pathlib.Path(url, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def left_by(run_dir: os.PathLike[str] | str) -> dict[str, Any]:
   """Returns all that must not depend on what happened to a run that ended.
 
   Nothing lies there that no manifest names.
   """
+  if disk.is_address(run_dir):
+    with tempfile.TemporaryDirectory() as folder:
+      put(folder, files(run_dir))
+      return left_by(folder)
   left: dict[str, Any] = {}
   named = set()
   for series in ('latest', 'best'):
@@ -128,6 +158,8 @@ def left_by(run_dir: os.PathLike[str]) -> dict[str, Any]:
     # All that is in the files; and what is shown where it heeds the marks.
     left[f'{mode} events'] = tensorboard(run_dir, mode, False)
     left[f'{mode} shown'] = tensorboard(run_dir, mode, True)
+  prints = pathlib.Path(run_dir, 'train', fingerprints.FILE)
+  left['fingerprints'] = prints.read_bytes()
   left['evaluated'] = [[*x[:3], bool(x[3])] for x in evaluated(run_dir)]
   place = store.at(run_dir).below('checkpoints')
   assert set(place.names('data')) == named

@@ -37,15 +37,18 @@ class Check:
 
   def require(self, name: str, value: Any) -> None:
     """Raises a UsageError if the value of this name is invalid."""
-    given = f'{name} is {value!r:.200}'
+    why = ''
     try:
       if self.accepts(value) is not False:
         return
     except errors.UsageError:
       raise  # It names the part of the value that is wrong.
     except (TypeError, ValueError) as e:
-      given += f' ({e})'
-    raise errors.UsageError(f'{given}; expected {self.expected}.')
+      why = f' ({e})'
+    # Not before: the text of a ConfigDict takes milliseconds.
+    raise errors.UsageError(
+      f'{name} is {value!r:.200}{why}; expected {self.expected}.'
+    )
 
 
 def optional(check: Check) -> Check:

@@ -1,12 +1,10 @@
-"""A small run for test_faults.py, which kills it and makes it fail.
+"""A small run that is killed and made to fail: see tests/survivors.py.
 
 It is its own config file: `python survivor.py --config=survivor.py ...`. What
 shall go wrong is no part of the config, which a resumed run must not change;
 the environment's SURVIVOR says it, as JSON:
 
     step_secs: how long a step takes at least, in seconds.
-    clock, clock_jump, clock_jump_at: seconds that the clock is off, from the
-      beginning, and from a step on.
     input_at, evaluate_at: from there on, it raises.
     stop_evaluate_at: from there on, an evaluation raises StopTraining.
     nan_at: number of the batch that is not a number.
@@ -20,30 +18,24 @@ import sys
 import threading
 import time
 
-_FAULTS = json.loads(os.environ.get('SURVIVOR', '{}'))
+import jax
+import jax.numpy as jnp
+from ml_collections import config_dict
+import numpy as np
+import optax
+
+from jaxline import experiment
+from jaxline import metrics
+from jaxline import platform
+from jaxline import sharded
+from jaxline.inputs import base
+from jaxline.inputs import indexed
+from jaxline.metrics import console
+from tests.experiments import regression
+from tests.programs import events
+
+FAULTS = json.loads(os.environ.get('SURVIVOR', '{}'))
 _NEVER = 1 << 60
-_clock_off = _FAULTS.get('clock', 0)
-if 'clock' in _FAULTS or 'clock_jump' in _FAULTS:
-  # Before anything else can take the function.
-  _real_time = time.time
-  time.time = lambda: _real_time() + _clock_off
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from ml_collections import config_dict  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-from jaxline import experiment  # noqa: E402
-from jaxline import metrics  # noqa: E402
-from jaxline import platform  # noqa: E402
-from jaxline import sharded  # noqa: E402
-from jaxline.inputs import base  # noqa: E402
-from jaxline.inputs import indexed  # noqa: E402
-from jaxline.metrics import console  # noqa: E402
-from tests.experiments import regression  # noqa: E402
-from tests.programs import events  # noqa: E402
-
 FEATURES, WIDTH = 6, 16
 ROWS, BATCHES = 8, 7  # Of an epoch.
 
@@ -77,10 +69,10 @@ class Input(indexed.IndexedInput):
 
   def get_next(self):
     number = self.position() // self.batch_size
-    if self.is_training and number >= _FAULTS.get('input_at', _NEVER):
+    if self.is_training and number >= FAULTS.get('input_at', _NEVER):
       raise RuntimeError(f'The input fails at batch {number}.')
     batch = super().get_next()
-    if self.is_training and number == _FAULTS.get('nan_at'):
+    if self.is_training and number == FAULTS.get('nan_at'):
       batch['x'][0, 0] = np.nan
     return batch
 
@@ -124,20 +116,17 @@ class Survivor(sharded.ShardedExperiment):
     return Input(data=data, batch_size=ROWS, reset_for_eval=True)
 
   def step(self, *, global_step, rng, writer):
-    global _clock_off
-    time.sleep(_FAULTS.get('step_secs', 0))
-    if global_step == _FAULTS.get('hang_at'):
+    time.sleep(FAULTS.get('step_secs', 0))
+    if global_step == FAULTS.get('hang_at'):
       threading.Event().wait()
-    if global_step == _FAULTS.get('clock_jump_at'):
-      _clock_off += _FAULTS['clock_jump']
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     events.write('step', step=int(global_step) + 1)
     return scalars
 
   def evaluate(self, *, global_step, rng, writer):
-    if global_step >= _FAULTS.get('stop_evaluate_at', _NEVER):
+    if global_step >= FAULTS.get('stop_evaluate_at', _NEVER):
       raise experiment.StopTraining('enough')
-    if global_step >= _FAULTS.get('evaluate_at', _NEVER):
+    if global_step >= FAULTS.get('evaluate_at', _NEVER):
       raise RuntimeError(f'The evaluation fails at step {global_step}.')
     return super().evaluate(global_step=global_step, rng=rng, writer=writer)
 

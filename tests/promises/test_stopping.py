@@ -23,11 +23,9 @@ from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from tests import remains
 from tests import test_durable_multiprocess as multiprocess
-from tests import test_faults
 from tests import toys
 from tests.experiments import regression
 
-start, _events = test_faults.start, test_faults._events
 # No evaluation after the first one gains so much.
 NEVER_BETTER = '--config.early_stop.min_delta=1e9'
 

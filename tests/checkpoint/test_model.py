@@ -1,7 +1,7 @@
 """Training and evaluation on one directory, against a dictionary."""
 
 from concurrent import futures
-import functools
+import itertools
 import math
 import os
 import pathlib
@@ -45,26 +45,15 @@ class Experiment(experiment.FullExperiment):
     (self.value,) = {float(x) for x in snapshot['w']}
 
 
-def flip(path: pathlib.Path) -> None:
-  content = bytearray(path.read_bytes())
-  content[len(content) // 2] ^= 1
-  path.write_bytes(content)
-
-
 def truncate(path: pathlib.Path) -> None:
   os.truncate(path, path.stat().st_size // 2)
-
-
-@functools.cache  # It would be a third of the time of these tests.
-def _complete_config() -> Any:
-  return base_config.complete_config(base_config.get_base_config())
 
 
 def opened(
   run_dir: pathlib.Path, mode: str, kept: int = KEPT, every: Any = EVERY
 ) -> Any:
   """Returns a checkpointer of a new process, with its live state."""
-  config = _complete_config().copy_and_resolve_references()
+  config = base_config.get_base_config()
   config.checkpoint_dir = str(run_dir)
   config.max_checkpoints_to_keep = kept
   config.max_best_checkpoints_to_keep = 1
@@ -184,7 +173,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
   @stateful.rule(
     data=st.data(),
-    harm=st.sampled_from([flip, truncate, os.unlink]),
+    harm=st.sampled_from([checkpoints.flip, truncate, os.unlink]),
     is_part=st.booleans(),
     restarts=st.booleans(),
   )
@@ -263,7 +252,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = hypothesis.settings(
-  max_examples=40, stateful_step_count=25, deadline=None, derandomize=True,
+  max_examples=25, stateful_step_count=25, deadline=None, derandomize=True,
   database=None,
 )  # fmt: skip
 TestModel = Machine.TestCase
@@ -387,20 +376,30 @@ def evaluate_beside(
   return counts['evaluation'], counts['training']
 
 
+# A sample of the operations: all of them take minutes.
+@pytest.mark.parametrize('every', [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_training_beside_any_operation_of_an_evaluation(
-  tmp_path: pathlib.Path,
+  every: int, tmp_path: pathlib.Path
 ) -> None:
   count, _ = evaluate_beside(tmp_path / '0', 0)
   assert count > 30
-  for stop_at in range(1, count + 1):
+  for stop_at in range(1, count + 1, every):
     evaluate_beside(tmp_path / str(stop_at), stop_at)
 
 
-@pytest.mark.process  # Of the default tier it would be a tenth.
-def test_both_stop_between_any_operations(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+  'every',
+  [
+    pytest.param(7, marks=pytest.mark.process),
+    pytest.param(1, marks=pytest.mark.slow),
+  ],
+)
+def test_both_stop_between_any_operations(
+  every: int, tmp_path: pathlib.Path
+) -> None:
   """The evaluation before it has read; the training before it has collected."""
   _, count = evaluate_beside(tmp_path / '0', 1, 1 << 30)
   assert count > 10
-  for stop_at in range(1, 13):
-    for pause_at in range(1, count + 1):
-      evaluate_beside(tmp_path / f'{stop_at}.{pause_at}', stop_at, pause_at)
+  places = itertools.product(range(1, 13), range(1, count + 1))
+  for stop_at, pause_at in itertools.islice(places, 0, None, every):
+    evaluate_beside(tmp_path / f'{stop_at}.{pause_at}', stop_at, pause_at)

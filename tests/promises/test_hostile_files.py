@@ -1,6 +1,7 @@
-"""Runs that somebody edited: nothing is run, and no name leads out.
+"""Promise: what a file of a run says is data, whoever has edited it.
 
-Each edit of a manifest has a checksum that fits.
+Nothing is run, and no name leads out. Each edit of a manifest has a checksum
+that fits.
 """
 
 import base64
@@ -224,7 +225,7 @@ def test_only_files_and_folders_of_a_run_are_used(
   kind, made, open_run, tmp_path, capsys
 ):
   wrong = []
-  for number, found in enumerate(made.rglob('*')):
+  for number, found in enumerate(sorted(made.rglob('*'))):
     name = str(found.relative_to(made))
     # These may be links, and no file is a folder in place of a folder.
     if name in ('checkpoints', 'train') and 'link' in kind:
@@ -235,22 +236,22 @@ def test_only_files_and_folders_of_a_run_are_used(
     shutil.copytree(made, outside / 'folder')
     (outside / 'file').write_bytes(b'x' * 10_000)
     before = lib.tree_of(outside)
-    for use, function in USES.items():
-      run = tmp_path / f'{number} {use}'
-      path = shutil.copytree(made, run) / name
-      shutil.rmtree(path) if found.is_dir() else path.unlink()
-      KINDS[kind](path, outside)
-      said = ''
-      with contextlib.suppress(store_lib.DamagedError):
-        try:
-          function(open_run, run)
-        except (errors.UsageError, OSError) as e:
-          said = f'{e} {capsys.readouterr()}'
-      if said and not any(x in said for x in (path.stem, 'is missing')):
-        wrong.append((name, use, said))
-      if lib.tree_of(outside) != before:
-        wrong.append((name, use, 'wrote outside'))
-      shutil.rmtree(run)
+    # A use for each pair of a file and a kind; all seven kinds make all pairs.
+    use = [*USES][(number + [*KINDS].index(kind)) % len(USES)]
+    run = tmp_path / f'{number} {use}'
+    path = shutil.copytree(made, run) / name
+    shutil.rmtree(path) if found.is_dir() else path.unlink()
+    KINDS[kind](path, outside)
+    said = ''
+    with contextlib.suppress(store_lib.DamagedError):
+      try:
+        USES[use](open_run, run)
+      except (errors.UsageError, OSError) as e:
+        said = f'{e} {capsys.readouterr()}'
+    if said and not any(x in said for x in (path.stem, 'is missing')):
+      wrong.append((name, use, said))
+    if lib.tree_of(outside) != before:
+      wrong.append((name, use, 'wrote outside'))
   assert not wrong
 
 
@@ -280,16 +281,17 @@ def test_other_edited_files_are_named(name, made, open_run, tmp_path, capsys):
   is_packed = value.pop('crc', None) is not None
   if name == 'config.json':  # Any value of another key is its user's.
     value = {'experiment_kwargs': {}}
-  for edit in _edits(value):
+  # A use for each edit; of a field the edits come one behind the other.
+  for number, edit in enumerate(_edits(value)):
     run = shutil.copytree(made, tmp_path / 'run')
     edited = _edited(value, edit)
     raw = notes.to_bytes(edited) if is_packed else json.dumps(edited).encode()
     (run / name).write_bytes(raw)
     said = ''
-    for use in USES.values():
-      try:
-        use(open_run, run)
-      except (errors.UsageError, OSError) as e:
-        said = f'{e} {capsys.readouterr()}'
+    use = [*USES][number % len(USES)]
+    try:
+      USES[use](open_run, run)
+    except (errors.UsageError, OSError) as e:
+      said = f'{e} {capsys.readouterr()}'
     assert not said or pathlib.Path(name).name in said
     shutil.rmtree(run)

@@ -351,8 +351,10 @@ def _assert_equal(got, want):
   lib.assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
-@pytest.mark.parametrize('own', [False, True])
-@pytest.mark.parametrize('name', _NODES)
+@pytest.mark.parametrize(
+  ('name', 'own'),
+  [*((name, False) for name in _NODES), ('optimizer', True), ('keys', True)],
+)
 def test_registered_containers(name, own, open_run, tmp_path, capsys):
   def made(n):
     x = jnp.arange(n, n + 3.0)

@@ -1,0 +1,201 @@
+"""Programs written against JAXline look at checkpoints in its dictionary."""
+
+import copy
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import experiment
+from jaxline import sharded
+from jaxline import utils
+from jaxline.checkpoint import contents
+from jaxline.compat import checkpointers
+from jaxline.compat import experiments
+from tests import checkpoints as lib
+
+
+@pytest.fixture
+def newest(monkeypatch):
+  """Returns what such programs look at."""
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  return lambda series='latest': utils.GLOBAL_CHECKPOINT_DICT[series].history[
+    -1
+  ]
+
+
+def test_the_newest_save_is_read_when_it_is_looked_at(
+  newest, open_run, tmp_path, monkeypatch
+):
+  reads = []
+  read = contents.Checkpoint.read
+
+  def spy(listing, *args):
+    reads.append(listing)
+    return read(listing, *args)
+
+  monkeypatch.setattr(contents.Checkpoint, 'read', spy)
+  checkpointer = open_run(mirrors=True, max_checkpoints_to_keep=1)
+  lib.fill(checkpointer, lib.weights(1))
+  assert utils.GLOBAL_CHECKPOINT_DICT['latest'].history == []
+  live = lib.weights(1)
+  lib.save(checkpointer, live, 5, extra={'a': np.ones(2)})
+  first = newest()
+  assert (first.id, reads) == (5, [])
+  live._a0, live._b0 = lib.rows({'other': np.zeros(1)}), 9
+  nest = first.pickle_nest
+  assert nest.global_step == 5
+  assert nest.experiment_module.n == 1
+  lib.assert_same(nest.to_dict()['experiment_module'], {
+    'w': np.full([3], 1, np.float32), 'n': 1})  # fmt: skip
+  lib.assert_same(nest['extra'].to_dict(), {'a': np.ones(2)})
+  np.testing.assert_array_equal(
+    nest['experiment_module']._a0, [np.full([3], 1, np.float32)]
+  )
+  assert first.pickle_nest is nest
+  number, unpacked = first
+  assert (number, unpacked) == (5, nest)
+  lib.save(checkpointer, lib.weights(6), 6)
+  assert newest().pickle_nest.global_step == 6
+  assert first.pickle_nest.global_step == 5  # It keeps what it has read.
+  assert len(utils.GLOBAL_CHECKPOINT_DICT['latest'].history) == 1
+
+
+def test_a_save_is_there_once_it_is_written(newest, open_run):
+  checkpointer, gate = open_run(mirrors=True), threading.Event()
+  lib.save(checkpointer, lib.weights(1), 1)
+  checkpointer.directory.thread.submit(gate.wait, 10)
+  lib.fill(checkpointer, lib.weights(2), 2)
+  checkpointer.save('latest')
+  assert newest().id == 1
+  gate.set()
+  checkpointer.wait_for_checkpointing_to_finish()
+  assert newest().id == 2
+  lib.at_flush(checkpointer, lambda: 1 / 0)  # It is never written.
+  with pytest.raises(ZeroDivisionError):
+    lib.save(checkpointer, lib.weights(3), 3)
+  assert newest().id == 2
+
+
+def test_the_newest_save_of_the_sharded_style(newest, open_run, copied):
+  checkpointer = open_run(mirrors=True)
+  live = lib.Sharded()
+  lib.restore(checkpointer, live, key=jax.random.key(0))
+  # What a run goes on from is its last save.
+  assert newest().pickle_nest.global_step == 5
+  lib.advance(live, 2)
+  want = live.snapshot_state()
+  want = jax.tree.map(np.asarray, want['state'].params), want['input']
+  lib.save(checkpointer, live, 7, key=jax.random.key(0))
+  lib.advance(live, 1)
+  module = newest().pickle_nest.experiment_module
+  assert isinstance(module.state, sharded.TrainState)
+  lib.assert_same(module.state.params, want[0])
+  lib.assert_same(module.to_dict()['input'], want[1])
+
+
+def test_the_best_is_looked_at_too(newest, open_run):
+  training = open_run(mirrors=True)
+  lib.save(training, lib.weights(3), 3)
+  evaluation = open_run('eval', mirrors=True)
+  live = lib.weights()
+  lib.restore(evaluation, live)
+  lib.save_best(evaluation, live, 3, 0.5)
+  nest = newest('best').pickle_nest
+  assert nest.global_step == 3
+  assert nest.best_eval_metric_value == 0.5
+  assert nest.experiment_module.n == 3
+
+
+@pytest.mark.parametrize(
+  'clone', [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_of_a_save_is_a_plain_snapshot(
+  clone, newest, open_run, tmp_path
+):
+  checkpointer = open_run(mirrors=True)
+  lib.save(checkpointer, lib.weights(3), 3)
+  checkpointer.close()
+  snapshot = clone(newest())
+  assert type(snapshot) is utils.SnapshotNT
+  assert snapshot.pickle_nest.global_step == 3
+  # And starts another run, which the save itself does not.
+  other = open_run(directory=tmp_path / 'other', mirrors=True)
+  assert not other.can_be_restored('latest')
+  utils.GLOBAL_CHECKPOINT_DICT['latest'].history.append(snapshot)
+  assert other.can_be_restored('latest')
+  live = lib.weights()
+  assert lib.restore(other, live).global_step == 3
+  assert live.held()['n'] == 3
+  assert other.directory.saved_step is None  # It is no checkpoint of its own.
+  assert other.steps('latest') == []
+
+
+def test_the_best_of_another_training_of_this_process(open_run):
+  checkpointer, live = open_run(), lib.weights(1)
+  live.EVALUATION_IS_PURE = True
+  checkpointers.begin_training(checkpointer, lib.PerDevice)
+  lib.save(checkpointer, live, 5)
+  checkpointers.begin_training(checkpointer, lib.Sharded)
+  lib.save_best(checkpointer, live, 5, 0.5)
+  assert (checkpointer.steps('latest'), checkpointer.steps('best')) == ([], [5])
+
+
+class Bare:
+  """Has the two methods that JAXline asks for, and no base class."""
+
+  live = 'mine'  # No attribute of the contract.
+
+  def __init__(self, n):
+    self.held = {'n': n, 'w': jnp.full([2], float(n))}
+
+  def snapshot_state(self):
+    return self.held
+
+  def restore_from_snapshot(self, snapshot_state):
+    self.held = snapshot_state
+
+
+class Declaring(Bare, experiment.FullExperiment):
+  """Declares some of the rest."""
+
+  step = evaluate = None
+
+  CHECKPOINT_ATTRS = {'_w': 'w'}
+  PER_PROCESS_ENTRIES = ('n',)
+  EVALUATION_IS_PURE = True
+
+  def wants_restored(self, name):
+    return name != 'n'
+
+
+@pytest.mark.parametrize('kind', ['durable', 'memory'])
+@pytest.mark.parametrize(('cls', 'num_best'), [(Bare, 2), (Declaring, 1)])
+def test_what_is_saved_needs_no_base_class(
+  cls, num_best, open_run, kind, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  more = {'train_checkpoint_all_hosts': True, 'max_checkpoints_to_keep': 2}
+  if kind == 'memory':
+    checkpointer = utils.InMemoryCheckpointer(lib.make_config('', **more), '')
+  else:
+    checkpointer = open_run(mirrors=True, **more)
+  made = lambda step: experiments.full_experiment(cls(step))
+  for step in (1, 2):
+    for series in ('latest', 'best'):
+      lib.save(checkpointer, made(step), step, series=series)
+  assert len(checkpointer.steps('best')) == num_best
+  live, want = made(0), cls(2).held
+  lib.fill(checkpointer, live)
+  checkpointer.restore('latest')
+  if cls is Declaring:
+    history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
+    module = history[-1].pickle_nest['experiment_module']
+    lib.assert_same(module._w, np.full([1, 2], 2, np.float32))
+    if kind == 'durable':
+      del want['n']
+  assert live.held.get('n') == want.pop('n', None)
+  np.testing.assert_array_equal(live.held['w'], want['w'])

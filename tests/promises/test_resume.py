@@ -1,0 +1,675 @@
+"""Promise: a run that is killed at any moment goes on as if nothing had been.
+
+`assert_same_after_kill` records a run in this process: at operations that
+change something, it copies all files as a kill leaves them: before the
+operation, half-way, and on a disk also without what a power loss takes, which
+is all that was not synced. Each copy that has other files than those before is
+resumed, and must end as the run that nothing happened to: in the last and the
+best checkpoint bit by bit, in curves, events and notes point by point.
+
+Below are real kills and signals of real processes. The many of the third tier:
+pytest tests/promises/test_resume.py -m slow -n 0
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import config_dict
+import numpy as np
+import pytest
+
+from jaxline import experiment
+from jaxline import platform
+from jaxline import sharded
+from jaxline.compat import dictionary
+from jaxline.inputs import mixture
+from jaxline.metrics import files as files_lib
+from jaxline.parallel import partitioning
+from jaxline.run_directory import owner
+from jaxline.run_directory import store
+from jaxline.supervision import nonfinite
+from tests import buckets
+from tests import checkpoints
+from tests import processes
+from tests import remains
+from tests import survivors
+from tests.programs import survivor
+
+Files = dict[str, bytes]  # Path below the run's directory -> content.
+
+
+# Recording.
+
+
+class Synced:
+  """What the disk keeps in a power loss: names and lengths that were synced."""
+
+  def __init__(self, patch: pytest.MonkeyPatch, url: str):
+    self._names: dict[str, set[str]] = {}
+    self._lengths: dict[int, int] = {}
+    for place, folders, files in os.walk(url):  # What was there before.
+      self._names[place] = {*folders, *files}
+      self._names.setdefault(os.path.dirname(place), {os.path.basename(place)})
+      for about in (os.stat(os.path.join(place, f)) for f in files):
+        self._lengths[about.st_ino] = about.st_size
+    patch.setattr(os, 'fsync', functools.partial(self._fsync, os.fsync))
+
+  def _fsync(self, fsync: Callable[[int], None], fd: int) -> None:
+    fsync(fd)
+    path, about = os.readlink(f'/proc/self/fd/{fd}'), os.fstat(fd)
+    if os.path.isdir(path):
+      self._names[path] = {*os.listdir(path)}
+    else:
+      self._lengths[about.st_ino] = about.st_size
+
+  def of(self, url: str, files: Files) -> Files:
+    kept = {}
+    for key, content in files.items():
+      path = pathlib.Path(url, key)
+      places = [path, *path.parents][: key.count('/') + 2]
+      if all(p.name in self._names.get(str(p.parent), ()) for p in places):
+        kept[key] = content[: self._lengths.get(path.stat().st_ino, 0)]
+    return kept
+
+
+# What an operation leaves half-way: (files, place, its arguments) -> files.
+
+
+def half_part(files: Files, at: str, key: str, value: Any) -> Files:
+  return files | {f'{at}{key}': bytes(value[: len(value) // 2])}
+
+
+def half_write(files: Files, at: str, key: str, value: Any, *_: Any) -> Files:
+  folder, _, name = f'{at}{key}'.rpartition('/')
+  return half_part(files, '', f'{folder}/.{name}.1.partial'.strip('/'), value)
+
+
+def half_folder(files: Files, at: str, folder: str) -> Files:
+  gone = [f for f in files if f.startswith(f'{at}{folder}/')][::2]
+  return {f: x for f, x in files.items() if f not in gone}
+
+
+def half_append(files: Files, at: str, data: bytes) -> Files:
+  return files | {at: files.get(at, b'') + data[: len(data) // 2]}
+
+
+def nothing(files: Files, *unused: Any) -> Files:
+  return files
+
+
+Shots = dict[str, Files]
+
+
+@contextlib.contextmanager
+def recorded(url: str, at: Callable[[int, str], Any]) -> Iterator[Shots]:
+  """Collects what kills at the wanted operations would leave of a run."""
+  shots: Shots = {}
+  lock, is_disk, count = threading.RLock(), '://' not in url, 0
+
+  def before(name: str, half: Callable[[Files], Files], synced: Synced) -> None:
+    nonlocal count
+    count += 1
+    if not at(count, name):
+      return
+    shots[f'{count} {name}'] = files = remains.files(url)
+    if (left := half(files)) != files:
+      shots[f'{count} {name}, half'] = left
+    if is_disk:
+      shots[f'{count} {name}, power loss'] = synced.of(url, files)
+
+  with pytest.MonkeyPatch.context() as patch:
+    synced = Synced(patch, url)
+
+    def wrap(owner: Any, method: str, half: Callable[..., Files]) -> None:
+      inner = getattr(owner, method)
+
+      def outer(*args: Any) -> Any:
+        on = args[0]  # A store, a writer or a path.
+        at = getattr(on, 'url', None) or getattr(on, 'path', on)
+        at = f'{at}/'.removeprefix(f'{url}/')
+        if not hasattr(on, 'url'):
+          at = at.rstrip('/')
+        key = args[1] if hasattr(on, 'url') and len(args) > 1 else ''
+        with lock:
+          half_way = lambda files: half(files, at, *args[1:])
+          before(f'{method} {at}{key}', half_way, synced)
+          return inner(*args)
+
+      patch.setattr(owner, method, outer)
+
+    kind: Any = store.Disk if is_disk else store.Bucket
+    wrap(kind, 'write_part', half_part if is_disk else nothing)
+    wrap(kind, 'write', half_write if is_disk else nothing)
+    wrap(kind, 'delete_folder', half_folder)
+    wrap(kind, 'delete', nothing)
+    wrap(kind, 'sync', nothing)
+    wrap(files_lib.FileBackend, '_append', half_append if is_disk else nothing)
+    wrap(files_lib.FileBackend, 'flush', nothing)
+    wrap(files_lib.FileBackend, 'resume', nothing)
+    yield shots
+
+
+def is_small(key: str) -> bool:
+  """Returns whether it is a file that is replaced whole, as a manifest."""
+  return key.endswith('.json') and '/data/' not in key
+
+
+def run(experiment_class: Any, config: Any, mode: str) -> None:
+  """Runs from where the files are to the end, as another process does."""
+  dictionary.forget_published()
+  with pytest.MonkeyPatch.context() as patch:
+    # The local files of logs in a bucket: they are gone with the machine.
+    patch.setattr('jaxline.run_directory.logs._directories', {})
+    if mode != 'train_eval_multithreaded':
+      # Takes an object for that of a killed process at once.
+      patch.setattr(owner, 'STALE_SECS', 0.0)
+    platform.start(experiment_class, config, mode)
+
+
+def assert_same_after_kill(
+  experiment: Any,
+  config: config_dict.ConfigDict,
+  at: Callable[[int, str], Any],
+  mode: str = 'train_and_eval',
+  twice: bool = False,
+) -> dict[str, Any]:
+  """Asserts that a run that is killed and resumed ends as if it had not been.
+
+  Args:
+    experiment: the class, or what constructs it.
+    config: the run's. Its `checkpoint_dir` is on a disk or in a bucket, and may
+      have what `mode` goes on from.
+    at: (number of an operation, its name) -> whether to kill there.
+    mode: the mode that is killed.
+    twice: also kills a run that goes on, from where all of a checkpoint was
+      written but its manifest.
+
+  Returns:
+    What the run leaves, see `remains.left_by`.
+  """
+  url = config.checkpoint_dir
+  begins, whole = [remains.files(url)], None
+  wrong: dict[str, Any] = {}
+  seen: set[int] = set()
+  for begin in begins:
+    remains.put(url, begin)
+    with recorded(url, at) as shots:
+      run(experiment, config, mode)
+    if whole is None:
+      whole = remains.left_by(url)
+    assert remains.left_by(url) == whole
+    for name, files in shots.items():
+      synced = shots[name.removesuffix(', power loss')].keys() - files.keys()
+      # Else the run would begin anew, and end in the same way.
+      if lost := [f for f in synced if is_small(f)]:
+        wrong[f'{len(seen)}: {name}'] = lost
+      # A sync, for example, changes no file: all that counts is what is there.
+      if (content := hash(frozenset(files.items()))) in seen:
+        continue
+      seen.add(content)
+      # What a killed evaluation has marked would stay for a minute.
+      marks = {key for key in files if key.startswith('checkpoints/readers/')}
+      remains.put(url, {key: files[key] for key in files.keys() - marks})
+      try:
+        run(experiment, config, mode)
+        got = remains.left_by(url)
+        different = [key for key in got if got[key] != whole[key]]
+      except Exception as e:
+        different = [repr(e)]
+      if different:
+        wrong[f'{len(seen)}: {name}'] = different
+    if twice and len(begins) == 1:
+      remains.put(url, begin)
+      manifest = f'write checkpoints/latest/{whole["latest step"] - 2}.json'
+      with recorded(url, lambda k, name, own=manifest: name == own) as shots:
+        run(experiment, config, mode)
+      begins.append(next(iter(shots.values())))
+  assert wrong == {}
+  assert seen
+  return whole
+
+
+# Experiments, whose programs are traced once: that takes longer than a run.
+
+
+def made_once(name: str) -> property:
+  """Returns a property of an experiment that all runs here share."""
+  make, made = getattr(sharded.ShardedExperiment, name).func, []
+
+  def get(experiment: Any) -> Any:
+    if not made:
+      made.append(make(experiment))
+      if name == 'layout':
+        made[0].make = initializer(made[0])
+    return made[0]
+
+  return property(get)
+
+
+def initializer(layout: Any) -> Callable[[], Any]:
+  """Does as `Layout.make`, which compiles anew at each call."""
+  make = jax.jit(
+    lambda rng: partitioning.unbox(layout.init(rng)),
+    out_shardings=layout.shardings,
+  )
+  return lambda: make(layout.rng)
+
+
+class Survivor(survivor.Survivor):
+  """The sharded style."""
+
+  layout = made_once('layout')
+  compiled_train_step = made_once('compiled_train_step')
+  compiled_eval_step = made_once('compiled_eval_step')
+
+
+class Mixed(Survivor):
+  """Reads a mixture."""
+
+  def train_input(self):
+    of = lambda seed, rows: survivor.Input(
+      data=survivor.examples(seed, rows), input_random_seed=seed,
+      batch_size=survivor.ROWS, is_training=True,
+    )  # fmt: skip
+    return mixture.MixtureInput(
+      inputs={'a': of(1, 13), 'b': of(2, 9)}, weights={'a': 3, 'b': 1},
+      batch_size=survivor.ROWS, is_training=True,
+    )  # fmt: skip
+
+
+class Opaque(Survivor):
+  """Reads an iterator of its own, whose position has an array."""
+
+  def train_input(self):
+    return Batches()
+
+
+class Batches(checkpoints.Batches):
+  def __next__(self):
+    number = int(super().__next__()['x'][0, 0])
+    return survivor.examples(number, survivor.ROWS)
+
+
+@functools.partial(jax.pmap, axis_name='i', donate_argnums=0)
+def descend(w: jax.Array, x: jax.Array, rng: jax.Array) -> Any:
+  """A step of `PerDevice`."""
+  noise = x + jax.random.normal(rng, x.shape)
+  loss, grad = jax.value_and_grad(
+    lambda w: jnp.square(noise * w - 2 * noise).mean()
+  )(w)
+  loss, grad = jax.lax.pmean((loss, grad), 'i')
+  return w - 0.05 * grad, {'loss': loss}
+
+
+class PerDevice(experiment.AbstractExperiment):
+  """JAXline's style, with an attribute for all devices, and with its input."""
+
+  CHECKPOINT_ATTRS = {'_w': 'w'}
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'_own': 'own'}
+
+  def __init__(self, mode, init_rng):
+    super().__init__(mode=mode, init_rng=init_rng)
+    self._w = checkpoints.rows(jax.random.normal(init_rng, [4]))
+    self._own = {'next': np.zeros([], np.int64)}
+
+  def step(self, *, global_step, rng, writer):
+    x = np.random.default_rng(int(self._own['next'])).normal(size=[2, 4])
+    self._own['next'] += 1
+    self._w, scalars = descend(self._w, x.astype(np.float32), rng)
+    return {name: x[0] for name, x in scalars.items()}
+
+  def evaluate(self, *, global_step, rng, writer):
+    return {'loss': float(jnp.square(self._w[0] - 2).mean())}
+
+
+class OwnSnapshot:
+  """Has no base class, and makes its snapshots itself."""
+
+  def __init__(self, mode, init_rng):
+    self.total = 1
+
+  def step(self, *, global_step, rng, writer):
+    self.total = self.total * 3 + 1
+    return {'loss': 1 / self.total}
+
+  def evaluate(self, *, global_step, rng, writer):
+    return {'loss': abs(40 - self.total)}
+
+  def snapshot_state(self):
+    return {'total': self.total}
+
+  def restore_from_snapshot(self, snapshot_state):
+    self.total = snapshot_state['total']
+
+
+class Unmade(OwnSnapshot):
+  """Cannot be made."""
+
+  def __init__(self, mode, init_rng):
+    raise ZeroDivisionError
+
+
+def config_of(url: str) -> config_dict.ConfigDict:
+  config = survivor.get_config()
+  config.checkpoint_dir = url
+  config.training_steps = 8
+  config.save_checkpoint_interval = 2
+  # At a step without a checkpoint, one with, and the last, which is the best.
+  config.eval_interval = 3
+  config.eval_initial_weights = True
+  config.max_checkpoints_to_keep = 1
+  config.console = 'off'
+  return config
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+  """What `Survivor` leaves on a disk if nothing happens to it."""
+  config = config_of(str(tmp_path_factory.mktemp('whole') / 'run'))
+  run(Survivor, config, 'train_and_eval')
+  return remains.left_by(config.checkpoint_dir)
+
+
+@pytest.mark.parametrize(
+  ('url', 'every'),
+  [
+    ('disk', 41),
+    ('gs', 97),
+    pytest.param('s3', 149, marks=pytest.mark.process),
+  ],
+  indirect=['url'],
+)
+def test_killed_at_some_changes(url: str, every: int, whole: Any) -> None:
+  at = lambda k, name: k % every == 5
+  twice = every < 97
+  left = assert_same_after_kill(Survivor, config_of(url), at, twice=twice)
+  assert left == whole
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('url', ['disk', 'gs'], indirect=True)
+def test_killed_at_any_change(url: str, whole: Any) -> None:
+  def at(k: int, name: str) -> bool:
+    if '://' in url:
+      return k % 23 == 0
+    # One part, and one record, is like another.
+    repeats = name.startswith(('write_part', '_append', 'flush'))
+    return k % 11 == 0 or not repeats
+
+  left = assert_same_after_kill(Survivor, config_of(url), at, twice=True)
+  assert left == whole
+
+
+@pytest.mark.parametrize('mode', ['train_and_eval', 'train_eval_multithreaded'])
+@pytest.mark.parametrize('kind', [Survivor, PerDevice, OwnSnapshot])
+def test_every_style_in_every_mode(kind, mode, tmp_path):
+  config = config_of(str(tmp_path / 'run'))
+  config.eval_initial_weights = False
+  config.max_checkpoints_to_keep = 9
+  assert_same_after_kill(kind, config, lambda k, name: k % 89 == 41, mode)
+
+
+@pytest.mark.parametrize('kind', [Mixed, Opaque])
+def test_every_input(kind, tmp_path):
+  config = config_of(str(tmp_path / 'run'))
+  assert_same_after_kill(kind, config, lambda k, name: k % 121 == 60)
+
+
+def test_an_evaluation_of_its_own(tmp_path):
+  config = config_of(str(tmp_path / 'run'))
+  config.max_checkpoints_to_keep = 9
+  run(Survivor, config, 'train')
+  assert_same_after_kill(Survivor, config, lambda k, name: k % 9 == 5, 'eval')
+
+
+@pytest.mark.parametrize('url', ['gs'], indirect=True)
+@pytest.mark.parametrize('fails', [False, True])
+def test_a_start_keeps_the_logs_that_are_there(fails, url):
+  """Of an evaluation that was asked for once, and of one that is not begun."""
+  config = config_of(url)
+  run(OwnSnapshot, config, 'train_and_eval')
+  log = functools.partial(store.at(url).read, 'eval/metrics.jsonl')
+  before, config.eval_steps = log(), '8'
+  error = pytest.raises(ZeroDivisionError) if fails else None
+  with error or contextlib.nullcontext():
+    run(Unmade if fails else OwnSnapshot, config, 'eval')
+  assert log().startswith(before)
+  assert (len(log()) > len(before)) != fails
+
+
+# What ends in an error, and a clock that is put back.
+
+
+def test_what_ends_in_an_error_goes_on(tmp_path, whole, monkeypatch):
+  config = config_of(str(tmp_path / 'run'))
+  for faults, error, newest in (
+    ({'input_at': 3}, RuntimeError, 2),
+    ({'evaluate_at': 4}, RuntimeError, 6),
+    ({'nan_at': 6}, nonfinite.NonfiniteError, 6),
+  ):
+    monkeypatch.setattr(survivor, 'FAULTS', faults)
+    with pytest.raises(error):
+      run(Survivor, config, 'train_and_eval')
+    assert remains.newest(config.checkpoint_dir) == newest
+  monkeypatch.setattr(survivor, 'FAULTS', {})
+  # The clock is put back two hours, and one more while the run goes on.
+  hours, now = iter((2, 3)), time.time
+  off = {'hours': 0}
+
+  def jump(experiment, **kwargs):
+    off['hours'] = next(hours, 3)
+    return step(experiment, **kwargs)
+
+  step = survivor.Survivor.step
+  monkeypatch.setattr(survivor.Survivor, 'step', jump)
+  monkeypatch.setattr(time, 'time', lambda: now() - 3600 * off['hours'])
+  run(Survivor, config, 'train_and_eval')
+  assert off['hours'] == 3
+  assert remains.left_by(config.checkpoint_dir) == whole
+
+
+# Real kills and signals.
+
+
+SLOW_SEEDS = 25
+SEEDS = [
+  pytest.param(0, marks=pytest.mark.process),
+  *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, SLOW_SEEDS + 1)),
+]
+
+
+def test_a_process_that_is_killed_and_told_to_end(tmp_path, undisturbed, start):
+  assert undisturbed['latest']['step'] == survivors.STEPS
+  faults = {'step_secs': 0.01}
+  run = start(tmp_path, faults=faults)
+  assert run.wait_for_checkpoint('latest', 6), run.log
+  run.send(signal.SIGKILL)
+  run.end(-signal.SIGKILL)
+  killed_at = remains.newest(tmp_path)
+  assert killed_at >= 6
+  run = start(tmp_path, faults=faults)
+  assert run.wait_for('step', step=killed_at + 4), run.log
+  run.send(signal.SIGTERM)
+  run.end(75)
+  survivors.check_resumed(run, killed_at)
+  ended_at = remains.newest(tmp_path)
+  assert ended_at == run.events('step')[-1]['step'] >= killed_at + 4
+  survivors.check_resumed(survivors.finished(tmp_path), ended_at)
+  assert remains.left_by(tmp_path) == undisturbed
+
+
+def wait_until(run, what, rng):
+  """Waits for something to begin, and up to a while beyond."""
+  # Late instants are rarer, that the run is interrupted often before its end.
+  count = int(rng.integers(1, 4, 2).min())
+  happened, seconds = {
+    'start-up': (lambda: True, 2.0),
+    'restore': (lambda: run.wait_for('checkpoint restore'), 0.1),
+    'logs': (lambda: run.wait_for('resuming the logs'), 0.02),
+    'training': (lambda: run.wait_for('step', 2 * count), 0.05),
+    'evaluation': (lambda: run.wait_for('evaluation'), 0.05),
+    'save': (lambda: run.wait_for_save('data', count), 0.15),
+    'saved': (lambda: run.wait_for_save('latest', count), 0.02),
+    'best': (lambda: run.wait_for_save('best'), 0.15),
+    'end': (lambda: run.wait_for('final checkpoint'), 0.3),
+  }[what]
+  if not happened():
+    return False
+  time.sleep(rng.uniform(0, seconds))
+  return True
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize('seed', SEEDS)
+def test_interrupted_at_any_instant(tmp_path, undisturbed, start, seed):
+  """By SIGKILL or SIGTERM, many times, until it ends by itself."""
+  rng, done, before, code = np.random.default_rng(seed), [], None, None
+  plan = ['save', 'restore', 'start-up', 'training', 'saved', 'logs']
+  plan += ['best', 'restore', 'evaluation', 'save', 'start-up']
+  plan = rng.permutation(plan)[: None if seed else 6]
+  for what in [*plan, 'end', None]:
+    if what == 'restore' and before is None:
+      what = 'save'
+    signum = int(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+    # Else it may get to its end before it was interrupted often.
+    run = start(tmp_path, faults={'step_secs': 0.04})
+    if what is not None and wait_until(run, what, rng):
+      run.send(signum)
+      done.append((what, signum))
+    code = run.end()
+    survivors.check_resumed(run, before)
+    # Nothing that was saved is lost.
+    after = remains.newest(tmp_path)
+    assert (after or 0) >= (before or 0), (what, before, after)
+    remains.newest(tmp_path, 'best')
+    if code == 75:
+      # Not a step is lost: the newest is of the last one that was taken.
+      taken = run.events('step') or [{'step': before}]
+      assert after == taken[-1]['step'], (what, run.log[-8000:])
+      assert not after or remains.curve(tmp_path, 'train')[-1]['step'] == after
+    before = after
+    if code == 0:
+      break
+    assert code in (-signum, 75), (what, run.log[-8000:])
+  print(f'seed {seed}: {done}')
+  assert code == 0
+  assert len(done) >= (8 if seed else 5)
+  assert remains.left_by(tmp_path) == undisturbed
+
+
+@pytest.mark.process
+def test_killed_in_a_bucket(tmp_path, undisturbed, start, monkeypatch):
+  program = [sys.executable, processes.ROOT / 'tests' / 'buckets.py', '0']
+  with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
+    try:
+      endpoint = server.stdout.readline().strip()
+      monkeypatch.setenv('TENSORSTORE_GCS_HTTP_URL', endpoint)
+      monkeypatch.setenv('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'x')
+      url = f'gs://{buckets.new_bucket(endpoint)}/run'
+      before = None
+      for folder, count in [('data', 2), ('latest', 3), ('', 0)]:
+        run = start(url)
+        if folder:
+          assert run.wait_for_save(folder, count), run.log
+          run.send(signal.SIGKILL)
+        run.end(-signal.SIGKILL if folder else 0)
+        survivors.check_resumed(run, before)
+        before = remains.newest(url)
+        # As the log says: else the next one waits for a sign of life.
+        run.checkpoints.delete_folder('claims')
+      assert remains.left_by(url) == undisturbed
+    finally:
+      server.kill()
+
+
+# Evaluation in a process of its own.
+
+
+def follow(run_dir, start, seed, num_kills):
+  """Kills a run, and the evaluation that follows it, until both have ended."""
+  rng = np.random.default_rng([seed, 1])
+  faults = {'train': {'step_secs': 0.03}, 'eval': {}}
+  seconds = {'train': 1.5, 'eval': 0.5}
+  phase = {'train': 'training loop', 'eval': 'evaluation'}
+  runs = {'train': [], 'eval': []}
+
+  def begin(mode):
+    keep = survivors.KEEP_ALL
+    runs[mode].append(start(run_dir, keep, mode=mode, faults=faults[mode]))
+
+  for mode in runs:
+    begin(mode)
+  while open_modes := [m for m in runs if len(runs[m]) <= num_kills]:
+    mode = str(rng.choice(open_modes))
+    run = runs[mode][-1]
+    # Two of three beyond the start-up, if they get there.
+    if rng.integers(3):
+      run.wait_for(phase[mode], int(rng.integers(1, 4)), what='start')
+    time.sleep(rng.uniform(0, seconds[mode]))
+    run.kill()
+    remains.newest(run_dir)
+    remains.newest(run_dir, 'best')
+    begin(mode)
+  for mode in runs:
+    runs[mode][-1].end(0)
+  begun = [
+    event['step']
+    for run in runs['eval']
+    for event in run.events('evaluation', what='start')
+  ]
+  # Again is evaluated only what a kill has interrupted.
+  assert len(set(begun)) == survivors.STEPS // survivors.SAVE_EVERY
+  assert len(begun) <= len(set(begun)) + num_kills, begun
+
+
+def check_followed(run_dir, undisturbed):
+  steps = remains.steps(run_dir)
+  last, every = survivors.STEPS, survivors.SAVE_EVERY
+  # And where a SIGTERM came.
+  assert set(steps) >= set(range(every, last + 1, every))
+  assert remains.bits(run_dir, last) == undisturbed['latest']
+  assert remains.curve(run_dir, 'train') == undisturbed['train curve']
+  evaluated = remains.curve(run_dir, 'eval')
+  assert [r['step'] for r in evaluated] == steps  # Each once.
+  shown = remains.tensorboard(run_dir, 'eval', False)['loss']
+  assert [step for step, _ in shown] == steps
+  # The same in one go, afterwards.
+  all_steps = '--config.eval_steps=all'
+  survivors.finished(run_dir, all_steps, survivors.KEEP_ALL, mode='eval_again')
+  assert evaluated == remains.curve(run_dir, 'eval_again')
+  losses = {r['step']: r['loss'] for r in evaluated}
+  assert remains.newest(run_dir, 'best') == min(losses, key=losses.get)
+  # Those that both modes evaluate.
+  both = [r for r in undisturbed['eval curve'] if r['step'] % every == 0]
+  assert [r for r in evaluated if r in both] == both
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize('seed', SEEDS)
+def test_evaluation_of_a_run_that_is_killed(tmp_path, undisturbed, start, seed):
+  follow(tmp_path, start, seed, 6 if seed else 2)
+  check_followed(tmp_path, undisturbed)
+
+
+@pytest.mark.process
+def test_training_and_evaluation_in_two_threads(tmp_path, undisturbed, start):
+  mode, keep = 'train_eval_multithreaded', survivors.KEEP_ALL
+  run = start(tmp_path, keep, mode=mode, faults={'step_secs': 0.03})
+  assert run.wait_for('evaluation', 2, what='end')
+  run.send(signal.SIGTERM)
+  run.end(75)
+  assert remains.newest(tmp_path) >= 2 * survivors.SAVE_EVERY
+  survivors.finished(tmp_path, keep, mode=mode)
+  check_followed(tmp_path, undisturbed)

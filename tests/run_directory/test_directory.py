@@ -1,0 +1,51 @@
+"""Notes of a run: which evaluations there were, and that it has ended."""
+
+import pytest
+
+from jaxline import errors
+from jaxline.run_directory import store as store_lib
+from tests import checkpoints as lib
+
+
+def test_what_was_evaluated_is_noted_per_mode(open_run, tmp_path):
+  training, evaluation = open_run(), open_run('eval')
+  assert evaluation.directory.evaluated() == []
+  lib.save(training, lib.weights(1), 3, 5, 9)
+  log = str(tmp_path / 'run' / 'eval' / 'metrics.jsonl')
+  for step, value in ((3, 0.5), (5, None)):
+    lib.restore(evaluation, lib.weights(), step)
+    lib.note(evaluation, step, value, {log: step})
+  noted = open_run('eval').directory.evaluated()
+  assert [x[:3] for x in noted] == [(3, '', 0.5), (5, '', None)]
+  assert [x.lengths for x in noted] == [{log: 3}, {log: 5}]
+  assert noted[0].data == lib.data_of(tmp_path / 'run', 3).name
+  assert open_run('eval_other').directory.evaluated() == []
+  training.begin(3)  # It was set back, or killed before a save.
+  assert [x.step for x in evaluation.directory.evaluated()] == [3]
+  lib.note(evaluation, 5, None, {})
+  lib.note(training, 9, None, {})  # By train_and_eval: its mode is 'eval'.
+  assert [x.step for x in evaluation.directory.evaluated()] == [3, 5, 9]
+  note = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
+  whole = note.read_text()
+  for damage in ('[]', '{', '{"evaluated": 5}', whole.replace('9', '8')):
+    note.write_text(damage)
+    evaluated = open_run('eval').directory.evaluated
+    for use in (evaluated, lambda: training.begin(9)):
+      with pytest.raises(errors.UsageError, match=r'eval\.json'):
+        use()
+    assert note.read_text() == damage
+  note.unlink()
+  assert open_run('eval').directory.evaluated() == []
+
+
+def test_the_end_is_noted_and_taken_back(open_run, tmp_path):
+  training, evaluation = open_run(), open_run('eval')
+  assert evaluation.directory.ended() is None
+  training.begin(0)
+  training.directory.end(7)  # Also where nothing was saved.
+  assert evaluation.directory.ended() == 7
+  training.begin(7)
+  assert evaluation.directory.ended() is None
+  (tmp_path / 'run' / 'checkpoints' / 'ended.json').write_text('{"st')
+  with pytest.raises(store_lib.RefusedError, match=r'ended\.json'):
+    evaluation.directory.ended()
