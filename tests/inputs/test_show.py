@@ -14,7 +14,7 @@ from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import show
 from tests import processes
-from tests import test_input_base
+from tests import sources
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -163,7 +163,7 @@ def case(make_input, verdicts, *words, marks=(), **options):
       ' 3 rows of 6, and weights of 3',
       is_training=False,
     ),
-    case(test_input_base.Counted, 'hosts? rows resume', '`shard`'),
+    case(sources.Counted, 'hosts? rows resume', '`shard`'),
     # Epochs: other numbers of batches, the limit, no data.
     case(uneven, 'rows epoch! resume', ' 2, 2 or more ', max_batches=2),
     case(uneven, 'rows epoch? resume?', max_batches=1),
@@ -348,7 +348,7 @@ from jaxline import base_config
 
 def get_config():
   config = base_config.get_base_config()
-  config.experiment_class = 'tests.test_inputs_show:Experiment'
+  config.experiment_class = 'tests.inputs.test_show:Experiment'
   config.experiment_kwargs = dict(batch_size=8, fault='', mesh=dict(data=2))
   return config
 """)

@@ -1,6 +1,6 @@
 """Tests of text inputs: files, splits, windows, packings.
 
-`test_input_properties.py` has epochs, positions and hosts.
+tests/promises/test_inputs.py has epochs, positions and hosts.
 """
 
 import gzip

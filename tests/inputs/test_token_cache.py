@@ -154,7 +154,7 @@ def load_small_parts(folder, cache):
 
 
 LOAD = (
-  'from tests import test_token_cache as t; import sys;'
+  'from tests.inputs import test_token_cache as t; import sys;'
   ' t.load_small_parts(*sys.argv[1:])'
 )
 
