@@ -40,7 +40,7 @@ from jaxline.supervision import preemption
 from tests import processes
 from tests.experiments import regression
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = processes.ROOT
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
 COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
