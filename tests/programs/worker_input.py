@@ -1,6 +1,6 @@
-"""Reads with worker processes until a signal comes.
+"""Reads with a worker process until a signal comes.
 
-Prints the ids of its workers. With 'finish', three signals make it read ten
+Prints the id of its worker. With 'finish', three signals make it read ten
 more batches and end, as a run that saves does.
 """
 
@@ -33,7 +33,7 @@ def main():
   if sys.argv[1] == 'finish':
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       signal.signal(number, lambda *_: stop.append(1))
-  source = Slow(batch_size=4, num_workers=2)
+  source = Slow(batch_size=4, num_workers=1)
   print('starting', flush=True)
   next(source)
   workers = [process.pid for process in multiprocessing.active_children()]

@@ -3,7 +3,7 @@
 `pip install --no-deps lingvo` beside TensorFlow is enough for the latter.
 Lingvo's input ops need a newer C library than some machines have; they are
 replaced there, as what is tested on its own generators needs none of them.
-The suite of all inputs, tests/test_input_properties.py, has the adaptors too.
+The suite of all inputs, tests/promises/test_inputs.py, has the adaptors too.
 """
 
 import copy

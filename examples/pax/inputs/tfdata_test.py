@@ -1,6 +1,6 @@
 """tf.data as input: uneven parts, the end of an epoch, what makes it exact.
 
-`test_input_properties.py` has the promises that all inputs share.
+`tests/promises/test_inputs.py` has the promises that all inputs share.
 """
 
 import itertools

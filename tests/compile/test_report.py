@@ -32,11 +32,6 @@ MEASURES = measure.Measures(
 )
 
 
-def make_roofline(**changes):
-  measures = dataclasses.replace(MEASURES, **changes)
-  return report.roofline(TARGET, measures, model_flops=4000.0)
-
-
 def make_report(**changes):
   train = report.Program(
     name='train step',
@@ -45,7 +40,7 @@ def make_report(**changes):
     peak_bytes=800,
     fits=True,
     measures=MEASURES,
-    roofline=make_roofline(),
+    roofline=report.roofline(TARGET, MEASURES, 4000.0),
     compile_secs=12.34,
     buffers=(BUFFER,),
   )
@@ -66,8 +61,11 @@ def make_report(**changes):
 
 
 def test_the_roofline_of_a_step():
-  r = make_roofline()
-  assert r == report.Roofline(
+  def roofline(**changes):
+    measures = dataclasses.replace(MEASURES, **changes)
+    return report.roofline(TARGET, measures, model_flops=4000.0)
+
+  assert roofline() == report.Roofline(
     seconds={
       'compute': 1000 / 100,
       'memory': 200 / 50,
@@ -78,19 +76,16 @@ def test_the_roofline_of_a_step():
     mfu_bound=4000 / (800 * 10),
     mfu_sum=4000 / (800 * 21),
   )
-  assert make_roofline(flops=1.0).mfu_bound == 4000 / (800 * 6)  # Of ICI.
-  assert make_roofline(flops=0.0, hbm_bytes=0.0, traffic=()).mfu_bound == 0
+  assert roofline(flops=1.0).mfu_bound == 4000 / (800 * 6)  # Of ICI.
+  assert roofline(flops=0.0, hbm_bytes=0.0, traffic=()).mfu_bound == 0
   target = dataclasses.replace(TARGET, chip=None)
   assert report.roofline(target, MEASURES, model_flops=1.0) is None
 
 
-def test_the_text_says_it_all():
+def test_the_text_has_the_numbers_and_fits_80_columns():
   text = str(make_report())
-  for line in text.splitlines():
-    assert len(line) <= 80, line
-    assert line == line.rstrip()
-  for words in (
-    'Experiment on 2 x v4:2x2x1 (TPU v4)',
+  assert max(map(len, text.splitlines())) <= 80
+  for part in (
     '1,104,619,904',
     '480 B of 1000 B (48%)',
     '800 B of 1000 B: fits, 200 B to spare',
@@ -99,13 +94,9 @@ def test_the_text_says_it_all():
     '3 over data: 80 B',
     '1 over replica x data: 40 B',
     'compute 10.00 s, memory 4.00 s, ICI 6.00 s, DCN 1.00 s',
-    '50.0% (bound by compute, 10.00 s)',
-    '23.8% where nothing',
-    'while.3',
-    'A note.',
-    "layers/layers/w']",
+    *('50.0%', '23.8%', 'while.3', 'A note.', "layers/layers/w']"),
   ):
-    assert words in text, words
+    assert part in text, part
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,7 @@ class NotSharded(experiment.AbstractExperiment):
 
 def make_config(**changes):
   config = base_config.get_base_config()
-  config.sharding = 'fsdp'
-  for key, value in changes.items():
-    config[key] = value
+  config.update({'sharding': 'fsdp'} | changes)
   return config.lock()
 
 
@@ -115,13 +113,8 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   assert 'TwoLayers on local (cpu)' in text
   assert f'{made.parameters:,}' in text
   assert made.experiment == 'TwoLayers'
-  assert vars(made.mesh) == {
-    'stage': 1,
-    'replica': 1,
-    'data': 2,
-    'expert': 1,
-    'mdl': 1,
-  }
+  mesh = {'stage': 1, 'replica': 1, 'data': 2, 'expert': 1, 'mdl': 1}
+  assert vars(made.mesh) == mesh
   assert made.sharding == 'fsdp'
   assert (made.target.name, made.target.device_kind) == ('local', 'cpu')
   assert (made.target.num_slices, made.target.num_devices) == (1, 2)
@@ -155,54 +148,27 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   assert os.listdir(path.parent) == ['local.json']
 
 
-def test_without_an_evaluation_the_train_step_is_compiled():
-  config = make_config()
-  config.unlock()
-  config.experiment_kwargs.evaluates = False
-  made = ahead.make_report(TwoLayers, config)
-  assert [p.name for p in made.programs] == ['train step']
-  assert any('no eval step' in note for note in made.notes)
-
-
 def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
+  """And an experiment need not evaluate."""
+  config = make_config(experiment_kwargs={'evaluates': False})
   settings = {
     'jax_compilation_cache_dir': str(tmp_path),
     'jax_persistent_cache_min_compile_time_secs': 0.0,
   }
   with compilation_cache.configured(settings):
     for _ in range(2):
-      made = ahead.make_report(TwoLayers, make_config())
-      assert made.programs[0].buffers  # XLA tells them as it compiles.
+      made = ahead.make_report(TwoLayers, config)
+      (train,) = made.programs
+      assert train.buffers  # XLA tells them as it compiles.
+  assert any('no eval step' in note for note in made.notes)
 
 
 def test_an_experiment_without_a_sharded_step_is_refused():
   config = make_config(sharding=base_config.get_base_config().sharding)
-  for made_by in (
-    NotSharded,
-    lambda mode, init_rng: NotSharded(mode, init_rng),
-  ):
-    with pytest.raises(errors.UsageError, match='NotSharded'):
-      ahead.make_report(made_by, config)
-    with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
-      ahead.make_report(made_by, make_config())
-
-
-@pytest.mark.parametrize(
-  ('stats', 'expected'),
-  [
-    (None, 141e9),  # What the maker says.
-    ({'bytes_in_use': 1}, 141e9),
-    ({'bytes_limit': 100}, 100.0),
-  ],
-)
-def test_what_a_gpu_has_for_programs(monkeypatch, stats, expected):
-  gpu = types.SimpleNamespace(
-    device_kind='NVIDIA H200', memory_stats=lambda: stats
-  )
-  monkeypatch.setattr(jax, 'devices', lambda: [gpu])
-  monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
-  _, chip = ahead._target(make_config(), [])
-  assert chip.hbm_bytes == expected
+  with pytest.raises(errors.UsageError, match='NotSharded'):
+    ahead.make_report(NotSharded, config)
+  with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
+    ahead.make_report(NotSharded, make_config())
 
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):
@@ -219,10 +185,10 @@ MANY = textwrap.dedent("""
 
   distributed.initialize('auto')
   from jaxline.compile import ahead
-  from tests import test_aot
+  from tests.compile import test_ahead
 
-  config = test_aot.make_config(checkpoint_dir=sys.argv[1])
-  ahead.compile_experiment(test_aot.TwoLayers, config)
+  config = test_ahead.make_config(checkpoint_dir=sys.argv[1])
+  ahead.compile_experiment(test_ahead.TwoLayers, config)
 """)
 
 
@@ -265,13 +231,8 @@ def test_a_run_on_slices_of_tpus():
   config = make_config(topology='v4:2x2x1', num_slices=2)
   made = ahead.make_report(TwoLayers, config)
   train, _ = made.programs
-  assert made.mesh == {
-    'stage': 1,
-    'replica': 2,
-    'data': 4,
-    'expert': 1,
-    'mdl': 1,
-  }
+  mesh = {'stage': 1, 'replica': 2, 'data': 4, 'expert': 1, 'mdl': 1}
+  assert made.mesh == mesh
   assert train.measures.flops == 5 * 2 * ROWS * 128 * 256 / 8
   over = {t.axes: t.dcn_bytes for t in train.measures.traffic}
   assert over[('data',)] == 0

@@ -1,22 +1,19 @@
 """Grain datasets, data sources and ArrayRecord files as inputs.
 
-`test_input_properties` tests their epochs, hosts and resumes.
+tests/promises/test_inputs.py has their epochs, hosts and resumes.
 """
 
-import functools
 import itertools
-import multiprocessing
-import os
 
-from etils import epath
-from etils.epath import gpath
 import grain as grain_library
 import numpy as np
 import pytest
 
 from jaxline.inputs import grain
+from tests.sources import ONE_EPOCH
+from tests.sources import rows
+from tests.sources import take
 
-ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
 EVERY = list(range(13))
 
 
@@ -30,14 +27,6 @@ def source_of(number):
 
 def decode(record):
   return {'x': np.frombuffer(record, np.int32)[0]}
-
-
-def take(source, number):
-  return [next(source)['x'].tolist() for _ in range(number)]
-
-
-def rows(batches):
-  return [x for batch in batches for x in batch]
 
 
 def real_rows(batches):
@@ -94,18 +83,15 @@ def test_a_dataset_that_is_shuffled_already_keeps_its_order():
   assert expected[:9] != expected[9:]
 
 
-@pytest.mark.parametrize(
-  ('fields', 'error', 'message'),
-  [
-    ({}, ValueError, 'files'),
-    ({'dataset': source_of(4).repeat()}, ValueError, 'repeat'),
+def test_what_cannot_be_read_is_refused():
+  for fields, message in (
+    ({}, 'files'),
+    ({'dataset': source_of(4).repeat()}, 'repeat'),
     # Batches that cannot be made.
-    ({'dataset': [{'x': 1}, {'x': 1, 'y': 1}]}, ValueError, 'x'),
-  ],
-)
-def test_what_cannot_be_read_is_refused(fields, error, message):
-  with pytest.raises(error, match=message):
-    next(grain.GrainInput(batch_size=2, **fields))
+    ({'dataset': [{'x': 1}, {'x': 1, 'y': 1}]}, 'x'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      next(grain.GrainInput(batch_size=2, **fields))
 
 
 # What is done with records.
@@ -189,45 +175,18 @@ def test_files_are_read_in_their_order(files):
     assert real_rows(source) == expected
 
 
-def test_files_of_a_bucket_are_found(files, monkeypatch):
-  def there(function, path):
-    return function(os.fspath(path).replace('gs://bucket', str(files)))
-
-  def found(function, path):
-    paths = there(function, path)
-    return [path.replace(str(files), 'gs://bucket') for path in paths]
-
-  opened = functools.partial(there, grain._count_records)
-  monkeypatch.setattr(grain, '_count_records', opened)
-  monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
-  with epath.testing.mock_epath(exists=there, glob=found, stat=there):
-    source = grain.GrainInput(files='gs://bucket/[ac]*', batch_size=1)
-    assert source.describe_record(11, 0) == (
-      'gs://bucket/c.array_record, record 6'
+def test_an_error_names_file_and_record(files):
+  for number, place in (
+    (4, 'a.array_record, record 4'),
+    (5, 'c.array_record, record 0'),
+  ):
+    bad = lambda x, number=number: {'x': 1 // int(x['x'] - number)}
+    source = grain.GrainInput(
+      files=files / '*', transformations=[decode, bad], batch_size=3
     )
-    with pytest.raises(FileNotFoundError, match='gs://bucket/x'):
-      grain.GrainInput(files='gs://bucket/x*', batch_size=1)
-
-
-@pytest.mark.parametrize(
-  ('number', 'place', 'num_workers'),
-  [
-    (4, 'a.array_record, record 4', 0),
-    (5, 'c.array_record, record 0', 0),
-    pytest.param(11, 'c.array_record, record 6', 1, marks=pytest.mark.process),
-  ],
-)
-def test_an_error_names_file_and_record(files, number, place, num_workers):
-  source = grain.GrainInput(
-    files=files / '*',
-    transformations=[decode, lambda x: {'x': 1 // int(x['x'] - number)}],
-    batch_size=3,
-    num_workers=num_workers,
-  )
-  with pytest.raises(ZeroDivisionError) as caught:
-    take(source, 5)
-  assert f'{files}/{place}.' in caught.value.__notes__[0]
-  assert not multiprocessing.active_children()
+    with pytest.raises(ZeroDivisionError) as caught:
+      take(source, 5)
+    assert f'{files}/{place}.' in caught.value.__notes__[0]
 
 
 def test_files_that_cannot_be_opened_are_named(files, tmp_path):

@@ -49,7 +49,7 @@ def assert_same(first, again):
 
 def test_made_once(files, cache, monkeypatch):
   first = text.load_corpus(files, cache_dir=cache)
-  monkeypatch.delattr(token_cache, '_make_parts')
+  monkeypatch.setattr(tokenization.ByteTokenizer, 'encode_batch', pytest.fail)
   again = text.load_corpus(files, cache_dir=cache)
   (name,) = names_in(cache)
   assert name.endswith('.tokens')
@@ -154,7 +154,7 @@ def load_small_parts(folder, cache):
 
 
 LOAD = (
-  'from tests import test_token_cache as t; import sys;'
+  'from tests.inputs import test_token_cache as t; import sys;'
   ' t.load_small_parts(*sys.argv[1:])'
 )
 
@@ -181,16 +181,9 @@ def start(files, cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.process
-def test_one_process_makes_the_tokens(start, files, cache):
-  running = [start() for _ in range(4)]
-  assert [process.wait(60) for process, _ in running] == [0] * 4
-  lines = running[0][1].read_text().splitlines()
-  assert len({line.split()[0] for line in lines}) == 1
-  assert len(names_in(cache)) == 1
-
-
-@pytest.mark.process
-def test_a_kill_loses_one_part_at_most(start, files, cache):
+def test_one_process_makes_the_tokens_and_a_kill_loses_one_part(
+  start, files, cache
+):
   process, notes = start()
   while len(notes.read_text().splitlines()) < 4:
     assert process.poll() is None
@@ -201,24 +194,25 @@ def test_a_kill_loses_one_part_at_most(start, files, cache):
   made = len([*parts.glob('[0-9]*.npz')])
   before = len(notes.read_text().splitlines())
   assert 3 <= made >= before - 1
-  corpus = load_small_parts(files, cache)
-  again = len(notes.read_text().splitlines()) - before
+  others = [start()[0] for _ in range(3)]
+  assert [other.wait(120) for other in others] == [0] * 3
+  lines = notes.read_text().splitlines()[before:]
+  assert len({line.split()[0] for line in lines}) == 1
   assert len(names_in(cache)) == 1
+  corpus = load_small_parts(files, cache)
+  assert notes.read_text().splitlines()[before:] == lines
   notes.write_text('')
   assert_same(load_small_parts(files, cache / 'other'), corpus)
-  assert again + made == len(notes.read_text().splitlines())
+  assert len(lines) + made == len(notes.read_text().splitlines())
 
 
-@pytest.mark.parametrize('given', [False, True])
-def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch, given):
+def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch):
   (tmp_path / 'file').touch()
   folder = tmp_path / 'file' / 'cache'
   monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  with pytest.raises(errors.UsageError, match='cache_dir'):
+    text.load_corpus(files, cache_dir=folder)
   monkeypatch.setenv('XDG_CACHE_HOME', str(folder))
-  if given:
-    with pytest.raises(errors.UsageError, match='cache_dir'):
-      text.load_corpus(files, cache_dir=folder)
-    return
   text.load_corpus(files)
   (found,) = tmp_path.glob('jaxline-*')
   assert len(names_in(found)) == 1
@@ -227,9 +221,9 @@ def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch, given):
 
 @pytest.mark.parametrize('kind', ['file', 'line', 'jsonl', 'split:{'])
 def test_memory_does_not_grow_with_the_text(files, cache, monkeypatch, kind):
-  """9 MB of text, 18 MB of tokens, in 1 MB of memory."""
+  """3 MB of text, 6 MB of tokens, in 1 MB of memory."""
   line = b'{"text": "%s"}\n' % (b'some words of text ' * 10)
-  (files / 'large').write_bytes(line * (9 * 2**20 // len(line)))
+  (files / 'large').write_bytes(line * (3 * 2**20 // len(line)))
   monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
   monkeypatch.setattr(text_files, '_BLOCK_BYTES', 2**13)
   monkeypatch.setattr(text_files, '_PIECE_BYTES', 2**12)
@@ -244,16 +238,15 @@ def test_memory_does_not_grow_with_the_text(files, cache, monkeypatch, kind):
     peak = tracemalloc.get_traced_memory()[1]
   finally:
     tracemalloc.stop()
-  assert corpus.train.num_bytes + corpus.eval.num_bytes > 8e6
+  assert corpus.train.num_bytes + corpus.eval.num_bytes > 2.5e6
   assert peak < 2**20
 
 
-@pytest.mark.parametrize('kind', ['file', 'line'])
-def test_many_batches_are_in_order(files, tmp_path, monkeypatch, kind):
+def test_many_batches_are_in_order(files, tmp_path, monkeypatch):
   """The same tokens, whether made in one batch or in many."""
-  one = text.load_corpus(files, documents=kind, cache_dir=tmp_path / '1')
+  one = text.load_corpus(files, documents='line', cache_dir=tmp_path / '1')
   monkeypatch.setattr(token_cache, '_BATCH_BYTES', 256)
-  many = text.load_corpus(files, documents=kind, cache_dir=tmp_path / '2')
+  many = text.load_corpus(files, documents='line', cache_dir=tmp_path / '2')
   assert_same(one, many)
 
 

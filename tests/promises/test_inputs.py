@@ -1,7 +1,10 @@
-"""The contract of inputs: random sizes, hosts, epochs, points of a kill.
+"""Promise: data is exact, with every input, over epochs, hosts and kills.
 
-Every input runs through this suite: it joins by an entry in `SOURCES`, which
-says what it promises. The file of a single input tests what is its own.
+Each evaluation example counts once, an epoch of training has each record once,
+and a resumed run reads on as if nothing had happened. Every input joins by an
+entry in `SOURCES`, which says what it promises, and is tried with random sizes,
+hosts, epochs and points of a kill. The file of a single input tests what is
+its own.
 """
 
 import atexit
@@ -28,7 +31,7 @@ from jaxline.inputs import grain
 from jaxline.inputs import iterable
 from jaxline.inputs import mixture
 from jaxline.inputs import text
-from tests import test_indexed_input
+from tests import sources
 
 # The same examples each time: a failure is found again, and the time bounded.
 SETTINGS = hypothesis.settings(
@@ -40,12 +43,12 @@ SETTINGS = hypothesis.settings(
 SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
 # How many examples in which tier. Grain starts threads for each iterator.
 # TensorFlow builds a graph for each epoch of each input, and SeqIO several.
-GRAIN = {'': 15, 'slow': 60}
+GRAIN = {'': 10, 'slow': 60}
 TENSORFLOW = {'': 5, 'slow': 60}
 # The first two of Hypothesis have one host.
 SEQIO = {'': 4, 'slow': 20}
 WORKERS = {'slow': 3}
-ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
+ONE_EPOCH = sources.ONE_EPOCH
 TRAINING = {'is_training': True}
 
 
@@ -76,12 +79,12 @@ class Source:
   saves_position: bool = True
   needs: str = 'numpy'
   examples: Mapping[str, int] = dataclasses.field(
-    default_factory=lambda: {'': 60}
+    default_factory=lambda: {'': 40}
   )
 
 
 def make_numbers(size, **fields):
-  return test_indexed_input.Numbers(size=size, **fields)
+  return sources.Records(size=size, **fields)
 
 
 def listed(size):
@@ -141,6 +144,49 @@ def make_generator(size, **fields):
     not fields.get('reset_for_eval', False),
   )
   return iterable.IterableInput(function=function, **fields)
+
+
+class Dealt:
+  """An iterator of a host's batches; it changes its own state in place."""
+
+  def __init__(self, numbers, rows):
+    self.numbers, self.rows = numbers, rows
+    self.state = {'next': np.zeros([], np.int64)}
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    places = self.state['next'] + np.arange(self.rows)
+    self.state['next'] += self.rows
+    return {'x': self.numbers[places % len(self.numbers)]}
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state = state
+
+
+def make_iterator(size, **fields):
+  """Makes an input of an object that is only an iterator with a state."""
+  index, count = fields['infeed_host_index'], fields['num_infeed_hosts']
+  batches = Dealt(np.arange(size)[index::count], fields['batch_size'])
+  shard = base.Shard(index, count)
+  return iterable.as_input(batches, is_training=True, shard=shard)
+
+
+def make_stream(size, **fields):
+  """Makes one of a Grain stream, the state of which has tuples."""
+  index, count = fields['infeed_host_index'], fields['num_infeed_hosts']
+  part = [{'x': np.array([i])} for i in range(size)[index::count]]
+  rows = grain_library.experimental.ConcatThenSplitIterDataset(
+    grain_library.MapDataset.source(part * 100).to_iter_dataset(),
+    length_struct={'x': fields['batch_size']},
+  )
+  stream = rows.map(lambda row: {'x': row['x']})
+  shard = base.Shard(index, count)
+  return iterable.as_input(stream, is_training=True, shard=shard)
 
 
 class Lingvos:
@@ -267,6 +313,10 @@ SOURCES = {
     )
   ),
   'array_record': Source(make_files, examples=GRAIN),
+  'iterator': Source(make_iterator, is_sharded=True, evaluates=False),
+  'grain_stream': Source(
+    make_stream, is_sharded=True, evaluates=False, examples=TENSORFLOW
+  ),
   'generator': Source(
     make_generator,
     is_sharded=True,
@@ -307,6 +357,12 @@ batch_sizes = st.integers(1, 6)
 host_counts = st.integers(1, 4)
 seeds = st.integers(0, 2**32)
 steps = st.integers(0, 12)
+# Of each: rows a batch, hosts, batches, and those after the last save.
+lives = st.lists(
+  st.tuples(batch_sizes, host_counts, steps, st.integers(0, 3)),
+  min_size=2,
+  max_size=3,
+)
 
 
 def promise(*arguments, **conditions):
@@ -434,59 +490,32 @@ def test_training_sees_each_record_once_an_epoch(
   close(inputs)
 
 
-@promise(seeds, steps, steps, saves_position=True)
-def test_resumed_is_uninterrupted(
-  name, size, batch_size, hosts, seed, killed_at, wasted
-):
-  fields = {'batch_size': batch_size, 'input_random_seed': seed, **TRAINING}
-  straight = make_hosts(name, size, hosts, **fields)
-  expected = take(name, straight, killed_at + 6)
-  first = make_hosts(name, size, hosts, **fields)
-  assert take(name, first, killed_at) == expected[:killed_at]
-  states = [part.get_state() for part in first]
-  take(name, first, wasted)  # Steps behind the last save are lost.
-  second = make_hosts(name, size, hosts, **fields)
-  take(name, second, wasted)
-  for part, state in zip(second, states, strict=True):
-    part.set_state(state)
-  assert take(name, second, 6) == expected[killed_at:]
-  assert [part.get_state() for part in second] == [
-    part.get_state() for part in straight
-  ]
-  if SOURCES[name].is_sharded:  # Each goes on by itself, and is of one host.
-    with pytest.raises(ValueError, match='infeed_host_index is 0 in the state'):
-      make_hosts(name, size + 4, 4, **fields)[1].set_state(states[0])
-    with pytest.raises(ValueError, match='num_infeed_hosts is'):
-      make_hosts(name, size + 4, 4, **fields)[0].set_state(
-        make_hosts(name, size + 4, 3, **fields)[0].get_state()
-      )
-  close(straight + first + second)
-
-
-@promise(
-  batch_sizes,
-  host_counts,
-  seeds,
-  steps,
-  saves_position=True,
-  is_sharded=False,
-)
-def test_resumed_by_other_hosts_is_uninterrupted(
-  name, size, batch_size, hosts, other_batch_size, other_hosts, seed, killed_at
-):
+@promise(lives, seeds, saves_position=True)
+def test_resumed_is_uninterrupted(name, size, batch_size, hosts, lives, seed):
+  """Also on other hosts with other batches, where the order is global."""
   fields = {'input_random_seed': seed, **TRAINING}
-  total = killed_at * batch_size * hosts + 3 * other_batch_size * other_hosts
-  alone = make_hosts(name, size, 1, batch_size=1, **fields)
-  expected = flat(take(name, alone, total))
-  first = make_hosts(name, size, hosts, batch_size=batch_size, **fields)
-  given = flat(take(name, first, killed_at))
-  states = {part.get_state() for part in first}
-  assert len(states) == 1
-  second = make_hosts(
-    name, size, other_hosts, batch_size=other_batch_size, **fields
-  )
-  for part in second:
-    part.set_state(next(iter(states)))
-  given += flat(take(name, second, 3))
-  assert given == expected
-  close(alone + first + second)
+  is_sharded = SOURCES[name].is_sharded
+  if is_sharded:
+    lives = [(batch_size, hosts, *rest) for _, _, *rest in lives]
+  given, states = [], None
+  for batch_size, hosts, number, wasted in lives:
+    inputs = make_hosts(name, size, hosts, batch_size=batch_size, **fields)
+    if states is not None:
+      take(name, inputs, wasted)  # An input that has read may be set, too.
+      own = states if is_sharded else [*states] * len(inputs)
+      for part, state in zip(inputs, own, strict=True):
+        part.set_state(state)
+    given += take(name, inputs, number)
+    states = [part.get_state() for part in inputs]
+    if not is_sharded:  # It is that of any number of hosts.
+      states = {*states}
+      assert len(states) == 1
+    take(name, inputs, wasted)  # Steps behind the last save are lost.
+    close(inputs)
+  if is_sharded:
+    straight = make_hosts(name, size, hosts, batch_size=batch_size, **fields)
+    assert given == take(name, straight, len(given))
+  else:
+    straight = make_hosts(name, size, 1, batch_size=1, **fields)
+    assert flat(given) == flat(take(name, straight, len(flat(given))))
+  close(straight)

@@ -49,9 +49,8 @@ def _due_steps(interval_type, interval, steps, **kwargs):
 TEN = range(1, 11)
 
 
-@pytest.mark.parametrize(
-  ('interval_type', 'interval', 'steps', 'expected'),
-  [
+def test_interval():
+  for interval_type, interval, steps, expected in (
     ('steps', 3, TEN, [3, 6, 9]),
     ('steps', 2.0, TEN, [2, 4, 6, 8, 10]),
     ('secs', 4, TEN, [4, 8]),
@@ -63,17 +62,13 @@ TEN = range(1, 11)
     ('steps', -1, range(11), []),
     ('secs', -1, range(11), []),
     ('steps', 5, [0], [0]),
-  ],
-)
-def test_interval(interval_type, interval, steps, expected):
-  assert _due_steps(interval_type, interval, steps) == expected
-
-
-@pytest.mark.parametrize('interval_type', ['steps', 'secs', None])
-def test_the_end_step_is_due(interval_type):
-  for interval in (1_000_000, None):
-    due = _due_steps(interval_type, interval, TEN, end_step_to_action=7)
-    assert due == [7]
+  ):
+    found = _due_steps(interval_type, interval, steps)
+    assert found == expected, (interval_type, interval)
+  for interval_type in 'steps', 'secs', None:
+    for interval in (1_000_000, None):  # The last step is due.
+      due = _due_steps(interval_type, interval, TEN, end_step_to_action=7)
+      assert due == [7]
 
 
 @pytest.mark.parametrize(
@@ -137,25 +132,25 @@ def test_growth_ratios_add_to_the_interval(ratios, steps, expected):
       assert set(got) == expected | added
 
 
-@pytest.mark.parametrize(
-  'convert', [np.int64, np.asarray, jnp.asarray], ids=['int64', 'np', 'jnp']
-)
-def test_a_step_may_be_any_integer(convert):
-  steps = map(convert, (20, 21, 100))
-  due = _due_steps('steps', 100, steps, logging_growth_ratios=[2])
-  assert due == [20, 100]
-  assert all(type(step) is int for step in due)
+def test_a_step_may_be_any_integer():
+  for convert in np.int64, np.asarray, jnp.asarray:
+    steps = map(convert, (20, 21, 100))
+    due = _due_steps('steps', 100, steps, logging_growth_ratios=[2])
+    assert due == [20, 100]
+    assert all(type(step) is int for step in due)
 
 
-@pytest.mark.parametrize(
-  ('interval_type', 'ratios'),
-  [('hours', None), ('secs', [1, 2]), (None, [1, 2]), ('steps', [1, -2])],
-)
-def test_wrong_arguments_are_refused(interval_type, ratios):
-  with pytest.raises(ValueError, match='interval_type'):
-    periodic.PeriodicAction(
-      print, interval_type, 1, logging_growth_ratios=ratios
-    )
+def test_wrong_arguments_are_refused():
+  for interval_type, ratios in (
+    ('hours', None),
+    ('secs', [1, 2]),
+    (None, [1, 2]),
+    ('steps', [1, -2]),
+  ):
+    with pytest.raises(ValueError, match='interval_type'):
+      periodic.PeriodicAction(
+        print, interval_type, 1, logging_growth_ratios=ratios
+      )
 
 
 # --- what the function gets --------------------------------------------------

@@ -1,16 +1,14 @@
 """Tests of text inputs: files, splits, windows, packings.
 
-`test_input_properties.py` has epochs, positions and hosts.
+tests/promises/test_inputs.py has epochs, positions and hosts.
 """
 
 import gzip
 import hashlib
 import json
-import os
 import pathlib
 import pickle
 import re
-import sysconfig
 
 import numpy as np
 import pytest
@@ -69,23 +67,7 @@ def assert_same(actual: dict, expected: dict) -> None:
 # Files and splits.
 
 
-@pytest.mark.parametrize(
-  ('files', 'expected'),
-  [
-    (['x'], ['a-b.txt', 'b.txt', 'y/z.py', 'zip.gz']),
-    (['x/y/**/*.py', 'x/?.txt'], ['../1/b.txt', 'z.py']),
-    (['[xz]/*.txt'], ['x/a-b.txt', 'x/b.txt', 'z/b.txt']),
-    # A file is read once. A glob takes even what looks binary, if it is text.
-    (['x/y', 'z', 'z/b.txt'], ['../1/b.txt', 'z.py']),
-    (['x/i*', 'x/y'], ['../1/z.py', 'image.png']),
-    (['x', 'nowhere'], 'nowhere'),
-    (['x', 'x/*.md'], r'x/\*\.md'),
-    (['z/empty'], 'z/empty'),
-    (['x/y'], ' 1 '),
-    ([], ' 0 '),
-  ],
-)
-def test_files(tmp_path, monkeypatch, files, expected):
+def test_files(tmp_path, monkeypatch):
   contents = {
     'x/b.txt': b'b',
     'x/y/z.py': b'z',
@@ -102,15 +84,26 @@ def test_files(tmp_path, monkeypatch, files, expected):
   write(tmp_path, contents)
   (tmp_path / 'z' / 'empty').mkdir()
   (tmp_path / 'x' / 'link.txt').symlink_to('b.txt')
-  (tmp_path / 'x' / 'dangling').symlink_to('nowhere')
-  (tmp_path / 'x' / 'loop').symlink_to(tmp_path / 'x')
   monkeypatch.chdir(tmp_path)
-  if isinstance(expected, str):
-    with pytest.raises(ValueError, match=expected):
+  for files, expected in (
+    (['x'], ['a-b.txt', 'b.txt', 'y/z.py', 'zip.gz']),
+    (['x/y/**/*.py', 'x/?.txt'], ['../1/b.txt', 'z.py']),
+    (['[xz]/*.txt'], ['x/a-b.txt', 'x/b.txt', 'z/b.txt']),
+    # A file is read once. A glob takes even what looks binary, if it is text.
+    (['x/y', 'z', 'z/b.txt'], ['../1/b.txt', 'z.py']),
+    (['x/i*', 'x/y'], ['../1/z.py', 'image.png']),
+  ):
+    corpus = text.load_corpus(files)
+    assert sorted([*corpus.train.names, *corpus.eval.names]) == expected
+  for files, named in (
+    (['x', 'nowhere'], 'nowhere'),
+    (['x', 'x/*.md'], r'x/\*\.md'),
+    (['z/empty'], 'z/empty'),
+    (['x/y'], ' 1 '),
+    ([], ' 0 '),
+  ):
+    with pytest.raises(ValueError, match=named):
       text.load_corpus(files)
-    return
-  corpus = text.load_corpus(files)
-  assert sorted([*corpus.train.names, *corpus.eval.names]) == expected
 
 
 THREE = b'three' * 30
@@ -164,41 +157,27 @@ def test_contents(tmp_path, kind, files, contents):
     assert split.num_bytes == len(split.data())
 
 
-@pytest.mark.parametrize(
-  ('kind', 'name', 'data'),
-  [
-    ('file', 'bad.gz', b'no gzip'),
-    ('line', 'bad.gz', gzip.compress(b'text' * 100, mtime=0)[:20]),
-    *(
-      ('jsonl', 'bad.jsonl:2', b'{"text": "x"}\n' + bad)
-      for bad in (b'{"text": 3}', b'{"txt": ""}', b'[]', b'{')
-    ),
-  ],
-)
-def test_damaged_files_are_named(tmp_path, kind, name, data):
-  write(tmp_path, {name.split(':')[0]: data})
-  with pytest.raises(ValueError, match=name):
-    text.load_corpus(tmp_path, documents=kind)
+def test_lines_that_are_no_entries_are_named(tmp_path):
+  for bad in b'{"text": 3}', b'{"txt": ""}', b'[]', b'{':
+    write(tmp_path, {'bad.jsonl': b'{"text": "x"}\n' + bad})
+    with pytest.raises(ValueError, match=r'bad\.jsonl:2'):
+      text.load_corpus(tmp_path, documents='jsonl')
 
 
-@pytest.mark.parametrize('kind', ['file', 'line'])
-def test_the_split_goes_by_the_hash_of_the_name(tmp_path, kind):
+def test_the_split_goes_by_the_hash_of_the_name(tmp_path):
+  file = tmp_path / '0.txt'
+
   def load(number, fraction):
     """Returns which names are held out, and the hash of each name."""
-    names = [f'{i}.txt' for i in range(number)]
-    write(tmp_path, dict.fromkeys(names, b'text'))
-    files = tmp_path
-    if kind == 'line':
-      names = [f'0.txt:{i + 1}' for i in range(number)]
-      files = tmp_path / '0.txt'
-      files.write_bytes(b'text\n' * number)
-    corpus = text.load_corpus(files, documents=kind, eval_fraction=fraction)
+    file.write_bytes(b'text\n' * number)
+    names = [f'0.txt:{i + 1}' for i in range(number)]
+    corpus = text.load_corpus(file, documents='line', eval_fraction=fraction)
     assert {*corpus.train.names, *corpus.eval.names} == {*names}
     digests = [hashlib.sha256(f'eval/{name}'.encode()) for name in names]
     hashes = [int(digest.hexdigest()[:16], 16) for digest in digests]
     return {*corpus.eval.names}, dict(zip(names, hashes, strict=True))
 
-  for number in 200, 220:  # Other files do not matter.
+  for number in 200, 220:  # Other documents do not matter.
     held_out, hashes = load(number, 0.25)
     assert held_out == {n for n, x in hashes.items() if x < 0.25 * 2**64}
   # Neither split is ever empty.
@@ -287,19 +266,19 @@ def naive_rows(docs, length, packing):
 
 
 @pytest.mark.parametrize('packing', text.PACKINGS)
-@pytest.mark.parametrize('length', [1, 2, 3, 4, 7, 11, 12, 13, 31, 32, 50])
-def test_packings(packing, length):
-  expected = list(naive_rows(TEXTS, length, packing))
-  rows = epoch_rows(make(TEXTS, length=length, packing=packing))
+def test_packings(packing):
   dtypes = dict.fromkeys(['weights', 'paddings'], np.float32)
-  stacked = {
-    key: np.array([row[key] for row in expected], dtypes.get(key, np.int32))
-    for key in expected[0]
-  }
-  assert_same(rows, stacked)
-  # Each byte is a label once.
-  labels = rows['labels'][rows['weights'] == 1]
-  assert labels.astype(np.uint8).tobytes() == TEXTS.data()
+  for length in 1, 2, 3, 4, 7, 11, 12, 13, 31, 32, 50:
+    expected = list(naive_rows(TEXTS, length, packing))
+    rows = epoch_rows(make(TEXTS, length=length, packing=packing))
+    stacked = {
+      key: np.array([row[key] for row in expected], dtypes.get(key, np.int32))
+      for key in expected[0]
+    }
+    assert_same(rows, stacked)
+    # Each byte is a label once.
+    labels = rows['labels'][rows['weights'] == 1]
+    assert labels.astype(np.uint8).tobytes() == TEXTS.data()
 
 
 def test_packed_training_windows():
@@ -403,34 +382,27 @@ def test_files_as_input(tmp_path):
 
 def test_a_worker_maps_the_tokens_itself(tmp_path):
   write(tmp_path, {f'{i}.txt': b'line %d\n' % i * 5_000 for i in range(4)})
-  for kind in 'file', 'line':
-    docs = text.load_corpus(tmp_path, documents=kind).train
-    assert len(pickle.dumps(docs)) < 1000
-    for packing in text.PACKINGS:
-      data = make(docs, packing=packing, is_training=True)
-      next(data)
-      assert len(pickle.dumps(data)) < 5000
-      other = pickle.loads(pickle.dumps(data))
-      assert other.documents.names[0] == docs.names[0]
-      records = np.arange(8), np.arange(8)
-      assert_same(other.read(*records), data.read(*records))
-  in_memory = pickle.loads(pickle.dumps(COUNTING))
-  np.testing.assert_array_equal(in_memory.tokens, COUNTING.tokens)
+  docs = text.load_corpus(tmp_path, documents='line').train
+  for packing in text.PACKINGS:
+    data = make(docs, packing=packing, is_training=True)
+    next(data)
+    pickled = pickle.dumps(data)
+    assert len(pickled) < 5000
+    other = pickle.loads(pickled)
+    assert other.documents.names[0] == docs.names[0]
+    records = np.arange(8), np.arange(8)
+    assert_same(other.read(*records), data.read(*records))
 
 
 def test_the_standard_library():
   corpus = text.load_corpus()
   names = [*corpus.train.names, *corpus.eval.names]
   assert {'argparse.py', 'json/decoder.py'} <= {*names}
-  for name in names:
-    assert name.endswith('.py')
-    assert 'sysconfigdata' not in name  # Differs between machines.
-    folders = {*name.split('/')[:-1]}
-    assert not folders & {'test', 'tests', 'idle_test', 'site-packages'}
+  folders = {part for name in names for part in name.split('/')[:-1]}
+  assert not folders & {'test', 'tests', 'idle_test', 'site-packages'}
+  assert not [x for x in names if 'sysconfigdata' in x]  # Of this machine.
   size = corpus.train.num_bytes + corpus.eval.num_bytes
   assert 8e6 < size < 20e6
   assert 0.02 < corpus.eval.num_bytes / size < 0.1
-  path = os.path.join(sysconfig.get_path('stdlib'), corpus.eval.names[0])
-  assert corpus.eval.data().startswith(pathlib.Path(path).read_bytes())
   weights = epoch_rows(make(corpus.eval, length=512))['weights']
   assert weights.sum(dtype=int) == corpus.eval.num_bytes

@@ -1,60 +1,39 @@
 """Batches read ahead: how many, waits, stalls, the end."""
 
-import dataclasses
 import threading
 import time
+from unittest import mock
 
+from absl import logging
 import numpy as np
 import pytest
 
 from jaxline.base import goodput
 from jaxline.inputs import infeed
-from tests import test_input_base
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Counting(test_input_base.Counting):
-  """Batches of one number each, counted up."""
-
-  end: int = 1 << 30
-  closed = False
-
-  def where(self):
-    return f'file a.txt, record {self.number}'
-
-  def close(self):
-    self.closed = True
+from tests import sources
 
 
 def counting(**fields):
-  return Counting(batch_size=2, is_training=True, **fields)
+  return sources.Counting(batch_size=2, end=1 << 30, is_training=True, **fields)
 
 
-def value(batch):
-  return int(batch['x'][0])
-
-
-@pytest.mark.parametrize(
-  ('num_bytes', 'expected'),
-  [
-    (2**25, 4),  # One is with us, three are ahead.
-    (2**20, 16),
-    (2**10, 32),
-  ],
-)
-def test_batches_read_ahead_are_bounded_by_number_and_bytes(
-  num_bytes, expected
-):
-  source = counting()
-  row = np.broadcast_to(np.int8(0), num_bytes)  # Takes no memory.
-  feed = infeed.Infeed(source, lambda x: {'x': row}, buffer_size=3)
-  next(feed)
-  deadline = time.monotonic() + 5
-  while source.number < expected and time.monotonic() < deadline:
+def test_batches_read_ahead_are_bounded_by_number_and_bytes():
+  expected = {2**25: 4, 2**20: 16, 2**10: 32}  # One of them is with us.
+  sources_by_bytes, feeds = {}, []
+  for num_bytes in expected:
+    source = sources_by_bytes[num_bytes] = counting()
+    row = np.broadcast_to(np.int8(0), num_bytes)  # Takes no memory.
+    place = lambda x, row=row: {'x': row}
+    feeds.append(infeed.Infeed(source, place, buffer_size=3))
+    next(feeds[-1])
+  number = lambda: {k: x.number for k, x in sources_by_bytes.items()}
+  deadline = time.monotonic() + 30
+  while number() != expected and time.monotonic() < deadline:
     time.sleep(0.01)
-  time.sleep(0.1)
-  assert source.number == expected
-  feed.close()
+  time.sleep(0.1)  # No more are read.
+  assert number() == expected
+  for feed in feeds:
+    feed.close()
 
 
 # Time.
@@ -64,21 +43,17 @@ class Clock:
   """A feed whose waits and compilations take as long as the test says."""
 
   def __init__(self, monkeypatch, **fields):
-    self.now = 1000.0
-    self.compiled = 0.0
-    self.wait = 0.0
-    self.feed = infeed.Infeed(counting(**fields), lambda x: x)
-    self.batches = self.feed._batches
-    self.feed._batches = self
+    self.now, self.compiled, self.wait = 1000.0, 0.0, 0.0
+    read_ahead = lambda source, batches, **kwargs: self.read(batches)
+    monkeypatch.setattr(infeed, 'read_ahead', read_ahead)
     monkeypatch.setattr(infeed.time, 'perf_counter', lambda: self.now)
     monkeypatch.setattr(infeed.goodput, 'compiled_secs', lambda: self.compiled)
+    self.feed = infeed.Infeed(counting(**fields), lambda x: x)
 
-  def __next__(self):
-    self.now += self.wait
-    return next(self.batches)
-
-  def close(self):
-    self.batches.close()
+  def read(self, batches):
+    for batch in batches:
+      self.now += self.wait
+      yield batch
 
   def steps(self, num_steps, wait, takes):
     """Waits for a batch, and then takes that long."""
@@ -121,23 +96,23 @@ def test_waits_are_accounted_for(clock):
   assert goodput.seconds_by_category()['input wait'] - before == 1
 
 
-def test_a_stall_is_told_with_the_place(caplog):
-  caplog.set_level('WARNING')
+def test_a_stall_is_told_with_the_place(monkeypatch):
   go_on = threading.Event()
 
-  class Stalling(Counting):
+  class Stalling(sources.Counting):
     def get_next(self):
       if self.number == 2:
         assert go_on.wait(30)
       return super().get_next()
 
+  warn = lambda *args, **kwargs: go_on.set()
+  monkeypatch.setattr(logging, 'warning', mock.Mock(side_effect=warn))
   source = Stalling(batch_size=2, name='books', is_training=True)
   feed = infeed.Infeed(source, lambda x: x, stall_secs=0.05)
-  assert [value(next(feed)) for _ in range(2)] == [0, 1]
-  threading.Timer(0.5, go_on.set).start()
-  assert value(next(feed)) == 2
+  assert sources.numbers([next(feed) for _ in range(3)]) == [0, 1, 2]
   feed.close()
-  assert 'books, reading file a.txt, record 2' in caplog.text
+  text, *args = logging.warning.call_args.args
+  assert 'books, reading number 2' in text % tuple(args)
 
 
 # The end of it.
@@ -151,5 +126,5 @@ def test_close_ends_the_thread_and_closes_the_source(num_read):
   for _ in range(num_read):
     next(feed)
   feed.close()
-  assert source.closed
+  assert source.is_closed
   assert not {*threading.enumerate()} - before

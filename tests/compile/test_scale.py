@@ -1,6 +1,6 @@
 """The runs of docs/reference/scale.md, compiled for their chips again.
 
-It takes an hour. `test_aot_hlo` compares the measures with formulas.
+It takes an hour. `test_measure` compares the measures with formulas.
 """
 
 import json

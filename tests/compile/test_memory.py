@@ -44,9 +44,8 @@ def test_the_buffers_of_a_program_that_does_not_fit():
   assert total / 2**30 == pytest.approx(17.57, rel=0.01)
 
 
-@pytest.mark.parametrize(
-  ('error', 'expected'),
-  [
+def test_errors_of_too_little_memory():
+  for error, expected in (
     (OUT_OF_MEMORY, True),
     (
       'RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory'
@@ -56,10 +55,8 @@ def test_the_buffers_of_a_program_that_does_not_fit():
     ),
     ('INVALID_ARGUMENT: Invalid TPU program.', False),
     ('RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.', False),
-  ],
-)
-def test_errors_of_too_little_memory(error, expected):
-  assert memory.is_out_of_memory(RuntimeError(error)) == expected
+  ):
+    assert memory.is_out_of_memory(RuntimeError(error)) == expected, error
 
 
 def test_a_real_dump_of_this_machine(tmp_path):

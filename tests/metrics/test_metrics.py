@@ -52,13 +52,11 @@ def test_gradient_is_zero_at_weight_zero_though_the_value_be_nan():
   np.testing.assert_array_equal(grads, [0.25, 0.0, 0.75, 0.0])
 
 
-@pytest.mark.parametrize(
-  ('values', 'weights'),
-  [([4], [3]), ([4], [4, 1]), ([4, 3], [3]), ([4, 3], [1]), ([], [1])],
-)
-def test_weights_that_do_not_fit_are_refused(values, weights):
-  with pytest.raises(ValueError, match=r'weights of shape .* leading dim'):
-    metrics.Mean.of(jnp.ones(values), jnp.ones(weights))
+def test_weights_that_do_not_fit_are_refused():
+  shapes = ([4], [3]), ([4], [4, 1]), ([4, 3], [3]), ([4, 3], [1]), ([], [1])
+  for values, weights in shapes:
+    with pytest.raises(ValueError, match=r'weights of shape .* leading dim'):
+      metrics.Mean.of(jnp.ones(values), jnp.ones(weights))
 
 
 def test_sets_of_other_names_are_not_added():
@@ -67,3 +65,12 @@ def test_sets_of_other_names_are_not_added():
   for pair in ((one, both), (both, one)):
     with pytest.raises(KeyError, match='y'):
       metrics.add(*pair)
+
+
+def test_a_scalar_counts_as_much_as_the_weights_of_its_batch():
+  full, short = (
+    metrics.complete({'x': jnp.float32(x)}, jnp.float32(weights))
+    for x, weights in ((2, [1, 1, 1]), (6, [1, 0, 0]))
+  )
+  both = metrics.add(full, short)
+  assert float(both['x'].compute()) == (2 * 3 + 6 * 1) / 4

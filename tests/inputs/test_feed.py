@@ -9,16 +9,16 @@ import threading
 import weakref
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline.base import async_lib
 from jaxline.inputs import base
 from jaxline.inputs import feed
 from jaxline.parallel import partitioning
-from tests import test_input_base
+from tests import sources
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -41,7 +41,7 @@ def numbers():
 
 
 def stateful():
-  return test_input_base.Counted(first=1, end=99)
+  return sources.Counted(first=1, end=99)
 
 
 def make(method, cls=feed.TrainFeed, **values):
@@ -61,31 +61,30 @@ def take(source):
 
 
 @pytest.mark.parametrize('method', [numbers, stateful])
-@pytest.mark.parametrize('after', [0, 2, 4])
-def test_a_restored_feed_goes_on_behind_the_last_step(method, after):
+def test_a_restored_feed_goes_on_behind_the_last_step(method):
   skips = {'skip_batches': '3-4,7'}
-  expected = [1, 2, 5, 6, 8, 9]
-  source = make(method, **skips)
-  assert [take(source) for _ in range(after)] == expected[:after]
-  before = source.num_read
-  source.take()  # Of a step that failed.
-  saved = copy.deepcopy((source.num_read, source.position))
-  other = make(method, **skips)
-  if after:  # A checkpoint before the first step has no position.
-    other.restore(*saved)
-  assert other.next_number == expected[after]
-  _, batch, _ = other.peek()
-  assert batch['x'][0] == expected[after]
-  assert [take(other) for _ in range(6 - after)] == expected[after:]
-  assert source.num_read == before
-  # A closed feed keeps its place, and goes on.
-  other.close()
-  assert take(other) == 10
-  source.close()
-  source.note(other.num_read, other.position)
-  assert take(source) == 11
-  for x in (source, other):
-    x.close()
+  expected = [1, 2, 5, 6, 8, 9, 10]
+  for after in 0, 2, 4:
+    source, other = make(method, **skips), make(method, **skips)
+    assert [take(source) for _ in range(after)] == expected[:after]
+    before = source.num_read
+    source.take()  # Of a step that failed.
+    if after:  # A checkpoint before the first step has no position.
+      other.restore(*copy.deepcopy((source.num_read, source.position)))
+    assert source.num_read == before
+    assert other.next_number == expected[after]
+    _, batch, _ = other.peek()
+    assert batch['x'][0] == expected[after]
+    rest = expected[after:]
+    assert [take(other) for _ in rest] == rest
+    source.close()
+    # A closed feed keeps its place, and goes on.
+    other.close()
+    assert take(other) == 11
+    source.note(other.num_read, other.position)
+    assert take(source) == 12
+    source.close()
+    other.close()
 
 
 def test_a_position_that_cannot_be_set_changes_nothing(caplog):
@@ -106,16 +105,17 @@ def test_a_position_that_cannot_be_set_changes_nothing(caplog):
 def test_a_feed_that_is_dropped_ends_its_thread():
   class Owner:
     def __init__(self):
-      self.feed = make(self.train_input)
+      self.feed, self.opened = make(self.train_input), []
 
     def train_input(self):
-      return numbers()
+      source = numbers()
+      self.opened.append(weakref.ref(source))
+      return source
 
   owner = Owner()
   take(owner.feed)
-  source = weakref.ref(owner.feed._infeed.source)
   owner.feed.close()
-  assert source() is None  # It may have workers; its position is kept.
+  assert owner.opened[0]() is None  # It may have workers.
   before = {*threading.enumerate()}
   take(owner.feed)
   started = {*threading.enumerate()} - before
@@ -137,18 +137,26 @@ def evaluate(source, num_evaluated=0):
   }
 
 
-@pytest.mark.parametrize(
-  ('given', 'said'),
-  [
+def test_an_evaluation_that_cannot_be_fed_is_refused():
+  for given, said in (
     ({}, 'eval_input'),
     ([], 'gave no batch'),
     ({'some': [{'x': np.ones(4)}], 'none': []}, "no batch for 'none'"),
     ([{'x': np.ones(4)}, {'x': np.ones(8)}], '8 rows follows one of 4'),
-  ],
-)
-def test_an_evaluation_that_cannot_be_fed_is_refused(given, said):
-  with pytest.raises(ValueError, match=said):
-    evaluate(make(lambda: given, feed.EvalFeed))
+  ):
+    with pytest.raises(ValueError, match=said):
+      evaluate(make(lambda given=given: given, feed.EvalFeed))
+
+
+def test_a_process_without_a_batch_left_feeds_padding(monkeypatch):
+  """As one of two, the other of which has a batch more."""
+  both = iter([[2, 2], [1, 2], [0, 2], [0, 0]])
+  gather = lambda rows: np.array(next(both))
+  monkeypatch.setattr(multihost_utils, 'process_allgather', gather)
+  batches = [{'x': np.float32([1, 2])}, {'x': np.float32([3])}]
+  found = evaluate(make(lambda: batches, feed.EvalFeed))['']
+  assert [x['x'].tolist() for x in found] == [[1, 2], [3, 0], [0, 0]]
+  assert [x['weights'].tolist() for x in found] == [[1, 1], [1, 0], [0, 0]]
 
 
 def test_each_of_several_sets_keeps_its_place():
@@ -204,22 +212,6 @@ def test_an_evaluation_reads_ahead_and_closes_its_input():
 
 
 # Both.
-
-
-@pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
-def test_the_config_sets_buffer_and_patience(cls, monkeypatch):
-  made = []
-
-  def prefetch(iterable, buffer_size, *, stall_secs, **kwargs):
-    made.append((buffer_size, stall_secs))
-    return (x for x in ())
-
-  monkeypatch.setattr(async_lib, 'py_prefetch', prefetch)
-  method = lambda: Numbers(is_training=cls.is_training)
-  source = make(method, cls, infeed_buffer_size=5, infeed_stall_secs=9.0)
-  with pytest.raises(ValueError):  # It has no batch.
-    source.take() if cls.is_training else evaluate(source)
-  assert made == [(5, 9.0)]
 
 
 @pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
