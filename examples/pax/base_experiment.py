@@ -22,7 +22,7 @@ from jaxline.inputs import base as inputs
 from jaxline.inputs import tokenization
 
 # Constants that are keys of the run's config, and fields of `task.train` that
-# have the same value. Not every experiment has the last three.
+# have the same value. Not every experiment has the last four.
 KEYS = {
   'SHARDING': ('sharding', ''),
   'TOPOLOGY': ('topology', ''),
@@ -38,6 +38,7 @@ KEYS = {
   'DATA': ('data', ''),
   'DATA_DIR': ('data_dir', ''),
   'VOCABULARY': ('vocabulary', ''),
+  'TARGET_LOG_PPLX': ('early_stop.target', ''),
 }
 
 

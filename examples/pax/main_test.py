@@ -246,7 +246,7 @@ def test_a_run_from_the_command_line(tmp_path):
   (go_on,) = [x for x in said.splitlines() if x.startswith('Go on:')]
   assert 'MAX_STEPS' not in go_on
   assert go_on.count('checkpoint_dir') == go_on.count('training_steps') == 1
-  assert said.count('early_stopping_fn') == 1  # The task's text.
+  assert said.count('vn.vn_scale') == 1  # The task's text.
   written = json.loads((run / 'config.json').read_text())
   constants = written['experiment_kwargs']['config']['constants']
   assert constants['NUM_LAYERS'] == 1

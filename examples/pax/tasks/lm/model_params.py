@@ -121,7 +121,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   # Of an evaluation; None is all there are.
   EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
 
-  # How a step is computed, evaluation, and when training ends.
+  # How a step is computed, and evaluation.
   changeable_constants = (
     'ATTENTION_IMPL',
     'CHECKPOINT_POLICY',
@@ -129,7 +129,6 @@ class LmExperiment(base_experiment.BaseExperiment):
     'LOSS_CHUNKS',
     'MICROBATCH_SIZE',
     'NUM_STAGES',
-    'TARGET_LOG_PPLX',
   )
 
   def _one_of(self, name: str, valid: Any) -> str:
@@ -227,10 +226,6 @@ class LmExperiment(base_experiment.BaseExperiment):
       ),
     )
     task.train.learner = learners.Learner.HParams(optimizer=optimizer)
-    if self.TARGET_LOG_PPLX is not None:
-      task.early_stopping_fn = tasks.EarlyStoppingFn.HParams(
-        target=self.TARGET_LOG_PPLX
-      )
     return task
 
   def lm(self) -> Any:
