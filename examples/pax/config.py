@@ -53,7 +53,6 @@ class Config:
       # A size of 0 is no model; other numbers of 0 switch something off.
       is_size = name.startswith('NUM_') or name.endswith(('_DIMS', '_SIZE'))
       is_size |= name in ('DIMS_PER_HEAD', 'MAX_LENGTH', 'MAX_SEQ_LEN')
-      is_size &= name != 'NUM_THREADS'  # 0 reads in step.
       is_number = isinstance(value, int | float)
       if is_number and not (0 <= value < math.inf and (value or not is_size)):
         raise ValueError(
