@@ -389,7 +389,6 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
   ('keys', 'constants', 'said'),
   [
     ({}, {'ACTIVATION': 'gleu'}, "'gleu' in ACTIVATION; .*mean 'gelu'"),
-    ({}, {'NORM_POLICY': 'prre'}, "'prre' in .*mean 'pre'"),
     (
       {},
       {'CHECKPOINT_POLICY': 'none'},

@@ -72,7 +72,6 @@ class LmExperiment(base_experiment.BaseExperiment):
   TRAINABLE_POSITION_EMB: ClassVar[bool] = False
   TRAINABLE_PE_MAX_SEQ_LEN: ClassVar[int] = 16384
   NORM_EPSILON: ClassVar[float] = 1e-6
-  NORM_POLICY: ClassVar[str] = 'pre'  # One of `transformers.NORM_POLICIES`.
   # Standard deviation of all initial weights; None is Xavier, and 1 / sqrt(D)
   # for the embedding.
   INIT_STD: ClassVar[float | None] = None
@@ -262,7 +261,6 @@ class LmExperiment(base_experiment.BaseExperiment):
     product = attentions.Projection.HParams(use_fp8=self.USE_FP8)
     layer = transformers.Transformer.HParams(
       ln_tpl=norm,
-      norm_policy=self._one_of('NORM_POLICY', transformers.NORM_POLICIES),
       tr_atten_tpl=attentions.DotProductAttention.HParams(
         use_bias=self.USE_BIAS,
         combine_qkv=self.COMBINE_QKV,
