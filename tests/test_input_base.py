@@ -10,6 +10,7 @@ import pytest
 
 from jaxline import errors
 from jaxline.inputs import base
+from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 from jaxline.parallel import distributed
 
@@ -53,6 +54,17 @@ def numbers(batches):
 # The batch.
 
 
+def test_an_input_of_the_library_gives_entries_as_attributes():
+  rows = {'x': np.arange(4), 'deep': {'y': np.arange(4)}}
+  for source in (
+    indexed.ArrayInput(values=rows, batch_size=2, shuffle=False),
+    iterable.as_input([rows], is_training=True, shard=base.Shard(0, 1)),
+  ):
+    batch = source.get_next()
+    batch.new_field = batch.deep.y + 1
+    assert batch['new_field'][1] == 2
+
+
 def test_entries_are_attributes_of_nested_dicts_too():
   batch = base.Batch({'ids': 1}, tgt={'ids': 2, 'deep': {'labels': 3}})
   assert type(jax.tree.map(lambda x: x, batch).tgt) is base.Batch
@@ -86,10 +98,6 @@ def test_entries_are_attributes_of_nested_dicts_too():
     ),
     # The corners of the table of evaluations.
     ('eval_loop_num_batches', {'eval_loop_num_batches': 0}),
-    (
-      'eval_loop_num_batches',
-      {'reset_for_eval': True, 'eval_loop_num_batches': 2},
-    ),
     ('eval_loop_num_batches', {'eval_loop_num_batches': None}),
     ('eval_loop_num_batches', {'eval_loop_num_batches': -1}),
     ('reset_for_eval', {'reset_for_eval': True, 'is_training': True}),
@@ -98,6 +106,18 @@ def test_entries_are_attributes_of_nested_dicts_too():
 def test_a_wrong_field_is_named(name, fields):
   with pytest.raises(errors.UsageError, match=name):
     Counting(**{'batch_size': 2, **fields})
+
+
+@pytest.mark.parametrize('number', [1, 3])
+def test_an_epoch_ignores_a_number_of_batches(number, caplog):
+  fields = {'reset_for_eval': True, 'eval_loop_num_batches': number}
+  source = Counting(batch_size=2, **fields)
+  assert ('ignores eval_loop_num_batches=3' in caplog.text) == (number == 3)
+  whole = Counting(
+    batch_size=2, reset_for_eval=True, eval_loop_num_batches=None
+  )
+  counts = [len(list(x.eval_batches())) for x in (source, whole)]
+  assert counts[0] == counts[1] > 3
 
 
 @pytest.mark.parametrize(
