@@ -34,6 +34,7 @@ from examples.pax import optimizers
 from jaxline import errors
 from jaxline import metrics as metrics_lib
 from jaxline import sharded
+from jaxline.base import keys
 
 BaseHParams = hparams_lib.BaseHParams
 Configurable = hparams_lib.Configurable
@@ -191,7 +192,7 @@ class SingleTask(Configurable):
   """A task with one model and one learner.
 
   Attributes:
-    name: what messages call it.
+    name: what messages call it, an identifier.
     model: the model, with all its layers; of a task, unbound.
     train: how it is trained.
     metrics: which of the model's metrics are reported.
@@ -211,6 +212,7 @@ class SingleTask(Configurable):
   vn: VariationalNoise = sub_config_field(VariationalNoise)
 
   _PARTS = {'model': models.BaseModel, 'metrics': MeanMetrics}
+  _CHECKS = {'name': keys.text('a valid identifier', r'[^\W\d]\w*')}
 
   # As Paxml names them.
   Train = TrainHParams

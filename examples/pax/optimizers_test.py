@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from examples.pax import layers
+from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import schedules
 
@@ -253,9 +255,10 @@ def test_refuses_what_contradicts_itself(optimizer, fields, named):
 @pytest.mark.parametrize(
   ('module', 'name'),
   [
-    (optimizers, 'Lion'),
     (optimizers, 'ShardedAdafactor'),
     (schedules, 'Cosine'),
+    (layers, 'Ngrammer'),
+    (models, 'BertModel'),
   ],
 )
 def test_a_name_that_pax_has_points_to_the_list(module, name):
