@@ -9,8 +9,8 @@
     p.size = 16
     batch = p.Instantiate().get_next()
 
-The contract is that of `jaxline.inputs.base`. An input is a dataclass, of which
-`HParams`, and `Params` likewise, makes a config.
+`jaxline.inputs.base` has the contract. An input is a dataclass; `HParams` and
+`Params` make a config of it.
 """
 
 from typing import Any, NoReturn

@@ -59,7 +59,7 @@ instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field
 template_field = pax_fiddle.template_field
 
-# Pax's names, and the types of what a run returns.
+# Pax's names, and the types of a run's results.
 WeightHParams = weights.WeightHParams
 WeightHParamsCollection = weights.WeightHParamsCollection
 WeightInit = weights.WeightInit
@@ -143,8 +143,8 @@ class BaseLayer(hparams_lib.Configurable):
     """Returns the layer as part of a run, with variables and children.
 
     Args:
-      path: its place in the tree.
-      run: what it is part of.
+      path: the layer's place in the tree.
+      run: the run of `init` or `apply`.
     """
     layer = type(self)(self.hparams)
     layer._run, layer.in_stacks = run, run.stacks

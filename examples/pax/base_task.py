@@ -192,7 +192,7 @@ class SingleTask(Configurable):
   """A task with one model and one learner.
 
   Attributes:
-    name: what messages call it, an identifier.
+    name: an identifier, by which messages name the task.
     model: the model, with all its layers; of a task, unbound.
     train: how it is trained.
     metrics: which of the model's metrics are reported.

@@ -53,7 +53,7 @@ def refuse_names_of_pax(module: str) -> Callable[[str], Any]:
   """Returns a module's `__getattr__`, for names that it does not have.
 
   Args:
-    module: its `__name__`.
+    module: the `__name__` of the module.
   """
 
   def refuse(name: str) -> Any:

@@ -181,7 +181,7 @@ class Theta:
 
 
 def snake_case(name: str) -> str:
-  """Returns the name of a layer that has none, by that of its class."""
+  """Returns the default name of a layer of a class."""
   return re.sub(
     r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', name
   ).lower()

@@ -42,7 +42,7 @@ _VARIABLES = {
   f'{base_layer.NON_TRAINABLE}/': f'{_STATE}(?:ema_)?non_trainable/',
 }
 
-# As `config.restore_rules` holds it.
+# An entry of `config.restore_rules`.
 Rule = tuple[str, str | None]
 
 

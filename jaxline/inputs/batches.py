@@ -48,7 +48,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def as_batch(batch: Any) -> Any:
-  """Returns a dict as a `Batch`, and what is none as it is."""
+  """Returns a dict as a `Batch`, and any other value unchanged."""
   is_plain = isinstance(batch, Mapping) and not isinstance(batch, Batch)
   return Batch(batch) if is_plain else batch
 

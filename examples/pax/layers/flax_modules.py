@@ -22,7 +22,7 @@ from examples.pax import base_layer
 from examples.pax import weights
 from jaxline import errors
 
-_PARAMS = 'params'  # Flax's collection of what is trained.
+_PARAMS = 'params'  # Flax's name of the collection of trained weights.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Init(weights.WeightInit):
 
 
 class FlaxModule(base_layer.BaseLayer):
-  """A module of Flax's linen, with its variables as those of the layer.
+  """Wraps a module of Flax's linen, whose variables become the layer's.
 
   Its collection 'params' is trained; all others, such as 'batch_stats', are set
   by a call in training. A variable's name is its path, as 'Dense_0.kernel', and
@@ -50,8 +50,8 @@ class FlaxModule(base_layer.BaseLayer):
 
   Attributes:
     module_factory_method: makes the module, unbound.
-    inputs: for each argument, an array or a `jax.ShapeDtypeStruct` that it may
-      be: what the shapes of variables follow from.
+    inputs: for each argument, an array or a `jax.ShapeDtypeStruct` of a valid
+      shape, from which the shapes of the variables follow.
     train_argument: the name of the argument that says whether this is training;
       '' is none.
   """
@@ -90,7 +90,7 @@ class FlaxModule(base_layer.BaseLayer):
     return {self.train_argument: is_training} if self.train_argument else {}
 
   def __call__(self, *args: Any) -> Any:
-    """Returns what the module does of these arguments."""
+    """Returns the output of the module."""
     values = {path: self.get_var(name) for path, name in self._paths.items()}
     changing = {path[0] for path in values} - {_PARAMS}
     key = hk.maybe_next_rng_key()
