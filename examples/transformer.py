@@ -372,7 +372,6 @@ def attend(
   is_causal: bool = True,
   window: int | jax.Array = 0,
   seen_BM: jax.Array | None = None,
-  prefix_BM: jax.Array | None = None,
   scale: float | None = None,
   dropout: Dropout = None,
   by_head: bool = False,
@@ -395,8 +394,6 @@ def attend(
     window: a query sees so many positions, the last of them its own; 0, which
       must be a Python integer, is no limit.
     seen_BM: bool; False takes a key out, such as padding. None keeps all.
-    prefix_BM: bool; True lets earlier queries see a key too, although attention
-      is causal, as in the prefix of a prefix language model. None is no key.
     scale: a factor of the scores; None is K**-0.5.
     dropout: is applied to the weights of the keys; see `Dropout`.
     by_head: whether keys and values are [B, G, M, K], as in a cache.
@@ -435,7 +432,7 @@ def attend(
     is_past = positions[..., None] >= jnp.arange(keys)[None, None]
     if not isinstance(window, int) or window:
       is_past &= positions[..., None] - window < jnp.arange(keys)[None, None]
-    masks.append(is_past if prefix_BM is None else is_past | prefix_BM[:, None])
+    masks.append(is_past)
   if segments is not None:
     masks.append(segments[0][..., None] == segments[1][:, None])
   if seen_BM is not None:
@@ -477,7 +474,6 @@ def causal_attention(
   *,
   cache: tuple[jax.Array, jax.Array] | None = None,
   start: int | jax.Array = 0,
-  prefix_BM: jax.Array | None = None,
   window: int | jax.Array = 0,
   scale: float | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
@@ -500,7 +496,6 @@ def causal_attention(
       over which the queries attend too. The implementation is 'einsum' then,
       and a row is one document.
     start: the position of the first query: see `update_cache`.
-    prefix_BM: as for `attend`; for 'einsum' only.
     window: as for `attend`; an integer for 'flash'.
     scale: as for `attend`.
 
@@ -508,15 +503,14 @@ def causal_attention(
     [B, L, H, K]; and the cache, with the new keys and values in it.
 
   Raises:
-    ValueError: there is dropout or a prefix, and the implementation has none;
-      or G does not divide H.
+    ValueError: there is dropout, and the implementation has none; or G does not
+      divide H.
     errors.UsageError: cuDNN has no kernel for a cap, or for this type.
   """
   run = functools.partial(
     attend,
     cap=cap,
     dropout=dropout,
-    prefix_BM=prefix_BM,
     window=window,
     scale=scale,
   )
@@ -527,10 +521,9 @@ def causal_attention(
     return mixed, (k_BGMK, v_BGMK)
   ids = segment_ids_BL
   if implementation == 'flash':
-    if dropout is not None or prefix_BM is not None:
-      what = 'Dropout' if prefix_BM is None else 'A prefix'
+    if dropout is not None:
       raise ValueError(
-        f"{what} needs implementation='einsum'; got 'flash', which has none."
+        "Dropout needs implementation='einsum'; got 'flash', which has none."
         ' Choose either.'
       )
     kernel = FLASH.get(platform())
@@ -539,7 +532,7 @@ def causal_attention(
       return mixed, None
   # The first half of the queries never sees the second half of the keys.
   half = q_BLHK.shape[1] // 2
-  if half < 64 or prefix_BM is not None:
+  if half < 64:
     both = None if ids is None else (ids, ids)
     return run(q_BLHK, k_BLGK, v_BLGK, segments=both), None
   early = late = None

@@ -198,13 +198,17 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     'The rules need a checkpoint. Set restore_from to the run that has it.',
   ),
   (
-    'checkpointer restore_from eval_steps early_stop.patience',
+    'checkpointer restore_from eval_steps early_stop.patience'
+    ' early_stop.target',
     lambda kind, *others: kind == 'memory' and {*others} != {None},
     "The others read checkpoints on disk. Set checkpointer = 'durable'.",
   ),
   (
-    'early_stop.patience early_stop.metric best_model_eval_metric',
-    lambda patience, own, best: patience is not None and not (own or best),
+    'early_stop.patience early_stop.target early_stop.metric'
+    ' best_model_eval_metric',
+    lambda patience, target, own, best: (
+      (patience, target) != (None, None) and not (own or best)
+    ),
     'Early stopping compares a metric. Set early_stop.metric.',
   ),
   (

@@ -240,11 +240,10 @@ class Evaluation:
     if self._best is not None:
       self._save_if_best(step, scalars, train_step_rng)
     flushed = self._log.flush_async()
-    metric, patience, _ = notes.early_stop(self._config)
-    value = None
-    if patience:
-      value = _metric('early_stop.metric', metric, scalars)
-    name = '' if value is None else metric
+    rule, value = notes.early_stop(self._config), None
+    if rule.is_on:
+      value = _metric('early_stop.metric', rule.metric, scalars)
+    name = '' if value is None else rule.metric
     self.noted.append(notes.EvaluationNote(step, name, value))
     self._directory.note_evaluation(step, value, flushed)
 

@@ -43,7 +43,7 @@ RESERVED = {
     *('parallel.mesh', 'parallel.partitioning'),
     *('parallel.placement', 'parallel.devices'),
   ),
-  'difflib': ('errors', 'examples/pax/base_layer.py'),
+  'difflib': ('errors', 'examples/pax/layer_runs.py'),
 }
 
 

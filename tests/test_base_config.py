@@ -226,6 +226,7 @@ def test_the_keys_of_jaxline_are_typed_and_misspelled_ones_are_refused():
       ['pgle_profiling_runs', 'pgle_profile'],
     ),
     ({'early_stop.patience': 2}, ['best_model_eval_metric']),
+    ({'early_stop.target': 2.0}, ['best_model_eval_metric']),
     ({'decode.prompt': 'x'}, ["'prompt'", "'prompts'"]),
     ({'decode.beam_size': 3}, ["'beam_size' in config.decode", "'series'"]),
     ({'early_stop.min_detla': 1.0}, ["'min_detla'", "mean 'min_delta'"]),

@@ -11,7 +11,7 @@ be overridden on the command line: `--NUM_LAYERS=2`.
 """
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any, ClassVar, Self
 
@@ -22,7 +22,7 @@ from jaxline.inputs import base as inputs
 from jaxline.inputs import tokenization
 
 # Constants that are keys of the run's config, and fields of `task.train` that
-# have the same value. Not every experiment has the last three.
+# have the same value. Not every experiment has the last four.
 KEYS = {
   'SHARDING': ('sharding', ''),
   'TOPOLOGY': ('topology', ''),
@@ -38,6 +38,7 @@ KEYS = {
   'DATA': ('data', ''),
   'DATA_DIR': ('data_dir', ''),
   'VOCABULARY': ('vocabulary', ''),
+  'TARGET_LOG_PPLX': ('early_stop.target', ''),
 }
 
 
@@ -76,6 +77,7 @@ class BaseExperiment(abc.ABC):
     changeable_constants: names of constants that change no step of training: a
       run may be resumed with other values of them. Constants that are keys of
       the library need not be named.
+    sweep_axes: constants and their values in a sweep: see `automl`.
     num_devices: how many devices the run's mesh has.
   """
 
@@ -92,6 +94,7 @@ class BaseExperiment(abc.ABC):
   RANDOM_SEED: ClassVar[int] = 1234
 
   changeable_constants: ClassVar[tuple[str, ...]] = ()
+  sweep_axes: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
   def __init__(self, num_devices: int):
     """Makes it for a mesh of `num_devices`, over all slices."""

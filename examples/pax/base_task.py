@@ -34,6 +34,7 @@ from examples.pax import optimizers
 from jaxline import errors
 from jaxline import metrics as metrics_lib
 from jaxline import sharded
+from jaxline.base import keys
 
 BaseHParams = hparams_lib.BaseHParams
 Configurable = hparams_lib.Configurable
@@ -134,50 +135,6 @@ class MultiLossAggregator(LossAggregator):
     return functools.reduce(jnp.add, terms), parts[0][1]
 
 
-# Early stopping.
-
-
-class EarlyStoppingFn(Configurable):
-  """Ends training when a metric of an evaluation reaches a value.
-
-  In `train_and_eval` only; in other modes, training goes on to its last step. A
-  subclass may decide by something else.
-
-  Attributes:
-    metric: which, as evaluation names it.
-    target: the value at which training ends.
-    higher_is_better: whether it is reached from below.
-  """
-
-  metric: str = 'log_pplx'
-  target: float | None = None
-  higher_is_better: bool = False
-
-  def __call__(self, metrics: Mapping[str, float], global_step: int) -> bool:
-    """Whether to end training.
-
-    Args:
-      metrics: the numbers of an evaluation.
-      global_step: the step that was evaluated.
-    """
-    del global_step
-    if self.target is None:
-      raise ValueError(
-        'early_stopping_fn.target is None; set it to the value of'
-        f' {self.metric!r} at which training ends.'
-      )
-    if self.metric not in metrics:
-      raise ValueError(
-        f'early_stopping_fn.metric is {self.metric!r}, but evaluation returned'
-        f' no number of that name.{errors.did_you_mean(self.metric, metrics)}'
-        f' It returned {sorted(metrics)}.'
-      )
-    value = metrics[self.metric]
-    return (
-      value >= self.target if self.higher_is_better else value <= self.target
-    )
-
-
 # Tasks.
 
 
@@ -213,7 +170,7 @@ class TrainHParams(BaseHParams):
       reported.
     init_from_checkpoint_rules: directory of a run ->
       `loading.CheckpointLoadingRules`: which of its weights a new run begins
-      with.
+      with. In a registered experiment, of whose config it becomes a part.
   """
 
   learner: Any = sub_config_field(learners.Learner.HParams)
@@ -235,15 +192,13 @@ class SingleTask(Configurable):
   """A task with one model and one learner.
 
   Attributes:
-    name: what messages call it.
+    name: an identifier, by which messages name the task.
     model: the model, with all its layers; of a task, unbound.
     train: how it is trained.
     metrics: which of the model's metrics are reported.
     loss_aggregator: what of them is minimised; None is the learner's
       `loss_name`, or else 'total_loss'.
     vn: variational noise.
-    early_stopping_fn: when training ends before its last step, an
-      `EarlyStoppingFn`; None is never.
     learner: its learner.
     weights: name -> what the weight is.
     uses_fp8: whether the model has products in FP8.
@@ -255,9 +210,9 @@ class SingleTask(Configurable):
   metrics: Any = sub_config_field(MeanMetrics.HParams)
   loss_aggregator: Any = sub_config_field(None)
   vn: VariationalNoise = sub_config_field(VariationalNoise)
-  early_stopping_fn: Any = sub_config_field(None)
 
   _PARTS = {'model': models.BaseModel, 'metrics': MeanMetrics}
+  _CHECKS = {'name': keys.text('a valid identifier', r'[^\W\d]\w*')}
 
   # As Paxml names them.
   Train = TrainHParams
@@ -272,10 +227,6 @@ class SingleTask(Configurable):
       zip(names, jax.tree.leaves(params), strict=True)
     )
     self.uses_fp8 = bool(scales)
-    if p.early_stopping_fn is not None:
-      self.early_stopping_fn = hparams_lib.instantiate(
-        p.early_stopping_fn, EarlyStoppingFn, f'{p.name}.early_stopping_fn'
-      )
     given = p.train.learner
     several = given if isinstance(given, list | tuple) else [given]
     # A built one stands for its hyperparameters.

@@ -18,6 +18,7 @@ from ml_collections import config_dict
 from examples import decoding
 from examples.pax import base_experiment
 from examples.pax import experiment_registry
+from examples.pax import loading
 from jaxline import base_config
 from jaxline import errors
 
@@ -52,7 +53,6 @@ class Config:
       # A size of 0 is no model; other numbers of 0 switch something off.
       is_size = name.startswith('NUM_') or name.endswith(('_DIMS', '_SIZE'))
       is_size |= name in ('DIMS_PER_HEAD', 'MAX_LENGTH', 'MAX_SEQ_LEN')
-      is_size &= name != 'NUM_THREADS'  # 0 reads in step.
       is_number = isinstance(value, int | float)
       if is_number and not (0 <= value < math.inf and (value or not is_size)):
         raise ValueError(
@@ -71,7 +71,9 @@ class Config:
     """
     found = _find(self.exp, self.reduced)
     keys = {} if run is None else constants_of(run)
-    return found.with_constants({**self.constants, **keys})
+    # A key of the library is in every config.
+    own = {n: x for n, x in keys.items() if hasattr(found, n)}
+    return found.with_constants({**self.constants, **own})
 
   @staticmethod
   def with_defaults(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -86,7 +88,8 @@ class Config:
     except experiment_registry.UnknownError:
       return record
     constants = {**own_constants(experiment), **record.get('constants', {})}
-    for name in experiment.changeable_constants:
+    # Some older records have constants that are keys of the config now.
+    for name in (*experiment.changeable_constants, *_KEYS):
       constants.pop(name, None)
     exp = experiment_registry.full_name(registered)
     return {**record, 'exp': exp, 'constants': constants}
@@ -117,18 +120,26 @@ def get_config(name: str) -> config_dict.ConfigDict:
   constants = config_dict.ConfigDict()
   for constant, value in experiment.constants().items():
     key = _KEYS.get(constant)
-    if key in config:
+    section, leaf = _place(config, key or '')
+    if leaf in section:
       with config.ignore_type():
-        config[key] = value
+        section[leaf] = value
     elif constant not in _MESH:
       into = constants if key is None else config
       into[key or constant] = _field(experiment, constant, value)
+  if 'TARGET_LOG_PPLX' in experiment.constants():
+    config.early_stop.metric = 'log_pplx'
+    config.best_model_eval_metric_higher_is_better = False
   with config.ignore_type():
     config.log_train_data_interval = config.get_ref('log_tensors_interval')
 
   # A task does not depend on how many devices there are.
   train = experiment(num_devices=1).filled_task().train
   config.log_async = train.async_summary_writing
+  if train.init_from_checkpoint_rules:
+    config.restore_from, config.restore_rules = loading.restore_keys(
+      train.init_from_checkpoint_rules
+    )
 
   kwargs = config.experiment_kwargs.config = config_dict.ConfigDict()
   kwargs.exp = name
@@ -180,7 +191,18 @@ def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   """
   if run.experiment_class != _CLASS:
     return {}
-  return {name: run[key] for name, key in _KEYS.items() if key in run}
+  found = {}
+  for constant, key in _KEYS.items():
+    section, leaf = _place(run, key)
+    if leaf in section:
+      found[constant] = section[leaf]
+  return found
+
+
+def _place(config: Any, key: str) -> tuple[Any, str]:
+  """Returns the part of a config that has a key, and the key's name in it."""
+  section, _, name = key.rpartition('.')
+  return (config[section] if section else config), name
 
 
 # Pax's shapes have these axes; the first may be left out.

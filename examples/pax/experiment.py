@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
-import time
 from typing import Any
 
-from absl import logging
 import fiddle as fdl
 import jax
 import numpy as np
@@ -24,7 +22,6 @@ from examples import fp8
 from examples.pax import base_experiment
 from examples.pax import base_task
 from examples.pax import config as config_lib
-from examples.pax import loading
 from examples.pax.inputs import synthetic
 from jaxline import base_config
 from jaxline import errors
@@ -45,10 +42,6 @@ class TaskExperiment(sharded.ShardedExperiment):
   """
 
   task: base_task.SingleTask
-  # Why training ends before the next step.
-  _stop: errors.StopTraining | None = None
-  # The experiment in training that this one evaluates, in `train_and_eval`.
-  _trained: 'TaskExperiment | None' = None
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
     """Returns the initial weights and model state."""
@@ -83,67 +76,6 @@ class TaskExperiment(sharded.ShardedExperiment):
   ) -> Any:
     """Updates the moving average of the weights, if there is one."""
     return self.task.after_update(before, after)
-
-  # Weights of other runs: where the state is made, and not where a checkpoint
-  # of the run itself is restored.
-
-  @property
-  def _loading_rules(self) -> Mapping[str, loading.CheckpointLoadingRules]:
-    return self.task.hparams.train.init_from_checkpoint_rules
-
-  @property
-  def state(self) -> sharded.TrainState:
-    """The live state, made at the first use."""
-    is_new = self._state is None
-    state = super().state
-    if is_new and self._loading_rules:
-      state = self._state = loading.load(state, self._loading_rules)
-    return state
-
-  def train_loop(
-    self,
-    config: Any,
-    state: Any,
-    periodic_actions: Sequence[Any],
-    writer: Any = None,
-  ) -> None:
-    """Runs steps until `should_run_step` says no, perhaps from a later one."""
-    if any(rule.load_step for rule in self._loading_rules.values()):
-      step = int(self.state.step)
-      if step != state.global_step:
-        logging.info('The run begins at step %d, as load_step says.', step)
-        state.global_step = step
-        for action in periodic_actions:
-          action.update_time(time.time(), step)
-    super().train_loop(config, state, periodic_actions, writer)
-
-  # Early stopping: an evaluation ends the loop before the next step.
-
-  def share_state(self, trained: Any) -> None:
-    """Takes over the live state of the experiment in training."""
-    super().share_state(trained)
-    self._trained = trained
-
-  def step(
-    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
-  ) -> dict[str, Any]:
-    """Trains on the next batch, unless an evaluation has ended training."""
-    if self._stop is not None:
-      raise self._stop
-    return super().step(global_step=global_step, rng=rng, writer=writer)
-
-  def evaluate(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
-    """Evaluates, and ends training if it is time."""
-    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
-    rule, step = self.task.early_stopping_fn, int(global_step)
-    if self._trained is not None and rule is not None:
-      metrics = {n: float(x) for n, x in writers.to_scalars(scalars).items()}
-      if rule(metrics, step):
-        # Not raised here: this evaluation is logged, and may be the best.
-        self._trained._stop = errors.StopTraining(
-          f'Early stopping after step {step}: {metrics}.'
-        )
-    return scalars
 
 
 class Experiment(TaskExperiment):

@@ -32,6 +32,7 @@ import copy
 import dataclasses
 import enum
 import re
+import sys
 from typing import Any, ClassVar, Self, TypeVar
 
 import fiddle as fdl
@@ -43,6 +44,23 @@ from jaxline import errors
 from jaxline.base import keys
 
 C = TypeVar('C')
+
+# What messages say of a name that Pax may have.
+LACKS = 'docs/reference/from_pax.md lists what this port lacks: "Missing".'
+
+
+def refuse_names_of_pax(module: str) -> Callable[[str], Any]:
+  """Returns a module's `__getattr__`, for names that it does not have.
+
+  Args:
+    module: the `__name__` of the module.
+  """
+
+  def refuse(name: str) -> Any:
+    hint = errors.did_you_mean(name, vars(sys.modules[module]))
+    raise AttributeError(f'{module} has no {name!r}.{hint} {LACKS}')
+
+  return refuse
 
 
 def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
@@ -264,7 +282,7 @@ def _check_name(cls: type[BaseHParams], name: str) -> None:
     names = sorted(cls._names)
     raise AttributeError(
       f'{cls.__qualname__} has no field {name!r}.'
-      f'{errors.did_you_mean(name, names)} Its fields are {names}.'
+      f'{errors.did_you_mean(name, names)} Its fields are {names}. {LACKS}'
     )
 
 

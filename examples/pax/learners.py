@@ -164,8 +164,7 @@ class Learner(hparams_lib.Configurable):
   def _check_names(self, names: Sequence[str]) -> None:
     """Refuses a regular expression that fits no weight."""
     patterns = [self._included, self._excluded, *self._patterns.values()]
-    for optimizer in self._all.values():
-      patterns += optimizer.patterns
+    patterns += [optimizer.excluded for optimizer in self._all.values()]
     for pattern in patterns:
       pattern.check(names)
     if not any(map(self.is_trained, names)):

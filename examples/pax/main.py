@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 
+from examples.pax import automl
 from examples.pax import config as config_lib
 from examples.pax import experiment_registry
 from jaxline import errors
@@ -26,12 +27,14 @@ from jaxline import platform
 from jaxline.checkpoint import manifests as manifests_lib
 from jaxline.run_directory import notes
 from jaxline.run_directory import store as store_lib
+from jaxline.runs import __main__ as runs_main
 
 MODES = {
   'train': 'train, with evaluations between if there is data for them',
   'eval': 'evaluate each new checkpoint of --job_log_dir',
   'decode': 'continue prompts with each new checkpoint (--config.decode.*)',
   'decode_once': 'continue prompts with the newest checkpoint',
+  'sweep': 'train each point of @automl.parameter_sweep; --index=N is only one',
   'compile': 'compile the steps for the chips of the experiment, and report'
   ' what they need; train nothing',
 }
@@ -131,6 +134,8 @@ def main(argv: Sequence[str]) -> None:
     parser.error(str(e))
   if args.job_log_dir is None and args.mode not in ('train', 'compile'):
     parser.error(f'--mode={args.mode} needs the --job_log_dir of a run.')
+  if args.mode == 'sweep':
+    sys.exit(_sweep(experiment, args, others))
   if args.mode.startswith('decode') and not experiment.has_prompting():
     parser.error(
       f'--mode={args.mode} continues text, and {experiment.__name__} has none:'
@@ -148,7 +153,7 @@ def main(argv: Sequence[str]) -> None:
   if mode == 'train' and experiment.EVAL_INTERVAL_STEPS is not None:
     mode = 'train_and_eval'
   flags = [
-    f'--config={_CONFIG}:{args.exp}' + (':reduced' if args.reduced else ''),
+    _config_flag(args),
     f'--jaxline_mode={"decode" if mode == "decode_once" else mode}',
   ]
   if args.job_log_dir is not None:
@@ -161,9 +166,39 @@ def main(argv: Sequence[str]) -> None:
   sys.orig_argv = [
     *(sys.executable, *_PROGRAM.split(), f'--exp={args.exp}'),
     *(['--reduced'] if args.reduced else []),
-    *others,
+    *_joined(others),
   ]
   platform.main(None, sys.argv[1:])
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+  """Returns `--flag=value` for each `--flag value`."""
+  joined: list[str] = []
+  for argument in arguments:
+    if not argument.startswith('--') and joined:
+      joined[-1] += f'={argument}'
+    else:
+      joined.append(argument)
+  return joined
+
+
+def _config_flag(args: argparse.Namespace) -> str:
+  """Returns the flag of the config of an experiment's run."""
+  return f'--config={_CONFIG}:{args.exp}' + (':reduced' if args.reduced else '')
+
+
+def _sweep(
+  experiment: experiment_registry.Experiment,
+  args: argparse.Namespace,
+  others: Sequence[str],
+) -> int:
+  """Trains the points of a sweep; returns the exit status."""
+  try:
+    axes = automl.flags(experiment)
+  except errors.UsageError as e:
+    _parser().error(str(e))
+  where = f'--config.checkpoint_dir={args.job_log_dir}'
+  return runs_main.main(['sweep', _config_flag(args), where, *axes, *others])
 
 
 def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:

@@ -81,7 +81,7 @@ def test_a_constant_has_a_flag_of_its_name(handed_on):
 def test_the_command_that_later_ones_are_made_of_has_each_key_once(handed_on):
   handed_on(
     *('--exp', EXP, '--reduced', '--job_log_dir', '/tmp/x', '--mode=eval'),
-    *('--MAX_STEPS=2', '--config.seed=3'),
+    *('--MAX_STEPS', '2', '--config.seed=3'),
   )
   assert sys.orig_argv[1:] == [
     *('-m', 'examples.pax.main', f'--exp={EXP}', '--reduced'),
@@ -244,9 +244,10 @@ def test_a_run_from_the_command_line(tmp_path):
   assert 'avg_xent' in said
   assert 'Trained to step 4 of 4' in said
   (go_on,) = [x for x in said.splitlines() if x.startswith('Go on:')]
+  assert f'-m examples.pax.main --exp={flags[0][6:]} --reduced' in go_on
   assert 'MAX_STEPS' not in go_on
   assert go_on.count('checkpoint_dir') == go_on.count('training_steps') == 1
-  assert said.count('early_stopping_fn') == 1  # The task's text.
+  assert said.count('vn.vn_scale') == 1  # The task's text.
   written = json.loads((run / 'config.json').read_text())
   constants = written['experiment_kwargs']['config']['constants']
   assert constants['NUM_LAYERS'] == 1

@@ -32,8 +32,9 @@ from examples.pax.layers import transformers
 from jaxline import metrics as metrics_lib
 from jaxline.inputs import base as inputs
 
+__getattr__ = hparams.refuse_names_of_pax(__name__)
+
 BaseHParams = hparams.BaseHParams
-LanguageModelType = transformers.LanguageModelType
 sub_config_field = base_layer.sub_config_field
 template_field = base_layer.template_field
 
@@ -269,45 +270,35 @@ class LanguageModel(_TokenModel):
 
   A batch has `ids`, `labels` and `weights`, [B, L] (or [B] weights), and, for a
   network with `packed_input`, `segment_ids` and `segment_pos`, for another one
-  perhaps `paddings`; and for one of the type 'prefix' `inputs_indicator`.
+  perhaps `paddings`.
 
   Attributes:
     lm_tpl: the network.
-    model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
   """
 
   lm_tpl: Any = template_field(transformers.TransformerLm)
-  model_type: str | None = None
 
   def setup(self) -> None:
     """Creates the network."""
-    p = self.hparams
-    fields = {} if p.model_type is None else {'model_type': p.model_type}
-    self.create_child('lm', p.lm_tpl, **fields)
+    self.create_child('lm', self.hparams.lm_tpl)
     self._network = self.lm
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `hidden` [B, L, D], what the output layer is given."""
-    names = []
-    if self.lm.hparams.packed_input:
-      names += ['segment_ids', 'segment_pos']
-    elif self._type and 'paddings' in batch:
-      names += ['paddings']
-    if self._type == LanguageModelType.PREFIX:
-      names += ['inputs_indicator']
+    p, names = self.lm.hparams, []
+    if p.packed_input:
+      names = ['segment_ids', 'segment_pos']
+    elif 'paddings' in batch and isinstance(
+      p, transformers.TransformerLm.HParams
+    ):
+      names = ['paddings']
     if missing := set(names) - set(batch):
       raise ValueError(
         f'{self.module_name}: the batch lacks {sorted(missing)}; it has'
-        f' {sorted(batch)}. packed_input=True needs packed data, and a prefix'
-        " language model a task with 'inputs'."
+        f' {sorted(batch)}. packed_input=True needs packed data.'
       )
     segments = {name: batch[name] for name in names}
     return {'hidden': self.lm.hidden(batch['ids'], **segments)}
-
-  @property
-  def _type(self) -> str | None:
-    # Another network than `TransformerLm` may have none.
-    return getattr(self.lm.hparams, 'model_type', None)
 
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
@@ -334,14 +325,8 @@ class LanguageModel(_TokenModel):
     """
     prompts_BT = batch['ids']
     rows, length = prompts_BT.shape
-    room, lengths_B = length + max_decode_steps - 1, batch['lengths']
-    if self._type != LanguageModelType.PREFIX:
-      return self.lm.empty_cache(rows, room), prompts_BT, lengths_B
-    # A prompt is the prefix, whose tokens see its last one too, which
-    # `decoding.decode` only runs after the others.
-    cache = self.lm.empty_cache(rows, room, lengths_B)
-    _, cache = self.lm.extend_step(prompts_BT, cache, 0)
-    return cache, prompts_BT, lengths_B
+    cache = self.lm.empty_cache(rows, length + max_decode_steps - 1)
+    return cache, prompts_BT, batch['lengths']
 
 
 class SequenceModel(_TokenModel):

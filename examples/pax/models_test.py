@@ -452,13 +452,12 @@ def _value(seed, *shape):
   return jnp.float32(flat.reshape(shape))
 
 
-# Two documents in the first row; the second has padding. With a prefix.
+# Two documents in the first row; the second has padding.
 TYPED_BATCH = {
   'ids': jnp.int32([[0, 3, 5, 0, 2, 6], [1, 2, 4, 4, 0, 0]]),
   'labels': jnp.int32([[3, 5, 1, 2, 6, 1], [2, 4, 4, 1, 0, 0]]),
   'weights': jnp.float32([[1] * 6, [1, 1, 1, 1, 0, 0]]),
   'paddings': jnp.float32([[0] * 6, [0, 0, 0, 0, 1, 1]]),
-  'inputs_indicator': jnp.int32([[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]),
   'segment_ids': jnp.int32([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]),
   'segment_pos': jnp.int32([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 0]]),
 }
@@ -500,11 +499,10 @@ def _typed_layer(seed=0):
   )
 
 
-def typed_model(model_type, packed, stages=0, layers=1, **fields):
+def small_model(packed, stages=0, layers=1, **fields):
   """Returns a small language model and its variables.
 
   Args:
-    model_type: its type.
     packed: whether its rows are packed.
     stages: of a pipeline; 0 is none, and the layers are unrolled.
     layers: how many.
@@ -542,7 +540,7 @@ def typed_model(model_type, packed, stages=0, layers=1, **fields):
     packed_input=packed,
   )
   model = models.LanguageModel.HParams(
-    name='m', lm_tpl=lm, model_type=model_type, **fields
+    name='m', lm_tpl=lm, **fields
   ).Instantiate()
   params = {f'm/lm/{name}': of for name, of in params.items()}
   assert jax.tree.structure(params) == jax.tree.structure(
@@ -584,8 +582,8 @@ def test_narrow_types_and_pipelines_are_those_of_praxis(
   num_pipeline_microbatches=2 and circular_repeat layers / stages; in training.
   In bfloat16 the weights and the floats of the batch are cast, as Paxml does.
   """
-  model, variables = typed_model(
-    'causal', True, stages, layers, fprop_dtype=jnp.dtype(dtype)
+  model, variables = small_model(
+    True, stages, layers, fprop_dtype=jnp.dtype(dtype)
   )
 
   def loss(params):
@@ -611,81 +609,25 @@ def test_narrow_types_and_pipelines_are_those_of_praxis(
 
 
 @pytest.mark.parametrize(
-  ('model_type', 'packed', 'xent', 'scores', 'padded'),
+  ('packed', 'xent', 'scores', 'padded'),
   [
-    ('causal', True, 2.3749886, [-16.9188499, -6.8310375], 2.4180837),
-    ('prefix', True, 2.3860385, [-16.9801903, -6.8801975], 2.4318964),
-    ('bidirectional', True, 2.3870597, [-16.9912243, -6.8793740], 2.4318521),
-    ('causal', False, 2.3630917, [-16.7998810, -6.8310375], 2.4012694),
-    ('prefix', False, 2.3711817, [-16.8316231, -6.8801975], 2.4050689),
-    ('bidirectional', False, 2.3710225, [-16.8308525, -6.8793740], 2.4048769),
+    (True, 2.3749886, [-16.9188499, -6.8310375], 2.4180837),
+    (False, 2.3630917, [-16.7998810, -6.8310375], 2.4012694),
   ],
 )
-def test_types_of_language_models_are_those_of_praxis(
-  model_type, packed, xent, scores, padded
-):
+def test_language_models_are_those_of_praxis(packed, xent, scores, padded):
   """Of layers.LanguageModel of praxis 1.4.0, jax 0.4.26, Python 3.10.
 
   One StackedTransformer layer, model_dims=4, hidden_dims=8, num_heads=2,
   dim_per_head=2, vocab_size=7, sinusoidal positions, float32, in evaluation;
   the weights and the batch are those above.
   """
-  model, variables = typed_model(model_type, packed)
+  model, variables = small_model(packed)
   run = jax.jit(functools.partial(model.apply, do_eval=True))
   metrics, per_example = run(variables, TYPED_BATCH)
-  # Float32 rounds otherwise on other processors; the types differ by 7e-5.
+  # Float32 rounds otherwise on other processors.
   np.testing.assert_allclose(metrics['avg_xent'][0], xent, rtol=1e-5)
   np.testing.assert_allclose(per_example['scores'], scores, rtol=1e-5)
   # Padding is seen in packed rows, where it is of a document, and nowhere else.
   metrics, _ = run(variables, PADDED_BATCH)
   np.testing.assert_allclose(metrics['avg_xent'][0], padded, rtol=1e-5)
-
-
-def test_a_prefix_model_continues_what_it_was_trained_on():
-  # Of two layers: what the second one keeps of a token is made of what it sees.
-  lm = transformers.TransformerLm.HParams(
-    stacked_transformer_tpl=STACK.clone().set(num_layers=2),
-    model_type='prefix',
-    **SIZES,
-  )
-  model = models.LanguageModel.HParams(name='m', lm_tpl=lm).Instantiate()
-  # Small enough for a token to attend to several.
-  variables = jax.tree.map(lambda x: x / 3, random_variables(model))
-  network = lm.clone().set(name='m/lm').Instantiate()
-  steps, prompts = 3, [[1, 4, 2, 5], [3, 6]]
-
-  @jax.jit
-  def logits(ids, indicator):
-    return network.apply(variables, ids, None, None, indicator)
-
-  def next_logits(row, prefix):
-    ids = np.zeros([1, 7], np.int32)
-    ids[0, : len(prefix)] = prefix
-    indicator = jnp.arange(7)[None] < len(prompts[row])
-    return logits(ids, jnp.int32(indicator))[0, len(prefix) - 1]
-
-  expected = continue_without_cache(next_logits, prompts, steps, stop=-1)
-  options = models.GreedyDecoderHParams(max_decode_steps=steps, eos_id=None)
-  decode = jax.jit(functools.partial(model.decode, options=options))
-  decoded = decode(variables, padded(prompts))
-  check_decoded(decoded, expected)
-  scores = [score for _, score in expected]
-  np.testing.assert_allclose(decoded.scores[:, 0], scores, rtol=1e-5)
-
-
-def test_a_type_says_what_it_needs():
-  model, variables = typed_model('prefix', packed=False)
-  batch = {key: TYPED_BATCH[key] for key in ('ids', 'labels', 'weights')}
-  with pytest.raises(ValueError, match=r"lacks \['inputs_indicator'\]"):
-    model.apply(variables, batch)
-  model, variables = typed_model('bidirectional', packed=False)
-  with pytest.raises(ValueError, match='only a causal or a prefix'):
-    model.decode(
-      variables,
-      padded([[1, 2]]),
-      options=models.GreedyDecoderHParams(max_decode_steps=1),
-    )
-  model, _ = typed_model('causal', packed=False)
-  wrong = model.hparams.clone().set(model_type='prefx')
-  with pytest.raises(ValueError, match=r"'prefx'.*mean 'prefix'"):
-    wrong.Instantiate().abstract_init()

@@ -1,13 +1,13 @@
 """Schedules: the factor of the learning rate at each step.
 
 Steps count from 0 and may be int32 scalars, as an optimizer's count is; values
-are float32 scalars. Points are pairs (step, value).
+are float32 scalars. Those of the registered runs are here; one of your own
+derives from `BaseSchedule`.
 
 Names, fields and values are those of Praxis (Google, 2022).
 """
 
 import abc
-import itertools
 import math
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from examples.pax import hparams as hparams_lib
 from jaxline.base import keys
 
-Point = tuple[int, float]
+__getattr__ = hparams_lib.refuse_names_of_pax(__name__)
 
 _POSITIVE = keys.number(above=0)
 _NOT_NEGATIVE = keys.number(min=0)
@@ -49,141 +49,9 @@ class Constant(BaseSchedule):
     return self.hparams.value
 
 
-class _Between(BaseSchedule):
-  """From one point to another; before and after them it stays.
-
-  Attributes:
-    start: the first point.
-    limit: the last point.
-  """
-
-  start: Point = (0, 1.0)
-  limit: Point = (1, 1.0)
-
-  _RULES = {
-    'start and limit to be pairs (step, value), the step of limit the later': (
-      lambda p: len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
-    )
-  }
-
-
 def _fraction(step: jax.Array, start: float, end: float) -> jax.Array:
   """How much of the way is done, from 0 to 1."""
   return jnp.clip((step - start) / (end - start), 0.0, 1.0)
-
-
-class Polynomial(_Between):
-  """A power of the fraction of the way that is done, or is left.
-
-  Attributes:
-    power: 1 is a straight line.
-    origin: 'start': the value leaves that of `start` as done ** power;
-      'limit': it comes to that of `limit` as left ** power.
-  """
-
-  power: float = 1
-  origin: str = 'start'
-
-  _CHECKS = {
-    'power': _POSITIVE,
-    'origin': keys.one_of('start', 'limit'),
-  }
-
-  def _at(self, step: jax.Array) -> Any:
-    p = self.hparams
-    done = _fraction(step, p.start[0], p.limit[0])
-    from_start = p.origin == 'start'
-    left = 1 - done**p.power if from_start else (1 - done) ** p.power
-    # So written, each end is met exactly.
-    return left * p.start[1] + (1 - left) * p.limit[1]
-
-
-class Linear(Polynomial):
-  """A straight line."""
-
-
-class Exponential(_Between):
-  """The same factor at each step; by default it falls to a half."""
-
-  limit: Point = (1, 0.5)
-
-  _RULES = {
-    **_Between._RULES,
-    'positive values in start and limit': (
-      lambda p: min(p.start[1], p.limit[1]) > 0
-    ),
-  }
-
-  def _at(self, step: jax.Array) -> Any:
-    (start, first), (end, last) = self.hparams.start, self.hparams.limit
-    return first * (last / first) ** _fraction(step, start, end)
-
-
-class Cosine(BaseSchedule):
-  """Half a period of a cosine, from the first step on.
-
-  Attributes:
-    initial_value: at step 0.
-    final_value: from `total_steps` on.
-    total_steps: how long it takes.
-  """
-
-  initial_value: float = 1.0
-  final_value: float = 0.0
-  total_steps: int = 0
-
-  _CHECKS = {'total_steps': _POSITIVE}
-
-  def _at(self, step: jax.Array) -> Any:
-    p = self.hparams
-    left = _cosine(_fraction(step, 0, p.total_steps))
-    return p.final_value + (p.initial_value - p.final_value) * left
-
-
-def _cosine(done: jax.Array) -> jax.Array:
-  """How much is left of what goes from 1 to 0 along half a cosine."""
-  return 0.5 * (1 + jnp.cos(math.pi * done))
-
-
-class DelayedCosine(_Between):
-  """Half a period of a cosine, from one point to another."""
-
-  limit: Point = (1, 0.5)
-
-  def _at(self, step: jax.Array) -> Any:
-    (start, first), (end, last) = self.hparams.start, self.hparams.limit
-    return last + (first - last) * _cosine(_fraction(step, start, end))
-
-
-class PiecewiseConstant(BaseSchedule):
-  """`values[i]` before step `boundaries[i]`, after all of them the last.
-
-  Attributes:
-    boundaries: steps at which the value changes, in order.
-    values: one more than there are boundaries.
-  """
-
-  boundaries: tuple[int, ...] = ()
-  values: tuple[float, ...] = ()
-
-  _RULES = {
-    'boundaries in order': lambda p: _in_order(p.boundaries),
-    'one value more than boundaries': (
-      lambda p: len(p.values) == len(p.boundaries) + 1
-    ),
-  }
-
-  def _at(self, step: jax.Array) -> Any:
-    return _piece(step, self.hparams.boundaries, self.hparams.values)
-
-
-def _in_order(steps: Any) -> bool:
-  return list(steps) == sorted(steps)
-
-
-def _piece(step: jax.Array, boundaries: Any, values: Any) -> jax.Array:
-  place = jnp.searchsorted(jnp.float32(boundaries), step, side='right')
-  return jnp.float32(values)[place]
 
 
 class _LinearRampup(BaseSchedule):
@@ -229,21 +97,6 @@ class LinearRampupExponentialDecay(_LinearRampup):
     return self.hparams.min_ratio**done
 
 
-class LinearRampupPolynomialDecay(_LinearRampup):
-  """Rises in a straight line, and decays by a power of how much is done.
-
-  Attributes:
-    power: 1 is a straight line.
-  """
-
-  power: float = 1
-
-  _CHECKS = {**_LinearRampup._CHECKS, 'min_ratio': _NOT_NEGATIVE}
-
-  def _decay(self, done: jax.Array) -> jax.Array:
-    return 1 - (1 - self.hparams.min_ratio) * done**self.hparams.power
-
-
 class LinearRampupCosineDecay(_LinearRampup):
   """Rises in a straight line, and decays along half a cosine."""
 
@@ -251,7 +104,7 @@ class LinearRampupCosineDecay(_LinearRampup):
 
   def _decay(self, done: jax.Array) -> jax.Array:
     floor = self.hparams.min_ratio
-    return floor + (1 - floor) * _cosine(done)
+    return floor + (1 - floor) * (0.5 * (1 + jnp.cos(math.pi * done)))
 
 
 class LinearRampupPiecewiseConstant(BaseSchedule):
@@ -267,7 +120,10 @@ class LinearRampupPiecewiseConstant(BaseSchedule):
 
   _RULES = {
     'boundaries in order, the first positive': (
-      lambda p: list(p.boundaries[:1]) > [0] and _in_order(p.boundaries)
+      lambda p: (
+        list(p.boundaries[:1]) > [0]
+        and list(p.boundaries) == sorted(p.boundaries)
+      )
     ),
     'as many values as boundaries': (
       lambda p: len(p.values) == len(p.boundaries)
@@ -277,161 +133,6 @@ class LinearRampupPiecewiseConstant(BaseSchedule):
   def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     rise = p.values[0] * _fraction(step, 0, p.boundaries[0])
-    later = _piece(step, p.boundaries[1:], p.values)
-    return jnp.where(step < p.boundaries[0], rise, later)
-
-
-class SqrtDecay(BaseSchedule):
-  """Inverse square root of the step; constant up to `decay_start`.
-
-  Attributes:
-    decay_start: up to here, the value is that at this step.
-    multiplier: of the inverse root.
-    offset: is taken off the step first.
-  """
-
-  decay_start: int = 10000
-  multiplier: float = 1.0
-  offset: float = 0.0
-
-  _CHECKS = {'decay_start': _POSITIVE}
-
-  def _at(self, step: jax.Array) -> Any:
-    p = self.hparams
-    n = jnp.maximum(step - p.offset, float(p.decay_start))
-    return p.multiplier * jax.lax.rsqrt(n)
-
-
-class Transformer(BaseSchedule):
-  """Rises in a straight line, then inverse square root of the step.
-
-  `model_dim ** -.5 min(n ** -.5, n warmup_steps ** -1.5)` for the step that is
-  the n-th, from 1 (Vaswani et al., 2017, section 5.3).
-
-  Attributes:
-    warmup_steps: how long it rises.
-    model_dim: width of the model.
-    worker_replicas: what `warmup_steps` is multiplied by.
-    decay_end: a step from which it stays; None for none.
-  """
-
-  warmup_steps: int = 4000
-  model_dim: int = 512
-  worker_replicas: int = 1
-  decay_end: int | None = None
-
-  _CHECKS = {'warmup_steps': _POSITIVE, 'model_dim': _POSITIVE}
-
-  def _at(self, step: jax.Array) -> Any:
-    p = self.hparams
-    if p.decay_end is not None:
-      step = jnp.minimum(step, float(p.decay_end))
-    n = step + 1
-    rise = (p.warmup_steps * p.worker_replicas) ** -1.5
-    return p.model_dim**-0.5 * jnp.minimum(n**-0.5, n * rise)
-
-
-class LinearRampupSqrtDecay(BaseSchedule):
-  """Rises in a straight line, then inverse square root of the step.
-
-  Attributes:
-    peak: the highest value.
-    warmup_steps: the step at which it is reached.
-  """
-
-  peak: float = 1.0
-  warmup_steps: int = 4000
-
-  _CHECKS = {'warmup_steps': _POSITIVE}
-
-  def _at(self, step: jax.Array) -> Any:
-    part = jnp.maximum(step, 1.0) / self.hparams.warmup_steps
-    return self.hparams.peak * jnp.minimum(part, part**-0.5)
-
-
-class ContinuousSchedule(BaseSchedule):
-  """Constant, then halved every so many steps, down to a least value.
-
-  Attributes:
-    initial_value: up to `start_step`.
-    start_step: from where it falls.
-    half_life_steps: in how many steps it is halved.
-    min: of `initial_value`, what is left at the end.
-  """
-
-  initial_value: float = 1.0
-  start_step: int = 400_000
-  half_life_steps: int = 100_000
-  min: float = 0.01
-
-  _CHECKS = {'half_life_steps': _POSITIVE, 'min': _POSITIVE}
-
-  def _at(self, step: jax.Array) -> Any:
-    p = self.hparams
-    halvings = jnp.maximum(step - p.start_step, 0.0) / p.half_life_steps
-    return p.initial_value * jnp.maximum(0.5**halvings, p.min)
-
-
-class _Several(BaseSchedule):
-  """Made of other schedules.
-
-  Attributes:
-    schedules: templates.
-  """
-
-  schedules: tuple[Any, ...] = ()
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    where = f'{type(self).__name__}.schedules'
-    self._parts = [
-      hparams_lib.instantiate(x, BaseSchedule, where) for x in hparams.schedules
-    ]
-
-
-class PiecewiseSchedule(_Several):
-  """One schedule after the other, each with the steps since its own start.
-
-  Attributes:
-    boundaries: steps at which the next begins, in order.
-    schedules: templates, one more than there are boundaries.
-  """
-
-  boundaries: tuple[int, ...] = ()
-
-  _RULES = {
-    'boundaries in order': lambda p: _in_order(p.boundaries),
-    'one schedule more than boundaries': (
-      lambda p: len(p.schedules) == len(p.boundaries) + 1
-    ),
-  }
-
-  def _at(self, step: jax.Array) -> Any:
-    starts = (0, *self.hparams.boundaries)
-    values = [
-      part.value_at(step - start)
-      for start, part in zip(starts, self._parts, strict=True)
-    ]
-    return _piece(step, self.hparams.boundaries, jnp.stack(values))
-
-
-class CycleSchedule(_Several):
-  """Schedules by turns; each is given the run's step.
-
-  Attributes:
-    schedules: templates, of which one at least.
-    steps: for how many steps each has its turn.
-  """
-
-  steps: tuple[int, ...] = ()
-
-  _RULES = {
-    'as many schedules as steps, which are positive': (
-      lambda p: len(p.schedules) == len(p.steps) and min(p.steps, default=0) > 0
-    )
-  }
-
-  def _at(self, step: jax.Array) -> Any:
-    *ends, period = itertools.accumulate(self.hparams.steps)
-    values = jnp.stack([part.value_at(step) for part in self._parts])
-    return _piece(jnp.mod(step, period), ends, values)
+    later = jnp.float32(p.boundaries[1:])
+    place = jnp.searchsorted(later, step, side='right')
+    return jnp.where(step < p.boundaries[0], rise, jnp.float32(p.values)[place])

@@ -17,6 +17,7 @@ import operator
 import secrets
 from typing import Any, ClassVar, NoReturn, Self
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -139,11 +140,11 @@ class BaseInput:
     if self.is_training and self.reset_for_eval:
       self.refuse('reset_for_eval', 'False in training, which is never reset')
     if self.reset_for_eval and not is_epoch and n != 1:
-      self.refuse(
-        'eval_loop_num_batches',
-        'None with reset_for_eval=True, which evaluates on one epoch. Give the'
-        ' input less data, or set reset_for_eval=False and repeat=True for the'
-        ' next batches each time',
+      logging.warning(
+        '%s ignores eval_loop_num_batches=%s: with reset_for_eval=True it'
+        ' evaluates on one epoch. Give it less data, or set'
+        ' reset_for_eval=False and repeat=True for the next batches each time.',
+        *(self.name, n),
       )
     if is_epoch and not self.is_training and not self.reset_for_eval:
       self.refuse(
@@ -289,7 +290,7 @@ class BaseInput:
           f'get_next() returned {have} rows; expected at most batch_size ='
           f' {self.batch_size}.'
         )
-      if have < want or WEIGHTS not in batch or type(batch) is not dict:
+      if have < want or WEIGHTS not in batch or not isinstance(batch, dict):
         batch = pad_rows(batch, want)
     except Exception as e:
       if is_end(e):
@@ -409,7 +410,7 @@ class ResumableInput(BaseInput, abc.ABC):
         self._iterator = self.read_from(copy.deepcopy(self._at))
       batch, position = next(self._iterator)
       self._at = copy.deepcopy(position)  # The generator may change its own.
-      return batch
+      return batches.as_batch(batch)
     except BaseException:
       # The generator has read past the batch that failed, which a retry needs.
       self.close()

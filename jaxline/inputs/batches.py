@@ -17,9 +17,9 @@ BatchDict = dict[str, Any]
 class Batch(BatchDict):
   """A dict whose entries are also attributes: `batch.ids` is `batch['ids']`.
 
-  Inputs give plain dicts; `Batch(batch)` is for code written for Pax's
-  `NestedMap`. Nested dicts become `Batch` too. As a pytree it has the leaves
-  and paths of a dict, but is another type of node.
+  The library's inputs give it, as Pax's give a `NestedMap`. Nested dicts become
+  `Batch` too. As a pytree it has the leaves and paths of a dict, but is another
+  type of node.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
@@ -45,6 +45,19 @@ jax.tree_util.register_pytree_with_keys(
   ),
   lambda keys, values: Batch(zip(keys, values, strict=True)),
 )
+
+
+def as_batch(batch: Any) -> Any:
+  """Returns a dict as a `Batch`, and any other value unchanged."""
+  is_plain = isinstance(batch, Mapping) and not isinstance(batch, Batch)
+  return Batch(batch) if is_plain else batch
+
+
+def as_dict(batch: Any) -> Any:
+  """Returns a batch as the plain dicts that a program's step gets."""
+  if isinstance(batch, Mapping):
+    return {key: as_dict(value) for key, value in batch.items()}
+  return batch
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 from jaxline import errors
 from jaxline.base import keys
 from jaxline.inputs import base as inputs
+from jaxline.inputs import batches as batches_lib
 from jaxline.inputs import infeed
 from jaxline.inputs import iterable
 from jaxline.parallel import partitioning
@@ -96,7 +97,7 @@ class _Feed:
         jax.dtypes.canonicalize_dtype(x.dtype),
         sharding=self.partitioner.batch_sharding,
       ),
-      inputs.pad_rows(batch, rows),
+      inputs.pad_rows(batches_lib.as_dict(batch), rows),
     )
 
 
@@ -224,7 +225,7 @@ class TrainFeed(_Feed):
     skipped, numbers = self._skipped, itertools.count(self.num_read + 1)
     return infeed.Infeed(
       source,
-      functools.partial(placement.put_batch, partitioner=self.partitioner),
+      functools.partial(_put, partitioner=self.partitioner),
       kept=(number not in skipped for number in numbers),
       **self._ahead,
     )
@@ -310,7 +311,7 @@ class EvalFeed(_Feed):
         size = placement.padded_rows(rows, self.partitioner)
         padded = inputs.pad_rows(last, size)
         halves = functools.partial(self._halves, padded, num_rows)
-        yield placement.put_batch(padded, self.partitioner), num_given, halves
+        yield _put(padded, self.partitioner), num_given, halves
     finally:
       host_batches.close()
       source.close()
@@ -319,7 +320,7 @@ class EvalFeed(_Feed):
     middle = num_rows // 2
     for first, end in (0, middle), (middle, num_rows):
       half = inputs.keep_rows(batch, first, end)
-      yield placement.put_batch(half, self.partitioner)
+      yield _put(half, self.partitioner)
 
   def rows_of(self, outputs: Any, num_given: int) -> Any:
     """Returns the rows of all processes without padding, as NumPy arrays.
@@ -341,6 +342,11 @@ class EvalFeed(_Feed):
     whole, places = multihost_utils.process_allgather(split, tiled=True)
     order = np.argsort(places)[np.sum(places < 0) :]
     return jax.tree.map(lambda x: x[order], whole)
+
+
+def _put(batch: BatchDict, partitioner: partitioning.Partitioner) -> BatchDict:
+  """Makes the global batch, of plain dicts, from the part of this process."""
+  return placement.put_batch(batches_lib.as_dict(batch), partitioner)
 
 
 def _counted(source: inputs.BaseInput) -> Batches:

@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 
 from jaxline.inputs import base
+from jaxline.inputs import batches
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -52,7 +53,7 @@ class IterableInput(base.BaseInput):
     return self._iterator
 
   def get_next(self) -> dict[str, Any]:
-    return next(self._open())
+    return batches.as_batch(next(self._open()))
 
   def reset(self) -> None:
     super().reset()

@@ -222,12 +222,19 @@ class Console(contextlib.AbstractContextManager):
       program, modes = ['the', 'same', 'command', 'with'], list[str]()
       run = f'--config.checkpoint_dir={directory}'
       flags = {arg.partition('=')[0].lstrip('-') for arg in command}
-      # A process does not know the command of its launcher. A program without
-      # these flags makes the config itself.
-      if jax.process_count() == 1 and flags & {'config', 'jaxline_run'}:
+      # A process does not know the command of its launcher.
+      if jax.process_count() == 1:
         program = [*itertools.takewhile(lambda x: x[:2] != '--', command)]
-        modes = [x for x in command if x.startswith('--jaxline_mode=')]
-        run = f'--jaxline_run={directory}'
+        if flags & {'config', 'jaxline_run'}:
+          modes = [x for x in command if x.startswith('--jaxline_mode=')]
+          run = f'--jaxline_run={directory}'
+        else:  # The program makes the config itself, of its own flags.
+          anew = [f'--config.{key}' for key in ('checkpoint_dir', *changes)]
+          program += [
+            x
+            for x in command[len(program) :]
+            if x.partition('=')[0] not in anew
+          ]
       others = [f'--config.{key}={x}' for key, x in changes.items()]
       go_on = shlex.join([*program, *modes, run, *others])
       if self._experiment.overrides('decode'):

@@ -58,8 +58,8 @@ KEYS = (
       'Whether the best value is the highest, or else the lowest.'),
   Key('early_stop', {}, keys.mapping(
         "a dict of the keys below, such as {'patience': 5}"),
-      'Ends training when a metric of the evaluation stops improving; beside a'
-      ' process of the mode `eval`, at a save.'),
+      'Ends training when a metric of the evaluation stops improving, or is'
+      ' good enough; beside a process of the mode `eval`, at a save.'),
   Key('early_stop.patience', None, optional(COUNT),
       'After how many evaluations in a row without a gain. None disables it.'),
   Key('early_stop.metric', '', text("the name of a scalar, or ''"),
@@ -67,6 +67,9 @@ KEYS = (
       ' `..._higher_is_better` counts for both.'),
   Key('early_stop.min_delta', 0.0, keys.number(0),
       'A gain is more than this beyond the best value so far.'),
+  Key('early_stop.target', None, optional(keys.number()),
+      'A value of the metric that ends training, as does any better one. None'
+      ' disables it.'),
   Key('on_config_change', 'raise', one_of('raise', 'continue'),
       'How a run starts if keys whose effect is `run` differ from the newest'
       ' checkpoint: `raise` lists them and ends, `continue` restores it.'),

@@ -278,7 +278,7 @@ class DurableDirectory(RunDirectory):
     end, rows = {}, []
     if jax.process_index() == 0:
       end = notes.read_end(self.store)
-      if notes.early_stop(self.config)[1]:
+      if notes.early_stop(self.config).is_on:
         rows = [x[:3] for x in self.noted() if x.step <= step]
     end, rows = distributed.broadcast_from_process_0((end, rows))
     if end.get('why') and end['step'] <= step:
@@ -311,7 +311,7 @@ class DurableDirectory(RunDirectory):
     if jax.process_index() != 0:
       return
     data = self.saved_data if step == self.saved_step else ''
-    metric = '' if value is None else notes.early_stop(self.config)[0]
+    metric = '' if value is None else notes.early_stop(self.config).metric
     with _noting:
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)

@@ -90,11 +90,29 @@ class EvaluationNote(NamedTuple):
   lengths: Mapping[str, int] = {}
 
 
-def early_stop(config: Any) -> tuple[str, Any, float]:
-  """Returns metric, patience and least gain of early stopping."""
+class EarlyStop(NamedTuple):
+  """When training ends before its last step: `config.early_stop`."""
+
+  metric: str
+  patience: int | None
+  min_delta: float
+  target: float | None
+
+  @property
+  def is_on(self) -> bool:
+    """Whether it ever does."""
+    return self.patience is not None or self.target is not None
+
+
+def early_stop(config: Any) -> EarlyStop:
+  """Returns when training ends early, with the metric that is compared."""
   given = config.early_stop
-  metric = given.get('metric') or config.best_model_eval_metric
-  return metric, given.get('patience'), given.get('min_delta', 0.0)
+  return EarlyStop(
+    given.get('metric') or config.best_model_eval_metric,
+    given.get('patience'),
+    given.get('min_delta', 0.0),
+    given.get('target'),
+  )
 
 
 def direction(config: Any) -> int:
@@ -106,16 +124,22 @@ def check_early_stopping(
   config: Any, evaluated: Iterable[EvaluationNote]
 ) -> None:
   """Raises StopTraining if early stopping ends a run after evaluations."""
-  metric, patience, min_delta = early_stop(config)
-  sign = direction(config)
+  rule, sign = early_stop(config), direction(config)
+  metric, patience, min_delta, target = rule
   best, at, since = -math.inf, None, 0
-  compared = (x for x in evaluated if patience and x.metric == metric)
+  compared = (x for x in evaluated if rule.is_on and x.metric == metric)
   for step, _, value, *_ in compared:
     assert value is not None  # It has a metric.
+    if target is not None and sign * value >= sign * target:
+      raise errors.StopTraining(
+        f'{metric!r} of step {step} is {value:g}, which reaches the target'
+        f' {target:g}.',
+        'change config.early_stop.target, or set it to None',
+      )
     since += 1
     if sign * value > best + min_delta:  # A NaN is no gain.
       best, at, since = sign * value, step, 0
-    elif since >= patience:
+    elif patience and since >= patience:
       raise errors.StopTraining(
         f'{metric!r} has not improved by more than {min_delta:g} over that of'
         f' step {at} in {since} evaluations.',

@@ -9,6 +9,7 @@ import pytest
 
 from jaxline import errors
 from jaxline.inputs import base
+from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 from jaxline.parallel import distributed
 from tests import sources
@@ -31,6 +32,17 @@ def test_entries_are_attributes_of_nested_dicts_too():
     _ = batch.id
 
 
+def test_an_input_of_the_library_gives_entries_as_attributes():
+  rows = {'x': np.arange(4), 'deep': {'y': np.arange(4)}}
+  for source in (
+    indexed.ArrayInput(values=rows, batch_size=2, shuffle=False),
+    iterable.as_input([rows], is_training=True, shard=base.Shard(0, 1)),
+  ):
+    batch = source.get_next()
+    batch.new_field = batch.deep.y + 1
+    assert batch['new_field'][1] == 2
+
+
 # The fields.
 
 
@@ -46,16 +58,26 @@ def test_a_wrong_field_is_named():
     ),
     # The corners of the table of evaluations.
     ('eval_loop_num_batches', {'eval_loop_num_batches': 0}),
-    (
-      'eval_loop_num_batches',
-      {'reset_for_eval': True, 'eval_loop_num_batches': 2},
-    ),
     ('eval_loop_num_batches', {'eval_loop_num_batches': None}),
     ('eval_loop_num_batches', {'eval_loop_num_batches': -1}),
     ('reset_for_eval', {'reset_for_eval': True, 'is_training': True}),
   ):
     with pytest.raises(errors.UsageError, match=name):
       Counting(**{'batch_size': 2, **fields})
+
+
+def test_an_epoch_ignores_a_number_of_batches(caplog):
+  whole = Counting(
+    batch_size=2, reset_for_eval=True, eval_loop_num_batches=None
+  )
+  count = len(list(whole.eval_batches()))
+  for number in (1, 3):
+    source = Counting(
+      batch_size=2, reset_for_eval=True, eval_loop_num_batches=number
+    )
+    said = 'ignores eval_loop_num_batches=3' in caplog.text
+    assert said == (number == 3)
+    assert len(list(source.eval_batches())) == count > 3
 
 
 def test_hosts_are_filled_in():

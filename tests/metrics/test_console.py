@@ -517,6 +517,7 @@ def test_the_start_block_of_a_per_device_run_fits_80_columns(capsys):
 
 
 RECORDED = 'python x.py --jaxline_run=DIR'
+OWN = 'python x.py --exp=A --config.a=1 --config.checkpoint_dir=DIR'
 SAME = 'the same command with --config.checkpoint_dir=DIR'
 MORE = ' --config.training_steps=12 --config.on_config_change=continue'
 EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
@@ -547,8 +548,19 @@ LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
     (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
     # Flags of the program make those of the config.
     (
-      ('python', 'x.py', '--exp=A'),
+      (
+        'python',
+        'x.py',
+        '--exp=A',
+        '--config.training_steps=6',
+        '--config.a=1',
+      ),
       {'is_over': True},
+      [OWN + MORE, OWN + EVAL],
+    ),
+    (
+      ('python', 'x.py', '--exp=A'),
+      {'is_over': True, 'processes': 2},
       [SAME + MORE, SAME + EVAL],
     ),
     ((), {}, [FIT + '})', LOOK]),

@@ -54,6 +54,28 @@ def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
     notes.check_early_stopping(config, [other, *own])
 
 
+@pytest.mark.parametrize(
+  ('values', 'higher', 'stops'),
+  [
+    ({1: 5, 2: 2.7}, False, False),
+    ({1: 5, 2: 2.69}, False, True),
+    ({1: 5, 2: 2.69, 3: 7}, False, True),  # As a run that is resumed sees it.
+    ({1: 2.6}, True, False),
+    ({1: 2.7}, True, True),
+    ({1: math.nan}, False, False),
+  ],
+)
+def test_when_a_target_is_reached(values, higher, stops):
+  config = base_config.get_base_config()
+  config.best_model_eval_metric_higher_is_better = higher
+  config.early_stop = {'target': 2.69}
+  raised = pytest.raises(experiment.StopTraining, match='the target')
+  with raised if stops else contextlib.nullcontext():
+    own = [notes.EvaluationNote(step, '', x) for step, x in values.items()]
+    other = notes.EvaluationNote(0, 'of another', -9.0 if not higher else 9.0)
+    notes.check_early_stopping(config, [other, *own])
+
+
 def noted(run_dir):
   return json.loads((run_dir / 'checkpoints' / 'ended.json').read_text())
 

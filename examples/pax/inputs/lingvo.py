@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from examples.pax import base_input
 from examples.pax.inputs import tfdata
 from jaxline import errors
 from jaxline.inputs import base
@@ -36,7 +37,7 @@ SAMPLE_WEIGHTS = 'eval_sample_weights'
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class LingvoInputAdaptor(base.BaseInput):
+class LingvoInputAdaptor(base_input.BaseInput):
   """The batches of a generator, as it makes them.
 
   Whether hosts read different data, and end together, is the generator's

@@ -10,13 +10,14 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
+from examples.pax import base_input
 from jaxline.inputs import indexed
 
 Kind = Literal['ones', 'random']
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class SyntheticInput(indexed.IndexedInput):
+class SyntheticInput(base_input.Configured, indexed.IndexedInput):
   """Batches of ones, or of random values that a record's number fixes.
 
   With `length`, a batch of a language model: `ids` and `labels`, int32 [b, L],

@@ -42,6 +42,7 @@ from absl import logging
 import jax
 import numpy as np
 
+from examples.pax import base_input
 from jaxline import errors
 from jaxline.inputs import base
 
@@ -93,7 +94,7 @@ def build(
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class EpochInput(base.ResumableInput):
+class EpochInput(base_input.Configured, base.ResumableInput):
   """Reads datasets of one epoch each; a subclass builds them.
 
   With `ANY_NUMBER_OF_HOSTS`, the dataset is that of all hosts, and a host keeps

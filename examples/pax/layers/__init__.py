@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401 (others import them from here.)
 
+from examples.pax import hparams
 from examples.pax.layers.activations import GELU
 from examples.pax.layers.activations import BaseActivation
 from examples.pax.layers.activations import Identity
@@ -37,7 +38,6 @@ from examples.pax.layers.repeats import Repeat
 from examples.pax.layers.resnets import ResNet
 from examples.pax.layers.resnets import ResNetBlock
 from examples.pax.layers.stochastics import Dropout
-from examples.pax.layers.transformers import LanguageModelType
 from examples.pax.layers.transformers import PipelinedTransformer
 from examples.pax.layers.transformers import StackedTransformer
 from examples.pax.layers.transformers import StackedTransformerRepeated
@@ -45,3 +45,5 @@ from examples.pax.layers.transformers import Transformer
 from examples.pax.layers.transformers import TransformerEncoderDecoder
 from examples.pax.layers.transformers import TransformerFeedForward
 from examples.pax.layers.transformers import TransformerLm
+
+__getattr__ = hparams.refuse_names_of_pax(__name__)

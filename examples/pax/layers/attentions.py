@@ -41,8 +41,6 @@ class Context(NamedTuple):
       what rotary positions turn by; None counts from 0.
     seen: bool [B, L]; False takes a key out of self-attention that is not
       causal.
-    prefix: bool [B, L], in decoding [B, M]; True lets earlier positions see a
-      key too, in self-attention that is causal. Needs 'einsum'.
     source: [B, T, D], what cross-attention attends to.
     source_seen: bool [B, T]; False takes a position of it out.
     rows: [B], the rows' numbers in the batch, which dropout depends on; None
@@ -52,7 +50,6 @@ class Context(NamedTuple):
   segment_ids: jax.Array | None = None
   position: jax.Array | None = None
   seen: jax.Array | None = None
-  prefix: jax.Array | None = None
   source: jax.Array | None = None
   source_seen: jax.Array | None = None
   rows: jax.Array | None = None
@@ -182,8 +179,8 @@ class DotProductAttention(base_layer.BaseLayer):
     use_rotary_position_emb: whether queries and keys are turned by their
       positions.
     combine_qkv: whether queries, keys and values are one product, which is
-      faster; keys and values only where queries have more heads, or are of
-      another sequence.
+      faster; where queries have as many heads as these, and are of the same
+      sequence.
     is_causal: whether a query sees no later position than its own.
     is_cross_attention: whether keys and values are of another sequence. Then
       nothing is causal, and nothing is turned.
@@ -225,14 +222,8 @@ class DotProductAttention(base_layer.BaseLayer):
     else:
       self._create_projection('query', p.num_heads)
       fan_in = (0,) if groups == 1 < p.num_heads else None
-      if p.combine_qkv:
-        # Not in Praxis: each of the two starts as if it were alone.
-        self._create_projection(
-          'combined_kv', groups, 2, fan_in_axes=fan_in, batch_axes=(1,)
-        )
-      else:
-        self._create_projection('key', groups, fan_in_axes=fan_in)
-        self._create_projection('value', groups, fan_in_axes=fan_in)
+      self._create_projection('key', groups, fan_in_axes=fan_in)
+      self._create_projection('value', groups, fan_in_axes=fan_in)
     self.create_child(
       'post',
       p.proj_tpl.clone(),
@@ -352,7 +343,6 @@ class DotProductAttention(base_layer.BaseLayer):
       segments,
       p.atten_logit_cap,
       self._dropout(context.rows),
-      prefix_BM=context.prefix,
     )
     return self.post(mixed)
 
@@ -372,7 +362,6 @@ class DotProductAttention(base_layer.BaseLayer):
     inputs: jax.Array,
     cache: Cache,
     start: int | jax.Array,
-    context: Context | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Attends causally with the next tokens to themselves and those before.
 
@@ -380,7 +369,6 @@ class DotProductAttention(base_layer.BaseLayer):
       inputs: [B, L, D], at the positions from `start`.
       cache: of `empty_cache`, or the call before.
       start: of all rows, or [B] of each.
-      context: only `prefix` counts.
 
     Returns:
       [B, L, D], and the cache.
@@ -406,7 +394,6 @@ class DotProductAttention(base_layer.BaseLayer):
       cap=p.atten_logit_cap,
       cache=(cache['key'], cache['value']),
       start=start,
-      prefix_BM=(context or Context()).prefix,
     )
     assert extended is not None
     return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))
@@ -417,11 +404,10 @@ class DotProductAttention(base_layer.BaseLayer):
     Args:
       source: [B, M, D].
     """
-    if self.hparams.combine_qkv:
-      k, v = self._parts(self.combined_kv, source)
-    else:
-      k, v = self._split(self.key(source)), self._split(self.value(source))
-    return {'key': k, 'value': v}
+    return {
+      'key': self._split(self.key(source)),
+      'value': self._split(self.value(source)),
+    }
 
   def attend_to(
     self, inputs: jax.Array, cache: Cache, context: Context

@@ -64,8 +64,7 @@ def _numpy_attention(w, x_LD, source_MD, mask_LM, *, cap=0.0, turns=False):
     if f'{name}/w' in w:
       y = np.einsum('ld,dhk->lhk', x, w[f'{name}/w'])
       return y + w.get(f'{name}/b', 0)
-    name = 'combined_qkv' if 'combined_qkv/w' in w else 'combined_kv'
-    index -= 'combined_kv/w' in w
+    name = 'combined_qkv'
     y = np.einsum('ld,dhk->lhk', x, w[f'{name}/w'][:, index])
     return y + (w[f'{name}/b'][index] if f'{name}/b' in w else 0)
 
@@ -203,11 +202,9 @@ def test_a_cache_gives_what_the_whole_sequence_does():
   np.testing.assert_allclose(second[1], whole[1, 2:4], atol=1e-5)
 
 
-@pytest.mark.parametrize('combine', [True, False])
-def test_attention_over_another_sequence(combine):
+def test_attention_over_another_sequence():
   layer, variables = _made(
     is_cross_attention=True,
-    combine_qkv=combine,
     num_kv_heads=2,
     use_rotary_position_emb=True,  # Of which this has none.
     atten_logit_cap=2.0,
@@ -289,18 +286,6 @@ def test_only_causal_attention_over_itself_is_extended(fields):
       {'query': 0.0968246, 'key': 0.3535537, 'value': 0.3535537},
     ),
     # Not in Praxis: as if they were two.
-    (
-      {'combine_qkv': True, 'num_kv_heads': 2},
-      {'query': 0.0968246, 'combined_kv': 0.1020621},
-    ),
-    (
-      {'combine_qkv': True, 'num_kv_heads': 1},
-      {'query': 0.0968246, 'combined_kv': 0.3535537},
-    ),
-    (
-      {'combine_qkv': True, 'is_cross_attention': True},
-      {'query': 0.0968246, 'combined_kv': 0.0968246},
-    ),
     (
       {'combine_qkv': False, 'is_cross_attention': True},
       {'query': 0.0968246, 'key': 0.0968246, 'value': 0.0968246},

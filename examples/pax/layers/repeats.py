@@ -49,7 +49,7 @@ class Repeat(base_layer.BaseLayer):
   checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
-    p, run = self.hparams, self._in_run()
+    p, run = self.hparams, self.in_run()
     self.layer = self._unbound_child(p.sub_tpl, {'name': 'sub'})
     # The layers are run by `apply`. In this run there are their variables.
     outside = run.stacks
@@ -63,7 +63,7 @@ class Repeat(base_layer.BaseLayer):
     Args:
       boxed: whether each is in a `partitioning.Logical`.
     """
-    run = self._in_run()
+    run = self.in_run()
 
     def value(path: str, name: str, weight: base_layer.WeightHParams) -> Any:
       x = run.value(path, name)
@@ -110,7 +110,7 @@ class Repeat(base_layer.BaseLayer):
     cache = jax.tree.map(lambda c: c.reshape(times, -1, *c.shape[1:]), cache)
     layers = (self.variables(), jnp.arange(times), cache)
     x, (cache, collected) = jax.lax.scan(one, x, layers)
-    run_of_all = self._in_run()
+    run_of_all = self.in_run()
     for path, values in collected.non_trainable.items():
       for name, value in values.items():
         run_of_all.update(f'{self.module_name}/{path}', name, value)
@@ -138,7 +138,7 @@ class Repeat(base_layer.BaseLayer):
     depends on its number, and on nothing else about where it runs.
     """
     key = hk.maybe_next_rng_key()
-    layer, run_of_all = self.layer, self._in_run()
+    layer, run_of_all = self.layer, self.in_run()
 
     def run(variables: Any, number: jax.Array, *args: Any) -> Any:
       return layer.apply(
@@ -157,3 +157,27 @@ class Repeat(base_layer.BaseLayer):
 def _joined(cache: Any) -> Any:
   """Returns [N n, ...] of [N, n, ...]."""
   return jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), cache)
+
+
+def remat(layer: base_layer.BaseLayer, **kwargs: Any) -> Callable[..., Any]:
+  """`hk.remat` of a layer's call: summaries and losses come out of it.
+
+  Args:
+    layer: part of a run.
+    **kwargs: as for `jax.checkpoint`.
+  """
+  run = layer.in_run()
+
+  def inside(*args: Any) -> tuple[Any, base_layer.Collected]:
+    outside, run.collected = run.collected, base_layer.Collected()
+    try:
+      return layer(*args), run.collected
+    finally:
+      run.collected = outside
+
+  def call(*args: Any) -> Any:
+    out, collected = hk.remat(inside, **kwargs)(*args)
+    run.collected.add(collected)
+    return out
+
+  return call

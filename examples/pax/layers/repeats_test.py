@@ -98,7 +98,7 @@ def test_a_part_that_is_computed_again_hands_on_what_it_leaves():
 
     def __call__(self, x):
       policy = transformer.remat_policy('full')
-      return base_layer.remat(self.sub, policy=policy)(x, ONE)
+      return repeats.remat(self.sub, policy=policy)(x, ONE)
 
   variables = jax.tree.map(lambda x: x[0], _variables())
   layer = Unrolled.HParams(name='r').Instantiate()

@@ -3,7 +3,6 @@
 # ruff: noqa: F401 (others import them from here.)
 
 from examples.pax.base_task import BaseTask
-from examples.pax.base_task import EarlyStoppingFn
 from examples.pax.base_task import LossAggregator
 from examples.pax.base_task import MeanMetrics
 from examples.pax.base_task import MultiLossAggregator

@@ -72,7 +72,6 @@ class LmExperiment(base_experiment.BaseExperiment):
   TRAINABLE_POSITION_EMB: ClassVar[bool] = False
   TRAINABLE_PE_MAX_SEQ_LEN: ClassVar[int] = 16384
   NORM_EPSILON: ClassVar[float] = 1e-6
-  NORM_POLICY: ClassVar[str] = 'pre'  # One of `transformers.NORM_POLICIES`.
   # Standard deviation of all initial weights; None is Xavier, and 1 / sqrt(D)
   # for the embedding.
   INIT_STD: ClassVar[float | None] = None
@@ -121,7 +120,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   # Of an evaluation; None is all there are.
   EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
 
-  # How a step is computed, evaluation, and when training ends.
+  # How a step is computed, and evaluation.
   changeable_constants = (
     'ATTENTION_IMPL',
     'CHECKPOINT_POLICY',
@@ -129,7 +128,6 @@ class LmExperiment(base_experiment.BaseExperiment):
     'LOSS_CHUNKS',
     'MICROBATCH_SIZE',
     'NUM_STAGES',
-    'TARGET_LOG_PPLX',
   )
 
   def _one_of(self, name: str, valid: Any) -> str:
@@ -227,10 +225,6 @@ class LmExperiment(base_experiment.BaseExperiment):
       ),
     )
     task.train.learner = learners.Learner.HParams(optimizer=optimizer)
-    if self.TARGET_LOG_PPLX is not None:
-      task.early_stopping_fn = tasks.EarlyStoppingFn.HParams(
-        target=self.TARGET_LOG_PPLX
-      )
     return task
 
   def lm(self) -> Any:
@@ -267,7 +261,6 @@ class LmExperiment(base_experiment.BaseExperiment):
     product = attentions.Projection.HParams(use_fp8=self.USE_FP8)
     layer = transformers.Transformer.HParams(
       ln_tpl=norm,
-      norm_policy=self._one_of('NORM_POLICY', transformers.NORM_POLICIES),
       tr_atten_tpl=attentions.DotProductAttention.HParams(
         use_bias=self.USE_BIAS,
         combine_qkv=self.COMBINE_QKV,

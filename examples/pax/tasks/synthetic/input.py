@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from examples.pax import base_input
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
@@ -22,7 +23,7 @@ NUM_SPECIAL = 2
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class SequenceInput(indexed.IndexedInput):
+class SequenceInput(base_input.Configured, indexed.IndexedInput):
   """Random sequences, and what a model of sequences shall make of them.
 
   Lengths and symbols are uniform; a record's number and the seed fix them, and

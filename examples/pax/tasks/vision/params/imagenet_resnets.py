@@ -11,12 +11,11 @@ five, a division by ten at the epochs 30, 60 and 80, and 0 from epoch 90 on. An
 epoch is 2502 whole batches.
 
 The data, `DATA`:
-  'synthetic'  made from the seed; the network learns it. To measure speed.
-  'arrays'     images that were prepared as uint8 arrays of at least 224 pixels,
-               in the folder `DATA_DIR`; see `input.ArrayFolderInput`. Training
-               crops and mirrors them at random; it does not scale them, as the
-               best recipes do.
+  'synthetic'  ones, to measure speed.
   'digits'     scikit-learn's, with constants of their size; `reduced` uses it.
+
+Images of your own: override `datasets`, with an `indexed.ArrayInput` of arrays
+that NumPy maps into memory, or a `tfdata.TfDataInput`.
 """
 
 from typing import Any, ClassVar, Self
@@ -32,13 +31,14 @@ from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import schedules
 from examples.pax import tasks
+from examples.pax.inputs import synthetic
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import resnets
 from examples.pax.tasks.vision import input as vision_input
 from jaxline import errors
 from jaxline.inputs import base as inputs
 
-_DATA = ('synthetic', 'arrays', 'digits')
+_DATA = ('synthetic', 'digits')
 
 
 @experiment_registry.register
@@ -53,10 +53,6 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   TRAIN_BATCH_SIZE: ClassVar[int] = 512  # Over all devices.
   EVAL_BATCH_SIZE: ClassVar[int] = 512  # Likewise.
   DATA: ClassVar[str] = 'synthetic'  # See the top of this module.
-  DATA_DIR: ClassVar[str] = ''  # Of 'arrays'.
-  # Threads of each host that read images ahead; 0 reads them in turn with the
-  # step. A core makes 800 synthetic images a second.
-  NUM_THREADS: ClassVar[int] = 16
   # Images of an epoch; of synthetic data, and of the schedule.
   TRAIN_EXAMPLES: ClassVar[int] = 1_281_167
   EVAL_EXAMPLES: ClassVar[int] = 50_000  # Of synthetic data.
@@ -94,7 +90,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 2502
   EVAL_INTERVAL_STEPS: ClassVar[int] = 2502
 
-  changeable_constants = ('EVAL_BATCH_SIZE', 'EVAL_EXAMPLES', 'NUM_THREADS')
+  changeable_constants = ('EVAL_BATCH_SIZE', 'EVAL_EXAMPLES')
 
   def datasets(self) -> list[fdl.Config]:
     """Returns the images to train on, and those to evaluate on."""
@@ -108,6 +104,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       self._dataset(
         'validation',
         batch_size=inputs.per_host(self.EVAL_BATCH_SIZE, self.shard),
+        is_training=False,
         reset_for_eval=True,
         eval_loop_num_batches=None,
       ),
@@ -115,30 +112,13 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
 
   def _dataset(self, split: str, **kwargs: Any) -> fdl.Config:
     errors.check_names([self.DATA], _DATA, 'value', 'DATA')
-    kwargs.update(split=split, name=split, num_threads=self.NUM_THREADS)
-    kwargs['shard'] = self.shard
+    kwargs.update(name=split, shard=self.shard)
     if self.DATA == 'digits':
-      return fdl.Config(vision_input.DigitsInput, **kwargs)
-    kwargs['num_classes'] = self.NUM_CLASSES
-    if self.DATA == 'synthetic':
-      is_training = split == 'train'
-      return fdl.Config(
-        vision_input.SyntheticImages,
-        image_shape=(self.IMAGE_SIZE, self.IMAGE_SIZE, self.IMAGE_CHANNELS),
-        size=self.TRAIN_EXAMPLES if is_training else self.EVAL_EXAMPLES,
-        shuffle=False,  # They are random as they are.
-        **kwargs,
-      )
-    if not self.DATA_DIR:
-      raise errors.UsageError(
-        "DATA is 'arrays' and DATA_DIR is empty. Give the folder that"
-        ' input.ArrayFolderInput describes: --config.data_dir=...; or take'
-        ' --config.data=synthetic.'
-      )
+      return fdl.Config(vision_input.digits, split=split, **kwargs)
     return fdl.Config(
-      vision_input.ArrayFolderInput,
-      folder=self.DATA_DIR,
-      image_size=self.IMAGE_SIZE,
+      synthetic.SyntheticInput,
+      spec=self.input_specs(),
+      size=self.TRAIN_EXAMPLES if split == 'train' else self.EVAL_EXAMPLES,
       **kwargs,
     )
 
@@ -215,7 +195,6 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
         'DATA': 'digits',
         'TRAIN_BATCH_SIZE': 64,
         'EVAL_BATCH_SIZE': 120,
-        'NUM_THREADS': 0,
         'TRAIN_EXAMPLES': 1437,
         'EVAL_EXAMPLES': 360,
         'IMAGE_SIZE': 8,

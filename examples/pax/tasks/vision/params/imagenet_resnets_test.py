@@ -17,7 +17,6 @@ from examples.pax import base_layer
 from examples.pax import config as config_lib
 from examples.pax import experiment as experiment_lib
 from examples.pax import experiment_registry
-from examples.pax.tasks.vision import input as vision_input
 from examples.pax.tasks.vision.params import imagenet_resnets
 from jaxline import train
 from jaxline import utils
@@ -114,36 +113,25 @@ def test_momentum_is_nesterovs_and_vectors_are_not_regularised():
     )
 
 
-def _datasets(**constants):
-  return ResNet50Pjit.with_constants(constants)(num_devices=4).datasets()
-
-
 def test_batches_are_what_is_declared():
-  experiment = ResNet50Pjit(num_devices=4)
-  for dataset in experiment.datasets():
-    assert dataset.batch_size == 512
-    dataset.batch_size, dataset.num_threads = 2, 0
-    batch = fdl.build(dataset).get_next()
-    for key, (shape, dtype) in experiment.input_specs().items():
-      assert batch[key].shape == (2, *shape)
-      assert batch[key].dtype == dtype
-  sizes = [fdl.build(d).num_records() for d in experiment.datasets()]
-  assert sizes == [1_281_167, 50_000]
+  for made in ResNet50Pjit, ResNet50Pjit.reduced():
+    experiment = made(num_devices=4)
+    for dataset in experiment.datasets():
+      assert dataset.batch_size == (
+        made.TRAIN_BATCH_SIZE if dataset.is_training else made.EVAL_BATCH_SIZE
+      )
+      dataset.batch_size = 2
+      batch = fdl.build(dataset).get_next()
+      for key, (shape, dtype) in experiment.input_specs().items():
+        assert batch[key].shape == (2, *shape)
+        assert batch[key].dtype == dtype
+    sizes = [fdl.build(d).num_records() for d in experiment.datasets()]
+    assert sizes == [made.TRAIN_EXAMPLES, made.EVAL_EXAMPLES]
 
 
-def test_data_is_chosen_by_name(tmp_path):
-  for split in vision_input.SPLITS:
-    (tmp_path / split).mkdir()
-    images = np.zeros((3, 230, 224, 3), np.uint8)
-    np.save(tmp_path / split / 'images-0.npy', images)
-    np.save(tmp_path / split / 'labels-0.npy', np.array([0, 999, 1]))
-  train_set, _ = _datasets(DATA='arrays', DATA_DIR=str(tmp_path))
-  train_set.batch_size, train_set.num_threads = 3, 0
-  assert fdl.build(train_set).get_next().image.shape == (3, 224, 224, 3)
-  with pytest.raises(ValueError, match='DATA_DIR is empty'):
-    _datasets(DATA='arrays')
+def test_data_is_chosen_by_name():
   with pytest.raises(ValueError, match="Did you mean 'synthetic'"):
-    _datasets(DATA='syntetic')
+    ResNet50Pjit.with_constants({'DATA': 'syntetic'})(num_devices=4).datasets()
 
 
 class _Recorder:
@@ -195,7 +183,6 @@ def test_a_step_and_an_evaluation_have_the_batchs_shapes():
 
 def test_the_small_versions_constants_are_accepted():
   constants = config_lib.own_constants(ResNet50Pjit.reduced())
-  assert constants['NUM_THREADS'] == 0
   experiment_lib.Config(exp='ResNet50Pjit', reduced=True, constants=constants)
 
 

@@ -1,0 +1,90 @@
+"""Inputs by Pax's names, and that every one gives what a NestedMap does."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from examples.pax import base_input
+from examples.pax import pax_fiddle
+from examples.pax.inputs import lingvo
+from examples.pax.inputs import synthetic
+from examples.pax.inputs import tfdata
+from examples.pax.tasks.synthetic import input as sequences
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Own(base_input.BaseInput):
+  """Ones."""
+
+  length: int = 2
+
+  def get_next(self):
+    return base_input.NestedMap(x=np.ones([self.batch_size, self.length]))
+
+
+@pytest.mark.parametrize('name', ['HParams', 'Params'])
+def test_a_class_has_its_config(name):
+  p = getattr(Own, name)(batch_size=4)
+  assert isinstance(p, pax_fiddle.Config)
+  p.length = 3
+  assert p.Instantiate().get_next().x.shape == (4, 3)
+  assert p.clone().set(batch_size=5).Instantiate().batch_size == 5
+  with pytest.raises(AttributeError):
+    p.lenght = 4
+  # A subclass has its own.
+  synth = synthetic.SyntheticInput.HParams(batch_size=2, length=3)
+  assert type(synth.Instantiate()) is synthetic.SyntheticInput
+
+
+def test_fields_stand_on_the_class():
+  with pytest.raises(TypeError, match='Own is a dataclass: declare the fields'):
+
+    class Sub(Own):
+      class HParams(Own.HParams):
+        size: int = 3
+
+
+class Given:
+  """A generator with Lingvo's interface."""
+
+  params = None
+
+  def GetPreprocessedInputBatch(self):
+    return {'x': np.ones([2, 3]), 'deep': {'y': np.zeros([2])}}
+
+
+def _records(seed):
+  del seed
+  tf = tfdata.import_tensorflow()
+  return tf.data.Dataset.range(8).map(lambda i: {'deep': {'y': i}, 'x': i})
+
+
+@pytest.mark.parametrize(
+  ('cls', 'fields'),
+  [
+    (synthetic.SyntheticInput, {'batch_size': 2, 'length': 3}),
+    (
+      sequences.SequenceInput,
+      {'batch_size': 2, 'max_length': 3, 'vocab_size': 5},
+    ),
+    (lingvo.LingvoInputAdaptor, {'input': Given()}),
+    pytest.param(
+      *(tfdata.TfDataInput, {'batch_size': 2, 'dataset': _records}),
+      marks=pytest.mark.process,
+    ),
+  ],
+)
+def test_a_subclass_adds_an_entry_as_an_attribute(cls, fields):
+  @dataclasses.dataclass(kw_only=True, eq=False)
+  class Mine(cls):
+    def get_next(self):
+      batch = super().get_next()
+      batch.new_field = np.arange(2)
+      for nested in batch.values():
+        if isinstance(nested, dict):
+          nested.seen = np.arange(2)
+      return batch
+
+  batch = Mine(**fields).get_next_padded()
+  np.testing.assert_array_equal(batch['new_field'], [0, 1])

@@ -1,0 +1,148 @@
+"""Modules of Flax within layers: values, and a run that is resumed."""
+
+from flax import nnx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.pax import experiment as experiment_lib
+from examples.pax import learners
+from examples.pax import models
+from examples.pax import optimizers
+from examples.pax import tasks
+from examples.pax.layers import flax_modules
+from jaxline import base_config
+from jaxline import train
+from jaxline.base import trees
+from jaxline.checkpoint import durable
+
+FlaxModule = flax_modules.FlaxModule
+INPUTS = (jax.ShapeDtypeStruct((1, 3), jnp.float32),)
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=[4, 3]).astype(np.float32)
+
+
+class Net(nn.Module):
+  """Of weights, statistics and random numbers."""
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.Dense(5)(x)
+    x = nn.BatchNorm(use_running_average=not train)(x)
+    x = nn.Dropout(0.5, deterministic=not train)(x)
+    return nn.Dense(2)(x)
+
+
+def made(factory, **fields):
+  return FlaxModule.HParams(
+    module_factory_method=factory, inputs=INPUTS, **fields
+  ).Instantiate()
+
+
+def test_a_layer_computes_what_its_module_does():
+  layer = made(Net, train_argument='train')
+  variables = jax.jit(layer.init)(KEY)
+  own = variables['params']['flax_module']
+  assert own['Dense_0.kernel'].shape == (3, 5)
+  assert own['Dense_0.kernel'].std() > 0.1  # As Flax begins, by LeCun.
+  assert (own['Dense_0.bias'] == 0).all()
+  assert layer.num_params() == 20 + 10 + 12
+  theirs = {'params': {}, 'batch_stats': {'BatchNorm_0': {}}}
+  for name, x in own.items():
+    part, _, leaf = name.partition('.')
+    theirs['params'].setdefault(part, {})[leaf] = x
+  for name, x in variables['non_trainable']['flax_module'].items():
+    theirs['batch_stats']['BatchNorm_0'][name.rpartition('.')[2]] = x
+  np.testing.assert_allclose(
+    layer.apply(variables, X, do_eval=True), Net().apply(theirs, X), atol=1e-6
+  )
+  # In training it drops, and its statistics change.
+  out, collected = layer.apply(variables, X, rng=KEY, mutable=True)
+  other, _ = layer.apply(variables, X, rng=jax.random.key(1), mutable=True)
+  assert (out != other).any()
+  mean = collected.non_trainable['flax_module']['batch_stats.BatchNorm_0.mean']
+  hidden = X @ own['Dense_0.kernel']
+  np.testing.assert_allclose(mean, 0.01 * hidden.mean(0), atol=1e-5)
+
+
+def test_a_module_of_nnx():
+  layer = made(lambda: nnx.bridge.ToLinen(nnx.Linear, (3, 4)))
+  variables = layer.init(KEY)
+  w = variables['params']['flax_module']['kernel']
+  np.testing.assert_allclose(layer.apply(variables, X), X @ w, atol=1e-6)
+
+
+def test_a_layer_needs_its_module():
+  with pytest.raises(ValueError, match='module_factory_method is None'):
+    made(None).abstract_init()
+
+
+class Model(models.BaseModel):
+  """Predicts the sum of its inputs."""
+
+  def setup(self):
+    net = FlaxModule.HParams(
+      module_factory_method=Net, inputs=INPUTS, train_argument='train'
+    )
+    self.create_child('net', net)
+
+  def compute_predictions(self, batch):
+    return {'y': self.net(batch['x'])[:, 0]}
+
+  def compute_loss(self, predictions, batch):
+    error = (predictions['y'] - batch['x'].sum(axis=1)) ** 2
+    return {'total_loss': (error.mean(), jnp.float32(1))}, {}
+
+
+class Run(experiment_lib.TaskExperiment):
+  """Trains it."""
+
+  def __init__(self, mode, init_rng, *, run_config=None):
+    super().__init__(mode, init_rng, run_config=run_config)
+    task = tasks.SingleTask.HParams(model=Model.HParams(name='model'))
+    task.train.learner = learners.Learner.HParams(
+      optimizer=optimizers.Adam.HParams(learning_rate=0.01)
+    )
+    self.task = task.Instantiate()
+
+  def train_input(self):
+    while True:
+      yield {'x': X}
+
+  def eval_input(self):
+    raise NotImplementedError
+
+
+def run(directory, steps):
+  """Trains; returns name -> array of the state."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(directory)
+  config.training_steps = steps
+  config.interval_type = 'steps'
+  config.save_checkpoint_interval = 1
+  config.log_tensors_interval = config.log_train_data_interval = -1
+  seen = []
+
+  def make(mode, init_rng, run_config):
+    seen.append(Run(mode, init_rng, run_config=run_config))
+    return seen[0]
+
+  checkpointer = durable.DurableCheckpointer(config, 'train')
+  try:
+    train.train(make, config, checkpointer, None)
+  finally:
+    checkpointer.close()
+  return trees.named_leaves(jax.device_get(seen[0].state))
+
+
+def test_a_run_is_resumed_with_the_same_bits(tmp_path):
+  whole = run(tmp_path / 'whole', 4)
+  run(tmp_path / 'parts', 2)
+  resumed = run(tmp_path / 'parts', 4)
+  assert whole['step'] == 4
+  for name, x in whole.items():
+    np.testing.assert_array_equal(resumed[name], x, err_msg=name)
+  (mean,) = [x for name, x in whole.items() if name.endswith('_0.mean')]
+  assert (mean != 0).all()
