@@ -584,8 +584,9 @@ class Experiment(sharded.ShardedExperiment):
     The imported run may be deleted then.
     """
     source = folder.of_tokenizer(self._tokenizer_file)
-    if source and source.name == folder.NAME and jax.process_index() == 0:
-      folder.keep(source, pathlib.Path(config.checkpoint_dir))
+    run = config.checkpoint_dir if jax.process_index() == 0 else None
+    if run and source and source.name == folder.NAME:
+      folder.keep(source, pathlib.Path(run))
     super().train_loop(config, *args, **kwargs)
 
   def step(
