@@ -236,6 +236,7 @@ def test_the_learner_may_name_the_loss():
       'SingleTask.metrics is .*; expected .* of a base_task.MeanMetrics',
     ),
     ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
+    ({'name': 'not valid'}, "name is 'not valid'; expected a valid identifier"),
     (
       {'vn': tasks.VariationalNoise(vn_scale=1.0, vn_regex='line/v')},
       r"vn.vn_regex has 'line/v'.*\['line/.', 'line/.'\]",

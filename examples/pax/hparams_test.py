@@ -166,7 +166,7 @@ def test_a_typo_names_the_nearest_field(use):
   with pytest.raises(
     AttributeError,
     match=r"Leaf.HParams has no field 'sise'. Did you mean 'size'\? Its fields"
-    r" are \['colour', 'size'\]",
+    r" are \['colour', 'size'\]. docs/reference/from_pax.md",
   ):
     use()
 

@@ -14,6 +14,7 @@ from examples.pax import layers
 from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import schedules
+from examples.pax import tasks
 
 _SHAPES = {
   'lm/embed': {'w': (6, 5)},
@@ -259,6 +260,7 @@ def test_refuses_what_contradicts_itself(optimizer, fields, named):
     (schedules, 'Cosine'),
     (layers, 'Ngrammer'),
     (models, 'BertModel'),
+    (tasks, 'EarlyStoppingFn'),
   ],
 )
 def test_a_name_that_pax_has_points_to_the_list(module, name):

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401 (others import them from here.)
 
+from examples.pax import hparams
 from examples.pax.base_task import BaseTask
 from examples.pax.base_task import LossAggregator
 from examples.pax.base_task import MeanMetrics
@@ -9,3 +10,5 @@ from examples.pax.base_task import MultiLossAggregator
 from examples.pax.base_task import SingleTask
 from examples.pax.base_task import TrainHParams
 from examples.pax.base_task import VariationalNoise
+
+__getattr__ = hparams.refuse_names_of_pax(__name__)
