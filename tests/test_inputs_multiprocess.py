@@ -7,7 +7,7 @@ import pytest
 from jaxline.runs import explain
 from jaxline.runs import replay
 from tests import remains
-from tests import test_durable_multiprocess as multi
+from tests import several
 
 pytestmark = pytest.mark.process
 
@@ -15,7 +15,7 @@ SEEN = ('order', 'squares')
 
 
 def run(directory, processes, steps):
-  return multi.run(
+  return several.run(
     directory,
     'fed',
     '--config.save_checkpoint_interval=3',
@@ -48,7 +48,7 @@ def test_any_number_of_processes_goes_on_with_the_same_rows(
   run(directory, 1, 12)
   assert seen(directory) == seen(straight)
   # A step of four processes is explained by one, which has all rows.
-  monkeypatch.syspath_prepend(multi.PROGRAM.parent)
+  monkeypatch.syspath_prepend(several.PROGRAM.parent)
   experiment_class = importlib.import_module('multi').Fed
   with replay.open_replay(directory, 6, experiment_class) as found:
     rows = explain.explain(found, 6)

@@ -2,7 +2,7 @@
 
 What they compute is what one process computes with the same global batch, with
 checkpoints that another number goes on from. Faults of several processes are in
-test_durable_multiprocess.py, and golden/runs.py has the language model.
+promises/test_lost_hosts.py, and golden/runs.py has the language model.
 """
 
 import json
