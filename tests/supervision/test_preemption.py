@@ -400,7 +400,7 @@ def test_hosts_leave_after_the_same_step(start):
   hosts = start_hosts(start, 2, 'train')
   for host in hosts:
     host.said('stepping')
-  hosts[1].kill(signal.SIGHUP)  # SIGTERM: test_durable_multiprocess.
+  hosts[1].kill(signal.SIGHUP)  # SIGTERM: test_lost_hosts.
   (code_a, out_a, err_a), (code_b, out_b, _) = [h.end() for h in hosts]
   assert (code_a, code_b) == (75, 75), err_a
   assert out_a == out_b
