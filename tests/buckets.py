@@ -1,8 +1,4 @@
-"""Buckets on this machine: a stub of GCS, moto's S3, and fixtures for both.
-
-`python tests/buckets.py PORT` serves the stub until it is killed. It prints its
-endpoint; port 0 takes a free port.
-"""
+"""Buckets on this machine: a stub of GCS, moto's S3, and fixtures for both."""
 
 import collections
 from collections.abc import Iterator
@@ -10,7 +6,6 @@ import http.server
 import json
 import logging
 import pathlib
-import sys
 import threading
 from typing import Any
 import urllib.parse
@@ -31,8 +26,8 @@ class Gcs(http.server.ThreadingHTTPServer):
 
   request_queue_size = 128  # With 5, fifty writes at once take two seconds.
 
-  def __init__(self, port: int = 0):
-    super().__init__(('127.0.0.1', port), _Handler)
+  def __init__(self) -> None:
+    super().__init__(('127.0.0.1', 0), _Handler)
     self.environment = {
       'TENSORSTORE_GCS_HTTP_URL': f'http://127.0.0.1:{self.server_port}',
       'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'x',
@@ -171,9 +166,3 @@ def url(
     monkeypatch.setenv(name, value)
   monkeypatch.setattr('tempfile.tempdir', str(tmp_path))  # Of spooled logs.
   return f'{request.param}://{new_bucket(next(iter(environment.values())))}/x'
-
-
-if __name__ == '__main__':
-  with Gcs(int(sys.argv[1])) as server:
-    print(server.environment['TENSORSTORE_GCS_HTTP_URL'], flush=True)
-    server.serve_forever()

@@ -268,17 +268,6 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(open_run):
   assert checkpointer.steps('latest') == [1, 2]
 
 
-# Which stay.
-
-
-def test_an_old_manifest_that_is_damaged_ends_no_run(open_run, two):
-  lib.flip(lib.manifest_of(two, 3))
-  values = {'max_checkpoints_to_keep': 1, 'keep_checkpoint_every_hours': 1.0}
-  checkpointer = open_run(**values)
-  lib.save(checkpointer, lib.weights(3), 6)
-  assert checkpointer.steps('latest') == [3, 5, 6]
-
-
 # Damage. The model in test_model.py has it at any time.
 
 

@@ -1,4 +1,4 @@
-"""A run that is resumed with another config: refused, unless it may change."""
+"""Another config is refused, unless it may change; damage is for all."""
 
 import dataclasses
 import functools
@@ -15,6 +15,8 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline.checkpoint import restoring
 from jaxline.compat import experiments
+from jaxline.parallel import distributed
+from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
 
 
@@ -172,3 +174,13 @@ def test_what_may_change(open_run):
   )  # fmt: skip
   other.check_config()
   lib.restore(other, lib.weights())
+
+
+# Several processes.
+
+
+def test_damage_that_one_process_finds_is_raised_in_all(monkeypatch):
+  decide = lambda own, choose, *unused: choose([own, 'c.0 is missing'])
+  monkeypatch.setattr(distributed, 'gather_and_decide', decide)
+  with pytest.raises(store_lib.DamagedError, match=r'c\.0 is missing'):
+    restoring.call_in_all_processes(lambda: 1)

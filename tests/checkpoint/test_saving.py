@@ -356,16 +356,6 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   assert len(data(tmp_path / 'run')) == len(second.steps('latest'))
 
 
-def test_an_error_that_nobody_saw_is_logged_at_the_end(open_run):
-  checkpointer = open_run()
-  lib.at_flush(checkpointer, lambda: 1 / 0)
-  lib.fill(checkpointer, lib.weights(1))
-  checkpointer.save('latest')
-  checkpointer.close()
-  assert len(checkpointer.directory.thread._unraised) == 1
-  checkpointer.directory.thread._unraised.clear()
-
-
 @pytest.mark.parametrize('url', ['gs'], indirect=True)
 def test_who_was_taken_over_saves_nothing(url, open_run, monkeypatch):
   older = open_run(directory=url)

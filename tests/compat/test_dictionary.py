@@ -1,8 +1,6 @@
 """Checkpoints in memory: frozen, shared between threads, open to forks."""
 
-import contextlib
 import copy
-import dataclasses
 import pickle
 import threading
 from unittest import mock
@@ -14,9 +12,7 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 
-from jaxline import base_config
 from jaxline import experiment
-from jaxline import platform
 from jaxline import utils
 from jaxline.checkpoint import protocol
 from jaxline.compat import dictionary
@@ -270,23 +266,6 @@ def test_a_snapshot_reads_like_a_config_dict():
     _ = nest.no_such_entry
 
 
-def test_a_snapshot_reads_like_the_experiment_itself():
-  # The helper that most forks have copied saves like this.
-  checkpointer, _ = make()
-  checkpointer.save(SERIES)
-  for _, checkpoint in utils.GLOBAL_CHECKPOINT_DICT.items():
-    nest = checkpoint.history[-1].pickle_nest
-    state_dict = {'global_step': nest['global_step']}
-    for attribute, key in Toy.CHECKPOINT_ATTRS.items():
-      state_dict[key] = utils.get_first(
-        getattr(nest['experiment_module'], attribute)
-      )
-  assert state_dict['global_step'] == 3
-  np.testing.assert_array_equal(state_dict['params']['w'], [1, 2])
-  with pytest.raises(AttributeError):
-    _ = nest['experiment_module']._no_such_attribute
-
-
 @pytest.mark.parametrize('clone', [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_snapshot_can_be_written_to_a_file_and_read(clone):
   checkpointer, state = make()
@@ -349,25 +328,3 @@ def test_a_program_derives_from_it(monkeypatch):
     for state.global_step in (1, 2, 3):
       checkpointer.save(series)
     assert len(utils.GLOBAL_CHECKPOINT_DICT[series].history) == 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-  """No `AbstractExperiment`, and nothing can be set on it."""
-
-  NON_BROADCAST_CHECKPOINT_ATTRS = {'w': 'w'}
-  w: float
-
-
-@pytest.mark.parametrize('kind', ['memory', 'durable'])
-def test_an_object_that_cannot_change_is_saved(tmp_path, kind):
-  config = base_config.get_base_config()
-  config.checkpoint_dir, config.checkpointer = str(tmp_path), kind
-  with contextlib.closing(
-    platform.create_checkpointer(config, 'train')
-  ) as checkpointer:
-    state = checkpointer.get_experiment_state('latest')
-    state.update(global_step=1, experiment_module=Frozen(2.0))
-    checkpointer.save('latest')
-    checkpointer.wait_for_checkpointing_to_finish()
-    assert checkpointer.can_be_restored('latest')

@@ -1,4 +1,4 @@
-"""Experiments on several processes, as test_durable_multiprocess.py runs them.
+"""Experiments on several processes, as tests/several.py runs them.
 
 Arguments: coordinator's address, number of processes, this process, the style
 ('sharded', 'per_device' or 'fed'), and then `platform.main`'s command line.

@@ -1,4 +1,4 @@
-"""A run of seconds on several processes, for test_durable_multiprocess.py."""
+"""A run of seconds on several processes, see tests/several.py."""
 
 from ml_collections import config_dict
 

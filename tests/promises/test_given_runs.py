@@ -374,31 +374,6 @@ def test_a_damaged_config_is_refused(tmp_path):
       jaxline.load(tmp_path)
 
 
-@pytest.mark.process
-def test_a_moved_run_is_trained_evaluated_and_looked_at(tmp_path):
-  def command(*args):
-    done = processes.run(*args)
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text
-    assert 'another config' not in text
-    return text
-
-  text = command(
-    *('experiment.py', '--config=tests/programs/toy_config.py'),
-    *(f'--config.checkpoint_dir={tmp_path}/a', '--config.training_steps=4'),
-    '--config.experiment_class=tests.programs.toy:Sharded',
-  )
-  assert f'Go on:    python experiment.py --jaxline_run={tmp_path}/a ' in text
-  shutil.move(tmp_path / 'a', tmp_path / 'b')
-  moved = f'--jaxline_run={tmp_path}/b'
-  text = command('experiment.py', moved, '--config.training_steps=4')
-  assert 'step 4 of 4' in text
-  once = '--config.one_off_evaluate'
-  command('experiment.py', moved, '--jaxline_mode=eval', once)
-  command('-m', 'jaxline.inputs', 'show', moved, '-n', '1')
-  assert not (tmp_path / 'a').exists()
-
-
 # `test_fit` has the misspelled keys of `jaxline.fit` and `jaxline.evaluate`.
 @pytest.mark.parametrize(
   ('key', 'said'),

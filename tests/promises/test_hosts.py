@@ -2,7 +2,7 @@
 
 Meshes that lie across processes, as `jaxline.launch` starts them; the keys of
 their devices; who reads what; evaluations whose processes disagree. Faults of
-several processes are in test_durable_multiprocess.py, and golden/runs.py has
+several processes are in test_lost_hosts.py, and golden/runs.py has
 the language model.
 """
 
@@ -20,7 +20,7 @@ from jaxline.runs import explain
 from jaxline.runs import replay
 from tests import processes
 from tests import remains
-from tests import test_durable_multiprocess as multi
+from tests import test_lost_hosts as multi
 from tests.experiments import regression
 from tests.programs import hosts
 

@@ -17,8 +17,6 @@ import functools
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -39,9 +37,7 @@ from jaxline.parallel import partitioning
 from jaxline.run_directory import owner
 from jaxline.run_directory import store
 from jaxline.supervision import nonfinite
-from tests import buckets
 from tests import checkpoints
-from tests import processes
 from tests import remains
 from tests import survivors
 from tests.programs import survivor
@@ -567,31 +563,6 @@ def test_interrupted_at_any_instant(tmp_path, undisturbed, start, seed):
   assert code == 0
   assert len(done) >= (8 if seed else 5)
   assert remains.left_by(tmp_path) == undisturbed
-
-
-@pytest.mark.process
-def test_killed_in_a_bucket(tmp_path, undisturbed, start, monkeypatch):
-  program = [sys.executable, processes.ROOT / 'tests' / 'buckets.py', '0']
-  with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
-    try:
-      endpoint = server.stdout.readline().strip()
-      monkeypatch.setenv('TENSORSTORE_GCS_HTTP_URL', endpoint)
-      monkeypatch.setenv('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'x')
-      url = f'gs://{buckets.new_bucket(endpoint)}/run'
-      before = None
-      for folder, count in [('data', 2), ('latest', 3), ('', 0)]:
-        run = start(url)
-        if folder:
-          assert run.wait_for_save(folder, count), run.log
-          run.send(signal.SIGKILL)
-        run.end(-signal.SIGKILL if folder else 0)
-        survivors.check_resumed(run, before)
-        before = remains.newest(url)
-        # As the log says: else the next one waits for a sign of life.
-        run.checkpoints.delete_folder('claims')
-      assert remains.left_by(url) == undisturbed
-    finally:
-      server.kill()
 
 
 # Evaluation in a process of its own.

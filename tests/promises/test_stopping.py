@@ -22,7 +22,7 @@ from jaxline.run_directory import notes
 from jaxline.supervision import budget
 from jaxline.supervision import nonfinite
 from tests import remains
-from tests import test_durable_multiprocess as multiprocess
+from tests import several
 from tests import toys
 from tests.experiments import regression
 
@@ -254,11 +254,11 @@ def test_a_trainer_heeds_the_evaluation_beside_it(raises, tmp_path, start):
 def test_two_processes_stop_together(tmp_path):
   directory = tmp_path / 'run'
   args = directory, 'sharded', '--jaxline_mode=train_and_eval'
-  multiprocess.run(*args, fault='0:step:5:end,1:step:5:end')
+  several.run(*args, fault='0:step:5:end,1:step:5:end')
   assert noted(directory) == {'step': 5, 'why': 'enough'}
   assert remains.steps(directory)[-1] == 5
-  assert sorted(multiprocess.logged(directory, 'eval')) == [2, 4, 5]
-  multiprocess.run(*args)
+  assert sorted(several.logged(directory, 'eval')) == [2, 4, 5]
+  several.run(*args)
   assert remains.steps(directory)[-1] == 5
 
 
@@ -267,7 +267,7 @@ def test_two_processes_end_by_the_time_of_the_first(tmp_path):
   directory = tmp_path / 'run'
   args = directory, 'per_device', '--config.max_seconds=3'
   for _ in range(2):
-    multiprocess.run(*args, step_secs=0.02, steps=100000)
+    several.run(*args, step_secs=0.02, steps=100000)
     assert noted(directory)['step'] == remains.steps(directory)[-1]
     # They agree on a step soon after the one that took the last second.
     assert 3 < noted(directory)['step'] <= 150 + 3
@@ -279,12 +279,12 @@ def test_two_processes_follow_the_note_of_an_evaluation(tmp_path):
   directory = tmp_path / 'run'
   stop = '--config.early_stop.patience=1', NEVER_BETTER
   args = *stop, '--config.max_checkpoints_to_keep=1000'
-  trainers = multiprocess.Run(
+  trainers = several.Run(
     directory, 'sharded', '--jaxline_mode=train', *args,
     step_secs=0.1, steps=100000,
   )  # fmt: skip
   try:
-    evaluator = multiprocess.Run(
+    evaluator = several.Run(
       directory, 'sharded', '--jaxline_mode=eval', *args, steps=100000,
     )  # fmt: skip
     results = trainers.wait()

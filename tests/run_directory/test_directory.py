@@ -46,6 +46,11 @@ def test_the_end_is_noted_and_taken_back(open_run, tmp_path):
   assert evaluation.directory.ended() == 7
   training.begin(7)
   assert evaluation.directory.ended() is None
+  # The reason that an evaluation beside it has noted stays.
+  evaluation.directory.end(8, 'enough')
+  training.directory.end(9)
+  with pytest.raises(errors.StopTraining, match='enough'):
+    training.directory.stop_if_noted(9)
   (tmp_path / 'run' / 'checkpoints' / 'ended.json').write_text('{"st')
   with pytest.raises(store_lib.RefusedError, match=r'ended\.json'):
     evaluation.directory.ended()

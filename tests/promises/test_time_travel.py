@@ -1,4 +1,7 @@
-"""Replays, explanations, bisections, skipped batches, fingerprints."""
+"""Promise: a run can be replayed, explained and bisected to the bit.
+
+Also fingerprints, skipped batches and steps that are computed twice.
+"""
 
 import dataclasses
 import json
@@ -83,19 +86,6 @@ def test_a_fingerprint_depends_on_every_bit_and_not_on_the_sharding():
   others = [of(other, y) for other in changed]
   others += [of(x[::-1], y), of(x, y[::-1]), of(-x, y), of(x[:, ::-1], y)]
   assert len({of(x, y), *others}) == 1 + len(others)
-
-
-def test_a_resumed_run_has_the_fingerprints_of_an_uninterrupted_one(
-  shared, tmp_path
-):
-  assert list(prints(shared)) == list(range(1, 13))
-  part = run(tmp_path / 'part', {'training_steps': 7})
-  assert len(prints(part)) == 7
-  # As if it had been killed behind step 7: the checkpoint is that of step 4.
-  (part / 'checkpoints/latest/7.json').unlink()
-  run(part, {'on_config_change': 'continue'})
-  assert prints(part) == prints(shared)
-  assert losses(part) == losses(shared)
 
 
 def test_steps_keep_their_numbers_in_a_file_that_lost_some(shared, tmp_path):
@@ -239,7 +229,7 @@ def test_a_replay_saves_the_checkpoint_of_its_step(shared, tmp_path):
 
 
 # A clone may have the name of the library, and lie beside other libraries.
-@pytest.mark.parametrize('folder', ['jaxline', 'lib/python3', 'my-packages'])
+@pytest.mark.parametrize('folder', ['jaxline', 'lib/python3'])
 def test_a_replay_names_the_first_operation_that_is_not_finite(
   folder, tmp_path, capsys, monkeypatch
 ):
@@ -312,11 +302,8 @@ def commanded(*argv):
 @pytest.mark.parametrize(
   ('start', 'step', 'begin', 'batch'),
   [
-    ([], 6, 4, 6),
     ([], 3, 0, 3),
     (['--config.restore_from=SHARED:4'], 6, 4, 6),
-    (['--config.restore_from=SHARED:4'], 10, 8, 10),
-    (['--config.restore_from=SHARED:4', 'RULES'], 6, 4, 6),
     (['--config.restore_from=SHARED:4', 'RULES'], 3, 0, 3),
     (['--config.skip_batches=2-3', WRITERS], 6, 4, 8),
   ],
@@ -503,6 +490,14 @@ class Faulty(travels.Travels):
     self._state = dataclasses.replace(self.state, params=params)
 
 
+@pytest.fixture(scope='module')
+def faultless(tmp_path_factory):
+  """A run of `Faulty` without a fault; not to be changed."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(travels, 'Travels', Faulty)
+    return run(tmp_path_factory.mktemp('faultless') / 'one')
+
+
 @pytest.mark.parametrize(
   ('where', 'said'),
   [
@@ -515,27 +510,27 @@ class Faulty(travels.Travels):
   ],
 )
 def test_a_bisection_finds_what_the_logs_do_not_show(
-  where, said, tmp_path, capsys, monkeypatch
+  where, said, faultless, tmp_path, capsys, monkeypatch
 ):
   monkeypatch.setattr(travels, 'Travels', Faulty)
-  one = run(tmp_path / 'one')
   other = run(tmp_path / 'other', at=7, where=where)
-  assert bisect.bisect(str(one), str(other))
+  assert bisect.bisect(str(faultless), str(other))
   out = capsys.readouterr().out
   assert 'First replayed step that differs: 7' in out
   assert all(text in out for text in said)
 
 
-def test_a_bisection_replays_what_is_not_logged(tmp_path, capsys, monkeypatch):
+def test_a_bisection_replays_what_is_not_logged(
+  faultless, tmp_path, capsys, monkeypatch
+):
   monkeypatch.setattr(travels, 'Travels', Faulty)
   fields = {'log_train_data_interval': 5, 'fingerprint': False}
-  one = run(tmp_path / 'one')
   for at, status, said in (
     (7, 1, 'The runs part in step 7, in the loss'),
     (-1, 0, 'equal up to step 11.\nNo difference in training up to step 12'),
   ):
     other = run(tmp_path / f'other{at}', fields, at=at, where='loss')
-    assert cli.main(['bisect', str(one), str(other)]) == status
+    assert cli.main(['bisect', str(faultless), str(other)]) == status
     out = capsys.readouterr().out
     num = len(losses(other))
     assert f'{num} logged steps and 3 kept checkpoints' in out
@@ -559,23 +554,3 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path):
     run(tmp_path / 'flips', fields, flips=True)
   saved = (tmp_path / 'flips').glob('checkpoints/latest/*')
   assert {p.stem for p in saved} == {'1'}
-
-
-def test_each_copy_of_an_array_is_compared():
-  mesh = jax.make_mesh((2,), ('a',))
-  whole = jax.sharding.NamedSharding(mesh, P())
-  values = iter([(0.0, 0.0), (0.0, 1e-30)])  # Of each device.
-
-  def step(state):
-    parts = [
-      jax.device_put(np.float32(x), device)
-      for x, device in zip(next(values), mesh.devices.flat, strict=True)
-    ]
-    w = jax.make_array_from_single_device_arrays((), whole, parts)
-    return {'w': w, 'kept': state}
-
-  state = jax.device_put(
-    jnp.arange(4.0), jax.sharding.NamedSharding(mesh, P('a'))
-  )
-  with pytest.raises(recompute.RecomputeError, match=r'w on .*:1\.'):
-    recompute.run_and_verify(step, state)
