@@ -36,19 +36,16 @@ def test_points_of_a_grid_and_draws():
   assert set(columns['a']) == {5, 6}
 
 
-@pytest.mark.parametrize(
-  ('axes', 'draws', 'said'),
-  [
+def test_axes_that_mean_nothing_are_refused():
+  for axes, draws, said in (
     ({}, None, 'expected a key'),
     ({'a': 'log:1:2'}, None, 'log:1:2'),
     ({'a': 'log:0:1'}, 3, 'log:0:1'),
     ({'a': 'uniform:x:1'}, 3, 'uniform:x:1'),
     ({'a': [1]}, 0, 'draws is 0'),
-  ],
-)
-def test_axes_that_mean_nothing_are_refused(axes, draws, said):
-  with pytest.raises(errors.UsageError, match=said):
-    sweep.points(axes, draws)
+  ):
+    with pytest.raises(errors.UsageError, match=said):
+      sweep.points(axes, draws)
 
 
 class Diverges(regression.Regression):
@@ -95,9 +92,15 @@ def test_a_point_that_fails_ends_no_sweep(tmp_path, monkeypatch, capsys):
     jaxline.sweep(Diverges, config, seeds, index=2)
   with pytest.raises(errors.UsageError, match='random_sed'):
     jaxline.sweep(Diverges, config, {'random_sed': [1]})
-  # Nothing is left to train.
-  monkeypatch.setattr(jaxline.api, 'fit_point', pytest.fail)
+  # Nothing is left to train, but with another config.
+  trained = []
+  train = lambda *args, **kwargs: trained.append(args)
+  monkeypatch.setattr(jaxline.api, 'fit_point', train)
   jaxline.sweep(Diverges, config, seeds, index=1)
+  assert not trained
+  config.training_steps = 5
+  jaxline.sweep(Diverges, config, seeds, index=1)
+  assert len(trained) == 1
 
 
 @pytest.mark.process
