@@ -208,21 +208,6 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
   )
 
 
-def test_what_matters_most_stands_before_other_numbers(capsys):
-  console, *_ = begun(saved=7, best_model_eval_metric='reward')
-  numbers = {'a': 1.0, 'loss': 4.0, 'steps_per_sec': 20.0}
-  for wait in (0.2, 0.81):
-    console.log_training(3000, {3000: {**numbers, 'input_wait_fraction': wait}})
-  console.log_evaluation(9, {'a': 1.0, 'loss': 2.0, 'reward': 3.0, 'x/a': 4.0})
-  shown = [x.split(' | ')[1:] for x in capsys.readouterr().out.splitlines()]
-  assert shown[-3:] == [
-    ['ETA 2:30', 'loss 4', '20 steps/s', 'saved 7', 'a 1', 'input wait 20%'],
-    ['ETA 2:30', 'loss 4 (+0)', '20 steps/s', 'input wait 81%', 'saved 7',
-     'a 1'],
-    ['reward 3', 'loss 2', 'a 1', 'x/a 4'],
-  ]  # fmt: skip
-
-
 def run_hook(console, steps, **overrides):
   """Shows scalars per step, at one step per second."""
   config = make_config(interval_type='steps', **overrides)
@@ -499,23 +484,6 @@ def test_the_start_block_of_a_sharded_run(capsys):
   ]
 
 
-def test_the_start_block_of_a_per_device_run_fits_80_columns(capsys):
-  experiment = experiment_of(
-    CHECKPOINT_ATTRS={'_params': 'params', '_opt': 'opt_state'},
-    _params={'w': jnp.zeros([2, 3, 4])},
-    _opt=jnp.zeros([2, 7]),
-  )
-  many = {f'experiment_kwargs.config.key_{i}': i for i in range(30)}
-  console = console_lib.Console('plain', console_lib.Origin((), 'x.py', many))
-  state = types.SimpleNamespace(global_step=0)
-  console.begin(make_config(), experiment, state)
-  out = capsys.readouterr().out.splitlines()
-  assert max(map(len, out)) <= 80
-  assert len(out) < 12
-  assert 'Parameters:    12 (48 B) in 1 arrays' in out
-  assert 'Start:         step 0 of 6000, a fresh run' in out
-
-
 RECORDED = 'python x.py --jaxline_run=DIR'
 SAME = 'the same command with --config.checkpoint_dir=DIR'
 MORE = ' --config.training_steps=12 --config.on_config_change=continue'
@@ -545,13 +513,6 @@ LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
     ),
     # The processes do not know the launcher's command.
     (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
-    # Flags of the program make those of the config.
-    (
-      ('python', 'x.py', '--exp=A'),
-      {'is_over': True},
-      [SAME + MORE, SAME + EVAL],
-    ),
-    ((), {}, [FIT + '})', LOOK]),
     ((), {'is_over': True}, [FIT + MORE_FIT, LOOK]),
     # The experiment has decided that it is over.
     ((), {'is_over': True, 'training_steps': None}, [None, LOOK]),
