@@ -119,13 +119,9 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path):
       'save_checkpoint_interval=20',
     )
   ]
-  argv += ['--sweep.experiment_kwargs.config.learning_rate=1e-3,1e-2']
-  argv += ['--sweep.random_seed=1,2']
-  folders = [
-    tmp_path / f'runs/learning_rate={rate},random_seed={seed}'
-    for rate in (0.001, 0.01)
-    for seed in (1, 2)
-  ]
+  rates = 0.001, 0.01, 0.003
+  argv += ['--sweep.experiment_kwargs.config.learning_rate=0.001,0.01,0.003']
+  folders = [tmp_path / f'runs/learning_rate={rate}' for rate in rates]
   with processes.started(*argv) as process:
     deadline = time.monotonic() + processes.TIMEOUT_SECS
     while not [*folders[1].glob('checkpoints/latest/*.json')]:
@@ -133,19 +129,13 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path):
       assert time.monotonic() < deadline
       time.sleep(0.02)
   ended = [(x / 'checkpoints/ended.json').exists() for x in folders]
-  assert ended == [True, False, False, False]
+  assert ended == [True, False, False]
   log = folders[0] / 'train/metrics.jsonl'
   before = log.stat().st_mtime_ns
 
-  without = [x for x in argv if not x.startswith('--config=')]
-  done = processes.run(*without)
-  assert (done.returncode, '--config=FILE' in done.stderr) == (2, True)
-  done = processes.run(*argv, '--index=3')
-  assert done.returncode == 0, done.stderr
-  assert 'Point 3 of 4' in done.stdout
   done = processes.run(*argv)
   assert done.returncode == 0, done.stderr
-  numbers = re.findall(r'^Point (\d) of 4', done.stdout, re.M)
+  numbers = re.findall(r'^Point (\d) of 3', done.stdout, re.M)
   assert numbers == ['1', '2']
   assert re.search(r'^Start: .* resumed$', done.stdout, re.M)
   assert log.stat().st_mtime_ns == before
@@ -154,4 +144,4 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path):
     assert steps.tolist() == [*range(10, 201, 10)]
   *_, best = done.stdout.splitlines()
   assert best.startswith('Best eval/bits_per_byte: ')
-  assert best.endswith(f'{folders[2]} and 1 more')
+  assert best.endswith(f'{folders[1]}')
