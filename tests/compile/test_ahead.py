@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import os
-import sys
-import textwrap
 import types
 
 import jax
@@ -21,7 +19,6 @@ from jaxline import sharded
 from jaxline.compile import ahead
 from jaxline.parallel import partitioning
 from jaxline.supervision import compilation_cache
-from tests import processes
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
@@ -175,36 +172,6 @@ def test_for_tpus_their_compiler_is_needed(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(errors.UsageError, match='tpu-aot'):
     ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
-
-
-# Several processes.
-
-MANY = textwrap.dedent("""
-  import sys
-  from jaxline.parallel import distributed
-
-  distributed.initialize('auto')
-  from jaxline.compile import ahead
-  from tests.compile import test_ahead
-
-  config = test_ahead.make_config(checkpoint_dir=sys.argv[1])
-  ahead.compile_experiment(test_ahead.TwoLayers, config)
-""")
-
-
-@pytest.mark.slow
-def test_of_several_processes_the_first_reports(tmp_path):
-  launch = ('-m', 'jaxline.launch', '--processes=2', '--', sys.executable)
-  done = processes.run(*launch, '-c', MANY, tmp_path)
-  assert done.returncode == 0, done.stderr
-  lines = done.stdout.splitlines()
-  assert any(line.startswith('[0] TwoLayers on local') for line in lines)
-  assert not any(line.startswith('[1] TwoLayers') for line in lines)
-  directory = tmp_path / 'compile'
-  made = read_report(directory / 'local.json')
-  assert made.target.num_devices == 2
-  assert made.batch_rows == 2 * ROWS  # Each has rows of its own.
-  assert os.listdir(directory) == ['local.json']
 
 
 # The TPU compiler.

@@ -249,14 +249,6 @@ def test_describe():
   ]
 
 
-def test_texts_have_no_padding():
-  source = Numbers(batch_size=3)
-  assert show.texts(source, PADDED) == {'ids': ['fgh', 'i']}
-  assert show.texts(source, PADDED, 3) == {'ids': ['fgh', 'i', '']}
-  assert show.texts(source, {'weights': np.ones(3)}) == {}
-  assert show.texts(Counting(), PADDED) == {}
-
-
 def test_a_digest_never_changes():
   # Written down: it must be the same tomorrow, and elsewhere.
   batch = {'b': np.float32([[1, 2]]), 'a': np.int32([7])}
@@ -360,8 +352,6 @@ FAULT = '--config.experiment_kwargs.fault='
   [
     ('--host=1/4 -n1', 0, "row 0 of ids: 'cde'"),
     ('--split=eval --hosts=3', 0, "'a list', for host 0 of 3"),
-    ('--split=eval --hosts=3', 0, 'in all, 9 rows of 9'),
-    (f'--split=eval {FAULT}sets', 0, ' 1 batches on each host'),
     (f'--split=eval {FAULT}sets --set=long', 0, ' 2 batches on each host'),
     (f'{FAULT}hosts', 1, 'WRONG  rows '),
     ('--hots=3', 2, 'hots'),

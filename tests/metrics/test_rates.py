@@ -6,11 +6,9 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxline import metrics as metrics_lib
-from jaxline import sharded
 from jaxline import train
 from jaxline.base import chips
 from jaxline.base import counting
@@ -19,47 +17,22 @@ from jaxline.metrics import rates
 from jaxline.parallel import pipeline
 from tests.experiments import regression
 
-ROWS, WIDTH, HIDDEN = 16, 8, 32
-FORWARD = 2 * ROWS * HIDDEN * (WIDTH + HIDDEN + 1)
+ROWS, WIDTH = 16, regression.FEATURES
+FORWARD = 2 * ROWS * WIDTH * regression.OUTPUTS
 
 
-class Model(sharded.ShardedExperiment):
-  """Three products, the second one computed again by the backward pass."""
+class Model(regression.Regression):
+  """Counts how often its training step is traced."""
 
   traced = 0
 
-  def init_fn(self, rng):
-    shapes = {
-      'a': [WIDTH, HIDDEN],
-      'b': [HIDDEN, HIDDEN],
-      'c': [HIDDEN, 1],
-    }
-    return {k: 0.1 * jnp.ones(shape) for k, shape in shapes.items()}, {}
-
   def loss_fn(self, params, model_state, batch, rng, is_training):
     type(self).traced += is_training
-    # Scopes may have the names of transformations.
-    with jax.named_scope('transpose'):
-      x = jnp.tanh(batch['x'] @ params['a'])
-    x = jax.checkpoint(lambda x: jnp.tanh(x @ params['b']))(x)
-    loss = metrics_lib.Mean.of(
-      jnp.square(x @ params['c'])[:, 0], batch['weights']
-    )
-    return loss.compute(), {'loss': loss}, model_state
-
-  def make_optimizer(self):
-    return optax.sgd(0.1)
+    return super().loss_fn(params, model_state, batch, rng, is_training)
 
   def step_scalars(self, state, grads, updates):
     # Outside of the gradient: no part of the model.
-    return {'norm': jnp.linalg.norm(grads['b'] @ grads['b'])}
-
-  def train_input(self):
-    while True:
-      yield {'x': np.ones([ROWS, WIDTH], np.float32)}
-
-  def eval_input(self):
-    return [{'x': np.ones([ROWS, WIDTH], np.float32)}]
+    return {'norm': jnp.linalg.norm(grads['w'].T @ grads['w'])}
 
 
 def trained(cls=Model, **changes):
@@ -109,29 +82,27 @@ def test_the_bubble_of_a_pipeline_is_no_part_of_the_model(
 
   class Pipelined(Model):
     def init_fn(self, rng):
-      params, model_state = super().init_fn(rng)
-      return params | {'b': jnp.ones([layers, HIDDEN, HIDDEN])}, model_state
+      return {'w': jnp.ones([layers, WIDTH, WIDTH]), 'c': jnp.ones([WIDTH])}, {}
 
     def loss_fn(self, params, model_state, batch, rng, is_training):
       x = pipeline.pipeline(
         lambda w, x: jnp.tanh(x @ w),
-        params['b'],
-        batch['x'] @ params['a'],
+        params['w'],
+        batch['x'],
         axes=('batch', None),
         num_stages=stages,
         num_microbatches=microbatches,
         num_repeats=repeats,
       )
-      loss = metrics_lib.Mean.of((x @ params['c'])[:, 0], batch['weights'])
+      loss = metrics_lib.Mean.of(x @ params['c'], batch['weights'])
       return loss.compute(), {'loss': loss}, model_state
 
     def step_scalars(self, state, grads, updates):
       return {}
 
-  config = regression.get_config(1)
-  made = ahead.make_report(Pipelined, config)
+  made = ahead.make_report(Pipelined, regression.get_config(1))
   train_step, eval_step = made.programs
-  forward = 2 * ROWS * HIDDEN * (WIDTH + layers * HIDDEN + 1)
+  forward = 2 * ROWS * WIDTH * (layers * WIDTH + 1)
   assert train_step.model_flops == 3 * forward == 3 * eval_step.model_flops
 
 
@@ -139,7 +110,7 @@ def test_a_batch_of_another_shape_counts_anew():
   class Growing(Model):
     def train_input(self):
       for rows in (ROWS, ROWS, 2 * ROWS, 2 * ROWS):
-        yield {'x': np.ones([rows, WIDTH], np.float32)}
+        yield regression.examples(0, rows)
 
   experiment = Growing('train', jax.random.PRNGKey(0))
   add_rates = rates.Rates(experiment)

@@ -1,21 +1,20 @@
 """Tests of `python -m jaxline.runs`."""
 
-import collections
 import json
-import re
+import math
 import sys
 
+import numpy as np
 import pytest
 
 import jaxline
 from jaxline import base_config
 from jaxline import errors
 from jaxline import runs
-from jaxline.checkpoint import inspection
-from jaxline.inputs import __main__ as inputs_cli
 from jaxline.run_directory import store
 from jaxline.runs import __main__ as cli
 from jaxline.runs import plot
+from jaxline.runs import replay
 
 
 @pytest.fixture
@@ -225,43 +224,20 @@ def test_explain_counts_the_steps_that_it_can_judge(make_run, capsys):
   assert '2 of 20 steps are logged' in capsys.readouterr().out
 
 
-def test_one_name_has_one_meaning_in_all_commands(capsys):
-  names = ['ls', 'compare', 'plot', 'sweep', 'replay', 'explain', 'bisect']
-  commands = [(inputs_cli, []), *((cli, [name]) for name in names)]
-  commands += [(inspection, [x]) for x in ('ls', 'show', 'verify', 'export')]
-  meanings = collections.defaultdict(set)
-  for module, argv in commands:
-    with pytest.raises(SystemExit):
-      module.main([*argv, '--help'])
-    text = ' '.join(capsys.readouterr().out.split())
-    _, _, shown = text.partition('options: ')
-    shown = shown.partition(' Example: ')[0]
-    for entry in re.split(r' (?=--?[a-z])', shown):
-      flag, _, meaning = entry.replace(',', '').partition(' ')
-      meanings[flag].add(meaning)
-  assert {'--metrics', '--series', '--group', '--out'} <= meanings.keys()
-  assert {k: x for k, x in meanings.items() if len(x) > 1} == {}
-  assert all(re.fullmatch(r'-\w,?|--[a-z_]+', flag) for flag in meanings)
-
-
-@pytest.mark.parametrize(
-  ('text', 'steps'),
-  [
+def test_a_log_may_be_cut_short(make_run):
+  folder = make_run('a')
+  for text, steps in (
     ('{"step": 1, "kind": "scalars", "loss": 2.0}\n{"step": 2, "ki', [1]),
     ('nonsense\n{"step": 3, "kind": "scalars", "loss": "NaN"}\n', [3]),
-  ],
-)
-def test_a_log_may_be_cut_short(make_run, text, steps):
-  folder = make_run('a')
-  (folder / 'train' / 'metrics.jsonl').write_text(text)
-  run = runs.read(folder)
-  assert list(run.curves.get('train/loss', {})) == steps
-  assert run.step == max(steps, default=0)
+  ):
+    (folder / 'train' / 'metrics.jsonl').write_text(text)
+    run = runs.read(folder)
+    assert list(run.curves.get('train/loss', {})) == steps
+    assert run.step == max(steps)
 
 
-@pytest.mark.parametrize(
-  ('name', 'values', 'config', 'field', 'expected'),
-  [
+def test_what_is_read_of_a_run(make_run):
+  for i, (name, values, config, field, expected) in enumerate((
     (
       *('loss', {10: 2.0, 20: 'NaN'}, {'best_model_eval_metric': 'loss'}),
       *('best', {'eval/loss': 2.0}),
@@ -275,12 +251,10 @@ def test_a_log_may_be_cut_short(make_run, text, steps):
     # With checkpoints in memory there is no note of the end.
     ('loss', {30: 1.0}, {'checkpointer': 'memory'}, 'has_ended', True),
     ('loss', {29: 1.0}, {'checkpointer': 'memory'}, 'has_ended', False),
-  ],
-)
-def test_what_is_read_of_a_run(make_run, name, values, config, field, expected):
-  logged = [(step, {name: x}) for step, x in values.items()]
-  run = runs.read(make_run('a', train=logged, evals=logged, **config))
-  assert getattr(run, field) == expected
+  )):  # fmt: skip
+    logged = [(step, {name: x}) for step, x in values.items()]
+    run = runs.read(make_run(f'{i}', train=logged, evals=logged, **config))
+    assert getattr(run, field) == expected, field
 
 
 @pytest.mark.parametrize('command', ['ls', 'compare'])
@@ -327,21 +301,18 @@ def test_text_of_a_run_does_not_control_the_terminal(command, make_run, capsys):
   assert not set(escape) - {*']0;x2J\n'} & set(printed)
 
 
-@pytest.mark.parametrize(
-  ('argv', 'said'),
-  [
+def test_errors_are_one_line(sweep, capsys, monkeypatch):
+  monkeypatch.chdir(sweep)
+  for argv, said in (
     (['ls', 'nowhere'], 'There is no run in nowhere'),
     (['ls', 'ftp://b/r'], 'gs://BUCKET/PATH'),
     (['ls', 'gs://b/r'], 'Invalid GCS bucket name'),
     (['compare', '.', '--metrics=eval/los'], "Did you mean 'eval/loss'?"),
-  ],
-)
-def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
-  monkeypatch.chdir(sweep)
-  assert cli.main(argv) == 2
-  error = capsys.readouterr().err
-  assert said in error
-  assert error.count('\n') == 1
+  ):
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count('\n') == 1
 
 
 @pytest.fixture
@@ -358,38 +329,40 @@ def make_side(make_run, tmp_path):
   return make
 
 
-@pytest.mark.parametrize(
-  ('base', 'values', 'metric', 'word', 'numbers', 'code'),
-  [  # By the table of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
+def test_a_verdict_over_seeds(make_side, capsys):
+  for i, (base, values, metric, word, numbers, code) in enumerate((
+    # By the table of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
     ([1, 2, 3], [4, 5, 6], 'x', 'better', '+3 ± 2.3, confidence 97.9%', 0),
     ([1, 2, 3], [-5, -6, -7], 'x', 'worse', '-8 ± 2.3, confidence 99.9%', 1),
     ([1, 2], [3, 2], 'x', 'not dist', '+1 ± 3, confidence 70.7%', 1),
     ([1, 1], [1, 1], 'x', 'not dist', '+0 ± 0, confidence 0.0%', 1),
     ([2, 2], [1, 1], 'loss', 'better', '-1 ± 0, confidence 100.0%', 0),
-  ],
-)
-def test_a_verdict_over_seeds(
-  make_side, capsys, base, values, metric, word, numbers, code
-):
-  sides = make_side('a', base), make_side('b', values)
-  argv = ['--metrics=eval/loss'] if metric == 'loss' else []
-  assert cli.main(['compare', '--seeds', *sides, *argv]) == code
-  said = capsys.readouterr().out.splitlines()[-1]
-  assert said.startswith(word)
-  assert said.endswith(f' by {numbers}')
+  )):  # fmt: skip
+    sides = make_side(f'a{i}', base), make_side(f'b{i}', values)
+    argv = ['--metrics=eval/loss'] if metric == 'loss' else []
+    assert cli.main(['compare', '--seeds', *sides, *argv]) == code
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(word)
+    assert said.endswith(f' by {numbers}')
 
 
-@pytest.mark.parametrize(
-  ('values', 'config'),
-  [
+def test_no_verdict_without_seeds_that_have_ended(make_side, capsys):
+  base = make_side('a', [1, 2])
+  assert cli.main(['compare', '--seeds', base]) == 2
+  for i, (values, config) in enumerate((
     ([1], {}),
     ([1, 'NaN'], {}),
     ([1, 2], {'ended': None}),
     ([1, 2], {'random_seed': 1}),
-  ],
-)
-def test_no_verdict_without_seeds(make_side, capsys, values, config):
-  sides = make_side('a', [1, 2]), make_side('b', values, **config)
-  assert cli.main(['compare', '--seeds', *sides]) == 2
-  assert cli.main(['compare', '--seeds', sides[0]]) == 2
-  assert 'config.random_seed' in capsys.readouterr().err
+  )):  # fmt: skip
+    side = make_side(f'b{i}', values, **config)
+    assert cli.main(['compare', '--seeds', base, side]) == 2
+    assert 'config.random_seed' in capsys.readouterr().err
+
+
+def test_values_of_a_replay_are_equal_to_the_last_bit_or_differ():
+  tiny = np.nextafter(np.float32(1e-9), np.float32(1))
+  one = {'a': 1e-9, 'b': math.nan, 'c': 1.0, 'd': np.float32(1e-9), 'here': 1}
+  other = {'a': 2e-9, 'b': math.nan, 'c': 1.0, 'd': tiny, 'there': 1}
+  assert replay.differing(one, other) == ['a', 'd']
+  assert replay.differing(one, other, rtol=1e-3) == ['a']

@@ -84,7 +84,11 @@ def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
   assert f'tensorboard --logdir={tmp_path}' in caplog.text
 
 
-def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
+def test_a_resumed_run_traces_by_the_number_of_the_step(
+  tmp_path, monkeypatch, caplog
+):
+  """And each process traces itself."""
+  monkeypatch.setattr(jax, 'process_index', lambda: 3)
   config = make_config(tmp_path, profile_steps='2-3,9-20,30')
   folder_of = logs.folders(tmp_path)
   action = profiling.Profiler(config, folder_of)
@@ -95,7 +99,7 @@ def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
     action(0.0, step + 1, {'loss': x})
   action.wait_to_finish()  # Ended by a signal, say.
   action.wait_to_finish()
-  assert traces(tmp_path / 'train') == {'11-20': {10, 11, 12}}
+  assert traces(tmp_path / 'train' / 'host_3') == {'11-20': {10, 11, 12}}
   assert not caplog.text
 
 
@@ -132,16 +136,6 @@ def test_the_last_step_has_run_when_the_trace_stops(tmp_path, monkeypatch):
   assert not last.is_ready()
   action(0.0, 2, {'loss': given_away, 'other': 1.0, 'more': last})
   assert was_ready == [True]
-
-
-def test_each_process_traces_itself(tmp_path, monkeypatch):
-  monkeypatch.setattr(jax, 'process_index', lambda: 3)
-  config = make_config(tmp_path, profile_steps='1')
-  action = profiling.Profiler(config, logs.folders(tmp_path))
-  action.update_time(0.0, 0)
-  action(0.0, 1, {})
-  action.wait_to_finish()
-  assert list(traces(tmp_path / 'train' / 'host_3')) == ['1-1']
 
 
 # The profile that XLA compiles with.
