@@ -169,6 +169,15 @@ def test_first_values_by_axes_and_by_name():
     fan_out_axes=(0,),
   )
   assert np.std(weight.make(KEY)) == pytest.approx(50**-0.5, rel=0.03)
+  # Matrices side by side, as a gate's, each begin as if alone.
+  gated = WeightHParams(
+    (30, 2, 50),
+    init=WeightInit.Xavier(),
+    dtype=jnp.float32,
+    fan_in_axes=(0,),
+    batch_axes=(1,),
+  )
+  assert np.abs(gated.make(KEY)).max() == pytest.approx((6 / 80) ** 0.5, 1e-2)
   # Each of a stack's has its own, with the fans of one.
   stacked = dataclasses.replace(weight, repeat_prefix=(3, 2))
   assert stacked.size == 6 * 200 * 50
@@ -188,6 +197,9 @@ def test_first_values_by_axes_and_by_name():
   three = Three.HParams(name='x').Instantiate().init(KEY)['params']['x']
   np.testing.assert_array_equal(one['w'], three['w'])
   assert np.all(np.asarray(three['a']) != np.asarray(three['w']))
+  # The same variable of two layers differs.
+  renamed = Linear.HParams(name='y').Instantiate().init(KEY)['params']['y']
+  assert np.all(np.asarray(renamed['w']) != np.asarray(one['w']))
   other = (
     Linear.HParams(name='x').Instantiate().init(jax.random.key(1, impl='rbg'))
   )
