@@ -1,7 +1,5 @@
 """The experiment's own half of the contract: state, inputs, the loop."""
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -251,35 +249,43 @@ def test_the_loop_takes_any_scalars_and_a_config_of_one_key(outputs):
   assert module.writers == [None] * 4
 
 
-@pytest.mark.parametrize(
-  ('in_flight', 'waits'),
-  [(1, [[0], [1], [2]]), (2, [[0], [1]]), (3, [[0]]), (4, [])],
-)
-def test_the_host_runs_no_further_ahead_than_it_may(
-  monkeypatch, in_flight, waits
-):
-  # Two arrays a step, as of two programs: each of them may be the slow one.
-  arrays = [(jnp.float32(i), jnp.int32(i)) for i in range(3)]
-  waited_for = []
-  wait = experiment._wait
-  monkeypatch.setattr(
-    experiment, '_wait', lambda xs: (waited_for.append(xs), wait(xs))
-  )
-  module = Looped([{'a': a, 'n': None, 'b': b} for a, b in arrays])
-  config = make_config(training_steps=3, max_steps_in_flight=in_flight)
-  module.train_loop(config, make_state(), ())
-  assert [list(map(id, xs)) for xs in waited_for] == [
-    [id(x) for step in steps for x in arrays[step]] for steps in waits
-  ]
+class Pending:
+  """An array of a step that runs until somebody waits for it."""
+
+  def __init__(self, name, waited_for, error=None):
+    self.name, self.waited_for, self.error = name, waited_for, error
+
+  def is_deleted(self):
+    return False
+
+  def is_ready(self):  # What has failed is ready.
+    return self.error is not None or self.name in self.waited_for
+
+  def block_until_ready(self):
+    self.waited_for.append(self.name)
+    if self.error is not None:
+      raise self.error
+
+
+def test_the_host_runs_no_further_ahead_than_it_may():
+  for in_flight, num_waited in ((1, 3), (2, 2), (3, 1), (4, 0)):
+    # Two arrays a step, as of two programs: each of them may be the slow one.
+    waited_for = []
+    outputs = [
+      {x: Pending(f'{x}{i}', waited_for) for x in 'ab'} | {'n': None}
+      for i in range(3)
+    ]
+    config = make_config(training_steps=3, max_steps_in_flight=in_flight)
+    Looped(outputs).train_loop(config, make_state(), ())
+    assert waited_for == ['a0', 'b0', 'a1', 'b1', 'a2', 'b2'][: 2 * num_waited]
 
 
 def test_a_number_beside_a_step_that_failed_hides_no_error():
-  failed = mock.Mock()  # What has failed is ready.
-  failed.is_deleted.return_value = False
-  failed.is_ready.return_value = True
-  failed.block_until_ready.side_effect = RuntimeError('of the device')
+  failed = Pending('failed', [], RuntimeError('of the device'))
+  outputs = [{'a': 0.1, 'b': np.float32(1), 'c': failed}]
+  config = make_config(training_steps=1, max_steps_in_flight=1)
   with pytest.raises(RuntimeError, match='of the device'):
-    experiment._wait([0.1, np.float32(1), failed])
+    Looped(outputs).train_loop(config, make_state(), ())
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,7 @@ class Skipping(Averaged):
     return Input(self.batch_size)
 
 
-@pytest.mark.parametrize('parts', [1, 2])
-@pytest.mark.parametrize('cls', [Averaged, Skipping])
+@pytest.mark.parametrize(('cls', 'parts'), [(Averaged, 1), (Skipping, 2)])
 def test_the_average_is_that_of_optax(cls, parts):
   config = base_config.get_base_config()
   config.update(sharding='fsdp', gradient_accumulation_steps=parts)
@@ -133,26 +132,25 @@ def test_evaluation_best_load_and_export_use_the_average(tmp_path, capsys):
       jax.tree.map(np.testing.assert_array_equal, dict(weights), expected)
 
 
-@pytest.mark.parametrize('weights', ['raw', 'averaged'])
-def test_what_a_model_needs_besides_its_weights(weights, tmp_path, capsys):
+def test_what_a_model_needs_besides_its_weights(tmp_path, capsys):
   config = regression.get_config(2)
   config.checkpoint_dir = run = str(tmp_path / 'run')
   state = jaxline.fit(Averaged, config, mode='train').experiment.state
-  params = {'raw': state.params, 'averaged': state.model_state[sharded.EMA]}
-  params, mean = dict(params[weights]), state.model_state['mean']
-  expected = {'params': params, 'model_state': {'mean': mean}}
-  capsys.readouterr()
-  assert set(jaxline.load_weights(run, weights=weights)) == set(params)
-  assert 'state/model_state/mean' in capsys.readouterr().err
-  both = jaxline.load_weights(run, weights=weights, model_state=True)
-  jax.tree.map(np.testing.assert_array_equal, both, expected)
-  for flags in [], ['--model_state']:
-    out = tmp_path / f'{len(flags)}.safetensors'
-    argv = ['export', run, str(out), f'--weights={weights}', *flags]
+  mean = state.model_state['mean']
+  for weights, params in (
+    ('raw', dict(state.params)),
+    ('averaged', dict(state.model_state[sharded.EMA])),
+  ):
+    assert set(jaxline.load_weights(run, weights=weights)) == set(params)
+    assert 'state/model_state/mean' in capsys.readouterr().err
+    both = jaxline.load_weights(run, weights=weights, model_state=True)
+    expected = {'params': params, 'model_state': {'mean': mean}}
+    jax.tree.map(np.testing.assert_array_equal, both, expected)
+    out = str(tmp_path / f'{weights}.safetensors')
+    argv = ['export', run, out, f'--weights={weights}', '--model_state']
     assert inspection.main(argv) == 0
-    assert ('state/model_state/mean' in capsys.readouterr().out) != bool(flags)
-    named = {**params, 'model_state/mean': mean} if flags else params
     exported = safetensors.numpy.load_file(out)
+    named = {**params, 'model_state/mean': mean}
     jax.tree.map(np.testing.assert_array_equal, exported, named)
   with safetensors.safe_open(out, 'np') as file:
     about = file.metadata()
