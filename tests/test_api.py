@@ -5,7 +5,6 @@ import pathlib
 import re
 import signal
 import threading
-import xml.dom.minidom
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -53,26 +52,6 @@ def test_fit_returns_the_run(fitted):
   np.testing.assert_allclose(losses[-1], expected, rtol=1e-5)
   assert fitted.history['train/loss'][:, 0].tolist() == [2, 4, 6]
   assert fitted.best == {'eval/loss': min(losses)}
-
-
-def test_a_notebook_shows_the_numbers_and_a_curve():
-  history = {
-    'train/loss': np.array([[1, 4.0], [2, np.nan], [3, 2.0], [5, 3.0]]),
-    'eval/<b>&': np.array([[5, 0.25]]),
-  }
-  result = jaxline.Result('/tmp/<script>', None, history, {'eval/<b>&': 0.25})
-  page = xml.dom.minidom.parseString(f'<p>{result._repr_html_()}</p>')
-  (text,) = page.getElementsByTagName('pre')
-  assert text.firstChild.data.splitlines() == [
-    'Run directory: /tmp/<script>',
-    'Step: 5',
-    'Best eval/<b>&: 0.25',
-    'Last eval/<b>&: 0.25',
-    'Last train/loss: 3',
-  ]
-  (line,) = page.getElementsByTagName('polyline')
-  assert line.getAttribute('points') == '0,0 240,120 480,60'
-  assert '<svg' not in jaxline.Result('', None, {}, {})._repr_html_()
 
 
 @pytest.mark.process

@@ -1,6 +1,5 @@
 """`--jaxline_mode=decode`: prompts from anywhere, weights of a checkpoint."""
 
-import builtins
 import io
 import json
 import pathlib
@@ -164,35 +163,11 @@ def test_prompts_of_json_lines_and_a_pipe(run, tmp_path, monkeypatch, capsys):
   assert [prompts for prompts, _ in calls] == [['a', 'b'], ['c', 'c']]
 
 
-def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
-  class Terminal(io.StringIO):
-    def isatty(self):
-      return True
-
-  typed = iter(['a', '', 'b'])
-
-  def ask(text):
-    assert text == 'prompt> '
-    # What was typed before is answered, and safe.
-    assert len(lines_of(tmp_path / 'o')) == len(Echo.calls)
-    try:
-      return next(typed)
-    except StopIteration:
-      raise EOFError from None
-
-  monkeypatch.setattr(sys, 'stdin', Terminal())
-  monkeypatch.setattr(builtins, 'input', ask)
-  calls = run(text=None, output=str(tmp_path / 'o'))
-  # One at a time, whatever the batch size.
-  assert [prompts for prompts, _ in calls] == [['a'], ['b']]
-
-
 @pytest.mark.parametrize(
   ('options', 'step'),
   [
     ({}, 3),
     ({'step': 1}, 1),
-    ({'series': 'best'}, BEST),
     ({'series': 'best', 'step': BEST}, BEST),
   ],
 )
@@ -263,9 +238,9 @@ def test_a_directory_that_cannot_be_written(
 
 
 @pytest.mark.parametrize(
-  'option', [{'one_off_evaluate': True}, {'eval_steps': '1,3'}]
+  ('option', 'metric'),
+  [({'one_off_evaluate': True}, ''), ({'eval_steps': '1,3'}, 'loss')],
 )
-@pytest.mark.parametrize('metric', ['', 'loss'])
 def test_an_evaluation_of_a_directory_that_cannot_be_written(
   option, metric, colleague, caplog, capsys
 ):
