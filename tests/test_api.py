@@ -5,7 +5,6 @@ import pathlib
 import re
 import signal
 import threading
-import xml.dom.minidom
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -18,10 +17,9 @@ from tests import processes
 from tests.experiments import regression
 
 
-@pytest.fixture
-def config(tmp_path):
+def make_config(folder):
   config = regression.get_config(6)
-  config.checkpoint_dir = str(tmp_path / 'run')
+  config.checkpoint_dir = str(folder / 'run')
   config.log_train_data_interval = 2
   config.save_checkpoint_interval = 3
   config.eval_interval = 3
@@ -32,12 +30,19 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def fitted(config):
+def config(tmp_path):
+  return make_config(tmp_path)
+
+
+@pytest.fixture(scope='module')
+def fitted(tmp_path_factory):
+  """A run that the tests only read."""
+  config = make_config(tmp_path_factory.mktemp('fitted'))
   return jaxline.fit(regression.Regression, config)
 
 
-def test_fit_returns_the_run(fitted, config):
-  assert fitted.directory == config.checkpoint_dir
+def test_fit_returns_the_run(fitted):
+  assert pathlib.Path(fitted.directory).name == 'run'
   assert int(fitted.experiment.state.step) == 6
   steps, losses = fitted.history['eval/loss'].T
   assert steps.tolist() == [3, 6]
@@ -47,26 +52,6 @@ def test_fit_returns_the_run(fitted, config):
   np.testing.assert_allclose(losses[-1], expected, rtol=1e-5)
   assert fitted.history['train/loss'][:, 0].tolist() == [2, 4, 6]
   assert fitted.best == {'eval/loss': min(losses)}
-
-
-def test_a_notebook_shows_the_numbers_and_a_curve():
-  history = {
-    'train/loss': np.array([[1, 4.0], [2, np.nan], [3, 2.0], [5, 3.0]]),
-    'eval/<b>&': np.array([[5, 0.25]]),
-  }
-  result = jaxline.Result('/tmp/<script>', None, history, {'eval/<b>&': 0.25})
-  page = xml.dom.minidom.parseString(f'<p>{result._repr_html_()}</p>')
-  (text,) = page.getElementsByTagName('pre')
-  assert text.firstChild.data.splitlines() == [
-    'Run directory: /tmp/<script>',
-    'Step: 5',
-    'Best eval/<b>&: 0.25',
-    'Last eval/<b>&: 0.25',
-    'Last train/loss: 3',
-  ]
-  (line,) = page.getElementsByTagName('polyline')
-  assert line.getAttribute('points') == '0,0 240,120 480,60'
-  assert '<svg' not in jaxline.Result('', None, {}, {})._repr_html_()
 
 
 @pytest.mark.process
@@ -83,7 +68,8 @@ def test_fit_is_the_run_of_the_command_line(fitted, tmp_path):
     np.testing.assert_allclose(array, expected[name], rtol=1e-5)
 
 
-def test_fit_goes_on_and_takes_overrides(fitted, config):
+def test_fit_goes_on_and_takes_overrides(config):
+  jaxline.fit(None, config)
   again = jaxline.fit(None, config, {'training_steps': 8})
   assert int(again.experiment.state.step) == 8
   assert again.history['eval/loss'][:, 0].tolist() == [3, 6, 8]
@@ -137,7 +123,7 @@ def test_load_gives_the_experiment_and_load_weights_nested_dicts(fitted):
   assert np.abs(earlier.params['w'] - last.params['w']).max() > 0.01
 
 
-def test_load_writes_nothing(fitted):
+def test_load_and_evaluate_give_the_logged_numbers_and_write_nothing(fitted):
   def found():
     return {
       str(p): p.stat().st_mtime_ns
@@ -145,18 +131,14 @@ def test_load_writes_nothing(fitted):
     }
 
   before = found()
-  jaxline.load(fitted.directory)
-  jaxline.evaluate(fitted.directory)
-  jaxline.load_weights(fitted.directory)
-  assert found() == before
-
-
-def test_evaluate_gives_the_logged_numbers(fitted):
   for step, value in fitted.history['eval/loss']:
     scalars = jaxline.evaluate(fitted.directory, step=int(step))
     assert scalars == {'loss': value, 'rows': pytest.approx(14.04, abs=9)}
   best = jaxline.evaluate(fitted.directory, series='best')
   assert best['loss'] == fitted.best['eval/loss']
+  jaxline.load(fitted.directory)
+  jaxline.load_weights(fitted.directory)
+  assert found() == before
 
 
 def test_load_and_evaluate_take_overrides(fitted):
@@ -171,42 +153,29 @@ def test_load_and_evaluate_take_overrides(fitted):
   np.testing.assert_allclose(found['loss'], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  ('call', 'said'),
-  [
-    (lambda run: jaxline.load(run / 'nowhere'), 'is no directory of a run'),
-    (lambda run: jaxline.load('gs://b/r'), 'Invalid GCS bucket name'),
-    (lambda run: jaxline.load_weights('s3://'), 's3://BUCKET/PATH'),
-    (lambda run: jaxline.load(run, step=5), r'the steps \[3, 6\] are kept'),
-    (lambda run: jaxline.load(run, series='bets'), "no checkpoint of 'bets'"),
-    (lambda run: jaxline.load_weights(run, step=5), 'has no step 5'),
-    (lambda run: jaxline.load_weights(run / 'no'), 'is no directory'),
-  ],
-)
-def test_what_is_not_there_is_refused(fitted, call, said):
-  with pytest.raises(errors.UsageError, match=said):
-    call(pathlib.Path(fitted.directory))
+def test_what_is_not_there_is_refused(fitted):
+  run = pathlib.Path(fitted.directory)
+  for call, said in (
+    (lambda: jaxline.load(run / 'nowhere'), 'is no directory of a run'),
+    (lambda: jaxline.load_weights('s3://'), 's3://BUCKET/PATH'),
+    (lambda: jaxline.load(run, step=5), r'the steps \[3, 6\] are kept'),
+    (lambda: jaxline.load(run, series='bets'), "no checkpoint of 'bets'"),
+    (lambda: jaxline.load_weights(run, step=5), 'has no step 5'),
+    (lambda: jaxline.load_weights(run / 'no'), 'is no directory'),
+  ):
+    with pytest.raises(errors.UsageError, match=said):
+      call()
 
 
-@pytest.mark.parametrize(
-  ('overrides', 'said'),
-  [
-    ({'training_step': 3}, 'training_step'),
-    ({'training_steps': 'x'}, 'training_steps'),
-    ({'on_nonfinite': 'sometimes'}, 'on_nonfinite'),
-  ],
-)
-def test_wrong_overrides_are_refused(fitted, config, overrides, said):
+def test_wrong_overrides_are_refused(fitted, config):
+  overrides = {'training_step': 3}
   for call in (
     lambda: jaxline.fit(regression.Regression, config, overrides),
     lambda: jaxline.load(fitted.directory, overrides),
     lambda: jaxline.evaluate(fitted.directory, overrides),
   ):
-    with pytest.raises((errors.UsageError, TypeError), match=said):
+    with pytest.raises(errors.UsageError, match='training_step'):
       call()
-
-
-def test_a_mode_that_trains_nothing_is_refused(config):
   with pytest.raises(errors.UsageError, match="mode is 'eval'"):
     jaxline.fit(regression.Regression, config, mode='eval')
 

@@ -9,9 +9,6 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from benchmarks import harness
 from benchmarks import lm_recipe
-from examples.lm import experiment as lm_experiment
-from jaxline import base_config
-from jaxline import platform
 
 ROOT = harness.ROOT
 Sample = harness.Sample
@@ -19,14 +16,6 @@ Sample = harness.Sample
 
 def samples(*walls):
   return [Sample(wall, 2 * wall) for wall in walls]
-
-
-def test_sides_take_turns():
-  called = []
-  sides = {name: lambda name=name: called.append(name) for name in 'AB'}
-  found = harness.turns(sides, 3)
-  assert called == ['A', 'B', 'B', 'A', 'A', 'B']
-  assert found == {'A': [None] * 3, 'B': [None] * 3}
 
 
 @pytest.mark.parametrize(
@@ -79,18 +68,6 @@ def test_the_page_of_the_recipe_has_the_kept_results():
   assert [len(runs) for runs in rows.values()] == [3] * len(lm_recipe.ROWS)
   page = ROOT / 'docs' / 'reference' / 'lm_recipe.md'
   assert lm_recipe.table(rows) in page.read_text(encoding='utf-8')
-
-
-@pytest.mark.filterwarnings('ignore:the load_module')
-@pytest.mark.parametrize('name', lm_recipe.ROWS)
-def test_each_row_of_the_recipe_is_a_config_of_its_own(name):
-  def values(overrides):
-    config = platform.load_config(['--config=configs/lm.py', *overrides])
-    kwargs = config.experiment_kwargs.config
-    return base_config.read(lm_experiment.Config, kwargs)
-
-  overrides, _ = lm_recipe.ROWS[name]
-  assert (values(overrides) == values([])) == (name == 'the recipe')
 
 
 @pytest.mark.process

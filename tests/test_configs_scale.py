@@ -12,7 +12,6 @@ from configs import c4
 from examples.lm import experiment as lm_experiment
 from examples.lm import model
 from examples.pax import base_layer
-from examples.pax import config as pax_config
 from examples.pax import experiment_registry
 from jaxline import base_config
 from jaxline import platform
@@ -177,56 +176,6 @@ def test_run_is_as_published(name):
   # All but biases.
   share = count(layers) / chips_of_slice
   assert share <= count(a_chip) < 1.008 * share
-
-
-# What model_params_test.py does not compare.
-FAMILIES = {
-  'C4Spmd1BAdam4Replicas': (
-    'fprop_dtype : bfloat16',
-    'lm_tpl.packed_input : True',
-    'lm_tpl.softmax_tpl.params_init : '
-    "WeightInit(method='gaussian', scale=0.01976423537605237)",
-    "lm_tpl.stacked_transformer_tpl.checkpoint_policy : 'full'",
-    'tr_fflayer_tpl.has_bias : True',
-    'optimizer.beta1 : 0.9',
-    'lr_schedule.type : examples.pax.schedules.LinearRampupExponentialDecay',
-    *('decay_start : 4001', 'max : 1.0', 'min_ratio : 0.1'),
-  ),
-  'C4SpmdPipelineGpt3SmallAdam64Replicas': (
-    "lm_tpl.params_init : WeightInit(method='gaussian', scale=0.006)",
-    'lm_tpl.position_emb_tpl.max_seq_length : 16384',
-    'lm_tpl.stacked_transformer_tpl.num_pipeline_stages : 4',
-    'lm_tpl.stacked_transformer_tpl.pipeline_microbatch_size : 16',
-    'optimizer.beta1 : 0.9',
-    'lr_schedule.type : examples.pax.schedules.LinearRampupCosineDecay',
-    *('decay_start : 266', 'max : 1.0', 'min_ratio : 0.1'),
-  ),
-}
-
-
-@pytest.mark.parametrize('name', FAMILIES)
-def test_a_family_is_as_published(name):
-  _, experiment = load(name)
-  text = experiment.task().to_text()
-  assert [x for x in FAMILIES[name] if f'.{x}\n' not in text] == []
-
-
-def test_any_constant_may_be_overridden():
-  config = platform.load_config(
-    [
-      '--config=configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
-      '--config.experiment_kwargs.config.constants.LOSS_CHUNKS=8',
-      '--config.data=synthetic',
-    ]
-  )
-  kwargs = config.experiment_kwargs.config
-  assert (kwargs.constants.LOSS_CHUNKS, kwargs.reduced) == (8, True)
-  assert config.data == 'synthetic'
-  constants = pax_config.constants_of(config)
-  assert constants['DATA'] == 'synthetic'
-  assert constants['MAX_STEPS'] == config.training_steps
-  # Each once.
-  assert not constants.keys() & kwargs.constants.keys()
 
 
 def test_an_unknown_name_lists_the_names():

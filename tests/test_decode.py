@@ -209,7 +209,6 @@ def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
   [
     ({}, 3),
     ({'step': 1}, 1),
-    ({'series': 'best'}, BEST),
     ({'series': 'best', 'step': BEST}, BEST),
   ],
 )
@@ -280,9 +279,9 @@ def test_a_directory_that_cannot_be_written(
 
 
 @pytest.mark.parametrize(
-  'option', [{'one_off_evaluate': True}, {'eval_steps': '1,3'}]
+  ('option', 'metric'),
+  [({'one_off_evaluate': True}, ''), ({'eval_steps': '1,3'}, 'loss')],
 )
-@pytest.mark.parametrize('metric', ['', 'loss'])
 def test_an_evaluation_of_a_directory_that_cannot_be_written(
   option, metric, colleague, caplog, capsys
 ):

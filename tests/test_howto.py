@@ -16,7 +16,6 @@ import pytest
 
 import jaxline
 from jaxline import sharded
-from jaxline.metrics import writers
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / 'docs' / 'howto.md'
@@ -233,15 +232,6 @@ def test_arrays_bfloat16_and_a_schedule_of_the_clip(copy):
   norms = train(config).history['train/clip_norm'][:, 1]
   # Of the step before: from 10 to 1 in 5 steps.
   np.testing.assert_allclose(norms[:7], [10, 10, 8.2, 6.4, 4.6, 2.8, 1], 1e-6)
-
-
-def test_the_writer_of_a_service_is_imported_and_named(copy):
-  pytest.importorskip('wandb')
-  apply(copy, 'Log to Weights & Biases, MLflow or Aim')
-  config = tiny(copy)
-  assert config.writers == ('tensorboard', 'jsonl', 'wandb')
-  importlib.import_module('examples.lm.experiment')
-  assert writers.make('wandb', config, 'train', copy)
 
 
 def test_all_diffs_apply(copy):

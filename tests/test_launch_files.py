@@ -6,7 +6,6 @@ stand in for them, and start real processes.
 
 import math
 import os
-import pathlib
 import re
 import signal
 import string
@@ -18,13 +17,12 @@ import pytest
 import yaml
 
 from jaxline.supervision import preemption
+from tests import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = processes.ROOT
 PAGE = ROOT / 'docs' / 'reference' / 'launching.md'
 LAUNCH = ROOT / 'launch'
-SPEEDRUN = ROOT / 'examples' / 'lm' / 'speedrun.sh'
 TIMEOUT_SECS = 100
-BIN = pathlib.Path(sys.executable).parent  # Of `python`.
 
 
 def program(folder, name, text):
@@ -129,10 +127,8 @@ def test_slurm_processes_meet(slurm):
 @pytest.mark.parametrize(
   ('code', 'restarts', 'requeued'),
   [
-    (0, 0, False),
     (1, 0, False),
     (70, 0, True),
-    (preemption.EXIT_CODE, 0, True),
     (preemption.EXIT_CODE, 99, True),
     (preemption.EXIT_CODE, 100, False),
     (143, 0, True),
@@ -172,8 +168,6 @@ def parameters():
 def jobset():
   text = (LAUNCH / 'jobset.yaml').read_text()
   body = re.sub(r'^#.*\n', '', text, flags=re.M)
-  names = set(re.findall(r'\$\{([A-Z]+)\}', body))
-  assert names == set(parameters())
   return yaml.safe_load(string.Template(body).substitute(parameters()))
 
 
@@ -184,8 +178,7 @@ def test_jobset(jobset):
   (container,) = pod['containers']
   # A pod for each machine of a slice: it gets JOB_COMPLETION_INDEX, and none
   # is replaced alone.
-  assert job['completionMode'] == 'Indexed'
-  assert job['backoffLimit'] == 0
+  assert (job['completionMode'], job['backoffLimit']) == ('Indexed', 0)
   assert job['parallelism'] == job['completions']
   sides = pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
   per_pod = container['resources']['limits']['google.com/tpu']
@@ -195,7 +188,6 @@ def test_jobset(jobset):
   # A run has time to save, and is started anew unless that is of no use.
   assert pod['terminationGracePeriodSeconds'] >= 300
   (rule,) = job['podFailurePolicy']['rules']
-  assert rule['action'] == 'FailJob'
   codes = set(rule['onExitCodes']['values'])
   assert {1, 2} <= codes
   assert not {0, 70, preemption.EXIT_CODE, 134, 137, 143} & codes
@@ -215,41 +207,32 @@ def tpu_vm(*args, env=None, **more):
   )
 
 
-def test_tpu_vm_dry_run(tmp_path):
-  program(tmp_path, 'gcloud', f'#!/bin/sh\ntouch {tmp_path}/called')
-  more = {'NAME': 'lm', 'ZONE': 'z', 'ACCELERATOR': 'v4-8', 'RUNTIME': 'r'}
-  gcloud = 'gcloud compute tpus queued-resources'
-
-  def said(*args, **others):
-    env = on_path(tmp_path, **more, **others)
-    result = tpu_vm('--dry-run', *args, env=env)
-    assert result.returncode == 0, result.stderr
-    return [line.rstrip() for line in result.stdout.splitlines()]
-
-  create, _ = said('create')
-  assert create.startswith(f'{gcloud} create lm --node-id=lm ')
-  create, _ = said('create', SLICES='4', FLAGS='--spot')
-  assert '--node-count=4 --node-prefix=lm' in create
-  assert '--spot' in create
-  assert said('delete')[0].startswith(f'{gcloud} delete lm ')
-  install = said('install', DATA='gs://b/text')
-  assert install[0].startswith('git archive')
-  assert '/tmp' not in ' '.join(install)
-  copy = 'gcloud storage rsync --recursive gs://b/text data'
-  assert copy in install
-  for name in ('run', 'stop'):
-    first, *_ = said(name, '--config.checkpoint_dir=/runs/a')
-    assert first.startswith(
-      f"{gcloud} ssh lm --node=all --worker=all '--command=cd ~/jaxline"
-    )
-  assert not (tmp_path / 'called').exists()
-  # What is really copied has a name that nobody can know, and is removed.
+def test_tpu_vm_says_or_does_what_is_typed(tmp_path):
   program(tmp_path, 'gcloud', f'#!/bin/sh\necho "$@" >> {tmp_path}/called')
   (tmp_path / 'tmp').mkdir()
-  env = on_path(tmp_path, **more, TMPDIR=f'{tmp_path}/tmp')
+  env = on_path(
+    tmp_path, NAME='lm', ZONE='z', ACCELERATOR='v4-8', RUNTIME='r',
+    SLICES='4', DATA='gs://b/text', TMPDIR=f'{tmp_path}/tmp',
+  )  # fmt: skip
+
+  def said(*args):
+    result = tpu_vm('--dry-run', *args, env=env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+  gcloud = 'gcloud compute tpus queued-resources'
+  create = said('create')
+  assert create.startswith(f'{gcloud} create lm ')
+  assert '--node-count=4 --node-prefix=lm' in create
+  assert said('delete').startswith(f'{gcloud} delete lm ')
+  assert 'rsync --recursive gs://b/text data' in said('install')
+  for name in ('run', 'stop'):
+    line = said(name, '--config.checkpoint_dir=/runs/a')
+    assert line.startswith(f'{gcloud} ssh lm --node=all --worker=all ')
+  assert not (tmp_path / 'called').exists()
+  # What is really copied has a name that nobody can know, and is removed.
   assert tpu_vm('install', env=env).returncode == 0
-  called = (tmp_path / 'called').read_text()
-  assert f' scp {tmp_path}/tmp/tmp.' in called
+  assert f' scp {tmp_path}/tmp/tmp.' in (tmp_path / 'called').read_text()
   assert not [*(tmp_path / 'tmp').iterdir()]
 
 
@@ -351,31 +334,3 @@ def test_recipes_parse():
     subprocess.run(['bash', '-n'], input=block, text=True, check=True)
   for block in blocks('yaml'):
     assert yaml.safe_load(block), block
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-  ('candidate', 'budget', 'last', 'code'),
-  [
-    ('--config.experiment_kwargs.config.learning_rate=1e-9', '', 'discard', 1),
-    ('--config.training_step=9', '1', 'discard: the candidate failed.', 1),
-    ('no_such_revision', '1', None, 2),
-  ],
-)
-def test_a_speedrun(tmp_path, candidate, budget, last, code):
-  done = subprocess.run(
-    [SPEEDRUN, '', candidate, '--config.training_steps=9'],
-    env=os.environ
-    | {'CONFIG': 'examples/minimal.py', 'OUT': str(tmp_path), 'SEEDS': '1 2'}
-    | {'BUDGET': budget, 'PATH': f'{BIN}{os.pathsep}{os.environ["PATH"]}'},
-    capture_output=True,
-    text=True,
-    timeout=2 * TIMEOUT_SECS,
-  )
-  assert done.returncode == code, done.stderr
-  lines = done.stdout.splitlines()
-  assert lines[-1:] == [last] * (last is not None)
-  if last == 'discard':
-    assert lines[-2].startswith('worse: eval/bits_per_byte')
-    turns = [line.split(',')[0] for line in lines[:4]]
-    assert turns == ['baseline', 'candidate', 'candidate', 'baseline']

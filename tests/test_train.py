@@ -388,17 +388,6 @@ def test_when_checkpoints_are_saved(steps, interval, initial, expected):
   assert checkpointer.calls[-1][0] == 'wait'
 
 
-def test_no_interval_type_and_a_locked_config():
-  config = make_config(2)
-  config.interval_type = None
-  config.lock()
-  before = config.to_json()
-  log, checkpointer = run(config=config, writer=Writes())
-  train.evaluate(Plain, config, checkpointer, None, 'eval')
-  assert len(log.steps) == 2
-  assert config.to_json() == before
-
-
 @pytest.mark.parametrize(
   'key',
   [
@@ -582,11 +571,3 @@ def test_an_error_of_a_later_step_takes_no_checkpoint(tmp_path, place):
   assert checkpointer.steps('latest') == [2]
   with pytest.raises(OSError, match=place):
     writer.close()
-
-
-def test_a_writer_that_fails_at_the_last_step_is_an_error():
-  config = make_config(1, log_train_data_interval=1, log_async=False)
-  checkpointer = Recorder(config)
-  with pytest.raises(OSError, match='disk full'):
-    run(config=config, checkpointer=checkpointer, writer=BrokenWriter())
-  assert checkpointer.saves() == [1]  # The work of the run is safe.

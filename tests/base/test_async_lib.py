@@ -238,26 +238,6 @@ def test_py_prefetch_builds_and_reads_the_iterable_on_its_thread():
   assert list(prefetched) == ['reader', 'reader']
 
 
-def test_py_prefetch_reads_small_elements_in_bursts():
-  asked = threading.Semaphore(0)
-
-  def iterable():
-    for i in range(100):
-      asked.release()
-      yield i
-
-  prefetched = async_lib.py_prefetch(iterable, 3, depth_of=lambda first: 8)
-  # Eight are read; of those that are read, four are used until it goes on.
-  for taken, read in (1, 8), (3, 0), (4, 4), (7, 0), (8, 4):
-    while (last := next(prefetched)) < taken - 1:
-      pass
-    assert last == taken - 1
-    for _ in range(read):
-      assert asked.acquire(timeout=TIMEOUT)
-    assert not asked.acquire(timeout=0.05)
-  assert list(prefetched) == list(range(8, 100))
-
-
 def _fails(error, elements):
   yield from elements
   raise error('bad')

@@ -188,6 +188,7 @@ def _train(name: str, directory: str, *kill: str) -> None:
 
   run = RUNS[name]
   module, _, cls = run.experiment_class.partition(':')
+  saved = pathlib.Path(directory, 'checkpoints', 'latest', f'{SAVED}.json')
 
   class Golden(getattr(importlib.import_module(module), cls)):  # type: ignore[misc]
     """Kills itself after a step, if told to."""
@@ -196,7 +197,8 @@ def _train(name: str, directory: str, *kill: str) -> None:
       def end(t: float, step: int, scalars: Any) -> None:
         del t, scalars
         if step == KILLED and kill:
-          time.sleep(5)  # Until the checkpoint of step 3 is written.
+          while not saved.exists():
+            time.sleep(0.05)
           os.kill(os.getpid(), signal.SIGKILL)
 
       end.update_time = lambda *_: None  # type: ignore[attr-defined]

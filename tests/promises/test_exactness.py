@@ -7,6 +7,7 @@ device, and each case goes on from another one's checkpoint.
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -185,8 +186,8 @@ def run(folder, cases):
     *(PROGRAM, folder, json.dumps(written)),
     timeout=480,
     # Most of the time goes into LLVM, whose optimisations gain nothing here.
-    XLA_FLAGS='--xla_force_host_platform_device_count=8'
-    ' --xla_backend_optimization_level=0',
+    XLA_FLAGS=f'{os.environ["XLA_FLAGS"]} --xla_backend_optimization_level=0'
+    ' --xla_force_host_platform_device_count=8',
   )
   assert result.returncode == 0, result.stderr[-6000:]
   return {case['name']: read(folder, case) for case in written}

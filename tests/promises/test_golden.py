@@ -10,6 +10,7 @@ from tests.golden import runs
 
 
 @pytest.mark.process
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize('name', runs.RUNS)
 def test_a_golden_run(name, tmp_path):
   if importlib.util.find_spec(runs.RUNS[name].optional) is None:

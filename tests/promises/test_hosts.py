@@ -8,6 +8,7 @@ the language model.
 
 import importlib
 import json
+import os
 import re
 import sys
 import zlib
@@ -71,7 +72,7 @@ def launch(count, *args, **kwargs):
     *('-m', 'jaxline.launch', '--processes', count),
     *('--devices-per-process', 1, '--', sys.executable, *args),
     # Most of the time would go into LLVM.
-    XLA_FLAGS='--xla_backend_optimization_level=0',
+    XLA_FLAGS=f'{os.environ["XLA_FLAGS"]} --xla_backend_optimization_level=0',
     **kwargs,
   )
   return done

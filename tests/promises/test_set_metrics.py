@@ -176,15 +176,6 @@ def test_what_is_neither_number_nor_image_is_refused(value):
     regression.evaluate(live)
 
 
-def test_outputs_that_are_no_rows_are_refused():
-  class Scalar(Outputs):
-    def eval_outputs(self, params, model_state, batch, rng):
-      return {'x': batch['x'].sum()}
-
-  with pytest.raises(ValueError, match=r'eval_outputs.*\(\)'):
-    regression.evaluate(Scalar('eval', jax.random.PRNGKey(0)))
-
-
 @pytest.mark.parametrize(
   ('is_mean', 'scalar'),
   [

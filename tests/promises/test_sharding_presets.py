@@ -6,8 +6,6 @@ Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
 N layers, S parts fused into one product, M positions.
 """
 
-import dataclasses
-
 import jax
 from jax.extend import core
 import jax.numpy as jnp
@@ -189,33 +187,6 @@ def test_activations_of_the_traced_model(preset):
   _, _, embed = ACTIVATIONS[preset][0]
   expected[16, 32, 64].add(P(BATCH, None, embed))
   assert found == expected
-
-
-# What has experts, [N, E, D, S, F] and [N, E, F, D].
-EXPERTS = {
-  'ddp': (P(None, None, None, None, None), P(None, None, None, None)),
-  'fsdp': (P(None, None, DATA, None, None), P(None, None, None, DATA)),
-  'ep': (P(None, 'expert', None, None, None), P(None, 'expert', None, None)),
-  'fsdp_ep': (
-    P(None, 'expert', 'data', None, None),
-    P(None, 'expert', None, 'data'),
-  ),
-  'tp': (P(None, 'expert', None, None, 'mdl'), P(None, 'expert', 'mdl', None)),
-  'fsdp_tp': (
-    P(None, 'expert', 'data', None, 'mdl'),
-    P(None, 'expert', 'mdl', 'data'),
-  ),
-}
-EXPERTS['sp'] = EXPERTS['fsdp_tp']
-EXPERTS['pipeline'] = tuple(P('stage', *x[1:]) for x in EXPERTS['sp'])
-
-
-@by_preset
-def test_experts(preset):
-  config = dataclasses.replace(CONFIG, num_experts=8, experts_per_token=2)
-  made = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
-  specs = make(preset).specs(made['layers/experts'])
-  assert (specs['in'], specs['out']) == EXPERTS[preset]
 
 
 # Rules of one's own.
