@@ -388,6 +388,14 @@ def test_when_checkpoints_are_saved(steps, interval, initial, expected):
   assert checkpointer.calls[-1][0] == 'wait'
 
 
+def test_all_hosts_meet_after_the_last_save(monkeypatch):
+  config, checkpointer = make_config(1), Recorder(make_config(1))
+  meet = lambda: checkpointer.calls.append(('meet', None, None))
+  monkeypatch.setattr(devices, 'rendezvous', meet)
+  run(config=config, checkpointer=checkpointer)
+  assert [call for call, *_ in checkpointer.calls] == ['save', 'wait', 'meet']
+
+
 @pytest.mark.parametrize(
   'key',
   [
