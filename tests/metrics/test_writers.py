@@ -350,7 +350,7 @@ _ACTIONS = st.lists(
 
 def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it():
   @hypothesis.settings(
-    max_examples=50, derandomize=True, deadline=None, database=None
+    max_examples=30, derandomize=True, deadline=None, database=None
   )
   @hypothesis.given(_ACTIONS)
   def check(actions: list[Any]) -> None:

@@ -79,7 +79,7 @@ class Source:
   saves_position: bool = True
   needs: str = 'numpy'
   examples: Mapping[str, int] = dataclasses.field(
-    default_factory=lambda: {'': 40}
+    default_factory=lambda: {'': 30}
   )
 
 
@@ -295,7 +295,8 @@ def make_seqio(size, **fields):
 SOURCES = {
   'indexed': Source(make_numbers),
   'indexed_threads': Source(
-    lambda size, **fields: make_numbers(size, num_threads=2, **fields)
+    lambda size, **fields: make_numbers(size, num_threads=2, **fields),
+    examples=GRAIN,
   ),
   'indexed_workers': Source(
     lambda size, **fields: make_numbers(size, num_workers=1, **fields),
