@@ -21,7 +21,7 @@ from jaxline.runs import explain
 from jaxline.runs import replay
 from tests import processes
 from tests import remains
-from tests import test_lost_hosts as multi
+from tests import several as multi
 from tests.experiments import regression
 from tests.programs import hosts
 
