@@ -25,6 +25,7 @@ from jaxline import metrics as metrics_lib
 from jaxline import train_state
 from jaxline import train_step as step_lib
 from jaxline.base import stateful
+from jaxline.inputs import batches as batches_lib
 from jaxline.inputs import feed
 from jaxline.metrics import lines
 from jaxline.metrics import periodic
@@ -212,7 +213,7 @@ class ShardedExperiment(experiment.FullExperiment):
       shapes = jax.tree.map(jax.typeof, batch)
       step_lib.warn_of_another_shape(self.traced_batch, shapes)
       self.traced_batch = shapes
-      after, scalars = self._pure_step(state, batch, rng)
+      after, scalars = self._pure_step(state, batches_lib.as_batch(batch), rng)
       return after, scalars_lib.pack(scalars)
 
     return jax.jit(
@@ -284,7 +285,7 @@ class ShardedExperiment(experiment.FullExperiment):
     def evaluation(state: Any, batch: BatchDict, rng: Any, place: Any) -> Any:
       for number in place:
         rng = jax.random.fold_in(rng, number)
-      args = state.params, state.model_state, batch, rng
+      args = state.params, state.model_state, batches_lib.as_batch(batch), rng
       weights = batch[step_lib.WEIGHTS]
       outputs = step_lib.check_rows(self.eval_outputs(*args), len(weights))
       _, metrics, _ = self.loss_fn(*args, False)

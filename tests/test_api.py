@@ -5,6 +5,7 @@ import pathlib
 import re
 import signal
 import threading
+import xml.dom.minidom
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -235,3 +236,23 @@ def test_a_signal_in_the_last_step(signum, mode, code, config, capsys):
   again = jaxline.fit(regression.Regression, config, mode=mode)
   assert ('eval/loss' in again.history) == (not is_over)
   assert jaxline.load_weights(run, step=6)
+
+
+def test_a_notebook_shows_the_numbers_and_a_curve():
+  history = {
+    'train/loss': np.array([[1, 4.0], [2, np.nan], [3, 2.0], [5, 3.0]]),
+    'eval/<b>&': np.array([[5, 0.25]]),
+  }
+  result = jaxline.Result('/tmp/<script>', None, history, {'eval/<b>&': 0.25})
+  page = xml.dom.minidom.parseString(f'<p>{result._repr_html_()}</p>')
+  (text,) = page.getElementsByTagName('pre')
+  assert text.firstChild.data.splitlines() == [
+    'Run directory: /tmp/<script>',
+    'Step: 5',
+    'Best eval/<b>&: 0.25',
+    'Last eval/<b>&: 0.25',
+    'Last train/loss: 3',
+  ]
+  (line,) = page.getElementsByTagName('polyline')
+  assert line.getAttribute('points') == '0,0 240,120 480,60'
+  assert '<svg' not in jaxline.Result('', None, {}, {})._repr_html_()

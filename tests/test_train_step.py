@@ -373,3 +373,10 @@ def test_what_is_overwritten_by_its_gradient(parts):
     assert experiment.state.model_state[sharded.OVERWRITE]['scale'] == (
       pytest.approx(scale, rel=1e-6)
     )
+
+
+def test_weights_that_cancel_are_no_empty_batch():
+  weights = np.float32([1, -1] + [0] * (ROWS - 2))
+  (scalars,) = train(make(1, [batch(weights)], cls=Sums))
+  assert scalars['grad_norm'] > 0
+  assert scalars['nonfinite'] == 0

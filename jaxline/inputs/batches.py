@@ -54,7 +54,7 @@ def as_batch(batch: Any) -> Any:
 
 
 def as_dict(batch: Any) -> Any:
-  """Returns a batch as the plain dicts that a program's step gets."""
+  """Returns a batch as plain dicts, which JAX flattens faster at each step."""
   if isinstance(batch, Mapping):
     return {key: as_dict(value) for key, value in batch.items()}
   return batch

@@ -96,7 +96,7 @@ def _of_rows(
 
   def loss_of(row: jax.Array, params: Any) -> jax.Array:
     alone = jnp.zeros_like(weights).at[row].set(weights[row])
-    alone_batch = {**batch, train_step.WEIGHTS: alone}
+    alone_batch = inputs.Batch(batch | {train_step.WEIGHTS: alone})
     loss_fn = experiment.loss_fn
     return loss_fn(params, state.model_state, alone_batch, rng, True)[0]
 
@@ -110,7 +110,7 @@ def _of_rows(
   if experiment.row_losses is None:
     losses = jax.lax.map(lambda row: loss_of(row, state.params), rows)
   else:
-    args = state.params, state.model_state, batch, rng
+    args = state.params, state.model_state, inputs.Batch(batch), rng
     losses = experiment.row_losses(*args)
   weights = weights.reshape(len(rows), -1).sum(axis=1, dtype=jnp.float32)
   return jnp.stack([losses, weights, norms])

@@ -199,3 +199,12 @@ def test_a_scalar_that_is_no_mean_is_refused(scalar, is_mean):
     return
   with pytest.raises(ValueError, match=r"'mine'.*Mean\.of"):
     regression.evaluate(live)
+
+
+def test_outputs_that_are_no_rows_are_refused():
+  class Scalar(Outputs):
+    def eval_outputs(self, params, model_state, batch, rng):
+      return {'x': batch['x'].sum()}
+
+  with pytest.raises(ValueError, match=r'eval_outputs.*\(\)'):
+    regression.evaluate(Scalar('eval', jax.random.PRNGKey(0)))
