@@ -14,7 +14,7 @@ just before.
 so that a card that is lent for ten minutes is enough. While a variant runs, the
 next one is compiled. It is timed when that has ended, because XLA tries kernels
 on the device. Each result is written to `--out` at once. After `--budget_secs`
-nothing new begins.
+no variant is compiled any more.
 """
 
 import argparse
@@ -157,6 +157,7 @@ def measure(
   latest = time.monotonic() + _MAX_WAIT_SECS
   while not is_quiet() and time.monotonic() < latest:
     train(experiment, 1)
+  was_quiet = is_quiet()
   begun = time.perf_counter()
   train(experiment, steps)
   secs = (time.perf_counter() - begun) / steps
@@ -166,7 +167,7 @@ def measure(
     'flops_per_sec': prepared.model_flops / secs / jax.device_count(),
     'compile_secs': prepared.compile_secs,
     'gib': prepared.gib,
-    'was_quiet': is_quiet(),
+    'was_quiet': was_quiet,
   }
 
 
@@ -205,9 +206,10 @@ def decode(
   """
   config = experiment.config.model
   dtype = jnp.dtype(config.dtype)
+  state = experiment.state
   params = jax.tree.map(
     lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x,
-    experiment.state.params,
+    lm_experiment.merged(state.params, state.model_state, experiment.config),
   )
   length = min(_PROMPT, config.max_length // 2)
   steps = min(_NEW_TOKENS, config.max_length - length)
@@ -278,6 +280,15 @@ def save(
   }
 
 
+def profile(
+  experiment: lm_experiment.Experiment, directory: str
+) -> dict[str, str]:
+  """Writes a profile of three steps."""
+  with jax.profiler.trace(directory, create_perfetto_trace=True):
+    train(experiment, 3)
+  return {'directory': directory}
+
+
 class Report:
   """Prints rows, and writes them to a file as they come."""
 
@@ -324,7 +335,7 @@ def run(
     load: returns a fresh config.
     report: takes the rows.
     steps: how many to time.
-    ends: nothing begins after it, by `time.monotonic`.
+    ends: no variant is compiled after it, by `time.monotonic`.
     is_plan: whether to decode and to save with the first variant, too.
     trace: a directory for a profile of three steps of the first variant.
   """
@@ -337,14 +348,14 @@ def run(
   def attempt(name: str, call: Callable[..., Any], *args: Any) -> None:
     try:
       report.add(name, call(*args))
-    except (jax.errors.JaxRuntimeError, ValueError) as e:
-      # Such as too little memory, or an option that this XLA does not have.
+    except Exception as e:
+      # Such as too little memory, or an option that this XLA does not have. The
+      # others are to be measured while the card is here.
       report.add(name, {'failed': f'{e!s:.300}'})
 
   def more(experiment: lm_experiment.Experiment) -> None:
     if trace:
-      with jax.profiler.trace(trace, create_perfetto_trace=True):
-        train(experiment, 3)
+      attempt('trace', profile, experiment, trace)
     if is_plan:
       for batch in _DECODE_BATCHES:
         attempt(f'decode_{batch}', decode, experiment, batch, report.bandwidth)

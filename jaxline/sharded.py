@@ -126,8 +126,9 @@ class ShardedExperiment(experiment.FullExperiment):
     Args:
       params: the weights.
       model_state: the value that `init_fn` or the step before returned.
-      batch: global arrays [B, ...]. The entry `weights` is the input's own,
-        [B, ...], or ones, [B]; padding rows of an evaluation have weight 0.
+      batch: a `Batch` of global arrays, [B, ...]. The entry `weights` is the
+        input's own, [B, ...], or ones, [B]; padding rows of an evaluation have
+        weight 0.
       rng: a key of this batch, or microbatch, alone.
       is_training: False in an evaluation.
 

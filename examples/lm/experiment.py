@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gzip
 import math
+import os
 import pathlib
 import re
 from typing import Any
@@ -246,7 +247,8 @@ def find_tokenizer(spec: str, *runs: str | None) -> str:
   text, mark, rest = str(spec).partition('#')
   path = pathlib.Path(text)
   for run in filter(None, runs if not path.exists() else ()):
-    base = re.sub(r':\d+$', '', run)
+    base = run if os.path.isdir(run) else re.sub(r':\d+$', '', run)
+    base = re.sub(r'/checkpoints(/\w+)?/?$', '', base)
     for moved in (pathlib.Path(base, x, path.name) for x in (folder.NAME, '.')):
       if moved.is_file():
         return f'{moved}{mark}{rest}'
@@ -295,6 +297,7 @@ class Experiment(sharded.ShardedExperiment):
     self.config = base_config.read(self.CONFIG_CLASS, config)
     places = 'checkpoint_dir', 'restore_from'
     runs = [run_config.get(x) for x in places] if run_config else []
+    self._directory = run_config and run_config.checkpoint_dir
     self._tokenizer_file = find_tokenizer(self.config.tokenizer, *runs)
     self.tokenizer = tokenization.load_tokenizer(self._tokenizer_file)
     self._check_tokens()
@@ -578,21 +581,23 @@ class Experiment(sharded.ShardedExperiment):
       'learning_rate': learning_rate_schedule(self.config)(count),
     }
 
-  def train_loop(self, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Trains; before, the run gets a copy of an imported run's folder.
+  @functools.cached_property
+  def _stands_alone(self) -> bool:
+    """True, once the run has a copy of an imported run's folder.
 
     The imported run may be deleted then.
     """
     source = folder.of_tokenizer(self._tokenizer_file)
-    run = config.checkpoint_dir if jax.process_index() == 0 else None
+    run = self._directory if jax.process_index() == 0 else None
     if run and source and source.name == folder.NAME:
       folder.keep(source, pathlib.Path(run))
-    super().train_loop(config, *args, **kwargs)
+    return True
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
     """Trains on the next batch; says how many tokens it had."""
+    _ = self._stands_alone
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     tokens = self._rows * self.config.length
     return scalars | {'tokens_per_step': tokens}

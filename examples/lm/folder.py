@@ -387,8 +387,10 @@ class Prompts:
         f'A conversation is {messages!r:.200}; expected messages, such as'
         " [{'role': 'user', 'content': 'Hi'}]."
       )
-    are_objects = (isinstance(x, Mapping) for x in tools or ())
-    if not isinstance(tools, list | None) or not all(are_objects):
+    are_objects = isinstance(tools, list) and all(
+      isinstance(x, Mapping) for x in tools
+    )
+    if tools is not None and not are_objects:
       raise errors.UsageError(
         f'tools is {tools!r:.200}; expected a list of objects, such as'
         " [{'type': 'function', 'function': {'name': 'add'}}]."

@@ -186,7 +186,7 @@ def test_tools_are_read_by_their_template(is_file, tmp_path):
   assert prompts.decode(prompts.encode([USER])) == 'd'
   asked = {'messages': [USER], 'tools': [{'name': 'add'}]}
   assert prompts.decode(prompts.encode(asked)) == 'add'
-  for wrong in ('add', [1], {}):
+  for wrong in ('add', [1], {}, 5):
     with pytest.raises(errors.UsageError, match='tools is '):
       prompts.encode(asked | {'tools': wrong})
   # Both templates make the tokens.

@@ -84,8 +84,7 @@ class BaseInput:
     is_training: whether it feeds training.
     reset_for_eval: whether each evaluation is one epoch from its beginning;
       else it is the next `eval_loop_num_batches`.
-    eval_loop_num_batches: batches per evaluation; None or -1 with
-      `reset_for_eval`, which ignores the default.
+    eval_loop_num_batches: batches per evaluation; `reset_for_eval` ignores it.
     input_checkpointing_enabled: whether checkpoints hold the position.
     num_given: how many rows `get_next` gave for the last batch; padding follows
       them. None if an override of `get_next_padded` does not call this one.
@@ -282,7 +281,7 @@ class BaseInput:
     if self._ended:
       raise StopIteration
     try:
-      batch = self.get_next()
+      batch = batches.as_batch(self.get_next())
       have = num_rows(batch)
       want = self.batch_size or have
       if have > want:
@@ -290,7 +289,7 @@ class BaseInput:
           f'get_next() returned {have} rows; expected at most batch_size ='
           f' {self.batch_size}.'
         )
-      if have < want or WEIGHTS not in batch or not isinstance(batch, dict):
+      if have < want or WEIGHTS not in batch:
         batch = pad_rows(batch, want)
     except Exception as e:
       if is_end(e):

@@ -230,11 +230,11 @@ class Console(contextlib.AbstractContextManager):
           run = f'--jaxline_run={directory}'
         else:  # The program makes the config itself, of its own flags.
           anew = [f'--config.{key}' for key in ('checkpoint_dir', *changes)]
-          program += [
-            x
-            for x in command[len(program) :]
-            if x.partition('=')[0] not in anew
-          ]
+          is_new = False
+          for arg in command[len(program) :]:
+            if arg[:2] == '--':  # Else it is the value of the one before.
+              is_new = arg.partition('=')[0] in anew
+            program += [arg] * (not is_new)
       others = [f'--config.{key}={x}' for key, x in changes.items()]
       go_on = shlex.join([*program, *modes, run, *others])
       if self._experiment.overrides('decode'):
