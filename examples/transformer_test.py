@@ -197,8 +197,6 @@ def test_errors_of_attention():
     transformer.attend(q, k, k)
   with pytest.raises(ValueError, match=r"Dropout needs .*got 'flash'"):
     transformer.causal_attention(q, q, q, 'flash', dropout=lambda x: x)
-  with pytest.raises(ValueError, match=r"A prefix needs .*got 'flash'"):
-    transformer.causal_attention(q, q, q, 'flash', prefix_BM=jnp.ones((1, 2)))
 
 
 # The kernel for TPUs, on CPU.
