@@ -70,9 +70,19 @@ def test_the_page_of_the_recipe_has_the_kept_results():
   assert lm_recipe.table(rows) in page.read_text(encoding='utf-8')
 
 
-@pytest.mark.process
+_LONG = 'lm_step', 'loop'  # Trials of a minute.
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize('name', benchmarks.PROGRAMS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(
+      name, marks=pytest.mark.slow if name in _LONG else pytest.mark.process
+    )
+    for name in benchmarks.PROGRAMS
+  ],
+)
 def test_a_trial(name, tmp_path, monkeypatch):
   monkeypatch.delenv('XLA_FLAGS')  # The devices of a user, not of the tests.
   command = [sys.executable, '-m', 'benchmarks', '--quick', '--only', name]
