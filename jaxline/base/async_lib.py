@@ -32,7 +32,7 @@ def function_name(fn: Callable[..., Any]) -> str:
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
-# When a cause was raised last, of errors whose messages say all.
+# Cause -> when a RunError of it was raised last.
 _raised: dict[Any, float] = {}
 
 

@@ -45,7 +45,7 @@ class Check:
       raise  # It names the part of the value that is wrong.
     except (TypeError, ValueError) as e:
       why = f' ({e})'
-    # Not before: the text of a ConfigDict takes milliseconds.
+    # A ConfigDict takes milliseconds to write out: only a wrong one is.
     raise errors.UsageError(
       f'{name} is {value!r:.200}{why}; expected {self.expected}.'
     )

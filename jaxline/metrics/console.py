@@ -232,7 +232,7 @@ class Console(contextlib.AbstractContextManager):
           anew = [f'--config.{key}' for key in ('checkpoint_dir', *changes)]
           is_new = False
           for arg in command[len(program) :]:
-            if arg[:2] == '--':  # Else it is the value of the one before.
+            if arg[:2] == '--':  # A flag's value may follow as a word.
               is_new = arg.partition('=')[0] in anew
             program += [arg] * (not is_new)
       others = [f'--config.{key}={x}' for key, x in changes.items()]
