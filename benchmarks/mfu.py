@@ -255,7 +255,7 @@ def decode(
 def save(
   experiment: lm_experiment.Experiment, config: config_dict.ConfigDict
 ) -> dict[str, float]:
-  """Returns the seconds that a save blocks, and those of a copy to the host."""
+  """Times how long a save blocks training, and a copy to the host."""
   state = experiment.state
   with tempfile.TemporaryDirectory() as folder:
     config = config.copy_and_resolve_references()
