@@ -15,6 +15,7 @@ RUN = {'bash': ['bash', '-euc'], 'python': [sys.executable, '-c']}
 
 
 @pytest.mark.process
+@pytest.mark.timeout(900)
 def test_each_step_does_what_the_page_shows(tmp_path, monkeypatch):
   root = processes.ROOT
   shutil.copytree(root / 'examples', tmp_path / 'examples')
@@ -33,7 +34,7 @@ def test_each_step_does_what_the_page_shows(tmp_path, monkeypatch):
       continue
     command = [*RUN[language], code]
     done = subprocess.run(
-      command, cwd=tmp_path, capture_output=True, text=True, timeout=100
+      command, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f'{code}\n{done.stdout}\n{done.stderr}'
     printed += done.stdout
