@@ -70,12 +70,11 @@ def test_the_readme_has_it_in_short(tmp_path):
   configs = yours['get_config'](), minimal.get_config()
   assert configs[0].experiment_class == 'yours:Experiment'
   assert configs[0].training_steps == configs[1].training_steps
+  classes = yours['Experiment'], minimal.Experiment
   overrides = {'training_steps': 3, 'log_train_data_interval': 1}
   short, whole = (
-    jaxline.fit(cls, config, overrides).history
-    for cls, config in zip(
-      (yours['Experiment'], minimal.Experiment), configs, strict=True
-    )
+    jaxline.fit(cls, config, overrides | {'checkpoint_dir': str(tmp_path / x)})
+    for x, cls, config in zip('ab', classes, configs, strict=True)
   )
   for name in ('train/loss', 'eval/bits_per_byte'):
-    np.testing.assert_array_equal(short[name], whole[name])
+    np.testing.assert_array_equal(short.history[name], whole.history[name])
