@@ -302,8 +302,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  The arguments are those of `load`. Returns the scalars of the experiment's
-  `evaluate`, by name.
+  The arguments are those of `load`. Returns the experiment's scalars by name.
   """
   experiment, global_step, config = _load(
     directory, overrides, step, series, experiment_class, 'eval'

@@ -8,7 +8,7 @@ of its run. On the command line, `--config.KEY=VALUE` overrides a value, and
 experiment. Misspelled keys, values of the wrong kind and contradictory values
 are rejected before anything is compiled.
 
-The column *effect* tells how changing a key affects a run that you resume:
+*Effect* tells how changing a key affects a run that you resume:
 
 - **run**: the change affects the training result. The run is not resumed,
   unless `on_config_change` is `continue`.
@@ -168,9 +168,8 @@ def validate_keys(
 ) -> None:
   """Checks that a config has the required keys and no misspelled ones.
 
-  An unknown key counts as misspelled if it is very similar to a required one.
-  Otherwise, or if it only adds words, as `num_training_steps` does, it belongs
-  to the experiment.
+  A key that is very similar to a required one counts as misspelled, unless it
+  only adds words, as `num_training_steps` does. Others are the experiment's.
   """
   for key in set(config) - set(base_cfg):
     for near in errors.nearest(key, base_cfg, cutoff=0.85):

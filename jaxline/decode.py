@@ -42,8 +42,7 @@ def restored_experiment(
 ) -> tuple[experiment_lib.FullExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  A step of None means the newest of `series`. `check` is called before the
-  weights are read.
+  A step of None means the newest. `check` is called before reading weights.
   """
   if not checkpointer.can_be_restored(series):
     other = '' if series == 'latest' else ", or set series = 'latest'"

@@ -105,8 +105,7 @@ class Evaluation:
       name: the name of the log, for the terminal.
       starts_as_run: whether the experiment has the initial weights of training:
         True in the sharded style, False in the per-device style.
-      keeps_best: whether this process saves the series `best`, if the config
-        names a metric.
+      keeps_best: whether this process saves `best`, if there is a metric.
       until: later steps count as not evaluated; set by `train_and_eval`.
     """
     self.experiment, self._config = experiment, config

@@ -45,8 +45,7 @@ class AbstractExperiment(abc.ABC):
   Attributes:
     CHECKPOINT_ATTRS: attribute -> name in the checkpoint, for values with a
       leading axis of local devices whose rows are all equal. A checkpoint
-      stores the first device's row; a restore broadcasts it to all local
-      devices.
+      stores the first row; a restore broadcasts it to all local devices.
     NON_BROADCAST_CHECKPOINT_ATTRS: attribute -> name in the checkpoint, for all
       other values. A checkpoint stores them unchanged.
   """
@@ -216,8 +215,7 @@ class AbstractExperiment(abc.ABC):
       attribute: devices.layout(getattr(self, attribute, None))
       for attribute in self.NON_BROADCAST_CHECKPOINT_ATTRS
     }
-    # Delete all old values before making new ones, so that the devices never
-    # hold both.
+    # Delete all old values first, so that the devices never hold both.
     for attribute in names:
       # `delattr` fails for a default that only the class has.
       with contextlib.suppress(AttributeError):
@@ -326,9 +324,8 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
   def check_prompt(self, prompt: Any) -> None:
     """Raises `errors.UsageError` for a prompt that `decode` does not support.
 
-    It is called before the weights are restored. A prompt is a text, the list
-    of messages of a chat, or a dict with `messages` and `tools`. The default
-    accepts only text.
+    It is called before the weights are restored. A prompt is a text, a list of
+    chat messages, or a dict with `messages` and `tools`; by default, only text.
     """
     if not isinstance(prompt, str):
       raise errors.UsageError(

@@ -96,10 +96,7 @@ def make_hooks(
 
 
 class SynchronizedEvery(periodic.Every):
-  """A periodic action that all processes run at the same step.
-
-  The clock of process 0 decides.
-  """
+  """Runs at the same step in all processes, by the clock of process 0."""
 
   def __init__(
     self, agreement: distributed.Agreement, name: str, *args: Any, **kwargs: Any

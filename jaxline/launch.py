@@ -28,8 +28,7 @@ from typing import IO, Any
 from jaxline import errors
 from jaxline.supervision import preemption
 
-# These signals are forwarded to the processes, unless they were ignored at the
-# start.
+# These signals are forwarded to the processes, if not ignored at the start.
 _SIGNALS = (signal.SIGINT, *preemption.SIGNALS.values())
 # A process with one of these codes was ended by a signal. The others are saving
 # too, so they get all the time they need.

@@ -2,10 +2,9 @@
 
 A subclass defines the weights, the loss, the optimizer and the data. This
 module turns them into one jitted program `(state, batch, rng) -> (state,
-metrics)` that donates its buffers and spans all devices of all hosts, an
-evaluation with exact averages, and checkpoints. See `train_step` for the
-compiled functions, `train_state` for the state, `inputs.feed` for the batches
-and `parallel.partitioning` for the shardings.
+metrics)` with donated buffers over all devices of all hosts, an evaluation with
+exact averages, and checkpoints. See `train_step` for the compiled functions,
+`train_state`, `inputs.feed` for batches and `parallel.partitioning`.
 """
 
 import abc
@@ -56,9 +55,8 @@ class ShardedExperiment(experiment.FullExperiment):
   `decode(prompts, rng)` too, and wraps its compiled functions in `in_mesh`.
 
   Attributes:
-    trainable_rules: selects the weights that train, see `trainable`; the others
-      have neither gradients nor optimizer state. None means all. A subclass may
-      set it.
+    trainable_rules: set it to select the weights that train (see `trainable`);
+      the others have no gradients and no optimizer state. None means all.
     row_losses: None, or a method `(params, model_state, batch, rng)` that
       returns the training loss of each row, [B]. Without it, `runs explain`
       calls `loss_fn` once per row, with the weights of all other rows at 0.
@@ -112,10 +110,7 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns (params, model_state); weights may be `partitioning.Logical`.
-
-    Without non-trained state such as BatchNorm statistics, model_state is {}.
-    """
+    """Returns (params, model_state); weights may be `partitioning.Logical`."""
 
   @abc.abstractmethod
   def loss_fn(
@@ -182,8 +177,7 @@ class ShardedExperiment(experiment.FullExperiment):
     """Returns metrics, or images, that need all rows of an evaluation set.
 
     Each process gets the rows of all batches and processes as NumPy arrays
-    [N, ...]: without padding, in the order in which a single process would read
-    them.
+    [N, ...], without padding and in the order of a single process.
     """
     raise NotImplementedError(f'{type(self).__name__} has no reduce_outputs.')
 

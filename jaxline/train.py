@@ -59,8 +59,7 @@ class Run:
     config: the run's config, validated.
     checkpointer: saves and restores the series `latest`, and keeps `best`; None
       keeps both in the memory of this process.
-    writer: gets the scalars of training, and is passed to each step; None
-      writes nothing.
+    writer: gets the scalars of training, and is passed to each step; or None.
     eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
     eval_mode: the mode of the experiment that is evaluated.
@@ -398,8 +397,7 @@ class Training:
     hooks: list[Any] = [*self.hooks, adapters.full_action(self._leave)]
     try:
       with run.watch.training():
-        # A separate evaluation process gets the weights of `restore_from` only
-        # from a checkpoint.
+        # A separate evaluation reads the weights of `restore_from` from this.
         for_eval = config.restore_from and config.eval_initial_weights
         is_asked = for_eval or config.save_initial_train_checkpoint
         if is_asked and protocol.is_new(run.checkpointer):

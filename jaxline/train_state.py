@@ -1,7 +1,4 @@
-"""The state that a sharded training step changes: initialization and sharding.
-
-It also selects the weights that train, and keeps averaged weights.
-"""
+"""The state of sharded steps: initialization, sharding, averaged weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -65,10 +62,7 @@ def init_state(
 
 
 def strongly_typed(tree: Any) -> Any:
-  """Replaces the weak types of Python numbers by strong ones.
-
-  Otherwise the first step would do so, and the second would be recompiled.
-  """
+  """Replaces weak types of Python numbers, to avoid a second compilation."""
   return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
 
 
@@ -200,10 +194,7 @@ def averaged_weights(state: TrainState) -> Any:
 def differences(
   a: Any, b: Any, a_says: str, b_says: str, name: str = ''
 ) -> list[str]:
-  """Describes each leaf whose shape or type differs between two trees.
-
-  A line is '{name}/{path}: {a_says} {shape}, {b_says} {shape}'.
-  """
+  """Lists leaves that differ: '{path}: {a_says} {shape}, {b_says} {shape}'."""
   have, want = (trees.named_leaves(tree, name) for tree in (a, b))
 
   def shape(x: Any) -> str:

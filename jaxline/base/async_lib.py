@@ -283,8 +283,7 @@ def py_prefetch(
   name = thread_name or f'py_prefetch({function_name(iterable_function)})'
 
   def read() -> Generator[T, None, None]:
-    # Use SimpleQueues, in whose methods the garbage collector may close this
-    # generator.
+    # The garbage collector may close this generator in a SimpleQueue's method.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     room: queue.SimpleQueue[int] = queue.SimpleQueue()
     room.put(buffer_size - 1)  # It counts the free places for elements.

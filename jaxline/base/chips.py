@@ -14,10 +14,7 @@ from jaxline import errors
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """An accelerator chip, which is one JAX device.
-
-  Rates are in bytes/s and FLOP/s.
-  """
+  """An accelerator chip (a JAX device). Rates are in bytes/s and FLOP/s."""
 
   name: str  # The name in a topology, or its common name.
   device_kinds: tuple[str, ...]  # JAX's names.

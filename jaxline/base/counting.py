@@ -198,8 +198,7 @@ def _attention(
 _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   'conv_general_dilated': _convolution,
   'dot_general': _dot,
-  # The backward pass recomputes the weights, and takes two gradients of each of
-  # the two products.
+  # Backward: the weights again, and two gradients of each of the two products.
   'dot_product_attention_bwd': functools.partial(
     _attention, of_queries=3, of_values=2
   ),

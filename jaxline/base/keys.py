@@ -108,10 +108,7 @@ def mapping(expected: str) -> Check:
 def record(
   fits: Callable[[Any], Any] = lambda x: True, /, **checks: Check
 ) -> Check:
-  """Accepts a dict if its fields pass the checks, and `fits` accepts it.
-
-  A missing field counts as None.
-  """
+  """Accepts a dict that `fits` and whose fields pass; a missing one is None."""
 
   def accepts(x: Any) -> Any:
     if not isinstance(x, dict):
@@ -185,8 +182,7 @@ class Key:
 def value_of(config: Any, rows: Iterable[Key], name: str) -> Any:
   """Returns the value of a key, or the default if the config lacks the key.
 
-  If the check rejects the value, the program uses the name for itself; this
-  returns the default too.
+  It returns the default too if the value is invalid, and so a program's own.
   """
   row = next(row for row in rows if row.name == name)
   try:
@@ -219,8 +215,7 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
   """Builds an experiment's own config.
 
   Args:
-    cls: a dataclass. Each field is a key; a field whose type is a dataclass is
-      a section.
+    cls: a dataclass. Each field is a key, and a nested dataclass a section.
     config: the values, for example `config.experiment_kwargs.config`.
 
   Raises:

@@ -9,8 +9,7 @@ from typing import Any
 class OwnedSnapshot(dict):
   """A snapshot whose arrays nobody else uses, so a restore may keep them.
 
-  A restore copies the arrays of any other snapshot, which takes twice the
-  memory.
+  A restore copies the arrays of other snapshots, which takes twice the memory.
   """
 
 
@@ -26,8 +25,7 @@ class Stateful:
     CHANGEABLE_ON_RESUME: config paths, such as
       'experiment_kwargs.config.eval_batches', of keys that do not affect
       training steps. You may change these keys, and the keys below them, when
-      you resume a run. A change of any other key in `experiment_kwargs` makes
-      it a different run.
+      you resume a run. Any other change in `experiment_kwargs` is rejected.
     NEVER_BY_RULES: names of arrays that `config.restore_rules` never replace.
     CONFIG_CLASS: the dataclass for `experiment_kwargs.config` that
       `base_config.read` builds, or None. If a checkpoint is older than a field,

@@ -1,8 +1,7 @@
 """Ends a run that hangs, and prints where it hangs.
 
-A thread watches a counter, which the run increments as it makes progress. If
-the counter does not change for too long, the thread prints the stacks of all
-threads and ends the process.
+A thread watches a counter of the run's progress. If it stops for too long, the
+thread prints the stacks of all threads and ends the process.
 """
 
 from collections.abc import Iterator
@@ -123,8 +122,7 @@ def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
   for ident, frame in frames.items():
     stack = traceback.format_stack(frame)
     text += f'\nThread {names.get(ident, ident)!r}:\n{"".join(stack)}'
-  # Print active exceptions: a thread that hangs while handling an error would
-  # hide the cause.
+  # A thread that hangs while it handles an error would hide the cause.
   for ident, found in sys._current_exceptions().items():
     # Before Python 3.12, it is a tuple as in sys.exc_info.
     error: object = found[1] if isinstance(found, tuple) else found

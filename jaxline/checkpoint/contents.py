@@ -1,7 +1,4 @@
-"""Converts a run's state to the contents of a checkpoint, and back.
-
-The contents are named arrays, and JSON in the manifest.
-"""
+"""Converts a run's state to named arrays and a manifest's JSON, and back."""
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -236,10 +233,7 @@ class Checkpoint:
 
   @contextlib.contextmanager
   def reading(self) -> Iterator[None]:
-    """Adds the checkpoint's name to errors; raises GoneError if it was removed.
-
-    A checkpoint that is removed during a read looks damaged.
-    """
+    """Adds the checkpoint's name to errors; detects a removal during a read."""
     try:
       yield
     except store_lib.RefusedError as e:
@@ -274,9 +268,9 @@ class Checkpoint:
     """Returns the prefix of the names of the weights.
 
     Args:
-      which: 'raw', 'averaged' or None. None means the weights that evaluation
-        uses (see `ShardedExperiment.eval_params`): the averaged ones, if the
-        run averages its weights and has done a step, else the raw ones.
+      which: 'raw', 'averaged', or None for the weights that evaluation uses:
+        the averaged ones, if the run averages them and has done a step, else
+        the raw ones (see `ShardedExperiment.eval_params`).
     """
     if which is None:
       has_averaged = any(name.startswith(AVERAGED) for name in self.described)
@@ -351,8 +345,7 @@ class Checkpoint:
   ) -> dict[str, Any]:
     """Returns the experiment's snapshot with some arrays replaced, by rules.
 
-    Rules never replace step counts, schedules and random keys: each run starts
-    with its own.
+    Rules never replace step counts, schedules or random keys.
     """
     snapshot = dict(module.snapshot_state())
     leaves = trees.named_leaves(rules_lib.without_schedules(snapshot))

@@ -2,8 +2,7 @@
 
 `restore` takes the newest manifest, compares the configs, checks that the
 checkpoint fits the experiment, and reads and verifies each part once. If a part
-is damaged, all processes fall back to the previous checkpoint. `saving` is the
-writing half.
+is damaged, all processes use the previous checkpoint. See `saving` for writing.
 """
 
 from collections.abc import Callable, Collection
@@ -136,8 +135,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       contents.check_storable(state, self.complete(module))
     if jax.process_index() == 0:
       # Later checkpoints are damaged: an intact one would have been restored.
-      # Delete them first: once training has begun, evaluations look for the
-      # repeated steps.
+      # Delete them before `begin`, after which evaluations expect new ones.
       later = [found for found in self.steps('latest') if found > step]
       self._manifests.delete_manifests('latest', later)
       self.directory.thread.put(self._saver.clean)

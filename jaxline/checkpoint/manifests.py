@@ -302,8 +302,7 @@ def steps_to_delete(
     if every_steps and step // every_steps > last_multiple:
       last_multiple = step // every_steps
       forever.add(step)
-    # If it is older than the last kept one, the clock went back: restart the
-    # interval.
+    # If the clock went back since the last kept one, restart the interval.
     if every_hours and (
       last_time is None or not 0 <= when - last_time < 3600 * every_hours
     ):

@@ -43,9 +43,8 @@ class Checkpointer(Protocol):
   """Saves and restores the experiment state of named series.
 
   The series are `latest`, written by training, and `best`, written by
-  evaluation. `experiment_module` is stored through its `snapshot_state` and
-  restored through its `restore_from_snapshot`; all other entries are stored
-  unchanged.
+  evaluation. `experiment_module` is saved by its `snapshot_state` and restored
+  by its `restore_from_snapshot`; all other entries are saved unchanged.
   """
 
   def save(self, ckpt_series: str) -> None:
@@ -78,8 +77,7 @@ class FullCheckpointer(Checkpointer):
   `Checkpointer` into one.
 
   Attributes:
-    directory: the run's notes, logs and claims. If it `keeps` them, all hosts
-      take part in `save`.
+    directory: the notes, logs and claims. If it `keeps` them, all hosts save.
   """
 
   directory: directory_lib.RunDirectory
@@ -136,8 +134,7 @@ class FullCheckpointer(Checkpointer):
 def is_new(checkpointer: FullCheckpointer) -> bool:
   """Returns whether a run has not saved a checkpoint yet.
 
-  A run that starts from another run's checkpoint is new. All hosts must call it
-  together.
+  A run that starts from another run's checkpoint is new. All hosts call this.
   """
   if checkpointer.directory.keeps:
     return distributed.broadcast_from_process_0(

@@ -38,8 +38,7 @@ def check_config(
   Args:
     found: the checkpoint.
     directory: the run's directory.
-    declared: the experiment or its class, which declares the keys that may
-      change.
+    declared: the experiment or its class, which declares changeable keys.
 
   Raises:
     ConfigChangedError: a key with the effect `run` differs.

@@ -57,8 +57,7 @@ class Saver:
     Args:
       series: the series.
       step: the step.
-      flush: waits until all earlier records are on disk, and returns the
-        lengths of the logs.
+      flush: waits until earlier records are on disk; returns the logs' lengths.
       content: a copy of the live state; None to share the data of `latest`.
       added: the entries that `best` adds to the state's.
     """

@@ -53,8 +53,7 @@ def encode(
   Args:
     x: the value.
     name: the name of the value, which prefixes the names of its arrays.
-    arrays: receives the arrays of the value, uncopied; random keys as their
-      uint32 data.
+    arrays: receives the uncopied arrays; random keys as their uint32 data.
     allow_pickle: whether to pickle values that have no description.
     nodes: receives, by name, the pytree nodes whose class or auxiliary data
       cannot be described, but whose children can. `decode` takes the rest from
@@ -153,8 +152,7 @@ def decode(
 
   Args:
     structure: the description.
-    arrays: name -> array. A jax.Array is returned as it is; a NumPy array is
-      returned writeable.
+    arrays: name -> array. A returned NumPy array is writeable.
     allow_pickle: whether to unpickle, which may run any code.
     on_host: whether an array that was saved as a jax.Array may stay as given;
       otherwise it becomes a jax.Array on the default device.

@@ -1,9 +1,8 @@
 """Wraps JAXline-style parts of a run in this library's interfaces.
 
-`train`, `decode` and `platform` call these functions at the start of a run.
-From then on, every checkpointer, writer and action has all methods;
-`experiments` does the same for experiments, and `base_config.complete_config`
-for the keys of a config.
+At the start of a run, `train`, `decode` and `platform` give every checkpointer,
+writer and action all methods. `experiments` does the same for experiments, and
+`base_config.complete_config` for the keys of a config.
 """
 
 from collections.abc import Callable
@@ -150,8 +149,7 @@ def rebindable(module: Any, name: str, *parts: str) -> Callable[[Any], Any]:
   """Returns a function that calls the method `name` of a run.
 
   If a program has rebound the function of this name in the module, it calls
-  that function instead, with JAXline's arguments; the last are the `parts` of
-  the run.
+  that function with JAXline's arguments, the last of which are `parts`.
   """
   own = getattr(module, name)
 

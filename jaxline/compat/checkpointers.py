@@ -317,8 +317,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
 def begin_training(checkpointer: Any, experiment_class: Any) -> None:
   """Prepares a checkpointer for training, apart from earlier trainings.
 
-  It is called before training looks for checkpoints. All hosts must call it
-  together.
+  All hosts call this together, before training looks for checkpoints.
   """
   directory = checkpointer.directory
   directory.follows = False

@@ -145,8 +145,7 @@ def nest_of(
   """Builds the `pickle_nest` of entries, which nobody may modify afterwards.
 
   Args:
-    entries: the entries of the experiment state, with a snapshot of the
-      experiment.
+    entries: the experiment state's entries, with the experiment's snapshot.
     attributes: the experiment's CHECKPOINT_ATTRS.
   """
   nest = _nest(dict(entries))

@@ -24,8 +24,7 @@ from jaxline.base import stateful
 class _Completed:
   """Adds the defaults of `FullExperiment` to an object of a different class.
 
-  Attributes of the object with these names belong to the program and are not
-  used.
+  The object's own attributes of these names are the program's, and unused.
   """
 
   def __init__(self, live: Any, **own: Any):
@@ -83,8 +82,7 @@ def full_experiment(experiment: Any, **own: Any) -> Any:
   """Returns an experiment that has all attributes of `FullExperiment`.
 
   Args:
-    experiment: any object that a program saves; it is not changed. None means
-      no experiment.
+    experiment: any object that a program saves, or None; it is not changed.
     **own: attributes of the result that replace the defaults.
   """
   is_completed = type(experiment) is _Completed

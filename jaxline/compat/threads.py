@@ -21,8 +21,7 @@ def run_both(
   """Trains, and evaluates in a second thread; an error in one ends both.
 
   Args:
-    train: trains. It takes a function to call after each step, which raises the
-      evaluation's error.
+    train: trains; calls its argument, which may raise, after each step.
     evaluate: evaluates until `trained` is set.
     trained: set after training has saved its last checkpoint.
   """

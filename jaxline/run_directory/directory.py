@@ -48,8 +48,7 @@ class RunDirectory:
   Attributes:
     keeps: whether a later process can resume from the directory. Only then are
       records after the restored step invalid.
-    follows: whether a different checkpointer saves `latest`, so that this one
-      only reads it.
+    follows: whether a different process or thread saves `latest`.
     reads_only: whether nothing is written.
     poll_secs: minimum time for which an evaluation waits between two looks.
     saved_step: the step of this run's checkpoint of `latest` that was restored
@@ -57,8 +56,7 @@ class RunDirectory:
     saved_data: the name of the data of that checkpoint.
     logs: writers and actions. A checkpoint of `latest` becomes visible only
       after their records up to it are on disk.
-    lengths: path -> length in bytes of each log file at the restored checkpoint
-      of this run.
+    lengths: path -> bytes of each log file at the run's restored checkpoint.
   """
 
   keeps: bool = False

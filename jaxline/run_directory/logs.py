@@ -65,8 +65,7 @@ def upload(
 
   Args:
     run: the run's directory or address.
-    names: relative path -> number of bytes to upload; None means all files, at
-      the end of the run.
+    names: relative path -> bytes to upload; None means all, at the run's end.
   """
   if not disk.is_address(run):
     return

@@ -1,7 +1,4 @@
-"""The formats of a run's notes, small files next to its checkpoints.
-
-They record evaluations, early stopping and the end of training.
-"""
+"""Notes of evaluations, early stopping and the end of training, as files."""
 
 from collections.abc import Iterable, Mapping
 import json

@@ -81,10 +81,7 @@ def check_size(key: str, found: int | None, written: int) -> None:
 
 
 class Store(abc.ABC):
-  """A store of bytes by key.
-
-  Each method may raise an OSError, which never means that data is damaged.
-  """
+  """A store of bytes by key. An OSError never means that data is damaged."""
 
   threads = 16  # For parallel access; in a bucket, each may copy a part.
   poll_secs = 0.0  # The minimum time between two listings.

@@ -46,7 +46,7 @@ def test_only_numbers_are_steps(manifests):
   assert manifests.steps('latest') == [0, 3, 12]
   assert manifests.steps('absent') == []
   manifests.store.write('latest/7/checkpoint.json', b'')  # As format 1 has it.
-  with pytest.raises(store_lib.RefusedError, match='another format'):
+  with pytest.raises(store_lib.RefusedError, match='different format'):
     manifests.steps('latest')
 
 
