@@ -29,7 +29,7 @@ else:
     """Imports `jaxline.api` or `jaxline.utils` on first use."""
     if name in __all__:
       return getattr(importlib.import_module('jaxline.api'), name)
-    if name == 'utils':  # With JAXline, any import makes this name available.
+    if name == 'utils':  # All imports of JAXline's make this name available.
       return importlib.import_module('jaxline.utils')
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 

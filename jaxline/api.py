@@ -88,7 +88,7 @@ def fit_point(
   overrides: Mapping[str, Any],
   mode: str,
 ) -> Result:
-  """Trains one point of a sweep; the sweep, not a command, resumes it."""
+  """Trains one point of a sweep. Rerunning the sweep resumes it."""
   origin = console.Origin(overrides=overrides, is_point=True)
   return _fit(experiment_class, config, mode, origin)
 
@@ -302,7 +302,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  The arguments are those of `load`. Returns the experiment's scalars by name.
+  For the arguments see `load`. Returns the experiment's scalars by name.
   """
   experiment, global_step, config = _load(
     directory, overrides, step, series, experiment_class, 'eval'

@@ -47,7 +47,7 @@ from jaxline.supervision import compilation_cache
 # Experiments use these names.
 read = keys.read
 with_defaults = keys.with_defaults
-# Higher modules use `config_record` under the name of this module.
+# Higher modules call these functions through this module.
 changes = config_record.changes
 flat = config_record.flat
 programs_view = config_record.programs_view
@@ -112,7 +112,7 @@ KEYS: tuple[Key, ...] = (
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
 config_record.TABLE.update((key.name, key) for key in KEYS)
-# JAXline has these keys too. A JAXline program may use all other names itself.
+# JAXline has these keys too. A JAXline program may use all others for itself.
 _JAXLINES = """experiment_kwargs training_steps interval_type log_async
   save_checkpoint_interval log_tensors_interval log_all_hosts
   log_train_data_interval log_all_train_data logging_interval_type

@@ -195,7 +195,7 @@ class Evaluation:
         initial_is_due = False
         self(state, is_restored or self._starts_as_run)
         self.wait()
-        # As in JAXline, stop after the last step.
+        # Stop after the last step, as in JAXline.
         is_last = not self._directory.keeps and self.is_of_last_step()
       elif not is_last:
         self._console.log_waiting(self.last, config.checkpoint_dir)
@@ -203,7 +203,7 @@ class Evaluation:
           time.sleep(max(_POLL_SECS, self._directory.poll_secs))
 
   def _agreed(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the scalars of process 0, after a comparison of all processes'.
+    """Compares the scalars of all processes; returns process 0's.
 
     It warns once about each scalar that differs.
 

@@ -302,7 +302,7 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
     parse_config(argument)  # This defines a flag for each override.
     for name in [x for x in values if x.startswith('config.')]:
       one, key = values[name], name.removeprefix('config.')
-      # As in JAXline, an experiment's own text key may take the text 'None'.
+      # An experiment's own text key may take the text 'None', as in JAXline.
       is_text = isinstance(one.value, str) and key not in base_config.DEFAULTS
       if isinstance(one, flags.MultiFlag):
         own = functools.partial(_parse_tuple, one, one.parse)

@@ -3,8 +3,8 @@
 A subclass defines the weights, the loss, the optimizer and the data. This
 module turns them into one jitted program `(state, batch, rng) -> (state,
 metrics)` with donated buffers over all devices of all hosts, an evaluation with
-exact averages, and checkpoints. See `train_step` for the compiled functions,
-`train_state`, `inputs.feed` for batches and `parallel.partitioning`.
+exact averages, and checkpoints. `train_step` has the compiled functions,
+`train_state` the state, `feed` the batches and `partitioning` the shardings.
 """
 
 import abc

@@ -59,7 +59,7 @@ class Run:
     config: the run's config, validated.
     checkpointer: saves and restores the series `latest`, and keeps `best`; None
       keeps both in the memory of this process.
-    writer: gets the scalars of training, and is passed to each step; or None.
+    writer: gets the scalars of training; passed to `step`. None writes nothing.
     eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
     eval_mode: the mode of the experiment that is evaluated.
@@ -266,8 +266,8 @@ class Run:
   def saves_here(self, all_hosts: bool) -> bool:
     """Returns whether this process calls `save`.
 
-    `all_hosts` is a JAXline config key. It has no effect on a checkpointer that
-    writes files, which all processes call.
+    `all_hosts` is the value of a `*_checkpoint_all_hosts` key. It has no effect
+    on a checkpointer that writes files, which all processes call.
     """
     keeps = self.checkpointer.directory.keeps
     return keeps or all_hosts or jax.process_index() == 0

@@ -237,9 +237,9 @@ def accumulate_gradients(
 ) -> Gradients:
   """Computes `gradients` in microbatches.
 
-  The average weights each microbatch by the sum of its `weights`. This gives
-  the gradient of the full batch if the loss is a mean weighted by `weights`. If
-  all weights are 0, the loss, the gradients and the metrics are 0.
+  It averages the gradients of microbatches by the sums of their `weights`. This
+  gives the gradient of the full batch if the loss is a mean weighted by
+  `weights`. If all weights are 0, the loss, gradients and metrics are 0.
 
   `loss_fn` gets `rng` itself if there is one microbatch, else `fold_in(rng, i)`
   for microbatch i. `place_grads` constrains the sharding of the gradients.

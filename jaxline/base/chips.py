@@ -84,12 +84,12 @@ _CHIPS = (
 # fmt: on
 
 _ENVIRONMENT = {
-  # Without these three, libtpu asks a metadata server for the machine's type
-  # and hosts. Only Cloud machines have one.
+  # These three keep libtpu from asking a metadata server for the machine's type
+  # and hosts. Only Cloud machines have such a server.
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v4-8',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # By default only one process may load libtpu, so that none share a TPU.
+  # libtpu lets only one process load it by default, so that none share a TPU.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 
@@ -146,7 +146,7 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
 
   options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
   if name.startswith('v4:'):
-    # By default libtpu makes two devices of a chip; on hardware there is one.
+    # libtpu makes two devices of a chip by default; on hardware there is one.
     options['chip_config_name'] = 'megacore'
   try:
     return topologies.get_topology_desc(name, 'tpu', **options).devices

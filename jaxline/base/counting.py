@@ -22,7 +22,7 @@ def flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products and convolutions of a program's jaxpr.
 
   A multiplication and an addition count as two FLOPs. The count covers all
-  devices, but no bubble of a pipeline (see `partly_used`). A `cond` counts its
+  devices, without a pipeline's bubble (see `partly_used`). A `cond` counts its
   most expensive branch. A `while` counts one round, with a warning if it has
   products. cuDNN's attention counts fully, although a causal kernel skips about
   half of it; splash attention counts only the blocks that it computes.
@@ -46,13 +46,13 @@ def partly_used(used: int, size: int) -> Any:
   """Returns a context in which only `used` of `size` equal parts count.
 
   For example, a pipeline discards the results of some rounds, and a mixture of
-  experts those of free slots.
+  experts discards free slots.
   """
   return jax.named_scope(f'{used}_of_{size}_used')
 
 
-# Modes of counting: the entire program; or its forward pass, which JAX names
-# 'jvp' and not 'transpose', where the equations are outside or inside of it.
+# What to count: the entire program; or only the forward pass, for equations
+# outside or inside of it. (JAX's names have 'jvp', and not 'transpose'.)
 _ALL, _OUTSIDE, _INSIDE = range(3)
 
 

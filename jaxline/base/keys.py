@@ -52,7 +52,7 @@ class Check:
 
 
 def optional(check: Check) -> Check:
-  """Accepts None in addition."""
+  """Accepts None, and all values that `check` accepts."""
   return dataclasses.replace(
     check,
     expected=f'{check.expected}, or None',

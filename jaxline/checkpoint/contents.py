@@ -362,7 +362,7 @@ class Checkpoint:
       near = errors.nearest(unused[0], live, n=8, cutoff=0)
       raise errors.UsageError(
         f'{where}: {unused} match no array of this run, or an earlier rule'
-        ' shadows them. (Rules never restore step counts, schedules and random'
+        ' shadows them. (Rules never restore step counts, schedules or random'
         f' keys.) Similar to the first: {near}.'
       )
     replaced = self.read_onto(sources, live, where)
@@ -475,4 +475,4 @@ def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
 
 
 def _shape_of(x: Any) -> str:
-  return f'{x.dtype.name}{list(x.shape)}'  # As `saved_shape` writes it.
+  return f'{x.dtype.name}{list(x.shape)}'  # `saved_shape` returns this form.

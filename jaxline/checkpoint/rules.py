@@ -1,4 +1,4 @@
-"""Matches `restore_rules`, which map arrays to those of a checkpoint."""
+"""Matches `restore_rules`, which map arrays to a checkpoint's arrays."""
 
 from collections.abc import Callable, Iterable
 import re

@@ -69,7 +69,7 @@ class Saver:
       data = distributed.gather_and_decide(
         None, lambda _: manifests_lib.new_data(step)
       )
-      if series == 'best':  # Without a manifest, training could collect it.
+      if series == 'best':  # Training could collect data without a manifest.
         self.keep_data([data])
       try:
         place = self._store.below(f'data/{data}')

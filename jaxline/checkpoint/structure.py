@@ -53,7 +53,7 @@ def encode(
   Args:
     x: the value.
     name: the name of the value, which prefixes the names of its arrays.
-    arrays: receives the uncopied arrays; random keys as their uint32 data.
+    arrays: receives the arrays, not copied; random keys as their uint32 data.
     allow_pickle: whether to pickle values that have no description.
     nodes: receives, by name, the pytree nodes whose class or auxiliary data
       cannot be described, but whose children can. `decode` takes the rest from

@@ -2,7 +2,7 @@
 
 Experiments of JAXline programs may not derive from `AbstractExperiment`, or may
 have constructors with fewer arguments. After `construct`, an experiment has all
-attributes of this class. `full_experiment` adds those of `FullExperiment`.
+of its attributes. `full_experiment` adds the attributes of `FullExperiment`.
 """
 
 from collections.abc import Mapping

@@ -41,7 +41,7 @@ class LostClaimError(errors.RunError, RuntimeError):
 
 
 def is_old(seen: dict[str, tuple[Any, float]], name: str, value: Any) -> bool:
-  """Notes in `seen` when a value changed; returns if STALE_SECS have passed."""
+  """Notes in `seen` when a value changed; returns whether it is stale."""
   now = time.monotonic()
   if name not in seen or seen[name][0] != value:
     seen[name] = value, now

@@ -58,7 +58,7 @@ def place(store: store_lib.Store, name: object) -> str:
 def write(
   store: store_lib.Store, name: str, files: Mapping[str, bytes]
 ) -> None:
-  """Writes files to RUN/checkpoints, unless there; `name` is their hash."""
+  """Writes files to RUN/checkpoints under their hash `name`, if it is new."""
   if place(store, name):
     return
   packed, store = io.BytesIO(), store.below('code')
