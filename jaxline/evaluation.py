@@ -225,7 +225,7 @@ class Evaluation:
     if is_wrong or differences.keys() - self._differed:
       self._differed.update(differences)
       text = '; '.join(f'{name} is {x}' for name, x in differences.items())
-      text = f'evaluate returned different scalars in the processes: {text}.'
+      text = f'The processes return different scalars from evaluate: {text}.'
       if is_wrong:
         raise errors.UsageError(
           f'{text} They choose the best weights, so compute them from the data'

@@ -229,7 +229,7 @@ def _claim(
       for log in logs:
         stack.enter_context(owner.Claim(config.checkpoint_dir, log))
     except (owner.ClaimedError, OSError) as e:
-      problem = f'Cannot write to {config.checkpoint_dir}: {e}'
+      problem = f'Nothing can be written in {config.checkpoint_dir}: {e}'
       is_refused = 'train' in logs or isinstance(e, owner.ClaimedError)
   problem, is_refused = distributed.broadcast_from_process_0(
     (problem, is_refused)
@@ -446,7 +446,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     raise errors.UsageError(kind + ' '.join(text.split())) from e
   if others:
     raise errors.UsageError(
-      f'Unexpected arguments {others}. Override values as --config.KEY=VALUE.'
+      f'Got {others}; expected flags, such as --config.KEY=5.'
     )
   return [name]
 
@@ -459,7 +459,8 @@ def _read_config(
   is_twice = 0 < values['jaxline_run'].present < values['config'].present
   if values.config is None or is_twice:
     raise errors.UsageError(
-      'Give either --config=FILE, such as configs/lm.py, or --jaxline_run=DIR.'
+      'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
+      ' and not both.'
     )
   # Validate before the processes connect; `start` does so again for the class.
   base_config.validate_config(values.config, may_be_own=True)

@@ -294,7 +294,7 @@ def test_an_evaluation_of_a_directory_that_cannot_be_written(
     config.update(option)
   with flagsaver.flagsaver(config=config, jaxline_mode='eval_mine'):
     platform.main(Echo, [])
-  assert caplog.text.count(f'Cannot write to {colleague}: ') == 1
+  assert caplog.text.count(f'Nothing can be written in {colleague}: ') == 1
   shown = capsys.readouterr().out
   assert 'eval_mine step 3 | loss 1' in shown
   assert ('eval_mine step 1 | loss 1' in shown) == ('eval_steps' in option)

@@ -1,8 +1,8 @@
 """Constructs an experiment and completes it.
 
 Experiments of JAXline programs may not derive from `AbstractExperiment`, or may
-have constructors with fewer arguments. After `construct`, an experiment has all
-of its attributes. `full_experiment` adds the attributes of `FullExperiment`.
+have constructors with fewer arguments. `construct` adds all attributes of this
+class, and `full_experiment` adds the attributes of `FullExperiment`.
 """
 
 from collections.abc import Mapping
