@@ -299,10 +299,10 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
   parse_config = flag.parse
 
   def parse(argument: Any) -> None:
-    parse_config(argument)  # This defines a flag for each override.
+    parse_config(argument)  # It defines a flag for each override.
     for name in [x for x in values if x.startswith('config.')]:
       one, key = values[name], name.removeprefix('config.')
-      # An experiment's own text key may take the text 'None', as in JAXline.
+      # The text may be a value of the experiment's own keys, as in JAXline.
       is_text = isinstance(one.value, str) and key not in base_config.DEFAULTS
       if isinstance(one, flags.MultiFlag):
         own = functools.partial(_parse_tuple, one, one.parse)
@@ -322,7 +322,7 @@ def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
 
 
 class _OrNone(flags.ArgumentParser):
-  """Parses 'None' as None, and everything else with another parser."""
+  """Parses None, too."""
 
   def __init__(self, parser: flags.ArgumentParser):
     self._parser = parser
@@ -362,12 +362,12 @@ for _setting in (
 ):
   flags.DEFINE_flag(_SettingFlag(*_setting))
 flags.DEFINE_bool(
-  'jaxline_ensure_tpu', False, 'Fail if JAX does not run on a TPU.'
+  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
 )
 flags.DEFINE_string(
-  'jaxline_tpu_driver', '', 'Ignored; accepted because JAXline has it.'
+  'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
 )
-# `--help` shows only flags that are registered for the program's own module.
+# `--help` shows the flags of the program's own module.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
 

@@ -16,7 +16,7 @@ import traceback
 import types
 from typing import Any
 
-# This is EX_SOFTWARE of sysexits.h.
+# EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70
 
 # Time limit of the report in seconds, since a pipe or a disk may block it.

@@ -1,9 +1,9 @@
 """Applies `config.xla`: compiler flags and profile-guided scheduling (PGLE).
 
-Before JAX starts, `apply` writes the settings to XLA_FLAGS, LIBTPU_INIT_ARGS
-and JAX's config. XLA and libtpu check the flags: they end the process if they
-do not know one, and name it. For what to set and when, see
-docs/reference/accelerators.md.
+`config.xla` is written to XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
+before JAX starts. XLA and libtpu check the flags themselves: they end the
+process and name a flag that they do not know.
+docs/reference/accelerators.md says what to set, and when.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _PROFILE = optional(
 )
 KEYS = (
   Key('xla', {}, mapping('a dict of the keys below'),
-      'XLA settings, applied before JAX starts. See'
-      ' docs/reference/accelerators.md.', 'program'),
+      'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
+      'program'),
   Key('xla.latency_hiding_scheduler', None, optional(keys.BOOLEAN),
       'Overlap communication with computation. None means that XLA decides.',
       'program'),
