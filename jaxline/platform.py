@@ -256,8 +256,8 @@ class _ConfigParser(flags.ArgumentParser):
     file, *option = argument.split(':', 1)
     if not os.path.isfile(file):
       raise errors.UsageError(
-        'not found. Give a file such as configs/lm.py, or the directory of a'
-        ' run'
+        'not found; expected a file such as configs/lm.py, or the directory of'
+        ' a run'
       )
     try:
       # A config file names its own class as `f'{__name__}:Class'`.
