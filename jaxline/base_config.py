@@ -70,9 +70,8 @@ KEYS: tuple[Key, ...] = (
       'Number of training steps. With None, the run ends when `should_run_step`'
       ' of the experiment returns False.'),
   Key('max_seconds', None, optional(keys.POSITIVE),
-      'Ends the run after this many seconds of training. Start-up, compilation'
-      ' and evaluations do not count. The seconds up to the checkpoint of a'
-      ' resumed run do.'),
+      'Ends the run after this many seconds of training, added up over all'
+      ' restarts. Start-up, compilation and evaluations do not count.'),
   Key('gradient_accumulation_steps', 1, COUNT,
       'Number of microbatches: a sharded step computes their gradients in turn'
       ' and adds them, which saves memory.', 'program', sharded=True),

@@ -231,7 +231,7 @@ class ShardedExperiment(experiment.FullExperiment):
     loss_fn = lambda params, *args: self.loss_fn(
       train_state.merge_frozen(params, state.params), *args
     )
-    # Gradients are sharded like the weights, so no device holds all of them.
+    # Shard the gradients like the weights: no device needs to hold all of them.
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
       grads, self.trainable_only(self.layout.shardings.params)
     )
