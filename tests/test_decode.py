@@ -332,7 +332,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
     ({'prompts': 'chat.jsonl'}, 'chat.jsonl:2: Echo has no chats'),
     ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'"),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is'),
-    ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
+    ({'output': './p.txt'}, "output is './p.txt', which is the file"),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'"),
     ({'directory': 'new', 'series': 'best'}, "set series = 'latest'"),
   ],

@@ -244,5 +244,5 @@ def _take_object(
   # Without permission to list, GCS returns an empty list, and no error.
   if not store.names('claims'):
     beat.stop()
-    raise PermissionError(errno.EACCES, 'Listing is not allowed', str(store))
+    raise PermissionError(errno.EACCES, 'It cannot be listed', str(store))
   return beat

@@ -160,7 +160,7 @@ def test_two_arrays_of_one_name_are_refused(open_run):
   twice = lib.PerDevice(
     {}, {'a': {'b/c': np.ones(1)}, 'a/b': {'c': np.zeros(1)}}
   )
-  with pytest.raises(ValueError, match="the name 'a/b/c'"):
+  with pytest.raises(ValueError, match="named 'a/b/c'"):
     lib.save(open_run(), twice)
 
 
@@ -199,7 +199,7 @@ def test_pickles_need_permission(open_run):
   allowed = {'checkpoint_allow_pickle': True}
   lib.save(open_run(**allowed), lib.PerDevice({}, {'thing': Opaque(3), 'n': 1}))
   live = lib.PerDevice({}, {'thing': None, 'n': 2})
-  with pytest.raises(ValueError, match=r"'thing' pickled.*_pickle = True"):
+  with pytest.raises(ValueError, match=r"'thing' as a pickle.*_pickle = True"):
     lib.restore(open_run('eval'), live)
   assert live.held() == {'thing': None, 'n': 2}
   lib.restore(open_run('eval', **allowed), live)
@@ -296,7 +296,7 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(
     lib.restore(checkpointer, lib.weights(), 4)
   assert lib.restore(checkpointer, lib.weights(), 3).global_step == 3
   lib.flip(lib.manifest_of(tmp_path / 'run'))
-  with pytest.raises(store_lib.DamagedError, match=r'/5\.json is not'):
+  with pytest.raises(store_lib.DamagedError, match=r'/5\.json does not'):
     lib.restore(checkpointer, lib.weights(), 5)
   assert checkpointer.steps('latest') == [3, 5]
 

@@ -182,7 +182,7 @@ def test_verify_names_the_damaged_part_and_changes_nothing(call, run):
   assert call('verify', f'{run}:2')[0] == 0
   lib.manifest_of(run, 4).write_text('{')
   status, out, _ = call('verify', f'{run}:4')
-  assert (status, '4.json is not as it was' in out) == (1, True)
+  assert (status, '4.json does not match' in out) == (1, True)
 
 
 # export

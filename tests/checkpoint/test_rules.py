@@ -42,7 +42,7 @@ def test_restore_from_what_is_damaged_or_does_not_fit(open_run, tmp_path):
   lib.flip(lib.manifest_of(tmp_path / 'other'))
   before = lib.tree_of(tmp_path / 'other')
   checkpointer = open_run(restore_from=str(tmp_path / 'other'))
-  with pytest.raises(store_lib.DamagedError, match=r'/5\.json is not as'):
+  with pytest.raises(store_lib.DamagedError, match=r'/5\.json does not'):
     lib.restore(checkpointer, lib.weights())
   checkpointer = open_run(
     directory=tmp_path / 'third', restore_from=str(tmp_path / 'other:3')
