@@ -106,7 +106,7 @@ def full_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   """Returns a config with all keys; warns of keys that a program redefines."""
   if own := base_config.own_keys(config):
     logging.warning(
-      'The program uses these keys for itself; the library uses its defaults:'
+      'The program uses these keys as its own; the library uses its defaults:'
       ' config.%s. %s',
       ', config.'.join(own),
       next(iter(own.values())),
