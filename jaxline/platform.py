@@ -300,14 +300,15 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
   def parse(argument: Any) -> None:
     parse_config(argument)  # It defines a flag for each override.
     for name in [x for x in values if x.startswith('config.')]:
-      one, key = values[name], name.removeprefix('config.')
+      one: Any = values[name]
+      key = name.removeprefix('config.')
       # The text may be a value of the experiment's own keys, as in JAXline.
       is_text = isinstance(one.value, str) and key not in base_config.DEFAULTS
-      if isinstance(one, flags.MultiFlag):
-        own = functools.partial(_parse_tuple, one, one.parse)
-        one.parse = own  # type: ignore[method-assign]
+      is_list = isinstance(one, flags.MultiFlag)
+      if is_list:
+        one.parse = functools.partial(_parse_tuple, one, one.parse)
       elif not is_text:
-        one.parser = _OrNone(one.parser)
+        one._parse = functools.partial(_parse_or_none, one._parse)
 
   flag.parse = parse  # type: ignore[method-assign]
   flags.DEFINE_alias('jaxline_run', 'config', values)
@@ -320,14 +321,9 @@ def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
   parse(argument)
 
 
-class _OrNone(flags.ArgumentParser):
-  """Parses None, too."""
-
-  def __init__(self, parser: flags.ArgumentParser):
-    self._parser = parser
-
-  def parse(self, argument: Any) -> Any:
-    return None if argument == 'None' else self._parser.parse(argument)
+def _parse_or_none(parse: Callable[..., Any], argument: Any) -> Any:
+  """Parses a value that may be None."""
+  return None if argument == 'None' else parse(argument)
 
 
 class _SettingFlag(flags.Flag):
@@ -360,12 +356,8 @@ for _setting in (
   ('disable_pmap_jit', False, 'Run op by op: a debugger sees values.'),
 ):
   flags.DEFINE_flag(_SettingFlag(*_setting))
-flags.DEFINE_bool(
-  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
-)
-flags.DEFINE_string(
-  'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
-)
+flags.DEFINE_bool('jaxline_ensure_tpu', False, 'Fail if JAX finds no TPU.')
+flags.DEFINE_string('jaxline_tpu_driver', '', 'Ignored: a flag of JAXline.')
 # `--help` shows the flags of the program's own module.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
