@@ -7,7 +7,7 @@ from typing import Any
 
 # Finds the section of docs/troubleshooting.md that a message needs, by name.
 _SECTIONS = re.compile(
-  r'(?P<misspelled_names>Unknown (config key|\w+ '\S*' in))|(?P<nan>not finite)'
+  r"(?P<misspelled_names>Unknown (config key|\w+ '\S*' in))|(?P<nan>not finite)"
   r'|(?P<unknown_flags>Unknown command line flag|expected flags|Expected --)'
   r'|(?P<class_not_found>experiment_class is)|(?P<hang>no sign of life)'
   r"|(?P<missing_packages>No module named|pip install -e ')"
