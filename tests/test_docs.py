@@ -100,17 +100,14 @@ def test_names_of_pages_in_code():
   assert not wrong, '\n'.join(wrong)
 
 
-# The messages of other packages are in these files, or here.
+# Modules with messages of other packages; words of Python and of pip.
 FOREIGN = (
   'absl/flags/_exceptions.py',
   'grain/_src/python/dataset/transformations/process_prefetch.py',
-  'jax/_src/lib/__init__.py',
-  'jax/_src/xla_bridge.py',
+  *('jax/_src/lib/__init__.py', 'jax/_src/xla_bridge.py'),
 )
-OTHERS = (
-  *map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EACCES)),
-  *('No module named', 'requires a different Python', "not in '>=3.11'"),
-)
+WORDS = ['No module named', 'requires a different Python', "not in '>=3.11'"]
+WORDS += map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EACCES))
 
 
 def strings(path):
@@ -119,18 +116,17 @@ def strings(path):
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     values = (getattr(x, 'value', '') for x in parts)
     text = ''.join(x if isinstance(x, str) else '\0' for x in values)
-    yield text * ('(?P<' not in text)  # Not those that search for others.
+    yield text * ('(?P<' not in text)  # Patterns search for messages.
 
 
 def test_messages_that_troubleshooting_quotes():
   """The code has them, and an error that ends a run links to its section."""
   packages = pathlib.Path(jax.__file__).parents[1]
   paths = *(ROOT / 'jaxline').rglob('*.py'), *map(packages.joinpath, FOREIGN)
-  known = '\n'.join([*OTHERS, *(x for path in paths for x in strings(path))])
-  with open(packages / 'jaxlib' / 'libjax_common.so', 'rb') as file:
+  known = '\n'.join([*WORDS, *(x for path in paths for x in strings(path))])
+  with next(packages.glob('jaxlib/libjax_common.*')).open('rb') as file:
     library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-  page = (ROOT / 'docs' / 'troubleshooting.md').read_text(encoding='utf-8')
-  names = set()
+  page, linked = (ROOT / 'docs' / 'troubleshooting.md').read_text(), set()
   for section in re.split(r'^### ', page, flags=re.M)[1:]:
     (anchor,) = anchors(f'# {section.splitlines()[0]}')
     for quote in re.findall(r'^```text\n(.*?)^```$', section, re.M | re.S):
@@ -139,17 +135,15 @@ def test_messages_that_troubleshooting_quotes():
       assert all(library.find(x.encode()) >= 0 for x in unknown), unknown
       links = {*map(errors.link, quote.splitlines())} - {''}
       assert links <= {f' See docs/troubleshooting.md#{anchor}.'}, quote
-      names |= {anchor.replace('-', '_')} if links else set()
-  assert names == errors._SECTIONS.groupindex.keys()
+      linked |= {anchor.replace('-', '_')} if links else set()
+  assert linked == errors._SECTIONS.groupindex.keys()
 
 
 def test_the_port_from_lightning_learns(tmp_path):
   pytest.importorskip('sklearn')
-  page = ROOT / 'docs' / 'reference' / 'from_lightning.md'
-  code = re.search(
-    r'^# examples/\w+\.py\n.*?(?=^```)', page.read_text(), re.M | re.S
-  )
-  (tmp_path / 'yours.py').write_text(code[0])
+  page = (ROOT / 'docs' / 'reference' / 'from_lightning.md').read_text()
+  _, code = page.split('```python\n# examples/yours_digits.py\n')
+  (tmp_path / 'yours.py').write_text(code.partition('```')[0])
   module = runpy.run_path(str(tmp_path / 'yours.py'), run_name='yours')
   place = {'checkpoint_dir': str(tmp_path / 'run')}
   result = jaxline.fit(module['Classifier'], module['get_config'](), place)

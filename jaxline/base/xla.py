@@ -3,7 +3,7 @@
 `config.xla` is written to XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
 before JAX starts. XLA and libtpu check the flags themselves: they end the
 process and name a flag that they do not know.
-docs/reference/xla_flags.md says what to set, and when.
+docs/reference/xla_flags.md explains which to set, and when.
 """
 
 from __future__ import annotations
