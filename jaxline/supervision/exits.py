@@ -37,7 +37,7 @@ def exit_code_and_message(
       return code, '\n'.join(f'[jaxline] {x}' for x in lines)
     case SystemExit(code=int(code)) if code:
       return code, ''
-    case SystemExit():  # Its code would say that the run is complete.
+    case SystemExit():  # Its code would mean that the run is complete.
       return 1, (
         f'{"".join(traceback.format_exception(error))}[jaxline] To end a run,'
         ' raise `experiment.StopTraining` in place of SystemExit.'
