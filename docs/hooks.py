@@ -52,9 +52,7 @@ def api_page(module):
   first, rest = '', ['!^_[^_]']
   for node in ast.parse(path.read_text(encoding='utf-8')).body:
     if isinstance(node, ast.ClassDef) and (names := abstract_methods(node)):
-      options = (
-        f'    options: {{members: {names}, show_docstring_attributes: false}}'
-      )
+      options = f'    options: {{members: {names}, heading_level: 3}}'
       first += f'::: {module}.{node.name}\n{options}\n\n'
       rest += [f'!^{name}$' for name in names]
   if not first:

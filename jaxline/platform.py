@@ -256,7 +256,7 @@ class _ConfigParser(flags.ArgumentParser):
     if not os.path.isfile(file):
       raise errors.UsageError(
         'not found; expected a file such as configs/lm.py, or the directory of'
-        ' a run'
+        ' a run.'
       )
     try:
       # A class in the file is `f'{__name__}:Class'`.
