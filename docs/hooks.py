@@ -52,9 +52,10 @@ def api_page(module):
   first, rest = '', ['!^_[^_]']
   for node in ast.parse(path.read_text(encoding='utf-8')).body:
     if isinstance(node, ast.ClassDef) and (names := abstract_methods(node)):
-      options = f'    options: {{members: {names}, heading_level: 3}}'
-      first += f'::: {module}.{node.name}\n{options}\n\n'
-      rest += [f'!^{name}$' for name in names]
+      options = f'members: {names}, show_docstring_attributes: false'
+      first += f'::: {module}.{node.name}\n'
+      first += f'    options: {{{options}, heading_level: 3}}\n\n'
+      rest += [f'!^{name}$' for name in names if name[0] != '_']
   if not first:
     return f'# {module}\n\n::: {module}\n'
   return (
