@@ -30,10 +30,10 @@ _SECTIONS = re.compile(
 
 
 def link(text: str) -> str:
-  """Returns ' See ...' for the message of an error; '' without a section."""
+  """Returns ' (see ...)' for the message of an error; '' without a section."""
   found = _SECTIONS.search(text)
   name = str(found.lastgroup).replace('_', '-') if found else ''
-  return f' See docs/troubleshooting.md#{name}.' if found else ''
+  return f' (see docs/troubleshooting.md#{name})' if found else ''
 
 
 class UsageError(ValueError):

@@ -135,7 +135,7 @@ def test_messages_that_troubleshooting_quotes():
       unknown = [x for x in parts if x not in known]
       assert all(library.find(x.encode()) >= 0 for x in unknown), unknown
       links = {*map(errors.link, quote.splitlines())} - {''}
-      assert links <= {f' See docs/troubleshooting.md#{anchor}.'}, quote
+      assert links <= {f' (see docs/troubleshooting.md#{anchor})'}, quote
       linked |= {anchor.replace('-', '_')} if links else set()
   assert linked == errors._SECTIONS.groupindex.keys()
 
