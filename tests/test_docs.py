@@ -102,12 +102,11 @@ def test_names_of_pages_in_code():
 
 # Modules with messages of other packages; words of Python, pip and XLA.
 FOREIGN = (
-  'absl/flags/_exceptions.py',
+  *('absl/flags/_exceptions.py', 'jax/_src/lib/__init__.py'),
   'grain/_src/python/dataset/transformations/process_prefetch.py',
-  *('jax/_src/lib/__init__.py', 'jax/_src/xla_bridge.py'),
+  'jax/_src/xla_bridge.py',
 )
 WORDS = ['No module named', 'requires a different Python', "not in '>=3.11'"]
-WORDS += ['Unknown flag in XLA_FLAGS']
 WORDS += map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EACCES))
 
 
