@@ -1,14 +1,6 @@
-"""Maps an error to its exit code; the text is the error's own.
+"""Maps an error to its exit code, which docs/reference/reliability.md explains.
 
-0    the run has ended
-1    an error
-2    wrong usage: the command line, the config or the directory
-70   the watchdog, which ends the process itself
-75   SIGTERM, or another signal that ends a run
-130  Ctrl-C
-134  another process of the run was lost
-
-`launch/slurm.sbatch` and `launch/tpu_vm.sh` start a run again after some.
+`launch/slurm.sbatch` and `launch/tpu_vm.sh` start a run again after some codes.
 """
 
 from collections.abc import Iterator
@@ -39,26 +31,28 @@ def exit_code_and_message(
   # JAX adds a remark on its own frames, which are not printed.
   notes = getattr(error, '__notes__', ())
   lines = [str(error), *(x for x in notes if _JAXS_REMARK not in x)]
+  link = errors.link('\n'.join(lines))
   match error:
     case preemption.Preempted(code=int(code)):
       return code, '\n'.join(f'[jaxline] {x}' for x in lines)
     case SystemExit(code=int(code)) if code:
       return code, ''
-    case SystemExit():  # Its code would say that the run is complete.
+    case SystemExit():  # Its code would mean that the run is complete.
       return 1, (
         f'{"".join(traceback.format_exception(error))}[jaxline] To end a run,'
         ' raise `experiment.StopTraining` in place of SystemExit.'
       )
-    case errors.UsageError():
-      return 2, ' '.join(lines)
-    case errors.RunError():
-      return 1, ' '.join(lines)
+    case errors.UsageError() | errors.RunError():
+      return 1 + isinstance(error, errors.UsageError), ' '.join(lines) + link
     case _ if others and errors.is_lost_process(error):
-      return errors.LOST_CODE, (
+      text = (
         '[jaxline] This process has lost another process, whose own lines may'
         ' say why. The same command resumes the run.'
         f' ({str(error).splitlines()[0]:.300})'
       )
+      return errors.LOST_CODE, text + errors.link(text)
+  if link:  # Python prints the notes of an error.
+    error.add_note(link.strip())
   return 1, ''
 
 
