@@ -315,14 +315,15 @@ def _check_epoch(
   if not totals['batches']:
     return WRONG, 'there is no data'
   text = (
-    f'{lengths[0]} batches on each host; in all, {totals["rows"]:,} rows of'
-    f' {totals["all_rows"]:,}, and weights of {totals["weights"]:,.10g}'
+    f'{lengths[0]} batches on each host; {totals["rows"]:,} of'
+    f' {totals["all_rows"]:,} rows are real, total weight'
+    f' {totals["weights"]:,.10g}'
   )
   if not hosts[0].records:
     return OK, text
   total = hosts[0].source.num_records()
   left = total - len(set(_flat(host.records for host in hosts)))
-  text += f'; {total:,} records, of which {left} are not read'
+  text += f'; {total - left:,} of {total:,} records were read'
   return WRONG if left else OK, text
 
 
@@ -342,7 +343,7 @@ def _check_resume(hosts: Sequence[_Host], open_shard: _OpenInput) -> _Result:
     for start in (middle, 1):
       if problem := _continue(source, [host], start):
         return WRONG, f'a new input {problem}'
-  text = f'a new input goes on exactly, after {middle} batches and after 1'
+  text = f'a new input resumes exactly after {middle} batches and after 1'
   if host.rows.count(host.rows[0]) == len(host.rows):
     return LOOK, f'{text}; but all batches are equal, so this proves nothing'
   return OK, text
@@ -358,7 +359,7 @@ def _check_position(hosts: Sequence[_Host], open_shard: _OpenInput) -> _Result:
   with open_shard(base.Shard(0, 1)) as source:
     if problem := _continue(source, hosts, (len(states) + 1) // 2):
       return WRONG, f'one host instead of {len(hosts)} {problem}'
-  return OK, 'the same on all hosts, and one host goes on from it'
+  return OK, 'the same on all hosts, and one host continues from it'
 
 
 def _continue(
