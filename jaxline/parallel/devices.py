@@ -15,8 +15,8 @@ T = TypeVar('T')
 
 KEYS = (
   keys.Key('max_steps_in_flight', None, keys.optional(keys.COUNT),
-      'Limit on training steps queued on the devices: 2 keeps them busy, 1 waits'
-      ' for each step. None means 2, or 1 for several CPU devices, whose'
+      'Limit on training steps queued on the devices: 2 keeps them busy, 1'
+      ' waits for each step. None means 2, or 1 for several CPU devices, whose'
       ' collectives can starve each other.'),
 )  # fmt: skip
 
