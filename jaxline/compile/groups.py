@@ -31,9 +31,9 @@ def reach(
   if pairs := i.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}'):
     numbers = _braces(pairs)
   elif i.opcode == 'send':
-    # Devices are physical here, and their order in a slice is not told. All
-    # slices are laid out alike, so the axes that differ are those between the
-    # first devices of the slices. Slices are numbered from 1.
+    # Devices are physical here, and their order in a slice is unknown. Since
+    # all slices have the same layout, the first devices of the slices show the
+    # axes that differ. Slices are numbered from 1.
     _, first = np.unique(slice_of, return_index=True)
     members = np.array([-1, *first])
     target = i.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[^}]*\})')

@@ -30,7 +30,7 @@ _HINTS = (
 class Target:
   """The devices for which a program is compiled."""
 
-  name: str  # A topology, such as 'v4:4x4x4', or 'local' for the own devices.
+  name: str  # A topology such as 'v4:4x4x4'; 'local' means jax.devices().
   device_kind: str
   num_slices: int  # The number of topologies, which a slower network joins.
   num_devices: int  # The number of chips in all slices.

@@ -20,8 +20,7 @@ KEYS = (
       ' that names what the input is reading. None disables it.', sharded=True),
   Key('skip_batches', '', RANGES,
       'Batches to leave out, counted from 1. The step that would have used the'
-      ' first batch of a range uses the batch after the range.', 'run',
-      sharded=True),
+      ' first of a range uses the batch after it.', 'run', sharded=True),
 )  # fmt: skip
 
 

@@ -39,8 +39,7 @@ def input_maker(
   if not hasattr(experiment_class, method):
     raise errors.UsageError(
       f'{config.experiment_class} has no {method}(). Expected a'
-      ' ShardedExperiment: other experiments read their data in step() and'
-      ' evaluate(), which this command does not call.'
+      ' ShardedExperiment: others read their data in step() and evaluate().'
     )
 
   @functools.cache

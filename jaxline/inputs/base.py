@@ -84,7 +84,7 @@ class BaseInput:
     is_training: Whether the input feeds training.
     reset_for_eval: Whether each evaluation reads one epoch from its beginning.
       If not, it reads the next `eval_loop_num_batches`.
-    eval_loop_num_batches: Batches per evaluation, ignored by `reset_for_eval`.
+    eval_loop_num_batches: Batches per evaluation, without `reset_for_eval`.
     input_checkpointing_enabled: Whether checkpoints hold the position.
     num_given: Rows in the last batch before padding. None if an override of
       `get_next_padded` does not call the method of this class.
@@ -262,7 +262,7 @@ class BaseInput:
     if self.saves_position:
       return 0
     if self.num_infeed_hosts not in (1, jax.process_count()):
-      return 0  # Shards and processes differ, so no broadcast reaches all.
+      return 0  # To agree on a seed takes one process per shard.
     return distributed.broadcast_from_process_0(secrets.randbits(31))
 
   def describe(self) -> str:
@@ -350,8 +350,7 @@ class BaseInput:
     """Continues where `get_state` was called, in this or another process.
 
     Raises:
-      ValueError: The state belongs to a different input, data, order or (if
-        positions depend on it) host.
+      ValueError: The state is from a different input, data, order or host.
     """
     here = json.loads(BaseInput.state_of(self, None))
     try:

@@ -165,9 +165,7 @@ class TrainFeed(_Feed):
     If the input rejects the position, nothing changes.
     """
     if position is None and num_read:
-      logging.warning(
-        'The checkpoint has no position: the data starts from the beginning.'
-      )
+      logging.warning('The checkpoint has no position: the data starts over.')
     source = self._open(position)
     self.note(num_read, position)
     self._infeed = self._read_ahead(source)
@@ -178,9 +176,9 @@ class TrainFeed(_Feed):
     self.num_read, self._saved = num_read, position
 
   def peek(self) -> tuple[inputs.BaseInput, BatchDict, list[str]]:
-    """Returns the closed input, and this process's rows of the next batch.
+    """Returns the closed input, this process's next rows, and their sources.
 
-    The list names the source of each row. The position does not move.
+    The position does not move.
     """
     if self.position is None and self.num_read:
       raise errors.UsageError(

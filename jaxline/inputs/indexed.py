@@ -4,8 +4,7 @@ All hosts share one global order of the records, epoch after epoch (shuffled by
 Grain). With G = batch_size * num_infeed_hosts, global batch n takes positions
 [n * G, (n + 1) * G) of this order, and host h reads rows [h * batch_size,
 (h + 1) * batch_size) of the batch. The saved position is one integer, the
-number of rows read so far from the global order. It is valid for any number of
-hosts, any batch size and any number of workers.
+number of rows read so far. It fits any number of hosts, batch size and workers.
 
 Shapes: b rows, N records of an epoch.
 """

@@ -17,7 +17,7 @@ from jaxline.base import async_lib
 from jaxline.base import goodput
 from jaxline.inputs import base
 
-_READY_SECS = 1e-4  # A step takes a batch that is ready in less time.
+_READY_SECS = 1e-4  # Taking a batch that is ready takes less time.
 _WINDOW_STEPS = 100  # The wait is measured over this number of steps.
 # Small batches are read in bursts. These are the limits of a burst.
 _MAX_HELD = 32
@@ -130,5 +130,5 @@ def _read(
         raise
       yield placed, mark
   finally:
-    # `Infeed.close` may have closed the source before it finished starting.
+    # Close it here too: `Infeed.close` may come while the source still starts.
     source.close()

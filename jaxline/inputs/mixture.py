@@ -63,11 +63,10 @@ class MixtureInput(indexed.IndexedInput):
         and child.saves_position == self.saves_position
       ):
         raise errors.UsageError(
-          f'The input {name} of {self.name} is a {type(child).__name__};'
-          ' expected an IndexedInput with repeat=True,'
-          f' is_training={self.is_training} and input_checkpointing_enabled='
-          f'{self.input_checkpointing_enabled}. To mix streams, use tf.data,'
-          ' SeqIO or grain.IterDataset.mix.'
+          f'The input {name} of {self.name}, a {type(child).__name__}, is not'
+          f' an IndexedInput with repeat=True, is_training={self.is_training},'
+          f' input_checkpointing_enabled={self.input_checkpointing_enabled}.'
+          ' Mix streams with tf.data, SeqIO or grain.IterDataset.mix.'
         )
     if set(self.weights) != set(self.inputs):
       self.refuse('weights', f'a number for each of {sorted(self.inputs)}')

@@ -137,8 +137,7 @@ def texts(
 ) -> dict[str, list[str]]:
   """Returns the text of a batch's first rows, without padding.
 
-  The keys are names of entries, such as 'ids' or 'tgt.ids'. The dict is empty
-  if the input does not implement `ids_to_strings`.
+  Keys are entries, such as 'tgt.ids'. It is empty without `ids_to_strings`.
   """
   arrays = _arrays(batch)
   found = {}

@@ -22,8 +22,7 @@ A batch has these arrays, each of shape [B, L]:
   paddings     float32  padded: 1 for padding, else 0
 
 With bytes as tokens, `sum(weights * nats) / sum(weights) / log(2)` is the
-number of bits per byte. The model reads document tokens but does not predict
-them.
+number of bits per byte. The model never predicts the document tokens it reads.
 
 Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
 row, b rows to read.
@@ -80,7 +79,7 @@ def load_corpus(
       are followed, to each folder once. Text is UTF-8, or UTF-16 with a byte
       order mark. A file of which more than 1% is neither is left out. Files
       that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked. A '.tokens' file
-      from a `cache_dir` is used directly, also from a bucket.
+      from a `cache_dir`, maybe in a bucket, is used directly.
     eval_fraction: Fraction of the documents to hold out, between 0 and 1.
     tokenizer: As for `tokenization.load_tokenizer`.
     documents: How to cut files into documents: 'file'; 'line' (each nonempty
@@ -90,7 +89,7 @@ def load_corpus(
     cache_dir: Folder for the tokens. None means '~/.cache/jaxline/tokens', or
       'jaxline/tokens' below XDG_CACHE_HOME if it is set.
     text_key: Entry of a 'jsonl' line or a row that holds the text. Lines whose
-      entry is null are left out; more than 1% of them are an error.
+      entry is null are left out; more than 1% of such lines are an error.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(

@@ -93,7 +93,7 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
       paths = _walk(root, _STDLIB_FOLDERS, _STDLIB_FILES)
     elif is_folder := os.path.isdir(root):
       paths = _walk(root, _NOT_HIDDEN, _NOT_HIDDEN, notes)
-    elif os.path.exists(root):  # Even if it looks like a pattern.
+    elif os.path.exists(root):  # Its name may look like a pattern.
       paths, root = iter([root]), os.path.dirname(root)
     else:
       pattern = root
@@ -187,10 +187,9 @@ def name_document(file: str, line: int) -> str:
 
 @dataclasses.dataclass
 class Reader:
-  """Reads documents of files.
+  """Reads documents; `notes` has the reason why a file was left out, by file.
 
   Attributes:
-    notes: The reason why a file was left out, by file.
     nulls: The number of lines without text, by file.
     file, done_bytes: Index of the current file, and its bytes read from disk.
   """

@@ -73,8 +73,7 @@ class Documents:
   Attributes:
     names: Path of each document's file, relative to the folder that was read.
       A document that is a line adds ':' and its number.
-    tokens: For each document the document token, then the tokens of its text;
-      uint16 or uint32 [N].
+    tokens: Document token and text of each document, uint16 or uint32 [N].
     starts: Index of each document token, int64 [D].
     sha256: Hash of the tokens.
     num_bytes: Length of the text.
@@ -250,7 +249,7 @@ def open_corpus(
 def _choose_folder(
   cache_dir: text_files.Path | None, name: str
 ) -> pathlib.Path:
-  """Returns the folder with a file. If none has it, returns a writable one."""
+  """Returns the folder that has a file, or a writable folder for it."""
   disk.check_local(cache_dir or '', 'cache_dir')
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens')

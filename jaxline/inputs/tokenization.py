@@ -55,7 +55,7 @@ _SPLITTERS: list[dict[str, Any]] = [
     for x in ('', '{1,3}')
   ),
 ]
-# These normalizers treat an ASCII character, and ' a', alike after any text.
+# These normalizers treat an ASCII character or ' a' the same after any text.
 _LOCAL = (
   'BertNormalizer', 'Lowercase', 'NFC', 'NFD', 'NFKC', 'NFKD', 'Nmt',
   'Precompiled', 'StripAccents',
@@ -74,7 +74,7 @@ class Tokenizer(abc.ABC):
   def encode(self, text: Text) -> np.ndarray:
     """Returns the tokens of a text without a document token, int32 [length].
 
-    Except for 'bytes', bytes that are not UTF-8 are read as U+FFFD.
+    Tokenizers except 'bytes' read bytes that are not UTF-8 as U+FFFD.
     """
     return self.encode_batch([text])[0]
 
@@ -85,8 +85,8 @@ class Tokenizer(abc.ABC):
   def find_cuts(self, text: bytes) -> np.ndarray:
     """Returns the offsets, ascending, at which a text can be cut.
 
-    `encode_parts` gives both parts together the tokens of the uncut text, for
-    any text before and after `text`. Empty if no such offset is known.
+    With `encode_parts`, the two parts have the same tokens as the uncut text,
+    for any text before and after `text`. Empty if no such offset is known.
     """
     del text
     return np.zeros(0, np.int64)
@@ -154,9 +154,8 @@ class _FileTokenizer(Tokenizer):
     found = [special[name] for name in names if name in special]
     if not found:
       raise errors.UsageError(
-        f'{source} has none of the special tokens {[*names]}, one of which'
-        f' must precede each document. Append one of {[*special]} to the path:'
-        f" '{source}#<name>'."
+        f'{source} has none of the special tokens {[*names]} for its documents.'
+        f" Append one of {[*special]} to the path: '{source}#<name>'."
       )
     self.document_id = found[0]
     digest = hashlib.sha256(data).hexdigest()
@@ -290,8 +289,8 @@ def _flatten(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 def _find_bytes_to_cut_between(model: bytes) -> tuple[np.ndarray, bool]:
   """Returns whether a text can be cut between two bytes, bool [256, 256].
 
-  The second value is whether the model puts a space before each text. If so, a
-  part that is not the first begins with a space and has more after it.
+  The second value is whether the model puts a space before each text. If so,
+  every part after the first begins with a space and is longer than this space.
 
   BPE merges only neighbors, the best pair first. So if no piece of the
   vocabulary crosses a place, the merges on its two sides are independent.
@@ -348,9 +347,8 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   match = _SPEC.fullmatch(str(_STDLIB) if spec == 'stdlib' else spec)
   if not match:
     raise errors.UsageError(
-      f"The tokenizer is {spec!r}; expected 'bytes', 'stdlib', or a path:"
-      " 'x.model' (SentencePiece) or 'x.json' (Hugging Face). '#<name>' at its"
-      ' end selects the document token.'
+      f"The tokenizer is {spec!r}; expected 'bytes', 'stdlib', or a path, as in"
+      " 'x.model' or 'x.json#<token>', with the document token after '#'."
     )
   path = pathlib.Path(match['path']).expanduser()
   if not path.is_file():

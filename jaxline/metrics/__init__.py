@@ -148,12 +148,9 @@ def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
 
 
 def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
-  """Checks that each scalar of a batch is the mean over the batch's halves.
+  """Raises ValueError for a scalar that is not the mean over the halves.
 
   If no metric is a scalar, `halves` is not iterated.
-
-  Raises:
-    ValueError: A scalar differs from this mean by more than 1%.
   """
   names = [k for k, x in whole.items() if isinstance(x, MeanOfScalar)]
   if not names:

@@ -44,10 +44,7 @@ _HEARD = ('console.py', 'token_cache.py', 'xla.py')  # These log long waits.
 
 
 def is_shown(record: std_logging.LogRecord) -> bool:
-  """Returns whether to show a record: not infos of JAX or this library.
-
-  -v 1 shows all records.
-  """
+  """Filters infos of this library and JAX out of a log, unless -v is 1."""
   return (
     record.levelno != std_logging.INFO
     or not record.pathname.startswith(_LIBRARIES)
@@ -267,7 +264,7 @@ class Console(contextlib.AbstractContextManager):
         line.stop()
 
   def report_compilation(self) -> bool:
-    """Prints the time of the first compilation, once; returns if it did."""
+    """Prints the first compilation's time, once; returns whether it did."""
     if self._compiled_before is None:
       return False
     secs = goodput.compiled_secs() - self._compiled_before
@@ -329,7 +326,7 @@ class Console(contextlib.AbstractContextManager):
     self.print(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
-    """Notes the best value so far; None as step means before this start."""
+    """Notes the best value so far; without a step, it predates this start."""
     when = 'before this start' if step is None else f'at step {step}'
     self._best = f'{name}: {lines.shorten(value)} {when}'
     if step is not None:

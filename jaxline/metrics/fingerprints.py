@@ -4,8 +4,7 @@ The fingerprint of a step is a uint32 hash of its scalars and its batch. A
 separate program computes it, so the program of the step does not change. The
 hash sums integers, so it does not depend on how arrays are sharded. The file
 has pairs of little-endian uint32: the number of a step and its fingerprint. In
-the sharded style a second pair follows: the number + 2**31, and bits of the
-loss.
+the sharded style a second pair follows: the number + 2**31 and the loss bits.
 """
 
 from collections.abc import Callable, Mapping

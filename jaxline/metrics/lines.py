@@ -22,8 +22,7 @@ FORMATS = {
   'examples_per_step': '',
 }
 
-# Control characters except newlines and tabs: C0, C1, direction of writing, and
-# surrogates.
+# Controls except newlines and tabs: C0, C1, writing direction, surrogates.
 _CONTROLS = re.compile(
   '[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069'
   '\ud800-\udfff]'

@@ -58,7 +58,7 @@ class LiveLine:
 
   def _write(self, stream: Any, text: str) -> int:
     write = self._writes[stream]
-    if os.getpid() != self._pid:  # Forked, perhaps while the lock was held.
+    if os.getpid() != self._pid:  # The lock may have been held at the fork.
       return write(text)
     with self._lock:
       if not text or self._is_hidden():

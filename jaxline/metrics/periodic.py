@@ -60,15 +60,13 @@ class PeriodicAction(Action):
         since the last due step (the old rate if the clock did not advance).
       interval_type: 'steps' (due at multiples of the interval) or 'secs' (due
         when the interval has passed since it was last due); None means 'secs'.
-      interval: Steps or seconds. 0 means always due; None or a negative number
-        means never.
+      interval: Steps or seconds; 0 means always, None or negative means never.
       start_time: Start of the first interval, in seconds.
       start_step: The step at that time.
-      run_async: Whether to call the function on a thread, which `share` sets.
-      log_all_data: Whether to call the function after every step, if any can
-        be due.
+      run_async: Whether to call it on a separate thread; see `share`.
+      log_all_data: Whether to call it after every step, if any can be due.
       logging_growth_ratios: Each ratio r adds the due steps round(r * 10**k),
-        k >= 0. Ratios add the powers of ten too. They need 'steps'.
+        k >= 0, and so does r = 1 if there are any ratios. Needs 'steps'.
       end_step_to_action: An additional due step: the last one.
     """
     ratios = tuple(logging_growth_ratios or ())

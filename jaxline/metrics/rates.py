@@ -24,8 +24,7 @@ class Rates:
   - `tflops_per_sec`, if the experiment is sharded: 10^12 FLOPs of the model per
     second and device, three times the FLOPs of the forward pass's products.
   - `mfu`: the same as a fraction of the device's bfloat16 peak, if known.
-  - `device_memory_gib`: the current memory use of the fullest local device, if
-    known.
+  - `device_memory_gib`: current memory use of the fullest local device, if any.
   """
 
   def __init__(self, experiment: Any):

@@ -32,9 +32,8 @@ _OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 class TensorBoardWriter(files.FileBackend):
   """Writes a new event file in a directory that may have older ones.
 
-  In a new file, no record can follow a truncated one, which would hide it. A
-  batch of images is one tag with B samples. Texts are shown verbatim and not as
-  Markdown.
+  In a new file no record follows a truncated one, which would hide it. A batch
+  of images is one tag with B samples. Texts are shown verbatim (no Markdown).
 
   `resume` truncates the older event files of this library. TensorBoard may have
   one open, and would show no more points if it were deleted, or truncated and

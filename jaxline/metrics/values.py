@@ -25,11 +25,11 @@ def to_step(global_step: Any) -> int:
 def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   """Returns the numbers in a mapping as Python numbers, in its order.
 
-  Integers and bools become (exact) ints, and the rest floats. A nested
-  mapping is flattened: `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. Values
-  other than a real number of up to 64 bits, or an array with one element that
-  is one, are skipped with one warning per name: None, strings, larger arrays,
-  typed random keys, donated arrays. It waits for the computation of arrays.
+  It takes real numbers of up to 64 bits and arrays with one of them. Integers
+  and bools become (exact) ints, the rest floats. Nested mappings are flattened:
+  `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. Anything else (None, a string,
+  a larger array, a typed random key, a donated array) is skipped, with one
+  warning per name. The call waits for the computation of arrays.
   """
   flat: dict[str, int | float] = {}
   if isinstance(scalars, scalars_lib.Scalars):

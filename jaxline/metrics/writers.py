@@ -118,8 +118,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     """Queues a record of values, which the caller must not change.
 
     `kind` is one of `files.KINDS`, or a kind that only some backends take.
-    `finish` runs on the thread and maps the converted values to the values to
-    write.
+    On the thread, `finish` maps the converted values to the final ones.
     """
     if not self.takes(kind):
       return

@@ -90,8 +90,8 @@ def initialize(value: Any) -> None:
     if place is not None and place['num_processes'] > 1:
       _connect(place)
   if has_others():
-    # This exchange avoids an abort by gloo ('collective mismatch') when, later,
-    # three processes lose one.
+    # If three processes lose one later, gloo would abort some of the rest
+    # ('collective mismatch') without this exchange.
     multihost_utils.sync_global_devices('start')
 
 
@@ -131,7 +131,7 @@ def _found() -> dict[str, Any] | None:
     for key, name in VARIABLES.items()
     if (text := os.environ.get(name))
   }
-  # On a cluster, which has the rest, only the address may be given.
+  # A cluster knows the rest, so the address may be given alone.
   cluster = None if given.keys() - {'coordinator'} else _cluster()
   if cluster is None:
     if given:
@@ -174,7 +174,7 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
 
 
 def _keeps_gpus() -> bool:
-  """Returns whether this process of Slurm or MPI uses more than one GPU."""
+  """Returns whether not to give one GPU to this process of Slurm or MPI."""
   # If a node has only one process, one GPU would leave the rest idle.
   per_node = os.environ.get('SLURM_STEP_TASKS_PER_NODE', '')
   return (
@@ -245,8 +245,7 @@ def gather_and_decide(
     raise error
   chosen = get('chosen')
   if process == 0 and number > 0:
-    # All processes have read the previous decision, since they took part in
-    # this one.
+    # Since all took part in this decision, all have read the previous one.
     client.key_value_delete(f'{place}/{number - 1}/')
   return chosen
 

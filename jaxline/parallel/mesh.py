@@ -96,9 +96,9 @@ def mesh_shape(
   Args:
     sizes: As `config.mesh`, or only the sizes within a slice. By default `data`
       is all devices of a slice, `replica` is all slices, and the rest are 1.
-    devices: They form the slices of their `slice_index`, or one slice. If `dcn`
-      asks for one slice per process they form these; CPU devices form any
-      number that `dcn` asks for.
+    devices: Grouped into slices by their `slice_index`. If they form only one
+      slice, CPU devices form as many as `dcn` asks for, and GPUs form one per
+      process if `dcn` asks for this number.
   """
   ici, dcn = check_sizes(sizes)
   asked = math.prod(size for size in dcn.values() if size != -1)

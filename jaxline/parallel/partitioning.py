@@ -142,9 +142,8 @@ def get_rules(
 
 KEYS = (
   Key('sharding', 'ddp', Check(f'one of {tuple(PRESETS)}', get_rules),
-      'How a sharded step splits arrays over the mesh; see'
-      ' `partitioning.PRESETS`. `ddp` splits only the batch.',
-      'program', sharded=True),
+      'How a sharded step is split over the mesh: see `partitioning.PRESETS`.'
+      ' `ddp` splits only the batch.', 'program', sharded=True),
   Key('sharding_rules', {}, optional(Check(
         'a dict from logical axis to mesh axes',
         lambda x: get_rules('ddp', x))),

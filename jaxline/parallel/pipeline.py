@@ -38,8 +38,8 @@ _COPIES = {
 def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:
   """A checkpoint policy that recomputes operations that move or convert values.
 
-  So it saves no weights. Without it, each iteration would save a copy of its
-  layers' weights, in the dtype in which the layer computes.
+  It saves no weights. Otherwise each iteration would save a copy of its layers'
+  weights, in the dtype in which the layers compute.
   """
   return prim.name not in _COPIES
 

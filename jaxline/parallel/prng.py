@@ -118,8 +118,7 @@ class DeviceStepKeys:
     host_ids = host_id_devices_for_rng(mode)
     sharding = devices.local_sharding()
     num_devices = sharding.num_devices
-    # Number devices as on the axis of a pmap over all hosts: this program runs
-    # only on this host.
+    # Number devices as a pmap over all hosts does: this program is local.
     first_index = jax.local_devices()[0].process_index * num_devices
     indices = np.arange(first_index, first_index + num_devices, dtype=np.int32)
     self._sharding = sharding

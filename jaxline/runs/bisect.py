@@ -86,7 +86,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
-  """Returns how each array differs that does, the largest difference first."""
+  """Describes the arrays that differ, the largest difference first."""
   found = []
   for name in one.keys() | other.keys():
     x, y = one.get(name), other.get(name)

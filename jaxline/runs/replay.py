@@ -194,7 +194,7 @@ def differing(
 
 
 def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
-  """Replays steps and compares them with the log; returns if they are equal."""
+  """Compares replayed steps with the log; returns whether they are equal."""
   before = logged_values(replay.record)
   total = num_differing = 0
   for step, found in replay.values(first, until).items():
@@ -209,8 +209,7 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
     num_compared = len(was.keys() & found.keys())
     total += num_compared
     num_differing += len(names)
-    # Most steps have only a fingerprint; do not list these.
-    if (num_equal := num_compared - len(names)) > 1:
+    if (num_equal := num_compared - len(names)) > 1:  # Skip lone fingerprints.
       lines.print_text(f'step {step}: {num_equal} values are equal')
   if not total:
     lines.print_text(f'The run logged nothing in steps {first} to {until}.')
@@ -238,7 +237,7 @@ def find_nonfinite(directory: str, step: int) -> str | None:
           run(step, lambda _, x: scalars.update(writers.to_scalars(x)))
     except FloatingPointError as e:
       frames = list(traceback.extract_tb(e.__traceback__))
-      # Frames above train_step.py, such as an own `step`, are not the model's.
+      # Skip frames above train_step.py, such as the experiment's `step`.
       is_above = lambda f: not f.filename.endswith('/train_step.py')
       frames = [*itertools.dropwhile(is_above, frames)] or frames
       own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]

@@ -29,7 +29,7 @@ RANGE = re.compile(r'(uniform|log|int):([^:]+):([^:]+)')
 
 
 def points(axes: Axes, draws: int | None = None) -> list[dict[str, Any]]:
-  """Returns a grid's points, or random ones, of which more draws add more."""
+  """Returns a grid's points, or random ones; more draws keep the first ones."""
   if draws is None:
     ranges = {k: axis for k, axis in axes.items() if isinstance(axis, str)}
     if ranges or not axes:

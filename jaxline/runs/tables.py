@@ -47,7 +47,7 @@ def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
   def rank(group: Group) -> tuple[bool, float]:
     of = values(group, sort)
     value = sign * mean(of)[0]
-    # Sort groups last in which some run lacks the metric.
+    # Groups in which some run lacks the metric come last.
     return len(of) < len(group) or math.isnan(value), value
 
   return sorted(found.values(), key=rank)

@@ -66,7 +66,7 @@ def of_run(config: Any) -> Iterator[None]:
     return
   settings = {
     'jax_compilation_cache_dir': str(path),
-    # If it has a limit, JAX writes when it reads, and must be able to.
+    # To apply a limit, JAX writes when it reads: a read-only cache has none.
     'jax_compilation_cache_max_size': (
       MAX_BYTES if os.access(path, os.W_OK) else -1
     ),

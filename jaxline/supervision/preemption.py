@@ -1,10 +1,9 @@
 """Saves and ends a run on a signal, Ctrl-C or a preemption notice.
 
-During start-up, a notice raises `Preempted` at once if there is only one
-process, and otherwise takes effect after the first step. Inside
-`Watch.training` a notice is deferred: every host calls `reached` after each
-step. If it returns True, the host saves its state and calls `leave`, which
-raises `Preempted`.
+During start-up, a notice raises `Preempted` at once in a single process, and
+with several takes effect after the first step. Inside `Watch.training` it is
+deferred: every host calls `reached` after each step and, if that returns True,
+saves its state and calls `leave`, which raises `Preempted`.
 """
 
 from __future__ import annotations
