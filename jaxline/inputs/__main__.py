@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
   what = '`prepare` only tokenizes the text and prints totals of both splits'
   add('command', choices=['show', 'prepare'], help=what)
   add('--split', choices=('eval', 'train'), default='train')
-  add('--set', help='one of several evaluation sets; the default is the first')
+  add('--set', help='one of several evaluation sets (default: the first)')
   add('-n', type=int, default=3, help='number of batches to print (default: 3)')
   what = 'limit on the batches read from data that ends (default: 1000)'
   add('--max_batches', type=int, metavar='N', default=1000, help=what)

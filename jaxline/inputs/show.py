@@ -288,13 +288,13 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
     kind, verb = what[is_numbered]
     return OK, f'no {kind} of {text} {verb}'
   of = ', '.join(str(i) for i, rows in enumerate(read) if again[0] in rows)
-  text = f'of {text}, {len(again)} are read again, one of them by host {of}'
+  text = f'of {text}, {len(again)} are read more than once, one by host {of}'
   if is_numbered:
     epoch, record = again[0]
     return WRONG, f'{text}: {source.describe_record(record, epoch - 1)}'
   if any(read.count(rows) > 1 and len(set(rows)) > 1 for rows in read):
     return WRONG, f'{text}; some hosts read the same rows in the same order'
-  text += '; the data has them, or begins again, or hosts read the same'
+  text += '; the data repeats them or starts over, or hosts read the same rows'
   return LOOK, text
 
 

@@ -390,18 +390,18 @@ def _join(
       num_documents += int(found['begins'].sum())
   names = [source.name for source in reader.sources]
   for name, count in reader.nulls.items():
-    text = f'{count} lines left out, whose text_key {reader.text_key!r} is null'
+    text = f'{count} lines left out, since their {reader.text_key!r} is null'
     reader.notes.setdefault(name, text)
   num_nulls = sum(reader.nulls.values())
   if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):
     raise errors.UsageError(
-      f'{num_nulls} of {num_documents + num_nulls} lines are left out: correct'
-      f' them, or name another entry. {join_notes(reader.notes)}'
+      f'{num_nulls} of {num_documents + num_nulls} lines are left out. Correct'
+      f' them, or set a different `text_key`. {join_notes(reader.notes)}'
     )
   if least >= most:
     raise errors.UsageError(
-      f'{len(names)} files hold {num_documents} documents with text, and 2 are'
-      " needed. Give more files, or one alone, or documents='line'."
+      f'{len(names)} files hold {num_documents} documents with text; expected'
+      " at least 2. Give more files, a single file, or documents='line'."
       f' {join_notes(reader.notes)}'
     )
   if not least < threshold <= most:

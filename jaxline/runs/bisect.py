@@ -23,7 +23,7 @@ from jaxline.runs import replay as replay_lib
 _MAX_SHOWN = 5  # Limit of arrays to print.
 _MAX_LINES = 60  # Limit of lines of code to print.
 _AROUND = 'state after `step`'
-_HOSTS = "The compiled steps are equal; {}: look at `step` and the host's code."
+_HOSTS = "The compiled steps are equal. {}: look at `step` and the host's code."
 
 
 def _first(
@@ -174,10 +174,10 @@ def _look_into(paths: Sequence[str], step: int) -> None:
     if differing := _differences(one[kind], other[kind]):
       if kind == _AROUND:
         lines.print_text(
-          _HOSTS.format('the state differs before or after them')
+          _HOSTS.format('The state differs before or after them')
         )
       lines.print_text(f'The runs diverge in step {step}, in the {kind}:')
       for name, what in differing[:_MAX_SHOWN]:
         lines.print_text(f'  {name or kind}: {what}')
       return
-  lines.print_text(_HOSTS.format('so are the states'))
+  lines.print_text(_HOSTS.format('So are the states'))

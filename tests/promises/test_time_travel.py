@@ -503,10 +503,10 @@ def faultless(tmp_path_factory):
   [
     ('sum', ['step 7, in the state after']),
     *(
-      (x, ['the state differs', 'state/params/w: largest', 'look at `step`'])
+      (x, ['The state differs', 'state/params/w: largest', 'look at `step`'])
       for x in ('before', 'after')
     ),
-    ('own', ['so are the states', 'look at `step`']),
+    ('own', ['So are the states', 'look at `step`']),
   ],
 )
 def test_a_bisection_finds_what_the_logs_do_not_show(
