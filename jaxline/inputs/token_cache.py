@@ -395,8 +395,8 @@ def _join(
   num_nulls = sum(reader.nulls.values())
   if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):
     raise errors.UsageError(
-      f'{num_nulls} of {num_documents + num_nulls} lines are left out. Correct'
-      f' them, or set a different `text_key`. {join_notes(reader.notes)}'
+      f'{num_nulls} of {num_documents + num_nulls} lines are left out; expected'
+      f' at most 1%. Correct or remove them. {join_notes(reader.notes)}'
     )
   if least >= most:
     raise errors.UsageError(
