@@ -390,7 +390,7 @@ def _join(
       num_documents += int(found['begins'].sum())
   names = [source.name for source in reader.sources]
   for name, count in reader.nulls.items():
-    text = f'{count} lines left out, since their {reader.text_key!r} is null'
+    text = f'{count} lines left out: their text_key {reader.text_key!r} is null'
     reader.notes.setdefault(name, text)
   num_nulls = sum(reader.nulls.values())
   if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):

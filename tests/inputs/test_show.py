@@ -393,5 +393,5 @@ def test_totals_of_text(tmp_path, capsys):
     assert ' 4 documents, 993 tokens of 989 bytes, ' in train
     assert 'large.txt (98.2%)' in train
     assert 'binary: left out' in train
-    assert 'gone: a link to nothing' in train
+    assert 'gone: a broken link' in train
     assert len([*cache.iterdir()]) == 1
