@@ -160,5 +160,5 @@ def _remove_damaged(path: pathlib.Path, since: float) -> None:
           jax_cache.decompress_executable(entry.read_bytes())
           used.touch()
         except Exception as e:  # Errors depend on the kind of compression.
-          logging.warning('Removing %s, which is damaged: %r', entry, e)
+          logging.warning('%s is damaged and is removed: %r', entry, e)
           entry.unlink()
