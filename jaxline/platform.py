@@ -257,7 +257,7 @@ class _ConfigParser(flags.ArgumentParser):
     if not os.path.isfile(file):
       raise errors.UsageError(
         'not found; expected a file such as configs/lm.py, or the directory of'
-        ' a run'
+        ' a run.'
       )
     try:
       # A config file names its own class as `f'{__name__}:Class'`.
@@ -322,7 +322,7 @@ def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
 
 
 class _OrNone(flags.ArgumentParser):
-  """Parses None, too."""
+  """Also parses None."""
 
   def __init__(self, parser: flags.ArgumentParser):
     self._parser = parser
@@ -361,12 +361,8 @@ for _setting in (
   ('disable_pmap_jit', False, 'Run op by op, so that a debugger sees values.'),
 ):
   flags.DEFINE_flag(_SettingFlag(*_setting))
-flags.DEFINE_bool(
-  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
-)
-flags.DEFINE_string(
-  'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
-)
+flags.DEFINE_bool('jaxline_ensure_tpu', False, 'Fail if JAX finds no TPU.')
+flags.DEFINE_string('jaxline_tpu_driver', '', 'Ignored: a flag of JAXline.')
 # `--help` shows the flags of the program's own module.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)

@@ -91,7 +91,7 @@ def test_the_way_to_go_on_after_the_last_step(config, capsys):
   fitted = jaxline.fit(Scheduled, config, {'training_steps': 4})
   assert fitted.experiment.steps == 4  # As `--config.training_steps=4` does.
   printed = capsys.readouterr().out
-  (way,) = re.findall(r'Go on: +jaxline.fit\(..., overrides=(.*)\)', printed)
+  (way,) = re.findall(r'Continue: +jaxline.fit\(..., overrides=(.*)\)', printed)
   again = jaxline.fit(Scheduled, config, ast.literal_eval(way))
   assert (again.experiment.steps, int(again.experiment.state.step)) == (8, 8)
   assert config.training_steps == 6

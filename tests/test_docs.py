@@ -1,7 +1,10 @@
 """The pages of the documentation: links, and names of files in code."""
 
 import ast
+import errno
 import importlib
+import mmap
+import os
 import pathlib
 import re
 import runpy
@@ -9,9 +12,12 @@ import shutil
 import subprocess
 import types
 
+import jax
 import pytest
 
+import jaxline
 from jaxline import base_config
+from jaxline import errors
 from jaxline import platform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -92,6 +98,56 @@ def test_names_of_pages_in_code():
       if not (ROOT / name).exists():
         wrong.append(f'{path.relative_to(ROOT)}: {name}')
   assert not wrong, '\n'.join(wrong)
+
+
+# Modules with messages of other packages; words of Python, pip and XLA.
+FOREIGN = (
+  *('absl/flags/_exceptions.py', 'jax/_src/lib/__init__.py'),
+  'grain/_src/python/dataset/transformations/process_prefetch.py',
+  'jax/_src/xla_bridge.py',
+)
+WORDS = ['No module named', 'requires a different Python', "not in '>=3.11'"]
+WORDS += map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EACCES))
+
+
+def strings(path):
+  """Yields the strings of a module, with NUL in place of each value."""
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    values = (getattr(x, 'value', '') for x in parts)
+    text = ''.join(x if isinstance(x, str) else '\0' for x in values)
+    yield text * ('(?P<' not in text)  # Patterns search for messages.
+
+
+def test_messages_that_troubleshooting_quotes():
+  """The code has them, and an error that ends a run links to its section."""
+  packages = pathlib.Path(jax.__file__).parents[1]
+  paths = *(ROOT / 'jaxline').rglob('*.py'), *map(packages.joinpath, FOREIGN)
+  known = '\n'.join([*WORDS, *(x for path in paths for x in strings(path))])
+  with next(packages.glob('jaxlib/libjax_common.*')).open('rb') as file:
+    library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+  page, linked = (ROOT / 'docs' / 'troubleshooting.md').read_text(), set()
+  for section in re.split(r'^### ', page, flags=re.M)[1:]:
+    (anchor,) = anchors(f'# {section.splitlines()[0]}')
+    for quote in re.findall(r'^```text\n(.*?)^```$', section, re.M | re.S):
+      parts = (x.strip(' :') for x in re.split(r'\.\.\.|\n', quote))
+      unknown = [x for x in parts if x not in known]
+      assert all(library.find(x.encode()) >= 0 for x in unknown), unknown
+      links = {*map(errors.link, quote.splitlines())} - {''}
+      assert links <= {f' (see docs/troubleshooting.md#{anchor})'}, quote
+      linked |= {anchor.replace('-', '_')} if links else set()
+  assert linked == errors._SECTIONS.groupindex.keys()
+
+
+def test_the_port_from_lightning_learns(tmp_path):
+  pytest.importorskip('sklearn')
+  page = (ROOT / 'docs' / 'reference' / 'from_lightning.md').read_text()
+  _, code = page.split('```python\n# examples/yours_digits.py\n')
+  (tmp_path / 'yours.py').write_text(code.partition('```')[0])
+  module = runpy.run_path(str(tmp_path / 'yours.py'), run_name='yours')
+  place = {'checkpoint_dir': str(tmp_path / 'run')}
+  result = jaxline.fit(module['Classifier'], module['get_config'](), place)
+  assert result.best['eval/accuracy'] > 0.85
 
 
 COMMAND = re.compile(r'^(?:\w+=\S+ )*python experiment\.py .+', re.M)

@@ -124,8 +124,7 @@ class ModelConfig:
     dtype: of the computation. Weights, normalisation, softmax and loss stay
       float32.
     matmul: of products with weights: 'dtype', or 'fp8'
-      (docs/reference/accelerators.md). Attention and the logits stay in
-      `dtype`.
+      (docs/reference/fp8.md). Attention and the logits stay in `dtype`.
     loss_chunks: pieces into which the loss cuts the sequence, so that the
       logits of one piece exist at a time. Pays for large vocabularies.
   """

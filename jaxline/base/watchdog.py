@@ -16,6 +16,8 @@ import traceback
 import types
 from typing import Any
 
+from jaxline import errors
+
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70
 
@@ -116,7 +118,7 @@ def _tick() -> None:
 def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
   text = (
     f'[jaxline] Watchdog: no sign of life for {silence:.1f} s. The process ends'
-    f' with code {EXIT_CODE}.\n'
+    f' with code {EXIT_CODE}.{errors.link("no sign of life")}\n'
   )
   names = {t.ident: t.name for t in threading.enumerate()}
   for ident, frame in frames.items():

@@ -3,7 +3,7 @@
 `config.xla` is written to XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
 before JAX starts. XLA and libtpu check the flags themselves: they end the
 process and name a flag that they do not know.
-docs/reference/accelerators.md says what to set, and when.
+docs/reference/xla_flags.md explains which to set, and when.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROFILE = optional(
 )
 KEYS = (
   Key('xla', {}, mapping('a dict of the keys below'),
-      'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
+      'Settings of XLA, set before JAX starts: docs/reference/xla_flags.md.',
       'program'),
   Key('xla.latency_hiding_scheduler', None, optional(keys.BOOLEAN),
       'Overlap communication with computation. None means that XLA decides.',
