@@ -374,7 +374,7 @@ class Norm(hk.Module):
     self._config = config
 
   def __call__(self, x: jax.Array, axis: str = 'embed') -> jax.Array:
-    """Normalizes `x` in float32; `axis` is the logical name of the last axis."""
+    """Normalizes `x` in float32; `axis` is the logical name of its axis."""
     c = self._config
     init = jnp.zeros if c.norm_offset else jnp.ones
     scale = weight('scale', x.shape[-1:], (axis,), init)
