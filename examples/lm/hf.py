@@ -138,7 +138,7 @@ _NO_EFFECT = """
   transformers.js_config transformers_version typical_p unsloth_fixed
   unsloth_version use_cache
 """
-# Any other key is refused, unless its value is empty or the one given here.
+# Any other key is refused, unless its value is empty or as listed.
 _NEUTRAL = {'partial_rotary_factor': 1.0, 'decoder_sparse_step': 1}
 # The largest error of logits that `parity` accepts, as a fraction of their
 # standard deviation. In the models of the tests, rounding causes 2.2e-5, and
@@ -408,7 +408,7 @@ _MIXTRAL = 'block_sparse_moe w1 w3 w2'
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """A row of `_NAMES`; `names` has those of the axes N, E, S in `ours`."""
+  """A row of `_NAMES`; `names` has the axes N, E, S that `ours` has."""
 
   ours: str
   theirs: str
@@ -756,8 +756,8 @@ def _as_imported(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns a folder's `generation_config.json` and parts of `config.json`.
 
-  The latter come first, and have no options of the model. If the stops of the
-  run differ from those of the folder, both get the stops of the run.
+  The latter come first, and have no options of the model. If the run and the
+  folder have different stops, both results get the stops of the run.
   """
   original = folder.read_json(source, folder.CONFIG)
   kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}

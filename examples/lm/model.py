@@ -8,7 +8,8 @@ Llama, Mistral, Mixtral, Qwen or Gemma; `hf.py` reads and writes their weights.
 stack of weights with a leading `layers` axis, whether they are scanned,
 unrolled or divided among the stages of a pipeline, so you can switch between
 the three and keep checkpoints and seeds. `examples/transformer.py` has the
-mathematics. `examples/pax` has layers for other kinds of transformers.
+mathematics. `examples/pax` has layers for transformers that these options do
+not cover.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, G heads of keys and values,
 K head dim, V vocab, N layers, M keys (cached and new), S parts fused into one
@@ -327,11 +328,11 @@ def weight(
   """Creates or gets a float32 weight of the current Haiku module.
 
   Args:
-    name: its name in the module.
-    shape: its shape; in the repeated layers, its shape in one layer.
+    name: name of the weight in the module.
+    shape: shape of the weight; in the repeated layers, its shape in one layer.
     axes: a logical axis name (`partitioning.AXIS_NAMES`) or None for each
       dimension.
-    init: its initializer, such as `jnp.ones`.
+    init: initializer, such as `jnp.ones`.
 
   Returns:
     The weight.
@@ -352,7 +353,7 @@ def _dot(
 ) -> jax.Array:
   """Multiplies an activation by a weight, in the activation's dtype.
 
-  All such products except the logits are computed here.
+  It computes all such products except the logits.
 
   Args:
     config: the model.
@@ -619,7 +620,7 @@ def _forward(
     config: the model.
     tokens_BL: integers below `vocab_size`, at the positions from `start` on.
     is_training: whether to apply dropout.
-    cache: from `empty_cache`. With it, the weights must be from `split_layers`.
+    cache: result of `empty_cache`; needs weights from `split_layers`.
     start: position of the first token; [B] if it differs between rows.
     segment_ids_BL: the document of each token; None means one document per row.
     positions_BL: position of each token in its document, for learned positions;
@@ -1123,7 +1124,7 @@ def decode_step(
   Args:
     params: unboxed weights. Call `split_layers` on them once before a loop.
     tokens_BL: integers below `vocab_size`.
-    cache: from `empty_cache`, or from the previous call.
+    cache: result of `empty_cache`, or the cache of the previous call.
     start: position of the first token, for all rows or [B] for each.
     config: the model.
 
