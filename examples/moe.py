@@ -226,7 +226,7 @@ def mix(
 def _split(
   partitioner: partitioning.Partitioner, *of: Any
 ) -> list[tuple[str, ...]]:
-  """Returns the mesh axes that split each dimension, without those of size 1."""
+  """Returns the mesh axes that split each dimension; axes of size 1 do not."""
   sizes = partitioner.axis_sizes
   entries = [
     (x,) if isinstance(x, str) else x or () for x in partitioner.spec(*of)
