@@ -110,7 +110,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope='session')
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Puts caches, such as those of tokens, outside of the user's home.
+  """Keeps caches, for example of tokens, out of the user's home.
 
   A program that several tests compile in this process is compiled once. Each
   worker of pytest-xdist has a separate cache, because JAX does not write its

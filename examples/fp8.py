@@ -44,10 +44,10 @@ class Fp8State:
   """Describes a scale or a history of a product.
 
   Attributes:
-    key: its key in the argument `state` of `product`.
-    name: the name of its parameter, without the product's name in front.
-    shape: its shape; it is float32.
-    first: its initial value.
+    key: key in the argument `state` of `product`.
+    name: name of the parameter, without the product's name in front.
+    shape: shape of the parameter, which is float32.
+    first: initial value.
   """
 
   key: str

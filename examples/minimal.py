@@ -52,7 +52,7 @@ class Experiment(sharded.ShardedExperiment):
     # Create the weights and name their axes, by which they are sharded.
     c, vocab = self.config, text.VOCABULARY_SIZE
     in_CVF = jax.random.normal(rng, [c.context, vocab, c.hidden])
-    # With zeros, all bytes are equally likely at first.
+    # Start with zeros, so that all bytes are equally likely.
     out_FV = jnp.zeros([c.hidden, vocab])
     params = {
       'in': Logical(in_CVF * c.context**-0.5, (None, 'vocab', 'embed')),

@@ -119,7 +119,7 @@ def route(
     'BLD,DE->BLE',
     x_BLD.astype(jnp.float32),
     router_DE.astype(jnp.float32),
-    precision='highest',  # By default, TPUs round the operands.
+    precision='highest',  # TPUs round the operands by default.
   )
   if options.gate == 'softmax':
     scores_BLE = probs_BLE = jax.nn.softmax(logits_BLE)
@@ -266,7 +266,7 @@ def _mix_of_device(
   here = in_EDSF.shape[0]
   # The devices over which the experts are split may have the same rows.
   has_own_rows = parts > 1 and set(axes) <= set(split.rows)
-  # With few parts, a gather would move less data. But then each part handles
+  # A gather would move less data between few parts. But then each part handles
   # all rows, and memory bounds the step (docs/reference/scale.md).
   sends = has_own_rows and options.capacity > 0
   gathers = has_own_rows and not sends

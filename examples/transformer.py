@@ -771,8 +771,8 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
     cap: replaces logits by cap * tanh(logit / cap); 0 leaves them unchanged.
   """
   table_VD, bias_V = head
-  # Without this, the devices of the other pipeline stages, which are idle now,
-  # may split the sum over D and then have to exchange logits.
+  # Keep XLA from splitting the sum over D between the stages of a pipeline,
+  # which have finished. They would have to exchange logits.
   x_BLD = partitioning.constrain(x_BLD, ('batch', None, 'activation_embed'))
   logits_BLV = einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
   if bias_V is not None:

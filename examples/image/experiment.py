@@ -111,8 +111,8 @@ def create_optimizer(
   def schedule(step: Any) -> jax.Array:
     # Optax's cosine compares the step with a float. Under strict promotion, an
     # int would be an error.
-    # With step + 1, the first step has a rate above 0, and the last one has the
-    # final rate.
+    # The schedule is shifted by one step, so that the first step has a rate
+    # above 0 and the last one has the final rate.
     return warmup_cosine(jnp.asarray(step, jnp.float32) + 1)
 
   optimizer = optax.chain(
@@ -141,9 +141,9 @@ def update(
     opt_state: the optimizer's state.
     batch: this device's images.
     global_step: the number of steps before this one.
-    net: from `model.create`.
-    optimizer: from `create_optimizer`.
-    schedule: from `create_optimizer`.
+    net: the network, from `model.create`.
+    optimizer: the optimizer, from `create_optimizer`.
+    schedule: the learning rate, from `create_optimizer`.
 
   Returns:
     The next `params`, `state` and `opt_state`, and scalar metrics of the whole
@@ -187,7 +187,7 @@ def evaluate_batch(
     params: the network's parameters.
     state: BatchNorm's statistics.
     batch: this device's images.
-    net: from `model.create`.
+    net: the network, from `model.create`.
 
   Returns:
     Sums over the images of all devices, without images of weight 0; and this

@@ -28,7 +28,7 @@ class ResNetConfig:
     blocks_per_group: number of residual blocks in each group. The blocks of a
       group have the same width and the same resolution.
     channels_per_group: output channels of each group. Inside a bottleneck
-      block, there are a quarter as many.
+      block, there are a quarter of these.
     strides: stride of each group's first block.
     bottleneck: whether blocks consist of 1x1, 3x3 and 1x1 convolutions. Their
       last BatchNorm starts at zero, so that each block starts as the identity
@@ -136,7 +136,7 @@ class ResNet(hk.Module):
         )
       )
       channels_in = channels
-    # With zero logits, the loss starts at log K for any features.
+    # The logits are zero at first, so the loss starts at log K.
     self._logits = hk.Linear(
       config.num_classes, w_init=jnp.zeros, name='logits'
     )

@@ -186,8 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(stream, io.TextIOWrapper):
       is_input = stream is sys.stdin
       stream.reconfigure(errors='surrogateescape' if is_input else 'replace')
-  # With readline, `input` edits lines. Outside of UTF-8, readline would take
-  # characters that are not ASCII for keys.
+  # `input` can edit lines if readline is imported. But unless the encoding is
+  # UTF-8, readline takes characters that are not ASCII for keys.
   if 'utf' in (getattr(sys.stdin, 'encoding', '') or '').lower():
     with contextlib.suppress(ImportError):
       import readline  # noqa: F401

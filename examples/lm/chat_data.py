@@ -91,8 +91,8 @@ def conversations(
   found = [_answered(given, row, key) for key in answers] or [given]
   for messages in found:
     roles = [*map(_role, messages)]
-    # With `messages`, an answer may come first: a greeting. Otherwise it means
-    # that the key of the question is missing.
+    # Under `messages`, a conversation may begin with an answer: a greeting. In
+    # other lines, this means that the key of the question is missing.
     has_question = has_messages or roles[:1] != ['assistant']
     has_answer = not answers or roles[-1:] == ['assistant']
     if not (roles and has_question and has_answer):
@@ -394,8 +394,8 @@ def _pack(
     The documents, row by row, and where each row begins in them, [rows + 1].
   """
   rows: list[list[int]] = []
-  rooms: list[int] = []  # The numbers of free places of rows, ascending.
-  of_room = collections.defaultdict(list)  # The rows by free places.
+  rooms: list[int] = []  # Free places of rows that are not full, sorted.
+  of_room = collections.defaultdict(list)  # Free places -> rows.
   order = np.argsort(-sizes, kind='stable')[: np.count_nonzero(sizes > 0)]
   for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
     place, room, row = bisect.bisect_left(rooms, size), length, []

@@ -91,9 +91,9 @@ class Config:
     sample_length: tokens of the sample without its prompt; 0 means no sample.
     sample_temperature: 1 samples from the model's distribution; 0 takes the
       likeliest token.
-    prompt_format: how to read a prompt. 'text': put the token between documents
-      first, which also stops a continuation, and treat nothing in the text as a
-      special token. 'special': find special tokens by name, as transformers
+    prompt_format: how to read a prompt. 'text': start with the token between
+      documents, which stops a continuation too, and treat nothing in the text
+      as a special token. 'special': find special tokens by name, as transformers
       does with the tokenizer.json. 'chat': treat the prompt as a user's message
       and apply the chat template in the folder of the tokenizer.json.
     decode: how --jaxline_mode=decode continues prompts.
@@ -167,13 +167,13 @@ class Config:
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
-  """Returns a linear warm-up, then a decay to `final_learning_rate`.
+  """Returns a linear warm-up followed by a decay to `final_learning_rate`.
 
   The first of w warm-up steps has the rate peak / w. The last step of the run
   has the final rate.
   """
   peak, final = config.learning_rate, config.final_learning_rate
-  # With a fraction, even a trial of nine steps has the whole schedule.
+  # The warm-up is a fraction, so even nine steps have a complete schedule.
   warmup = max(1, int(config.warmup_fraction * config.training_steps))
   steps = max(1, config.training_steps - warmup)
   if config.decay == 'linear':
@@ -209,7 +209,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def merged(params: Any, model_state: Any, config: Config) -> Any:
-  """Returns the weights as the model takes them.
+  """Merges all arrays that the model needs into one tree.
 
   Adds the adapters to their weights, and inserts the scales of FP8 products and
   the biases of the routers, which are in the model state.
@@ -533,7 +533,7 @@ class Experiment(sharded.ShardedExperiment):
 
   def train_input(self, shard: inputs.Shard | None = None) -> text.TextInput:
     """Returns shuffled rows of the training documents, without an end."""
-    # A config with a batch of two rows, for a laptop, must run anywhere.
+    # A config for a laptop, with a batch of two rows, must run on any devices.
     given = self.config.batch_size
     parts = self.partitioner.batch_shards * self.accumulation_steps
     if shard is not None:  # `inputs show` has more hosts than devices.
@@ -585,9 +585,10 @@ class Experiment(sharded.ShardedExperiment):
 
   @functools.cached_property
   def _stands_alone(self) -> bool:
-    """Copies the folder of an imported run once, and is True.
+    """Copies the folder of an imported run into this run; returns True.
 
-    You may then delete the imported run.
+    The property is cached, so it copies only once. Afterwards, you may delete
+    the imported run.
     """
     source = folder.of_tokenizer(self._tokenizer_file)
     run = self._directory if jax.process_index() == 0 else None

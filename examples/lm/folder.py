@@ -131,7 +131,7 @@ def is_of(folder: Path | None, vocab_size: int) -> bool:
 
 
 def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
-  """Returns the names of the files to copy, and of other files but weights."""
+  """Returns the files to copy and the files to leave out, without weights."""
   names: tuple[list[str], list[str]] = [], []
   # Links out of the cache may lead anywhere, and an export may be published.
   base = folder.resolve()
@@ -243,7 +243,7 @@ def _templates_of(folder: Path) -> dict[str, tuple[str, str]]:
     for name, text in given.items():
       if not isinstance(text, str | None):
         raise ValueError(f'{name!r} is {text!r:.80}; expected text')
-      (text or '').encode()  # JSON can hold lone surrogates, which raise here.
+      (text or '').encode()  # Raises if JSON holds a lone surrogate.
     return {name: (place, x) for name, x in given.items() if x}
 
 

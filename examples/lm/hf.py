@@ -138,7 +138,7 @@ _NO_EFFECT = """
   transformers.js_config transformers_version typical_p unsloth_fixed
   unsloth_version use_cache
 """
-# Any other key is refused, unless its value is empty or as listed.
+# Any other key is refused, unless it is empty or has the value in this table.
 _NEUTRAL = {'partial_rotary_factor': 1.0, 'decoder_sparse_step': 1}
 # The largest error of logits that `parity` accepts, as a fraction of their
 # standard deviation. In the models of the tests, rounding causes 2.2e-5, and
@@ -754,10 +754,10 @@ def export_run(
 def _as_imported(
   source: pathlib.Path, stops: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns a folder's `generation_config.json` and parts of `config.json`.
+  """Returns parts of a folder's `config.json`, and its `generation_config.json`.
 
-  The latter come first, and have no options of the model. If the run and the
-  folder have different stops, both results get the stops of the run.
+  The former have no options of the model. If the run and the folder have
+  different stops, both results get the stops of the run.
   """
   original = folder.read_json(source, folder.CONFIG)
   kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}
