@@ -1,8 +1,8 @@
 """Pure functions that transformers are built from.
 
-They are products, normalization, positions, attention, the loss and a pipeline
-of layers. They create no weights: `examples/lm` and `examples/pax` each create
-their own weights and call these functions.
+They compute products, normalization, positions, attention and the loss, and run
+layers as a pipeline. They create no weights: `examples/lm` and `examples/pax`
+each create their own weights and call these functions.
 
 Shapes: B batch, L length (queries), M keys, D embed, F mlp, H heads, G heads of
 keys and values (each for H / G heads of queries), K head dim, V vocab, S parts

@@ -93,9 +93,9 @@ class Config:
       likeliest token.
     prompt_format: how to read a prompt. 'text': start with the token between
       documents, which stops a continuation too, and treat nothing in the text
-      as a special token. 'special': find special tokens by name, as transformers
-      does with the tokenizer.json. 'chat': treat the prompt as a user's message
-      and apply the chat template in the folder of the tokenizer.json.
+      as a special token. 'special': find special tokens by name, as
+      transformers does with the tokenizer.json. 'chat': treat the prompt as a
+      user's message, and apply the chat template next to the tokenizer.json.
     decode: how --jaxline_mode=decode continues prompts.
   """
 

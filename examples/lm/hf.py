@@ -754,7 +754,7 @@ def export_run(
 def _as_imported(
   source: pathlib.Path, stops: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns parts of a folder's `config.json`, and its `generation_config.json`.
+  """Returns parts of `config.json`, and `generation_config.json`, of a folder.
 
   The former have no options of the model. If the run and the folder have
   different stops, both results get the stops of the run.

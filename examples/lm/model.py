@@ -121,8 +121,8 @@ class ModelConfig:
       'dots' (everything except products with weights), 'full' (each whole
       layer) or 'offload' (as 'dots', but the products are kept in host memory).
     pipeline_stages: number of groups of layers that work at the same time, each
-      on some of the rows (`pipeline.pipeline`); 1 means no pipeline. It must be
-      the size of the mesh along `stage`, or a multiple of it.
+      on some of the rows (`pipeline.pipeline`); 1 means no pipeline. Otherwise,
+      set it to the size of the mesh along `stage`, or to a multiple of it.
     pipeline_microbatches: number of parts into which the pipeline cuts the
       rows. More parts make the bubble smaller: see docs/sharding.md.
     pipeline_repeats: how often each part goes round the stages.
@@ -186,9 +186,8 @@ class ModelConfig:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if isinstance(
-        value, list
-      ):  # The options of compiled programs are hashed.
+      # Options of compiled programs are hashed, so they must not be lists.
+      if isinstance(value, list):
         object.__setattr__(self, field.name, tuple(value))
       if field.type is int and (type(value) is not int or value < 1):
         raise ValueError(
@@ -506,7 +505,7 @@ class FeedForward(hk.Module):
 
 
 class Experts(hk.Module):
-  """A mixture of experts, and the part that processes all tokens if any."""
+  """A mixture of experts, and the part for all tokens, if there is one."""
 
   def __init__(self, config: ModelConfig, name: str = 'experts'):
     super().__init__(name=name)
@@ -1117,9 +1116,8 @@ def decode_step(
   """Runs the model on the next tokens, with a cache of the earlier ones.
 
   The tokens of row b go to the cache positions `start[b]`, `start[b] + 1` and
-  so on. Each sees its position and all earlier ones. You may pad prompts: no
-  prompt token sees the padding, and a next call that starts at the end of the
-  prompt overwrites it.
+  so on. A token does not see later positions. You may therefore pad prompts, if
+  the next call starts at the end of each prompt and overwrites the padding.
 
   Args:
     params: unboxed weights. Call `split_layers` on them once before a loop.
