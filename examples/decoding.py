@@ -11,12 +11,12 @@ contract:
   `start_B[b] + 1` and so on; `start_B` is int32 [B].
 - `cache` is a pytree of arrays, in which the rows are the axis `cache_axis`
   (examples/lm: [B, G, M, K], axis 0). It is returned with the same shapes and
-  types. The function stores these tokens, for later ones to use, at their
-  positions in the cache, and overwrites earlier content. A token sees the
-  positions up to and including its position, but none after it: they may hold
-  padding. There are T + max_decode_steps - 1 positions. If an encoder has an
-  output for each row, put it into the cache too, because rows are repeated and
-  reordered along `cache_axis`.
+  types. The function writes the data of these tokens that later ones need, such
+  as keys and values, at their positions, over earlier content. A token sees no
+  positions after its own, because they may hold padding. There are
+  T + max_decode_steps - 1 positions. If an encoder has an output for each row,
+  put it into the cache too, because rows are repeated and reordered along
+  `cache_axis`.
 - `logits_BLV` is float32: the logits of the token after each given one.
 - The function is pure. It is traced twice: for the prompts, with L = T - 1, and
   in the body of a loop, with L = 1 and, for N continuations of a prompt, N
@@ -52,9 +52,9 @@ class Options:
   """How to decode.
 
   Attributes:
-    method: 'greedy' takes the likeliest token each time (the first of several,
-      and token 0 if a logit is NaN); 'sample' draws each token; 'beam' searches
-      for the likeliest continuation as a whole.
+    method: 'greedy' takes the likeliest token each time (the first of equally
+      likely ones, and token 0 if a logit is NaN); 'sample' draws each token;
+      'beam' searches for the likeliest continuation as a whole.
     max_decode_steps: largest number of tokens of a continuation.
     temperature: for 'sample': divisor of the logits; 0 takes the likeliest
       token.

@@ -772,7 +772,7 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
   """
   table_VD, bias_V = head
   # Keep XLA from splitting the sum over D between the stages of a pipeline,
-  # which have finished. They would have to exchange logits.
+  # whose devices would then exchange logits.
   x_BLD = partitioning.constrain(x_BLD, ('batch', None, 'activation_embed'))
   logits_BLV = einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
   if bias_V is not None:
