@@ -31,7 +31,7 @@ class Config:
   files: str = 'stdlib'  # For your text, a glob such as 'notes/**/*.md'.
   batch_size: int = 4  # Sequences per step, over all devices.
   length: int = 256  # Bytes per sequence.
-  context: int = 8  # Bytes that the model sees.
+  context: int = 8  # Bytes that each prediction depends on.
   hidden: int = 128
   learning_rate: float = 3e-3
 

@@ -123,15 +123,16 @@ def train_batches(
 
   The images form an endless sequence of epochs. Each epoch is the whole split
   in a new order, and step n takes the n-th `batch_size` images of the sequence.
-  A batch therefore depends only on the seed and the step: a resumed run repeats
-  no image and skips none, even on a different number of devices or processes.
+  The images of a step therefore depend only on the seed and the step: a resumed
+  run repeats no image and skips none, even if the number of devices or processes
+  has changed.
 
   Args:
     split: the training images.
     seed: an int of at least 0, which determines the orders.
     start_step: the step of the first batch.
     batch_size: images per step over all processes.
-    hosts: the processes, which determine the part of each batch.
+    hosts: the processes that share each batch.
 
   Yields:
     This process's part of each batch; all weights are 1.
@@ -175,7 +176,7 @@ def eval_batches(
   Args:
     split: the images.
     batch_size: images per batch over all processes.
-    hosts: the processes, which determine the part of each batch.
+    hosts: the processes that share each batch.
 
   Yields:
     This process's part of each batch.
