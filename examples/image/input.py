@@ -124,8 +124,8 @@ def train_batches(
   The images form an endless sequence of epochs. Each epoch is the whole split
   in a new order, and step n takes the n-th `batch_size` images of the sequence.
   The images of a step therefore depend only on the seed and the step: a resumed
-  run repeats no image and skips none, even if the number of devices or processes
-  has changed.
+  run repeats no image and skips none, even if it has a different number of
+  devices or processes.
 
   Args:
     split: the training images.
