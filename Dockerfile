@@ -20,5 +20,5 @@ RUN uv sync --frozen --no-cache --no-install-project ${EXTRA:+--extra=$EXTRA}
 COPY . .
 RUN uv sync --frozen --no-cache ${EXTRA:+--extra=$EXTRA}
 
-# Do not use a shell: it would not pass SIGTERM on, on which a run saves.
+# Do not use a shell: it would not pass on SIGTERM, which makes a run save.
 ENTRYPOINT ["python", "experiment.py"]

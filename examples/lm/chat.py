@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument('run', type=pathlib.Path, help='directory of a run')
   parser.add_argument('--system', help='system message of the conversation')
-  parser.add_argument('--step', type=int, help='checkpoint; default: newest')
+  parser.add_argument('--step', type=int, help='step; default: the newest')
   parser.add_argument('--series', default='latest', help="'latest' or 'best'")
   parser.add_argument('--seed', type=int, default=0, help='seed for sampling')
   kinds = {x.name: x.type for x in dataclasses.fields(decoding.Options)}
