@@ -543,7 +543,7 @@ def longest_prompt(options: Options, max_length: int) -> int:
   longest = max_length - options.max_decode_steps
   if longest < 1:
     raise errors.UsageError(
-      f'max_decode_steps is {options.max_decode_steps}, which leaves none of'
+      f'max_decode_steps is {options.max_decode_steps}, which leaves nothing of'
       f' the {max_length} tokens that the model can see for a prompt; expected'
       f' at most {max_length - 1}.'
     )
