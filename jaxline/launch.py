@@ -5,9 +5,8 @@
 
 starts a run of four processes with two devices each. They communicate as in a
 cluster, but by gloo instead of a network of accelerators. The exit code is the
-code of the process that failed first; a process that failed because it lost a
-peer counts only if no process failed for a different reason. For details, and
-for clusters, see docs/reference/launching.md.
+code of the process that failed first. The loss of a peer counts only if no
+process failed for a different reason. See docs/reference/launching.md.
 """
 
 from __future__ import annotations

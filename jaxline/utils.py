@@ -7,8 +7,7 @@ from jaxline.base import lazy
 from jaxline.base.async_lib import py_prefetch  # noqa: F401  Rebound here alone.
 import jaxline.platform  # noqa: F401  Defines the flags that were utils' own.
 
-# A program's activities log their errors. The library's own need not: its
-# errors end the process, which prints them.
+# A program's activities log their errors; the library's errors end the process.
 log_activity = functools.partial(debug.log_activity, logs_error=True)
 
 lazy.complete(

@@ -279,10 +279,7 @@ class Checkpoint:
     return {'raw': PARAMS, 'averaged': AVERAGED}[which]
 
   def model_state(self) -> list[str]:
-    """Returns the names of the arrays in `model_state`.
-
-    They include, for example, BatchNorm statistics, but no averaged weights.
-    """
+    """Returns the names of `model_state`'s arrays, without averaged weights."""
     names = self._below('state/model_state')
     return [n for n in names if not n.startswith(AVERAGED)]
 
