@@ -17,12 +17,12 @@ _SECTIONS = re.compile(
   r'|(?P<out_of_memory>RESOURCE_EXHAUSTED(?!.*No space left))'
   r'|(?P<no_space_left>No space left|File too large|quota exceeded)'
   r'|(?P<permission_denied>Permission denied|Read-only|can be written in)'
-  r'|(?P<changed_config>another config, and)|(?P<changed_model>fit the model)'
+  r'|(?P<changed_config>different config, so)|(?P<changed_model>fit the model)'
   r'|(?P<changed_data>cannot continue from|position cannot be set)'
-  r'|(?P<damaged_checkpoint>as it was written|that is whole|is damaged: )'
-  r'|(?P<checkpoint_format>another format)|(?P<refused_values>cannot hold)'
+  r'|(?P<damaged_checkpoint>(checksum|CRC-32C) of|that is intact|is damaged: )'
+  r'|(?P<checkpoint_format>different format)|(?P<refused_values>cannot hold)'
   r'|(?P<directory_in_use>is in use: |another run has taken over)'
-  r'|(?P<unshared_directory>do not see)|(?P<process_count>processes saved)'
+  r'|(?P<unshared_directory>cannot see)|(?P<process_count>processes saved)'
   r'|(?P<different_scalars>scalars from evaluate)|(?P<lost_process>has lost)'
   r'|(?P<worker_exit_codes>Worker process was)|(?P<ended_input>input ended)',
   re.DOTALL,

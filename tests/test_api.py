@@ -157,12 +157,12 @@ def test_load_and_evaluate_take_overrides(fitted):
 def test_what_is_not_there_is_refused(fitted):
   run = pathlib.Path(fitted.directory)
   for call, said in (
-    (lambda: jaxline.load(run / 'nowhere'), 'is no directory of a run'),
+    (lambda: jaxline.load(run / 'nowhere'), 'is not the directory of a run'),
     (lambda: jaxline.load_weights('s3://'), 's3://BUCKET/PATH'),
-    (lambda: jaxline.load(run, step=5), r'the steps \[3, 6\] are kept'),
+    (lambda: jaxline.load(run, step=5), r'has the steps \[3, 6\]'),
     (lambda: jaxline.load(run, series='bets'), "no checkpoint of 'bets'"),
     (lambda: jaxline.load_weights(run, step=5), 'has no step 5'),
-    (lambda: jaxline.load_weights(run / 'no'), 'is no directory'),
+    (lambda: jaxline.load_weights(run / 'no'), 'is not the directory'),
   ):
     with pytest.raises(errors.UsageError, match=said):
       call()
