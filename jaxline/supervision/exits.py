@@ -46,7 +46,7 @@ def exit_code_and_message(
       return 1 + isinstance(error, errors.UsageError), ' '.join(lines) + link
     case _ if others and errors.is_lost_process(error):
       text = (
-        '[jaxline] This process has lost another process, whose output may tell'
+        '[jaxline] This process has lost another process, whose output may show'
         ' the cause. The same command resumes the run.'
         f' ({str(error).splitlines()[0]:.300})'
       )
