@@ -1,13 +1,13 @@
 """Runs all timed programs, prints tables, and records them as JSON.
 
     python -m benchmarks [--only loop lm_step] [--original DIR] [--peers DIR]
-    python -m benchmarks --quick       # Do all work? Nothing is recorded.
-    python -m benchmarks --page FILE   # docs/reference/performance.md of a run
+    python -m benchmarks --quick       # Tries all programs; records nothing.
+    python -m benchmarks --page FILE   # Writes docs/reference/performance.md.
 
-A run is `benchmarks/results/<date>-<machine>.json`. With `--only`, the programs
-named replace those of the same day's file, if that is of the same commit and
-versions. Each program has a process of its own. One that fails is named, the
-others run, and the exit status is 1.
+A run is recorded in `benchmarks/results/<date>-<machine>.json`. With `--only`,
+the new results replace these programs' results in the same day's file, if it
+has the same commit and versions. Each program runs in a separate process. If
+one fails, its name is printed, the others run, and the exit status is 1.
 """
 
 import argparse
@@ -40,20 +40,20 @@ PAGE = harness.ROOT / 'docs' / 'reference' / 'performance.md'
 # The page is written by hand from here on.
 _BY_HAND = '## Findings\n'
 _ABOUT = """\
-`python -m benchmarks` makes every number down to "Findings", and with
-`--page FILE` that part of this page from the JSON of a run; see
-[benchmarks](../../benchmarks/README.md). The sides of a row take turns.
-"Compared" is their ratio (x) or difference (+), taken round by round: median
-and [quartiles]. The load is that of the machine, other work included, before
-and after a program: if it is above the number of cores, only CPU times and
-ratios say something."""
+`python -m benchmarks` measures every number above "Findings", and
+`python -m benchmarks --page FILE` writes that part of this page from the JSON
+of a run ([benchmarks](../../benchmarks/README.md)). The two sides of a row take
+turns. "Compared" is their ratio (x) or difference (+), computed in each round:
+median and [quartiles]. "Load" is the load of the machine, including other work,
+before and after a program. If it exceeds the number of cores, trust only CPU
+times and ratios."""
 _TRIAL = """\
-**A trial (`--quick`) with one round and small sizes: it shows that all programs
-run and what the page has. Its numbers mean nothing.**"""
+**A trial (`--quick`) with one round and small sizes. It shows that all programs
+run and what the page looks like. Its numbers mean nothing.**"""
 
 
 def _docstring(name: str) -> str:
-  """Returns a program's docstring; reads it, since an import takes seconds."""
+  """Returns a program's docstring without an import, which takes seconds."""
   tree = ast.parse((_HERE / f'{name}.py').read_text(encoding='utf-8'))
   return ast.get_docstring(tree) or ''
 
@@ -92,11 +92,11 @@ def _about(machine: dict[str, Any]) -> str:
 
 
 def page(run: dict[str, Any], by_hand: str) -> str:
-  """Returns the page of a run.
+  """Returns the page for a run.
 
   Args:
-    run: the content of its file.
-    by_hand: the end of the page, from its heading on.
+    run: The content of the run's file.
+    by_hand: The end of the page, which starts with its heading.
   """
   about = (
     f'{_about(run["machine"])} The programs took'
@@ -123,14 +123,14 @@ def page(run: dict[str, Any], by_hand: str) -> str:
       f' Seconds: {program["seconds"]:.0f}.',
       harness.table(program['rows']),
     ]
-    if 'machine' in program:  # Put into the file by hand, of a later run.
+    if 'machine' in program:  # Copied by hand from a later run.
       later = f'Measured later: {_about(program["machine"])}'
       parts.insert(-1, textwrap.fill(later, 80, break_on_hyphens=False))
   return '\n\n'.join(parts) + f'\n\n{by_hand}'
 
 
 def write_page(file: pathlib.Path) -> None:
-  """Writes the page of a run, and keeps what is written by hand."""
+  """Writes the page for a run, and keeps the part written by hand."""
   old = PAGE.read_text(encoding='utf-8') if PAGE.exists() else ''
   by_hand = _BY_HAND + old.partition(_BY_HAND)[2]
   run = json.loads(file.read_text(encoding='utf-8'))
@@ -183,7 +183,7 @@ def main() -> None:
     print(f'\n## {PROGRAMS[name]} ({program["seconds"]:.0f} s)\n')
     print(harness.table(program['rows']), flush=True)
     run['programs'][name] = program
-    if path:  # After each: a run that is ended is not lost.
+    if path:  # Written after each program, so a kill loses only one.
       path.parent.mkdir(parents=True, exist_ok=True)
       path.write_text(json.dumps(run, indent=1) + '\n')
   print(f'\n{_aims(run)}')

@@ -1,30 +1,30 @@
-"""What a checkpoint costs: time on the training thread, total, restore, memory.
+"""Cost of a checkpoint: time on the training thread, total, restore, memory.
 
     python -m benchmarks.checkpoint
 
-The state is that of a language model with Adam, 500 MB of random float32
-numbers, saved and restored by
+The state has the shape of a language model with Adam: 500 MB of random float32
+numbers. It is saved and restored by
 
-- copy: numpy.array of each array, nothing written; the least that a save can
-  block, if training is to go on while it is written;
+- copy: numpy.array of each array, and nothing is written. This is the least
+  that a save can block if training continues while the checkpoint is written;
 - numpy: numpy.save of each array from the live state, and fsync;
-- orbax: Orbax's StandardCheckpointer as it comes. It compresses, and on a CPU
-  it writes from the live arrays: its save copies nothing;
-- durable: `DurableCheckpointer`, which checksums what it writes and verifies
-  what it reads.
+- orbax: Orbax's StandardCheckpointer with its defaults. It compresses, and on a
+  CPU it writes from the live arrays, so its save copies nothing;
+- durable: `DurableCheckpointer`, which writes checksums and verifies them when
+  it reads.
 
-All that write also call fsync on each file (Orbax's library TensorStore does
-by itself), so a total is a time to the disk. The step after a save rewrites the
-whole state while the checkpoint is written in the background, and is compared
-with the same step at rest. Restores read from the page cache,
-as after a crash of the program and not of the machine; all end with arrays on
-the device, and their bits are compared with what was saved.
+All writers call fsync on each file (in Orbax, its library TensorStore does), so
+a total is the time until the data is on disk. The step after a save rewrites
+the complete state while the checkpoint is written in the background; it is
+compared with the same step at rest. Restores read from the page cache, as after
+a crash of the program and not of the machine. They end with arrays on the
+device, whose bits are compared with the saved ones.
 
-Each save and each restore has a process of its own, and the sides take turns.
-A process saves several times, the disk being idle before each: the first save
-is told apart, since it also pays for what is set up once. Memory is the highest
-that the operating system has seen (VmHWM, so this needs Linux) above what was
-there before; of a restore, without the state itself.
+Each save and each restore runs in a separate process, and the sides take turns.
+A process saves several times and lets the disk become idle before each save.
+The first save is listed separately, because it includes the setup. Memory is
+the peak that the operating system reports (VmHWM, so this needs Linux) minus
+the memory in use before; for a restore, the state itself is subtracted too.
 """
 
 import functools
@@ -38,7 +38,7 @@ from benchmarks import harness
 
 _SAVES = 3
 _LAYERS = 12
-# What of the durable checkpointer is compared with which side; the aim.
+# Measurement of the durable checkpointer, baseline, aim.
 _ROWS = (
   ('first block', 'copy', None),
   ('block', 'copy', '<= 1.3'),
@@ -50,18 +50,18 @@ _ROWS = (
 
 
 def _experiment(mb: float) -> Any:
-  """Returns a fresh experiment with a state of so many MB, not yet made."""
+  """Returns an experiment whose state has `mb` MB and is not made yet."""
   import jax
   import jax.numpy as jnp
   import optax
 
   from jaxline import sharded
 
-  # 16 + 12 * _LAYERS matrices of width x width, each with two moments.
+  # 16 + 12 * _LAYERS matrices of width x width, and two moments of each.
   width = max(8, round((mb * 1e6 / 12 / (16 + 12 * _LAYERS)) ** 0.5))
 
   class Model(sharded.ShardedExperiment):
-    """The weights of a decoder, its layers stacked; it computes nothing."""
+    """The weights of a decoder with stacked layers; it computes nothing."""
 
     def init_fn(self, rng):
       shapes = {
@@ -77,7 +77,7 @@ def _experiment(mb: float) -> Any:
       return {name: jnp.zeros(shape) for name, shape in shapes.items()}, {}
 
     def loss_fn(self, params, model_state, batch, rng, is_training):
-      raise NotImplementedError('Nothing is trained here.')
+      raise NotImplementedError('This model is not trained.')
 
     def make_optimizer(self):
       return optax.adam(1e-3)
@@ -92,7 +92,7 @@ def _experiment(mb: float) -> Any:
 
 
 def _random_state(experiment: Any) -> Any:
-  """Returns a state of random numbers, on the host; always the same."""
+  """Returns a state of random numbers on the host, the same at each call."""
   import jax
   import numpy as np
 
@@ -107,7 +107,7 @@ def _random_state(experiment: Any) -> Any:
 
 
 class _Copy:
-  """The copy to the host alone."""
+  """Only copies the state to the host."""
 
   def __init__(self, folder: pathlib.Path, experiment: Any):
     del folder
@@ -125,7 +125,7 @@ class _Copy:
 
 
 class _Numpy:
-  """One file an array."""
+  """Writes one file for each array."""
 
   def __init__(self, folder: pathlib.Path, experiment: Any):
     self._folder = folder
@@ -144,7 +144,7 @@ class _Numpy:
         os.fsync(f.fileno())
 
   def wait(self) -> None:
-    """Nothing is left to do."""
+    """Does nothing: `save` has written everything."""
 
   def restore(self, step: int) -> Any:
     import jax
@@ -161,7 +161,7 @@ class _Numpy:
 
 
 class _Orbax:
-  """Orbax alone."""
+  """Uses Orbax."""
 
   def __init__(self, folder: pathlib.Path, experiment: Any):
     import orbax.checkpoint as ocp
@@ -182,7 +182,7 @@ class _Orbax:
 
 
 class _Durable:
-  """The checkpointer of this library."""
+  """Uses the checkpointer of this library."""
 
   def __init__(self, folder: pathlib.Path, experiment: Any):
     from jaxline import base_config
@@ -221,7 +221,7 @@ def _median(samples: list[harness.Sample]) -> harness.Sample:
 
 
 def save(name: str, folder: str, mb: float) -> dict[str, Any]:
-  """Saves several times, in a process of its own."""
+  """Saves several times; runs in a separate process."""
   import jax
 
   experiment = _experiment(mb)
@@ -247,7 +247,7 @@ def save(name: str, folder: str, mb: float) -> dict[str, Any]:
 
 
 def steps(folder: str, mb: float) -> dict[str, Any]:
-  """Times a step at rest and right after a save, in a process of its own."""
+  """Times a step at rest and after a save; runs in a separate process."""
   import jax
 
   experiment = _experiment(mb)
@@ -272,7 +272,7 @@ def steps(folder: str, mb: float) -> dict[str, Any]:
 
 
 def restore(name: str, folder: str, mb: float) -> dict[str, Any]:
-  """Restores once, in a process of its own, and compares all bits."""
+  """Restores once and compares all bits; runs in a separate process."""
   import jax
   import numpy as np
 

@@ -1,10 +1,10 @@
-"""Compile time of the training step by depth, the layers scanned.
+"""Compile time of the training step against depth, with scanned layers.
 
     python -m benchmarks.compile_time
 
-The model of configs/lm.py with more layers and `scan_layers`: seconds to trace,
-lower and compile the step, nothing cached. Flat if the time does not grow with
-the depth.
+The model is configs/lm.py with more layers and `scan_layers`. A row gives the
+seconds to trace, lower and compile the step without a cache. A ratio of 1 means
+that the time does not grow with the depth.
 """
 
 import functools

@@ -2,12 +2,13 @@
 
     python -m benchmarks.decoding
 
-The model of configs/lm.py with its first weights continues prompts of 200
+The model of configs/lm.py with its initial weights continues prompts of 200
 tokens. Ours is the compiled function of `--jaxline_mode=decode`. The baselines
 are `hand_tuned.greedy`, a loop with a cache for prompts of one length, and the
-same model without a cache. That all of them give the same tokens is checked
-before. A beam of 4 is compared with the greedy loop over as many rows; it also
-sorts and reorders. Tokens a second count new tokens, all rows of a beam.
+same model without a cache. Before timing, we check that all of them give the
+same tokens. A beam of 4 is compared with the greedy loop over 4 rows, although
+it has to sort and reorder as well. Tokens per second count the new tokens of
+all rows, including all rows of a beam.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ _BEAM = 4
 
 
 class _Decoder:
-  """The experiment's decoding for batches of prompts of one length."""
+  """Decodes batches of prompts of one length by the experiment."""
 
   def __init__(self, experiment: lm_experiment.Experiment, steps: int):
     self._experiment = experiment
@@ -53,7 +54,7 @@ class _Decoder:
 
 
 def _programs(experiment: lm_experiment.Experiment) -> harness.Row:
-  """Counts programs for prompts of several lengths."""
+  """Counts the programs that prompts of several lengths compile."""
   options = decoding.Options(method='greedy', max_decode_steps=4)
   longest = experiment.config.model.max_length - 4
   buckets = set()
@@ -78,7 +79,7 @@ def _programs(experiment: lm_experiment.Experiment) -> harness.Row:
 
 
 def rows(options: harness.Options) -> list[harness.Row]:
-  """Measures greedy decoding of two batch sizes, and a beam."""
+  """Measures greedy decoding with two batch sizes, and a beam."""
   experiment = lm_step.make_experiment('default', options.quick)
   config = experiment.config.model
   steps = min(options.pick(48, 4), config.max_length - _PROMPT)

@@ -1,11 +1,12 @@
-"""The language model of configs/lm.py as one writes it for this model alone.
+"""A hand-written version of the language model of configs/lm.py: a baseline.
 
-Plain JAX and Optax, tuned for a CPU: one array for each weight, every layer
-written out, nothing but what this model needs. It is the baseline of the
-benchmarks and imports nothing of this repository. An option that the model of
-configs/lm.py gains is added here: in `params`, `from_experiment` and `_block`.
+It is plain JAX and Optax, tuned for a CPU: one array for each weight, every
+layer written out, and no options that this model does not need. It imports
+nothing from this repository. If the model of configs/lm.py gains an option, add
+it here: in `params`, `from_experiment` and `_block`.
 
-As a program it is a plain training script, which ends after its first step:
+Run as a program, it is a plain training script, which ends after its first
+step:
 
     python benchmarks/hand_tuned.py CONFIG.json TOKENS.npy
 
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# (q, k, v of the new tokens, number of the layer) -> mixed values
+# (q, k, v of the new tokens, layer index) -> mixed values
 Attend = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
 
 
@@ -42,7 +43,7 @@ def _layer(config: Any, new: Callable[..., Any]) -> dict[str, Any]:
 
 
 def params(key: jax.Array, config: Any) -> Any:
-  """Returns first weights."""
+  """Returns initial weights."""
   keys = iter(jax.random.split(key, 4 * config.num_layers + 1))
 
   def new(fan_in: float, *shape: int) -> jax.Array:
@@ -57,7 +58,7 @@ def params(key: jax.Array, config: Any) -> Any:
 
 
 def from_experiment(weights: Any, config: Any) -> Any:
-  """Returns the weights of examples/lm as `params` has them."""
+  """Converts the weights of examples/lm to the structure of `params`."""
   attention = weights['layers/attention']
   feed_forward = weights['layers/feed_forward']
   d = config.embed_dim
@@ -98,7 +99,7 @@ def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def _mix(
   q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, kv: str = 'bmhk'
 ) -> jax.Array:
-  """Attention; the softmax divides only after the product with values."""
+  """Computes attention; the softmax divides after the product with values."""
   scores = jnp.einsum(f'blhk,{kv}->bhlm', q, k)
   scores = jnp.where(mask, scores, -1e30)
   exp = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
@@ -125,7 +126,7 @@ def _block(
 def _hidden(
   config: Any, params: Any, tokens: jax.Array, turns: Any, attend: Attend
 ) -> jax.Array:
-  """Returns what the output layer gets, [B, L, D]."""
+  """Returns the input of the output layer, [B, L, D]."""
   x = _norm(params['table'][tokens], params['norm0'])
   for number, p in enumerate(params['layers']):
     x = _block(config, number, p, x, turns, attend)
@@ -139,14 +140,14 @@ def _cross_entropy(x: jax.Array, table: jax.Array, t: jax.Array) -> jax.Array:
 
 
 def _chunked(chunks: int) -> Callable[..., jax.Array]:
-  """Returns the cross entropy of which a chunk of logits exists at a time."""
+  """Returns a cross entropy that holds one chunk of logits at a time."""
 
   @jax.custom_vjp
   def chunked(x: jax.Array, table: jax.Array, t: jax.Array) -> jax.Array:
     return _cross_entropy(x, table, t)
 
   def forward(x: jax.Array, table: jax.Array, t: jax.Array) -> Any:
-    # The gradient is taken while the logits are there, chunk by chunk.
+    # Each chunk computes its gradient while its logits exist.
     def add(carry: Any, chunk: Any) -> Any:
       value, (dx, dtable) = jax.value_and_grad(_cross_entropy, (0, 1))(
         chunk[0], table, chunk[1]
@@ -170,7 +171,7 @@ def loss_fn(config: Any, length: int) -> Callable[[Any, jax.Array], jax.Array]:
   causal = np.tril(np.ones((length, length), bool))[None, None]
 
   def attend(q: Any, k: Any, v: Any, number: int) -> jax.Array:
-    # Two parts: the first half of the queries sees no keys of the second.
+    # The first half of the queries sees no keys of the second half.
     first = q[:, :half], k[:, :half], v[:, :half]
     return jnp.concatenate(
       [
@@ -233,7 +234,7 @@ def step(loss: Callable[..., Any], config: Any) -> Any:
 def greedy(config: Any, steps: int) -> Any:
   """Returns a jitted `(params, prompts [B, T]) -> tokens [B, steps]`.
 
-  All prompts are of one length. A loop with a cache of keys and values.
+  All prompts have one length. The loop has a cache of keys and values.
   """
 
   def decode(params: Any, prompts: jax.Array) -> jax.Array:
@@ -265,7 +266,7 @@ def greedy(config: Any, steps: int) -> Any:
       return (x[:, -1] @ params['table'].T).argmax(-1).astype(jnp.int32), kept
 
     cache = [(jnp.zeros(shape),) * 2 for _ in range(config.num_layers)]
-    # Without the last token, so that the prompt's logits are never made.
+    # Leave out the last token, so that the prompt's logits are never computed.
     _, cache = run(prompts[:, :-1], cache, 0)
 
     def advance(carry: Any, i: jax.Array) -> Any:
@@ -280,7 +281,7 @@ def greedy(config: Any, steps: int) -> Any:
 
 
 def greedy_uncached(config: Any, steps: int, width: int) -> Any:
-  """As `greedy`, but each token runs all `width` positions again."""
+  """Like `greedy`, but each token computes all `width` positions again."""
   causal = np.tril(np.ones((width, width), bool))[None, None]
 
   def decode(params: Any, prompts: jax.Array) -> jax.Array:

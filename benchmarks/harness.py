@@ -1,8 +1,8 @@
-"""What the benchmarks share: turns, statistics, rows, the machine, a table.
+"""Measures sides in turns and prints tables, for all benchmarks.
 
 A program is a module with a function `rows(options) -> list of rows`. A row
-compares a side with a baseline that took turns with it, and holds medians and
-quartiles of both and of their ratio or difference, by wall time and by CPU
+compares a side with a baseline that took turns with it. It holds the medians
+and quartiles of both, and of their ratio or difference, by wall time and by CPU
 time, with the aim and whether it was met. Rows are plain values for JSON.
 """
 
@@ -37,11 +37,12 @@ Row = dict[str, Any]
 
 
 class Sample(NamedTuple):
-  """What a side reached in its turn.
+  """The measurement of one side in one turn.
 
   Attributes:
-    wall: seconds, a rate or whatever the row is about.
-    cpu: the same by the CPU time of the process; None if it has no meaning.
+    wall: Seconds, a rate or another quantity, by wall time.
+    cpu: The same quantity by the CPU time of the process; None if that has no
+      meaning.
   """
 
   wall: float
@@ -53,11 +54,11 @@ class Options:
   """How to run the programs.
 
   Attributes:
-    quick: few rounds and small sizes, to see that all work. Its numbers mean
-      nothing.
-    rounds: turns of each side; None is each program's number.
-    original: a folder with JAXline's own package.
-    peers: a folder with other programs, see benchmarks/README.md.
+    quick: Whether to use few rounds and small sizes, to see that all programs
+      work. The numbers mean nothing.
+    rounds: Turns of each side; None means each program's default.
+    original: A folder with JAXline's own package.
+    peers: A folder with other programs; see benchmarks/README.md.
   """
 
   quick: bool = False
@@ -66,7 +67,7 @@ class Options:
   peers: str | None = None
 
   def num_rounds(self, usual: int) -> int:
-    """Returns the turns of each side."""
+    """Returns the number of turns of each side."""
     return self.rounds or (1 if self.quick else usual)
 
   def pick(self, usual: Any, quick: Any) -> Any:
@@ -77,12 +78,12 @@ class Options:
 def turns(
   sides: Mapping[str, Callable[[], Any]], rounds: int
 ) -> dict[str, list[Any]]:
-  """Returns what each side gave in each round.
+  """Returns the results of each side, one for each round.
 
   Args:
-    sides: name -> its measurement.
-    rounds: how often each takes its turn: A B, B A, and so on, so that no side
-      always runs after the same other.
+    sides: Name -> function that measures the side.
+    rounds: Number of turns of each side. The order is A B, B A, and so on, so
+      that no side always runs after the same one.
   """
   found: dict[str, list[Any]] = {name: [] for name in sides}
   for i in range(rounds):
@@ -97,20 +98,20 @@ def now() -> Sample:
 
 
 def since(began: Sample, ended: Sample, amount: float | None) -> Sample:
-  """Returns an amount a second between two times; None is the seconds."""
+  """Returns an amount per second between two times; the seconds for None."""
   seconds = [b - a for a, b in zip(began, ended, strict=True)]
   return Sample(*(x if amount is None else amount / x for x in seconds))
 
 
 def timed(fn: Callable[[], Any], amount: float | None = None) -> Sample:
-  """Calls a function; returns the seconds, or an amount a second."""
+  """Calls a function; returns the seconds, or an amount per second."""
   began = now()
   fn()
   return since(began, now(), amount)
 
 
 def fields(samples: Iterable[Mapping[str, Any]], name: str) -> list[Sample]:
-  """Returns the samples of one entry of what workers returned."""
+  """Returns one entry of each worker's result, as samples."""
   return [
     Sample(*x) if isinstance(x := found[name], list | tuple) else Sample(x)
     for found in samples
@@ -158,15 +159,15 @@ def row(
   """Returns a row of a table.
 
   Args:
-    what: the name of our side.
-    ours: its samples.
-    against: the name of the baseline; '' if there is none.
-    baseline: its samples, of the same rounds.
-    unit: of the samples.
+    what: The name of our side.
+    ours: Our samples, one for each round.
+    against: The name of the baseline; '' if there is none.
+    baseline: The baseline's samples from the same rounds.
+    unit: The unit of the samples.
     measure: 'ratio' (ours / baseline), 'difference' (ours - baseline) or
       'value' (ours).
-    aim: such as '>= 0.98', for the median of the measure.
-    judged: 'wall' or 'cpu': by which time the aim is judged.
+    aim: The aim for the median of the measure, such as '>= 0.98'.
+    judged: 'wall' or 'cpu': the time by which the aim is judged.
   """
   value = ours
   if baseline is not None:
@@ -193,15 +194,15 @@ def row(
 
 
 class Peak:
-  """Measures by how much the memory of this process grows at most; on Linux."""
+  """Measures how much the memory of this process grows at most, on Linux."""
 
   def __init__(self) -> None:
-    ctypes.CDLL(None).malloc_trim(0)  # What is free shall not count as used.
+    ctypes.CDLL(None).malloc_trim(0)  # Free memory must not count as used.
     pathlib.Path('/proc/self/clear_refs').write_text('5')  # Resets VmHWM.
     self._before = self._bytes('VmRSS')
 
   def grown(self) -> int:
-    """Returns bytes since the construction."""
+    """Returns the bytes since construction."""
     return self._bytes('VmHWM') - self._before
 
   def _bytes(self, what: str) -> int:
@@ -216,17 +217,18 @@ class Peak:
 def call(
   module: str, function: str, *args: Any, path: str = '', env: Any = None
 ) -> Any:
-  """Calls a function of a module in a process of its own.
+  """Calls a function of a module in a separate process.
 
   Args:
-    module: its name.
-    function: returns values for JSON; it may print before.
-    *args: values for JSON.
-    path: a folder whose packages go before those of this repository.
-    env: further environment variables.
+    module: The module's name.
+    function: The function's name. It returns values for JSON, and may print
+      before.
+    *args: Values for JSON.
+    path: A folder whose packages take precedence over this repository's.
+    env: Additional environment variables.
 
   Raises:
-    RuntimeError: it failed; with the end of what it said.
+    RuntimeError: The function failed. The message has the end of its stderr.
   """
   places = path, str(ROOT), os.environ.get('PYTHONPATH')
   python_path = os.pathsep.join(filter(None, places))
@@ -247,16 +249,16 @@ def call(
 
 
 def call_rows(module: str, options: Options) -> list[Row]:
-  """Returns the rows of a program, run in a process of its own."""
+  """Runs a program in a separate process and returns its rows."""
   return call(__name__, 'rows_of', module, dataclasses.asdict(options))
 
 
 def rows_of(module: str, options: Mapping[str, Any]) -> list[Row]:
-  """Returns the rows of a program, run in this process."""
+  """Runs a program in this process and returns its rows."""
   return importlib.import_module(module).rows(Options(**options))
 
 
-# The machine, and what is printed.
+# The machine and the output.
 
 
 def _cpu_model() -> str:
@@ -267,7 +269,7 @@ def _cpu_model() -> str:
 
 
 def machine() -> dict[str, Any]:
-  """Returns what the numbers depend on."""
+  """Returns the hardware, versions and commit that the numbers depend on."""
   versions = {}
   for name in _PACKAGES:
     try:
@@ -293,7 +295,7 @@ def machine() -> dict[str, Any]:
 
 
 def number(x: float) -> str:
-  """Returns a number with three digits."""
+  """Formats a number with three digits."""
   if x and abs(x) < 1e5:
     digits = max(0, 2 - int(f'{abs(x):e}'.partition('e')[2]))
     return f'{x:,.{min(digits, 4)}f}'
@@ -308,18 +310,18 @@ def _cell(spread: list[float] | None) -> str:
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """Returns a table in Markdown."""
+  """Formats a table in Markdown."""
   lines = [f'| {" | ".join(cells)} |' for cells in (titles, *rows)]
   return '\n'.join([lines[0], f'|{"---|" * len(titles)}', *lines[1:]])
 
 
 def table_of(rows: Sequence[Mapping[str, str]]) -> str:
-  """Returns a table in Markdown of rows, each of them title -> text."""
+  """Formats rows, each of them title -> text, as a table in Markdown."""
   return markdown(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def table(rows: list[Row]) -> str:
-  """Returns the rows as a Markdown table."""
+  """Formats the rows of a program as a table in Markdown."""
   titles = ['what', 'against', 'unit', 'ours', 'baseline', 'compared: wall']
   titles += ['compared: CPU', 'aim', 'met']
   lines = []
@@ -347,7 +349,7 @@ def table(rows: list[Row]) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Adds the flags that are the fields of `Options`."""
-  parser.add_argument('--quick', action='store_true', help='a trial of all')
+  parser.add_argument('--quick', action='store_true', help='try all programs')
   parser.add_argument('--rounds', type=int, help='turns of each side')
   parser.add_argument('--original', help="a folder with JAXline's own package")
   parser.add_argument('--peers', help='a folder with other programs')

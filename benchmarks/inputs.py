@@ -1,36 +1,37 @@
-"""What inputs cost: tokens per second of each source, and the infeed per step.
+"""Cost of inputs: tokens per second of each source, and the infeed per step.
 
     python -m benchmarks.inputs
 
-Each source stands beside what one would write without it, on the same tokens,
-those of the source text of Python's standard library:
+Each source is compared with the code that you would write without it. Both read
+the same tokens, from the source text of Python's standard library:
 
 - memmap: rows at random places of a `numpy.memmap`, stacked, cast to int32 ids
-  and labels; the least that a language model can be fed with. It makes no
-  weights, knows no epochs and has no position to save;
+  and labels. A language model needs at least this. It makes no weights, and has
+  no epochs and no position to save;
 - view: the same on `numpy.asarray` of the memmap, whose slices cost less;
 - plain Grain: source, shuffle, repeat, batch, with the same `ReadOptions`;
 - plain tf.data: shuffle, batch, prefetch;
 - plain SeqIO: the same task through the same converter, batch, prefetch.
 
-What it costs tf.data to begin an epoch is not in these numbers.
+The time that tf.data needs to begin an epoch is not included.
 
-Small records: 60,000 images, uint8 [28, 28], and their labels, in two arrays in
-memory, read in batches of 128. Users report that tf.data reads such data 5 to
-10 times as fast as Grain (google/grain#1164, #569, #722). GrainInput reads a
+Small records are 60,000 images, uint8 [28, 28], and their labels, in two arrays
+in memory, read in batches of 128. Users report that tf.data reads such data 5
+to 10 times as fast as Grain (google/grain#1164, #569, #722). GrainInput reads a
 source without and with `__getitems__`; a subclass of IndexedInput indexes the
 arrays.
 
-A row of tokens counts L, filler included. The sides of a group take turns, each
-reading for a moment after as long a warm-up as fills what it reads ahead; a
-ratio is taken round by round.
+A row of tokens counts as L tokens, padding included. The sides of a group take
+turns. Each side reads for a moment, after a warm-up that fills its read-ahead
+buffers. Ratios are computed in each round.
 
-The infeed: microseconds a step on the training thread, above a loop without it
-that has one batch for all steps. Steps either sleep, as if an accelerator were
-at work, or compute on the same CPU as the infeed's thread. CPU is what the
-training thread computes.
+The infeed's cost is the microseconds per step on the training thread above a
+loop without the infeed, which uses one batch for all steps. Steps either sleep,
+as if an accelerator were at work, or compute on the CPU that the infeed's
+thread uses. CPU is the CPU time of the training thread.
 
-Start-up: seconds to make the tokens of the corpus, and to open them again.
+Start-up is the seconds to make the tokens of the corpus, and to open them
+again.
 
 Sources that are not installed are left out.
 """
@@ -66,15 +67,16 @@ from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
 from jaxline.parallel import placement
 
-# Rows and tokens of batches.
+# Batch size and length, in tokens.
 _SIZES = ((8, 256), (32, 1024))
-# Small records, and how many of them a batch has.
+# The number of small records, in all and in a batch.
 _NUM_IMAGES = 60_000
 _IMAGES_PER_BATCH = 128
-# Records among which tf.data draws the next.
+# tf.data draws the next record from this many.
 _SHUFFLE_BUFFER = 1024
 _THREADS = 4
-# What a step takes that sleeps; one on the CPU takes about as long on one core.
+# The time of a step that sleeps. A step on the CPU takes about as long on one
+# core.
 _STEP_SECS = 2e-3
 _STEPS = 100
 _INFEED_TARGET = 20
@@ -82,12 +84,12 @@ _INFEED_TARGET = 20
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-  """Something that gives batches.
+  """A source of batches.
 
   Attributes:
-    name: in the table.
-    next: returns the next batch.
-    targets: of baselines by name, the least ratio that is aimed at, or None.
+    name: Name in the table.
+    next: Function that returns the next batch.
+    targets: Name of a baseline -> the aim for the ratio to it, or None.
   """
 
   name: str
@@ -109,7 +111,7 @@ def _memmap_batches(
 
 
 class _Rows:
-  """The stream in rows, as a data source."""
+  """A data source: the rows of a stream of tokens."""
 
   def __init__(self, tokens: np.ndarray, length: int):
     self._tokens = tokens
@@ -130,7 +132,7 @@ def _decode(record: bytes) -> dict[str, np.ndarray]:
 
 
 class _Images:
-  """Images with labels, as a data source."""
+  """A data source: images with labels."""
 
   def __init__(self) -> None:
     rng = np.random.default_rng(0)
@@ -145,7 +147,7 @@ class _Images:
 
 
 class _ImagesByBatch(_Images):
-  """The same source, which also reads several records in one call."""
+  """A data source of images that reads several records in one call."""
 
   def __getitems__(self, indices: list[int]) -> list[Any]:
     return list(zip(*self[indices], strict=True))
@@ -153,7 +155,7 @@ class _ImagesByBatch(_Images):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _ImagesInput(indexed.IndexedInput):
-  """The same images, read by a subclass as in a fork."""
+  """Reads the images by a subclass, as a fork would."""
 
   images: _Images
 
@@ -242,7 +244,7 @@ def _plain_grain(
 def _grain_sides(
   source: Any, rows: int, threads: int, files: Any = None
 ) -> list[_Side]:
-  """Returns Grain and GrainInput on a source of rows, or files of them."""
+  """Returns Grain and GrainInput on a source of rows, or on files of rows."""
   import grain
 
   ours = grain_input.GrainInput(
@@ -278,9 +280,9 @@ def _write_array_record(source: _Rows, path: pathlib.Path) -> None:
 
 
 def _plain_tfdata(arrays: dict[str, Any], rows: int) -> tuple[Any, _Side]:
-  """Returns a dataset of the rows of arrays, and tf.data reading it."""
+  """Returns a dataset of the rows of arrays, and a side that reads it."""
   tf = tfdata.import_tensorflow()
-  # Epochs without an end: to begin one takes as long as a side has to read.
+  # Repeat without end: beginning an epoch takes as long as a turn.
   dataset = tf.data.Dataset.from_tensor_slices(arrays).repeat()
   plain = (
     dataset.shuffle(_SHUFFLE_BUFFER, seed=0)
@@ -308,7 +310,7 @@ def _tfdata_sides(source: _Rows, rows: int) -> list[_Side]:
   return [
     plain,
     _Side('TfDataInput', **against([])),
-    # Which begins in the middle of a batch.
+    # The second epoch begins in the middle of a batch.
     _Side('TfDataInput, later epochs', **against([dataset.take(1)])),
   ]
 
@@ -377,7 +379,7 @@ def _image_sides() -> list[_Side]:
 def _groups(
   documents: text.Documents, folder: pathlib.Path, rows: int, length: int
 ) -> Iterator[list[_Side]]:
-  """Yields the sides that are compared with one another."""
+  """Yields groups of sides that are compared with each other."""
   path = folder / 'tokens'
   documents.tokens.tofile(path)
   yield _text_sides(documents, path, rows, length)
@@ -399,7 +401,7 @@ def _groups(
 
 
 def _per_second(side: _Side, seconds: float, amount: float) -> harness.Sample:
-  """Returns how much a side reads a second, where a batch has `amount`."""
+  """Returns how much a side reads per second, if a batch has `amount`."""
   end = time.perf_counter() + seconds / 4
   while time.perf_counter() < end:
     side.next()
@@ -421,11 +423,11 @@ def _source_rows(
   """Compares the sides of a group with their baselines.
 
   Args:
-    sides: the group.
-    what: describes the data in the table.
-    amount: what a batch has, in `unit`.
-    unit: what is counted, such as 'records'.
-    options: how to run.
+    sides: The group.
+    what: Description of the data for the table.
+    amount: Size of a batch, in `unit`.
+    unit: The unit of `amount`, such as 'records'.
+    options: How to run.
   """
   seconds = options.pick(0.1, 0.01)
   speeds = harness.turns(
@@ -459,7 +461,7 @@ def _sleep_step() -> Callable[[Any], None]:
 
 
 def _compute_step() -> Callable[[Any], None]:
-  """Returns a step that computes on the CPU for about as long."""
+  """Returns a step that computes on the CPU for about the same time."""
   weights = jnp.ones([256, 256])
 
   @jax.jit
@@ -475,15 +477,15 @@ def _compute_step() -> Callable[[Any], None]:
 def _micros(
   step: Callable[[Any], None], next_batch: Callable[[], Any], steps: int
 ) -> dict[str, harness.Sample]:
-  """Returns medians of steps and of getting their batches, in microseconds.
+  """Times steps and the calls that get their batches, in microseconds.
 
   Args:
-    step: what a step does with its batch.
-    next_batch: returns it.
-    steps: how many.
+    step: Function that computes a step with its batch.
+    next_batch: Function that returns the next batch.
+    steps: Number of steps.
 
   Returns:
-    'step' and 'next': by wall time, and by the time that this thread computed.
+    'step' and 'next': the medians, by wall time and by this thread's CPU time.
   """
   times: dict[str, list[harness.Sample]] = {'step': [], 'next': []}
   for _ in range(steps):
@@ -506,7 +508,7 @@ def _micros(
 def _infeed_rows(
   documents: text.Documents, rows: int, length: int, options: harness.Options
 ) -> Iterator[harness.Row]:
-  """Compares steps that are fed by the infeed with steps without it."""
+  """Compares steps with the infeed with steps without it."""
   with mesh_lib.on_devices(jax.devices()[:1]):
     partitioner = partitioning.Partitioner.make(None, 'ddp')
 
@@ -528,7 +530,7 @@ def _infeed_rows(
 
     def take(batches: infeed.Infeed = batches) -> Any:
       batch = next(batches)
-      # What a step of `ShardedExperiment` asks besides.
+      # A step of `ShardedExperiment` reads these, too.
       _ = batches.mark, batches.wait_fraction
       return batch
 
@@ -563,7 +565,7 @@ def _infeed_rows(
 def _start_rows(
   folder: pathlib.Path, options: harness.Options
 ) -> tuple[text.Corpus, harness.Row]:
-  """Returns the corpus, and what it takes to open it again."""
+  """Returns the corpus, and a row that compares opening with making it."""
   first, again = [], []
   for i in range(options.pick(3, 2)):
     path = folder / str(i)
@@ -577,7 +579,7 @@ def _start_rows(
 
 
 def rows(options: harness.Options) -> list[harness.Row]:
-  """Measures sources, infeed and start-up."""
+  """Measures sources, the infeed and start-up."""
   logging.set_verbosity(logging.ERROR)
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   jax.config.update('jax_platforms', 'cpu')

@@ -1,12 +1,12 @@
-"""What each part of the recipe of configs/lm.py gains, over several seeds.
+"""Measures the gain of each part of configs/lm.py's recipe over seeds.
 
     python -m benchmarks.lm_recipe [--seeds=3] [--steps=1500] [--plot]
 
 Trains the real experiment without one part of the recipe at a time, and prints
-the bits per byte as the table of docs/reference/lm_recipe.md. Documents are
-held out from the training files of configs/lm.py: its own held-out files are
-never read. A run that is among the results is not repeated. A run takes about
-two minutes.
+the bits per byte as the table of docs/reference/lm_recipe.md. Validation
+documents are held out from the training files of configs/lm.py; its own
+held-out files are never read. Runs that have a result are not repeated. A run
+takes about two minutes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _BYTES = [f'{_LM}.tokenizer=bytes', f'{_LM}.model.vocab_size=257']
 _SMALL = [f'{_LM}.model.normalize_embedding=False']
 _COSINE = [f'{_LM}.decay=cosine', f'{_LM}.final_learning_rate=0.05']
 
-# Name -> what differs, and how many steps take as long as one of the recipe's.
+# Name -> what differs, and how many of its steps take as long as one of ours.
 ROWS: dict[str, tuple[list[str], float]] = {
   'the recipe': ([], 1.0),
   'cosine to 5% of the peak': (_COSINE, 1.0),
@@ -39,8 +39,9 @@ ROWS: dict[str, tuple[list[str], float]] = {
   'bytes for tokens': (_BYTES, 1.15),
   'none of these: the recipe before': (_BYTES + _SMALL + _COSINE, 1.15),
 }
-# Of the documents. The hash that holds out 5% of all holds out these 10%
-# without those: about 5% again.
+# Documents whose hash is below this fraction are held out. The 5% that
+# configs/lm.py holds out would be among them, but are not in these files: about
+# 5% of all documents remain.
 _EVAL_FRACTION = 0.1
 
 
@@ -58,7 +59,7 @@ def write_training_files(folder: pathlib.Path) -> None:
 def train(
   overrides: Sequence[str], steps: int, seed: int, folder: pathlib.Path
 ) -> dict[str, float]:
-  """Returns the bits per byte that a run ends with, and its CPU seconds."""
+  """Trains; returns the final bits per byte and the CPU seconds."""
   with tempfile.TemporaryDirectory() as run:
     command = [
       *(sys.executable, 'experiment.py', '--config=configs/lm.py'),
@@ -87,7 +88,7 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
   """Returns the table of the page.
 
   Args:
-    results: row -> seed -> what `train` returns.
+    results: Row -> seed -> the result of `train`.
   """
   recipe = _bits(results['the recipe'])
   rows = []
@@ -109,7 +110,7 @@ def plot(results: dict[str, dict[str, dict[str, float]]]) -> None:
   import matplotlib
 
   matplotlib.use('svg')
-  # The same file each time, and letters as letters.
+  # The file is the same each time, and its text stays text.
   matplotlib.rcParams.update(
     {'svg.hashsalt': 'lm_recipe', 'svg.fonttype': 'none'}
   )
@@ -128,7 +129,7 @@ def plot(results: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Trains what has no result yet, and prints the table."""
+  """Trains the runs that have no result yet, and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--seeds', type=int, default=3)
   parser.add_argument('--steps', type=int, default=1500)

@@ -3,10 +3,10 @@
     python -m benchmarks.lm_step [--peers=DIR]
 
 `hand_tuned.py` computes the same mathematics from the same weights: forward and
-backward pass, clipping, AdamW with a schedule. That it does is checked on three
-steps before anything is timed. The peers are other programs' models of the same
-number of weights, as they come, behind the same loss, clipping and AdamW: DIR
-has the package `nanodo` of NanoDO and `lm1b`, the folder of Flax's example.
+backward pass, clipping, AdamW with a schedule. Three steps check this before
+anything is timed. The peers are unmodified models of other programs with the
+same number of weights, the same loss, clipping and AdamW. DIR holds NanoDO's
+package `nanodo` and `lm1b`, the folder of Flax's example.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from jaxline.inputs import base
 from jaxline.metrics import scalars
 from jaxline.parallel import placement
 
-# What each size changes of configs/lm.py.
+# The changes that each size makes to configs/lm.py.
 SIZES: dict[str, dict[str, Any]] = {
   'default': {},
   # 5.2 M parameters, 40% of them in the embedding.
@@ -52,9 +52,9 @@ def make_experiment(
   """Constructs the real experiment.
 
   Args:
-    name: of `SIZES`.
-    quick: whether with one layer, which compiles sooner.
-    **changes: of `experiment_kwargs.config`.
+    name: A key of `SIZES`.
+    quick: Whether to use one layer, which compiles faster.
+    **changes: Changes to `experiment_kwargs.config`.
   """
   config = lm_config.get_config().copy_and_resolve_references()
   kwargs = config.experiment_kwargs.config
@@ -68,7 +68,7 @@ def make_experiment(
 
 
 def _loss(out: Any) -> float:
-  """Returns the loss of what a step returns: scalars or the loss itself."""
+  """Returns the loss from a step's output: scalars or the loss itself."""
   packed = isinstance(out, scalars.Packed)
   return float(scalars.Scalars(out)['loss'] if packed else out)
 
@@ -77,7 +77,7 @@ class Side:
   """A training step with its state, to be timed.
 
   Attributes:
-    losses: of the first steps.
+    losses: The losses of the first steps.
   """
 
   def __init__(self, step: Any, state: Any, batches: list[Any]):
@@ -91,7 +91,7 @@ class Side:
     return out
 
   def time(self, steps: int, tokens: int) -> harness.Sample:
-    """Returns tokens a second."""
+    """Returns tokens per second."""
 
     def train() -> None:
       for i in range(steps):
@@ -104,9 +104,9 @@ class Side:
 def hand_tuned_side(
   experiment: lm_experiment.Experiment, tokens: list[np.ndarray]
 ) -> Side:
-  """Returns the hand-tuned program with the experiment's first weights."""
+  """Returns the hand-tuned program with the experiment's initial weights."""
   config = experiment.config
-  # A copy: each side donates its own buffers.
+  # Copy, because each side donates its buffers.
   params = jax.tree.map(jnp.copy, experiment.state.params)
   tree = hand_tuned.from_experiment(params, config.model)
   step = hand_tuned.step(
@@ -148,7 +148,7 @@ def random_tokens(
 
 
 def _mlp_dim(c: Any) -> int:
-  """Returns a hidden width with as many weights, without a gate."""
+  """Returns the width that gives as many weights without a gate."""
   return c.mlp_dim * 3 // 2 if c.feed_forward == 'swiglu' else c.mlp_dim
 
 
@@ -178,7 +178,7 @@ def _lm1b(config: Any) -> tuple[Any, Callable[..., jax.Array]]:
       deterministic=True,
     )
   )
-  # It shifts its input itself.
+  # The model shifts its input itself.
   return module, lambda params, tokens: module.apply(params, tokens[:, 1:])
 
 
@@ -188,7 +188,7 @@ PEERS = {'NanoDO': _nanodo, 'Flax lm1b': _lm1b}
 def _peer_sides(
   folder: str | None, config: Any, tokens: list[np.ndarray]
 ) -> Iterator[tuple[str, Side]]:
-  """Yields those peers that can be imported; names the others."""
+  """Yields the peers that can be imported; prints the names of the others."""
   if folder is None:
     return
   sys.path.insert(0, folder)
@@ -206,7 +206,7 @@ def _peer_sides(
         logits(params, tokens), tokens[:, 1:]
       ).mean()
 
-    # Without the boxes that name axes of weights.
+    # Remove the boxes that name the axes of weights.
     params = jax.tree.map(
       lambda x: getattr(x, 'value', x),
       params,
@@ -253,7 +253,7 @@ def _rows_of_size(name: str, options: harness.Options) -> list[harness.Row]:
   ]
 
 
-# A mixture whose tokens meet as many weights as those of `_DENSE`.
+# A token uses as many weights of the mixture as of the dense model.
 _DENSE = {
   'batch_size': 16,
   'model': {'embed_dim': 256, 'num_heads': 8, 'mlp_dim': 1024},
@@ -297,7 +297,7 @@ def _rows_of_experts(options: harness.Options) -> list[harness.Row]:
 
 
 def rows(options: harness.Options) -> list[harness.Row]:
-  """Compares the step of each size, and of experts."""
+  """Compares the step of each size, and of mixtures of experts."""
   found = [row for name in SIZES for row in _rows_of_size(name, options)]
   return found + _rows_of_experts(options)
 

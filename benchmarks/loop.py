@@ -1,19 +1,19 @@
-"""What the training loop costs: microseconds per step above a bare `for` loop.
+"""Cost of the training loop: microseconds per step above a bare `for` loop.
 
     python -m benchmarks.loop
     python -m benchmarks.loop --original DIR   # DIR holds JAXline's own package
 
-Each side runs a training step in a process of its own, with all default
-periodic actions (log line, checkpoint, scalars; none of them due while the
-clock runs). The bare side calls the same compiled function on the same values
-in a `for` loop that does nothing else. `input` also takes each batch from the
-thread of the input, although it is the same batch. In `20 scalars` and
-`fingerprints` both sides are the loop, and each step returns 20 scalars: one
-side writes nothing, the other all of them to the writers `tensorboard` and
-`jsonl`, or the fingerprint of each step.
+Each side runs a training step in a separate process, with all default periodic
+actions (log line, checkpoint, scalars; none of them is due while the clock
+runs). The bare side calls the same compiled function on the same values in a
+`for` loop that does nothing else. The rows `input` take each batch from the
+input's thread, although it is the same batch. In `20 scalars` and
+`fingerprints` both sides are the loop, and each step returns 20 scalars. One
+side writes nothing. The other writes all scalars to the writers `tensorboard`
+and `jsonl`, or the fingerprint of each step.
 
-CPU is what the training thread computes itself: its waits for the device, for a
-core or for another thread are not in it.
+CPU is the CPU time of the training thread. It excludes waiting for the device,
+for a core or for another thread.
 """
 
 import functools
@@ -35,8 +35,8 @@ _ROWS = (
   ('per-device, trivial step', 'pmap', 'bare_pmap', None),
 )
 _WARM_UP = 200
-# The sides whose steps return 20 scalars -> the interval at which these are
-# written, in steps, and whether fingerprints are; None writes nothing.
+# The sides whose steps return 20 scalars -> the interval at which they are
+# written, in steps, and whether to write fingerprints; None writes nothing.
 _OF_SCALARS = {
   'quiet': None,
   'scalars': (1, False),
@@ -104,11 +104,11 @@ def _pmap_class() -> Any:
   import jax
   import jax.numpy as jnp
 
-  # The original or ours: this is code written against JAXline.
+  # This code runs with JAXline's own package and with ours.
   from jaxline import experiment
 
   class Trivial(experiment.AbstractExperiment):
-    """One weight vector, plain gradient descent, per device."""
+    """One weight vector on each device, plain gradient descent."""
 
     NON_BROADCAST_CHECKPOINT_ATTRS = {'_w': 'w'}
 
@@ -143,7 +143,7 @@ def _now() -> tuple[float, float]:
 def _run_loop(
   cls: Any, steps: int, writes: tuple[int, bool] | None
 ) -> tuple[Any, Any]:
-  """Returns the times at the end of the warm-up and of the last step."""
+  """Runs the loop; returns the times after the warm-up and the last step."""
   from absl import flags
 
   from jaxline import base_config
@@ -160,7 +160,7 @@ def _run_loop(
 
   class Writer:
     def write_scalars(self, global_step: int, scalars: Any) -> None:
-      """Nothing is due while the clock runs."""
+      """Ignores the scalars: none are due while the clock runs."""
 
   flags.FLAGS.mark_as_parsed()
   config = base_config.get_base_config()
@@ -192,7 +192,7 @@ def _run_bare(step: Any, state: Any, args: Any, steps: int) -> tuple[Any, Any]:
 
 
 def work(side: str, steps: int) -> list[float]:
-  """Runs a side; returns microseconds a step: all, and computed."""
+  """Runs a side; returns microseconds a step by wall and by CPU time."""
   if side == 'original':
     _revive_jax()
   import jax
@@ -221,7 +221,7 @@ def work(side: str, steps: int) -> list[float]:
 
 
 def _revive_jax() -> None:
-  """Gives today's JAX the functions that the original still calls."""
+  """Adds the functions that JAX has removed and the original still calls."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -263,7 +263,7 @@ def rows(options: harness.Options) -> list[harness.Row]:
       unit=unit,
       measure='difference',
       aim=aim,
-      # The writer's thread is not the training thread's time.
+      # The time of the writer's thread does not count.
       judged='cpu' if side == 'scalars-512' else 'wall',
     )
     for what, side, side_of_baseline, aim in _ROWS

@@ -1,13 +1,13 @@
-"""The memory of a training step against what its arrays need.
+"""Memory of a training step, against the sum of its arrays.
 
     python -m benchmarks.memory
 
-Device: what the compiler reserves for the step of configs/lm.py, its arguments
-(state and batch), results that are not written over them, and temporary arrays.
-By hand: state, gradients, and what the backward pass needs of the forward pass,
-as listed in `_activations`. The hand-tuned program is measured likewise. Host:
-by how much the memory of a process grows at most while it trains, where the
-device is the host; the state was made before.
+A step's memory is what the compiler reserves for the step of configs/lm.py:
+arguments (state and batch), results that do not overwrite them, and temporary
+arrays. The hand-tuned program is measured in the same way. "By hand" adds up
+the state, the gradients, and the activations that the backward pass needs
+(listed in `_activations`). "Host" is the peak growth of a process's memory
+while it trains on the CPU; the state exists before.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _compiled(step: Any, *args: Any) -> dict[str, int]:
-  """Returns bytes of arguments, of results over them, and in all."""
+  """Returns the bytes of results that overwrite arguments, and of all."""
   found = step.lower(*args).compile().memory_analysis()
   peak = found.argument_size_in_bytes + found.output_size_in_bytes
   peak += found.temp_size_in_bytes - found.alias_size_in_bytes
@@ -33,11 +33,11 @@ def _compiled(step: Any, *args: Any) -> dict[str, int]:
 
 
 def _activations(config: Any) -> int:
-  """Returns the bytes of what a backward pass reads of the forward pass.
+  """Returns the bytes of the activations that a backward pass reads.
 
-  Of each layer: both inputs of the norms, queries, keys and values, the
+  For each layer: both inputs of the norms, queries, keys and values, the
   attention's weights and the mixed values, and the feed-forward part before and
-  after its activation. Of the loss: the input of the last norm, a chunk of
+  after its activation. For the loss: the input of the last norm, a chunk of
   logits, and their gradient.
   """
   m = config.model
@@ -67,7 +67,7 @@ def _rows_of_size(name: str, quick: bool) -> list[harness.Row]:
     step, (params, hand_tuned.optimizer(config).init(params)), tokens
   )
 
-  # The compiler's own program is loaded and the state made before.
+  # Load the compiled program and make the state before the measurement.
   side = lm_step.our_side(experiment, lm_step.random_tokens(experiment))
   peak = harness.Peak()
   side.time(5, 1)

@@ -1,20 +1,21 @@
-"""Tokens per second, and model FLOPs utilization, of the language model here.
+"""Tokens per second and model FLOPs utilization of examples/lm on a device.
 
   python -m benchmarks.mfu [--plan | --variants=as_is,remat_full] [--steps=20]
     [--out=FILE.jsonl] [--trace=DIR] [--budget_secs=540]
     [--config=configs/lm_1b.py] [--config.key=value ...]
 
-Trains on the real input by the real step, once for each variant of the config.
-MFU is the model's FLOPs (three times those of the products of its forward pass,
-whatever is computed again) over time and over two rates: the chips' own, as
-their maker gives it, and that of a large bfloat16 product, as measured here
-just before.
+Trains with the real step on the real input, once for each variant of the
+config. The model's FLOPs are three times the FLOPs of the products in its
+forward pass; recomputation does not count. MFU is these FLOPs per second over
+the maker's peak rate. A second value divides by the rate of a large bfloat16
+product, which is measured just before.
 
-`--plan` runs all variants, decodes at three batch sizes and saves a checkpoint,
-so that a card that is lent for ten minutes is enough. While a variant runs, the
-next one is compiled. It is timed when that has ended, because XLA tries kernels
-on the device. Each result is written to `--out` at once. After `--budget_secs`
-no variant is compiled any more.
+`--plan` runs all variants, decodes with three batch sizes and saves a
+checkpoint. It is made for a card that you can borrow for ten minutes. While a
+variant runs, the next one is compiled. A variant is timed after that
+compilation has ended, because XLA tries kernels on the device. Each result is
+written to `--out` at once. After `--budget_secs` no further variant is
+compiled.
 """
 
 import argparse
@@ -48,8 +49,8 @@ class Variant:
   """A way to compute the step.
 
   Attributes:
-    config: what it changes of `experiment_kwargs.config`.
-    xla: options of XLA for its step.
+    config: Changes to `experiment_kwargs.config`.
+    xla: Options of XLA for its step.
   """
 
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -100,10 +101,10 @@ class Prepared:
   """A variant whose step is compiled.
 
   Attributes:
-    experiment: without a state yet.
-    model_flops: FLOPs of a step, over all devices.
-    compile_secs: how long tracing and compiling took.
-    gib: the memory of a device that the step needs, in GiB; 0 if not known.
+    experiment: The experiment, without a state yet.
+    model_flops: FLOPs of a step on all devices together.
+    compile_secs: Seconds of tracing and compiling.
+    gib: Memory that the step needs on a device, in GiB; 0 if not known.
   """
 
   experiment: lm_experiment.Experiment
@@ -113,7 +114,7 @@ class Prepared:
 
 
 def prepare(config: config_dict.ConfigDict, xla: Mapping[str, Any]) -> Prepared:
-  """Compiles the step of a run; touches no device but to try kernels."""
+  """Compiles the step of a run; uses the device only to try kernels."""
   experiment = lm_experiment.Experiment(
     'train',
     jax.random.PRNGKey(config.random_seed),
@@ -150,7 +151,7 @@ def measure(
   """Trains until nothing else uses the device, and then times steps.
 
   Returns:
-    The milliseconds of a step, tokens per second and what `Prepared` has.
+    Milliseconds of a step, tokens per second, and the values of `Prepared`.
   """
   experiment, config = prepared.experiment, prepared.experiment.config
   train(experiment, _WARM_UP_STEPS)
@@ -175,7 +176,7 @@ def matmul_rate(size: int) -> float:
   """Returns the FLOP/s of a bfloat16 product on one device.
 
   Args:
-    size: of its square matrices.
+    size: Number of rows of the square matrices.
   """
   x = jax.random.normal(jax.random.key(0), [size, size], jnp.bfloat16)
   product = jax.jit(lambda a, b: a @ b)
@@ -194,15 +195,15 @@ def matmul_rate(size: int) -> float:
 def decode(
   experiment: lm_experiment.Experiment, batch: int, bandwidth: float
 ) -> dict[str, float | None]:
-  """Decodes with weights in the model's dtype, against the memory's bandwidth.
+  """Decodes with weights in the model's dtype; compares with a memory bound.
 
-  The bound reads each weight but the table of the input once a token, and of
-  each row the cache as it is half-way.
+  The bound reads each weight except the input table once per token, and each
+  row's cache at half of its final length.
 
   Args:
-    experiment: a run's, with its state.
-    batch: the rows.
-    bandwidth: bytes per second of the device's memory; 0 if not known.
+    experiment: An experiment with a state.
+    batch: Number of rows.
+    bandwidth: Bytes per second of the device's memory; 0 if not known.
   """
   config = experiment.config.model
   dtype = jnp.dtype(config.dtype)
@@ -254,7 +255,7 @@ def decode(
 def save(
   experiment: lm_experiment.Experiment, config: config_dict.ConfigDict
 ) -> dict[str, float]:
-  """Returns how long a save blocks training, and a copy to the host takes."""
+  """Times how long a save blocks training, and a copy to the host."""
   state = experiment.state
   with tempfile.TemporaryDirectory() as folder:
     config = config.copy_and_resolve_references()
@@ -262,7 +263,7 @@ def save(
     checkpointer = platform.create_checkpointer(config, 'train')
     live = protocol.new_state(checkpointer, experiment, series='latest')
     found: dict[str, float] = {}
-    for step in (1, 2):  # The first one also sets up what a save needs.
+    for step in (1, 2):  # The first save includes the setup.
       begun = time.perf_counter()
       jax.block_until_ready(jax.device_get(state))
       copied = time.perf_counter()
@@ -290,7 +291,7 @@ def profile(
 
 
 class Report:
-  """Prints rows, and writes them to a file as they come."""
+  """Prints rows, and writes each to a file at once."""
 
   def __init__(self, out: pathlib.Path | None, rate: float):
     self._out, self._rate = out, rate
@@ -298,7 +299,7 @@ class Report:
 
   @property
   def bandwidth(self) -> float:
-    """Bytes per second of the chip's memory; 0 if they are not known."""
+    """Bytes per second of the chip's memory; 0 if not known."""
     return self._chip.hbm_bandwidth if self._chip else 0.0
 
   def add(self, name: str, values: Mapping[str, Any]) -> None:
@@ -328,16 +329,16 @@ def run(
   is_plan: bool = False,
   trace: str = '',
 ) -> None:
-  """Measures variants, each compiled while the one before runs.
+  """Measures variants; compiles each while the previous one runs.
 
   Args:
-    names: of the variants.
-    load: returns a fresh config.
-    report: takes the rows.
-    steps: how many to time.
-    ends: no variant is compiled after it, by `time.monotonic`.
-    is_plan: whether to decode and to save with the first variant, too.
-    trace: a directory for a profile of three steps of the first variant.
+    names: Keys of `VARIANTS`.
+    load: Function that returns a fresh config.
+    report: Receives the rows.
+    steps: Number of steps to time.
+    ends: Time, by `time.monotonic`, after which no variant is compiled.
+    is_plan: Whether to decode and to save with the first variant, too.
+    trace: Directory for a profile of three steps of the first variant.
   """
 
   def changed(name: str) -> config_dict.ConfigDict:
@@ -349,8 +350,8 @@ def run(
     try:
       report.add(name, call(*args))
     except Exception as e:
-      # Such as too little memory, or an option that this XLA does not have. The
-      # others are to be measured while the card is here.
+      # There may be too little memory, or this XLA may lack an option. Measure
+      # the other variants while the card is available.
       report.add(name, {'failed': f'{e!s:.300}'})
 
   def more(experiment: lm_experiment.Experiment) -> None:
@@ -378,7 +379,7 @@ def run(
     coming = begin(names[0])
     for i, name in enumerate(names):
       if coming is None:
-        report.add(name, {'failed': 'there was no time left'})
+        report.add(name, {'failed': 'no time was left'})
         continue
       running = coming
       futures.wait([running])
@@ -387,7 +388,7 @@ def run(
       if i == 0 and running.exception() is None:
         more(running.result().experiment)
       del running
-      gc.collect()  # The arrays of one variant would crowd the next.
+      gc.collect()  # Free the variant's arrays before the next one runs.
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -409,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = args.variants.split(',')
   for name in names:
     if name not in VARIANTS:
-      parser.error(f'no variant {name!r}; expected all, or of {list(VARIANTS)}')
+      parser.error(f'no variant {name!r}; expected all, or {list(VARIANTS)}')
   device, rate = jax.devices()[0], matmul_rate(args.matmul)
   report = Report(args.out, rate)
   report.add(

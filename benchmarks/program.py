@@ -1,16 +1,16 @@
-"""The whole program against its compiled functions alone.
+"""The complete program, against its compiled functions alone.
 
     python -m benchmarks.program
 
-Training: `jaxline.fit` of configs/lm.py as it is, with its input, log lines,
-TensorBoard and JSON lines, and checkpoints on disk, against the same compiled
-step on one batch that is on the device already. The clock runs from the end of
-a warm-up to the end of the last step, with one checkpoint in between, which is
-more often than in the config. Of the same runs, the mean of the logged
-`input_wait_fraction`: the share of the time that a step waits for its batch.
-Evaluation: `evaluate` against the compiled evaluation on batches that are on
-the device already. Checked before: the run made all steps and its checkpoint,
-and both evaluations have one loss.
+Training is `jaxline.fit` with the unchanged configs/lm.py: its input, log
+lines, TensorBoard and JSON lines, and checkpoints on disk. The baseline is the
+same compiled step on one batch that is already on the device. The clock runs
+from the end of a warm-up to the end of the last step, with one checkpoint in
+between, which is more often than in the config. We also report the mean
+`input_wait_fraction` of these runs: the share of the time that a step waits for
+its batch. Evaluation is `evaluate`, against the compiled evaluation on batches
+that are already on the device. We check that the run made all steps and its
+checkpoint, and that both evaluations return the same loss.
 """
 
 import functools
@@ -33,21 +33,21 @@ _WARM_UP = 20
 
 
 class _Clocked(lm_experiment.Experiment):
-  """Notes the time at the end of the warm-up and of the last step."""
+  """Records the time at the end of the warm-up and of the last step."""
 
   times: list[harness.Sample] = []
 
   def should_run_step(self, global_step: int, config: Any) -> bool:
-    """As ever; the loop asks between any two steps."""
-    goes_on = super().should_run_step(global_step, config)
-    if global_step == _WARM_UP or not goes_on:
+    """Records the time; the loop calls this between any two steps."""
+    continues = super().should_run_step(global_step, config)
+    if global_step == _WARM_UP or not continues:
       jax.block_until_ready(self.state)
       self.times.append(harness.now())
-    return goes_on
+    return continues
 
 
 def _train(steps: int, quick: bool) -> dict[str, Any]:
-  """Runs the program; returns tokens a second, and the share of waiting."""
+  """Runs the program; returns tokens per second and the share of waiting."""
   _Clocked.times = []
   last = _WARM_UP + steps
   with tempfile.TemporaryDirectory() as folder:

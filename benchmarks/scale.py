@@ -1,12 +1,12 @@
-"""What the experiments of examples/pax need, by the TPU compiler, without TPUs.
+"""Compiles large runs for TPUs without TPUs: memory and step-time bounds.
 
     python -m benchmarks.scale [NAMES] [--results=DIR] [--again]
 
-Compiles the train step of each for its topology, keeps the report as JSON and
-prints the tables of docs/reference/scale.md. (`--jaxline_mode=compile` does the
-same, and the eval step too.) A report that is there already is taken.
-Needs libtpu (the extra `tpu-aot`), one to three minutes a run of a free core,
-and up to 3 GB of memory.
+Compiles the train step of each run for its topology, keeps the report as JSON
+and prints the tables of docs/reference/scale.md. (`--jaxline_mode=compile` does
+the same, and compiles the eval step too.) Runs that have a report are not
+compiled again, unless you pass `--again`. A run needs libtpu (the extra
+`tpu-aot`), one to three minutes of a free core, and up to 3 GB of memory.
 """
 
 import argparse
@@ -37,15 +37,16 @@ _LONG = [
   f'{_MODEL}.max_length=8192',
   '--config.experiment_kwargs.config.length=8192',
 ]
-# Name -> command line, of all that have chips of their own; and of lm_1b, also
-# on a pod, and with long sequences, once without flash attention.
+# Name -> command line: the registered experiments that name a topology, and
+# configs with a topology. lm_1b has a pod, and long sequences with each kind of
+# attention.
 RUNS: dict[str, Sequence[str]] = {
   experiment.__name__: [f'--config=configs/c4.py:{experiment.__name__}']
   for experiment in experiment_registry.get_all().values()
   if experiment.TOPOLOGY
 } | {
   'lm_1b': _LM_1B,
-  # The pod of the README: the last --config.topology counts.
+  # This is the README's pod. The last --config.topology counts.
   'lm_1b_pod': [
     *_LM_1B,
     '--config.topology=v5p:2x2x4',
@@ -58,13 +59,13 @@ RUNS: dict[str, Sequence[str]] = {
   'lm_1b_8192': [*_LM_1B, *_LONG],
   'lm_1b_8192_einsum': [*_LM_1B, *_LONG, f'{_MODEL}.attention=einsum'],
 }
-# Model FLOPs utilization that was published, on so many chips.
+# Published model FLOPs utilization, for the same number of chips.
 PUBLISHED = {'C4Spmd16BAdam32Replicas': '42%'}
 
 
 def compile_run(arguments: Sequence[str]) -> report_lib.ProgramReport:
-  """Compiles the train step of the run of a command line."""
-  # What is traced is kept by mesh, but not by rules of sharding.
+  """Compiles the train step of a run, given its command line."""
+  # JAX caches traces by mesh, but not by sharding rules.
   jax.clear_caches()
   config = platform.load_config(arguments)
   experiment_class = platform.resolve_experiment_class(config)
@@ -80,12 +81,12 @@ def _without_evaluation(experiment_class: Any) -> Any:
   )
 
 
-# A report, as its JSON has it.
+# A report, decoded from JSON.
 Report = dict[str, Any]
 
 
 def _room_row(name: str, report: Report) -> dict[str, str]:
-  """Returns what a run needs of a chip's memory."""
+  """Returns a run's row in the table of memory."""
   step, target = report['programs'][0], report['target']
   hbm_bytes = target['chip']['hbm_bytes']
   rest = (hbm_bytes - step['peak_bytes']) / _GIB
@@ -107,7 +108,7 @@ def _room_row(name: str, report: Report) -> dict[str, str]:
 
 
 def _time_row(name: str, report: Report) -> dict[str, str]:
-  """Returns how long a step takes at least."""
+  """Returns a run's row in the table of lower bounds on the step time."""
   step, devices = report['programs'][0], report['target']['num_devices']
   model_flops, compiled = step['model_flops'], step['measures']['flops']
   seconds = step['roofline']['seconds']
@@ -133,7 +134,7 @@ def _size(item: tuple[str, Report]) -> tuple[int, int]:
 
 
 def print_tables(reports: dict[str, Report]) -> None:
-  """Prints two tables in Markdown."""
+  """Prints the two tables in Markdown."""
   versions = {tuple(report['versions'].items()) for report in reports.values()}
   in_order = sorted(reports.items(), key=_size)
   for row in (_room_row, _time_row):
@@ -143,7 +144,7 @@ def print_tables(reports: dict[str, Report]) -> None:
 
 
 def main() -> None:
-  """Compiles what is missing, and prints the tables."""
+  """Compiles the runs without a report, and prints the tables."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -156,7 +157,7 @@ def main() -> None:
   reports = {}
   for name in args.names or RUNS:
     if name not in RUNS:
-      parser.error(f'there is no run {name!r}; expected some of {list(RUNS)}')
+      parser.error(f'no run {name!r}; expected names from {list(RUNS)}')
     path = args.results / f'{name}.json'
     if args.again or not path.exists():
       report = compile_run(RUNS[name])

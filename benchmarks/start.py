@@ -1,12 +1,12 @@
-"""From the start of a process to its first finished step.
+"""Time from the start of a process to its first finished step.
 
     python -m benchmarks.start
 
-Ours is the command line with configs/lm.py for one step: without programs in
-its compilation cache ('cold'), and again ('cached'). The baseline is
-`hand_tuned.py` as a script: the same model, optimizer and batch, tokens from a
-file, and nothing else. The tokens are prepared before. Seconds until the line
-of step 1 is printed, and CPU seconds of the whole process.
+Ours is the command line with configs/lm.py for one step, first with an empty
+compilation cache ('cold') and then again ('cached'). The baseline is
+`hand_tuned.py` as a script: the same model, optimizer and batch, with tokens
+from a file, and nothing else. The tokens are prepared before. We measure the
+seconds until the line of step 1 is printed, and the CPU seconds of the process.
 """
 
 import json
@@ -25,7 +25,7 @@ from configs import lm as lm_config
 
 
 def _first_step(command: list[str], env: dict[str, str]) -> harness.Sample:
-  """Returns seconds until a process says `step 1`."""
+  """Returns the seconds until a process prints `step 1`."""
   began = time.perf_counter()
   process = subprocess.Popen(
     [sys.executable, *command],
@@ -70,7 +70,7 @@ def _cold_and_cached(home: pathlib.Path) -> list[harness.Sample]:
 
 
 def _write_plain(folder: pathlib.Path) -> list[str]:
-  """Writes what the script reads; returns its command."""
+  """Writes the input of the script; returns its command."""
   config = lm_config.get_config().copy_and_resolve_references()
   values = config.experiment_kwargs.config.to_dict()
   (folder / 'config.json').write_text(json.dumps(values))

@@ -1,19 +1,19 @@
-"""Text to tokens: this library beside Hugging Face `datasets`, and before.
+"""Tokenization, against Hugging Face `datasets` and an earlier commit.
 
     python -m benchmarks.text --megabytes=1000 --datasets=ENV/bin/python
     python -m benchmarks.text --megabytes=20 --before=CHECKOUT --rounds=1
 
 ENV has `datasets` and `tokenizers`. CHECKOUT is a clone at an earlier commit.
-The text is generated: lines of words of a Zipf distribution, in one file and in
-10,000 files. Each side is a process of its own with a byte-level BPE of 8,000
-tokens, trained on Python's source, or with the bundled tokenizer, 'stdlib'.
-Of one file `datasets` takes each line as a document, since one text of 1 GB
-does not fit in memory. It writes the tokens as Arrow files. An earlier commit
-needs a second file, of five bytes, and hours for more than 20 MB in one file.
+The text is generated: lines of words from a Zipf distribution, in one file and
+in 10,000 files. Each side is a separate process. It uses a byte-level BPE of
+8,000 tokens, trained on Python's source, or the bundled tokenizer, 'stdlib'.
+In the single file, `datasets` takes each line as a document, because one text
+of 1 GB does not fit in memory. It writes the tokens as Arrow files. An earlier
+commit needs a second file, of five bytes, and hours for a file above 20 MB.
 
-Seconds and CPU seconds are those of the whole process. The memory is the
-highest resident one, with Python and libraries. The ratio to `datasets` is the
-median over rounds, in which the sides take turns.
+Seconds and CPU seconds count the complete process. The memory is the peak
+resident memory, including Python and libraries. The sides take turns; the ratio
+to `datasets` is the median over the rounds.
 """
 
 import argparse
@@ -58,7 +58,7 @@ print(sum(len(x['ids']) for x in data) if len(data) < 1e6 else '')
 
 
 def _generate(folder: pathlib.Path, size: int, num_files: int) -> None:
-  """Writes text of about `size` bytes into files, in folders of 100."""
+  """Writes about `size` bytes of text into files, in folders of 100 files."""
   rng = np.random.default_rng(0)
   letters = np.array([*'eeettaaooiinnsshhrrdlucmfwygpbvk'])
   words = [''.join(rng.choice(letters, n)) for n in rng.integers(2, 10, 50_000)]
@@ -103,7 +103,7 @@ def _measure(
       [python, '-c', program, *arguments, cache],
       stdout=subprocess.PIPE,
       text=True,
-      cwd=root,  # Of which `-c` imports.
+      cwd=root,  # With `-c`, Python imports from it.
       env=env | {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1'},
     )
     assert process.stdout is not None
@@ -145,7 +145,7 @@ def main() -> None:
     for num_files in 1, args.files:
       text = folder / str(num_files)
       _generate(text, size, num_files)
-      if args.before and num_files == 1:  # It refused a file alone.
+      if args.before and num_files == 1:  # It refused a single file.
         (text / 'other.txt').write_text('other')
 
       def turn(side: str, text: pathlib.Path = text) -> tuple:

@@ -7,17 +7,17 @@ Time:     3 minutes, measured.
 Command:  python experiment.py --config=configs/chat.py \
             --jaxline_mode=train_and_eval
 
-That trains a tiny model of random weights on conversations that are bundled. A
-model of Hugging Face, on conversations of yours:
+The command trains a tiny model with random weights on bundled conversations. To
+fine-tune a Hugging Face model on your conversations:
 
   python -m examples.lm.hf import models/qwen runs/qwen
   python experiment.py --config=configs/chat.py:runs/qwen \
     --jaxline_mode=train_and_eval --config.checkpoint_dir=runs/tuned \
     --config.experiment_kwargs.config.files='chats/*.jsonl'
 
-With --config.experiment_kwargs.config.lora.rank=8 only adapters train; they
-need a higher learning rate, such as 2e-4. docs/chat_training.md has the format
-of the files.
+With --config.experiment_kwargs.config.lora.rank=8 only adapters are trained.
+They need a higher learning rate, such as 2e-4. docs/chat_training.md describes
+the format of the files.
 """
 
 import pathlib
@@ -34,7 +34,7 @@ _BUNDLED = pathlib.Path(__file__).parents[1] / 'examples/lm/tiny_chat'
 
 
 def get_config(run: str = '') -> config_dict.ConfigDict:
-  """Returns the config of a run, which fine-tunes the imported run if any."""
+  """Returns the config; `run` is the imported run to fine-tune, if any."""
   config = lm.get_config()
   config.experiment_class = 'examples.lm.chat_training:Experiment'
   kwargs = config.experiment_kwargs.config
@@ -43,20 +43,21 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
     source = recorded.experiment_kwargs.config
     if source.get('lora', {}).get('rank'):
       raise errors.UsageError(
-        f'{run} has adapters, without which it would begin. Export it with'
+        f'{run} has adapters, which a new run does not load. Export it with'
         ' examples.lm.hf, and import the export.'
       )
     for key in 'model', 'tokenizer', 'length', 'decode', 'sample_length':
       kwargs[key] = source[key]
-    # Answers are trained to end with each of these.
+    # The model is trained to end its answers with each of these.
     tokenizer = experiment.find_tokenizer(source.tokenizer, run)
     stops = folder.Prompts(str(tokenizer).partition('#')[0]).stop_ids
-    kwargs.tokenizer = tokenizer  # A run may be moved.
+    kwargs.tokenizer = tokenizer  # The run may have been moved.
     stops = dict.fromkeys((*source.decode.stop_ids, *stops))
     kwargs.decode.stop_ids = tuple(stops)
     config.sharding = recorded.sharding
     config.restore_from = run
-    # All weights but adapters. The reference of loss='dpo' begins as they do.
+    # Load all weights except adapters. The reference model of loss='dpo' starts
+    # from the same weights.
     config.restore_rules = (
       (
         'state/(?:params|model_state/reference)/((?!.*_lora_[ab]$).*)',
@@ -67,11 +68,11 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
       config.restore_rules += (
         (r'state/model_state/(router_biases/.*)', r'state/model_state/\1'),
       )
-    kwargs.learning_rate = 1e-5  # More, and it forgets what it knew.
-    kwargs.weight_decay = 0.0  # The weights shall stay near.
+    kwargs.learning_rate = 1e-5  # With more, the model forgets its training.
+    kwargs.weight_decay = 0.0  # The weights must stay near their start.
   else:
     kwargs.tokenizer = f'{_BUNDLED}/tokenizer.json'
-    kwargs.model.vocab_size = 259  # Bytes, and three tokens more.
+    kwargs.model.vocab_size = 259  # The bytes and three special tokens.
     kwargs.length = 128
     kwargs.decode.stop_ids = (258, 256)  # <|im_end|> and <|endoftext|>.
     kwargs.sample_length = 16
@@ -80,27 +81,30 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
   config.log_tensors_interval = 50
   config.eval_interval = config.save_checkpoint_interval = 100
   config.best_model_eval_metric = 'loss'
-  # Few conversations are soon known by heart: the held-out loss rises again.
+  # The model memorizes few conversations, and then the held-out loss rises.
   config.early_stop = {'metric': 'loss', 'patience': 3}
 
   kwargs.files = f'{_BUNDLED}/counting.jsonl'
   kwargs.eval_fraction = 0.1
-  kwargs.packing = 'packed'  # Whole conversations, which see only themselves.
+  # A row has complete conversations, which do not see each other.
+  kwargs.packing = 'packed'
   kwargs.batch_size = 8
   kwargs.eval_batch_size = 8
   kwargs.chat = config_dict.ConfigDict()
   kwargs.chat.train_on = 'assistant'
-  kwargs.chat.too_long = 'cut'  # The beginning is a conversation, too.
+  kwargs.chat.too_long = 'cut'  # Its beginning is a conversation, too.
   kwargs.chat.messages = 'messages'
-  # Of lines without messages; 'instruction,input' and 'output' are common too.
+  # The next three keys are for lines without messages. Other common names are
+  # 'instruction,input' and 'output'.
   kwargs.chat.system = 'system'
   kwargs.chat.user = 'prompt'
   kwargs.chat.assistant = 'completion'
   kwargs.loss = 'cross_entropy'
-  kwargs.dpo_beta = 0.1  # Smaller lets the model move further away.
+  # A smaller value lets the model move further from the reference.
+  kwargs.dpo_beta = 0.1
 
   kwargs.prompt_format = 'chat'
   kwargs.samples = 3
   kwargs.sample_prompt = 'Hi'
-  kwargs.sample_temperature = 0.0  # The likeliest answer.
+  kwargs.sample_temperature = 0.0  # Always the most likely answer.
   return config

@@ -1,4 +1,4 @@
-"""Flow matching on scikit-learn's handwritten digits: images out of noise.
+"""Flow matching on scikit-learn's handwritten digits: images from noise.
 
 Expected: a loss of 0.544 on the 256 held-out images. Most samples are legible
           digits.
@@ -7,7 +7,7 @@ Time:     48 seconds, measured; 74 CPU-seconds, with imports and compilation.
 Command:  pip install -e '.[image]' && python experiment.py \
             --config=configs/flow.py --jaxline_mode=train_and_eval
 
-TensorBoard shows 64 samples of each evaluation in one picture.
+TensorBoard shows 64 samples of each evaluation as one image.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def get_config() -> config_dict.ConfigDict:
   config.best_model_eval_metric_higher_is_better = False
   own = experiment.Config(training_steps=0, seed=0)
   kwargs = config_dict.ConfigDict(dataclasses.asdict(own))
-  # References: an override of the run's own value reaches these too.
+  # With references, an override of the run's value also applies to these.
   kwargs.training_steps = config.get_oneway_ref('training_steps')
   kwargs.seed = config.get_oneway_ref('random_seed')
   config.experiment_kwargs.config = kwargs

@@ -1,14 +1,14 @@
-"""Llama 3 8B: a language model of 8 billion weights, from random ones.
+"""Llama 3 8B: trains 8 billion weights from random initial values.
 
-Expected: not known: nobody has run it yet. By the TPU compiler, 64 v5p chips
-          need 5.95 GiB each, or 64 v6e chips 6.05 GiB, 1.40 of it state, and
-          compute bounds the step.
+Expected: not known; we have not run it. By the TPU compiler, it needs 5.95 GiB
+          on each of 64 v5p chips, or 6.05 GiB on each of 64 v6e chips. 1.40 GiB
+          of that is state. Compute bounds the step.
 Hardware: 64 chips of v5p or v6e; bfloat16, flash attention.
 Time:     20,000 steps of at least 1.21 s are 7 hours on 64 v5p chips: computed,
           not measured (llama_8b in docs/reference/scale.md).
 Command:  python experiment.py --config=configs/llama_8b.py \
             --config.experiment_kwargs.config.files='text/**/*.txt'
-          To see its memory and time without TPUs: --jaxline_mode=compile \
+          For its memory and time without TPUs: --jaxline_mode=compile \
             --config.topology=v5p:4x4x4  # Or v6e:8x8.
 """
 
@@ -23,7 +23,7 @@ def get_config() -> config_dict.ConfigDict:
   config.save_checkpoint_interval = 2000  # 96 GB each.
 
   kwargs = config.experiment_kwargs.config
-  # As Meta published them, but for the tokenizer.
+  # Meta's values, except for the tokenizer.
   kwargs.model.vocab_size = 128_256
   kwargs.model.num_layers = 32
   kwargs.model.embed_dim = 4096

@@ -1,14 +1,14 @@
-"""A mixture of 30 billion weights of which 3 are active, as Qwen3-30B-A3B.
+"""A mixture of experts like Qwen3-30B-A3B: 30 billion weights, 3 active.
 
-Expected: not known: nobody has run it yet. By the TPU compiler, 64 v5p chips
-          need 11.9 GiB each, or 64 v6e chips 11.8 GiB, 5.3 of it state. Compute
-          bounds the step on v5p, memory on v6e.
+Expected: not known; we have not run it. By the TPU compiler, it needs 11.9 GiB
+          on each of 64 v5p chips, or 11.8 GiB on each of 64 v6e chips. 5.3 GiB
+          of that is state. Compute bounds the step on v5p, memory on v6e.
 Hardware: 64 chips of v5p or v6e; bfloat16, flash attention.
 Time:     20,000 steps of at least 0.666 s are 3.7 hours on 64 v5p chips:
           computed, not measured (moe_30b in docs/reference/scale.md).
 Command:  python experiment.py --config=configs/moe_30b.py \
             --config.experiment_kwargs.config.files='text/**/*.txt'
-          To see its memory and time without TPUs: --jaxline_mode=compile \
+          For its memory and time without TPUs: --jaxline_mode=compile \
             --config.topology=v5p:4x4x4  # Or v6e:8x8.
 """
 
@@ -25,7 +25,7 @@ def get_config() -> config_dict.ConfigDict:
   config.mesh.ici.expert = 16  # Each device has 8 experts.
 
   kwargs = config.experiment_kwargs.config
-  # As Alibaba published them, but for the tokenizer and the length.
+  # Alibaba's values, except for the tokenizer and the length.
   kwargs.model.vocab_size = 151_936
   kwargs.model.num_layers = 48
   kwargs.model.embed_dim = 2048
@@ -37,8 +37,9 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.num_experts = 128
   kwargs.model.experts_per_token = 8
   kwargs.model.router_normalize = True
-  kwargs.model.router_balance_loss = 0.008  # Theirs is K times ours: 0.001.
-  kwargs.model.expert_capacity = 1.25  # What is sent has a bound.
+  # Alibaba's loss is K times ours, with a weight of 0.001.
+  kwargs.model.router_balance_loss = 0.008
+  kwargs.model.expert_capacity = 1.25  # It bounds the bytes that are sent.
   kwargs.model.max_length = 4096
   kwargs.model.rotary_base = 1e6
   kwargs.model.norm_epsilon = 1e-6

@@ -1,14 +1,14 @@
 """DDPG on the pendulum: an actor learns to swing it up and hold it.
 
 Expected: a mean return of -140 to -160, depending on the seed, from step 4000
-          on; an actor that does nothing gets -1200.
+          on. An actor that does nothing gets -1200.
 Hardware: two CPU cores, shared with other work; no GPU.
 Time:     15 seconds, measured.
 Command:  python experiment.py --config=configs/rl.py \
             --jaxline_mode=train_and_eval
 
-With --config.experiment_class=examples.rl.host:Experiment the environments and
-the replay buffer are in the memory of the host.
+With --config.experiment_class=examples.rl.host:Experiment, the environments and
+the replay buffer are in the host's memory.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def get_config() -> config_dict.ConfigDict:
   own = config_dict.ConfigDict(
     dataclasses.asdict(experiment.Config(seed=config.random_seed))
   )
-  # A reference: an override of the run's own value reaches this too.
+  # With a reference, an override of the run's value also applies to this.
   own.seed = config.get_oneway_ref('random_seed')
   config.experiment_kwargs.config = own
   return config

@@ -193,7 +193,7 @@ def test_a_run_begins_with_what_rules_load(
   ('rules', 'message'),
   [
     ([('params/net/frist/w', FIRST)], 'params/net/first/w'),
-    ([('params/net/f$', FIRST)], 'match none'),
+    ([('params/net/f$', FIRST)], 'match no array'),
     # An earlier one takes it.
     ([(FIRST, FIRST), (FIRST, SECOND)], 'params/net/second|earlier rule'),
     ([(FIRST, 'params/net/frist/w')], 'params/net/frist/w'),

@@ -243,7 +243,7 @@ def test_a_run_from_the_command_line(tmp_path):
   said = start(*flags)
   assert 'avg_xent' in said
   assert 'Trained to step 4 of 4' in said
-  (go_on,) = [x for x in said.splitlines() if x.startswith('Go on:')]
+  (go_on,) = [x for x in said.splitlines() if x.startswith('Continue:')]
   assert f'-m examples.pax.main --exp={flags[0][6:]} --reduced' in go_on
   assert 'MAX_STEPS' not in go_on
   assert go_on.count('checkpoint_dir') == go_on.count('training_steps') == 1
