@@ -593,9 +593,7 @@ def test_what_a_layer_is_made_of():
   with pytest.raises(AttributeError, match="no field 'input_dims'"):
     Linear(Two.HParams()).init(KEY)
   for wrong in (3, WeightInit.Xavier(), fdl.Config(dict)):
-    with pytest.raises(
-      TypeError, match='a child of Two to be the HParams'
-    ):
+    with pytest.raises(TypeError, match='a child of Two to be the HParams'):
       Two.HParams(first=wrong).Instantiate().init(KEY)
   with pytest.raises(ValueError, match='Is a size of the HParams still 0'):
     Linear.HParams(output_dims=0).Instantiate().init(KEY)

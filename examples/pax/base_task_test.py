@@ -229,7 +229,7 @@ def test_the_learner_may_name_the_loss():
     ),
     (
       {'learner': [learners.Learner.HParams()] * 2},
-      'learners beside the first, a name, an optimizer and bprop_variable_incl',
+      'must set a name, an optimizer and bprop_variable_inclusion',
     ),
     (
       {'metrics': tasks.LossAggregator.HParams()},

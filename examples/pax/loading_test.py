@@ -202,7 +202,7 @@ def test_a_run_begins_with_what_rules_load(
     ([('non_trainable/.*', FIRST)], r'float32\[4, 4\].* float32\[\]'),
     ([('net', FIRST)], "'net'; expected an expression that begins"),
     ([('.*net', FIRST)], "'.*net'; expected an expression that begins"),
-    ([('params/a|params/b', FIRST)], 'has it once'),
+    ([('params/a|params/b', FIRST)], 'contains it only once'),
   ],
 )
 def test_errors(source, tmp_path, rules, message):

@@ -148,7 +148,7 @@ def test_flags_that_libtpu_no_longer_has(handed_on, capsys, monkeypatch):
     ),
     (
       ['--exp=ResNet50Pjit', '--mode=decode_once', '--job_log_dir=/tmp/x'],
-      'ResNet50Pjit has none',
+      'ResNet50Pjit does not override `prompting`',
     ),
   ],
 )

@@ -357,7 +357,7 @@ def test_templates_of_fiddle_make_projections_of_their_own():
 @pytest.mark.parametrize(
   ('fields', 'match'),
   [
-    ({'hidden_dim': 7}, 'expected their product'),
+    ({'hidden_dim': 7}, 'be their product'),
     ({'attention_impl': 'cudnn'}, "'cudnn' in .*; expected some of"),
     ({'num_heads': 0}, 'expected positive integers'),
     ({'dim_per_head': 3, 'use_rotary_position_emb': True}, 'an even'),
@@ -380,7 +380,7 @@ def test_what_makes_no_attention_is_refused(fields, match):
       {},
       "Dropout needs .*got 'flash'",
     ),
-    ({}, {'seen': np.ones([B, L], bool)}, 'put padding last'),
+    ({}, {'seen': np.ones([B, L], bool)}, 'accepts no `seen`'),
   ],
 )
 def test_what_attention_does_not_take_is_refused(fields, context, match):

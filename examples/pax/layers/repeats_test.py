@@ -141,10 +141,10 @@ def test_a_pipeline_of_any_layer():
       'is 3; expected a divisor of the batch 4',
     ),
     ({'num_pipeline_microbatches': 0}, 'a positive number'),
-    ({}, 'expected one of them'),
+    ({}, 'exactly one of them'),
     (
       {'num_pipeline_microbatches': 2, 'pipeline_microbatch_size': 2},
-      'expected one of them',
+      'exactly one of them',
     ),
   ],
 )

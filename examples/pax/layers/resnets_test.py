@@ -191,7 +191,7 @@ def test_integer_pixels_are_normalised_in_the_network():
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'blocks': (1, 2)}, 'one entry a group'),
+    ({'blocks': (1, 2)}, 'one entry per group'),
     ({'channels': (256, 512, 1024, 2049)}, 'a multiple of 4'),
     ({'pixel_mean': (1.0,), 'pixel_std': (1.0,)}, 'expected 3 numbers each'),
     ({'pixel_mean': (1.0,) * 3}, 'expected 3 numbers each'),

@@ -1,7 +1,7 @@
-"""Data of the language models: C4, or other text, from files.
+"""Inputs of the language models: C4 or other text files.
 
-Rows are packed, with the entries ids, labels, weights, segment_ids and
-segment_pos, [b, L] each; of C4 paddings too.
+Rows are packed. They have the entries ids, labels, weights, segment_ids and
+segment_pos, each [b, L]. Rows of C4 have paddings, too.
 """
 
 import functools
@@ -22,17 +22,17 @@ from jaxline.inputs import iterable
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
-# What the model reads before the first token of a piece, as SeqIO has it.
+# Token that the model reads before the first token of a piece, as in SeqIO.
 BOS_ID = 0
 
 _GET_C4 = (
-  'Download C4: `hf download allenai/c4 --repo-type=dataset'
-  " --include='en/*' --local-dir=DIR` (300 GB of JSON), or `tfds build"
+  'Download C4 with `hf download allenai/c4 --repo-type=dataset'
+  " --include='en/*' --local-dir=DIR` (300 GB of JSON), or with `tfds build"
   ' c4/en:3.0.1` (TFRecord, or ArrayRecord with'
-  ' --file_format=array_record); then give the folder of the files'
+  ' --file_format=array_record). Then give the folder of the files'
   ' `c4-train.*` and `c4-validation.*` with --config.data_dir=DIR/en, and a'
   ' SentencePiece model with --config.vocabulary=FILE.model. Or train the same'
-  ' model on the bundled corpus: --config.data=stdlib.'
+  ' model on the bundled corpus with --config.data=stdlib.'
 )
 
 
@@ -56,17 +56,19 @@ def text_input(
   eval_batches: int | None = None,
   shard: inputs.Shard | None = None,
 ) -> text.TextInput:
-  """Makes rows of text files, packed.
+  """Makes an input of packed rows of text files.
 
   Args:
-    files: 'stdlib' is the bundled corpus; or a folder or a glob.
-    batch_size: rows of a host.
-    length: tokens of a row.
-    vocab_size: of the model.
-    tokenizer: as for `tokenization.load_tokenizer`.
-    is_training: whether of the training documents, for ever.
-    eval_batches: of the held-out ones, at most so many, the same each time.
-    shard: which rows to read; None is those of this process.
+    files: 'stdlib' for the bundled corpus, or a folder or glob.
+    batch_size: Rows of a host's batch.
+    length: Tokens of a row.
+    vocab_size: Vocabulary size of the model.
+    tokenizer: Name or path for `tokenization.load_tokenizer`.
+    is_training: Whether to read the training documents, without end. If False,
+      reads the held-out ones.
+    eval_batches: Maximum number of batches of an evaluation, the same batches
+      each time. If None, all of them.
+    shard: Shard to read. If None, this process's shard.
   """
   check_vocabulary(tokenization.load_tokenizer(tokenizer), vocab_size)
   return text.TextInput(
@@ -95,32 +97,33 @@ def c4_input(
   append_eos: bool = True,
   shard: inputs.Shard | None = None,
 ) -> inputs.BaseInput:
-  """Makes rows of C4, packed.
+  """Makes an input of packed rows of C4.
 
-  JSON and TFRecord go through SeqIO, as in Pax; ArrayRecord through Grain.
+  SeqIO reads JSON and TFRecord, as in Pax. Grain reads ArrayRecord.
 
   Args:
-    data_dir: a folder of its files: `c4-train.*`, `c4-validation.*`; also one
-      that `etils.epath` can read ('gs://...').
-    vocabulary: a SentencePiece model, a local file, whose token 0 is padding.
-    batch_size: rows of a host.
-    length: tokens of a row.
-    vocab_size: of the model.
-    is_training: whether of the split 'train', or of 'validation'.
-    eval_batches: of 'validation', the next so many each time; None is one
-      epoch, of ArrayRecord not to be had.
-    append_eos: whether a document ends with the end token, and the model reads
-      `BOS_ID` before a row. False is Pax's rows, which have neither.
-    shard: which rows to read; None is those of this process.
+    data_dir: Folder of the files `c4-train.*` and `c4-validation.*`. Any path
+      that `etils.epath` can read, such as 'gs://...'.
+    vocabulary: Local file of a SentencePiece model whose token 0 is padding.
+    batch_size: Rows of a host's batch.
+    length: Tokens of a row.
+    vocab_size: Vocabulary size of the model.
+    is_training: Whether to read the split 'train'. If False, 'validation'.
+    eval_batches: Number of batches of an evaluation, which continues where the
+      last one ended. If None, one epoch (not supported for ArrayRecord).
+    append_eos: Whether documents end with the end token, and the model reads
+      `BOS_ID` before a row. If False, the rows are like Pax's, which have
+      neither.
+    shard: Shard to read. If None, this process's shard.
 
   Raises:
-    ValueError: no files or no vocabulary are given, or it is too large; or
-      `append_eos` is False for ArrayRecord.
-    FileNotFoundError: or they are not there.
+    ValueError: `data_dir` or `vocabulary` is None, the vocabulary is larger
+      than `vocab_size`, or `append_eos` is False for ArrayRecord.
+    FileNotFoundError: The files or the vocabulary do not exist.
   """
   if data_dir is None or vocabulary is None:
     raise errors.UsageError(
-      f'The data is C4, but data_dir is {data_dir!r} and vocabulary'
+      f'The data is C4, but data_dir is {data_dir!r} and vocabulary is'
       f' {vocabulary!r}; expected paths. {_GET_C4}'
     )
   if not pathlib.Path(vocabulary).is_file():
@@ -145,15 +148,15 @@ def c4_input(
   if any('.array_record' in os.path.basename(path) for path in files):
     if not append_eos:
       raise errors.UsageError(
-        'append_eos is False, and the files are ArrayRecord, whose rows always'
-        ' have end tokens. Give JSON or TFRecord, or append_eos=True.'
+        'append_eos is False, but rows of ArrayRecord files always have end'
+        ' tokens. Give JSON or TFRecord, or set append_eos=True.'
       )
     return iterable.IterableInput(
       name='C4',
       function=functools.partial(
         _array_record_rows, files, vocabulary, length, batch_size, is_training
       ),
-      # The rows have no end: an evaluation without a number is refused.
+      # The rows have no end, so an evaluation needs a number of batches.
       **fields | {'eval_loop_num_batches': eval_batches},
     )
   task = c4.c4_task(
@@ -171,7 +174,7 @@ def c4_input(
 def check_vocabulary(
   tokenizer: tokenization.Tokenizer, vocab_size: int
 ) -> None:
-  """Refuses a tokenizer that has more tokens than the model."""
+  """Raises a UsageError if a tokenizer has more tokens than the model."""
   if tokenizer.vocab_size > vocab_size:
     raise errors.UsageError(
       f'The model has VOCAB_SIZE {vocab_size}; the tokenizer'
@@ -188,13 +191,13 @@ def _array_record_rows(
   host_index: int,
   num_hosts: int,
 ) -> Any:
-  """Returns the endless batches of a host's rows of ArrayRecord files.
+  """Returns endless batches of a host's rows of ArrayRecord files.
 
-  The documents of a host, in another order each epoch if `shuffle`, are put one
-  after the other, each ended by the vocabulary's end token, and cut into rows
-  without a gap. Within a row, a document (or what is here of it) is a segment.
-  Each record is a `tf.train.Example` with `text`, as TensorFlow Datasets writes
-  it, or a JSON object with `text`.
+  The documents of a host are joined, each with the vocabulary's end token, and
+  cut into rows without a gap. If `shuffle`, their order differs each epoch. The
+  part of a document within a row is a segment. Each record is a
+  `tf.train.Example` with `text`, as TensorFlow Datasets writes it, or a JSON
+  object with `text`.
   """
   import grain
 

@@ -1,7 +1,7 @@
-"""The text of a record of C4: a `tf.train.Example`, or a JSON object.
+"""Parses records of C4: `tf.train.Example` messages or JSON objects.
 
-An example is read by the numbers of its fields, those of
-tensorflow/core/example/*.proto, so that it takes protobuf and not TensorFlow.
+The field numbers of tensorflow/core/example/*.proto are built in, so parsing an
+example requires protobuf but not TensorFlow.
 """
 
 import json
@@ -14,10 +14,11 @@ def document_text(record: bytes) -> bytes:
   """Returns the document of a record.
 
   Args:
-    record: a `tf.train.Example` or a JSON object, each with `text`.
+    record: A `tf.train.Example` or a JSON object, with an entry `text`.
 
   Raises:
-    ValueError: an example has none. Other records raise what their parser does.
+    ValueError: An example has no `text`. Malformed records raise the errors of
+      their parser.
   """
   if record.startswith(b'{'):
     return json.loads(record)['text'].encode()
@@ -26,20 +27,20 @@ def document_text(record: bytes) -> bytes:
       return _fields(entry, 2, 1, 1)[0]  # value.bytes_list.value[0]
   raise ValueError(
     f'A record of {len(record)} bytes, {record[:40]!r}..., has no text;'
-    ' expected a tf.train.Example or a JSON object with `text`.'
+    ' expected a tf.train.Example or a JSON object with an entry `text`.'
   )
 
 
 def _fields(message: bytes, *path: int) -> list[bytes]:
-  """Returns what a message has in its fields at a path of numbers."""
+  """Returns the values of a message's fields at a path of field numbers."""
   if not path:
     return [message]
-  # To a message without fields of its own, all are unknown.
+  # An empty message type puts all fields into its unknown fields.
   fields = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
   return [
     value
     for field in fields
-    # Another message may have a number there.
+    # A message of a different type may have a number in this field.
     if field.field_number == path[0] and isinstance(field.data, bytes)
     for value in _fields(field.data, *path[1:])
   ]
