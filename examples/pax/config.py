@@ -114,7 +114,7 @@ def get_config(name: str) -> config_dict.ConfigDict:
   config = base_config.get_base_config()
   config.experiment_class = _CLASS
   config.interval_type = 'steps'
-  config.on_nonfinite = 'skip'  # As in Pax. The learner has the threshold.
+  config.on_nonfinite = 'skip'  # Pax skips, too. The learner sets the limit.
   _set_mesh(config, experiment)
 
   constants = config_dict.ConfigDict()
@@ -240,5 +240,5 @@ def _field(
     for kind in get_args(outer)
     if kind is not type(None)
   ]
-  # Without an annotation, the config accepts a value of any type.
+  # If there is no annotation, the config accepts any type.
   return config_dict.placeholder(kinds[0] if kinds else object)

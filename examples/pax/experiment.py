@@ -56,7 +56,7 @@ class TaskExperiment(sharded.ShardedExperiment):
     is_training: bool,
   ) -> sharded.LossOutput:
     """Returns the task's loss and metrics."""
-    # Like Pax's, tasks may read `batch.ids`.
+    # Tasks may read `batch.ids`, as in Pax.
     return self.task.loss_fn(
       params, model_state, inputs.Batch(batch), rng, is_training
     )
@@ -125,7 +125,7 @@ class Experiment(TaskExperiment):
     )
     self.task = self.experiment.filled_task().Instantiate()
     if self.config.decode is None:
-      # Without text, this must look like an experiment without `decode`, so
+      # An experiment that has no text must look as if it had no `decode`, so
       # that no message proposes to continue prompts.
       self.decode = super().decode  # type: ignore[method-assign]
     if self.task.uses_fp8 and self.partitioner.is_here:
@@ -237,7 +237,7 @@ class Experiment(TaskExperiment):
       rng: Random key.
 
     Returns:
-      The continuations of each prompt; those of a beam have the best first. A
+      The continuations of each prompt. Beam search returns the best first. A
       continuation has 'text', 'score' (see `decoding.Decoded`) and 'tokens',
       the number of its tokens.
     """

@@ -73,7 +73,7 @@ def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
 
 
 def sub_config_field(template: Any) -> Any:
-  """Declares a field that holds hyperparameters, created anew for each owner.
+  """Declares a field with hyperparameters, which are created for each owner.
 
   Args:
     template: A `BaseHParams` class, a `Configurable` class, or a function that

@@ -30,8 +30,8 @@ class Learner(hparams_lib.Configurable):
     grad_norm_summary: Whether to report the norms of gradients and updates.
     grad_norm_individual_vars: Whether to report the norm of each gradient too.
     skip_step_gradient_norm_value: Limit of the gradients' norm before clipping.
-      A step is skipped if the norm is not below it, or not finite. If 0, there
-      is no limit.
+      A step is skipped if the norm is not below it, or not finite. If 0, only
+      steps whose norm is not finite are skipped.
     vectorize_on_repeat_prefix: Whether the optimizer treats each layer of a
       stack as a separate tensor; see `optimizers.BaseOptimizer.make`.
     bprop_variable_inclusion: Regular expressions for the names of the weights
@@ -88,7 +88,7 @@ class Learner(hparams_lib.Configurable):
     Args:
       num_stacked: Counts a weight's axes of layers; see
         `optimizers.BaseOptimizer.make`.
-      skips_lp: Tells which weights skip L2 and decay; see there.
+      skips_lp: Tells which weights skip L2 and decay; see the same method.
 
     Returns:
       A transformation. Its `init` raises a ValueError if a regular expression
@@ -351,8 +351,8 @@ class MultiOptimizerLearner(Learner):
   def _partition(
     self, make: Callable[[optimizers.BaseOptimizer], Any]
   ) -> optax.GradientTransformation:
-    # Without auxiliary optimizers the partition is kept for its names, which
-    # older checkpoints have.
+    # Partition even if there are no auxiliary optimizers, because checkpoints
+    # contain the names that this creates.
     return optax.partition(
       {label: make(optimizer) for label, optimizer in self._all.items()},
       lambda tree: optimizers.map_with_names(

@@ -52,7 +52,7 @@ class CheckpointLoadingRules(hparams.BaseHParams):
 
   As in Pax, regular expressions match from the start of a name: 'params/lm'
   matches 'params/lm/w'. End an expression with `$` to match whole names only.
-  Expressions begin with 'params/' or 'non_trainable/'. Those of `ignore_rules`
+  Expressions begin with 'params/' or 'non_trainable/'. In `ignore_rules`, they
   may begin with '.*', too.
 
   Attributes:

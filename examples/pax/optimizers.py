@@ -281,7 +281,7 @@ class Adam(BaseOptimizer):
     clip_threshold: Maximum root mean square of an update, before weight decay
       and learning rate. If 0, there is no limit.
     weight_decay: Like `decoupled_weight_decay`, but for all weights, including
-      those of the collection SKIP_LP_REGULARIZATION.
+      the collection SKIP_LP_REGULARIZATION.
   """
 
   _DECAYS = ('weight_decay', 'decoupled_weight_decay')

@@ -242,7 +242,7 @@ class WeightHParams:
       in_axes = (max(len(shape) - 2, 0),) if shape else ()
     if out_axes is None:
       out_axes = (len(shape) - 1,) if shape else ()
-    # The remaining dimensions are those of a convolution filter.
+    # The remaining dimensions are the spatial ones of a convolution.
     named = (*in_axes, *out_axes, *self.batch_axes)
     area = math.prod(n for i, n in enumerate(shape) if i not in named)
     fan_in = area * math.prod(shape[i] for i in in_axes)

@@ -91,8 +91,8 @@ def c4_task(
   if len(readers) != 1 or None in readers:
     raise errors.UsageError(
       f'train_files and eval_files contain {files[:2]}; expected files of a'
-      ' single kind, with names like .json, .jsonl, .json.gz, or like .tfrecord,'
-      ' .tfrecord-00000-of-01024.'
+      ' single kind, with names like .json, .jsonl, .json.gz, or like'
+      ' .tfrecord, .tfrecord-00000-of-01024.'
     )
   if isinstance(vocabulary, (str, os.PathLike)):
     vocabulary = seqio.SentencePieceVocabulary(os.fspath(vocabulary))

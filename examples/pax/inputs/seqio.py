@@ -543,7 +543,7 @@ def _task_metrics(
   metrics_lib = import_seqio().metrics
   result: dict[str, Any] = {}
   for metric in task.metric_objs:
-    wanted = metric.model_output_type.name  # Such as 'PREDICTION_WITH_AUX'.
+    wanted = metric.model_output_type.name  # Example: 'PREDICTION_WITH_AUX'.
     kind = 'score' if wanted.startswith('SCORE') else 'predict'
     if kind not in outputs_of:
       continue

@@ -88,8 +88,8 @@ def build(
   """
   with _building:
     import_tensorflow().random.set_seed(seed)
-    # With determinism but no global seed, random operations would fail, so set
-    # the seed first.
+    # Set the seed first, because with determinism but no global seed, random
+    # operations fail.
     if op_determinism:
       _enable_op_determinism()
     return make(seed)

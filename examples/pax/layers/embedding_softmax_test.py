@@ -25,7 +25,7 @@ WEIGHTS = np.float32([[1, 0, 0.5, 2], [1, 1, 0, 3]])
 
 
 def _softmax(cls, **kwargs):
-  """Returns a layer with these sizes, and its variables."""
+  """Returns a layer with these sizes and its variables."""
   p = cls.HParams(num_classes=V, input_dims=D, name='s', **kwargs)
   table = (
     {'w': TABLE.T}
@@ -75,7 +75,7 @@ def test_variables():
   shared = embedding_softmax.SharedEmbeddingSoftmax
   assert weights(shared) == {**emb_var, **bias}
   assert weights(shared, has_bias=False) == emb_var
-  # ResNet-50's last.
+  # ResNet-50's output layer.
   p = embedding_softmax.FullSoftmax.HParams(num_classes=1000, input_dims=2048)
   assert p.Instantiate().num_params() == 2_049_000
 
@@ -150,7 +150,7 @@ def test_loss_and_gradients(cls, chunks):
   assert found['total_weight'] == 8.5
   correct = (logits.argmax(axis=-1) == IDS) * WEIGHTS
   np.testing.assert_allclose(found['correct'], correct.sum(), rtol=1e-6)
-  # (softmax - one hot) times the weight, through the cap.
+  # The gradient is (softmax - one hot) times the weight, through the cap.
   grad = (special.softmax(logits, axis=-1) - np.eye(V)[IDS]) * (
     WEIGHTS[..., None] * (1 - (logits / cap) ** 2)
   )
@@ -200,7 +200,7 @@ def test_sinusoidal_positions():
   assert p.Instantiate().num_params() == 0
   nothing = {'params': {}}
   out = jax.jit(p.Instantiate().apply)(nothing, POSITIONS)
-  # Praxis's frequencies: 2, and less by 200 / 2.
+  # Praxis's frequencies are from 2 to 2 / (200 / 2).
   angles = POSITIONS[..., None] * np.array([2.0, 0.2, 0.02])
   np.testing.assert_allclose(
     out, np.concatenate([np.sin(angles), np.cos(angles)], -1), atol=1e-3
@@ -235,7 +235,7 @@ def test_rotary_positions():
   ).Instantiate()
   positions = np.minimum(POSITIONS, 60)
   out = jax.jit(layer.apply)({'params': {}}, x_BLHK, positions)
-  # As complex numbers, pair k turns by position / 100 ** (2 k / 8).
+  # Pair k, a complex number, is rotated by position / 100 ** (2 k / 8).
   turn = np.exp(
     1j * positions[:, :, None, None] / 100 ** (np.arange(4) * 2 / 8)
   )
@@ -280,7 +280,7 @@ def test_rotary_positions():
 def test_label_smoothing_and_z_loss_are_those_of_praxis(
   fields, xent, z_loss, bias_grad, eval_xent
 ):
-  """Of FullSoftmax(input_dims=3, num_classes=5) of praxis 1.4.0, jax 0.4.26.
+  """FullSoftmax(input_dims=3, num_classes=5) of praxis 1.4.0, jax 0.4.26.
 
   Python 3.10, float32, CPU, with the weights and inputs below.
   """
@@ -311,14 +311,14 @@ def test_label_smoothing_and_z_loss_are_those_of_praxis(
   (_, (mean, aux, nats)), grads = jax.jit(
     jax.value_and_grad(loss, has_aux=True)
   )(params)
-  # Float32 rounds otherwise on other processors.
+  # Processors differ in how they round float32.
   np.testing.assert_allclose(mean, xent, rtol=1e-5)
   np.testing.assert_allclose(aux, z_loss, rtol=1e-5)
   np.testing.assert_allclose(nats[1], [2.602344, 1.981622, 1.435176], rtol=1e-5)
   np.testing.assert_allclose(grads['bias'], bias_grad, atol=1e-6)
   _, (mean, _, _) = jax.jit(functools.partial(loss, do_eval=True))(params)
   np.testing.assert_allclose(mean, eval_xent, rtol=1e-5)
-  # Probabilities take the place of the label, and are not smoothed.
+  # Labels may be probabilities, which are not smoothed.
   probs = jnp.full((2, 3, 5), 0.1).at[..., 1].set(0.6)
   logits = x @ params['w'] + params['bias'][None, None]
   nats = layer.apply(
@@ -345,7 +345,7 @@ def test_a_z_loss_needs_whole_rows():
 
 
 def test_positions_have_a_length_by_default():
-  # That of Praxis 1.4.0.
+  # The default is from Praxis 1.4.0.
   layer = embedding_softmax.TrainablePositionalEmbedding.HParams(
     embedding_dims=2
   ).Instantiate()

@@ -105,7 +105,7 @@ class Repeat(base_layer.BaseLayer):
 
     policy = transformer.remat_policy(self.hparams.checkpoint_policy)
     if policy is not None and cache is None:
-      # XLA does not merge a loop with its recomputation, so CSE is no risk.
+      # XLA does not merge a loop with its recomputation, so CSE does no harm.
       one = jax.checkpoint(one, policy=policy, prevent_cse=False)
     times = self.hparams.x_times
     cache = jax.tree.map(lambda c: c.reshape(times, -1, *c.shape[1:]), cache)

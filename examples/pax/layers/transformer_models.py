@@ -117,7 +117,7 @@ class _Embedded(base_layer.BaseLayer):
     return logits_BLV, {**cache, stack: extended}
 
   def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Returns float32 logits [B, L, V]. The arguments are those of `hidden`."""
+    """Returns float32 logits [B, L, V]. Takes the arguments of `hidden`."""
     return self.softmax.get_logits(self.hidden(*args, **kwargs))
 
   def compute_loss(
@@ -192,7 +192,7 @@ class TransformerLm(_Embedded):
         ' is True.'
       )
     if paddings is not None and segment_ids is None:
-      # As in Praxis, padding becomes a separate document. In packed rows,
+      # Praxis makes padding a separate document, too. In packed rows,
       # `segment_ids` decides which document it belongs to.
       segment_ids = _seen(paddings).astype(jnp.int32)
     context = Context(segment_ids=segment_ids, position=segment_pos)

@@ -1,4 +1,4 @@
-"""Data of the language models: rows of C4's files; what is missing."""
+"""Tests of the language models' data: rows of C4, and missing files."""
 
 import json
 
@@ -19,7 +19,7 @@ sentencepiece = pytest.importorskip('sentencepiece')
 
 @pytest.fixture(scope='module')
 def vocabulary(tmp_path_factory):
-  """A SentencePiece model of single characters; 0 is padding, 1 the end."""
+  """A SentencePiece model of characters, with 0 for padding, 1 for the end."""
   prefix = tmp_path_factory.mktemp('vocabulary') / 'chars'
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(['abcd'] * 10),
@@ -37,13 +37,13 @@ def vocabulary(tmp_path_factory):
 
 
 def field(number, value):
-  """Returns a field of a message of Protocol Buffers that has a length."""
+  """Encodes a length-delimited Protocol Buffers field."""
   assert len(value) < 128
   return bytes([number << 3 | 2, len(value)]) + value
 
 
 def example(**features):
-  """Returns a `tf.train.Example` of texts, as its specification has it."""
+  """Encodes a `tf.train.Example` of texts."""
   entries = b''.join(
     field(
       1, field(1, name.encode()) + field(2, field(1, field(1, text.encode())))
@@ -62,7 +62,7 @@ def test_a_record_is_an_example_or_json():
     (example(content='x'), ValueError, 'has no text; expected a tf'),
     (b'{"content": "x"}', KeyError, 'text'),
     (b'abc', message.DecodeError, 'parsing'),
-    (b'\x08\x01', ValueError, 'has no text'),  # The field 1 is a number.
+    (b'\x08\x01', ValueError, 'has no text'),  # Field 1 holds a number.
     (record[:20], ValueError, 'Unterminated string|Expecting'),
   ):
     with pytest.raises(error, match=said):
@@ -98,8 +98,8 @@ def test_rows_of_array_records_are_documents_without_a_gap(
   tokenizer = sentencepiece.SentencePieceProcessor(model_file=vocabulary)
   a, b, c, d = (tokenizer.piece_to_id(x) for x in 'abcd')
   batch = next(make(tmp_path, vocabulary).eval_batches())
-  # A document ends with 1, and begins with what is read, 0. The data begins
-  # again behind its end.
+  # A document ends with 1, and its first input is 0. After its end, the data
+  # starts again.
   np.testing.assert_array_equal(
     batch['labels'], [[a, b, c, d, 1], [b, a, 1, a, b]]
   )
@@ -159,7 +159,7 @@ def test_training_reads_every_document_and_goes_on_where_it_was(
   first = [read(source) for _ in range(3)]
   state = source.get_state()
   after = [read(source) for _ in range(3)]
-  # 19 tokens an epoch; the first ones are all of them.
+  # An epoch has 19 tokens, and the first 19 are all of them.
   tokenizer = sentencepiece.SentencePieceProcessor(model_file=vocabulary)
   tokens = np.concatenate(first).ravel()[:19]
   expected = [t for x in documents for t in [*tokenizer.encode(x), 1]]
@@ -191,11 +191,11 @@ def test_json_goes_through_seqio(tmp_path, vocabulary):
     found = {k: (x.shape[1:], x.dtype.name) for k, x in batch.items()}
     assert found == lm_input.row_specs(16)
     document = [*tokenizer.encode(documents[split][0]), 1]
-    # Pieces of documents that stand one after the other, without a gap.
+    # Rows are pieces of the concatenated documents, without a gap.
     rows = [(document * 17)[i : i + 16] for i in range(len(document))]
     assert all(row.tolist() in rows for row in batch['labels'])
     assert source.eval_loop_num_batches == (1 if is_training else 3)
-  # Pax's rows: of tokens alone, each of which is the label before it.
+  # Pax's rows have only tokens, each of which is the previous label.
   source = make(tmp_path, vocabulary, length=16, append_eos=False)
   batch = source.get_next()
   document = tokenizer.encode(documents['validation'][0]).tolist()
