@@ -350,7 +350,7 @@ PROMPTS = (3, 1, 5, 2)  # Length of each row's prompt.
 
 
 def _stepwise(layer, variables, cache, ids):
-  """Returns the logits of prompts, in one call, and of each token after them."""
+  """Returns the logits of the prompts, and of each later token."""
   step = functools.partial(layer.apply, variables, method='extend_step')
   lengths_B, longest = jnp.asarray(PROMPTS), max(PROMPTS)
   # The padding of the prompts has wrong tokens.
