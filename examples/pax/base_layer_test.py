@@ -378,7 +378,7 @@ def test_non_trainable_variables():
 
   wrong = Wrong.HParams().Instantiate()
   for name, value, message in (
-    ('w', X, "cannot set 'w': expected"),
+    ('w', X, "cannot set 'w'; expected"),
     ('calls', jnp.zeros([]), r'wrong/calls is int32 \(\); got float32 \(\)'),
     (
       'calls',
@@ -595,7 +595,7 @@ def test_what_a_layer_is_made_of():
   for wrong in (3, WeightInit.Xavier(), fdl.Config(dict)):
     with pytest.raises(TypeError, match='a child of Two to be the HParams'):
       Two.HParams(first=wrong).Instantiate().init(KEY)
-  with pytest.raises(ValueError, match='Is a size of the HParams still 0'):
+  with pytest.raises(ValueError, match='Is a size in the HParams still 0'):
     Linear.HParams(output_dims=0).Instantiate().init(KEY)
 
 

@@ -221,7 +221,7 @@ def test_inheritance_over_two_levels():
   assert type(Taller.HParams().Instantiate()) is Taller
   assert type(Tall.HParams().Instantiate()) is Tall
   assert isinstance(Taller.HParams(), Tall.HParams)
-  assert Tree.HParams.__doc__ == 'Of a tree.'
+  assert Tree.HParams.__doc__ == 'Hyperparameters of a tree.'
 
   class Explicit(Tall):
     class HParams(Tall.HParams):
