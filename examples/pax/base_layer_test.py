@@ -582,7 +582,7 @@ def test_a_layer_on_a_mesh():
   ) == ((None, 'data'), (4, 2))
   # None means that XLA decides.
   assert shards(activation_split_dims_mapping={'out': None})[0][0] == 'data'
-  with pytest.raises(ValueError, match=r"split names \['ou'\], .*mean 'out'"):
+  with pytest.raises(ValueError, match=r"split names \['ou'\]; .*mean 'out'"):
     shards(activation_split_dims_mapping={'ou': None})
 
 

@@ -70,7 +70,7 @@ def test_names_are_those_of_the_table(theirs, pax):
     ({'ici_tensr_parallelism': 2}, ["mean 'ici_tensor_parallelism'"]),
     (
       {'scale': 3, 'base_emb_dim': 2048},
-      ['scale is 3', 'base_num_heads', 'base_mlp_dim', 'absent'],
+      ['scale is 3', 'base_num_heads', 'base_mlp_dim', 'missing'],
     ),
   ],
 )

@@ -134,7 +134,7 @@ def test_a_pipeline_of_any_layer():
 @pytest.mark.parametrize(
   ('fields', 'match'),
   [
-    ({'num_pipeline_microbatches': 2, 'counts': True}, "'sub'.*not trained"),
+    ({'num_pipeline_microbatches': 2, 'counts': True}, "non-trainable.*'sub'"),
     ({'num_pipeline_microbatches': 2, 'penalises': True}, 'an aux loss; got'),
     (
       {'pipeline_microbatch_size': 3},
