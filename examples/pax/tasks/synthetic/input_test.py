@@ -77,7 +77,7 @@ def test_records_are_those_of_the_seed_and_the_split():
   [
     ({'min_length': 0}, 'min_length is 0; expected 1 to max_length, .* 4'),
     ({'min_length': 5}, 'min_length is 5'),
-    ({'vocab_size': 2}, 'vocab_size is 2; expected more than 2'),
+    ({'vocab_size': 2}, 'vocab_size is 2; expected more than the 2'),
   ],
 )
 def test_what_makes_no_sequences_is_refused(fields, said):
