@@ -69,7 +69,7 @@ Variables = layer_runs.Variables
 PARAMS, NON_TRAINABLE = layer_runs.PARAMS, layer_runs.NON_TRAINABLE
 
 
-def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
+def _run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
   """Wraps a method so that it runs in the layer's scope, if within a run."""
   is_call = method.__name__ in ('__call__', 'fprop')
 
@@ -140,7 +140,7 @@ class BaseLayer(hparams_lib.Configurable):
     super().__init_subclass__(**kwargs)
     for name, value in list(vars(cls).items()):
       if inspect.isfunction(value) and (name == '__call__' or name[:2] != '__'):
-        setattr(cls, name, _in_its_place(value))
+        setattr(cls, name, _run_in_scope(value))
 
   def bound(self, path: str, run: layer_runs.Run) -> Self:
     """Returns a copy that is part of a run, with variables and children.

@@ -233,12 +233,12 @@ class DotProductAttention(base_layer.BaseLayer):
       fan_out_axes=(1,),
       use_bias=p.use_bias,
     )
-    if self._scales_dims:
+    if self._has_per_dim_scale:
       self.create_child('per_dim_scale', PerDimScale.HParams(), dim=self._width)
     self.create_child(
       'atten_dropout', **stochastics.dropout(p.atten_dropout_prob)
     )
-    if self._turns:
+    if self._is_rotary:
       self.create_child(
         'rotary_position_emb',
         p.rotary_position_emb_tpl,
@@ -270,14 +270,14 @@ class DotProductAttention(base_layer.BaseLayer):
     return self.hparams.num_kv_heads or self.hparams.num_heads
 
   @property
-  def _scales_dims(self) -> bool:
+  def _has_per_dim_scale(self) -> bool:
     p = self.hparams
     if p.internal_enable_per_dim_scale is None:
       return p.num_kv_heads is None
     return p.internal_enable_per_dim_scale
 
   @property
-  def _turns(self) -> bool:
+  def _is_rotary(self) -> bool:
     p = self.hparams
     return p.use_rotary_position_emb and not p.is_cross_attention
 
@@ -334,7 +334,7 @@ class DotProductAttention(base_layer.BaseLayer):
     q, k, v = self._qkv(inputs, context.position)
     if not p.is_causal:
       pair = None if segments is None else (segments, segments)
-      return self._mixed(q, k, v, context.seen, context.rows, pair)
+      return self._attend(q, k, v, context.seen, context.rows, pair)
     mixed, _ = transformer.causal_attention(
       q,
       k,
@@ -421,10 +421,10 @@ class DotProductAttention(base_layer.BaseLayer):
     Returns:
       [B, L, D].
     """
-    q = self._scaled(self._split(self.query(inputs)))
-    return self._mixed(q, **cache, seen=context.source_seen, rows=context.rows)
+    q = self._scale(self._split(self.query(inputs)))
+    return self._attend(q, **cache, seen=context.source_seen, rows=context.rows)
 
-  def _mixed(
+  def _attend(
     self,
     q_BLHK: jax.Array,
     key: jax.Array,
@@ -460,14 +460,14 @@ class DotProductAttention(base_layer.BaseLayer):
     else:
       q = self._split(self.query(x_BLD))
       k, v = self.keys_and_values(x_BLD).values()
-    if self._turns:
+    if self._is_rotary:
       if position is None:
         position = jnp.arange(x_BLD.shape[1])
       q = self.rotary_position_emb(q, position)
       k = self.rotary_position_emb(k, position)
     # Praxis scales after the rotation, too. The order matters, because the two
     # dimensions of a rotated pair may have different scales.
-    return self._scaled(q), k, v
+    return self._scale(q), k, v
 
   def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
     """Projects the inputs and splits the product into its S parts."""
@@ -476,7 +476,7 @@ class DotProductAttention(base_layer.BaseLayer):
   def _split(self, x_BLHK: jax.Array) -> jax.Array:
     return self.shard(x_BLHK, transformer.HEADS, 'heads')
 
-  def _scaled(self, q_BLHK: jax.Array) -> jax.Array:
-    if self._scales_dims:
+  def _scale(self, q_BLHK: jax.Array) -> jax.Array:
+    if self._has_per_dim_scale:
       return self.per_dim_scale(q_BLHK)
     return q_BLHK

@@ -28,7 +28,7 @@ sub_config_field = base_layer.sub_config_field
 Context = attentions.Context
 
 
-def given(**fields: Any) -> dict[str, Any]:
+def non_default(**fields: Any) -> dict[str, Any]:
   """Returns the fields that are set: neither 0 nor None."""
   return {name: value for name, value in fields.items() if value}
 
@@ -170,7 +170,7 @@ class Transformer(_Residual):
     p = self.hparams
     heads = {
       'input_dim': p.input_dims,
-      **given(
+      **non_default(
         num_heads=p.num_heads,
         dim_per_head=p.dim_per_head,
         atten_dropout_prob=p.atten_dropout_prob,
@@ -192,7 +192,7 @@ class Transformer(_Residual):
       'ff_layer',
       p.tr_fflayer_tpl,
       input_dims=p.input_dims,
-      **given(
+      **non_default(
         hidden_dims=p.hidden_dims,
         residual_dropout_prob=p.residual_dropout_prob,
         relu_dropout_prob=p.relu_dropout_prob,
@@ -214,7 +214,9 @@ class Transformer(_Residual):
     """
     context = context or Context()
     mixed = self.self_attention(self.layer_norm(inputs), context)
-    return self._after(inputs, mixed, self._source(context.source), context)
+    return self._add_and_feed_forward(
+      inputs, mixed, self._source(context.source), context
+    )
 
   def empty_cache(
     self, batch: int, length: int, source: jax.Array | None = None
@@ -257,7 +259,7 @@ class Transformer(_Residual):
     mixed, of_self = self.self_attention.extend_step(
       self.layer_norm(inputs), own['self'], start
     )
-    out = self._after(inputs, mixed, own.get('cross'), context)
+    out = self._add_and_feed_forward(inputs, mixed, own.get('cross'), context)
     return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
 
   def _source(self, source: jax.Array | None) -> attentions.Cache | None:
@@ -271,7 +273,7 @@ class Transformer(_Residual):
       )
     return self.cross_attention.keys_and_values(source) if has else None
 
-  def _after(
+  def _add_and_feed_forward(
     self,
     x_BLD: jax.Array,
     mixed_BLD: jax.Array,

@@ -78,7 +78,7 @@ class StackedTransformer(base_layer.BaseLayer):
       [p.transformer_layer_params_tpl.clone() for _ in range(p.num_layers)],
       is_causal=p.mask_self_attention,
       use_cross_attention=p.use_cross_attention,
-      **transformer_layers.given(
+      **transformer_layers.non_default(
         input_dims=p.model_dims,
         hidden_dims=p.hidden_dims,
         num_heads=p.num_heads,
@@ -121,7 +121,7 @@ class StackedTransformer(base_layer.BaseLayer):
     return x_BLD, new
 
 
-class _OfRepeat(base_layer.BaseLayer):
+class _RepeatedStack(base_layer.BaseLayer):
   """A stack that delegates to a `Repeat`, its child `repeat`."""
 
   def __call__(
@@ -147,7 +147,7 @@ class _OfRepeat(base_layer.BaseLayer):
     return self.repeat.extend_step(inputs, cache, start, context)
 
 
-class StackedTransformerRepeated(_OfRepeat):
+class StackedTransformerRepeated(_RepeatedStack):
   """A sequence of layers, run as one loop over stacked weights.
 
   Attributes:
@@ -173,7 +173,7 @@ class StackedTransformerRepeated(_OfRepeat):
     )
 
 
-class PipelinedTransformer(_OfRepeat):
+class PipelinedTransformer(_RepeatedStack):
   """A sequence of layers, distributed over the stages of a pipeline.
 
   A stage given as `StackedTransformerRepeated` runs as a loop over its blocks.
