@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -29,9 +29,31 @@ class WeightHParamsCollection(enum.Enum):
   SKIP_LP_REGULARIZATION = 'skip_lp_regularization'
 
 
+# Name of a class method of `WeightInit` -> value of `method`.
+_METHODS = {
+  'Gaussian': 'gaussian',
+  'GaussianSqrtDim': 'gaussian_sqrt_dim',
+  'GaussianSqrtFanIn': 'gaussian_sqrt_fanin',
+  'GaussianSqrtFanOut': 'gaussian_sqrt_fanout',
+  'GaussianSqrtFanAvg': 'gaussian_sqrt_fanavg',
+  'TruncatedGaussian': 'truncated_gaussian',
+  'TruncatedGaussianSqrtDim': 'truncated_gaussian_sqrt_dim',
+  'TruncatedGaussianSqrtFanIn': 'truncated_gaussian_sqrt_fanin',
+  'TruncatedGaussianSqrtFanOut': 'truncated_gaussian_sqrt_fanout',
+  'Uniform': 'uniform',
+  'UniformSqrtDim': 'uniform_sqrt_dim',
+  'UniformUnitScaling': 'uniform_unit_scaling',
+  'UniformSqrtFanAvg': 'xavier',
+  'Xavier': 'xavier',
+  'Constant': 'constant',
+}
+
+
 class _Names(type):
   def __getattr__(cls, name: str) -> Any:
-    hint = errors.did_you_mean(name, vars(cls))
+    if name in _METHODS:
+      return functools.partial(cls, _METHODS[name])
+    hint = errors.did_you_mean(name, _METHODS)
     raise AttributeError(
       f'{cls.__name__} has no {name!r}.{hint} {hparams.LACKS}'
     )
@@ -39,91 +61,28 @@ class _Names(type):
 
 @dataclasses.dataclass(frozen=True)
 class WeightInit(metaclass=_Names):
-  """An initializer of a variable.
+  """An initializer of a variable, such as `WeightInit.Gaussian(0.1)`.
+
+  `Gaussian` has the standard deviation `scale`, and `TruncatedGaussian` is cut
+  at two standard deviations. `Uniform` has the limit `scale`, and `Constant`
+  has the value `scale`. If a name ends with one of these words, the deviation
+  or the limit is `scale` times a factor:
+
+      SqrtDim      1 / sqrt(first dimension)
+      SqrtFanIn    1 / sqrt(inputs)
+      SqrtFanOut   1 / sqrt(outputs)
+      SqrtFanAvg   sqrt(2 / (inputs + outputs)), or sqrt(6 / ...) if uniform
+      UnitScaling  sqrt(3 / product of all dimensions but the last)
+
+  `Xavier` is `UniformSqrtFanAvg` (Glorot and Bengio, 2010).
 
   Attributes:
     method: Name of the distribution, such as 'gaussian' or 'xavier'.
-    scale: Standard deviation, limit, factor of either, or constant, depending
-      on the method.
+    scale: Standard deviation, limit, factor of either, or constant.
   """
 
   method: str
   scale: float = 1.0
-
-  @classmethod
-  def Gaussian(cls, scale: float = 1.0) -> Self:
-    """Normal, with the standard deviation `scale`."""
-    return cls('gaussian', scale)
-
-  @classmethod
-  def GaussianSqrtDim(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` / sqrt(first dimension)."""
-    return cls('gaussian_sqrt_dim', scale)
-
-  @classmethod
-  def GaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` / sqrt(inputs)."""
-    return cls('gaussian_sqrt_fanin', scale)
-
-  @classmethod
-  def GaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` / sqrt(outputs)."""
-    return cls('gaussian_sqrt_fanout', scale)
-
-  @classmethod
-  def GaussianSqrtFanAvg(cls, scale: float = 1.0) -> Self:
-    """Normal; the variance is `scale`^2 2 / (inputs + outputs)."""
-    return cls('gaussian_sqrt_fanavg', scale)
-
-  @classmethod
-  def TruncatedGaussian(cls, scale: float = 1.0) -> Self:
-    """`Gaussian`, truncated at two standard deviations."""
-    return cls('truncated_gaussian', scale)
-
-  @classmethod
-  def TruncatedGaussianSqrtDim(cls, scale: float = 1.0) -> Self:
-    """`GaussianSqrtDim`, truncated at two standard deviations."""
-    return cls('truncated_gaussian_sqrt_dim', scale)
-
-  @classmethod
-  def TruncatedGaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
-    """`GaussianSqrtFanIn`, truncated at two standard deviations."""
-    return cls('truncated_gaussian_sqrt_fanin', scale)
-
-  @classmethod
-  def TruncatedGaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
-    """`GaussianSqrtFanOut`, truncated at two standard deviations."""
-    return cls('truncated_gaussian_sqrt_fanout', scale)
-
-  @classmethod
-  def Uniform(cls, scale: float = 1.0) -> Self:
-    """Uniform between `-scale` and `scale`."""
-    return cls('uniform', scale)
-
-  @classmethod
-  def UniformSqrtDim(cls, scale: float = 1.0) -> Self:
-    """Uniform; the limit is `scale` / sqrt(first dimension)."""
-    return cls('uniform_sqrt_dim', scale)
-
-  @classmethod
-  def UniformUnitScaling(cls, scale: float = 1.0) -> Self:
-    """Uniform; the limit is `scale` sqrt(3 / all dimensions but the last)."""
-    return cls('uniform_unit_scaling', scale)
-
-  @classmethod
-  def Xavier(cls, scale: float = 1.0) -> Self:
-    """Uniform; the limit is `scale` sqrt(6 / (inputs + outputs)).
-
-    Glorot and Bengio (2010).
-    """
-    return cls('xavier', scale)
-
-  UniformSqrtFanAvg = Xavier
-
-  @classmethod
-  def Constant(cls, scale: float = 1.0) -> Self:
-    """The constant `scale`."""
-    return cls('constant', scale)
 
   def maker(
     self, shape: tuple[int, ...], fan_in: int, fan_out: int
