@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from examples import decoding
+from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import embedding_softmax
@@ -442,7 +443,7 @@ class ClassificationModel(BaseModel):
       # Values with weight 0 may be NaN.
       return _mean(metrics_lib.Mean.of(values_B, weights_B).total, weight)
 
-    xent_B = self.softmax.xent(logits_BV, labels, weights_B)
+    xent_B = transformer.cross_entropy(logits_BV, labels)
     _, best_BN = jax.lax.top_k(logits_BV, min(5, logits_BV.shape[1]))
     hits_BN = (best_BN == labels_B[:, None]).astype(jnp.float32)
     correct_B = hits_BN[:, 0]

@@ -64,11 +64,6 @@ class _Softmax(base_layer.BaseLayer):
     chunks: Number of pieces into which the loss splits the sequence, to hold
       the logits of only one piece in memory; see
       `transformer.chunked_cross_entropy`.
-    label_smoothing_prob: Share of a label's probability that is spread evenly
-      over all other classes.
-    label_smoothing_apply_for_eval: Whether to smooth labels in evaluation too.
-    z_loss_weight: Weight of the auxiliary loss `aux_z_loss`, the mean squared
-      logarithm of the softmax's denominator. If 0, there is none.
   """
 
   num_classes: int = 0
@@ -76,9 +71,6 @@ class _Softmax(base_layer.BaseLayer):
   soft_cap_logits: float = 0.0
   has_bias: bool = True
   chunks: int = 1
-  label_smoothing_prob: float = 0.0
-  label_smoothing_apply_for_eval: bool = True
-  z_loss_weight: float = 0.0
 
   def _create_bias(self) -> None:
     p = self.hparams
@@ -130,24 +122,18 @@ class _Softmax(base_layer.BaseLayer):
       first.
 
     Raises:
-      ValueError: `chunks` does not divide L, or it is not 1 and there is a
-        z-loss.
+      ValueError: `chunks` does not divide L.
     """
     p = self.hparams
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     if p.chunks == 1:
       logits = self.get_logits(inputs)
-      xent = self.xent(logits, labels, weights)
+      xent = transformer.cross_entropy(logits, labels)
       hits = logits.argmax(axis=-1).astype(labels.dtype) == labels
       found = transformer.CrossEntropy(
         total=jnp.sum(xent * weights),
         correct=jnp.sum(jnp.where(hits, weights, 0)),
         nats_BL=jax.lax.stop_gradient(xent),
-      )
-    elif p.z_loss_weight:
-      raise ValueError(
-        f'{self.module_name}.z_loss_weight is {p.z_loss_weight}, which needs'
-        f' all logits of a row at once; got chunks={p.chunks}. Set chunks=1.'
       )
     else:
       found = transformer.chunked_cross_entropy(
@@ -157,7 +143,6 @@ class _Softmax(base_layer.BaseLayer):
         weights,
         chunks=p.chunks,
         cap=p.soft_cap_logits,
-        smoothing=self._smoothing(),
       )
     return {
       'total_loss': found.total,
@@ -165,31 +150,6 @@ class _Softmax(base_layer.BaseLayer):
       'per_token_xent': found.nats_BL,
       'correct': found.correct,
     }
-
-  def xent(
-    self, logits: jax.Array, labels: jax.Array, weights: jax.Array
-  ) -> jax.Array:
-    """Returns the cross entropy of each label, and adds the z-loss.
-
-    Args:
-      logits: Logits [..., V] from `get_logits`.
-      labels: Integers [...], or probabilities [..., V], which are not smoothed.
-      weights: Weights of the labels in the z-loss, [...].
-    """
-    if factor := self.hparams.z_loss_weight:
-      log_z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-      squares = jnp.where(weights > 0, jnp.square(log_z), 0)
-      total = weights.sum()
-      z_loss = factor * jnp.sum(squares * weights) / jnp.where(total, total, 1)
-      self.add_summary('aux_z_loss', z_loss)
-      self.add_aux_loss('aux_z_loss', z_loss)
-    return transformer.cross_entropy(logits, labels, self._smoothing())
-
-  def _smoothing(self) -> float:
-    p = self.hparams
-    if self.do_eval and not p.label_smoothing_apply_for_eval:
-      return 0.0
-    return p.label_smoothing_prob
 
 
 class FullSoftmax(_Softmax):
