@@ -85,10 +85,8 @@ class LanguageModelFeatures:
   Without `inputs`, a row holds the `targets`. With `inputs`, it holds an
   example's inputs followed by its targets. The entries of a row are ids,
   labels, weights, paddings, segment_ids and segment_pos, each [L], where L is
-  the sum of the features' lengths. With `inputs`, there is inputs_indicator
-  too: 1 at positions that read an input or the first target, to which a prefix
-  language model may attend from anywhere. `ids` are the labels shifted right by
-  one, with `bos_id` first in each segment.
+  the sum of the features' lengths. `ids` are the labels shifted right by one,
+  with `bos_id` first in each segment.
 
   A task may mark tokens to ignore by a negative id. `ids` and `labels` have the
   absolute values.
@@ -133,8 +131,6 @@ class LanguageModelFeatures:
     entries['weights'] = weights
     for key in ('ids', 'labels'):
       entries[key] = tf.abs(entries[key])
-    if 'decoder_causal_attention' in row:
-      entries['inputs_indicator'] = row['decoder_causal_attention']
     if self.reverse_bos_padding:
       entries['ids'] = entries['labels']
       for key, last in ('labels', self.eos_id), ('weights', 0), ('paddings', 1):

@@ -182,7 +182,6 @@ def test_a_padded_row_with_a_prefix(fields, weights):
       'paddings': [0, 0, 0, 0, 0, 1, 1],
       'segment_ids': [1, 1, 1, 1, 1, 0, 0],
       'segment_pos': [0, 1, 2, 3, 4, 0, 0],
-      'inputs_indicator': [1, 1, 1, 0, 0, 0, 0],
     },
   )
 
