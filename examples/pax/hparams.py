@@ -188,33 +188,6 @@ class BaseHParams(fdl.Config):
       setattr(self, name, value)
     return self
 
-  def copy_fields_from(
-    self, source: 'BaseHParams', missing_fields_in_self: Any = ()
-  ) -> Self:
-    """Deep-copies all fields of other hyperparameters into these.
-
-    Args:
-      source: Hyperparameters of a different class.
-      missing_fields_in_self: Fields of `source` that `self` may lack.
-
-    Returns:
-      `self`.
-
-    Raises:
-      AttributeError: `source` has a field that `self` lacks, or the reverse.
-    """
-    # One copy of everything keeps objects shared that occur in it twice.
-    copied = dict(source.clone().items())
-    for name in missing_fields_in_self:
-      copied.pop(name, None)
-    if missing := sorted(set(self.names()) - copied.keys()):
-      raise AttributeError(
-        f'{type(source).__qualname__} lacks the fields {missing} of'
-        f' {type(self).__qualname__}, which would stay as they are. To copy'
-        ' single fields, use set().'
-      )
-    return self.set(**copied)
-
   def Instantiate(self, **kwargs: Any) -> Any:
     """Makes the object that these hyperparameters describe.
 

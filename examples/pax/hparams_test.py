@@ -309,31 +309,6 @@ def test_what_would_be_no_field_is_refused():
         clone: int = 0
 
 
-def test_fields_are_copied_strictly():
-  class Other(hparams.Configurable):
-    class HParams(BaseHParams):
-      size: int = 1
-      colour: str = 'blue'
-      extra: list = dataclasses.field(default_factory=lambda: [1])
-
-  other = Other.HParams()
-  with pytest.raises(AttributeError, match="has no field 'extra'"):
-    Leaf.HParams().copy_fields_from(other)
-  leaf = Leaf.HParams()
-  leaf.copy_fields_from(other, missing_fields_in_self=['extra'])
-  assert leaf == Leaf.HParams(size=1, colour='blue')
-  with pytest.raises(AttributeError, match='which would stay as they are'):
-    Other.HParams().copy_fields_from(leaf)
-  mine = Other.HParams().copy_fields_from(other)
-  mine.extra.append(2)
-  assert other.extra == [1]
-  twice = Leaf.HParams()
-  copied = Tree.HParams().copy_fields_from(
-    Tree.HParams(left=twice, right=twice)
-  )
-  assert copied.left is copied.right is not twice
-
-
 def test_text():
   def double(x):
     return 2 * x
