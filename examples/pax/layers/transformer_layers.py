@@ -65,8 +65,6 @@ class TransformerFeedForward(_Residual):
       second projection of the inputs (Shazeer, 2020).
     proj_tpl: Template of the projections.
     relu_dropout_prob: Dropout rate of the hidden values.
-    add_skip_connection: Whether to add the input to the output.
-    residual_weight: Factor of the output before the input is added.
   """
 
   hidden_dims: int = 0
@@ -75,8 +73,6 @@ class TransformerFeedForward(_Residual):
   use_gated_activation: bool = False
   proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
   relu_dropout_prob: float = 0.0
-  add_skip_connection: bool = True
-  residual_weight: float = 1.0
 
   def setup(self) -> None:
     super().setup()
@@ -127,11 +123,7 @@ class TransformerFeedForward(_Residual):
     hidden_BLF = self.shard(hidden_BLF, transformer.HIDDEN, 'hidden')
     hidden_BLF = self.relu_dropout(hidden_BLF, rows)
     out = self.residual_dropout(self.ffn_layer2(hidden_BLF), rows)
-    if p.add_skip_connection:
-      if p.residual_weight != 1:
-        out *= p.residual_weight
-      out = inputs + out
-    return out
+    return inputs + out
 
 
 class Transformer(_Residual):

@@ -477,7 +477,6 @@ def test_a_gated_feed_forward_part_is_its_formula():
     use_gated_activation=True,
     activation_tpl=activations.SiLU.HParams(),
     ln_tpl=normalizations.IdentityNorm.HParams(),
-    residual_weight=0.5,
   ).Instantiate()
   variables = _random_like(layer)
   x = np.random.default_rng(1).normal(size=(1, 2, 3)).astype(np.float32)
@@ -489,7 +488,7 @@ def test_a_gated_feed_forward_part_is_its_formula():
   a, gate = (x[0] @ first['w'][:, i] + first['b'][i] for i in (0, 1))
   hidden = a / (1 + np.exp(-a)) * gate
   out = hidden @ second['w'] + second['b']
-  np.testing.assert_allclose(actual[0], x[0] + 0.5 * out, rtol=1e-5)
+  np.testing.assert_allclose(actual[0], x[0] + out, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
