@@ -216,10 +216,6 @@ class SeqIOInput(tfdata.EpochInput):
       is shuffled. All evaluations have the same order.
     trim_output_features: Whether the task truncates features before the
       converter does.
-    eval_metrics_targets_length: Number of target tokens for the metrics, if a
-      model may predict more than `task_feature_lengths` lets it read. If None,
-      the same number. (If a task keeps the text in `targets_pretokenized`, the
-      metrics get all of it.)
     data_version: Version of the data, for changes that this class cannot see,
       such as preprocessors and vocabularies. A position with a different
       version is rejected.
@@ -233,7 +229,6 @@ class SeqIOInput(tfdata.EpochInput):
   use_cached: bool = False
   shuffle: bool | None = None
   trim_output_features: bool = True
-  eval_metrics_targets_length: int | None = None
   data_version: str = ''
 
   def __post_init__(self) -> None:
@@ -505,9 +500,6 @@ class SeqIOInput(tfdata.EpochInput):
   @functools.cached_property
   def _examples(self) -> dict[str, dict[Id, Any]]:
     """Name of the task -> id -> example, of all hosts, for the metrics."""
-    lengths = dict(self.task_feature_lengths)
-    if self.eval_metrics_targets_length is not None:
-      lengths['targets'] = self.eval_metrics_targets_length
     hosts = self.num_infeed_hosts
     assert hosts is not None
     examples: dict[str, dict[Id, Any]] = {task.name: {} for task in self._tasks}
@@ -516,9 +508,7 @@ class SeqIOInput(tfdata.EpochInput):
       for task in self._tasks:
         dataset = tfdata.build(
           self.epoch_seed(0),
-          functools.partial(
-            self._examples_of, task, host_index=shard, sequence_length=lengths
-          ),
+          functools.partial(self._examples_of, task, host_index=shard),
           self.op_determinism,
         )
         for example in dataset.as_numpy_iterator():

@@ -497,23 +497,6 @@ def test_postprocessing_and_metric_objects_are_those_of_seqio(tmp_path):
   }
 
 
-def test_metrics_see_longer_targets_than_the_model(tmp_path):
-  def lengths(targets, scores):
-    del scores
-    return {'longest': max(map(len, targets))}
-
-  task = make_task(tmp_path, metric_fns=[lengths])
-  for seen, expected in ((None, 1), (2, 2)):
-    inputs = evaluate(
-      task,
-      task_feature_lengths={'inputs': 4, 'targets': 1},
-      eval_metrics_targets_length=seen,
-    )
-    _, scores = run_model(inputs)
-    metrics = inputs[0].compute_metrics(score_outputs=scores)
-    assert metrics == {'numbers': {'longest': expected}}
-
-
 def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
   task = make_task(tmp_path, metric_fns=[total, longest])
   inputs = evaluate(task, 2)
