@@ -4,21 +4,17 @@ Rows are packed. They have the entries ids, labels, weights, segment_ids and
 segment_pos, each [b, L]. Rows of C4 have paddings, too.
 """
 
-import functools
 import glob
 import os
 import pathlib
 from typing import Any
 
 from etils import epath
-import numpy as np
 
 from examples.pax.inputs import c4
 from examples.pax.inputs import seqio
-from examples.pax.tasks.lm import records
 from jaxline import errors
 from jaxline.inputs import base as inputs
-from jaxline.inputs import iterable
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
@@ -28,11 +24,10 @@ BOS_ID = 0
 _GET_C4 = (
   'Download C4 with `hf download allenai/c4 --repo-type=dataset'
   " --include='en/*' --local-dir=DIR` (300 GB of JSON), or with `tfds build"
-  ' c4/en:3.0.1` (TFRecord, or ArrayRecord with'
-  ' --file_format=array_record). Then give the folder of the files'
-  ' `c4-train.*` and `c4-validation.*` with --config.data_dir=DIR/en, and a'
-  ' SentencePiece model with --config.vocabulary=FILE.model. Or train the same'
-  ' model on the bundled corpus with --config.data=stdlib.'
+  ' c4/en:3.0.1` (TFRecord). Then give the folder of the files `c4-train.*` and'
+  ' `c4-validation.*` with --config.data_dir=DIR/en, and a SentencePiece model'
+  ' with --config.vocabulary=FILE.model. Or train the same model on the bundled'
+  ' corpus with --config.data=stdlib.'
 )
 
 
@@ -99,7 +94,7 @@ def c4_input(
 ) -> inputs.BaseInput:
   """Makes an input of packed rows of C4.
 
-  SeqIO reads JSON and TFRecord, as in Pax. Grain reads ArrayRecord.
+  SeqIO reads the files, JSON or TFRecord, as in Pax.
 
   Args:
     data_dir: Folder of the files `c4-train.*` and `c4-validation.*`. Any path
@@ -110,7 +105,7 @@ def c4_input(
     vocab_size: Vocabulary size of the model.
     is_training: Whether to read the split 'train'. If False, 'validation'.
     eval_batches: Number of batches of an evaluation, which continues where the
-      last one ended. If None, one epoch (not supported for ArrayRecord).
+      last one ended. If None, one epoch.
     append_eos: Whether documents end with the end token, and the model reads
       `BOS_ID` before a row. If False, the rows are like Pax's, which have
       neither.
@@ -118,7 +113,7 @@ def c4_input(
 
   Raises:
     ValueError: `data_dir` or `vocabulary` is None, the vocabulary is larger
-      than `vocab_size`, or `append_eos` is False for ArrayRecord.
+      than `vocab_size`, or the files are neither JSON nor TFRecord.
     FileNotFoundError: The files or the vocabulary do not exist.
   """
   if data_dir is None or vocabulary is None:
@@ -145,20 +140,6 @@ def c4_input(
   }
   if not is_training and eval_batches is not None:
     fields |= {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
-  if any('.array_record' in os.path.basename(path) for path in files):
-    if not append_eos:
-      raise errors.UsageError(
-        'append_eos is False, but rows of ArrayRecord files always have end'
-        ' tokens. Give JSON or TFRecord, or set append_eos=True.'
-      )
-    return iterable.IterableInput(
-      name='C4',
-      function=functools.partial(
-        _array_record_rows, files, vocabulary, length, batch_size, is_training
-      ),
-      # The rows have no end, so an evaluation needs a number of batches.
-      **fields | {'eval_loop_num_batches': eval_batches},
-    )
   task = c4.c4_task(
     **{'train_files' if is_training else 'eval_files': files},
     vocabulary=vocabulary,
@@ -180,55 +161,3 @@ def check_vocabulary(
       f'The model has VOCAB_SIZE {vocab_size}; the tokenizer'
       f' {tokenizer.identity} needs at least {tokenizer.vocab_size}.'
     )
-
-
-def _array_record_rows(
-  files: list[str],
-  vocabulary: str,
-  length: int,
-  batch_size: int,
-  shuffle: bool,
-  host_index: int,
-  num_hosts: int,
-) -> Any:
-  """Returns endless batches of a host's rows of ArrayRecord files.
-
-  The documents of a host are joined, each with the vocabulary's end token, and
-  cut into rows without a gap. If `shuffle`, their order differs each epoch. The
-  part of a document within a row is a segment. Each record is a
-  `tf.train.Example` with `text`, as TensorFlow Datasets writes it, or a JSON
-  object with `text`.
-  """
-  import grain
-
-  tokenizer = tokenization.load_tokenizer(f'{vocabulary}#</s>')
-
-  def tokens(record: bytes) -> dict[str, np.ndarray]:
-    ids = tokenizer.encode(records.document_text(record))
-    return {'labels': np.append(ids, np.int32(tokenizer.document_id))}
-
-  source = grain.sources.ArrayRecordDataSource(files)
-  documents = grain.MapDataset.source(source)
-  if shuffle:
-    documents = documents.shuffle(seed=c4.SEED)
-  documents = documents[host_index::num_hosts].repeat().map(tokens)
-  rows = grain.experimental.ConcatThenSplitIterDataset(
-    documents.to_iter_dataset(), length_struct={'labels': length}
-  )
-  return rows.map(_row).batch(batch_size)
-
-
-def _row(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  labels = packed['labels'].astype(np.int32)
-  places = packed['labels_positions'].astype(np.int32)
-  segments = packed['labels_segment_ids'].astype(np.int32)
-  is_token = segments > 0
-  before = np.concatenate([[BOS_ID], labels[:-1]])
-  return {
-    'ids': np.where(places == 0, BOS_ID, before).astype(np.int32),
-    'labels': labels,
-    'weights': is_token.astype(np.float32),
-    'paddings': 1 - is_token.astype(np.float32),
-    'segment_ids': segments,
-    'segment_pos': places,
-  }
