@@ -193,8 +193,8 @@ def test_a_run_begins_with_what_rules_load(
   ('rules', 'message'),
   [
     ([('params/net/frist/w', FIRST)], 'params/net/first/w'),
-    # An earlier rule takes the variable.
     ([('params/net/f$', FIRST)], 'match no array'),
+    # An earlier rule takes the variable.
     ([(FIRST, FIRST), (FIRST, SECOND)], 'params/net/second|earlier rule'),
     ([(FIRST, 'params/net/frist/w')], 'params/net/frist/w'),
     ([('params/(', FIRST)], 'unterminated'),
