@@ -15,8 +15,8 @@ are rejected before anything is compiled.
 - **program**: the run continues, and its step is recompiled.
 - **none**: the run continues with the same compiled step.
 
-The table is `KEYS` in `jaxline/base_config.py`; `python -m jaxline.base_config`
-prints docs/reference/config.md.
+Each key is declared in `KEYS` of the package that reads it.
+`python -m jaxline.base_config` prints docs/reference/config.md.
 """
 
 from collections.abc import Callable, Mapping
