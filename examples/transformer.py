@@ -780,29 +780,19 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
   return partitioning.constrain(_cap(logits_BLV, cap), ('batch', None, 'vocab'))
 
 
-def cross_entropy(
-  logits_BLV: jax.Array, targets: jax.Array, smoothing: float = 0.0
-) -> jax.Array:
+def cross_entropy(logits_BLV: jax.Array, targets: jax.Array) -> jax.Array:
   """Returns the cross entropy of each target in nats, float32 [B, L].
 
   Args:
     logits_BLV: the logits of each token.
     targets: integers [B, L], or the probability of each token, [B, L, V].
-    smoothing: the probability that an integer target gives up, in equal parts,
-      to all other tokens (Szegedy et al., 2016).
   """
   logits_BLV = logits_BLV.astype(jnp.float32)
   total_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
   if targets.ndim == logits_BLV.ndim:
     return -jnp.sum((logits_BLV - total_BL[..., None]) * targets, axis=-1)
   target_BL1 = jnp.take_along_axis(logits_BLV, targets[..., None], axis=-1)
-  nats_BL = total_BL - target_BL1[..., 0]
-  if not smoothing:
-    return nats_BL
-  size = logits_BLV.shape[-1]
-  other = smoothing / (size - 1)
-  all_BL = size * total_BL - logits_BLV.sum(axis=-1)
-  return (1 - smoothing - other) * nats_BL + other * all_BL
+  return total_BL - target_BL1[..., 0]
 
 
 class CrossEntropy(NamedTuple):
@@ -828,7 +818,6 @@ def chunked_cross_entropy(
   *,
   chunks: int,
   cap: float = 0.0,
-  smoothing: float = 0.0,
 ) -> CrossEntropy:
   """Computes the loss, holding the logits of one piece at a time.
 
@@ -842,7 +831,6 @@ def chunked_cross_entropy(
     chunks: the number of pieces into which the sequence is cut. With more than
       one, the forward pass computes the gradients too, while it has the logits.
     cap: see `logits`.
-    smoothing: see `cross_entropy`.
 
   Raises:
     UsageError: `chunks` does not divide the length of the sequence.
@@ -853,7 +841,7 @@ def chunked_cross_entropy(
       f' for {x_BLD.shape[1]} tokens.'
     )
   args = (x_BLD, head, targets_BL, jax.lax.stop_gradient(weights_BL))
-  piece = functools.partial(_piece_cross_entropy, cap, smoothing)
+  piece = functools.partial(_piece_cross_entropy, cap)
   if chunks == 1:
     total, rest = piece(*args)
   else:
@@ -868,14 +856,13 @@ _Sums = tuple[jax.Array, tuple[jax.Array, jax.Array]]
 
 def _piece_cross_entropy(
   cap: float,
-  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
 ) -> _Sums:
   logits_BLV = logits(x_BLD, head, cap)
-  nats_BL = cross_entropy(logits_BLV, targets_BL, smoothing)
+  nats_BL = cross_entropy(logits_BLV, targets_BL)
   likeliest_BL = logits_BLV.argmax(axis=-1).astype(targets_BL.dtype)
   correct = jnp.sum(jnp.where(likeliest_BL == targets_BL, weights_BL, 0))
   return jnp.sum(nats_BL * weights_BL), (
