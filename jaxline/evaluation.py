@@ -222,14 +222,14 @@ class Evaluation:
     keys = {self._config.best_model_eval_metric, metric}
     is_own = isinstance(self.experiment, experiment_lib.FullExperiment)
     is_wrong = is_own and not keys.isdisjoint(differences)
-    if is_wrong or differences.keys() - self._differed:
+    if differences.keys() - self._differed:
       self._differed.update(differences)
       text = '; '.join(f'{name} is {x}' for name, x in differences.items())
       text = f'The processes return different scalars from evaluate: {text}.'
       if is_wrong:
         raise errors.UsageError(
-          f'{text} They choose the best weights, so compute them from the data'
-          ' of all processes, as reduce_outputs does (docs/metrics.md).'
+          f'{text} The run chooses the best weights by them. Compute them from'
+          ' the data of all processes, as reduce_outputs does (docs/metrics.md).'
         )
       logging.warning('%s The run uses the scalars of process 0.', text)
     return agreed
